@@ -1,0 +1,21 @@
+"""A byte-level decoder on the Python standard library's sources: 8 virtual devices as 4 nodes of 2, MiCS groups of 2.
+
+    python train.py --config=configs/quickstart.py --workdir=runs/quickstart
+
+Hardware: any machine with 2 CPU cores. Expected: under 3 minutes, validation loss under 2.0 nats per byte.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """Returns the quickstart's config."""
+    del arg
+    config = base.get_config()
+    config.mesh.num_cpu_devices = 8
+    config.mesh.devices_per_node = 2
+    config.sharding.strategy = "mics"
+    config.sharding.partition_size = 2
+    return config
