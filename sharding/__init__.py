@@ -1,0 +1,1 @@
+"""Mesh, scopes, specs, collectives and the training step; knows no model, no flax and no optax."""
