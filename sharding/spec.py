@@ -1,8 +1,19 @@
-"""`ParamSpec`: the one declaration of a parameter, from which its sharding is inferred."""
+"""`ParamSpec`, the one declaration of a parameter, and `Placement`, the dims on which it is partitioned."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sharding.scopes import Layout
+
+PyTree = Any
+
+# dims that the `tensor` axis splits (Megatron's choice); every other dim may only be partitioned
+TENSOR_DIMS = ("mlp", "heads", "kv_heads", "vocab")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,9 +27,94 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     dims: tuple[str, ...]
-    dtype: jnp.dtype = jnp.float32
+    dtype: Any = jnp.float32
     replicate: bool = False
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.dims):
             raise ValueError(f"a parameter of shape {self.shape} needs {len(self.shape)} dim names, not {self.dims}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return int(jnp.dtype(self.dtype).itemsize) * int(jnp.prod(jnp.array(self.shape))) if self.shape else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which dim of a parameter is partitioned (`dim`) and which is split over `tensor` (`tensor_dim`); None: neither."""
+
+    dim: int | None
+    tensor_dim: int | None
+    ndim: int
+
+    def pspec(self, scope: Sequence[str], *, tensor: bool = True) -> PartitionSpec:
+        """Returns the spec under `scope` (axes, major first); without the `tensor` axis if `tensor` is False."""
+        entries: list[Any] = [None] * self.ndim
+        if self.dim is not None and scope:
+            entries[self.dim] = tuple(scope) if len(scope) > 1 else scope[0]
+        if tensor and self.tensor_dim is not None:
+            entries[self.tensor_dim] = "tensor"
+        return PartitionSpec(*entries)
+
+    def without_layers(self) -> "Placement":
+        """Returns the placement of one layer's slice of a stack."""
+        return Placement(
+            dim=None if self.dim is None else self.dim - 1,
+            tensor_dim=None if self.tensor_dim is None else self.tensor_dim - 1,
+            ndim=self.ndim - 1,
+        )
+
+
+def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
+    """Returns where a parameter is cut: the first dim (never `layers`) that the widest scope divides.
+
+    All three scopes cut the same dim, so that going from one scope to another only joins or splits chunks. A matrix'
+    first dim in TENSOR_DIMS goes to `tensor`. ValueError if no dim can be partitioned and the spec does not replicate.
+    """
+    shape = layout.shape
+    tensor_dim = None
+    free = [i for i, dim in enumerate(spec.dims) if dim != "layers"]
+    if shape.tensor > 1 and len(free) > 1:
+        tensor_dim = next((i for i in free if spec.dims[i] in TENSOR_DIMS), None)
+        if tensor_dim is not None and spec.shape[tensor_dim] % shape.tensor:
+            raise ValueError(
+                f"{name}: dim {spec.dims[tensor_dim]}={spec.shape[tensor_dim]} is not a multiple of mesh.tensor={shape.tensor}"
+            )
+    degree = shape.size(layout.optimizer)  # the widest scope
+    if degree == 1 or spec.replicate:
+        return Placement(dim=None, tensor_dim=tensor_dim, ndim=len(spec.shape))
+    dim = next((i for i in free if i != tensor_dim and spec.shape[i] and spec.shape[i] % degree == 0), None)
+    if dim is None:
+        sizes = ", ".join(f"{spec.dims[i]}={spec.shape[i]}" for i in free if i != tensor_dim) or "none left"
+        raise ValueError(
+            f"{name}: no dim can be cut into {degree} shards ({sizes}); choose sizes that {degree} divides, a smaller "
+            f"scope, or declare the parameter with replicate=True"
+        )
+    return Placement(dim=dim, tensor_dim=tensor_dim, ndim=len(spec.shape))
+
+
+def place_all(specs: PyTree, layout: Layout) -> PyTree:
+    """Returns the tree of Placements for a tree of ParamSpecs."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, spec: place(path_name(path), spec, layout), specs, is_leaf=lambda x: isinstance(x, ParamSpec)
+    )
+
+
+def pspecs(placements: PyTree, scope: Sequence[str], *, tensor: bool = True) -> PyTree:
+    """Returns the tree of PartitionSpecs of parameters under a scope."""
+    return jax.tree.map(lambda p: p.pspec(scope, tensor=tensor), placements, is_leaf=is_placement)
+
+
+def shardings(placements: PyTree, scope: Sequence[str], mesh: jax.sharding.Mesh) -> PyTree:
+    """Returns the tree of NamedShardings of parameters under a scope."""
+    return jax.tree.map(lambda p: NamedSharding(mesh, p.pspec(scope)), placements, is_leaf=is_placement)
+
+
+def is_placement(x: object) -> bool:
+    return isinstance(x, Placement)
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """Returns the name of a tree path as `layers/attention/query`."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")

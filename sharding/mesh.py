@@ -1,0 +1,110 @@
+"""The five named mesh axes, and the mesh made of them from the devices that are there.
+
+Each name says a role and a network, so that a `PartitionSpec` can be read aloud and the cost of every collective is
+visible in its axes: `replica_inter * shard_inter` = nodes, `replica_intra * shard_intra * tensor` = devices a node.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh
+
+INTER_AXES = ("replica_inter", "shard_inter")
+INTRA_AXES = ("replica_intra", "shard_intra")
+DATA_AXES = INTER_AXES + INTRA_AXES  # outermost first: the order of the devices
+AXES = (*DATA_AXES, "tensor")
+
+# A partitioned dim is cut by these axes, major first. Being the reverse of DATA_AXES, the slow network is the minor
+# one: gathering between nodes first and inside the node second lands every chunk in place (the rearrangement that
+# MiCS section 3.3 pays for costs nothing), and every scope is a prefix of this order.
+CHUNK_ORDER = ("shard_intra", "replica_intra", "shard_inter", "replica_inter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshShape:
+    """Number of devices along each axis."""
+
+    replica_inter: int
+    shard_inter: int
+    replica_intra: int
+    shard_intra: int
+    tensor: int
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name to size, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def num_nodes(self) -> int:
+        return self.replica_inter * self.shard_inter
+
+    @property
+    def devices_per_node(self) -> int:
+        return self.replica_intra * self.shard_intra * self.tensor
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+    @property
+    def num_data_devices(self) -> int:
+        """Devices that each take rows of the batch: all of them, a tensor group counted once."""
+        return self.num_devices // self.tensor
+
+    def size(self, axes: Sequence[str]) -> int:
+        """Product of the sizes of `axes`."""
+        return int(np.prod([self.sizes[axis] for axis in axes], dtype=int))
+
+    def used(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """`axes` without those of size 1, in the order given."""
+        return tuple(axis for axis in axes if self.sizes[axis] > 1)
+
+
+def find_nodes(devices: Sequence[jax.Device], devices_per_node: int = 0) -> list[list[jax.Device]]:
+    """Returns the devices of each node, nodes in the order of their first process.
+
+    Processes on the same host form a node; `devices_per_node` (0: not given) overrides that, so that one process with
+    8 virtual devices can play 4 nodes of 2. ValueError if the nodes come out unequal.
+    """
+    ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
+    if devices_per_node:
+        if len(ordered) % devices_per_node:
+            raise ValueError(
+                f"mesh.devices_per_node={devices_per_node} does not divide the {len(ordered)} devices; "
+                f"{_divisors(len(ordered))} do"
+            )
+        return [ordered[i : i + devices_per_node] for i in range(0, len(ordered), devices_per_node)]
+    hosts = _host_of_process()
+    nodes: dict[int, list[jax.Device]] = {}
+    for device in ordered:
+        nodes.setdefault(hosts[device.process_index], []).append(device)
+    sizes = {len(node) for node in nodes.values()}
+    if len(sizes) > 1:
+        raise ValueError(f"the nodes have {sorted(sizes)} devices; every node needs as many (or set mesh.devices_per_node)")
+    return list(nodes.values())
+
+
+def make_mesh(shape: MeshShape, nodes: Sequence[Sequence[jax.Device]]) -> Mesh:
+    """Returns the mesh of `shape` over `nodes`, consecutive nodes forming a partition group."""
+    assert len(nodes) == shape.num_nodes and len(nodes[0]) == shape.devices_per_node
+    devices = np.array(nodes, dtype=object).reshape(tuple(shape.sizes.values()))
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _host_of_process() -> list[int]:
+    """Returns, for each process, a number that is the same for the processes of one host."""
+    if jax.process_count() == 1:
+        return [0]
+    import socket
+    import zlib
+
+    name = zlib.crc32(socket.gethostname().encode())
+    return [int(host) for host in multihost_utils.process_allgather(np.array(name, np.uint32)).reshape(-1)]
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

@@ -1,0 +1,173 @@
+"""Strategies as scopes: over which mesh axes parameters, gradients and optimizer state are partitioned, and no more."""
+
+import difflib
+from dataclasses import dataclass
+
+from sharding.mesh import CHUNK_ORDER, DATA_AXES, MeshShape
+
+# strategy: scopes of parameters, gradients, optimizer state (ZeRO, arXiv 1910.02054; MiCS, arXiv 2205.00119)
+STRATEGIES = {
+    "ddp": ("none", "none", "none"),
+    "zero1": ("none", "none", "all"),
+    "zero2": ("none", "all", "all"),
+    "zero3": ("all", "all", "all"),
+    "hsdp": ("node", "node", "node"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
+    """The `sharding` section of a config (meanings: configs/base.py). Raises ValueError for an impossible choice."""
+
+    strategy: str
+    partition_size: int
+    parameters: str | int
+    gradients: str | int
+    optimizer: str | int
+    hierarchical: bool
+    two_hop: bool
+    gather: str
+    partitioner: str
+
+    def __post_init__(self) -> None:
+        _one_of("sharding.strategy", self.strategy, [*STRATEGIES, "mics", "custom"])
+        _one_of("sharding.gather", self.gather, ["layer", "micro_step", "step"])
+        _one_of("sharding.partitioner", self.partitioner, ["manual", "auto"])
+        by_hand = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer")}
+        if self.strategy == "mics" and self.partition_size < 1:
+            raise ValueError("sharding.strategy=mics needs sharding.partition_size, the devices that hold one model state")
+        if self.strategy != "mics" and self.partition_size:
+            raise ValueError(f"sharding.partition_size={self.partition_size} belongs to mics, not to {self.strategy}")
+        for name, scope in by_hand.items():
+            if self.strategy == "custom":
+                if scope == "":
+                    raise ValueError(f"sharding.strategy=custom needs sharding.{name}: none, node, all or a number of devices")
+            elif scope != "":
+                raise ValueError(f"sharding.{name}={scope} is only read by sharding.strategy=custom, not {self.strategy}")
+
+    @property
+    def scopes(self) -> tuple[str | int, str | int, str | int]:
+        """The scopes of parameters, gradients and optimizer state as written."""
+        if self.strategy == "custom":
+            return self.parameters, self.gradients, self.optimizer
+        if self.strategy == "mics":
+            return (self.partition_size,) * 3
+        return STRATEGIES[self.strategy]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A mesh shape and the three scopes on it, each a tuple of axes in CHUNK_ORDER (axes of size 1 left out)."""
+
+    shape: MeshShape
+    parameters: tuple[str, ...]
+    gradients: tuple[str, ...]
+    optimizer: tuple[str, ...]
+    hierarchical: bool = True
+    two_hop: bool = True
+    gather: str = "layer"
+    partitioner: str = "manual"
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """All axes over which rows of the batch are split, outermost first."""
+        return self.shape.used(DATA_AXES)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes that hop two crosses: those over which a gradient still differs after the micro-steps."""
+        if self.partitioner == "auto" or not self.two_hop:
+            return ()
+        return tuple(axis for axis in self.data_axes if axis not in self.gradients)
+
+    @property
+    def num_replicas(self) -> int:
+        """Gradients that hop two averages."""
+        return self.shape.size(self.replica_axes)
+
+    @property
+    def partition_size(self) -> int:
+        """Devices that hold one copy of the parameters (a tensor split counts)."""
+        return self.shape.size(self.parameters) * self.shape.tensor
+
+
+def make_layout(config: ShardingConfig, *, num_nodes: int, devices_per_node: int, tensor: int = 1) -> Layout:
+    """Returns the mesh shape and scopes of a strategy on `num_nodes` nodes.
+
+    A scope of p devices lies inside a node if p <= devices_per_node and spans whole consecutive nodes otherwise.
+    ValueError if a scope does not divide the devices, or the three are not nested (parameters within gradients within
+    optimizer state), or they would cut a node, or the nodes, in more than one place.
+    """
+    if tensor < 1 or devices_per_node % tensor:
+        raise ValueError(f"mesh.tensor={tensor} does not divide the {devices_per_node} devices of a node")
+    local = devices_per_node // tensor
+    names = ("parameters", "gradients", "optimizer")
+    sizes = [
+        _scope_size(name, scope, num_nodes=num_nodes, local=local, tensor=tensor)
+        for name, scope in zip(names, config.scopes, strict=True)
+    ]
+    for (inner, a), (outer, b) in zip(zip(names, sizes), list(zip(names, sizes))[1:]):
+        if a > b or b % a:
+            raise ValueError(
+                f"the scope of {inner} ({a * tensor} devices) must lie within that of {outer} ({b * tensor} devices)"
+            )
+    intra_cuts = sorted({size for size in sizes if 1 < size < local})
+    inter_cuts = sorted({size // local for size in sizes if local < size < local * num_nodes})
+    if len(intra_cuts) > 1 or len(inter_cuts) > 1:
+        what = f"a node of {local} at {intra_cuts}" if len(intra_cuts) > 1 else f"{num_nodes} nodes at {inter_cuts}"
+        raise ValueError(f"the scopes cut {what} in two places; a mesh has one cut inside a node and one between nodes")
+    shard_intra = intra_cuts[0] if intra_cuts else (local if sizes[0] >= local else 1)
+    shard_inter = inter_cuts[0] if inter_cuts else (num_nodes if sizes[0] == local * num_nodes else 1)
+    shape = MeshShape(
+        replica_inter=num_nodes // shard_inter,
+        shard_inter=shard_inter,
+        replica_intra=local // shard_intra,
+        shard_intra=shard_intra,
+        tensor=tensor,
+    )
+    return Layout(
+        shape=shape,
+        **{name: _axes(shape, size) for name, size in zip(names, sizes, strict=True)},
+        hierarchical=config.hierarchical,
+        two_hop=config.two_hop,
+        gather=config.gather,
+        partitioner=config.partitioner,
+    )
+
+
+def _scope_size(name: str, scope: str | int, *, num_nodes: int, local: int, tensor: int) -> int:
+    """Returns how many shards a scope makes (tensor groups, not devices)."""
+    words = {"none": 1, "node": local, "all": num_nodes * local}
+    if scope in words:
+        return words[scope]
+    legal = [p for p in range(1, local + 1) if local % p == 0]
+    legal += [local * m for m in range(2, num_nodes + 1) if num_nodes % m == 0]
+    try:
+        devices = int(scope)
+    except ValueError:
+        raise ValueError(f"sharding.{name}={scope}: a scope is none, node, all or a number of devices") from None
+    if devices % tensor or devices // tensor not in legal:
+        raise ValueError(
+            f"a partition group of {devices} devices ({name}) does not fit {num_nodes} nodes of {local * tensor} devices"
+            f"{f' with tensor={tensor}' if tensor > 1 else ''}; {', '.join(str(p * tensor) for p in legal)} do"
+        )
+    return devices // tensor
+
+
+def _axes(shape: MeshShape, size: int) -> tuple[str, ...]:
+    """Returns the prefix of CHUNK_ORDER that makes `size` shards."""
+    axes, product = [], 1
+    for axis in shape.used(CHUNK_ORDER):
+        if product == size:
+            break
+        axes.append(axis)
+        product *= shape.sizes[axis]
+    assert product == size, (shape, size)
+    return tuple(axes)
+
+
+def _one_of(key: str, value: str, allowed: list[str]) -> None:
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(allowed)}"
+        raise ValueError(f"{key}={value} is not known; {hint}")

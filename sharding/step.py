@@ -1,0 +1,284 @@
+"""The training step: micro-steps in a `shard_map` (gathers and hop one), then hop two and the optimizer under `jit`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharding.collectives import Group, all_gather_chunks, join, vary
+from sharding.mesh import DATA_AXES
+from sharding.scopes import Layout
+from sharding.spec import Placement, is_placement, pspecs
+
+PyTree = Any
+Batch = Mapping[str, jax.Array]  # each [accum, rows, ...], rows over the data axes
+Gather = Callable[[str, PyTree], PyTree]
+Loss = Callable[[PyTree, Batch, Gather], jax.Array]  # the weighted sum of the losses of the rows given
+
+
+class Transform(Protocol):
+    """What the step needs of an optax.GradientTransformation that takes `[R, ...]` gradients."""
+
+    init: Callable[[PyTree], PyTree]
+    update: Callable[..., tuple[PyTree, PyTree]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """All that a step changes: what a checkpoint holds."""
+
+    step: jax.Array  # int32 []: steps done
+    params: PyTree
+    opt_state: PyTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """A model's parameters on a mesh: their placements, the layout, and the dtype in which they are gathered."""
+
+    mesh: Mesh
+    layout: Layout
+    placements: PyTree  # of Placement, a tree like the parameters
+    compute_dtype: Any = jnp.float32
+
+    @property
+    def batch_spec(self) -> PartitionSpec:
+        """Spec of batch arrays `[accum, rows, ...]`."""
+        return PartitionSpec(None, self.layout.data_axes or None)
+
+    def map(self, function: Callable[..., Any], *trees: PyTree) -> PyTree:
+        """Maps `function(placement, leaf, ...)` over trees like the parameters."""
+        return jax.tree.map(function, self.placements, *trees, is_leaf=is_placement)
+
+    def shardings(self, scope: tuple[str, ...]) -> PyTree:
+        """NamedShardings of arrays like the parameters under `scope`."""
+        return self.map(lambda p: NamedSharding(self.mesh, p.pspec(scope)))
+
+    def constrain(self, tree: PyTree, scope: tuple[str, ...]) -> PyTree:
+        """Constrains arrays like the parameters to `scope`."""
+        return jax.tree.map(lax.with_sharding_constraint, tree, self.shardings(scope))
+
+
+def build_train_step(
+    loss: Loss, sharded: Sharded, tx: Transform
+) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
+    """Returns `step(state, batch) -> (state, loss)`, to be jitted with the state donated.
+
+    Every array of the batch is `[accum, rows, ...]`, `weights` is among them, and the loss is the weighted mean over the
+    whole of it, whatever the number of devices (rows of weight zero fill up).
+    """
+    auto = sharded.layout.partitioner == "auto"
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
+        gradients = auto_gradients if auto else manual_gradients
+        grads_R, value = gradients(loss, sharded, state.params, batch)
+        params = sharded.constrain(state.params, sharded.layout.optimizer)
+        updates, opt_state = tx.update(grads_R, state.opt_state, params)
+        updated = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
+        return TrainState(step=state.step + 1, params=to_parameter_scope(sharded, updated), opt_state=opt_state), value
+
+    return step
+
+
+def build_eval_step(loss: Loss, sharded: Sharded) -> Callable[[PyTree, Batch], tuple[jax.Array, jax.Array]]:
+    """Returns `evaluate(params, batch) -> (sum of the weighted losses, sum of the weights)`."""
+
+    def evaluate(params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        def rows_sum(params: PyTree, batch: Batch, gather: Gather) -> jax.Array:
+            return jnp.sum(lax.map(lambda micro: loss(params, micro, gather), dict(batch)))
+
+        if sharded.layout.partitioner == "auto":
+            value = rows_sum(params, batch, auto_gather(sharded))
+        else:
+            gather = layer_gather(sharded)
+            value = run_manual(sharded, lambda p, b: lax.psum(rows_sum(p, b, gather), sharded.layout.data_axes))(
+                params, batch
+            )
+        return value, jnp.sum(batch["weights"])
+
+    return evaluate
+
+
+def run_manual(sharded: Sharded, function: Callable[..., Any], out_specs: Any = PartitionSpec()) -> Callable[..., Any]:
+    """Returns `function(params, batch, *scalars)` run on local shards and rows, the data axes manual."""
+
+    def run(params: PyTree, batch: PyTree, *scalars: jax.Array) -> Any:
+        param_specs = pspecs(sharded.placements, sharded.layout.parameters, tensor=False)
+        in_specs = (param_specs, sharded.batch_spec, *(PartitionSpec() for _ in scalars))
+        mapped = jax.shard_map(
+            function, mesh=sharded.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(DATA_AXES)
+        )
+        return mapped(params, batch, *scalars)
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------ micro-steps
+
+
+def manual_gradients(loss: Loss, sharded: Sharded, params: PyTree, batch: Batch) -> tuple[PyTree, jax.Array]:
+    """Returns the gradients `[R, ...]`, one for each replica and reduced inside its group, and the loss.
+
+    Hop two remains to be done: the mean over R (MiCS section 3.4).
+    """
+    layout = sharded.layout
+
+    def micro_steps(params: PyTree, batch: Batch, total: jax.Array) -> tuple[PyTree, jax.Array]:
+        if layout.two_hop:  # the types now differ between replicas: autodiff sums nothing over them
+            params = jax.tree.map(lambda x: vary(x, layout.data_axes), params)
+        kept = gather_tree(sharded, sharded.placements, params) if layout.gather == "step" else params
+
+        def micro_loss(kept: PyTree, micro: Batch) -> jax.Array:
+            if layout.gather == "layer":
+                return loss(kept, micro, layer_gather(sharded)) / total
+            whole = gather_tree(sharded, sharded.placements, kept) if layout.gather == "micro_step" else kept
+            return loss(whole, micro, lambda name, tree: tree) / total
+
+        def micro_step(carry: tuple[PyTree, jax.Array], micro: Batch) -> tuple[tuple[PyTree, jax.Array], None]:
+            value, grads = jax.value_and_grad(micro_loss)(kept, micro)
+            if layout.gather == "step":
+                grads = hop_one(sharded, sharded.placements, grads)
+            grads = to_gradient_scope(sharded, grads)
+            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry, (grads, value)), None
+
+        zeros = to_gradient_scope(sharded, jax.tree.map(jnp.zeros_like, params), zeros=True)
+        carry = (zeros, vary(jnp.zeros(()), layout.data_axes))
+        if batch["weights"].shape[0] == 1:
+            carry, _ = micro_step(carry, {name: x[0] for name, x in batch.items()})
+        else:
+            carry, _ = lax.scan(micro_step, carry, dict(batch))
+        grads, value = carry
+        return jax.tree.map(lambda g: g[None] * layout.num_replicas, grads), lax.psum(value, layout.data_axes)
+
+    out_specs = (gradient_specs(sharded, tensor=False), PartitionSpec())
+    return run_manual(sharded, micro_steps, out_specs)(params, batch, jnp.sum(batch["weights"]))
+
+
+def auto_gradients(loss: Loss, sharded: Sharded, params: PyTree, batch: Batch) -> tuple[PyTree, jax.Array]:
+    """Returns the same as `manual_gradients` with R = 1, all collectives chosen by XLA's partitioner."""
+    layout = sharded.layout
+    total = jnp.sum(batch["weights"])
+    gather = auto_gather(sharded)
+
+    def micro_step(carry: tuple[PyTree, jax.Array], micro: Batch) -> tuple[tuple[PyTree, jax.Array], None]:
+        value, grads = jax.value_and_grad(lambda p: loss(p, micro, gather) / total)(params)
+        grads = sharded.constrain(grads, layout.gradients)
+        return jax.tree.map(jnp.add, carry, (grads, value)), None
+
+    zeros = sharded.constrain(jax.tree.map(jnp.zeros_like, params), layout.gradients)
+    (grads, value), _ = lax.scan(micro_step, (zeros, jnp.zeros(())), dict(batch))
+    return jax.tree.map(lambda g: g[None], grads), value
+
+
+def gradient_specs(sharded: Sharded, *, tensor: bool = True) -> PyTree:
+    """Returns the specs of the gradients `[R, ...]`."""
+    layout = sharded.layout
+    return sharded.map(lambda p: PartitionSpec(layout.replica_axes or None, *p.pspec(layout.gradients, tensor=tensor)))
+
+
+# ------------------------------------------------------------------------------------- gathers and hop one
+
+
+def layer_gather(sharded: Sharded) -> Gather:
+    """Returns the gather that a model calls at each place of use; its transpose is hop one."""
+
+    def gather(name: str, tree: PyTree) -> PyTree:
+        return gather_tree(sharded, _used_placements(sharded, name), tree)
+
+    return gather
+
+
+def auto_gather(sharded: Sharded) -> Gather:
+    """Returns the gather of the automatic partitioner: a constraint to the unpartitioned sharding."""
+
+    def whole(p: Placement, x: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(x.astype(sharded.compute_dtype), NamedSharding(sharded.mesh, p.pspec(())))
+
+    def gather(name: str, tree: PyTree) -> PyTree:
+        return jax.tree.map(whole, _used_placements(sharded, name), tree, is_leaf=is_placement)
+
+    return gather
+
+
+def gather_tree(sharded: Sharded, placements: PyTree, shards: PyTree) -> PyTree:
+    """Gathers a tree of local shards in one collective a network level, in the compute dtype; backwards it is hop one."""
+    layout = sharded.layout
+    group = _group(sharded, placements, layout.parameters)
+
+    @jax.custom_vjp
+    def gather(shards: list[jax.Array]) -> list[jax.Array]:
+        return [vary(x, layout.data_axes) for x in group.gather(shards)]
+
+    gather.defvjp(
+        lambda shards: (gather(shards), None),
+        lambda _, grads: (_hop_one_leaves(sharded, group, grads),),
+    )
+    leaves, tree = jax.tree.flatten(shards)
+    return tree.unflatten(gather([x.astype(sharded.compute_dtype) for x in leaves]))
+
+
+def hop_one(sharded: Sharded, placements: PyTree, grads: PyTree) -> PyTree:
+    """Reduce-scatters full gradients inside each partition group (MiCS section 3.4)."""
+    leaves, tree = jax.tree.flatten(grads)
+    return tree.unflatten(_hop_one_leaves(sharded, _group(sharded, placements, sharded.layout.parameters), leaves))
+
+
+def _hop_one_leaves(sharded: Sharded, group: Group, grads: list[jax.Array]) -> list[jax.Array]:
+    layout = sharded.layout
+    if layout.two_hop:
+        return [vary(x, layout.data_axes) for x in group.reduce_scatter(grads)]
+    return group.all_reduce_then_slice(grads, layout.data_axes)
+
+
+def to_gradient_scope(sharded: Sharded, grads: PyTree, *, zeros: bool = False) -> PyTree:
+    """Reduces gradients from the parameters' scope to their own, each micro-step (ZeRO-2); `zeros` needs no sum."""
+    layout = sharded.layout
+    extra = tuple(axis for axis in layout.gradients if axis not in layout.parameters)
+    group = _group(sharded, sharded.placements, extra)
+    leaves, tree = jax.tree.flatten(grads)
+    if layout.two_hop and not zeros and extra:  # the values came from the compute dtype: nothing is lost in casting back
+        summed = group.reduce_scatter([x.astype(sharded.compute_dtype) for x in leaves])
+    else:
+        summed = group.slice(leaves)
+    if layout.two_hop:
+        summed = [vary(x, layout.data_axes) for x in summed]
+    return tree.unflatten(summed)
+
+
+def to_parameter_scope(sharded: Sharded, params: PyTree) -> PyTree:
+    """Gathers updated parameters from the optimizer state's scope into their own, once a step."""
+    layout = sharded.layout
+    extra = tuple(axis for axis in layout.optimizer if axis not in layout.parameters)
+    if not extra or layout.partitioner == "auto":
+        return sharded.constrain(params, layout.parameters)
+
+    def gather(p: Placement, x: jax.Array) -> jax.Array:
+        if p.dim is None:
+            return x
+        chunks = all_gather_chunks(x.reshape(-1), extra, hierarchical=layout.hierarchical, to="invarying")
+        return join(chunks.reshape(-1, *x.shape), p.dim)
+
+    return jax.shard_map(
+        lambda params: sharded.map(gather, params),
+        mesh=sharded.mesh,
+        in_specs=(pspecs(sharded.placements, layout.optimizer),),
+        out_specs=pspecs(sharded.placements, layout.parameters),
+    )(params)
+
+
+def _used_placements(sharded: Sharded, name: str) -> PyTree:
+    """Returns the placements of what a model gathers under `name`: one layer's slice of the stack `layers`."""
+    placements = sharded.placements[name]
+    if name != "layers":
+        return placements
+    return jax.tree.map(Placement.without_layers, placements, is_leaf=is_placement)
+
+
+def _group(sharded: Sharded, placements: PyTree, scope: tuple[str, ...]) -> Group:
+    leaves = jax.tree.leaves(placements, is_leaf=is_placement)
+    return Group(placements=tuple(leaves), scope=scope, hierarchical=sharded.layout.hierarchical)
