@@ -1,0 +1,75 @@
+"""`environment`: what a reader needs to know to run it again; becomes `environment.json`."""
+
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "tensorflow-datasets",
+    "numpy",
+)
+GIT_TIMEOUT_S = 2.0
+
+
+def environment(extra: Mapping[str, Any], repository: str | Path | None = None) -> dict[str, Any]:
+    """Returns versions, git commit, command line, host and date, with `extra` (devices, mesh, ...) on top.
+
+    `repository` is a folder of the code (default: this one). The commit is None outside a git repository.
+    """
+    commit, dirty = git_state(Path(__file__).parent if repository is None else Path(repository))
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.orig_argv),
+        "working_directory": os.getcwd(),
+        "git_commit": commit,
+        "git_dirty": dirty,
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": package_versions(),
+    } | dict(extra)
+
+
+def package_versions() -> dict[str, str]:
+    """Returns the versions of the packages that are installed, without importing any."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def git_state(folder: Path) -> tuple[str | None, bool | None]:
+    """Returns (commit, whether tracked files differ from it), (None, None) where git cannot say in good time."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    changes = None if commit is None else _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return commit, None if changes is None else changes != ""
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Returns what git prints, None if there is no git, no repository or no answer in time."""
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,178 @@
+"""The tables and the mesh picture of the report, as HTML with every text escaped."""
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from math import isfinite, prod
+from statistics import median
+from typing import Any
+
+from metrics.run_files import RunFiles, number, series
+from metrics.units import UNKNOWN, format_bytes, format_count
+
+AXES = ("replica_inter", "shard_inter", "replica_intra", "shard_intra", "tensor", "expert")
+WIRE_KEYS = ("wire_tx_bytes", "wire_rx_bytes")
+Fact = tuple[str, str]
+
+
+def facts_table(facts: Sequence[Fact]) -> str:
+    """Returns a two-column table."""
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts)
+    return f'<table class="facts"><tbody>{rows}</tbody></table>'
+
+
+def config_facts(values: Mapping[str, Any], prefix: str = "") -> list[Fact]:
+    """Returns a nested dict as (`a.b.c`, value) pairs."""
+    facts: list[Fact] = []
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            facts += config_facts(value, f"{name}.")
+        else:
+            facts.append((name, UNKNOWN if value is None or value == "" else _text(value)))
+    return facts
+
+
+def strategy_facts(run: RunFiles) -> list[Fact]:
+    """Returns what a reader wants to know of the strategy: scopes, mesh, nodes, replicas, batch."""
+    sharding, batch, optimizer = (_section(run.config, key) for key in ("sharding", "batch", "optimizer"))
+    facts: list[Fact] = []
+    if sharding:
+        facts.append(("strategy", _strategy_name(sharding)))
+        facts += [
+            (name.replace("_", " "), _text(sharding[name]))
+            for name in ("hierarchical", "two_hop", "gather", "partitioner")
+            if name in sharding
+        ]
+        scopes = [
+            f"{name} {_text(sharding[name])}" for name in ("parameters", "gradients", "optimizer") if sharding.get(name)
+        ]
+        facts += [("scopes", ", ".join(scopes))] if scopes else []
+    sizes = _mesh_sizes(run)
+    if sizes:
+        facts.append(("mesh", ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"))
+        size = {axis: sizes.get(axis, 1) for axis in AXES}
+        facts.append(("devices", format_count(prod(size.values()))))
+        facts.append(("nodes", format_count(size["replica_inter"] * size["shard_inter"])))
+        facts.append(("replicas", format_count(size["replica_inter"] * size["replica_intra"])))
+    if "global_size" in batch:
+        micro = f", {_text(batch['micro_size'])} a device a micro-step" if "micro_size" in batch else ""
+        facts.append(("batch", f"{_text(batch['global_size'])} rows{micro}"))
+    if "name" in optimizer:
+        rate = f", learning rate {_text(optimizer['learning_rate'])}" if "learning_rate" in optimizer else ""
+        facts.append(("optimizer", f"{_text(optimizer['name'])}{rate}"))
+    return facts
+
+
+def mesh_picture(run: RunFiles) -> str:
+    """Returns `mesh.png` inline, on white: it may be drawn in black without a background."""
+    if run.mesh_png is None:
+        return f'<p class="note">mesh.png {escape(run.problems.get("mesh.png", "is missing"))}.</p>'
+    data = base64.b64encode(run.mesh_png).decode("ascii")
+    return f'<img class="mesh" alt="which device holds which shard" src="data:image/png;base64,{data}">'
+
+
+def collective_table(run: RunFiles) -> str:
+    """Returns the collectives of the compiled step, grouped by the axes they run over, with bytes and sums."""
+    entries = run.collectives.get("collectives")
+    rows = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
+    if not rows:
+        why = run.problems.get("collectives.json", "lists no collective: nothing crosses a network")
+        return f'<p class="note">collectives.json {escape(why)}.</p>'
+    lines = []
+    for axes, members in _by_axes(rows):
+        lines.append(
+            f'<tr class="group"><td colspan="5">{escape(axes)}</td>{_bytes_cells(_sum(members))}</tr>'
+            + "".join(_collective_row(member) for member in members)
+        )
+    total = {key: _first_number(run.collectives.get(key), value) for key, value in _sum(rows).items()}
+    lines.append(f'<tr class="total"><td colspan="5">Sum</td>{_bytes_cells(total)}</tr>')
+    words, numbers = ("Over axes", "Kind", "Type"), ("Payload", "Times a step", "Inside nodes", "Between nodes")
+    heads = "".join(f"<th>{head}</th>" for head in words)
+    heads += "".join(f'<th class="n">{head}</th>' for head in numbers)
+    return (
+        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+        f'<p class="note">From the compiled program. Bytes are per device and step.{_on_the_wire(run)}</p>'
+    )
+
+
+def _collective_row(entry: Mapping[str, Any]) -> str:
+    payload, times = number(entry.get("payload_bytes")), number(entry.get("times"))
+    cells = (
+        f"<td>{escape(_text(entry.get('name') or UNKNOWN))}</td><td>{escape(_text(entry.get('kind', '')))}</td>"
+        f"<td>{escape(_text(entry.get('dtype', '')))}</td>"
+        f'<td class="n">{UNKNOWN if payload is None else format_bytes(payload)}</td>'
+        f'<td class="n">{UNKNOWN if times is None else format_count(times)}</td>'
+    )
+    return f'<tr class="member">{cells}{_bytes_cells(_sum([entry]))}</tr>'
+
+
+def _on_the_wire(run: RunFiles) -> str:
+    """Returns what the interfaces counted, if they did."""
+    counts = [[value for _, value in series(run.rows, key) if isfinite(value)] for key in WIRE_KEYS]
+    if not all(counts):
+        return ""
+    sent, received = (format_bytes(median(values)) for values in counts)
+    return f" Counted on this node's interfaces, median of a step: {sent} sent, {received} received."
+
+
+def _by_axes(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """Yields (axes, collectives), the axes that send most between nodes first."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        axes = row.get("axes")
+        name = " \N{MULTIPLICATION SIGN} ".join(map(str, axes)) if isinstance(axes, list) else _text(axes or "")
+        groups.setdefault(name or "unnamed axes", []).append(row)
+    keyed = ((_sum(members), axes, members) for axes, members in groups.items())
+    for _, axes, members in sorted(keyed, key=lambda item: (-item[0]["inter_bytes"], -item[0]["intra_bytes"], item[1])):
+        yield axes, sorted(members, key=lambda row: -sum(_sum([row]).values()))
+
+
+def _sum(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return {key: sum(number(row.get(key)) or 0.0 for row in rows) for key in ("intra_bytes", "inter_bytes")}
+
+
+def _bytes_cells(counts: Mapping[str, float]) -> str:
+    return "".join(
+        f'<td class="n">{format_bytes(counts[key]) if counts[key] else UNKNOWN}</td>'
+        for key in ("intra_bytes", "inter_bytes")
+    )
+
+
+def _first_number(value: Any, otherwise: float) -> float:
+    found = number(value)
+    return otherwise if found is None else found
+
+
+def _strategy_name(sharding: Mapping[str, Any]) -> str:
+    name = _text(sharding.get("strategy", UNKNOWN))
+    size = sharding.get("partition_size")
+    return f"{name}, partition groups of {_text(size)} devices" if size else name
+
+
+def _mesh_sizes(run: RunFiles) -> dict[str, int]:
+    """Returns the sizes of the mesh axes, from wherever in `environment.json` they are."""
+    waiting: list[Mapping[str, Any]] = [run.environment]
+    while waiting:
+        values = waiting.pop(0)
+        sizes = {axis: values[axis] for axis in AXES if isinstance(values.get(axis), int)}
+        if sizes:
+            return sizes
+        waiting += [value for value in values.values() if isinstance(value, Mapping)]
+    return {}
+
+
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _text(value: Any) -> str:
+    """Returns a value as a reader writes it: yes and no, lists with commas."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_text, value)) or UNKNOWN
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)

@@ -1,0 +1,194 @@
+"""`read_run`: the files of a run directory, each if it is there and readable; `results_of`: the headline numbers."""
+
+import json
+import math
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """The contents of a run directory; `problems` says why a file is not here (`config.json` -> `is missing`)."""
+
+    run_dir: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    collectives: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    rows: tuple[Row, ...] = ()
+    sample: str | None = None
+    mesh_png: bytes | None = None
+    problems: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The config's name, else the config file of the command line, else the folder's name."""
+        named = self.config.get("name")
+        return (
+            str(named) if named else _config_of_command(self.environment.get("command")) or self.run_dir.resolve().name
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """The headline numbers of a run; None where nothing says."""
+
+    steps: int | None
+    loss: float | None
+    validation_loss: float | None
+    validation_bits_per_byte: float | None
+    speed: float | None  # median over the logged steps
+    speed_unit: str  # tokens/s | examples/s
+    step_time_s: float | None  # median
+    data_wait_s: float | None  # median
+    mfu: float | None  # median
+    intra_bytes: float | None  # per device per step
+    inter_bytes: float | None
+    wall_time_s: float | None
+    skipped_steps: float | None
+    exit_reason: str | None
+
+
+def read_run(run_dir: str | os.PathLike[str]) -> RunFiles:
+    """Reads a run directory; raises ValueError if it is none (neither `config.json` nor `metrics.jsonl` in it)."""
+    folder = Path(run_dir)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give the --workdir of a run")
+    if not any((folder / name).is_file() for name in ("config.json", "metrics.jsonl")):
+        raise ValueError(f"{folder} is not a run: it has neither config.json nor metrics.jsonl")
+    problems: dict[str, str] = {}
+    objects = {
+        stem: _read_object(folder / f"{stem}.json", problems)
+        for stem in ("config", "environment", "collectives", "summary")
+    }
+    sample = _read_bytes(folder / "sample.txt", problems)
+    return RunFiles(
+        run_dir=folder,
+        **objects,
+        rows=_read_rows(folder / "metrics.jsonl", problems),
+        sample=None if sample is None else sample.decode("utf-8", errors="replace"),
+        mesh_png=_read_bytes(folder / "mesh.png", problems),
+        problems=problems,
+    )
+
+
+def results_of(run: RunFiles) -> Results:
+    """Returns the headline numbers: `summary.json` first, then the last (or median) of the metrics."""
+    speed_key = "examples_per_s" if series(run.rows, "examples_per_s") else "tokens_per_s"
+
+    def last(*keys: str) -> float | None:
+        """The number of the summary under the first key, else the last one measured under any of them."""
+        for key in keys:
+            if (value := number(run.summary.get(key))) is not None:
+                return value
+        return next((points[-1][1] for key in keys if (points := series(run.rows, key))), None)
+
+    def middle(key: str) -> float | None:
+        values = [value for _, value in series(run.rows, key) if math.isfinite(value)]
+        return median(values) if values else number(run.summary.get(key))
+
+    def counted(key: str) -> float | None:
+        value = number(run.collectives.get(key))
+        return value if value is not None else last(f"collective_{key}")
+
+    steps = last("steps", "step")
+    reason = run.summary.get("exit_reason")
+    return Results(
+        steps=int(steps) if steps is not None and math.isfinite(steps) else None,
+        loss=last("final_loss", "loss"),
+        validation_loss=last("validation_loss"),
+        validation_bits_per_byte=last("validation_bits_per_byte"),
+        speed=middle(speed_key),
+        speed_unit=speed_key.removesuffix("_per_s") + "/s",
+        step_time_s=middle("step_time_s"),
+        data_wait_s=middle("data_wait_s"),
+        mfu=middle("mfu"),
+        intra_bytes=counted("intra_bytes"),
+        inter_bytes=counted("inter_bytes"),
+        wall_time_s=last("wall_time_s"),
+        skipped_steps=last("skipped_steps"),
+        exit_reason=None if reason is None else str(reason),
+    )
+
+
+def number(value: Any) -> float | None:
+    """Returns a JSON value as a float (`"NaN"` and `"Infinity"` are numbers too), None if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def series(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
+    """Returns the (step, value) pairs of the lines in which `key` was measured."""
+    pairs = ((number(row.get("step")), number(row.get(key))) for row in rows if key in row)
+    return [(step, value) for step, value in pairs if step is not None and math.isfinite(step) and value is not None]
+
+
+def _read_bytes(path: Path, problems: dict[str, str]) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        problems[path.name] = "is missing"
+    except OSError as error:
+        problems[path.name] = f"cannot be read ({error.strerror})"
+    return None
+
+
+def _read_object(path: Path, problems: dict[str, str]) -> dict[str, Any]:
+    data = _read_bytes(path, problems)
+    if data is None:
+        return {}
+    try:
+        value = json.loads(data)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        problems[path.name] = "is not a JSON object"
+        return {}
+    return value
+
+
+def _read_rows(path: Path, problems: dict[str, str]) -> tuple[Row, ...]:
+    """Returns the lines that are objects; a line torn by a kill is passed over, and counted as a problem."""
+    data = _read_bytes(path, problems)
+    if data is None:
+        return ()
+    rows, bad = [], 0
+    for line in data.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            bad += 1
+    if bad:
+        problems[path.name] = f"has {bad} unreadable line{'s' if bad > 1 else ''}, passed over"
+    return tuple(rows)
+
+
+def _config_of_command(command: Any) -> str | None:
+    """Returns `quickstart` of `train.py --config=configs/quickstart.py`, with the `:arg` behind it if there is one."""
+    words = [str(word) for word in command] if isinstance(command, list) else []
+    if isinstance(command, str):
+        try:
+            words = shlex.split(command)
+        except ValueError:
+            return None
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        flag, equals, value = word.lstrip("-").partition("=")
+        if flag == "config" and word.startswith("-") and (value or following):
+            path, colon, argument = (value if equals else following).partition(":")
+            return Path(path).stem + colon + argument
+    return None

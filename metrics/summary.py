@@ -1,0 +1,48 @@
+"""`print_summary`: the compact table at the end of a run."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from metrics.run_files import Results, RunFiles, read_run, results_of
+from metrics.units import format_bytes, format_count, format_loss, format_percent, format_seconds
+
+
+def print_summary(run: str | os.PathLike[str] | Mapping[str, Any], console: Console | None = None) -> None:
+    """Prints the results of a run directory, or of a dict like `summary.json`; unknown numbers are left out."""
+    files = RunFiles(run_dir=Path("run"), summary=dict(run)) if isinstance(run, Mapping) else read_run(run)
+    title = None if isinstance(run, Mapping) else files.name
+    table = Table(
+        title=None if title is None else Text(title), box=box.SIMPLE_HEAD, show_header=False, title_justify="left"
+    )
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", overflow="fold")
+    for label, value in headline(results_of(files)):
+        table.add_row(Text(label), Text(value))
+    (Console(highlight=False) if console is None else console).print(table)
+
+
+def headline(results: Results) -> list[tuple[str, str]]:
+    """Returns the (label, text) pairs of the numbers that are known, the important ones first."""
+    pairs = [] if results.exit_reason is None else [("outcome", results.exit_reason)]
+    numbers: list[tuple[str, float | None, Callable[[float], str]]] = [
+        ("training loss", results.loss, format_loss),
+        ("validation loss", results.validation_loss, format_loss),
+        ("validation bits per byte", results.validation_bits_per_byte, format_loss),
+        ("steps", results.steps, format_count),
+        (results.speed_unit, results.speed, format_count),
+        ("median step time", results.step_time_s, format_seconds),
+        ("median data wait", results.data_wait_s, format_seconds),
+        ("model FLOP/s utilisation", results.mfu, format_percent),
+        ("inside nodes, per device and step", results.intra_bytes, format_bytes),
+        ("between nodes, per device and step", results.inter_bytes, format_bytes),
+        ("wall time", results.wall_time_s, format_seconds),
+        ("skipped steps", results.skipped_steps or None, format_count),
+    ]
+    return pairs + [(label, form(value)) for label, value, form in numbers if value is not None]

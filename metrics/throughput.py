@@ -1,0 +1,104 @@
+"""Step time, tokens per second and model FLOP/s utilisation from the times at which steps were done."""
+
+from dataclasses import dataclass
+
+# Dense matrix FLOP/s in bf16 with f32 accumulation (fp16 on V100 and T4, which have no bf16), from the vendors' data
+# sheets (where a sheet states the figure with sparsity, half of it). The first pattern that is in the device kind wins.
+PEAK_FLOPS: tuple[tuple[str, float], ...] = (
+    ("GB200", 2500e12),
+    ("B200", 2250e12),
+    ("GH200", 989.5e12),
+    ("H200 NVL", 835.5e12),
+    ("H200", 989.5e12),
+    ("H100 NVL", 835.5e12),
+    ("H100 PCIE", 756.5e12),
+    ("H100", 989.5e12),
+    ("H800", 989.5e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("A30", 165e12),
+    ("A40", 149.7e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("V100S", 130e12),
+    ("V100-PCIE", 112e12),
+    ("V100", 125e12),
+    ("T4", 65e12),
+)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Returns the peak FLOP/s of one device by the name jax gives it (`NVIDIA H200`), or None where it is not known."""
+    words = device_kind.upper().replace("-", " ").split()
+    for pattern, flops in PEAK_FLOPS:
+        wanted = pattern.replace("-", " ").split()
+        if any(words[i : i + len(wanted)] == wanted for i in range(len(words))):
+            return flops
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """How fast one step was; `mfu` is a fraction, None where the peak or the model's FLOPs are not known."""
+
+    step_time_s: float
+    tokens_per_s: float
+    mfu: float | None
+
+    def scalars(self) -> dict[str, float]:
+        """Returns the measured keys of `metrics.jsonl`."""
+        known = {} if self.mfu is None else {"mfu": self.mfu}
+        return {"step_time_s": self.step_time_s, "tokens_per_s": self.tokens_per_s} | known
+
+
+def throughput(
+    *,
+    step_time_s: float,
+    tokens_per_step: float,
+    flops_per_step: float | None = None,
+    peak_flops_per_s: float | None = None,
+) -> Throughput:
+    """Returns the speed of a step that took `step_time_s`.
+
+    `flops_per_step` are the model's own FLOPs (no recomputation) for the whole global batch; `peak_flops_per_s` is the
+    sum over all devices.
+    """
+    if not step_time_s > 0:
+        raise ValueError(f"step_time_s is {step_time_s}; it must be positive")
+    mfu = None
+    if flops_per_step is not None and peak_flops_per_s is not None:
+        mfu = flops_per_step / step_time_s / peak_flops_per_s
+    return Throughput(step_time_s=step_time_s, tokens_per_s=tokens_per_step / step_time_s, mfu=mfu)
+
+
+class StepTimer:
+    """Turns the times at which steps were done into their speed; the first time only starts the clock."""
+
+    def __init__(
+        self, tokens_per_step: float, flops_per_step: float | None = None, peak_flops_per_s: float | None = None
+    ) -> None:
+        self._tokens_per_step = tokens_per_step
+        self._flops_per_step = flops_per_step
+        self._peak_flops_per_s = peak_flops_per_s
+        self._last: tuple[int, float] | None = None
+        self._paused_s = 0.0
+
+    def pause(self, seconds: float) -> None:
+        """Takes time that was no training (a validation, a wait for a checkpoint) out of the next measurement."""
+        self._paused_s += seconds
+
+    def done(self, step: int, time_s: float) -> Throughput | None:
+        """Returns the speed of the steps since the last call, given that `step` was done at `time_s`."""
+        last, self._last = self._last, (step, time_s)
+        paused_s, self._paused_s = self._paused_s, 0.0
+        if last is None or step <= last[0]:
+            return None
+        return throughput(
+            step_time_s=(time_s - last[1] - paused_s) / (step - last[0]),
+            tokens_per_step=self._tokens_per_step,
+            flops_per_step=self._flops_per_step,
+            peak_flops_per_s=self._peak_flops_per_s,
+        )

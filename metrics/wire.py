@@ -1,0 +1,60 @@
+"""`WireCounter`: bytes that really crossed this host's network interfaces, from the kernel's counters."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireBytes:
+    """Bytes sent and received by this host since the last reading."""
+
+    tx_bytes: int
+    rx_bytes: int
+
+    def per_step(self, num_steps: int = 1) -> dict[str, float]:
+        """Returns the keys of `metrics.jsonl`, averaged over the steps since the last reading."""
+        return {"wire_tx_bytes": self.tx_bytes / num_steps, "wire_rx_bytes": self.rx_bytes / num_steps}
+
+
+class WireCounter:
+    """Counts the bytes of all interfaces but the loopback, or of the named ones.
+
+    Everything on the interface counts, whoever sent it. Name the interface on a host where one packet passes several
+    of them (bridges, bonds, containers).
+    """
+
+    def __init__(self, interfaces: Sequence[str] = (), root: str | Path = "/sys/class/net") -> None:
+        self._interfaces = tuple(interfaces)
+        self._root = Path(root)
+        self._last = self._read()
+
+    def delta(self) -> WireBytes | None:
+        """Returns the bytes since the last call (or since the start), None where they cannot be known.
+
+        An interface that came or went in between does not count; counters that went backwards make it None.
+        """
+        last, self._last = self._last, self._read()
+        both = last.keys() & self._last.keys()
+        differences = [(self._last[i][0] - last[i][0], self._last[i][1] - last[i][1]) for i in both]
+        if not differences or min(map(min, differences)) < 0:
+            return None
+        return WireBytes(tx_bytes=sum(tx for tx, _ in differences), rx_bytes=sum(rx for _, rx in differences))
+
+    def _read(self) -> dict[str, tuple[int, int]]:
+        """Returns (sent, received) of each interface that can be read."""
+        try:
+            names = self._interfaces or sorted(entry.name for entry in self._root.iterdir() if entry.name != "lo")
+        except OSError:
+            return {}
+        counters = {}
+        for name in names:
+            statistics = self._root / name / "statistics"
+            try:
+                counters[name] = (
+                    int((statistics / "tx_bytes").read_text()),
+                    int((statistics / "rx_bytes").read_text()),
+                )
+            except (OSError, ValueError):  # not an interface (`bonding_masters`), or not for us to read
+                continue
+        return counters

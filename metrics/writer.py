@@ -1,0 +1,137 @@
+"""`MetricsWriter`: one JSON line a step in `metrics.jsonl`, and the same numbers for TensorBoard.
+
+`metrics.jsonl` is strict JSON: a number that JSON cannot write becomes the string `"NaN"`, `"Infinity"` or
+`"-Infinity"`, which `float()` reads back. TensorBoard gets the number itself.
+"""
+
+# protobuf makes its classes at run time:
+# pyright: reportAttributeAccessIssue=false
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from tensorboardX.event_file_writer import EventsWriter
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+FLUSH_EVERY_S = 5.0  # TensorBoard's file; metrics.jsonl is complete after every line
+
+
+class MetricsWriter:
+    """Appends the numbers of each step to a run directory.
+
+    With `resume_step=N` the run continues after step N: the lines of later steps, which an interrupted run left, and
+    lines torn by a kill are dropped, so that each step appears once. Without it the run starts from nothing, and a
+    `metrics.jsonl` that is there already is set aside as `metrics.1.jsonl` (2, 3, ...).
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], resume_step: int | None = None) -> None:
+        self._run_dir = Path(run_dir)
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._resume_step = resume_step
+        path = self._run_dir / METRICS_FILE
+        if resume_step is None:
+            _set_aside(path)
+        else:
+            drop_lines_after(path, resume_step)
+        self._lines = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self._events: EventsWriter | None = None
+        self._flushed_s = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes the numbers measured at `step`; a key is there only where it was measured."""
+        values = {key: float(value) for key, value in scalars.items()}
+        line: dict[str, int | float | str] = {"step": int(step)}
+        line |= {key: _json_number(scalars[key], value) for key, value in values.items()}
+        self._lines.write(json.dumps(line, allow_nan=False) + "\n")
+        self._write_event(int(step), values)
+
+    def close(self) -> None:
+        """Flushes and closes both files; a second call does nothing."""
+        self._lines.close()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    def _write_event(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes one event with all values; in this thread, so that a full disk is an error here and not a hang."""
+        from tensorboardX.proto import event_pb2, summary_pb2  # here: keeps protobuf out of the program's start
+
+        if self._events is None:
+            self._events = self._open_events()
+        summary = summary_pb2.Summary(
+            value=[summary_pb2.Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
+        )
+        now = time.time()
+        self._events.write_event(event_pb2.Event(wall_time=now, step=step, summary=summary))
+        if now - self._flushed_s >= FLUSH_EVERY_S:
+            self._events.flush()
+            self._flushed_s = now
+
+    def _open_events(self) -> "EventsWriter":
+        """Opens a new event file whose first event hides the steps that this run does again."""
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2
+
+        folder = self._run_dir / TENSORBOARD_FOLDER
+        folder.mkdir(exist_ok=True)
+        again_from = 0 if self._resume_step is None else self._resume_step + 1
+        events = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}.from_step_{again_from}")
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        events.write_event(event_pb2.Event(wall_time=time.time(), step=again_from, session_log=start))
+        return events
+
+
+def drop_lines_after(path: Path, step: int) -> None:
+    """Rewrites a `metrics.jsonl` in one move without the lines of steps after `step` and without torn lines."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    kept = b"".join(line for line in data.splitlines(keepends=True) if _is_line_until(line, step))
+    if kept != data:
+        new = path.with_name(path.name + ".new")
+        with open(new, "wb") as file:
+            file.write(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+
+
+def _is_line_until(line: bytes, step: int) -> bool:
+    """Says whether a line is whole and of a step up to `step`."""
+    if not line.endswith(b"\n"):
+        return False
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step
+
+
+def _set_aside(path: Path) -> None:
+    """Moves the file, if there is one with anything in it, to the first free `metrics.N.jsonl`."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    number = 1
+    while (target := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(target)
+
+
+def _json_number(given: float, value: float) -> int | float | str:
+    """Returns what JSON writes for a number: whole numbers stay whole, non-finite ones become strings."""
+    if math.isfinite(value):
+        return int(given) if isinstance(given, int) else value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,0 +1,271 @@
+"""Reads the collectives of a compiled program: kind, mesh axes, bytes, how many times a step, inside or between nodes.
+
+XLA's text is the only public source. One module can spell replica groups in three ways (`{{0,2},{1,3}}`,
+`[4,2]<=[8]T(1,0)`, `mesh['a'=4,'b'=2] {'a'}`), puts collectives into loops (multiplied here by the trip count), called
+computations and asynchronous pairs.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from math import prod
+
+import numpy as np
+
+from sharding.mesh import AXES, MeshShape
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+LABELS = ("gather", "hop_one", "gradient_scope", "hop_two", "parameter_scope")  # named scopes of the step
+ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s2": 0.25, "u2": 0.25, "bf16": 2}
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_OPCODE = re.compile(r"(?:^|[\s)}\]])(" + "|".join(KINDS) + r"|while|conditional|call|async-start)(-start)?\(")
+_SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_TRIP_COUNT = re.compile(r'known_trip_count"?:\s*\{"?n"?:"?(\d+)')
+_CALLED = re.compile(r"(?:to_apply|calls|called_computations|branch_computations)=\{?%?([\w.\-, %]+)\}?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective of the program; byte counts are those of one execution, per device, averaged over the devices.
+
+    `payload_bytes` is the whole tensor (the gathered result, the operand to be scattered); `inter_bytes` and `intra_bytes`
+    are what a device sends to other nodes and to its own in a ring over the group's order: of `(g-1)/g` of the payload
+    (twice that for an all-reduce), the share of the ring's edges that cross nodes.
+    """
+
+    kind: str
+    label: str  # gather, hop_one, ... or "" if the program does not say
+    axes: tuple[str, ...]
+    dtype: str
+    num_elements: int
+    payload_bytes: int
+    inter_bytes: float
+    intra_bytes: float
+    times: int  # executions a step
+    loop_depth: int
+
+
+def read_collectives(hlo_text: str, shape: MeshShape) -> list[Collective]:
+    """Returns the collectives of a compiled module (`compiled.as_text()`) whose devices form a mesh of `shape`.
+
+    ValueError for a loop around a collective whose trip count cannot be found.
+    """
+    computations, entry = _computations(hlo_text)
+    return _walk(entry, computations, shape, times=1, depth=0)
+
+
+def bytes_per_step(collectives: Sequence[Collective]) -> dict[str, int]:
+    """Returns `collective_inter_bytes` and `collective_intra_bytes` per device per step."""
+    return {
+        "collective_inter_bytes": round(sum(c.inter_bytes * c.times for c in collectives)),
+        "collective_intra_bytes": round(sum(c.intra_bytes * c.times for c in collectives)),
+    }
+
+
+def merged(collectives: Sequence[Collective]) -> list[Collective]:
+    """Returns the table of a report: equal collectives as one line, `times` added, the largest traffic first."""
+    lines: dict[Collective, int] = {}
+    for c in collectives:
+        key = replace(c, times=0, loop_depth=0)
+        lines[key] = lines.get(key, 0) + c.times
+    table = [replace(key, times=times) for key, times in lines.items()]
+    return sorted(table, key=lambda c: -c.times * (c.inter_bytes + c.intra_bytes))
+
+
+def as_report(collectives: Sequence[Collective]) -> dict[str, object]:
+    """Returns the JSON form: one entry a line of `merged`, its bytes per device per step, and the totals."""
+    entries = []
+    for c in merged(collectives):
+        entry = asdict(c) | {"name": c.label.replace("_", " "), "axes": list(c.axes)}
+        entry |= {"inter_bytes": round(c.inter_bytes * c.times), "intra_bytes": round(c.intra_bytes * c.times)}
+        entries.append({key: entry[key] for key in entry if key not in ("label", "loop_depth", "num_elements")})
+    totals = bytes_per_step(collectives)
+    return {
+        "collectives": entries,
+        "inter_bytes": totals["collective_inter_bytes"],
+        "intra_bytes": totals["collective_intra_bytes"],
+    }
+
+
+# -------------------------------------------------------------------------------------------- the call graph
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """Returns the instruction lines of each computation, and the name of the entry."""
+    computations: dict[str, list[str]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        header = _HEADER.match(line)
+        if header and not line.startswith(("HloModule", " ")):
+            current = header.group(2)
+            computations[current] = []
+            entry = current if header.group(1) else entry
+        elif line.startswith("}"):
+            current = None
+        elif current and " = " in line:
+            computations[current].append(line.strip())
+    if not entry:
+        raise ValueError("the text is no compiled HLO module: it has no ENTRY computation")
+    return computations, entry
+
+
+def _walk(
+    name: str, computations: dict[str, list[str]], shape: MeshShape, *, times: int, depth: int
+) -> list[Collective]:
+    """Returns the collectives of a computation and of all that it calls, `times` executions of it a step."""
+    found: list[Collective] = []
+    for line in computations.get(name, ()):
+        instruction = _INSTRUCTION.match(line)
+        opcode = _OPCODE.search(instruction.group(2)) if instruction else None
+        if not opcode:
+            continue
+        kind = opcode.group(1)
+        if kind in KINDS:
+            found.append(_collective(line, kind, bool(opcode.group(2)), shape, times, depth))
+        elif kind == "while":
+            body = _attribute(line, "body")
+            inside = _walk(body, computations, shape, times=1, depth=depth + 1)
+            if inside:
+                trips = _trip_count(line, computations)
+                found += [replace(c, times=c.times * trips * times) for c in inside]
+        else:
+            called = _CALLED.search(line) or re.search(r"true_computation=%?([\w.\-]+)", line)
+            branches = [b.strip().lstrip("%") for b in called.group(1).split(",")] if called else []
+            for branch in branches:
+                found += _walk(branch, computations, shape, times=times, depth=depth)
+    return found
+
+
+def _trip_count(line: str, computations: dict[str, list[str]]) -> int:
+    """Returns how often a `while` runs: from its annotation, or from its condition `counter < constant`."""
+    known = _TRIP_COUNT.search(line)
+    if known:
+        return int(known.group(1))
+    condition = computations.get(_attribute(line, "condition"), [])
+    constants = [int(c) for text in condition for c in re.findall(r"s(?:32|64)\[\] constant\((\d+)\)", text)]
+    if len(constants) == 1 and any("direction=LT" in text for text in condition):
+        return constants[0]
+    raise ValueError(f"a loop around a collective has no trip count that can be read: {line[:120]}")
+
+
+def _attribute(line: str, key: str) -> str:
+    match = re.search(rf"\b{key}=%?([\w.\-]+)", line)
+    return match.group(1) if match else ""
+
+
+# ---------------------------------------------------------------------------------------- one instruction
+
+
+def _collective(line: str, kind: str, started: bool, shape: MeshShape, times: int, depth: int) -> Collective:
+    result = line.split(" = ", 1)[1].split(kind + ("-start(" if started else "("))[0]
+    tensors = [(dtype, prod(int(d) for d in dims.split(",") if d)) for dtype, dims in _SHAPE.findall(result)]
+    if started and kind in ("all-gather", "collective-permute"):  # (operands, results, context)
+        real = [t for t in tensors if t[0] not in ("u32", "token")] or tensors
+        tensors = real[len(real) // 2 :]
+    groups = _groups(line, kind, shape.num_devices)
+    size = len(groups[0])
+    dtype = max(tensors, key=lambda t: t[1])[0] if tensors else ""
+    factor = size if kind == "reduce-scatter" else 1  # its result is one chunk
+    payload = factor * sum(count * _item_bytes(dtype) for dtype, count in tensors)
+    inter, intra = _sent(kind, payload, groups, shape)
+    return Collective(
+        kind=kind,
+        label=_label(line),
+        axes=_axes(groups, shape),
+        dtype=dtype,
+        num_elements=factor * sum(count for _, count in tensors),
+        payload_bytes=round(payload),
+        inter_bytes=inter,
+        intra_bytes=intra,
+        times=times,
+        loop_depth=depth,
+    )
+
+
+def _label(line: str) -> str:
+    """Returns the innermost of LABELS in the name that jax gave the operation."""
+    op_name = re.search(r'op_name="([^"]*)"', line)
+    scopes = re.split(r"[/()]", op_name.group(1)) if op_name else []
+    return next((scope for scope in reversed(scopes) if scope in LABELS), "")
+
+
+def _item_bytes(dtype: str) -> float:
+    if dtype in ITEM_BYTES:
+        return ITEM_BYTES[dtype]
+    bits = re.search(r"\d+", dtype)
+    return int(bits.group()) / 8 if bits else 0  # f8e4m3fn is 8 bits; token has none
+
+
+def _groups(line: str, kind: str, num_devices: int) -> list[list[int]]:
+    """Returns the replica groups as lists of device numbers, in the order in which XLA writes them."""
+    if kind == "collective-permute":
+        pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", line)
+        numbers = [int(n) for n in re.findall(r"\d+", pairs.group(1))] if pairs else []
+        return [list(pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
+    explicit = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line)
+    if explicit:
+        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", explicit.group(1))]
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    if iota:
+        return _iota(iota.group(2), iota.group(3)).reshape(_ints(iota.group(1))).tolist()
+    named = re.search(
+        r"replica_groups=(?:@?mesh)?\[?([^\]]*'=\d+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}", line
+    )
+    if named:
+        return _mesh_groups(*named.groups())
+    return [list(range(num_devices))]  # replica_groups={}: everybody
+
+
+def _mesh_groups(axes: str, dims: str | None, transpose: str | None, grouped: str) -> list[list[int]]:
+    """Reads `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}`; a part of an axis is written `'b':(1)2`."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    ids = _iota(dims, transpose) if dims else np.arange(prod(sizes.values()))
+    shape: list[int] = []
+    wanted: dict[tuple[str, int], int] = {}
+    parts = [(name, int(pre or 1), int(size or 0)) for name, pre, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", grouped)]
+    for name, size in sizes.items():
+        cuts = sorted({1, size} | {cut for n, pre, part in parts if n == name for cut in (pre, pre * (part or size // pre))})
+        for start, end in zip(cuts, cuts[1:], strict=False):
+            wanted[name, start] = len(shape)
+            shape.append(end // start)
+    order = [wanted[name, pre] for name, pre, size in parts if (name, pre) in wanted and sizes[name] > 1]
+    rest = [i for i in range(len(shape)) if i not in order]
+    group_size = prod(shape[i] for i in order)
+    return ids.reshape(shape).transpose(*rest, *order).reshape(-1, group_size).tolist()
+
+
+def _iota(dims: str, transpose: str | None) -> np.ndarray:
+    ids = np.arange(prod(_ints(dims))).reshape(_ints(dims))
+    return ids.transpose(_ints(transpose)) if transpose else ids
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
+def _axes(groups: Sequence[Sequence[int]], shape: MeshShape) -> tuple[str, ...]:
+    """Returns the mesh axes along which the members of a group differ, outermost first."""
+    sizes = tuple(shape.sizes.values())
+    coordinates = [np.array(np.unravel_index(np.array(group), sizes)) for group in groups]
+    return tuple(axis for i, axis in enumerate(AXES) if any(len(set(c[i].tolist())) > 1 for c in coordinates))
+
+
+def _sent(kind: str, payload: float, groups: Sequence[Sequence[int]], shape: MeshShape) -> tuple[float, float]:
+    """Returns the bytes that a device sends between nodes and inside its node, averaged over all devices."""
+    node = lambda device: device // shape.devices_per_node  # noqa: E731
+    inter = intra = 0.0
+    for group in groups:
+        size = len(group)
+        if kind == "collective-permute":
+            edges, per_edge = [(group[0], group[1])], payload
+        elif kind.endswith("all-to-all"):
+            edges, per_edge = [(a, b) for a in group for b in group if a != b], payload / size
+        else:  # a ring over the group in its own order
+            edges = [(a, b) for a, b in zip(group, [*group[1:], group[0]], strict=True) if a != b]
+            per_edge = payload * (size - 1) / size * (2 if kind == "all-reduce" else 1)
+        crossing = sum(node(a) != node(b) for a, b in edges if a != b)
+        inter += crossing * per_edge
+        intra += (sum(a != b for a, b in edges) - crossing) * per_edge
+    return inter / shape.num_devices, intra / shape.num_devices

@@ -1,0 +1,163 @@
+"""Throughput, wire counters, environment and the spelling of numbers, against independent values."""
+
+import json
+import math
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from metrics.environment import environment
+from metrics.throughput import StepTimer, peak_flops, throughput
+from metrics.units import format_bytes, format_count, format_seconds
+from metrics.wire import WireCounter
+
+
+def test_step_timer_against_numpy() -> None:
+    rng = np.random.default_rng(0)
+    steps = np.cumsum(rng.integers(1, 4, size=50))
+    times = np.cumsum(rng.uniform(0.05, 0.2, size=50))
+    timer = StepTimer(tokens_per_step=8192, flops_per_step=3e12, peak_flops_per_s=8 * 989.5e12)
+    got = [timer.done(int(step), float(time)) for step, time in zip(steps, times, strict=True)]
+    assert got[0] is None
+    measured = [one for one in got if one is not None]
+    step_times = np.diff(times) / np.diff(steps)
+    np.testing.assert_allclose([one.step_time_s for one in measured], step_times, rtol=1e-12)
+    np.testing.assert_allclose([one.tokens_per_s for one in measured], 8192 / step_times, rtol=1e-12)
+    np.testing.assert_allclose([one.mfu or 0 for one in measured], 3e12 / (step_times * 8 * 989.5e12), rtol=1e-12)
+    assert measured[0].scalars().keys() == {"step_time_s", "tokens_per_s", "mfu"}
+
+
+def test_step_timer_leaves_pauses_out_once() -> None:
+    timer = StepTimer(tokens_per_step=10)
+    timer.pause(5.0)  # before the clock starts: nothing to leave it out of
+    timer.done(1, 100.0)
+    timer.pause(2.0)
+    timer.pause(1.0)
+    times = [timer.done(step, time) for step, time in ((2, 104.0), (3, 105.0))]
+    assert [one and one.step_time_s for one in times] == [1.0, 1.0]
+    assert times[0] is not None and times[0].mfu is None and "mfu" not in times[0].scalars()
+
+
+def test_a_step_that_took_no_time_is_an_error() -> None:
+    with pytest.raises(ValueError, match="step_time_s is 0"):
+        throughput(step_time_s=0.0, tokens_per_step=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("Tesla V100-SXM2-32GB", 125),
+        ("Tesla V100-PCIE-16GB", 112),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA A10G", 70),
+        ("Tesla T4", 65),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GH200 480GB", 989.5),
+    ],
+)
+def test_peak_of_device_kinds_as_jax_names_them(kind: str, tera: float) -> None:
+    assert peak_flops(kind) == tera * 1e12
+
+
+@pytest.mark.parametrize("kind", ["cpu", "", "NVIDIA T400", "NVIDIA L400", "Radeon"])
+def test_an_unknown_device_has_no_peak(kind: str) -> None:
+    assert peak_flops(kind) is None
+
+
+def fake_interface(root: Path, name: str, sent: int | str, received: int | str) -> None:
+    (root / name / "statistics").mkdir(parents=True, exist_ok=True)
+    (root / name / "statistics" / "tx_bytes").write_text(f"{sent}\n")
+    (root / name / "statistics" / "rx_bytes").write_text(f"{received}\n")
+
+
+def test_wire_counter_counts_all_interfaces_but_the_loopback(tmp_path: Path) -> None:
+    fake_interface(tmp_path, "lo", 0, 0)
+    fake_interface(tmp_path, "eth0", 1000, 2000)
+    fake_interface(tmp_path, "eth1", 10, 20)
+    (tmp_path / "bonding_masters").write_text("")
+    counter, named = WireCounter(root=tmp_path), WireCounter(["eth1"], root=tmp_path)
+    fake_interface(tmp_path, "lo", 10**9, 10**9)
+    fake_interface(tmp_path, "eth0", 1500, 2100)
+    fake_interface(tmp_path, "eth1", 17, 23)
+    fake_interface(tmp_path, "eth2", 10**9, 10**9)  # came up in between
+    delta = counter.delta()
+    assert delta is not None and (delta.tx_bytes, delta.rx_bytes) == (507, 103)
+    assert delta.per_step(2) == {"wire_tx_bytes": 253.5, "wire_rx_bytes": 51.5}
+    only = named.delta()
+    assert only is not None and (only.tx_bytes, only.rx_bytes) == (7, 3)
+    fake_interface(tmp_path, "eth2", 10**9 + 5, 10**9)
+    after = counter.delta()
+    assert after is not None and (after.tx_bytes, after.rx_bytes) == (5, 0)  # since the last reading, not the first
+
+
+def test_wire_counter_is_none_where_it_cannot_know(tmp_path: Path) -> None:
+    assert WireCounter(root=tmp_path / "nowhere").delta() is None
+    assert WireCounter(["eth9"], root=tmp_path).delta() is None
+    fake_interface(tmp_path, "eth0", "no number", 1)
+    assert WireCounter(root=tmp_path).delta() is None
+    fake_interface(tmp_path, "eth0", 100, 100)
+    fake_interface(tmp_path, "eth1", 100, 100)
+    counter = WireCounter(root=tmp_path)
+    fake_interface(tmp_path, "eth0", 3, 200)  # the counter was reset
+    fake_interface(tmp_path, "eth1", 1000, 1000)
+    assert counter.delta() is None
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    done = subprocess.run(["git", *identity, "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_environment_knows_commit_and_changes(tmp_path: Path) -> None:
+    git(tmp_path, "init")
+    (tmp_path / "a.py").write_text("1")
+    git(tmp_path, "add", "a.py")
+    git(tmp_path, "commit", "-m", "a")
+    clean = environment({"mesh": {"tensor": 2}, "cpu_count": 3}, repository=tmp_path)
+    assert clean["git_commit"] == git(tmp_path, "rev-parse", "HEAD") and clean["git_dirty"] is False
+    (tmp_path / "a.py").write_text("2")
+    assert environment({}, repository=tmp_path)["git_dirty"] is True
+    assert clean["mesh"] == {"tensor": 2} and clean["cpu_count"] == 3
+    assert clean["versions"]["numpy"] == np.__version__ and clean["versions"]["jax"] == version("jax")
+    assert clean["python"] == sys.version.split()[0]
+    assert Path(sys.orig_argv[0]).name in clean["command"]
+    json.dumps(clean, allow_nan=False)
+
+
+@pytest.mark.parametrize("failure", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 2)])
+def test_environment_without_git(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    found = environment({})
+    assert found["git_commit"] is None and found["git_dirty"] is None
+
+
+def test_environment_outside_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert environment({}, repository=tmp_path)["git_commit"] is None
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert [format_bytes(x) for x in (0, 999, 1000, 999_499, 999_600, 4_194_304, 3e12)] == [
+        "0 B", "999 B", "1.00 kB", "999 kB", "1.00 MB", "4.19 MB", "3.00 TB",
+    ]  # fmt: skip
+    assert [format_seconds(x) for x in (0, 35e-6, 0.118, 0.9999, 1.24, 59.96, 185, 3599.7, 3840, 200_000)] == [
+        "0 s", "35 us", "118 ms", "1.00 s", "1.24 s", "1m 00s", "3m 05s", "1h 00m", "1h 04m", "2d 07h",
+    ]  # fmt: skip
+    assert [format_count(x) for x in (3, 12.5, 12_345, 999_600, 3.21e6, 4e9, math.inf)] == [
+        "3", "12.5", "12,345", "1.00 M", "3.21 M", "4.00 G", "inf",
+    ]  # fmt: skip

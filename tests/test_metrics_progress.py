@@ -1,0 +1,132 @@
+"""What a user sees while it runs and at the end, in a terminal and in a file."""
+
+import io
+import json
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from metrics import progress as progress_module
+from metrics.progress import Progress
+from metrics.summary import print_summary
+
+SCALARS = {
+    "loss": 2.34567,
+    "tokens_per_s": 81234.0,
+    "step_time_s": 0.118,
+    "collective_intra_bytes": 4_400_000,
+    "collective_inter_bytes": 1_650_000,
+    "data_wait_s": 0.002,
+}
+SHOWN = ("2.3457", "81,234", "118 ms", "inside nodes 4.40 MB", "between nodes 1.65 MB", "data wait 2.00 ms")
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(progress_module.time, "monotonic", lambda: self.now)
+
+
+def test_a_file_gets_plain_lines_every_ten_seconds_and_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, file = Clock(monkeypatch), io.StringIO()
+    shown = Progress(100, 0, Console(file=file, width=40))
+    for step in range(1, 101):
+        clock.now += 0.5
+        shown.update(step, SCALARS)
+        if step == 50:
+            shown.print("checkpoint of step 50 [bold]saved[/bold]")
+    shown.close()
+    text = file.getvalue()
+    lines = text.splitlines()
+    assert "checkpoint of step 50 [bold]saved[/bold]" in lines
+    steps = [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ")]
+    assert steps == [1, 21, 41, 61, 81, 100]
+    assert not [character for character in text if ord(character) < 32 and character != "\n"]
+    assert "\x1b" not in text
+    assert all(part in lines[1] for part in SHOWN) and lines[1].endswith("ETA 40 s")  # 79 steps of half a second
+
+
+def test_close_shows_a_run_that_stopped_between_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, file = Clock(monkeypatch), io.StringIO()
+    shown = Progress(100, 40, Console(file=file))
+    for step in (41, 42, 43):
+        clock.now += 1
+        shown.update(step, {"loss": step})
+    shown.close()
+    shown.close()
+    assert [line.split()[:2] for line in file.getvalue().splitlines()] == [["step", "41/100"], ["step", "43/100"]]
+
+
+def test_standard_output_in_a_pipe_stays_plain(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as some build machines set it: rich takes the pipe for a terminal
+    with Progress(2) as shown:
+        shown.update(1, SCALARS)
+        shown.update(2, SCALARS)
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) == 2 and "\x1b" not in text
+
+
+def test_a_terminal_gets_a_live_bar_redrawn_at_most_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, file = Clock(monkeypatch), io.StringIO()
+    console = Console(file=file, force_terminal=True, width=100, color_system=None, _environ={"TERM": "xterm"})
+    with Progress(1000, 0, console) as shown:
+        draws = 0
+        for step in range(1, 101):
+            clock.now += 0.1
+            before = len(file.getvalue())
+            shown.update(step, SCALARS)
+            draws += len(file.getvalue()) > before
+        assert 19 <= draws <= 21  # 10 seconds
+        shown.print("hello")
+    text = file.getvalue()
+    assert all(part in text for part in SHOWN)
+    assert "step 100/1000" in text and "10%" in text and "ETA 1m 30s" in text and "hello" in text
+    assert "\x1b[?25l" in text and text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back
+
+
+def test_an_update_costs_less_than_a_fifth_of_a_millisecond() -> None:
+    shown = Progress(100_000, 0, Console(file=io.StringIO(), force_terminal=True, width=100))
+    best = float("inf")
+    for repeat in range(5):
+        start = time.perf_counter()
+        for step in range(200):
+            shown.update(repeat * 200 + step, SCALARS)
+        best = min(best, (time.perf_counter() - start) / 200)
+    shown.close()
+    assert best < 0.2e-3
+
+
+def test_the_summary_says_what_is_known(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"name": "[red]small"}))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": s, "step_time_s": t}) + "\n" for s, t in ((1, 9), (2, 0.5), (3, 0.2)))
+    )
+    (tmp_path / "summary.json").write_text(
+        json.dumps({"final_loss": 1.5, "exit_reason": "finished", "wall_time_s": 3905})
+    )
+    file = io.StringIO()
+    print_summary(tmp_path, Console(file=file, width=80))
+    words = [" ".join(line.split()) for line in file.getvalue().splitlines()]
+    for line in (
+        "[red]small",
+        "outcome finished",
+        "training loss 1.5000",
+        "steps 3",
+        "median step time 500 ms",
+        "wall time 1h 05m",
+    ):
+        assert line in words
+    assert "validation" not in file.getvalue()
+
+
+def test_the_summary_of_a_dict() -> None:
+    file = io.StringIO()
+    print_summary({"validation_loss": 1.25, "tokens_per_s": 2.5e6}, Console(file=file, width=80))
+    words = [" ".join(line.split()) for line in file.getvalue().splitlines()]
+    assert "validation loss 1.2500" in words and "tokens/s 2.50 M" in words

@@ -1,0 +1,302 @@
+"""The report page: valid, self-contained, escaped, with the run's numbers, and never in the way of a run."""
+
+import base64
+import json
+import math
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from metrics.charts import Line, line_chart, nice_ticks, thin_out, trend
+from metrics.report import write_report
+
+UNKNOWN = "\N{EN DASH}"
+
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
+EVIL = "<script>alert('&')</script>"
+
+
+def collective(name: str, kind: str, axes: list[str], times: int, intra: int, inter: int) -> dict[str, Any]:
+    return {
+        "name": name, "kind": kind, "axes": axes, "dtype": "f32", "payload_bytes": 1_100_000, "times": times,
+        "intra_bytes": intra, "inter_bytes": inter,
+    }  # fmt: skip
+
+
+def make_run(folder: Path, num_steps: int = 120) -> Path:
+    """Writes the files of a finished run as train.py leaves them."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for step in range(1, num_steps + 1):
+        row: dict[str, Any] = {"step": step, "loss": 2 + 3 * math.exp(-step / 20), "data_wait_s": 0.002}
+        if step > 1:
+            row |= {
+                "step_time_s": 0.2 + 0.01 * rng.random(),
+                "tokens_per_s": 8192 / 0.2,
+                "wire_tx_bytes": 3.4e6,
+                "wire_rx_bytes": 3.3e6,
+            }
+        if step % 40 == 0:
+            row |= {"validation_loss": 2.1, "validation_bits_per_byte": 3.03}
+        if step == 60:
+            row["loss"] = "NaN"
+        lines.append(json.dumps(row))
+    config = {
+        "model": {"kind": "decoder", "num_layers": 4, "hidden": 128},
+        "batch": {"global_size": 32, "micro_size": 4},
+        "sharding": {
+            "strategy": "mics",
+            "partition_size": 2,
+            "hierarchical": True,
+            "two_hop": False,
+            "gather": "layer",
+        },
+        "data": {"path": EVIL},
+    }
+    mesh = {"replica_inter": 4, "shard_inter": 1, "replica_intra": 1, "shard_intra": 2, "tensor": 1}
+    collectives = [
+        collective("gather", "all-gather", ["shard_intra"], 8, 2_210_000, 0),
+        collective("hop one", "reduce-scatter", ["shard_intra"], 4, 2_220_000, 0),
+        collective("hop two", "all-reduce", ["replica_inter"], 1, 0, 1_650_000),
+        collective("", EVIL, ["replica_inter", "shard_intra"], 2, 12, 12),
+    ]
+    files = {
+        "metrics.jsonl": "\n".join(lines) + "\n",
+        "config.json": json.dumps(config),
+        "environment.json": json.dumps(
+            {
+                "command": "python train.py --config=configs/quickstart.py:x --workdir=/runs/a",
+                "git_commit": "0123abcd",
+                "mesh": mesh,
+                "versions": {"jax": "0.10.2"},
+            }
+        ),
+        "collectives.json": json.dumps(
+            {"collectives": collectives, "intra_bytes": 4_430_012, "inter_bytes": 1_650_012}
+        ),
+        "summary.json": json.dumps(
+            {
+                "steps": num_steps,
+                "final_loss": 2.00712,
+                "validation_loss": 2.0834,
+                "validation_bits_per_byte": 3.0057,
+                "wall_time_s": 133.2,
+                "exit_reason": "finished",
+            }
+        ),
+        "sample.txt": f"def f(x):\n    return {EVIL}\n",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    (folder / "mesh.png").write_bytes(PIXEL)
+    return folder
+
+
+class Page(HTMLParser):
+    """Checks that every element is closed in order, and collects elements, addresses and text."""
+
+    VOID = ("meta", "img", "br")
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.words: list[str] = []
+        self.curves: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._note(tag, attrs)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._note(tag, attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.words.append(data)
+
+    def _note(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        self.curves += [value or "" for name, value in attrs if name == "d"]
+
+    @property
+    def text(self) -> str:
+        return " | ".join(" ".join(word.split()) for word in self.words if word.strip())
+
+
+def report(folder: Path) -> tuple[str, Page]:
+    path = write_report(folder)
+    assert path == folder / "report.html"
+    html = path.read_text(encoding="utf-8")
+    return html, Page(html)
+
+
+def test_the_page_has_the_numbers_of_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    step_time_s = np.median([row["step_time_s"] for row in rows if "step_time_s" in row])
+    _, page = report(run)
+    for part in (
+        "quickstart:x | finished",
+        "Training loss | 2.0071",
+        "Validation loss | 2.0834",
+        "Bits per byte | 3.0057",
+        "Tokens/s | 40,960",
+        f"Step time | {1e3 * step_time_s:.0f} ms",
+        "Data wait | 2.00 ms",
+        "Inside nodes | 4.43 MB",
+        "Between nodes | 1.65 MB",
+        "Steps | 120",
+        "Wall time | 2m 13s",
+        "strategy | mics, partition groups of 2 devices",
+        "two hop | no",
+        "mesh | replica_inter 4, shard_intra 2",
+        "devices | 8 | nodes | 4 | replicas | 4",
+        f"replica_inter | {UNKNOWN} | 1.65 MB | hop two | all-reduce | f32 | 1.10 MB | 1 | {UNKNOWN} | 1.65 MB",
+        f"shard_intra | 4.43 MB | {UNKNOWN} | hop one | reduce-scatter | f32 | 1.10 MB | 4 | 2.22 MB",
+        "Sum | 4.43 MB | 1.65 MB",
+        "3.40 MB sent, 3.30 MB received",
+        "git_commit | 0123abcd",
+        "versions.jax | 0.10.2",
+        "model.num_layers | 4",
+    ):
+        assert part in page.text, part
+    assert page.tags.count("svg") == 3 and page.tags.count("details") == 2
+
+
+def test_the_page_is_self_contained(tmp_path: Path) -> None:
+    html, page = report(make_run(tmp_path))
+    assert page.addresses == ["data:image/png;base64," + base64.b64encode(PIXEL).decode()]
+    assert "url(" not in html and "@import" not in html and "<link" not in html and "http" not in html
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_all_text_is_escaped(tmp_path: Path) -> None:
+    run = make_run(tmp_path / EVIL.replace("/", "_"))
+    (run / "environment.json").write_text(json.dumps({EVIL: EVIL, "command": [EVIL], "mesh": EVIL, "date": EVIL}))
+    (run / "summary.json").write_text(json.dumps({"exit_reason": EVIL}))
+    entry = {"name": EVIL, "kind": EVIL, "axes": [EVIL], "dtype": EVIL}
+    (run / "collectives.json").write_text(json.dumps({"collectives": [entry]}))
+    config = json.loads((run / "config.json").read_text())
+    config["sharding"]["strategy"] = config["model"]["kind"] = config["name"] = EVIL
+    (run / "config.json").write_text(json.dumps(config))
+    html, page = report(run)
+    assert "script" not in page.tags and "<script" not in html
+    assert page.text.count(EVIL) >= 10  # it is all there, as text
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.25}\n{"step": 2, "lo')
+    _, page = report(tmp_path)
+    for part in ("Training loss | 3.2500", "no outcome recorded", "metrics.jsonl has 1 unreadable line, passed over"):
+        assert part in page.text
+    for name in ("config.json", "environment.json", "collectives.json", "mesh.png", "sample.txt"):
+        assert f"{name} is missing" in page.text
+
+
+@pytest.mark.parametrize("missing", ["metrics.jsonl", "config.json", "summary.json", "collectives.json", "mesh.png"])
+def test_any_one_file_may_be_missing(tmp_path: Path, missing: str) -> None:
+    run = make_run(tmp_path)
+    (run / missing).unlink()
+    _, page = report(run)
+    assert missing == "summary.json" or f"{missing} is missing" in page.text
+
+
+def test_files_with_wrong_contents(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "config.json").write_text("[1, 2]")
+    (run / "environment.json").write_text('{"mesh": ')
+    (run / "collectives.json").write_text('{"collectives": [3, {"axes": null, "times": "x"}], "inter_bytes": null}')
+    (run / "metrics.jsonl").write_text('{"step": "x", "loss": null}\n{"loss": 2}\n3\n{"step": 1, "loss": [1]}\n')
+    (run / "summary.json").write_text('{"steps": "NaN", "final_loss": "Infinity", "wall_time_s": {}}')
+    (run / "sample.txt").write_bytes(b"\xff\xfe text")
+    _, page = report(run)
+    for name in ("config.json", "environment.json"):
+        assert f"{name} is not a JSON object" in page.text
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        command = [sys.executable, "-m", "metrics.report", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent)
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr.startswith("error: ") and str(folder) in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_the_command_writes_and_prints_the_path(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "metrics.report", str(make_run(tmp_path))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0 and done.stdout == f"{tmp_path / 'report.html'}\n"
+
+
+def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:
+    html, _ = report(make_run(tmp_path, num_steps=20_000))
+    assert len(html) < 150_000
+
+
+def test_thinning_keeps_ends_order_and_every_spike() -> None:
+    points = [(float(i), 0.0) for i in range(10_000)]
+    points[4321] = (4321.0, 7.0)
+    points[8000] = (8000.0, -5.0)
+    thin = thin_out(points, 600)
+    assert len(thin) <= 600 and thin[0] == points[0] and thin[-1] == points[-1]
+    assert points[4321] in thin and points[8000] in thin and thin == sorted(thin)
+    assert thin_out(points[:600], 600) == points[:600]
+
+
+def test_the_trend_is_the_median_of_each_stretch() -> None:
+    values = np.random.default_rng(0).normal(size=1000)
+    values[::37] = 100.0
+    points = [(float(step), float(value)) for step, value in enumerate(values)]
+    got = np.array(trend(points, 100))
+    np.testing.assert_allclose(got[:, 1], np.median(values.reshape(100, 10), axis=1))
+    np.testing.assert_allclose(got[:, 0], np.arange(1000).reshape(100, 10).mean(axis=1))
+
+
+def test_a_curve_is_drawn_where_it_should_be_with_a_gap_at_nan() -> None:
+    points = [(0.0, 0.0), (1.0, 10.0), (2.0, math.nan), (3.0, 5.0), (4.0, 10.0)]
+    page = Page(line_chart([Line(label="a", style="train", points=points)], form="{:g}".format, label="a", zero=True))
+    assert len(page.curves) == 2
+    drawn = [[float(n) for n in pair.split()] for curve in page.curves for pair in curve[1:].split("L")]
+    x, y = np.array(drawn).T
+    at_x, at_y = np.array([0, 1, 3, 4]), np.array([0, 10, 5, 10])
+    np.testing.assert_allclose(np.interp(at_x, [0, 4], [x[0], x[-1]]), x, atol=0.1)  # step to the right
+    np.testing.assert_allclose(y[0] + (y[1] - y[0]) * at_y / 10, y, atol=0.1)
+    assert y[1] < y[0]  # greater values are higher up
+
+
+def test_a_few_far_outliers_do_not_flatten_the_curve() -> None:
+    points = [(float(i), 0.2) for i in range(200)]
+    points[50], points[150] = (50.0, 30.0), (150.0, 40.0)
+    svg = line_chart([Line(label="a", style="train", points=points)], form="{:g}".format, label="a", zero=True)
+    assert "2 values above" in svg
+    y = [float(pair.split()[1]) for pair in Page(svg).curves[0][1:].split("L")]
+    assert y[0] - y[50] > 20 and 226 - y[0] > 100  # the usual value stands at about half the height
+
+
+@pytest.mark.parametrize("low, high", [(0, 1), (0.001, 0.0013), (1.7, 5.8), (-3, 1e6), (599, 600)])
+def test_ticks_are_round_and_inside(low: float, high: float) -> None:
+    ticks = nice_ticks(low, high, 5)
+    assert 3 <= len(ticks) <= 8 and min(ticks) >= low - 1e-9 and max(ticks) <= high * (1 + 1e-9)
+    step = ticks[1] - ticks[0]
+    mantissa = step / 10 ** math.floor(math.log10(step) + 1e-9)
+    assert min(abs(mantissa - m) for m in (1, 2, 5, 10)) < 1e-6
+    np.testing.assert_allclose(np.diff(ticks), step)

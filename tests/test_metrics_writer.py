@@ -1,0 +1,130 @@
+"""`metrics.jsonl` and the TensorBoard events, read back without the writer's own code."""
+
+# protobuf makes its classes at run time:
+# pyright: reportAttributeAccessIssue=false
+
+import json
+import math
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboardX.crc32c import crc32c
+from tensorboardX.proto import event_pb2
+
+from metrics.writer import MetricsWriter
+
+
+def strict_lines(path: Path) -> list[dict]:
+    """Parses strict JSON: the NaN and Infinity that Python would read are errors."""
+
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().split("\n")[:-1]]
+
+
+def events(run_dir: Path) -> list[event_pb2.Event]:
+    """Reads the records of all event files (length, its checksum, data, its checksum), oldest file first."""
+    read = []
+    for path in sorted((run_dir / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            payload = data[at + 12 : at + 12 + length]
+            (checksum,) = struct.unpack_from("<I", data, at + 12 + length)
+            plain = crc32c(payload)
+            assert checksum == (((plain >> 15) | (plain << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+            read.append(event_pb2.Event.FromString(payload))
+            at += length + 16
+    return read
+
+
+def test_lines_are_strict_json_and_keep_what_is_not_finite(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.write(1, {"loss": math.nan, "grad_norm": math.inf, "a": -math.inf, "skipped_steps": 3, "b": np.float64(0.5)})
+    lines = strict_lines(tmp_path / "metrics.jsonl")  # complete before the file is closed
+    writer.close()
+    assert lines == [
+        {"step": 1, "loss": "NaN", "grad_norm": "Infinity", "a": "-Infinity", "skipped_steps": 3, "b": 0.5}
+    ]
+    assert isinstance(lines[0]["skipped_steps"], int)
+    assert math.isnan(float(lines[0]["loss"]))
+
+
+def test_resume_drops_the_overlap_and_the_torn_line(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 8):
+            writer.write(step, {"loss": step})
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "a") as file:
+        file.write('{"step": 2, "lo')  # killed in the middle of a line
+    with MetricsWriter(tmp_path, resume_step=4) as writer:
+        for step in range(5, 8):
+            writer.write(step, {"loss": -step})
+    lines = strict_lines(path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line["loss"] for line in lines] == [1, 2, 3, 4, -5, -6, -7]
+    assert [file.name for file in tmp_path.iterdir() if "new" in file.name] == []
+
+
+def test_a_torn_line_goes_even_if_it_reads_as_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.2\n[1]\n{"step": 3}')
+    with MetricsWriter(tmp_path, resume_step=9) as writer:
+        writer.write(10, {"loss": 1.0})
+    assert [line["step"] for line in strict_lines(path)] == [1, 10]
+
+
+def test_a_rewrite_that_fails_leaves_the_old_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        MetricsWriter(tmp_path, resume_step=1)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_new_run_sets_older_lines_aside(tmp_path: Path) -> None:
+    for loss in (1.0, 2.0, 3.0):
+        with MetricsWriter(tmp_path) as writer:
+            writer.write(1, {"loss": loss})
+    losses = {path.name: strict_lines(path)[0]["loss"] for path in tmp_path.glob("metrics*.jsonl")}
+    assert losses == {"metrics.1.jsonl": 1.0, "metrics.2.jsonl": 2.0, "metrics.jsonl": 3.0}
+
+
+def test_tensorboard_has_keys_values_and_steps(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"loss": 2.5, "step_time_s": 0.25})
+        writer.write(2, {"loss": math.nan, "tokens_per_s": 1e6})
+    found = {(e.step, v.tag): v.simple_value for e in events(tmp_path) for v in e.summary.value}
+    assert found.keys() == {(1, "loss"), (1, "step_time_s"), (2, "loss"), (2, "tokens_per_s")}
+    assert found[1, "loss"] == 2.5 and found[1, "step_time_s"] == 0.25 and found[2, "tokens_per_s"] == 1e6
+    assert math.isnan(found[2, "loss"])
+
+
+def test_tensorboard_of_a_resumed_run_hides_the_steps_done_again(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(3, {"loss": 1.0})
+        writer.write(4, {"loss": 2.0})
+    with MetricsWriter(tmp_path, resume_step=3) as writer:
+        writer.write(4, {"loss": 3.0})
+    shown: dict[int, float] = {}  # TensorBoard forgets all steps from that of a START event on
+    for event in events(tmp_path):
+        if event.session_log.status == event_pb2.SessionLog.START:
+            shown = {step: loss for step, loss in shown.items() if step < event.step}
+        for value in event.summary.value:
+            assert event.step not in shown
+            shown[event.step] = value.simple_value
+    assert shown == {3: 1.0, 4: 3.0}
+
+
+def test_importing_the_package_loads_neither_tensorboard_nor_jax_nor_matplotlib() -> None:
+    modules = "writer progress throughput report summary environment wire"
+    code = "import sys\n" + "".join(f"import metrics.{name}\n" for name in modules.split())
+    code += "print([m for m in ('tensorboardX', 'google.protobuf', 'jax', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
