@@ -5,9 +5,8 @@ from typing import Any
 import jax
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from sharding.collectives import reduce_scatter_chunks, split
-from sharding.spec import Placement, pspecs
 from sharding.step import Sharded, gradient_specs
 
 PyTree = Any
@@ -25,24 +24,24 @@ def exchange(sharded: Sharded) -> optax.GradientTransformation:
     extra = tuple(axis for axis in layout.optimizer if axis not in layout.gradients)
     rest = tuple(axis for axis in replicas if axis not in extra)
 
-    def mean(p: Placement, x_R: jax.Array) -> jax.Array:
-        x = x_R[0] / layout.num_replicas
-        if extra and p.dim is not None:
-            chunks = split(x, p.dim, layout.shape.size(extra))
-            flat = reduce_scatter_chunks(chunks.reshape(chunks.shape[0], -1), extra, hierarchical=layout.hierarchical)
-            return lax.psum(flat.reshape(chunks.shape[1:]), rest) if rest else flat.reshape(chunks.shape[1:])
-        return lax.psum(x, replicas) if replicas else x
+    group = sharded.group(sharded.placements, extra, tensor_is_manual=True)
 
+    def exchange_shards(grads_R: list[jax.Array]) -> list[jax.Array]:
+        means = [x_R[0] / layout.num_replicas for x_R in grads_R]
+        return [lax.psum(x, rest) if rest else x for x in group.reduce_scatter(means)]
+
+    @jax.named_scope("hop_two")
     def update(grads_R: PyTree, state: optax.EmptyState, params: PyTree | None = None) -> tuple[PyTree, optax.EmptyState]:
         del params
         if not replicas:  # nothing left to exchange: at most a local slice
             return sharded.constrain(jax.tree.map(lambda x: x[0], grads_R), layout.optimizer), state
+        leaves, tree = jax.tree.flatten(grads_R)
         exchanged = jax.shard_map(
-            lambda grads: sharded.map(mean, grads),
+            exchange_shards,
             mesh=sharded.mesh,
-            in_specs=(gradient_specs(sharded),),
-            out_specs=pspecs(sharded.placements, layout.optimizer),
-        )(grads_R)
-        return exchanged, state
+            in_specs=(jax.tree.leaves(gradient_specs(sharded), is_leaf=lambda x: isinstance(x, PartitionSpec)),),
+            out_specs=[p.pspec(layout.optimizer) for p in group.placements],
+        )(leaves)
+        return tree.unflatten(exchanged), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

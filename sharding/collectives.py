@@ -1,8 +1,8 @@
 """Gathers and reduce-scatters of whole groups of parameters: one collective a network level, however many tensors.
 
 Local shards are packed into one vector, gathered, and sliced apart, while the parameters themselves stay separate
-arrays. Everything here runs inside a `shard_map` whose data axes are manual; `tensor` stays automatic outside, and is
-made manual in a nested `shard_map` around each collective (XLA would replicate the payload over it otherwise).
+arrays. Everything here runs inside a `shard_map` whose data axes are manual. Where `tensor` is automatic, a nested
+`shard_map` makes it manual around each collective (XLA would replicate the payload over it otherwise).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,8 @@ from jax import lax
 
 from sharding.mesh import INTER_AXES
 from sharding.spec import Placement
+
+BUCKET_BYTES = 512 * 2**20  # tensors packed into one collective: bounds the memory that packing takes
 
 
 def levels(scope: Sequence[str], *, hierarchical: bool) -> list[tuple[str, ...]]:
@@ -65,6 +67,7 @@ class Group:
     placements: tuple[Placement, ...]
     scope: tuple[str, ...]
     hierarchical: bool
+    tensor_is_manual: bool = False
 
     def gather(self, shards: Sequence[jax.Array], *, to: str = "varying") -> list[jax.Array]:
         """Returns the full tensors of local `shards`; those without a partitioned dim come back as they are."""
@@ -92,21 +95,34 @@ class Group:
         ]
 
     def _exchange(self, run: Callable[..., tuple], xs: Sequence[jax.Array]) -> list[jax.Array]:
-        """Runs `run` on the partitioned tensors: once on those split over `tensor` as well, once on the others."""
+        """Runs `run` on buckets of the partitioned tensors; those split over `tensor` travel apart from the others."""
         out = list(xs)
         for over_tensor in (False, True) if self.scope else ():
             members = [
                 i for i, p in enumerate(self.placements) if p.dim is not None and (p.tensor_dim is not None) == over_tensor
             ]
-            places = tuple(self.placements[i] for i in members)
-            exchange = partial(run, places=places)
-            if over_tensor:
-                specs = tuple(p.pspec(()) for p in places)
-                exchange = jax.shard_map(exchange, in_specs=specs, out_specs=specs, axis_names={"tensor"})
-            if members:
-                for i, x in zip(members, exchange(*(xs[i] for i in members)), strict=True):
+            for bucket in _buckets(members, [x.nbytes for x in xs]):
+                places = tuple(self.placements[i] for i in bucket)
+                exchange = partial(run, places=places)
+                if over_tensor and not self.tensor_is_manual:
+                    specs = tuple(p.pspec(()) for p in places)
+                    exchange = jax.shard_map(exchange, in_specs=specs, out_specs=specs, axis_names={"tensor"})
+                for i, x in zip(bucket, exchange(*(xs[i] for i in bucket)), strict=True):
                     out[i] = x
         return out
+
+
+def _buckets(members: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
+    """Cuts `members` into runs of at most BUCKET_BYTES, a larger tensor alone."""
+    buckets: list[list[int]] = []
+    room = 0
+    for i in members:
+        if not buckets or nbytes[i] > room:
+            buckets.append([])
+            room = BUCKET_BYTES
+        buckets[-1].append(i)
+        room -= nbytes[i]
+    return buckets
 
 
 def _gather_packed(*shards: jax.Array, places: Sequence[Placement], collective: Callable) -> tuple[jax.Array, ...]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharding.collectives import Group, all_gather_chunks, join, vary
+from sharding.collectives import Group, vary
 from sharding.mesh import DATA_AXES
 from sharding.scopes import Layout
 from sharding.spec import Placement, is_placement, pspecs
@@ -18,6 +18,9 @@ PyTree = Any
 Batch = Mapping[str, jax.Array]  # each [accum, rows, ...], rows over the data axes
 Gather = Callable[[str, PyTree], PyTree]
 Loss = Callable[[PyTree, Batch, Gather], jax.Array]  # the weighted sum of the losses of the rows given
+
+
+REPLICATED = PartitionSpec()
 
 
 class Transform(Protocol):
@@ -58,6 +61,15 @@ class Sharded:
     def shardings(self, scope: tuple[str, ...]) -> PyTree:
         """NamedShardings of arrays like the parameters under `scope`."""
         return self.map(lambda p: NamedSharding(self.mesh, p.pspec(scope)))
+
+    def group(self, placements: PyTree, scope: tuple[str, ...], *, tensor_is_manual: bool = False) -> Group:
+        """Returns the Group of a tree of placements, cut over `scope`."""
+        return Group(
+            placements=tuple(jax.tree.leaves(placements, is_leaf=is_placement)),
+            scope=scope,
+            hierarchical=self.layout.hierarchical,
+            tensor_is_manual=tensor_is_manual,
+        )
 
     def constrain(self, tree: PyTree, scope: tuple[str, ...]) -> PyTree:
         """Constrains arrays like the parameters to `scope`."""
@@ -104,12 +116,12 @@ def build_eval_step(loss: Loss, sharded: Sharded) -> Callable[[PyTree, Batch], t
     return evaluate
 
 
-def run_manual(sharded: Sharded, function: Callable[..., Any], out_specs: Any = PartitionSpec()) -> Callable[..., Any]:
+def run_manual(sharded: Sharded, function: Callable[..., Any], out_specs: Any = REPLICATED) -> Callable[..., Any]:
     """Returns `function(params, batch, *scalars)` run on local shards and rows, the data axes manual."""
 
     def run(params: PyTree, batch: PyTree, *scalars: jax.Array) -> Any:
         param_specs = pspecs(sharded.placements, sharded.layout.parameters, tensor=False)
-        in_specs = (param_specs, sharded.batch_spec, *(PartitionSpec() for _ in scalars))
+        in_specs = (param_specs, sharded.batch_spec, *(REPLICATED for _ in scalars))
         mapped = jax.shard_map(
             function, mesh=sharded.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(DATA_AXES)
         )
@@ -139,8 +151,12 @@ def manual_gradients(loss: Loss, sharded: Sharded, params: PyTree, batch: Batch)
             whole = gather_tree(sharded, sharded.placements, kept) if layout.gather == "micro_step" else kept
             return loss(whole, micro, lambda name, tree: tree) / total
 
-        def micro_step(carry: tuple[PyTree, jax.Array], micro: Batch) -> tuple[tuple[PyTree, jax.Array], None]:
-            value, grads = jax.value_and_grad(micro_loss)(kept, micro)
+        def micro_step(carry: tuple[PyTree, jax.Array], item: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+            i, micro = item
+            used = kept  # tied to the loop, or XLA would move gathers out of it and keep what they gather
+            if layout.gather != "step":
+                used = jax.tree.map(lambda x: lax.optimization_barrier((x, i))[0], kept)
+            value, grads = jax.value_and_grad(micro_loss)(used, micro)
             if layout.gather == "step":
                 grads = hop_one(sharded, sharded.placements, grads)
             grads = to_gradient_scope(sharded, grads)
@@ -148,14 +164,11 @@ def manual_gradients(loss: Loss, sharded: Sharded, params: PyTree, batch: Batch)
 
         zeros = to_gradient_scope(sharded, jax.tree.map(jnp.zeros_like, params), zeros=True)
         carry = (zeros, vary(jnp.zeros(()), layout.data_axes))
-        if batch["weights"].shape[0] == 1:
-            carry, _ = micro_step(carry, {name: x[0] for name, x in batch.items()})
-        else:
-            carry, _ = lax.scan(micro_step, carry, dict(batch))
-        grads, value = carry
+        micros = batch["weights"].shape[0]
+        (grads, value), _ = lax.scan(micro_step, carry, (jnp.arange(micros), dict(batch)))
         return jax.tree.map(lambda g: g[None] * layout.num_replicas, grads), lax.psum(value, layout.data_axes)
 
-    out_specs = (gradient_specs(sharded, tensor=False), PartitionSpec())
+    out_specs = (gradient_specs(sharded, tensor=False), REPLICATED)
     return run_manual(sharded, micro_steps, out_specs)(params, batch, jnp.sum(batch["weights"]))
 
 
@@ -208,9 +221,10 @@ def auto_gather(sharded: Sharded) -> Gather:
 def gather_tree(sharded: Sharded, placements: PyTree, shards: PyTree) -> PyTree:
     """Gathers a tree of local shards in one collective a network level, in the compute dtype; backwards it is hop one."""
     layout = sharded.layout
-    group = _group(sharded, placements, layout.parameters)
+    group = sharded.group(placements, layout.parameters)
 
     @jax.custom_vjp
+    @jax.named_scope("gather")
     def gather(shards: list[jax.Array]) -> list[jax.Array]:
         return [vary(x, layout.data_axes) for x in group.gather(shards)]
 
@@ -225,9 +239,10 @@ def gather_tree(sharded: Sharded, placements: PyTree, shards: PyTree) -> PyTree:
 def hop_one(sharded: Sharded, placements: PyTree, grads: PyTree) -> PyTree:
     """Reduce-scatters full gradients inside each partition group (MiCS section 3.4)."""
     leaves, tree = jax.tree.flatten(grads)
-    return tree.unflatten(_hop_one_leaves(sharded, _group(sharded, placements, sharded.layout.parameters), leaves))
+    return tree.unflatten(_hop_one_leaves(sharded, sharded.group(placements, sharded.layout.parameters), leaves))
 
 
+@jax.named_scope("hop_one")
 def _hop_one_leaves(sharded: Sharded, group: Group, grads: list[jax.Array]) -> list[jax.Array]:
     layout = sharded.layout
     if layout.two_hop:
@@ -235,11 +250,12 @@ def _hop_one_leaves(sharded: Sharded, group: Group, grads: list[jax.Array]) -> l
     return group.all_reduce_then_slice(grads, layout.data_axes)
 
 
+@jax.named_scope("gradient_scope")
 def to_gradient_scope(sharded: Sharded, grads: PyTree, *, zeros: bool = False) -> PyTree:
     """Reduces gradients from the parameters' scope to their own, each micro-step (ZeRO-2); `zeros` needs no sum."""
     layout = sharded.layout
     extra = tuple(axis for axis in layout.gradients if axis not in layout.parameters)
-    group = _group(sharded, sharded.placements, extra)
+    group = sharded.group(sharded.placements, extra)
     leaves, tree = jax.tree.flatten(grads)
     if layout.two_hop and not zeros and extra:  # the values came from the compute dtype: nothing is lost in casting back
         summed = group.reduce_scatter([x.astype(sharded.compute_dtype) for x in leaves])
@@ -250,6 +266,7 @@ def to_gradient_scope(sharded: Sharded, grads: PyTree, *, zeros: bool = False) -
     return tree.unflatten(summed)
 
 
+@jax.named_scope("parameter_scope")
 def to_parameter_scope(sharded: Sharded, params: PyTree) -> PyTree:
     """Gathers updated parameters from the optimizer state's scope into their own, once a step."""
     layout = sharded.layout
@@ -257,18 +274,15 @@ def to_parameter_scope(sharded: Sharded, params: PyTree) -> PyTree:
     if not extra or layout.partitioner == "auto":
         return sharded.constrain(params, layout.parameters)
 
-    def gather(p: Placement, x: jax.Array) -> jax.Array:
-        if p.dim is None:
-            return x
-        chunks = all_gather_chunks(x.reshape(-1), extra, hierarchical=layout.hierarchical, to="invarying")
-        return join(chunks.reshape(-1, *x.shape), p.dim)
-
-    return jax.shard_map(
-        lambda params: sharded.map(gather, params),
+    group = sharded.group(sharded.placements, extra, tensor_is_manual=True)
+    leaves, tree = jax.tree.flatten(params)
+    gather = jax.shard_map(
+        lambda shards: group.gather(shards, to="invarying"),
         mesh=sharded.mesh,
-        in_specs=(pspecs(sharded.placements, layout.optimizer),),
-        out_specs=pspecs(sharded.placements, layout.parameters),
-    )(params)
+        in_specs=([p.pspec(layout.optimizer) for p in group.placements],),
+        out_specs=[p.pspec(layout.parameters) for p in group.placements],
+    )
+    return tree.unflatten(gather(leaves))
 
 
 def _used_placements(sharded: Sharded, name: str) -> PyTree:
@@ -278,7 +292,3 @@ def _used_placements(sharded: Sharded, name: str) -> PyTree:
         return placements
     return jax.tree.map(Placement.without_layers, placements, is_leaf=is_placement)
 
-
-def _group(sharded: Sharded, placements: PyTree, scope: tuple[str, ...]) -> Group:
-    leaves = jax.tree.leaves(placements, is_leaf=is_placement)
-    return Group(placements=tuple(leaves), scope=scope, hierarchical=sharded.layout.hierarchical)
