@@ -1,0 +1,18 @@
+"""Batches that are a pure function of (seed, step), for any number of processes and across restarts.
+
+    config = DataConfig(source="stdlib_text", ...)             # config.py: the settings, checked at the door
+    dataset = load(config, "train", seed=0)                    # dataset.py: dataset[i] for any i >= 0
+    with Batches(dataset, global_size=32, rows=range(32),      # batches.py: rows of each step, prepared ahead
+                 start_step=0, prefetch=4) as batches:
+        batch = next(batches)                                  # tokens, targets, weights: [rows, T]
+
+Text becomes examples in three steps: a source yields documents (`stdlib_text.py`, `folder.py`, `tfds_text.py`), a
+tokenizer turns them once into one long stream in the cache (`tokenizers.py`, `streams.py`, `cache.py`), and windows
+of the stream are drawn in an order that only depends on the seed (`index.py`). `synthetic.py` needs no text at all.
+"""
+
+from input_pipeline.batches import Batches
+from input_pipeline.config import DataConfig
+from input_pipeline.dataset import Dataset, load
+
+__all__ = ["Batches", "DataConfig", "Dataset", "load"]

@@ -1,0 +1,93 @@
+"""The rows of each step that this process needs, prepared ahead in the background by Grain."""
+
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import grain
+import numpy as np
+
+from input_pipeline.dataset import Dataset
+
+Batch = dict[str, np.ndarray]
+
+
+class Batches:
+    """Yields for each step {"tokens": int32, "targets": int32, "weights": float32}, each [len(rows), T].
+
+    Row `r` of step `t` is `dataset[t * global_size + r]`, so the rows of all processes together do not depend on how
+    many processes there are. A row >= `global_size` is padding: zeros, of weight zero.
+
+    `wait_s` is how long the last `next()` waited; `step` is the step that the next one returns. An exception in the
+    background is raised by `next()`, which then stays closed.
+    """
+
+    def __init__(
+        self, dataset: Dataset, *, global_size: int, rows: Sequence[int], start_step: int, prefetch: int
+    ) -> None:
+        if global_size < 1:
+            raise ValueError(f"global_size is {global_size}: a batch has at least one row")
+        if min(rows, default=0) < 0:
+            raise ValueError(f"rows holds {min(rows)}: row numbers start at 0")
+        if start_step < 0 or prefetch < 0:
+            raise ValueError(f"start_step is {start_step} and prefetch is {prefetch}: neither can be below 0")
+        self.step = start_step
+        self.wait_s = 0.0
+        steps = _Steps(dataset, global_size, rows, start_step)
+        options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
+        self._iterator = iter(grain.MapDataset.source(steps).to_iter_dataset(options))
+        self._iterator.start_prefetch()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        start = time.perf_counter()
+        try:
+            batch = next(self._iterator)
+        except BaseException as error:
+            error.add_note(f"while preparing the batch of step {self.step}")
+            self.close()
+            raise
+        self.wait_s = time.perf_counter() - start
+        self.step += 1
+        return batch
+
+    def close(self) -> None:
+        """Stops the background work; further `next()` raise ValueError."""
+        self._iterator.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Steps:
+    """A random-access source for Grain: index `n` is the batch of step `start_step + n`."""
+
+    def __init__(self, dataset: Dataset, global_size: int, rows: Sequence[int], start_step: int) -> None:
+        self._dataset, self._global_size, self._start_step = dataset, global_size, start_step
+        self._rows = tuple(int(row) for row in rows)
+
+    def __len__(self) -> int:
+        return sys.maxsize  # training has no last step here
+
+    def __getitem__(self, index: int) -> Batch:
+        first = (self._start_step + index) * self._global_size
+        shape = (len(self._rows), self._dataset.seq_len)
+        batch = {
+            "tokens": np.zeros(shape, np.int32),
+            "targets": np.zeros(shape, np.int32),
+            "weights": np.zeros(shape, np.float32),
+        }
+        for place, row in enumerate(self._rows):
+            if row < self._global_size:
+                for name, value in self._dataset[first + row].items():
+                    batch[name][place] = value
+        return batch

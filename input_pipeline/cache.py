@@ -1,0 +1,110 @@
+"""Folders that are prepared once: whole or absent, whoever is killed and however many prepare at the same time."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ENVIRONMENT_KEY = "MICS_JAX_CACHE"
+
+
+def cache_dir() -> Path:
+    """Returns where prepared data lives: $MICS_JAX_CACHE, or ~/.cache/mics-jax."""
+    return Path(os.environ.get(ENVIRONMENT_KEY) or "~/.cache/mics-jax").expanduser()
+
+
+def prepared(name: str, *, build: Callable[[Path], None], defect: Callable[[Path], str]) -> Path:
+    """Returns the folder `name` of the cache, built if absent, rebuilt with a warning if it is damaged.
+
+    Args:
+        name: path inside the cache; it must change whenever the content would.
+        build: fills an empty folder. It becomes visible under `name` by one rename, after it returned.
+        defect: looks at a built folder and says what is wrong with it; "" if nothing.
+
+    Raises ValueError if the cache cannot be written. A cache that is only read need not be writable.
+    """
+    path = cache_dir() / name
+    if path.is_dir() and not defect(path):
+        return path
+    with _writing_errors(), lock(path.with_name(f".{path.name}.lock")) as locked:
+        if locked:  # nobody else is at work: what lies around was left by killed processes
+            for left in path.parent.glob(f".{path.name}.tmp-*"):
+                shutil.rmtree(left, ignore_errors=True)
+        reason = defect(path) if path.is_dir() else ""
+        if path.is_dir() and not reason:
+            return path  # another process prepared it meanwhile
+        if reason:
+            logging.getLogger(__name__).warning("%s is damaged (%s): preparing it again", path, reason)
+            _remove(path)
+        _build_and_rename(path, build)
+    assert not defect(path), defect(path)
+    return path
+
+
+def _build_and_rename(path: Path, build: Callable[[Path], None]) -> None:
+    scratch = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
+    scratch.mkdir()
+    try:
+        build(scratch)
+        for file in scratch.rglob("*"):
+            _sync(file)
+        try:
+            scratch.rename(path)
+        except OSError:
+            if not path.is_dir():  # if it is: a process that could not see our lock was faster, with the same content
+                raise
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder so that nobody sees half of it."""
+    aside = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
+    path.rename(aside)
+    shutil.rmtree(aside)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[bool]:
+    """Holds a lock file that dies with the process; yields False where the file system has no locks.
+
+    The lock only saves work: without it, two processes prepare the same folder and the first rename wins.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        yield _flock(file.fileno(), path)
+
+
+def _flock(descriptor: int, path: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logging.getLogger(__name__).info("waiting for the process that prepares %s", path)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _writing_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"cannot write the data cache {cache_dir()} ({error.strerror or error}): "
+            f"set {ENVIRONMENT_KEY} to a folder with free space that you can write"
+        ) from error

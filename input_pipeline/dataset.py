@@ -1,0 +1,129 @@
+"""Examples by number: `load` finds the text and returns a `Dataset` whose example `i` depends on (seed, i) alone."""
+
+import hashlib
+import json
+from typing import Literal, Protocol
+
+import numpy as np
+
+from input_pipeline import folder, index, stdlib_text, streams, tfds_text
+from input_pipeline.config import DataConfig, check_choice
+from input_pipeline.synthetic import SyntheticWindows
+from input_pipeline.tokenizers import Tokenizer, make_tokenizer
+
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
+
+
+class Windows(Protocol):
+    """Token windows by number, in the order of the text."""
+
+    content: str  # hash of all tokens
+    max_id: int
+    bytes_per_token: float
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, window: int) -> np.ndarray:
+        """Returns int32 [T + 1] for a causal model, [T] for a masked one."""
+        ...
+
+
+class StreamWindows:
+    """Windows of a token stream: tokens `[i * T, i * T + T + 1)` if causal, `[i * T, i * T + T)` if masked."""
+
+    def __init__(self, stream: streams.Stream, seq_len: int, objective: str) -> None:
+        self.content, self.max_id, self.bytes_per_token = stream.sha256, stream.max_id, stream.bytes_per_token
+        self._tokens, self._seq_len = np.asarray(stream.tokens), seq_len
+        self._overlap = int(objective == "causal")
+        self._length = index.num_windows(len(stream.tokens), seq_len, objective)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, window: int) -> np.ndarray:
+        start = window * self._seq_len
+        return np.asarray(self._tokens[start : start + self._seq_len + self._overlap], np.int32)
+
+
+class Dataset:
+    """Examples `dataset[i]` for every i >= 0, an endless sequence of epochs that each visit all windows once.
+
+    An example is {"tokens": int32 [T], "targets": int32 [T], "weights": float32 [T]} and a pure function of (seed, i).
+    Causal: targets are the tokens that follow, weights are 1. Masked: targets are the original tokens, weights are 1
+    where the model must predict them and 0 elsewhere.
+    """
+
+    def __init__(self, windows: Windows, tokenizer: Tokenizer, config: DataConfig, seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.seq_len = config.seq_len
+        self.vocab_size = tokenizer.num_ids + (config.objective == "masked")  # ids that can occur in an example
+        self.max_id = max(windows.max_id, tokenizer.mask_id if config.objective == "masked" else 0)
+        self.bytes_per_token = windows.bytes_per_token  # average over the split, for bits per byte
+        self._windows, self._objective, self._mask_rate = windows, config.objective, config.mask_rate
+        settings = {
+            "content": windows.content,
+            "tokenizer": tokenizer.identity,
+            "seq_len": config.seq_len,
+            "objective": config.objective,
+            "mask_rate": config.mask_rate if config.objective == "masked" else None,
+        }
+        # Equal fingerprints and seeds mean equal examples.
+        self.fingerprint = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        """Returns the number of windows in an epoch."""
+        return len(self._windows)
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        if i < 0:
+            raise IndexError(f"example {i}: examples are numbered from 0")
+        window = self._windows[index.window_of(int(i), windows=len(self), seed=self.seed)]
+        if self._objective == "causal":
+            return {"tokens": window[:-1], "targets": window[1:].copy(), "weights": np.ones(self.seq_len, np.float32)}
+        tokens, weights = index.mask_tokens(
+            window,
+            key=(self.seed, int(i)),
+            rate=self._mask_rate,
+            mask_id=self.tokenizer.mask_id,
+            num_ids=self.tokenizer.num_ids,
+        )
+        return {"tokens": tokens, "targets": window, "weights": weights}
+
+
+def load(config: DataConfig, split: Split, seed: int) -> Dataset:
+    """Returns the examples of a split; the first time, reads and tokenises the text into the cache.
+
+    Raises ValueError for data or a vocabulary that is missing, empty, unreadable or too small for one example.
+    """
+    check_choice("split", split, SPLITS)
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed is {seed}: use a number from 0 to 2**63 - 1")
+    tokenizer = make_tokenizer(config.tokenizer, config.tokenizer_path)
+    if config.source == "synthetic":
+        windows = SyntheticWindows(config.seq_len, config.objective, tokenizer.num_ids, split)
+    else:
+        source = _text_source(config, split)
+        stream = streams.tokenised(source, tokenizer)
+        windows = StreamWindows(stream, config.seq_len, config.objective)
+        if len(windows) == 0:
+            needed = config.seq_len + (config.objective == "causal")
+            raise ValueError(
+                f"{source.name} has {len(stream.tokens)} tokens in its {split} split, but one example needs {needed}: "
+                "lower data.seq_len or add text"
+            )
+    if len(windows) > index.MAX_WINDOWS:
+        raise ValueError(
+            f"data.seq_len is {config.seq_len}: the {split} split has {len(windows)} windows of it, more than the "
+            f"{index.MAX_WINDOWS} that can be shuffled; raise data.seq_len"
+        )
+    return Dataset(windows, tokenizer, config, seed)
+
+
+def _text_source(config: DataConfig, split: Split) -> streams.TextSource:
+    if config.source == "stdlib_text":
+        return stdlib_text.source(split)
+    if config.source == "folder":
+        return folder.source(config.path, split)
+    return tfds_text.source(config.source.removeprefix("tfds:"), config.path, split)

@@ -1,0 +1,116 @@
+"""One long array of ids for a source's split: every document followed by a separator, tokenised once, memory-mapped."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from input_pipeline import cache
+from input_pipeline.tokenizers import Tokenizer
+
+FORMAT = 1  # of the files below; part of their names
+BLOCK_BYTES = 1 << 20
+CHECKED_BLOCKS = 256  # streams of up to 256 MiB are verified whole on every start, larger ones at 256 places
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource:
+    """Documents of one split, in a fixed order."""
+
+    name: str  # for messages
+    signature: str  # cheap to get (names, sizes, times); changes whenever a document may have changed
+    documents: Callable[[], Iterator[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """The tokens of a split."""
+
+    tokens: np.ndarray  # [N] uint16 or uint32, read-only and memory-mapped
+    sha256: str  # of the tokens
+    max_id: int
+    bytes_per_token: float  # of UTF-8 text; a separator counts as one byte
+
+
+def tokenised(source: TextSource, tokenizer: Tokenizer) -> Stream:
+    """Returns the stream of a source from the cache, tokenising it there first if need be.
+
+    Raises ValueError for a source without text, and for a cache that cannot be written.
+    """
+    key = hashlib.sha256(f"{FORMAT}\n{source.signature}\n{tokenizer.identity}".encode()).hexdigest()[:32]
+    path = cache.prepared(f"streams/{key}", build=lambda folder: _write(folder, source, tokenizer), defect=_defect)
+    meta = json.loads((path / "meta.json").read_text())
+    return Stream(
+        tokens=np.memmap(path / "tokens.bin", dtype=meta["dtype"], mode="r"),
+        sha256=meta["sha256"],
+        max_id=meta["max_id"],
+        bytes_per_token=meta["text_bytes"] / meta["num_tokens"],
+    )
+
+
+def _write(folder: Path, source: TextSource, tokenizer: Tokenizer) -> None:
+    dtype = np.dtype("<u2") if tokenizer.num_ids <= 1 << 16 else np.dtype("<u4")
+    digest, num_tokens, text_bytes, max_id = hashlib.sha256(), 0, 0, 0
+    with open(folder / "tokens.bin", "wb") as file:
+        for text in source.documents():
+            if not text:
+                continue
+            ids = np.append(tokenizer.encode(text), tokenizer.separator)
+            payload = ids.astype(dtype).tobytes()
+            file.write(payload)
+            digest.update(payload)
+            num_tokens += len(ids)
+            text_bytes += len(text.encode()) + 1
+            max_id = max(max_id, int(ids.max()))
+    if num_tokens == 0:
+        raise ValueError(f"{source.name} holds no text")
+    meta = {
+        "source": source.name,
+        "tokenizer": tokenizer.identity,
+        "dtype": dtype.str,
+        "num_tokens": num_tokens,
+        "text_bytes": text_bytes,
+        "max_id": max_id,
+        "sha256": digest.hexdigest(),
+        "checksum": _checksum(folder / "tokens.bin"),
+    }
+    body = json.dumps(meta, indent=1)
+    (folder / "meta.json").write_text(body)
+    (folder / "meta.sha256").write_text(hashlib.sha256(body.encode()).hexdigest())
+
+
+def _defect(folder: Path) -> str:
+    """Returns what is wrong with a stream in the cache, "" if nothing."""
+    try:
+        body = (folder / "meta.json").read_bytes()
+        if hashlib.sha256(body).hexdigest() != (folder / "meta.sha256").read_text():
+            return "meta.json has changed"
+        meta = json.loads(body)
+        size = (folder / "tokens.bin").stat().st_size
+        if size != meta["num_tokens"] * np.dtype(meta["dtype"]).itemsize:
+            return f"tokens.bin has {size} bytes for {meta['num_tokens']} tokens"
+        if _checksum(folder / "tokens.bin") != meta["checksum"]:
+            return "the content of tokens.bin has changed"
+    except (OSError, UnicodeDecodeError) as error:
+        return str(error)
+    return ""
+
+
+def _checksum(path: Path) -> str:
+    """Returns a hash of the size and of up to CHECKED_BLOCKS evenly spaced blocks, the first and last among them."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    count = min(CHECKED_BLOCKS, -(-size // BLOCK_BYTES))
+    starts = (
+        range(0, size, BLOCK_BYTES)
+        if count < CHECKED_BLOCKS
+        else [(size - BLOCK_BYTES) * block // (count - 1) for block in range(count)]
+    )
+    with open(path, "rb") as file:
+        for start in starts:
+            file.seek(start)
+            digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()

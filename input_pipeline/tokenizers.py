@@ -1,0 +1,144 @@
+"""Text to ids and back: bytes, a SentencePiece model file, or a tiktoken vocabulary file. Nothing is downloaded."""
+
+import abc
+import base64
+import binascii
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+UNKNOWN = "\ufffd"  # what an id without text (the mask, a padded row of the embedding) decodes to
+
+# How GPT-2 cuts text before merging (its tokenizer's source; tiktoken calls it r50k).
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+
+class Tokenizer(abc.ABC):
+    """Encodes and decodes. Ids are in [0, num_ids); `separator` ends a document; `mask_id` is the id after the last."""
+
+    num_ids: int
+    separator: int
+    identity: str  # changes when any id changes its meaning
+
+    @property
+    def mask_id(self) -> int:
+        return self.num_ids
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> np.ndarray:
+        """Returns int32 ids [N], without a separator."""
+
+    @abc.abstractmethod
+    def decode(self, ids: np.ndarray) -> str:
+        """Returns text for any integers [N]; those that mean no text become U+FFFD."""
+
+
+class Bytes(Tokenizer):
+    """UTF-8 bytes: the id is the byte, 0 separates documents."""
+
+    num_ids, separator, identity = 256, 0, "bytes"
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def decode(self, ids: np.ndarray) -> str:
+        runs = _known_runs(np.asarray(ids), np.ones(256, bool))
+        return UNKNOWN.join(bytes(run).decode(errors="replace") for run in runs)
+
+
+class SentencePiece(Tokenizer):
+    """A SentencePiece model; its end-of-sentence id separates documents. Most models write a newline as a space."""
+
+    def __init__(self, path: Path) -> None:
+        import sentencepiece
+
+        content = _read(path)
+        try:
+            if not content:
+                raise RuntimeError("it is empty")  # which SentencePiece itself takes for a model without pieces
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except RuntimeError as error:
+            raise ValueError(f"data.tokenizer_path {path} is not a SentencePiece model") from error
+        self.num_ids = self._model.get_piece_size()
+        self.separator = self._model.eos_id()
+        if self.separator < 0:
+            raise ValueError(f"data.tokenizer_path {path} has no end-of-sentence id: train the model with eos_id >= 0")
+        self.identity = f"sentencepiece {hashlib.sha256(content).hexdigest()}"
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.asarray(self._model.encode(text, out_type=int), np.int32)
+
+    def decode(self, ids: np.ndarray) -> str:
+        runs = _known_runs(np.asarray(ids), np.ones(self.num_ids, bool))
+        return UNKNOWN.join(self._model.decode(run) for run in runs)
+
+
+class Tiktoken(Tokenizer):
+    """A tiktoken vocabulary (lines of base64 and rank), cut by GPT-2's pattern; one more id separates documents."""
+
+    def __init__(self, path: Path) -> None:
+        import tiktoken
+
+        content = _read(path)
+        ranks = _tiktoken_ranks(path, content)
+        self.separator = max(ranks.values()) + 1
+        self.num_ids = self.separator + 1
+        self._encoding = tiktoken.Encoding(
+            path.name,
+            pat_str=GPT2_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens={"<|endoftext|>": self.separator},
+        )
+        self._known = np.isin(np.arange(self.num_ids), [*ranks.values(), self.separator])  # ranks may have holes
+        self.identity = f"tiktoken {hashlib.sha256(content).hexdigest()}"
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.asarray(self._encoding.encode_ordinary(text), np.int32)
+
+    def decode(self, ids: np.ndarray) -> str:
+        return UNKNOWN.join(self._encoding.decode(run) for run in _known_runs(np.asarray(ids), self._known))
+
+
+def make_tokenizer(kind: str, path: str) -> Tokenizer:
+    """Returns the tokenizer of `data.tokenizer`. Raises ValueError for a vocabulary file that cannot be used."""
+    if kind == "bytes":
+        return Bytes()
+    file = Path(path).expanduser()
+    return SentencePiece(file) if kind == "sentencepiece" else Tiktoken(file)
+
+
+def _known_runs(ids: np.ndarray, has_text: np.ndarray) -> Iterator[list[int]]:
+    """Yields the runs of ids between those without text (`has_text`: bool [num_ids])."""
+    known = (ids >= 0) & (ids < len(has_text)) & has_text[np.clip(ids, 0, len(has_text) - 1)]
+    for number, run in enumerate(np.split(ids, np.flatnonzero(~known))):
+        yield run[number > 0 :].tolist()  # the ids that were cut at start each run but the first
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"data.tokenizer_path {path} cannot be read: {error.strerror}") from error
+
+
+def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
+    """Returns the rank of each piece. (tiktoken's own loader keeps a copy by path and misses a file that changed.)"""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            if line:
+                piece, rank = line.split()
+                ranks[base64.b64decode(piece, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise ValueError(
+                f"data.tokenizer_path {path} is not a tiktoken vocabulary: line {number} is not 'base64 rank'"
+            ) from error
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise ValueError(
+            f"data.tokenizer_path {path} is not a whole tiktoken vocabulary: {len(missing)} of the 256 single bytes "
+            f"have no rank (the first is {missing[0]})"
+        )
+    return ranks

@@ -1,0 +1,179 @@
+"""Bad input gets one line that names the setting, its value and what would work."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import base
+from input_pipeline import DataConfig, load
+from input_pipeline.dataset import Split
+
+DEFAULTS: dict[str, Any] = dict(base.get_config().to_dict()["data"])
+
+
+def settings(**changes: Any) -> DataConfig:
+    return DataConfig(**{**DEFAULTS, **changes})
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def one_line(message: str):
+    return pytest.raises(ValueError, match=message + r"[^\n]*\Z")
+
+
+def test_the_defaults_are_accepted_and_every_key_is_needed():
+    assert vars(DataConfig(**DEFAULTS)) == DEFAULTS
+    for key in DEFAULTS:
+        with pytest.raises(TypeError, match=key):
+            DataConfig(**{name: value for name, value in DEFAULTS.items() if name != key})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"source": "stdlib_txt"}, r"data.source is 'stdlib_txt': choose .*Did you mean 'stdlib_text'\?"),
+        ({"source": "tfds:"}, "data.source is 'tfds:': choose .*tfds:NAME"),
+        ({"source": "tfds:NAME"}, "in NAME's place"),
+        ({"source": "folder"}, "data.path is empty: data.source='folder' needs"),
+        ({"path": "texts"}, "data.path is 'texts' but data.source='stdlib_text' reads no path"),
+        ({"source": "synthetic", "path": "texts"}, "data.path is 'texts' but data.source='synthetic' reads no path"),
+        ({"tokenizer": "byte"}, r"data.tokenizer is 'byte': choose .*Did you mean 'bytes'\?"),
+        ({"tokenizer": "tiktoken"}, "data.tokenizer_path is empty: data.tokenizer='tiktoken' needs"),
+        ({"tokenizer_path": "v"}, "data.tokenizer_path is 'v' but data.tokenizer='bytes' reads no file"),
+        (
+            {"source": "synthetic", "tokenizer": "tiktoken", "tokenizer_path": "v"},
+            "'synthetic' works with 'bytes' only",
+        ),
+        ({"objective": "mask"}, r"data.objective is 'mask': choose causal, masked. Did you mean 'masked'\?"),
+        ({"seq_len": 0}, "data.seq_len is 0"),
+        ({"mask_rate": 0.0}, "data.mask_rate is 0.0"),
+        ({"mask_rate": 15.0}, "data.mask_rate is 15.0"),
+        ({"prefetch": -1}, "data.prefetch is -1"),
+    ],
+)
+def test_settings_that_cannot_work(changes, message):
+    with one_line(message):
+        settings(**changes)
+
+
+def load_folder(path: Path, split: Split = "train", seed=0, **changes):
+    return load(settings(source="folder", path=str(path), **changes), split, seed)
+
+
+def test_split_and_seed():
+    with one_line(r"split is 'valid': choose train, validation. Did you mean 'validation'\?"):
+        load(DataConfig(**DEFAULTS), "valid", 0)  # pyright: ignore
+    for seed in (-1, 2**63):
+        with one_line(f"seed is {seed}: use a number from 0"):
+            load(DataConfig(**DEFAULTS), "train", seed)
+
+
+def test_missing_empty_and_unreadable_text(tmp_path, monkeypatch):
+    with one_line("data.path .*absent does not exist"):
+        load_folder(tmp_path / "absent")
+    (tmp_path / "file").write_text("text")
+    with one_line("data.path .*file is not a folder"):
+        load_folder(tmp_path / "file")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / ".hidden").write_text("text")
+    with one_line("data.path .*folder holds no text"):
+        load_folder(folder)
+    (folder / "a.txt").touch()
+    with one_line("data.path .*folder holds no text"):
+        load_folder(folder)
+    (folder / "a.txt").write_bytes(b"abc\xff\xfe")
+    with one_line(r"a.txt is not UTF-8 text \(byte 3\): convert it"):
+        load_folder(folder)
+    (folder / "a.txt").write_bytes(b"a" * 1000)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with one_line("a.txt cannot be read: Permission denied"):
+        load_folder(folder)
+
+
+@pytest.mark.parametrize(("objective", "longest"), [("causal", 19), ("masked", 20)])
+def test_too_little_text_for_one_example(tmp_path, objective, longest):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("x" * 20)  # train: 19 bytes and a separator
+    assert len(load_folder(tmp_path / "text", seq_len=longest, objective=objective)) == 1
+    with one_line("has 20 tokens in its train split, but one example needs 21: lower data.seq_len"):
+        load_folder(tmp_path / "text", seq_len=longest + 1, objective=objective)
+
+
+def test_more_windows_than_can_be_shuffled(monkeypatch):
+    monkeypatch.setattr("input_pipeline.index.MAX_WINDOWS", 1000)
+    with one_line("data.seq_len is 256: the train split has 65536 windows.*raise data.seq_len"):
+        load(settings(source="synthetic"), "train", 0)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "content", "message"),
+    [
+        ("sentencepiece", None, "data.tokenizer_path .* cannot be read: No such file"),
+        ("sentencepiece", b"", "is not a SentencePiece model"),
+        ("sentencepiece", b"rubbish", "is not a SentencePiece model"),
+        ("tiktoken", None, "data.tokenizer_path .* cannot be read: No such file"),
+        ("tiktoken", b"", "is not a whole tiktoken vocabulary: 256 of the 256 single bytes"),
+        ("tiktoken", b"YQ== 0\nYg==\n", "is not a tiktoken vocabulary: line 2"),
+        ("tiktoken", b"YQ== 0\n!! 1\n", "is not a tiktoken vocabulary: line 2"),
+    ],
+)
+def test_vocabulary_files_that_cannot_be_used(tmp_path, tokenizer, content, message):
+    (tmp_path / "a.txt").write_text("text")
+    if content is not None:
+        (tmp_path / "vocabulary").write_bytes(content)
+    with one_line(message):
+        load_folder(tmp_path, tokenizer=tokenizer, tokenizer_path=str(tmp_path / "vocabulary"))
+
+
+def test_a_sentencepiece_model_without_a_separator(tmp_path):
+    import sentencepiece
+
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps\n" * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "a.txt"),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=64,
+        hard_vocab_limit=False,
+        eos_id=-1,
+        minloglevel=2,
+    )
+    with one_line("has no end-of-sentence id: train the model with eos_id >= 0"):
+        load_folder(tmp_path, tokenizer="sentencepiece", tokenizer_path=str(tmp_path / "m.model"))
+
+
+def test_a_cache_in_an_impossible_place(tmp_path, monkeypatch):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("x" * 1000)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "file"))
+    with one_line(r"cannot write the data cache .*file \(.*\): set MICS_JAX_CACHE to a folder with free space"):
+        load_folder(tmp_path / "text")
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, monkeypatch, cache_folder):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("x" * 1000)
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("input_pipeline.cache._sync", full)
+    with one_line(r"cannot write the data cache .*\(No space left on device\)"):
+        load_folder(tmp_path / "text")
+    assert [path.suffix for path in (cache_folder / "streams").iterdir()] == [".lock"]
+
+
+def test_a_python_without_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    with one_line("data.source is 'stdlib_text', but .* has no sources of the standard library: install them"):
+        load(DataConfig(**DEFAULTS), "train", 0)

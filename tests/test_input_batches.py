@@ -1,0 +1,169 @@
+"""Batches: the same rows for any number of processes and across restarts; errors surface; padding weighs nothing."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from input_pipeline import Batches, DataConfig, Dataset, load
+
+GLOBAL_SIZE = 10
+
+
+@pytest.fixture(scope="module")
+def dataset() -> Dataset:
+    config = DataConfig(
+        source="synthetic",
+        path="",
+        tokenizer="bytes",
+        tokenizer_path="",
+        seq_len=8,
+        objective="masked",
+        mask_rate=0.3,
+        prefetch=2,
+    )
+    return load(config, "train", seed=4)
+
+
+def steps_of(dataset, rows, start, count, prefetch=2, global_size=GLOBAL_SIZE):
+    with Batches(dataset, global_size=global_size, rows=rows, start_step=start, prefetch=prefetch) as batches:
+        return [next(batches) for _ in range(count)]
+
+
+def assert_rows(batch, rows, step, dataset, global_size=GLOBAL_SIZE):
+    """Compares with DESIGN 6.1 written out: row r of step t is dataset[t * G + r]."""
+    for name in ("tokens", "targets", "weights"):
+        expected = np.stack([dataset[step * global_size + row][name] for row in rows])
+        np.testing.assert_array_equal(batch[name], expected)
+        assert batch[name].dtype == expected.dtype
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_rows_do_not_depend_on_the_number_of_processes_or_a_restart(dataset, processes, prefetch):
+    for start in (0, 5):
+        for process in range(processes):
+            rows = list(range(process, GLOBAL_SIZE, processes))  # any split of the rows
+            for step, batch in enumerate(steps_of(dataset, rows, start, 4, prefetch), start=start):
+                assert_rows(batch, rows, step, dataset)
+
+
+def test_rows_come_in_the_order_asked_for(dataset):
+    assert_rows(steps_of(dataset, [7, 2, 2, 9], 3, 1)[0], [7, 2, 2, 9], 3, dataset)
+
+
+def test_batches_run_on_past_the_end_of_an_epoch(dataset):
+    step = len(dataset) // GLOBAL_SIZE  # this batch lies across the end
+    assert len(dataset) % GLOBAL_SIZE
+    for offset, batch in enumerate(steps_of(dataset, range(GLOBAL_SIZE), step - 1, 3)):
+        assert_rows(batch, range(GLOBAL_SIZE), step - 1 + offset, dataset)
+
+
+def test_rows_beyond_the_global_batch_are_zeros_of_weight_zero(dataset):
+    batch = steps_of(dataset, [8, 9, 10, 11], 2, 1)[0]
+    assert_rows({name: value[:2] for name, value in batch.items()}, [8, 9], 2, dataset)
+    for name in ("tokens", "targets", "weights"):
+        assert batch[name].shape == (4, 8) and not batch[name][2:].any()
+
+
+class Failing:
+    """A data set whose example 7 cannot be read."""
+
+    seq_len = 8
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, i: int):
+        if i == 7:
+            raise ValueError("disk on fire")
+        return self.dataset[i]
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_an_error_in_the_background_reaches_the_consumer(dataset, prefetch):
+    with Batches(Failing(dataset), global_size=3, rows=range(3), start_step=0, prefetch=prefetch) as batches:  # pyright: ignore
+        next(batches)
+        next(batches)
+        with pytest.raises(ValueError, match="disk on fire") as caught:
+            next(batches)
+        assert caught.value.__notes__[-1:] == ["while preparing the batch of step 2"]
+        with pytest.raises(ValueError, match="closed"):  # no batch is skipped silently
+            next(batches)
+
+
+def test_batches_are_prepared_ahead_and_no_further_than_asked(dataset):
+    read = []
+
+    class Recording:
+        seq_len = 8
+
+        def __getitem__(self, i):
+            read.append((i, threading.current_thread() is threading.main_thread()))
+            return dataset[i]
+
+    with Batches(Recording(), global_size=1, rows=[0], start_step=6, prefetch=3) as batches:  # pyright: ignore
+        wait_for(lambda: len(read) == 3)  # before the first next()
+        next(batches)
+        wait_for(lambda: len(read) == 4)
+        time.sleep(0.05)
+        assert sorted(read) == [(6, False), (7, False), (8, False), (9, False)]
+
+
+def wait_for(condition, limit_s=20.0):
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < limit_s
+        time.sleep(0.005)
+
+
+def test_the_time_waited_is_that_of_the_last_next(dataset):
+    gate = threading.Event()
+
+    class Slow:
+        seq_len = 8
+
+        def __getitem__(self, i):
+            if i == 1:
+                gate.wait(20)
+            return dataset[i]
+
+    with Batches(Slow(), global_size=1, rows=[0], start_step=0, prefetch=1) as batches:  # pyright: ignore
+        next(batches)
+        assert batches.step == 1
+        threading.Timer(0.5, gate.set).start()
+        next(batches)
+        assert 0.1 < batches.wait_s < 10
+        wait_for(lambda: batches._iterator._buffer[0].done())  # pyright: ignore
+        next(batches)
+        assert batches.wait_s < 0.3
+        assert batches.step == 3
+
+
+def test_close_ends_the_thread(dataset):
+    before = set(threading.enumerate())
+    batches = Batches(dataset, global_size=2, rows=[0, 1], start_step=0, prefetch=2)
+    next(batches)
+    ours = set(threading.enumerate()) - before
+    assert ours
+    batches.close()
+    batches.close()
+    wait_for(lambda: not any(thread.is_alive() for thread in ours))
+    with pytest.raises(ValueError, match="closed"):
+        next(batches)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"global_size": 0}, "global_size is 0"),
+        ({"rows": [0, -2]}, "rows holds -2"),
+        ({"start_step": -1}, "start_step is -1"),
+        ({"prefetch": -1}, "prefetch is -1"),
+    ],
+)
+def test_impossible_arguments_are_refused(dataset, changes, message):
+    arguments = dict(global_size=2, rows=[0, 1], start_step=0, prefetch=1) | changes
+    with pytest.raises(ValueError, match=message):
+        Batches(dataset, **arguments)

@@ -1,0 +1,398 @@
+"""From files to a stream of ids: splits by file, tokenizers, the cache and what is done when it is damaged."""
+
+import base64
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from input_pipeline import DataConfig, cache, load, stdlib_text
+from input_pipeline.dataset import SPLITS, Split
+
+ROOT = Path(__file__).parents[1]
+
+
+# Names that each alone would be put into the validation split.
+HELD_OUT_NAMES = [name for name in map(str, range(99)) if hashlib.sha256(name.encode()).hexdigest() < "0c"][:2]
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(f"file {number}: the quick brown fox\n" * 5)
+    return folder
+
+
+def settings(corpus: Path | str, **changes: Any) -> DataConfig:
+    base = {"source": "folder", "path": str(corpus), "tokenizer": "bytes", "tokenizer_path": "", "seq_len": 1}
+    return DataConfig(**{**base, "objective": "masked", "mask_rate": 0.15, "prefetch": 2, **changes})
+
+
+def ids_of(config: DataConfig, split: Split) -> np.ndarray:
+    """The stream of a split, which the tests of the examples cut into windows."""
+    return np.array(load(config, split, 0)._windows._tokens)  # pyright: ignore
+
+
+def text_of(config: DataConfig, split: Split) -> bytes:
+    return ids_of(config, split).astype(np.uint8).tobytes()
+
+
+def test_a_folder_is_split_by_file_and_a_file_keeps_its_split(corpus):
+    def expected(split: Split) -> bytes:
+        names = sorted(path.name for path in corpus.iterdir() if not path.name.startswith("."))
+        held_out = [name for name in names if int(hashlib.sha256(name.encode()).hexdigest()[:16], 16) < 0.05 * 2**64]
+        assert 0 < len(held_out) < 10
+        chosen = [name for name in names if (name in held_out) == (split == "validation")]
+        return b"".join((corpus / name).read_bytes() + b"\0" for name in chosen)
+
+    for more in ((), ("new one.md", "zz.py"), (".hidden",)):
+        for name in more:
+            (corpus / name).write_text(f"{name}\r\n")
+        assert text_of(settings(corpus), "train") == expected("train")
+        assert text_of(settings(corpus), "validation") == expected("validation")
+
+
+def test_folders_below_count_hidden_ones_and_empty_files_do_not(tmp_path):
+    for name in ("c/a.txt", ".git/b.txt", "c/.d/e.txt", "b.txt"):
+        (tmp_path / "corpus" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "corpus" / name).write_text(name)
+    (tmp_path / "corpus" / "empty.txt").touch()
+    both = text_of(settings(tmp_path / "corpus"), "train") + text_of(settings(tmp_path / "corpus"), "validation")
+    assert sorted(both.split(b"\0")) == [b"", b"b.txt", b"c/a.txt"]
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "c", "d"), tuple(HELD_OUT_NAMES)])
+def test_both_splits_of_two_or_more_files_hold_one(tmp_path, names):
+    (tmp_path / "corpus").mkdir()
+    for name in names:
+        (tmp_path / "corpus" / name).write_text(name)
+    streams = [text_of(settings(tmp_path / "corpus"), split) for split in SPLITS]
+    assert all(streams) and sorted(b"".join(streams).split(b"\0")[:-1]) == [name.encode() for name in names]
+
+
+def test_an_only_file_is_cut_between_characters(tmp_path):
+    (tmp_path / "one").mkdir()
+    for length in range(30, 40):  # wherever 95 % falls in the four bytes of a character
+        (tmp_path / "one" / "a.txt").write_text("x" * (length % 7) + "\N{SNAKE}" * length)
+        train, validation = (text_of(settings(tmp_path / "one"), split)[:-1] for split in SPLITS)
+        assert train + validation == (tmp_path / "one" / "a.txt").read_bytes()
+        assert train.decode() and validation.decode()
+        assert abs(len(validation) - 0.05 * len(train + validation)) <= 4
+
+
+def test_stdlib_text_holds_the_sources_and_the_topics_each_in_one_split():
+    from pydoc_data.topics import topics
+
+    splits = {split: text_of(settings("", source="stdlib_text"), split) for split in SPLITS}
+    texts = {split: set(content.split(b"\0")) for split, content in splits.items()}
+    assert not (texts["train"] & texts["validation"]) - {b""}
+    both = texts["train"] | texts["validation"]
+    import json.decoder
+    import unittest.mock
+
+    for module in (json.decoder, unittest.mock, os):
+        source = Path(str(module.__file__)).read_bytes()
+        assert b"\0" not in source and source in both
+    for topic in topics.values():
+        assert topic.encode() in both
+    total = sum(map(len, splits.values()))
+    assert total > 4e6 and 0.01 < len(splits["validation"]) / total < 0.1
+    for module in ("unittest/test", "test/test_os.py", "site-packages", "encodings/cp037.py"):
+        assert not any(module in name for name in stdlib_text.library_documents())
+    assert Path(pytest.__file__).read_bytes() not in both
+
+
+def test_a_warm_start_does_not_import_tfds_and_is_fast(cache_folder):
+    first = load(settings("", source="stdlib_text", seq_len=64), "train", 0)
+    program = (
+        "import sys, time; from input_pipeline import *; start = time.perf_counter();"
+        "d = load(DataConfig(source='stdlib_text', path='', tokenizer='bytes', tokenizer_path='', seq_len=64,"
+        "objective='masked', mask_rate=0.15, prefetch=2), 'train', 0);"
+        "print(d.fingerprint, 'tensorflow_datasets' in sys.modules, time.perf_counter() - start)"
+    )
+    fingerprint, imported, seconds = run(program).split()
+    assert (fingerprint, imported) == (first.fingerprint, "False")
+    assert float(seconds) < 5  # 0.1 s on an idle machine
+
+
+def run(program: str) -> str:
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_builder_records_fingerprints_and_a_changed_record_is_noticed(cache_folder, caplog):
+    expected = text_of(settings("", source="stdlib_text"), "validation")
+    (folder,) = (cache_folder / "tfds").glob("[!.]*")
+    record = next(folder.rglob("metadata.json"))
+    assert "validation" in record.read_text()
+    shutil.copy(*sorted(folder.rglob("*array_record*")))  # the train file is now the validation file
+    shutil.rmtree(cache_folder / "streams")
+    with caplog.at_level(logging.WARNING):
+        assert text_of(settings("", source="stdlib_text"), "validation") == expected
+    assert "is damaged" in caplog.text and "preparing it again" in caplog.text
+
+
+def test_two_processes_may_prepare_at_the_same_time(cache_folder):
+    program = (
+        "from input_pipeline import *;"
+        "print(*(load(DataConfig(source='stdlib_text', path='', tokenizer='bytes', tokenizer_path='', seq_len=64,"
+        "objective='causal', mask_rate=0.15, prefetch=2), split, 0).fingerprint for split in ('train', 'validation')))"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs[0] == outputs[1] and len(set(outputs[0].split())) == 2
+    assert not list(cache_folder.rglob("*.tmp-*"))
+
+
+def test_of_two_builders_that_cannot_see_each_others_lock_the_first_wins(cache_folder, monkeypatch):
+    monkeypatch.setattr(cache, "_flock", lambda descriptor, path: False)
+
+    def build(folder: Path, text: str) -> None:
+        (folder / "file").write_text(text)
+        if text == "outer":
+            cache.prepared("a/b", build=lambda folder: build(folder, "inner"), defect=lambda folder: "")
+
+    path = cache.prepared("a/b", build=lambda folder: build(folder, "outer"), defect=lambda folder: "")
+    assert (path / "file").read_text() == "inner"
+    assert [entry.name for entry in path.parent.iterdir() if "tmp" in entry.name] == []
+
+
+def test_a_killed_builder_leaves_nothing_that_is_taken_for_whole(cache_folder):
+    def killed(folder: Path) -> None:
+        (folder / "file").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.prepared("a/b", build=killed, defect=lambda folder: "")
+    assert not (cache_folder / "a" / "b").exists()
+
+    program = (
+        "import os; from input_pipeline import cache;"
+        "cache.prepared('a/b', build=lambda f: ((f / 'file').write_text('half'), os._exit(9)), defect=lambda f: '')"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 9
+    assert list((cache_folder / "a").glob(".b.tmp-*")) and not (cache_folder / "a" / "b").exists()
+    path = cache.prepared("a/b", build=lambda folder: None, defect=lambda folder: "")
+    assert not list(path.iterdir()) and not list((cache_folder / "a").glob(".b.tmp-*"))
+
+
+def test_a_folder_appears_whole(cache_folder):
+    """Whoever sees it sees all of it, from the first moment on."""
+    seen: list[int] = []
+
+    def watch() -> None:
+        while not (cache_folder / "a" / "b").is_dir():
+            time.sleep(0.0002)
+        seen.append(len(os.listdir(cache_folder / "a" / "b")))
+
+    def build(folder: Path) -> None:
+        for number in range(500):
+            (folder / str(number)).touch()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    cache.prepared("a/b", build=build, defect=lambda folder: "")
+    watcher.join()
+    assert seen == [500]
+
+
+def test_the_second_builder_waits_for_the_first(cache_folder):
+    program = (
+        "import time; from input_pipeline import cache;"
+        "cache.prepared('a/b', build=lambda f: (print('building', flush=True), time.sleep(1),"
+        "(f / 'file').write_text('first')), defect=lambda f: '')"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stdout.readline() == "building\n"
+        path = cache.prepared("a/b", build=lambda folder: pytest.fail("built twice"), defect=lambda folder: "")
+        assert (path / "file").read_text() == "first"
+
+
+def damage_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE = {
+    "a flipped bit in the tokens": lambda folder: damage_byte(folder / "tokens.bin"),
+    "a flipped bit in the description": lambda folder: damage_byte(folder / "meta.json"),
+    "tokens cut short": lambda folder: os.truncate(folder / "tokens.bin", 10),
+    "no tokens": lambda folder: (folder / "tokens.bin").unlink(),
+    "no description": lambda folder: (folder / "meta.json").unlink(),
+    "an empty folder": lambda folder: [file.unlink() for file in folder.iterdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_stream_is_made_again_with_a_warning(corpus, cache_folder, caplog, damage):
+    expected = text_of(settings(corpus), "train")
+    (folder,) = (cache_folder / "streams").glob("[!.]*")
+    with caplog.at_level(logging.WARNING):
+        assert text_of(settings(corpus), "train") == expected
+        assert not caplog.records  # nothing wrong, nothing said
+        DAMAGE[damage](folder)
+        assert text_of(settings(corpus), "train") == expected
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "is damaged" in caplog.text
+
+
+def test_large_streams_are_verified_at_their_ends_and_between(tmp_path, monkeypatch):
+    from input_pipeline import streams
+
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(streams, "CHECKED_BLOCKS", 5)
+    file = tmp_path / "file"
+
+    def noticed(size: int) -> np.ndarray:
+        file.write_bytes(bytes(size))
+        whole = streams._checksum(file)
+        found = []
+        for place in range(size):
+            file.write_bytes(bytes(place) + b"\1" + bytes(size - place - 1))
+            found.append(streams._checksum(file) != whole)
+        return np.array(found)
+
+    assert noticed(7).all() and noticed(41).all() and noticed(50).all()
+    large = noticed(200)
+    assert large.sum() == 50 and large[:10].all() and large[-10:].all() and large[90:110].any()
+
+
+def test_a_changed_file_is_tokenised_again_an_unchanged_one_is_not(corpus, cache_folder):
+    old = text_of(settings(corpus), "train")
+    assert b"file 0:" in old and b"cat" not in old
+    files = {path: path.stat().st_mtime_ns for path in cache_folder.rglob("tokens.bin")}
+    assert text_of(settings(corpus), "train") == old
+    assert {path: path.stat().st_mtime_ns for path in cache_folder.rglob("tokens.bin")} == files
+    time.sleep(0.02)  # past the grain of the file system's clock
+    (corpus / "0.txt").write_bytes((corpus / "0.txt").read_bytes().replace(b"fox", b"cat"))
+    assert text_of(settings(corpus), "train").count(b"cat") == 5
+
+
+def test_a_cache_that_cannot_be_written_is_still_read(corpus, cache_folder, monkeypatch):
+    old = text_of(settings(corpus), "train")
+
+    def refuse(*arguments, **keywords):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "mkdir", refuse)
+        assert text_of(settings(corpus), "train") == old
+        with pytest.raises(
+            ValueError, match=r"cannot write the data cache .*Permission denied.*: set MICS_JAX_CACHE to"
+        ):
+            load(settings(corpus), "validation", 0)
+
+
+def test_bytes_round_trip():
+    tokenizer = load(settings("", source="synthetic"), "train", 0).tokenizer
+    text = "naïve 🐍\n\ttabs"
+    np.testing.assert_array_equal(tokenizer.encode(text), list(text.encode()))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(np.array([104, 256, -1, 105, 300])) == "h��i�"
+    assert tokenizer.decode(np.array([], np.int32)) == "" and tokenizer.encode("").shape == (0,)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory) -> Path:
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    (folder / "text").write_text("file number: the quick brown fox jumps over the lazy dog\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text"), model_prefix=str(folder / "m"), vocab_size=64, hard_vocab_limit=False, minloglevel=2
+    )
+    return folder / "m.model"
+
+
+def test_sentencepiece(corpus, sentencepiece_model):
+    import sentencepiece
+
+    config = settings(corpus, tokenizer="sentencepiece", tokenizer_path=str(sentencepiece_model))
+    dataset = load(config, "train", 0)
+    model = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
+    pieces = model.get_piece_size()
+    assert (dataset.vocab_size, dataset.tokenizer.mask_id) == (pieces + 1, pieces)
+    by_hand = []
+    length = 0
+    for text in text_of(settings(corpus), "train").decode().split("\0")[:-1]:
+        by_hand += [*model.encode(text), model.eos_id()]
+        length += len(text) + 1
+    np.testing.assert_array_equal(ids_of(config, "train"), by_hand)
+    assert dataset.bytes_per_token == pytest.approx(length / len(by_hand))
+    assert dataset.tokenizer.decode(np.array([*model.encode("the fox"), pieces, *model.encode("dog")])) == "the fox�dog"
+
+
+def tiktoken_file(path: Path, merges: list[bytes]) -> Path:
+    pieces = [bytes([byte]) for byte in range(256)] + merges
+    path.write_bytes(b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(pieces)))
+    return path
+
+
+def test_tiktoken(corpus, tmp_path):
+    vocabulary = tiktoken_file(tmp_path / "small.tiktoken", [b"th", b"the", b" q", b"ui"])
+    config = settings(corpus, tokenizer="tiktoken", tokenizer_path=str(vocabulary))
+    dataset = load(config, "train", 0)
+    assert (dataset.vocab_size, dataset.tokenizer.separator, dataset.tokenizer.mask_id) == (262, 260, 261)
+    expected = [257, 258, 259, *b"ck 42"]
+    assert dataset.tokenizer.encode("the quick 42").tolist() == expected
+    assert dataset.tokenizer.decode(np.array([*expected, 261, 97, 999])) == "the quick 42�a�"
+    text = text_of(settings(corpus), "train").decode().split("\0")[:-1]
+    ids = ids_of(config, "train")
+    assert dataset.tokenizer.decode(ids).split("<|endoftext|>")[:-1] == text
+    assert dataset.bytes_per_token == pytest.approx(sum(len(piece) + 1 for piece in text) / len(ids))
+    assert len(ids) < len("\0".join(text))
+
+    first = dataset.fingerprint  # another vocabulary at the same path: other ids, not a stale copy
+    tiktoken_file(vocabulary, [b"th", b"qu"])
+    again = load(config, "train", 0)
+    assert again.fingerprint != first and again.vocab_size == 260
+    assert again.tokenizer.encode("the quick").tolist() == [256, *b"e ", 257, *b"ick"]
+
+    content = vocabulary.read_bytes()  # a rank that no piece has
+    vocabulary.write_bytes(content.replace(b" 257\n", b" 300\n"))
+    again = load(config, "train", 0)
+    assert again.tokenizer.encode("quth").tolist() == [300, 256]
+    assert again.tokenizer.decode(np.array([300, 299, 97, 301])) == "qu�a<|endoftext|>"
+
+    prints = []  # vocabularies that only differ in pieces that the text does not use give the same ids
+    for unused in ([b"q~", b"~q"], [b"~q", b"q~"]):
+        tiktoken_file(vocabulary, unused)
+        prints.append((load(config, "train", 0).fingerprint, ids_of(config, "train").tolist()))
+    assert prints[0][0] != prints[1][0] and prints[0][1] == prints[1][1]
+
+
+def test_ids_of_large_vocabularies_do_not_wrap(corpus, tmp_path):
+    merges = [b"%d" % number for number in range(10, 2**16)] + [b"th"]
+    vocabulary = tiktoken_file(tmp_path / "large.tiktoken", merges)
+    config = settings(corpus, tokenizer="tiktoken", tokenizer_path=str(vocabulary))
+    dataset = load(config, "train", 0)
+    assert dataset.max_id == dataset.tokenizer.mask_id == 256 + len(merges) + 1
+    assert ids_of(config, "train").max() == dataset.tokenizer.separator > 2**16
+
+
+def test_no_lock_is_left_held(corpus):
+    load(settings(corpus), "train", 0)
+    with contextlib.ExitStack() as stack:
+        for file in cache.cache_dir().rglob(".*.lock"):
+            assert cache._flock(stack.enter_context(open(file)).fileno(), file)

@@ -1,0 +1,145 @@
+"""Any TFDS data set by name: its splits, its text feature, and what is wrong with it, on builders made here."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from input_pipeline import DataConfig, load
+from input_pipeline.dataset import Split
+
+
+class InputTiny(tfds.core.GeneratorBasedBuilder):
+    """Splits and features are chosen by config: `NAME` -> ({split: number of records}, {feature: type})."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    LAYOUTS = {
+        "plain": ({"train": 40}, {"text": tfds.features.Text(), "title": tfds.features.Text()}),
+        "split": (
+            {"train": 4, "test": 2, "validation": 3},
+            {"body": tfds.features.Text(), "label": tfds.features.Scalar(np.int64)},
+        ),
+        "tested": ({"train": 4, "test": 2}, {"text": tfds.features.Text()}),
+        "ambiguous": ({"train": 4}, {"question": tfds.features.Text(), "answer": tfds.features.Text()}),
+        "numbers": ({"train": 4}, {"label": tfds.features.Scalar(np.int64)}),
+        "untrained": ({"test": 4}, {"text": tfds.features.Text()}),
+        "broken": ({"train": 4}, {"text": tfds.features.Text()}),
+        "empty": ({"train": 4}, {"text": tfds.features.Text()}),
+        "gaps": ({"train": 4, "test": 4}, {"text": tfds.features.Text()}),
+        "slow": ({"train": 4}, {"text": tfds.features.Text()}),
+        "binary": ({"train": 4}, {"text": tfds.features.Text()}),
+    }
+    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in LAYOUTS]
+
+    @property
+    def layout(self) -> str:
+        return str(self.builder_config and self.builder_config.name)
+
+    def _info(self):
+        features = tfds.features.FeaturesDict(self.LAYOUTS[self.layout][1])
+        return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+    def _split_generators(self, dl_manager):
+        return {split: self._generate_examples(split, count) for split, count in self.LAYOUTS[self.layout][0].items()}
+
+    def _generate_examples(self, split, count):  # pyright: ignore
+        if self.layout == "broken":
+            raise RuntimeError("the moon is in the way")
+        if self.layout == "slow":
+            time.sleep(2)
+        for place in range(count):
+            text = b"\xff\xfe" if self.layout == "binary" else f"{split} {place} é"
+            if self.layout == "empty" or (self.layout == "gaps" and place % 2):
+                text = ""
+            others = {"label": place, "title": "not this"}
+            yield place, {key: others.get(key, text) for key in self.LAYOUTS[self.layout][1]}
+
+
+@pytest.fixture(autouse=True)
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
+    tfds.disable_progress_bar()
+    return tmp_path / "tfds"
+
+
+def settings(name: str, data_dir: Path, **changes: Any) -> DataConfig:
+    base = {"source": f"tfds:{name}", "path": str(data_dir), "tokenizer": "bytes", "tokenizer_path": "", "seq_len": 1}
+    return DataConfig(**{**base, "objective": "masked", "mask_rate": 0.15, "prefetch": 2, **changes})
+
+
+def documents(name: str, data_dir: Path, split: Split) -> list[str]:
+    dataset = load(settings(name, data_dir), split, 0)
+    windows = dataset._windows
+    return bytes(int(windows[i][0]) for i in range(len(dataset))).decode().split("\0")[:-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "validation"),
+    [
+        ("plain", [f"train {i} é" for i in range(38)], ["train 38 é", "train 39 é"]),
+        ("split", [f"train {i} é" for i in range(4)], [f"validation {i} é" for i in range(3)]),
+        ("gaps", ["train 0 é", "train 2 é"], ["test 0 é", "test 2 é"]),
+        ("tested", [f"train {i} é" for i in range(4)], [f"test {i} é" for i in range(2)]),
+    ],
+)
+def test_splits_and_text_of_a_data_set(data_dir, name, train, validation):
+    assert documents(f"input_tiny/{name}", data_dir, "train") == train
+    assert documents(f"input_tiny/{name}", data_dir, "validation") == validation
+
+
+def test_files_alone_are_enough(data_dir):
+    """A data set whose builder's code is not here is read from its files."""
+    tfds.builder("input_tiny/tested", data_dir=data_dir, file_format="array_record").download_and_prepare()
+    (data_dir / "input_tiny").rename(data_dir / "unknown_code")
+    for file in data_dir.rglob("*"):
+        if file.is_file():
+            file.write_bytes(
+                file.read_bytes().replace(b"input_tiny", b"unknown_code")
+            ) if file.suffix == ".json" else None
+            file.rename(file.with_name(file.name.replace("input_tiny", "unknown_code")))
+    assert documents("unknown_code/tested", data_dir, "validation") == ["test 0 é", "test 1 é"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("input_tiny/ambiguous", r"2 text features and none is called 'text'; its features are .*question \(Text\)"),
+        ("input_tiny/numbers", r"no text feature; its features are label \(Scalar\)"),
+        ("input_tiny/empty", "tfds:input_tiny/empty holds no text"),
+        ("input_tiny/untrained", "no split 'train', only test"),
+        ("input_tiny/broken", r"TFDS cannot prepare it \(RuntimeError: the moon is in the way"),
+        ("input_tiny/binary", "record 0 of train is not UTF-8 text"),
+        ("input_tny", r"TFDS knows no such data set.*data.path.*Did you mean 'input_tiny'\?"),
+    ],
+)
+def test_bad_data_sets_get_one_clear_line(data_dir, name, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        load(settings(name, data_dir), "train", 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_records_are_an_error(data_dir):
+    documents("input_tiny/plain", data_dir, "train")
+    (file,) = data_dir.rglob("*array_record*")
+    content = file.read_bytes()
+    file.write_bytes(content[:100] + bytes(200) + content[300:])
+    with pytest.raises(ValueError, match="tfds:input_tiny/plain"):
+        load(settings("input_tiny/plain", data_dir), "train", 0)
+
+
+def test_two_processes_may_prepare_a_data_set_at_the_same_time(data_dir):
+    program = (
+        "import sys; sys.path[:0] = sys.argv[1:3]; from pathlib import Path; import test_input_tfds as t;"
+        "print(t.load(t.settings('input_tiny/slow', Path(sys.argv[3])), 'train', 0).fingerprint)"
+    )
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", program, str(here), str(here.parent), str(data_dir)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=120)[0].splitlines()[-1:] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs[0] == outputs[1] != []
