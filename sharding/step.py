@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sharding.collectives import Group, vary
 from sharding.mesh import DATA_AXES
 from sharding.scopes import Layout
-from sharding.spec import Placement, is_placement, pspecs
+from sharding.spec import Placement, is_placement, path_name, pspecs
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]  # each [accum, rows, ...], rows over the data axes
@@ -77,22 +77,25 @@ class Sharded:
 
 
 def build_train_step(
-    loss: Loss, sharded: Sharded, tx: Transform
-) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
-    """Returns `step(state, batch) -> (state, loss)`, to be jitted with the state donated.
+    loss: Loss, sharded: Sharded, tx: Transform, watch: Callable[[PyTree], dict[str, jax.Array]]
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    """Returns `step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
-    Every array of the batch is `[accum, rows, ...]`, `weights` is among them, and the loss is the weighted mean over the
-    whole of it, whatever the number of devices (rows of weight zero fill up).
+    Every array of the batch is `[accum, rows, ...]`, `weights` is among them, and the loss is the weighted mean over
+    the whole of it, whatever the number of devices (rows of weight zero fill up). The metrics are the loss and what
+    `watch` picks from the optimizer's state.
     """
     auto = sharded.layout.partitioner == "auto"
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         gradients = auto_gradients if auto else manual_gradients
         grads_R, value = gradients(loss, sharded, state.params, batch)
         params = sharded.constrain(state.params, sharded.layout.optimizer)
         updates, opt_state = tx.update(grads_R, state.opt_state, params)
         updated = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
-        return TrainState(step=state.step + 1, params=to_parameter_scope(sharded, updated), opt_state=opt_state), value
+        params = to_parameter_scope(sharded, updated)
+        metrics = {"loss": value} | watch(opt_state)
+        return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
     return step
 
@@ -292,3 +295,35 @@ def _used_placements(sharded: Sharded, name: str) -> PyTree:
         return placements
     return jax.tree.map(Placement.without_layers, placements, is_leaf=is_placement)
 
+
+
+def state_shardings(sharded: Sharded, shapes: TrainState) -> TrainState:
+    """Returns the NamedSharding of every array of a state, given the tree of its shapes.
+
+    An array of the optimizer state whose path ends in a parameter's name and that has its shape is sharded like the
+    parameter, over the optimizer's scope; all others (counters, factored moments) are replicated.
+    """
+    names = {
+        path_name(path): (p, x.shape)
+        for (path, p), x in zip(
+            jax.tree_util.tree_leaves_with_path(sharded.placements, is_leaf=is_placement),
+            jax.tree.leaves(shapes.params),
+            strict=True,
+        )
+    }
+    replicated = NamedSharding(sharded.mesh, REPLICATED)
+
+    def place(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
+        keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+        for start in range(len(keys)):
+            name = "/".join(keys[start:])
+            for candidate in (name, f"layers/{name}"):
+                if candidate in names and names[candidate][1] == x.shape:
+                    return NamedSharding(sharded.mesh, names[candidate][0].pspec(sharded.layout.optimizer))
+        return replicated
+
+    return TrainState(
+        step=replicated,
+        params=sharded.shardings(sharded.layout.parameters),
+        opt_state=jax.tree_util.tree_map_with_path(place, shapes.opt_state),
+    )

@@ -1,0 +1,52 @@
+"""Saves and restores training states: asynchronous, verified, onto any mesh.
+
+`Checkpointer` does the work in a training program; `python -m checkpointing verify DIR` and `ls DIR` look at a
+directory from outside. A checkpoint directory:
+
+    DIR/100/                step 100: what Orbax wrote (state/, data/, config/) and, committed last, manifest.json
+    DIR/unfinished/         saves in progress, and what a killed save left (removed by the next save)
+    DIR/set_aside/100-1/    a step that did not verify: moved here by restore, never deleted by us
+
+A step appears in DIR by one rename, after its manifest is on disk: a killed save leaves nothing that looks like a step.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from checkpointing import manifest as _manifest
+from checkpointing.retention import CheckpointConfig
+
+if TYPE_CHECKING:
+    from checkpointing.checkpointer import Checkpointer, CheckpointError, Restored
+
+__all__ = ["CheckpointConfig", "CheckpointError", "Checkpointer", "Restored", "latest_config"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the parts that need jax and Orbax when they are first used: the command line starts without them."""
+    if name in ("Checkpointer", "CheckpointError", "Restored"):
+        from checkpointing import checkpointer
+
+        return getattr(checkpointer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def latest_config(directory: str | Path) -> dict[str, Any] | None:
+    """Returns the config saved with the newest step whose manifest and config file verify; None if there is no step.
+
+    Only these two files are read, so this is fast whatever the size of the state. Raises ValueError if there are
+    steps and none of them has a config that verifies.
+    """
+    damaged = []
+    for step in reversed(_manifest.step_numbers(Path(directory))):
+        folder = Path(directory) / str(step)
+        try:
+            _manifest.verify(folder, only=_manifest.CONFIG_FILE)
+        except _manifest.DamagedError as error:
+            damaged.append(f"step {step}: {error}")
+            continue
+        return json.loads((folder / _manifest.CONFIG_FILE).read_text())
+    if damaged:
+        raise ValueError(f"no checkpoint in {directory} has a config that verifies: {'; '.join(damaged)}")
+    return None

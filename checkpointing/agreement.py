@@ -1,0 +1,45 @@
+"""Lets process 0 decide for all: what it reads from a disk, and the errors it finds there, reach every process.
+
+Goes through the key-value store of `jax.distributed`, not through a collective: it works in background threads, waits
+as long as the disk needs, and carries an error as well as an answer.
+"""
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from orbax.checkpoint import multihost
+
+_TIMEOUT_S = 3600  # hashing a large checkpoint takes minutes; a process that died ends the wait long before this
+_tickets = itertools.count()
+
+
+def new_ticket(topic: str) -> str:
+    """Returns a name for one question. Every process must ask for its tickets in the same order."""
+    return f"checkpointing/{next(_tickets)}/{topic}"
+
+
+def from_process_zero(ticket: str, answer: Callable[[], Any]) -> Any:
+    """Returns `answer()` (a JSON value) as computed by process 0; an Exception of it is raised in every process.
+
+    Raises ValueError in the others if it was one in process 0, and RuntimeError with its text otherwise.
+    """
+    if jax.process_count() == 1:
+        return answer()
+    client = multihost.get_jax_distributed_client()
+    if jax.process_index() != 0:
+        message = json.loads(client.blocking_key_value_get(ticket, _TIMEOUT_S * 1000))
+        if message["error"] is not None:
+            raise (ValueError if message["is_value_error"] else RuntimeError)(message["error"])
+        return message["value"]
+    try:
+        value = answer()
+    except Exception as error:
+        text = str(error) or type(error).__name__
+        message = {"error": text, "is_value_error": isinstance(error, ValueError), "value": None}
+        client.key_value_set(ticket, json.dumps(message))
+        raise
+    client.key_value_set(ticket, json.dumps({"error": None, "value": value}))
+    return value

@@ -1,0 +1,199 @@
+"""Manifests: what a checkpoint step holds, file by file, so that damage never passes for a checkpoint.
+
+Orbax restores flipped bits silently and takes an empty step folder for the newest step. So each step carries a
+`manifest.json`, written last: size and sha256 of every file, path, shape and dtype of every leaf of the state, and a
+hash of the manifest itself. A step without a manifest that verifies does not exist. Standard library only.
+"""
+
+import hashlib
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "manifest.json"
+CONFIG_FILE = "config/metadata"  # where Orbax's JSON handler puts the items `config` and `data`
+DATA_FILE = "data/metadata"
+UNFINISHED = "unfinished"
+SET_ASIDE = "set_aside"
+
+_FORMAT = 1
+_BLOCK_BYTES = 1 << 20
+_HASHING_THREADS = 4
+
+
+class DamagedError(Exception):
+    """A step does not verify; the message says which file and what is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    """One file of a step: its path relative to the step's folder, and what it must contain."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One array of the state: `path` joins the keys that lead to it with dots."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What one step holds."""
+
+    step: int
+    saved_at: str  # UTC, ISO 8601
+    metrics: dict[str, float]
+    tree: tuple[Leaf, ...]
+    files: tuple[File, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+def step_numbers(directory: Path) -> list[int]:
+    """Returns the steps that have a folder in `directory`, ascending, whether they verify or not."""
+    if not directory.is_dir():
+        return []
+    names = (entry.name for entry in directory.iterdir() if entry.is_dir())
+    return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]*", name))
+
+
+def build(folder: Path, *, step: int, tree: tuple[Leaf, ...], metrics: dict[str, float]) -> Manifest:
+    """Returns the manifest of the files in `folder`, after forcing each of them to disk."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILE_NAME)
+
+    def describe(path: Path) -> File:
+        sha256, size = _hash_file(path, sync=True)
+        return File(path=path.relative_to(folder).as_posix(), size=size, sha256=sha256)
+
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        files = tuple(pool.map(describe, paths))
+    for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+        sync_folder(path)
+    saved_at = datetime.now(UTC).isoformat(timespec="seconds")
+    return Manifest(step=step, saved_at=saved_at, metrics=metrics, tree=tree, files=files)
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Writes `manifest.json` into `folder`: to a temporary name, forced to disk, then renamed."""
+    temporary = folder / f"{FILE_NAME}.tmp"
+    with temporary.open("wb") as file:
+        file.write(_encode(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(folder / FILE_NAME)
+    sync_folder(folder)
+
+
+def read(folder: Path) -> Manifest:
+    """Returns the manifest in `folder`, or raises DamagedError. Looks at no other file."""
+    path = folder / FILE_NAME
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise DamagedError(f"{FILE_NAME} is missing: the step was copied partly, or never written by us") from None
+    except OSError as error:
+        raise DamagedError(f"{FILE_NAME} cannot be read ({error.strerror})") from error
+    damaged = DamagedError(f"{FILE_NAME} is damaged: it does not match its own hash")
+    try:
+        content = json.loads(raw)
+        if content["format"] != _FORMAT:
+            raise DamagedError(f"{FILE_NAME} has format {content['format']}; this program reads format {_FORMAT}")
+        manifest = Manifest(
+            step=content["step"],
+            saved_at=content["saved_at"],
+            metrics=content["metrics"],
+            tree=tuple(Leaf(path=x["path"], shape=tuple(x["shape"]), dtype=x["dtype"]) for x in content["tree"]),
+            files=tuple(File(**x) for x in content["files"]),
+        )
+        encoded = _encode(manifest)
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged from error
+    if encoded != raw:  # byte by byte: the hash is part of the encoding
+        raise damaged
+    if folder.name.isdecimal() and manifest.step != int(folder.name):
+        raise DamagedError(f"{FILE_NAME} belongs to step {manifest.step}")
+    return manifest
+
+
+def verify(folder: Path, only: str | None = None) -> Manifest:
+    """Returns the manifest of the step in `folder` after comparing every file (or `only` this one) with it.
+
+    Raises DamagedError naming the first file that differs. Reads in small blocks: memory does not grow with the step.
+    Files that the manifest does not know are left alone: nothing in it depends on them.
+    """
+    manifest = read(folder)
+    files = [file for file in manifest.files if only in (None, file.path)]
+    if only is not None and not files:
+        raise DamagedError(f"{only} is not in the manifest")
+    for file in files:  # first what costs nothing
+        _check_size(folder, file)
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        for _ in pool.map(lambda file: _check_content(folder, file), files):
+            pass
+    return manifest
+
+
+def sync_folder(folder: Path) -> None:
+    """Forces the names in `folder` to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _encode(manifest: Manifest) -> bytes:
+    """Returns the only bytes that stand for `manifest`, a hash of the rest included."""
+    content: dict[str, Any] = {"format": _FORMAT, **asdict(manifest)}
+    body = json.dumps(content, sort_keys=True)
+    content["sha256"] = hashlib.sha256(body.encode()).hexdigest()
+    return (json.dumps(content, sort_keys=True, indent=1) + "\n").encode()
+
+
+def _hash_file(path: Path, *, sync: bool = False) -> tuple[str, int]:
+    """Returns the sha256 of a file and the number of bytes read."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        if sync:
+            os.fsync(file.fileno())
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+    return digest.hexdigest(), size
+
+
+def _check_size(folder: Path, file: File) -> None:
+    try:
+        size = (folder / file.path).stat().st_size
+    except FileNotFoundError:
+        raise DamagedError(f"{file.path} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{file.path} cannot be read ({error.strerror})") from error
+    if size != file.size:
+        raise DamagedError(f"{file.path} has {size} bytes and should have {file.size}")
+
+
+def _check_content(folder: Path, file: File) -> None:
+    try:
+        sha256, _ = _hash_file(folder / file.path)
+    except OSError as error:
+        raise DamagedError(f"{file.path} cannot be read ({error.strerror})") from error
+    if sha256 != file.sha256:
+        raise DamagedError(f"{file.path} does not match its hash: its content changed after it was saved")

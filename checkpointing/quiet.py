@@ -1,0 +1,41 @@
+"""Keeps Orbax's progress reports, and its second account of errors that we raise, off the user's terminal."""
+
+import logging
+import sys
+from pathlib import Path
+
+import orbax.checkpoint as ocp
+
+
+def quiet_orbax() -> None:
+    """Filters what Orbax logs and what TensorStore prints after a failed save; calling it twice changes nothing."""
+    logger = logging.getLogger("absl")
+    if any(isinstance(known, _NotFromOrbax) for known in logger.filters):
+        return
+    logger.addFilter(_NotFromOrbax())
+    hook = sys.unraisablehook
+
+    def without_closed_loops(unraisable: "sys.UnraisableHookArgs") -> None:
+        if not _is_late_write(unraisable.exc_value):
+            hook(unraisable)
+
+    sys.unraisablehook = without_closed_loops
+
+
+class _NotFromOrbax(logging.Filter):
+    """Drops Orbax's records below WARNING, and its tracebacks: those errors reach the caller as exceptions."""
+
+    _folder = str(Path(str(ocp.__file__)).parent)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.pathname.startswith(self._folder):
+            return True
+        return record.levelno >= logging.WARNING and not record.exc_info
+
+
+def _is_late_write(error: BaseException | None) -> bool:
+    """Returns whether TensorStore finished a write after another one of the same save had failed.
+
+    Orbax's event loop is closed by then, and each such write would print a traceback that says only that.
+    """
+    return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"

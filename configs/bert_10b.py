@@ -1,0 +1,42 @@
+"""BERT 10B of the MiCS paper (Zhang et al. 2022, table 1), the paper's settings; its other models start from here.
+
+    python train.py --config=configs/bert_10b.py --workdir=runs/bert_10b
+
+Hardware: 2 nodes or more of 8 GPUs with 32 GB each and bfloat16 (the paper: p3dn.24xlarge, 8 V100, 100 Gbit/s, in
+fp16). Expected, in sequences a second (the paper's figure 7): 21.2 / 42.2 / 84.8 / 165.4 on 16 / 32 / 64 / 128 GPUs.
+
+The paper's data is English Wikipedia; the default here is synthetic tokens, which need no files. The paper gives no
+learning rate: ours is a choice. Norms come first (`models/encoder.py` says why).
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """Returns the config of BERT 10B: sequences of 512, micro-batch 8, global batch 8192, partition group of 1 node."""
+    del arg
+    config = base.get_config()
+    config.num_steps = 500
+    config.model = base.encoder()
+    config.model.vocab_size = 32008
+    config.model.max_len = 512
+    config.model.num_layers = 127
+    config.model.hidden = 2560
+    config.model.intermediate = 10240
+    config.model.num_heads = 40
+    config.model.compute_dtype = "bfloat16"
+    config.data.source = "synthetic"
+    config.data.seq_len = 512
+    config.data.objective = "masked"
+    config.batch.global_size = 8192
+    config.batch.micro_size = 8
+    config.mesh.devices_per_node = 8
+    config.sharding.strategy = "mics"
+    config.sharding.partition_size = 8
+    config.optimizer.learning_rate = 1e-4
+    config.optimizer.b2 = 0.999
+    config.optimizer.weight_decay = 0.01
+    config.optimizer.warmup_steps = 50
+    return config

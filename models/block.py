@@ -1,0 +1,152 @@
+"""One transformer layer, pre-norm: `x += attention(norm(x)); x += mlp(norm(x))`. Decoder and encoder stack it.
+
+Modules here are containers of named parameters in tree mode (`models/model.py`): each `nnx.Param` carries the names
+of its dims, and nothing else is known of how it is stored. There is no dropout: the runs that this code is for see
+each token about once.
+
+Shapes: B batch, T positions of the queries, S positions of the keys, D hidden, F intermediate, N heads, K heads of
+keys and values, H hidden of one head.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+NORM_EPS = 1e-5
+ROTARY_BASE = 10_000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """The settings of one layer."""
+
+    num_layers: int  # of the whole stack: scales the initial values of what is added to the residual stream
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    norm: str  # layer | rms
+    activation: str  # gelu | swiglu
+    use_bias: bool
+    causal: bool
+    attention: Literal["xla", "cudnn"]
+
+
+def normal(key: Array, shape: tuple[int, ...], dims: tuple[str, ...], std: float) -> nnx.Param[Array]:
+    """Returns a parameter of normal values with the given standard deviation."""
+    return nnx.Param(std * jax.random.normal(key, shape, jnp.float32), dims=dims)
+
+
+def initial_std(hidden: int) -> float:
+    """Returns the standard deviation `sqrt(1 / (3 hidden))` of a new weight (Smith et al. 2022, arXiv 2201.11990, 3.2).
+
+    It is the familiar 0.02 near a hidden of 833, and stays right for the 128 and the 8192 of our configs.
+    """
+    return (3 * hidden) ** -0.5
+
+
+def multiply(x: Array, weight: Array) -> Array:
+    """Returns `x @ weight` as one matrix product.
+
+    With one row a token the gradient of the weight contracts one dim: a fifth less time for the quickstart's step on
+    a CPU than contracting batch and positions.
+    """
+    return (x.reshape(-1, x.shape[-1]) @ weight).reshape(*x.shape[:-1], weight.shape[-1])
+
+
+class Linear(nnx.Module):
+    """`x @ weight + bias`, the bias being optional."""
+
+    def __init__(
+        self, key: Array, shape: tuple[int, int], dims: tuple[str, str], std: float, *, use_bias: bool
+    ) -> None:
+        self.weight = normal(key, shape, dims, std)
+        self.bias = nnx.Param(jnp.zeros(shape[1]), dims=dims[1:]) if use_bias else None
+
+    def __call__(self, x: Array) -> Array:
+        y = multiply(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[None, None]
+
+
+class Norm(nnx.Module):
+    """LayerNorm or RMSNorm over the last dim; the statistics are float32, the result has the dtype of `x`."""
+
+    def __init__(self, size: int, kind: str, *, use_bias: bool) -> None:
+        self.kind = kind
+        self.scale = nnx.Param(jnp.ones(size), dims=("norm",))
+        self.bias = nnx.Param(jnp.zeros(size), dims=("norm",)) if use_bias and kind == "layer" else None
+
+    def __call__(self, x: Array) -> Array:
+        y = x.astype(jnp.float32)
+        if self.kind == "layer":
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + NORM_EPS)
+        y = y.astype(x.dtype) * self.scale[None, None]
+        return y if self.bias is None else y + self.bias[None, None]
+
+
+def rotary_angles(positions_T: Array, head_dim: int) -> Array:
+    """Returns the angle of each position and each pair of dims, float32 `[T, H/2]` (Su et al. 2021)."""
+    frequencies = ROTARY_BASE ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    return positions_T.astype(jnp.float32)[:, None] * frequencies[None]
+
+
+def rotate(x_BTNH: Array, angles_TH: Array | None) -> Array:
+    """Returns `x` with dims `i` and `i + H/2` of each head turned by the position's angle (Llama's pairing)."""
+    if angles_TH is None:
+        return x_BTNH
+    sin, cos = (f(angles_TH)[None, :, None, :].astype(x_BTNH.dtype) for f in (jnp.sin, jnp.cos))
+    a, b = jnp.split(x_BTNH, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+class Block(nnx.Module):
+    """One layer. `block(x)` runs it on whole sequences; the three steps are apart for decoding with a cache."""
+
+    def __init__(self, config: BlockConfig, key: Array) -> None:
+        c = config
+        self.config = c
+        head_dim = c.hidden // c.num_heads
+        kv_size = c.num_kv_heads * head_dim
+        std = initial_std(c.hidden)
+        residual_std = std * (2 * c.num_layers) ** -0.5  # the sum over 2 L branches keeps its size (GPT-2)
+        keys = iter(jax.random.split(key, 7))
+
+        def linear(sizes: tuple[int, int], dims: tuple[str, str], std: float) -> Linear:
+            return Linear(next(keys), sizes, dims, std, use_bias=c.use_bias)
+
+        self.attention_norm = Norm(c.hidden, c.norm, use_bias=c.use_bias)
+        self.query = linear((c.hidden, c.hidden), ("embed", "heads"), std)
+        self.key = linear((c.hidden, kv_size), ("embed", "kv_heads"), std)
+        self.value = linear((c.hidden, kv_size), ("embed", "kv_heads"), std)
+        self.out = linear((c.hidden, c.hidden), ("heads", "embed"), residual_std)
+        self.mlp_norm = Norm(c.hidden, c.norm, use_bias=c.use_bias)
+        self.up = linear((c.hidden, c.intermediate), ("embed", "mlp"), std)
+        self.gate = linear((c.hidden, c.intermediate), ("embed", "mlp"), std) if c.activation == "swiglu" else None
+        self.down = linear((c.intermediate, c.hidden), ("mlp", "embed"), residual_std)
+
+    def __call__(self, x_BTD: Array, angles_TH: Array | None = None) -> Array:
+        q_BTNH, k_BTKH, v_BTKH = self.queries_keys_values(x_BTD, angles_TH)
+        mixed_BTNH = jax.nn.dot_product_attention(
+            q_BTNH, k_BTKH, v_BTKH, is_causal=self.config.causal, implementation=self.config.attention
+        )
+        return self.finish(x_BTD, mixed_BTNH)
+
+    def queries_keys_values(self, x_BTD: Array, angles_TH: Array | None) -> tuple[Array, Array, Array]:
+        """Returns the rotated queries `[B, T, N, H]` and keys `[B, T, K, H]`, and the values `[B, T, K, H]`."""
+        head_dim = self.config.hidden // self.config.num_heads
+        y_BTD = self.attention_norm(x_BTD)
+        q, k, v = (f(y_BTD).reshape(*y_BTD.shape[:2], -1, head_dim) for f in (self.query, self.key, self.value))
+        return rotate(q, angles_TH), rotate(k, angles_TH), v
+
+    def finish(self, x_BTD: Array, mixed_BTNH: Array) -> Array:
+        """Returns the layer's output from its input and the attention's mixed values."""
+        x_BTD = x_BTD + self.out(mixed_BTNH.reshape(x_BTD.shape))
+        y_BTD = self.mlp_norm(x_BTD)
+        h_BTF = self.up(y_BTD)
+        h_BTF = jax.nn.gelu(h_BTF, approximate=True) if self.gate is None else jax.nn.silu(self.gate(y_BTD)) * h_BTF
+        return x_BTD + self.down(h_BTF)

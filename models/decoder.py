@@ -1,0 +1,193 @@
+"""A decoder-only language model in the styles of GPT-2 and Llama, and its sampler.
+
+GPT-2: learned positions, LayerNorm, GELU, biases, tied head. Llama: rotary positions, RMSNorm, SwiGLU, no biases,
+grouped-query attention. The layer itself is in `models/block.py`.
+
+Shapes: B batch, T positions, P positions of the prompt, S positions of the cache, D hidden, V vocabulary (padded),
+L layers, K heads of keys and values, H hidden of one head.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from models import model, settings
+from models.block import Block, BlockConfig, Norm, initial_std, multiply, normal, rotary_angles
+from models.model import Gather, Group, Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(settings.TransformerConfig):
+    """The settings of a decoder; the meaning of each is in `configs/base.py`."""
+
+    num_kv_heads: int
+    positions: str
+    norm: str
+    activation: str
+    tied_head: bool
+    use_bias: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fix = f"it must divide model.num_heads = {self.num_heads}"
+        settings.require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", self.num_kv_heads, fix)
+        settings.require_one_of("positions", self.positions, ("learned", "rotary"))
+        settings.require_one_of("norm", self.norm, ("layer", "rms"))
+        settings.require_one_of("activation", self.activation, ("gelu", "swiglu"))
+        even = self.positions != "rotary" or self.head_dim % 2 == 0
+        fix = f"rotary positions need an even model.hidden / model.num_heads, not {self.head_dim}"
+        settings.require(even, "num_heads", self.num_heads, fix)
+
+    @property
+    def head_dim(self) -> int:
+        """Hidden of one head."""
+        return self.hidden // self.num_heads
+
+    @property
+    def block(self) -> BlockConfig:
+        """The settings of one layer."""
+        return BlockConfig(
+            num_layers=self.num_layers,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            norm=self.norm,
+            activation=self.activation,
+            use_bias=self.use_bias,
+            causal=True,
+            attention="cudnn" if self.attention == "cudnn" else "xla",
+        )
+
+
+class Embedding(nnx.Module):
+    """Token embedding `[V, D]` and, where positions are learned, theirs."""
+
+    def __init__(self, config: DecoderConfig, key: Array) -> None:
+        c, std = config, initial_std(config.hidden)
+        token_key, position_key = jax.random.split(key)
+        self.token = normal(token_key, (c.padded_vocab, c.hidden), ("vocab", "embed"), std)
+        learned = c.positions == "learned"
+        self.position = normal(position_key, (c.max_len, c.hidden), ("position", "embed"), std) if learned else None
+
+    def __call__(self, tokens_BT: Array, positions_T: Array) -> Array:
+        x_BTD = self.token[...][tokens_BT]
+        return x_BTD if self.position is None else x_BTD + self.position[...][positions_T][None]
+
+
+class Head(nnx.Module):
+    """The last norm and, unless the embedding is its weight, the output projection `[D, V]`."""
+
+    def __init__(self, config: DecoderConfig, key: Array) -> None:
+        c = config
+        self.norm = Norm(c.hidden, c.norm, use_bias=c.use_bias)
+        shape, dims = (c.hidden, c.padded_vocab), ("embed", "vocab")
+        self.weight = None if c.tied_head else normal(key, shape, dims, initial_std(c.hidden))
+
+    def __call__(self, x_BTD: Array, embedding: Embedding) -> Array:
+        x_BTD = self.norm(x_BTD)
+        return multiply(x_BTD, embedding.token[...].T if self.weight is None else self.weight[...])
+
+
+@dataclass(frozen=True)
+class Decoder(model.Model):
+    """A decoder-only language model."""
+
+    config: DecoderConfig
+
+    @cached_property
+    def groups(self) -> dict[str, Group[Any]]:
+        """The parameter groups by their top-level key."""
+        c = self.config
+        return {
+            "embed": Group(lambda key: Embedding(c, key)),
+            "layers": Group(lambda key: Block(c.block, key), c.num_layers),
+            "head": Group(lambda key: Head(c, key)),
+        }
+
+    @property
+    def num_lookup_params(self) -> int:
+        """Parameters that are only looked up: learned positions, and the embedding if it is not the head too."""
+        rows = self.config.max_len if self.config.positions == "learned" else 0
+        rows += 0 if self.config.tied_head else self.config.padded_vocab
+        return rows * self.config.hidden
+
+    def loss(self, params: Params, batch: Mapping[str, Array], gather: Gather) -> Array:
+        """Returns the sum over the tokens of weight times cross-entropy (see `Model.loss`)."""
+        return model.cross_entropy(self.logits(params, batch["tokens"], gather), batch["targets"], batch["weights"])
+
+    def logits(self, params: Params, tokens_BT: Array, gather: Gather) -> Array:
+        """Returns float32 logits `[B, T, V]` of each next token; padding ids have no chance."""
+        positions_T = jnp.arange(self._checked_length(tokens_BT.shape[1]))
+        embedding: Embedding = self._module("embed", params["embed"], gather)
+        x_BTD = embedding(tokens_BT, positions_T)
+        x_BTD = self.run_layers(params, x_BTD, gather, self._angles(positions_T))
+        return self._head(params, x_BTD, embedding, gather)
+
+    def generate(
+        self, params: Params, prompt_BP: Array, keys_B: Array, gather: Gather, *, length: int, temperature: float
+    ) -> Array:
+        """Returns `[B, P + length]` ids: the prompts, continued by sampling with a cache of keys and values.
+
+        Row b draws from `keys_B[b]` alone, whatever its neighbours. Temperature 0 takes the likeliest token. One
+        position at a time, the prompt's too: `gather` is called for each layer at each position.
+        """
+        c = self.config
+        batch, prompt_len = prompt_BP.shape
+        total = self._checked_length(prompt_len + length)
+        embedding: Embedding = self._module("embed", params["embed"], gather)
+        # Carries start from data, so that inside a shard_map they vary over the mesh as their later values do.
+        zero = prompt_BP[0, 0] * 0 + embedding.token[0, 0].astype(jnp.int32) * 0
+        cache = jnp.zeros((c.num_layers, batch, total, c.num_kv_heads, c.head_dim), c.dtype) + zero.astype(c.dtype)
+
+        def layer(carry: tuple[Array, Array], inputs: tuple[Params, Array, Array]) -> Any:
+            (x_B1D, t), (values, keys_BSKH, values_BSKH) = carry, inputs
+            block: Block = self._module("layers", values, gather)
+            q, k, v = block.queries_keys_values(x_B1D, self._angles(t[None]))
+            keys_BSKH = lax.dynamic_update_slice_in_dim(keys_BSKH, k, t, axis=1)
+            values_BSKH = lax.dynamic_update_slice_in_dim(values_BSKH, v, t, axis=1)
+            seen = (jnp.arange(total) <= t)[None, None, None]
+            mixed = jax.nn.dot_product_attention(q, keys_BSKH, values_BSKH, mask=seen, implementation="xla")
+            return (block.finish(x_B1D, mixed), t), (keys_BSKH, values_BSKH)
+
+        def position(carry: tuple[Array, Array, Array], t: Array) -> Any:
+            token_B, keys_LBSKH, values_LBSKH = carry
+            x_B1D = embedding(token_B[:, None], t[None])
+            inputs = params["layers"], keys_LBSKH, values_LBSKH
+            (x_B1D, _), (keys_LBSKH, values_LBSKH) = lax.scan(layer, (x_B1D, t), inputs)
+            logits_BV = self._head(params, x_B1D, embedding, gather)[:, 0]
+            drawn_B = sample(jax.vmap(jax.random.fold_in, (0, None))(keys_B, t), logits_BV, temperature)
+            given_B = lax.dynamic_index_in_dim(prompt_BP, jnp.minimum(t + 1, prompt_len - 1), 1, keepdims=False)
+            token_B = jnp.where(t + 1 < prompt_len, given_B, drawn_B)
+            return (token_B, keys_LBSKH, values_LBSKH), token_B
+
+        _, later_SB = lax.scan(position, (prompt_BP[:, 0] + zero, cache, cache), jnp.arange(total - 1))
+        return jnp.concatenate([prompt_BP[:, :1], later_SB.T], axis=1)
+
+    def _module(self, name: str, values: Params, gather: Gather) -> Any:
+        return self.groups[name].module(gather(name, values), self.config.dtype)
+
+    def _angles(self, positions_T: Array) -> Array | None:
+        return rotary_angles(positions_T, self.config.head_dim) if self.config.positions == "rotary" else None
+
+    def _head(self, params: Params, x_BTD: Array, embedding: Embedding, gather: Gather) -> Array:
+        head: Head = self._module("head", params["head"], gather)
+        return model.mask_padding(head(x_BTD, embedding), self.config.vocab_size)
+
+    def _checked_length(self, length: int) -> int:
+        if length > self.config.max_len:
+            raise ValueError(f"a sequence of {length} tokens is longer than model.max_len = {self.config.max_len}")
+        return length
+
+
+def sample(keys_B: Array, logits_BV: Array, temperature: float) -> Array:
+    """Returns one id a row, drawn from `softmax(logits / temperature)`, or the likeliest at temperature 0."""
+    likeliest_B = jnp.argmax(logits_BV, axis=-1)
+    drawn_B = jax.vmap(jax.random.categorical)(keys_B, logits_BV / jnp.maximum(temperature, 1e-6))
+    return jnp.where(temperature > 0, drawn_B, likeliest_B).astype(jnp.int32)

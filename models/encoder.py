@@ -1,0 +1,112 @@
+"""A BERT / RoBERTa encoder trained by masked language modelling.
+
+Learned positions, LayerNorm, GELU (tanh form, as in the original code), biases; the head is a dense layer, GELU and
+LayerNorm, then the embedding as output weight, with a bias. Where it differs from the original:
+- The norms come before attention and MLP, with one more at the end and none on the embedding, as Megatron-LM does for
+  large BERTs: with the original order training became unstable at its sizes (Shoeybi et al. 2019, arXiv 1909.08053,
+  section 5.3 and figure 7).
+- No next-sentence prediction and hence no segments (RoBERTa; Liu et al. 2019, arXiv 1907.11692), and no dropout.
+- Every position is a token: there is no padding mask, the input pipeline packs sequences.
+
+Shapes: B batch, T positions, D hidden, V vocabulary (padded).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from models import model, settings
+from models.block import Block, BlockConfig, Linear, Norm, initial_std, multiply, normal
+from models.model import Gather, Group, Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig(settings.TransformerConfig):
+    """The settings of an encoder; the meaning of each is in `configs/base.py`."""
+
+    @property
+    def block(self) -> BlockConfig:
+        """The settings of one layer."""
+        return BlockConfig(
+            num_layers=self.num_layers,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            norm="layer",
+            activation="gelu",
+            use_bias=True,
+            causal=False,
+            attention="cudnn" if self.attention == "cudnn" else "xla",
+        )
+
+
+class Embedding(nnx.Module):
+    """Token embedding `[V, D]` and position embedding `[max_len, D]`."""
+
+    def __init__(self, config: EncoderConfig, key: Array) -> None:
+        c, std = config, initial_std(config.hidden)
+        token_key, position_key = jax.random.split(key)
+        self.token = normal(token_key, (c.padded_vocab, c.hidden), ("vocab", "embed"), std)
+        self.position = normal(position_key, (c.max_len, c.hidden), ("position", "embed"), std)
+
+    def __call__(self, tokens_BT: Array) -> Array:
+        return self.token[...][tokens_BT] + self.position[None, : tokens_BT.shape[1]]
+
+
+class Head(nnx.Module):
+    """The last norm of the stack and the masked-language-model head."""
+
+    def __init__(self, config: EncoderConfig, key: Array) -> None:
+        c = config
+        self.norm = Norm(c.hidden, "layer", use_bias=True)
+        shape, dims = (c.hidden, c.hidden), ("embed", "mlp")
+        self.transform = Linear(key, shape, dims, initial_std(c.hidden), use_bias=True)
+        self.transform_norm = Norm(c.hidden, "layer", use_bias=True)
+        self.bias = nnx.Param(jnp.zeros(c.padded_vocab), dims=("vocab",))
+
+    def __call__(self, x_BTD: Array, embedding: Embedding) -> Array:
+        y_BTD = jax.nn.gelu(self.transform(self.norm(x_BTD)), approximate=True)
+        return multiply(self.transform_norm(y_BTD), embedding.token[...].T) + self.bias[None, None]
+
+
+@dataclass(frozen=True)
+class Encoder(model.Model):
+    """A bidirectional encoder with a masked-language-model head."""
+
+    config: EncoderConfig
+
+    @cached_property
+    def groups(self) -> dict[str, Group[Any]]:
+        """The parameter groups by their top-level key."""
+        c = self.config
+        return {
+            "embed": Group(lambda key: Embedding(c, key)),
+            "layers": Group(lambda key: Block(c.block, key), c.num_layers),
+            "head": Group(lambda key: Head(c, key)),
+        }
+
+    @property
+    def num_lookup_params(self) -> int:
+        """Parameters that are only looked up: the positions."""
+        return self.config.max_len * self.config.hidden
+
+    def loss(self, params: Params, batch: Mapping[str, Array], gather: Gather) -> Array:
+        """Returns the sum over the tokens of weight times cross-entropy (see `Model.loss`)."""
+        return model.cross_entropy(self.logits(params, batch["tokens"], gather), batch["targets"], batch["weights"])
+
+    def logits(self, params: Params, tokens_BT: Array, gather: Gather) -> Array:
+        """Returns float32 logits `[B, T, V]` of the token at each position; padding ids have no chance."""
+        c, groups = self.config, self.groups
+        if tokens_BT.shape[1] > c.max_len:
+            raise ValueError(f"a sequence of {tokens_BT.shape[1]} tokens is longer than model.max_len = {c.max_len}")
+        embedding: Embedding = groups["embed"].module(gather("embed", params["embed"]), c.dtype)
+        x_BTD = self.run_layers(params, embedding(tokens_BT), gather)
+        head: Head = groups["head"].module(gather("head", params["head"]), c.dtype)
+        return model.mask_padding(head(x_BTD, embedding), c.vocab_size)

@@ -1,0 +1,97 @@
+"""How a config section becomes a frozen dataclass, and the checks that every model's settings share."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeVar
+
+import jax.numpy as jnp
+
+Settings = TypeVar("Settings")
+
+
+class Section(Protocol):
+    """A section of a config: a dict, or an ml_collections.ConfigDict."""
+
+    def __getitem__(self, key: str, /) -> Any: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def __contains__(self, key: str, /) -> bool: ...
+
+
+COMPUTE_DTYPES = ("float32", "bfloat16")
+REMATS = ("full", "dots", "none")
+ATTENTIONS = ("auto", "xla", "cudnn")
+
+
+def parse(cls: type[Settings], section: Section) -> Settings:
+    """Returns `cls(**section)`; a key that is unknown or missing is a ValueError that names it."""
+    known = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
+    given = {key: section[key] for key in section}
+    for key in given:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"model.{key} is not a key of {cls.__name__}; the nearest is model.{nearest}")
+    missing = [key for key in known if key not in given]
+    if missing:
+        raise ValueError(f"model.{missing[0]} is missing; {cls.__name__} needs {', '.join(known)}")
+    return cls(**given)
+
+
+def require(holds: bool, key: str, value: object, fix: str) -> None:
+    """Raises a ValueError of one line with the key, its value and what would work, unless `holds`."""
+    if not holds:
+        raise ValueError(f"model.{key} = {value!r}: {fix}")
+
+
+def require_one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises a ValueError unless `value` is one of `choices`."""
+    require(value in choices, key, value, f"choose one of {', '.join(choices)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """The settings that decoder and encoder share; the meaning of each is in `configs/base.py`.
+
+    `attention = "auto"` means `xla` here: the program that knows the devices puts `cudnn` in its place where it can.
+    """
+
+    kind: str
+    vocab_size: int
+    vocab_multiple: int
+    max_len: int
+    num_layers: int
+    hidden: int
+    intermediate: int
+    num_heads: int
+    compute_dtype: str
+    remat: str
+    attention: str
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.type in (int, "int"):
+                value = getattr(self, field.name)
+                whole = isinstance(value, int) and not isinstance(value, bool)
+                require(whole and value > 0, field.name, value, "give a whole number above zero")
+            if field.type in (bool, "bool"):
+                value = getattr(self, field.name)
+                require(isinstance(value, bool), field.name, value, "give True or False")
+        divisors = [n for n in range(1, self.hidden + 1) if self.hidden % n == 0]
+        nearest = min(divisors, key=lambda n: abs(n - self.num_heads))
+        fix = f"heads must divide model.hidden = {self.hidden}; the nearest that does is {nearest}"
+        require(self.hidden % self.num_heads == 0, "num_heads", self.num_heads, fix)
+        require_one_of("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
+        require_one_of("remat", self.remat, REMATS)
+        require_one_of("attention", self.attention, ATTENTIONS)
+        fused = self.attention != "cudnn" or self.compute_dtype == "bfloat16"
+        require(fused, "attention", self.attention, "cudnn needs model.compute_dtype = 'bfloat16'; otherwise use xla")
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype in which the model computes (parameters are float32)."""
+        return jnp.dtype(self.compute_dtype)
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

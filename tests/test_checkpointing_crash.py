@@ -1,0 +1,167 @@
+"""What happens to checkpoints when the disk is full, when the program is killed, and how much memory a restore takes.
+
+Run as a program (`python tests/test_checkpointing_crash.py save|restore DIR`) this file is the victim.
+"""
+
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from checkpointing import CheckpointConfig, Checkpointer, CheckpointError, manifest
+
+ROOT = Path(__file__).resolve().parent.parent
+KEEP_TWO = CheckpointConfig(every=1, keep_last=2)
+BIG_LAYERS, BIG_SHAPE = 16, (3200, 1024)  # 16 times 12.5 MiB
+MOST_COPIES = 2.0  # the state itself, and one more
+
+
+def sharding(num_devices: int) -> NamedSharding:
+    return NamedSharding(Mesh(np.array(jax.devices()[:num_devices]), "a"), PartitionSpec("a"))
+
+
+def state_of(step: int, size: int = 1 << 16) -> dict[str, jax.Array]:
+    w = np.random.default_rng(step).standard_normal(size, dtype=np.float32)
+    return {"w": jax.device_put(w, sharding(8)), "step": jnp.int32(step)}
+
+
+def abstract(state: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def check_restores(directory: Path) -> int:
+    """Returns the step that a restore gives, after checking its content; nothing may be found damaged."""
+    with Checkpointer(directory, KEEP_TWO, report=pytest.fail) as checkpointer:
+        restored = checkpointer.restore(abstract(state_of(0)))
+        assert restored is not None and restored.step == checkpointer.latest_step()
+    expected = state_of(restored.step)
+    assert all(np.array_equal(np.asarray(restored.state[name]), np.asarray(expected[name])) for name in expected)
+    assert restored.data == {"step": restored.step}
+    return restored.step
+
+
+@contextmanager
+def files_no_larger_than(num_bytes: int) -> Iterator[None]:
+    """Makes every write beyond `num_bytes` of a file fail in this process, as on a disk without room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("room", [0, 100, 10_000])
+def test_no_room_while_saving(tmp_path: Path, room: int, capfd: pytest.CaptureFixture[str]) -> None:
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(every=1, keep_last=1), report=pytest.fail)
+    checkpointer.save(1, state_of(1), data={"step": 1}, config={})
+    checkpointer.wait()
+    with files_no_larger_than(room), pytest.raises(CheckpointError) as failure:
+        checkpointer.save(2, state_of(2), data={"step": 2}, config={})
+        checkpointer.wait()
+    message = str(failure.value)
+    assert "\n" not in message and f"saving step 2 to {tmp_path}" in message and "newest: 1" in message
+    assert "File too large" in message
+    assert check_restores(tmp_path) == 1
+    failed_in = checkpointer._attempt
+    checkpointer.save(2, state_of(2), data={"step": 2}, config={})  # there is room again
+    assert checkpointer._attempt != failed_in, "late writes of the failed save would land in this one"
+    checkpointer.close()
+    assert check_restores(tmp_path) == 2
+    assert "Traceback" not in capfd.readouterr().err  # they say nothing that the message does not
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, *map(str, arguments)]
+    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": ""}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def test_killed_while_saving(tmp_path: Path) -> None:
+    """The victim saves without pause and prints each step that it knows to be committed."""
+    generator = random.Random(0)
+    committed, in_the_middle = 0, 0
+    for _ in range(4):
+        with start("save", tmp_path) as victim:
+            assert victim.stdout is not None
+            output = [victim.stdout.readline()]
+            time.sleep(generator.uniform(0.0, 0.7))
+            victim.send_signal(signal.SIGKILL)
+            output += victim.stdout.readlines()
+        assert all(line.startswith("committed ") for line in output if line.endswith("\n")), output
+        known = max(int(line.split()[1]) for line in output if line.endswith("\n"))
+        assert known > committed
+        in_the_middle += any(path.is_file() for path in (tmp_path / manifest.UNFINISHED).rglob("*"))
+        committed = check_restores(tmp_path)  # the next victim goes on from here
+        assert committed >= known
+    assert in_the_middle > 0, "no kill came during a save: the test shows nothing"
+    with Checkpointer(tmp_path, KEEP_TWO) as checkpointer:
+        checkpointer.save(committed + 1, state_of(committed + 1), data={"step": committed + 1}, config={})
+    assert not (tmp_path / manifest.UNFINISHED).exists()
+    assert check_restores(tmp_path) == committed + 1
+
+
+def test_a_restore_holds_at_most_one_extra_copy(tmp_path: Path) -> None:
+    layer = np.random.default_rng(0).standard_normal(BIG_SHAPE, dtype=np.float32)
+    state = {f"w{i}": jax.device_put(layer + i, sharding(8)) for i in range(BIG_LAYERS)}
+    with Checkpointer(tmp_path, KEEP_TWO) as checkpointer:
+        checkpointer.save(1, state, data={}, config={})
+    del state
+    with start("restore", tmp_path) as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    once, twice = map(float, output.split())
+    print(f"peak memory of a restore, in copies of the local shards: {once:.2f}; when done twice: {twice:.2f}")
+    assert 1.0 <= once <= MOST_COPIES
+    assert twice > 2.0, "the measurement would not notice a second copy"
+
+
+def save_without_pause(directory: Path) -> None:
+    with Checkpointer(directory, KEEP_TWO) as checkpointer:
+        restored = checkpointer.restore(abstract(state_of(0)))
+        step = restored.step if restored else 0
+        while True:
+            step += 1
+            checkpointer.save(step, state_of(step), data={"step": step}, config={})
+            checkpointer.wait()
+            print("committed", step, flush=True)
+
+
+def memory_mib(key: str) -> float:
+    """Returns VmRSS (now) or VmHWM (the peak so far) of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) / 1024 for line in lines if line.startswith(key))
+
+
+def print_peaks_of_restore(directory: Path) -> None:
+    """Prints the peak memory of restoring once, then twice, onto 4 devices what 8 saved, in units of the shards."""
+    jax.block_until_ready(jax.jit(jnp.sin)(jax.device_put(np.ones(8, np.float32), sharding(4))))  # start XLA
+    wanted = {f"w{i}": jax.ShapeDtypeStruct(BIG_SHAPE, jnp.float32, sharding=sharding(4)) for i in range(BIG_LAYERS)}
+    local = BIG_LAYERS * np.prod(BIG_SHAPE) * 4 / 2**20
+    before = memory_mib("VmRSS")
+    results = []
+    with Checkpointer(directory, KEEP_TWO) as checkpointer:
+        for _ in range(2):
+            results.append(checkpointer.restore(wanted))
+            jax.block_until_ready([result.state for result in results if result])
+            print((memory_mib("VmHWM") - before) / local)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    if sys.argv[1] == "save":
+        save_without_pause(Path(sys.argv[2]))
+    else:
+        print_peaks_of_restore(Path(sys.argv[2]))

@@ -1,0 +1,206 @@
+"""No damaged checkpoint is ever restored silently: always back at the newest good step, and the bad one set aside."""
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from checkpointing import CheckpointConfig, Checkpointer, latest_config, manifest
+
+KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)
+GOOD, NEWEST = 10, 20
+
+
+def state_of(step: int) -> dict[str, jax.Array]:
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), "a"), PartitionSpec("a"))
+    w = np.random.default_rng(step).standard_normal((16, 8), dtype=np.float32)
+    return {"w": jax.device_put(w, sharding), "step": jnp.int32(step)}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the steps GOOD and NEWEST, both whole before and after each test."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    with Checkpointer(directory, KEEP_ALL) as checkpointer:
+        for step in (GOOD, NEWEST):
+            checkpointer.save(step, state_of(step), data={"step": step}, config={"step": step})
+    assert newest_restored(directory, []) == NEWEST
+    return directory
+
+
+def newest_restored(directory: Path, lines: list[str]) -> int:
+    """Returns the step that a restore gives, after comparing the state with what was saved as that step."""
+    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_of(0))
+    with Checkpointer(directory, KEEP_ALL, report=lines.append) as checkpointer:
+        restored = checkpointer.restore(wanted)
+    assert restored is not None
+    expected = state_of(restored.step)
+    assert all(np.array_equal(np.asarray(restored.state[name]), np.asarray(expected[name])) for name in expected)
+    assert restored.data == restored.config == {"step": restored.step}
+    return restored.step
+
+
+@contextmanager
+def undone(directory: Path) -> Iterator[Path]:
+    """Gives the newest step to be damaged, and puts everything back afterwards."""
+    backup = directory.parent / "backup"
+    shutil.copytree(directory, backup)
+    try:
+        yield directory / str(NEWEST)
+    finally:
+        shutil.rmtree(directory)
+        backup.rename(directory)
+
+
+def check_falls_back(directory: Path, mentions: str) -> None:
+    """Checks that a restore takes GOOD, says why in one line, sets NEWEST aside, and is at peace the second time."""
+    lines: list[str] = []
+    assert newest_restored(directory, lines) == GOOD, mentions
+    assert len(lines) == 1 and mentions in lines[0] and "\n" not in lines[0], lines
+    assert f"{NEWEST} is damaged" in lines[0] and f"step {GOOD} is used instead" in lines[0]
+    assert (directory / manifest.SET_ASIDE / f"{NEWEST}-1").is_dir()
+    assert not (directory / str(NEWEST)).exists()
+    lines.clear()
+    assert newest_restored(directory, lines) == GOOD and lines == []
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def damage_at_random(saved: Path, seed: int, damage: Callable[[Path, random.Random], bool]) -> None:
+    generator = random.Random(seed)
+    with undone(saved) as newest:
+        while True:  # empty files can be neither flipped nor cut
+            path = generator.choice(files_of(newest))
+            name = path.relative_to(newest).as_posix()
+            if damage(path, generator):
+                break
+        check_falls_back(saved, name)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_flipped_byte(saved: Path, seed: int) -> None:
+    def flip(path: Path, generator: random.Random) -> bool:
+        content = bytearray(path.read_bytes())
+        if content:
+            content[generator.randrange(len(content))] ^= generator.randrange(1, 256)
+            path.write_bytes(content)
+        return bool(content)
+
+    damage_at_random(saved, seed, flip)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_truncated_file(saved: Path, seed: int) -> None:
+    def cut(path: Path, generator: random.Random) -> bool:
+        content = path.read_bytes()
+        path.write_bytes(content[: generator.randrange(len(content))] if content else b"")
+        return bool(content)
+
+    damage_at_random(saved, 1000 + seed, cut)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_deleted_file(saved: Path, seed: int) -> None:
+    def delete(path: Path, generator: random.Random) -> bool:
+        del generator
+        path.unlink()
+        return True
+
+    damage_at_random(saved, 2000 + seed, delete)
+
+
+def test_no_byte_of_the_manifest_is_idle(saved: Path) -> None:
+    with undone(saved) as newest:
+        path = newest / manifest.FILE_NAME
+        content = path.read_bytes()
+        for position in range(0, len(content), 5):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << position % 8
+            path.write_bytes(flipped)
+            with pytest.raises(manifest.DamagedError, match=r"manifest\.json"):
+                manifest.read(newest)
+        path.write_bytes(content)
+        manifest.read(newest)
+
+
+def test_an_empty_newest_folder(saved: Path) -> None:
+    with undone(saved) as newest:
+        shutil.rmtree(newest)
+        newest.mkdir()
+        check_falls_back(saved, manifest.FILE_NAME)
+
+
+@pytest.mark.parametrize("count", [1, 5, 10, 15])
+def test_a_partly_copied_step(saved: Path, count: int) -> None:
+    with undone(saved) as newest:
+        for path in files_of(newest)[count:]:
+            path.unlink()
+        check_falls_back(saved, "is missing")
+
+
+def test_a_step_under_another_number(saved: Path) -> None:
+    with undone(saved) as newest:
+        shutil.rmtree(newest)
+        shutil.copytree(saved / str(GOOD), newest)
+        check_falls_back(saved, f"belongs to step {GOOD}")
+
+
+def test_several_damaged_steps_are_each_reported(saved: Path) -> None:
+    lines: list[str] = []
+    with undone(saved) as newest:
+        shutil.copytree(newest, saved / "30")
+        (newest / "data" / "metadata").write_text("{}")
+        assert newest_restored(saved, lines) == GOOD
+        assert [line.split(" is damaged")[0].rpartition("/")[2] for line in lines] == ["30", "20"]
+        (saved / str(NEWEST)).mkdir()  # damaged again under the same number: the first one is not overwritten
+        assert newest_restored(saved, lines) == GOOD
+        assert {path.name for path in (saved / manifest.SET_ASIDE).iterdir()} == {"30-1", "20-1", "20-2"}
+
+
+def test_no_good_step_is_an_error_and_not_a_new_start(saved: Path) -> None:
+    with undone(saved) as newest:
+        for step in (newest, saved / str(GOOD)):
+            (step / "config" / "metadata").unlink()
+        for _ in range(2):  # nothing is moved, so the second time is no different
+            with pytest.raises(ValueError, match=r"step 20: config/metadata is missing; step 10: config/metadata is"):
+                newest_restored(saved, [])
+        with pytest.raises(ValueError, match=r"no checkpoint in .* has a config that verifies"):
+            latest_config(saved)
+
+
+def test_the_config_comes_from_a_step_that_verifies(saved: Path) -> None:
+    assert latest_config(saved) == {"step": NEWEST}
+    with undone(saved) as newest:
+        (newest / "config" / "metadata").write_text('{"step": 30}')
+        assert latest_config(saved) == {"step": GOOD}
+
+
+def test_other_folders_are_not_steps(saved: Path) -> None:
+    with undone(saved):
+        for name in ("30.orbax-checkpoint-tmp", "030", "-1", "step_40", "5e3", "٣٠"):
+            (saved / name).mkdir()
+        (saved / "50").write_text("a file")
+        assert newest_restored(saved, []) == NEWEST
+        assert (saved / "30.orbax-checkpoint-tmp").is_dir()
+
+
+def test_a_step_set_aside_can_be_saved_again(saved: Path) -> None:
+    with undone(saved) as newest:
+        with Checkpointer(saved, KEEP_ALL, report=lambda line: None) as checkpointer:
+            checkpointer.save(30, state_of(30), data={"step": 30}, config={"step": 30})
+            checkpointer.wait()
+            for step in ("20", "30"):
+                (saved / step / "data" / "metadata").unlink()
+            assert checkpointer.restore(jax.tree.map(lambda x: x, state_of(0))) is not None
+            for step in (20, 30):
+                checkpointer.save(step, state_of(step), data={"step": step}, config={"step": step})
+        assert newest.is_dir() and newest_restored(saved, []) == 30

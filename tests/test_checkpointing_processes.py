@@ -1,0 +1,142 @@
+"""Two real processes save and restore together; a single process reads what they wrote, and they what it wrote.
+
+Run as a program (`python tests/test_checkpointing_processes.py PORT RANK DIRS...`) this file is one of the two.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from checkpointing import CheckpointConfig, Checkpointer, CheckpointError, latest_config, manifest
+
+ROOT = Path(__file__).resolve().parent.parent
+KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)
+SPECS = {"w": PartitionSpec("a"), "b": PartitionSpec(), "t": PartitionSpec(None, "a")}
+
+
+def values_of(step: int) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(step)
+    shapes = {"w": (16, 3), "b": (5,), "t": (3, 8)}
+    return {name: generator.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+
+
+def place(values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    mesh = Mesh(np.array(jax.devices()), "a")
+
+    def put(name: str, value: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(value.shape, NamedSharding(mesh, SPECS[name]), lambda index: value[index])
+
+    return {name: put(name, value) for name, value in values.items()}
+
+
+def abstract(state: dict[str, jax.Array]) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def save(checkpointer: Checkpointer, *steps: int) -> None:
+    for step in steps:
+        checkpointer.save(step, place(values_of(step)), data={"step": step}, config={"step": step})
+
+
+def check_restores(checkpointer: Checkpointer, step: int) -> None:
+    restored = checkpointer.restore(abstract(place(values_of(0))))
+    assert restored is not None and restored.step == step and restored.data == restored.config == {"step": step}
+    for name, value in values_of(step).items():
+        for shard in restored.state[name].addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), value[shard.index])
+
+
+def test_two_processes_and_one(tmp_path: Path) -> None:
+    by_one, by_two, hopeless, broken = (tmp_path / name for name in ("by_one", "by_two", "hopeless", "broken"))
+    with Checkpointer(by_one, KEEP_ALL) as checkpointer:
+        save(checkpointer, 1, 2, 3)
+    shutil.copytree(by_one / "3", hopeless / "3")
+    for directory in (by_one, hopeless):
+        (directory / "3" / "data" / "metadata").write_text("{}")
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment["XLA_FLAGS"] = "--xla_cpu_collective_timeout_seconds=60"
+    arguments = [sys.executable, __file__, str(port)]
+    folders = [str(folder) for folder in (by_one, by_two, hopeless, broken)]
+    processes = [
+        subprocess.Popen(
+            [*arguments, rank, *folders], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    reports = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    assert len(reports[0]) == 1 and "step 2 is used instead" in reports[0][0]
+    assert reports[1] == []
+    assert (by_one / manifest.SET_ASIDE / "3-1").is_dir()
+
+    assert manifest.step_numbers(by_two) == [5, 6]
+    with Checkpointer(by_two, KEEP_ALL, report=pytest.fail) as checkpointer:
+        check_restores(checkpointer, 6)
+        save(checkpointer, 7)
+        check_restores(checkpointer, 7)
+    assert latest_config(by_two) == {"step": 7}
+    assert manifest.step_numbers(broken) == [1]
+
+
+def expect(kind: type[Exception], text: str, *arguments: Any) -> None:
+    call, *rest = arguments
+    try:
+        call(*rest)
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"{text}: no error")
+
+
+def one_of_two(port: str, rank: int, by_one: Path, by_two: Path, hopeless: Path, broken: Path) -> None:
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank, initialization_timeout=60)
+    lines: list[str] = []
+    with Checkpointer(by_one, KEEP_ALL, report=lines.append) as checkpointer:
+        check_restores(checkpointer, 2)
+        other_model = {"w": abstract(place(values_of(0)))["w"]}
+        expect(ValueError, "another model: b is float32[5]", checkpointer.restore, other_model)
+        expect(ValueError, "step 2 is already saved", save, checkpointer, 2)
+        check_restores(checkpointer, 2)
+    with Checkpointer(hopeless, KEEP_ALL) as checkpointer:
+        expect(ValueError, "step 3: data/metadata has", checkpointer.restore, abstract(place(values_of(0))))
+    with Checkpointer(by_two, CheckpointConfig(every=1, keep_last=2)) as checkpointer:
+        assert checkpointer.restore(abstract(place(values_of(0)))) is None
+        for step in (4, 5, 6):
+            save(checkpointer, step)
+            checkpointer.wait()
+            assert checkpointer.latest_step() == step  # in every process, not only where the manifest was written
+        check_restores(checkpointer, 6)
+    with Checkpointer(broken, KEEP_ALL) as checkpointer:
+        save(checkpointer, 1)
+        checkpointer.wait()
+        write = manifest.write
+        manifest.write = lambda *_: 1 / 0  # process 0 alone calls it; both must hear of it
+        save(checkpointer, 2)
+        expect(CheckpointError, "saving step 2", checkpointer.wait)
+        manifest.write = write
+    print(json.dumps(lines), flush=True)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    one_of_two(sys.argv[1], int(sys.argv[2]), *map(Path, sys.argv[3:]))

@@ -1,0 +1,357 @@
+"""What is saved comes back, bit by bit: any pytree, dtype, mesh and spec; retention; errors a user can act on."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from checkpointing import CheckpointConfig, Checkpointer, CheckpointError, latest_config, manifest, retention, tree
+
+KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Counters:
+    step: jax.Array
+    skipped: jax.Array
+
+
+class TrainState(NamedTuple):
+    params: Any
+    opt_state: Any
+    counters: Counters
+    key: jax.Array
+
+
+def mesh_of(*shape: int) -> Mesh:
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return Mesh(devices, ("a", "b")[: len(shape)])
+
+
+def numbers(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
+    """Random bits, so that NaNs, infinities and denormals are among them."""
+    raw = np.random.default_rng(seed).integers(0, 256, (*shape, np.dtype(dtype).itemsize), dtype=np.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def abstract(tree: Any, sharding: Callable[[Any], NamedSharding] | None = None) -> Any:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x) if sharding else x.sharding), tree
+    )
+
+
+def small_state(step: int) -> dict[str, jax.Array]:
+    return {"w": jnp.arange(64.0) + step, "b": jnp.full((3,), step, jnp.int32)}
+
+
+def save_small(checkpointer: Checkpointer, *steps: int, losses: dict[int, float] | None = None) -> None:
+    for step in steps:
+        metrics = {"validation_loss": losses[step]} if losses and step in losses else None
+        checkpointer.save(step, small_state(step), data={"step": step}, config={"seed": 1}, metrics=metrics)
+
+
+def test_any_pytree_comes_back_with_its_structure_and_bits(tmp_path: Path) -> None:
+    sharded = NamedSharding(mesh_of(8), PartitionSpec("a"))
+    params = {
+        "w": jax.device_put(numbers((16, 4), np.float32, 0), sharded),
+        "layers": [jax.device_put(numbers((8, 3), jnp.bfloat16, 1), sharded), jnp.zeros((0, 4)), jnp.float32(-0.0)],
+        "with.dot": (jnp.array(numbers((5,), np.int8, 2)), jnp.array([True, False])),
+    }
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    state = TrainState(
+        params=params,
+        opt_state=optimizer.init(params),
+        counters=Counters(step=jnp.uint32(7), skipped=jnp.int32(-1)),
+        key=jax.random.key_data(jax.random.key(3)),
+    )
+    data, config = {"step": 5, "seed": 0, "fingerprint": "ab"}, {"model": {"layers": [1, 2]}, "name": "é"}
+    with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
+        checkpointer.save(5, state, data=data, config=config)
+        restored = checkpointer.restore(abstract(state))
+    assert restored is not None
+    assert (restored.step, restored.data, restored.config) == (5, data, config)
+    assert jax.tree.structure(restored.state) == jax.tree.structure(state)
+    assert isinstance(restored.state.opt_state[1][0], optax.ScaleByAdamState)
+    assert bits(restored.state) == bits(state)
+    for wanted, got in zip(jax.tree.leaves(state), jax.tree.leaves(restored.state), strict=True):
+        assert (got.dtype, got.shape, got.sharding) == (wanted.dtype, wanted.shape, wanted.sharding)
+
+
+@pytest.mark.parametrize("saved_on", [(8,), (2, 4), (1,)])
+def test_restores_bitwise_on_other_meshes_and_specs(tmp_path: Path, saved_on: tuple[int, ...]) -> None:
+    values = {"w": numbers((24, 16), np.float32, 0), "b": numbers((16,), jnp.bfloat16, 1), "n": np.int32(4)}
+    mesh = mesh_of(*saved_on)
+
+    def by_rank(x: Any) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*mesh.axis_names[: x.ndim]))
+
+    state = jax.tree.map(lambda x: jax.device_put(x, by_rank(x)), values)
+    layouts = [
+        (mesh_of(8), PartitionSpec("a")),
+        (mesh_of(8), PartitionSpec()),
+        (mesh_of(4, 2), PartitionSpec(("b", "a"))),
+        (mesh_of(4), PartitionSpec("a")),
+        (mesh_of(2), PartitionSpec("a")),
+        (mesh_of(1), PartitionSpec("a")),
+    ]
+    with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
+        checkpointer.save(1, state, data={}, config={})
+        for new_mesh, spec in layouts:
+            place = {
+                name: NamedSharding(new_mesh, spec if np.ndim(x) else PartitionSpec()) for name, x in values.items()
+            }
+            wanted = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place[n]) for n, x in values.items()}
+            restored = checkpointer.restore(wanted)
+            assert restored is not None
+            assert bits(restored.state) == bits(values)
+            for name in values:
+                assert restored.state[name].sharding == place[name]
+
+
+def test_a_save_is_not_changed_by_donation_after_it_returned(tmp_path: Path) -> None:
+    update = jax.jit(lambda x: x * 1.5 + 1, donate_argnums=0)
+    x = jax.device_put(np.arange(1 << 20, dtype=np.float32), NamedSharding(mesh_of(8), PartitionSpec("a")))
+    before, wanted = np.array(x), abstract(x)
+    data = {"step": [1]}
+    with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
+        checkpointer.save(1, {"x": x}, data=data, config={})
+        data["step"].append(2)
+        for _ in range(20):
+            x = update(x)
+        restored = checkpointer.restore({"x": wanted})
+    assert restored is not None
+    np.testing.assert_array_equal(np.asarray(restored.state["x"]), before)
+    assert restored.data == {"step": [1]}
+
+
+def test_nothing_there_restores_none(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "new" / "dir", KEEP_ALL) as checkpointer:
+        assert checkpointer.restore(abstract(small_state(0))) is None
+        assert (checkpointer.steps(), checkpointer.latest_step()) == ([], None)
+    assert latest_config(tmp_path / "new" / "dir") is None
+
+
+def test_retention_keeps_last_every_and_best(tmp_path: Path) -> None:
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: float("nan"), 5: 2.5, 6: 4.0, 7: 3.5, 8: 3.6, 9: 3.7}
+    config = CheckpointConfig(every=1, keep_last=2, keep_every=4, keep_best=2)
+    with Checkpointer(tmp_path, config) as checkpointer:
+        save_small(checkpointer, *losses, losses=losses)
+        checkpointer.wait()
+        assert checkpointer.steps() == [2, 3, 4, 8, 9]
+        restored = checkpointer.restore(abstract(small_state(0)))
+        assert restored is not None and restored.step == 9
+    assert latest_config(tmp_path) == {"seed": 1}
+    assert not (tmp_path / manifest.UNFINISHED).exists()
+
+
+def test_a_loss_that_is_not_a_number_is_never_the_best() -> None:
+    losses = [float("nan"), 2.0, float("nan"), 1.0, None, 3.0]
+    made = [
+        manifest.Manifest(step=i, saved_at="", metrics={} if x is None else {"validation_loss": x}, tree=(), files=())
+        for i, x in enumerate(losses)
+    ]
+    for keep_best, best in ((1, {3}), (2, {1, 3}), (9, {1, 3, 5})):
+        config = CheckpointConfig(every=1, keep_last=1, keep_best=keep_best)
+        assert retention.kept_steps(made, config) == best | {5}
+    assert retention.kept_steps(made[:1] + made[4:5], CheckpointConfig(every=1, keep_last=1, keep_best=1)) == {4}
+
+
+def test_old_steps_go_only_after_the_new_one_is_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    remove_old = retention.remove_old
+
+    def spy(directory: Path, config: CheckpointConfig) -> list[int]:
+        seen.append([step for step in manifest.step_numbers(directory) if manifest.verify(directory / str(step))])
+        return remove_old(directory, config)
+
+    monkeypatch.setattr(retention, "remove_old", spy)
+    with Checkpointer(tmp_path, CheckpointConfig(every=1, keep_last=1)) as checkpointer:
+        save_small(checkpointer, 1, 2, 3)
+    assert seen == [[1], [1, 2], [2, 3]]
+
+
+def test_a_failing_commit_keeps_the_old_step_and_reaches_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(every=1, keep_last=1))
+    save_small(checkpointer, 1)
+    checkpointer.wait()
+    with monkeypatch.context() as patch:
+
+        def no_space(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(manifest, "write", no_space)
+        save_small(checkpointer, 2)
+        with pytest.raises(CheckpointError, match=r"saving step 2 to .*No space left.*newest: 1") as failure:
+            save_small(checkpointer, 3)
+    assert "\n" not in str(failure.value)
+    assert checkpointer.steps() == [1]
+    save_small(checkpointer, 2)  # after the user made room
+    checkpointer.close()
+    assert checkpointer.steps() == [2]
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(directory: Path, keep: str) -> None:
+        raise PermissionError(13, "Permission denied", str(directory / keep))
+
+    monkeypatch.setattr(retention, "remove_unfinished", refuse)
+    checkpointer = Checkpointer(tmp_path, KEEP_ALL)
+    with pytest.raises(CheckpointError, match=r"saving step 1 to .*Permission denied"):
+        save_small(checkpointer, 1)
+
+
+def test_an_error_of_the_last_save_does_not_hide_why_the_program_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(manifest, "write", lambda *_: 1 / 0)
+    with pytest.raises(KeyboardInterrupt), Checkpointer(tmp_path, KEEP_ALL, report=lines.append) as checkpointer:
+        save_small(checkpointer, 1)
+        raise KeyboardInterrupt
+    assert len(lines) == 1 and "division by zero" in lines[0]
+
+
+def test_another_model_is_named_and_nothing_is_moved(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, KEEP_ALL, report=pytest.fail) as checkpointer:
+        save_small(checkpointer, 1, 2)
+        wanted = abstract(small_state(0))
+        other_shape = {**wanted, "w": jax.ShapeDtypeStruct((65,), jnp.float32, sharding=wanted["w"].sharding)}
+        with pytest.raises(ValueError, match=r"another model: w is float32\[64\] in the checkpoint and float32\[65\]"):
+            checkpointer.restore(other_shape)
+        other_dtype = {**wanted, "b": jax.ShapeDtypeStruct((3,), jnp.uint32, sharding=wanted["b"].sharding)}
+        with pytest.raises(ValueError, match=r"another model: b is int32\[3\] in the checkpoint and uint32\[3\]"):
+            checkpointer.restore(other_dtype)
+        with pytest.raises(ValueError, match=r"w2 is absent in the checkpoint and float32\[64\]"):
+            checkpointer.restore({**wanted, "w2": wanted["w"]})
+        with pytest.raises(ValueError, match=r"b is int32\[3\] in the checkpoint and absent in this run"):
+            checkpointer.restore({"w": wanted["w"]})
+        assert checkpointer.steps() == [1, 2]
+        (tmp_path / "2" / "data" / "metadata").write_text("{}")  # even where a newer step is damaged
+        with pytest.raises(ValueError, match="another model"):
+            checkpointer.restore(other_shape)
+    assert not (tmp_path / manifest.SET_ASIDE).exists()
+
+
+def test_bad_arguments_are_named(tmp_path: Path) -> None:
+    for bad in ({"every": -1, "keep_last": 1}, {"every": 1, "keep_last": 0}, {"every": 1, "keep_last": 1.5}):
+        with pytest.raises(ValueError, match=r"checkpoint\.(every|keep_last) must be an integer of at least"):
+            CheckpointConfig(**bad)  # pyright: ignore[reportArgumentType]
+    state = small_state(0)
+    with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
+        save_small(checkpointer, 1)
+        with pytest.raises(ValueError, match="step 1 is already saved"):
+            save_small(checkpointer, 1)
+        with pytest.raises(ValueError, match="integer of at least 0; it is -1"):
+            save_small(checkpointer, -1)
+        with pytest.raises(ValueError, match="n is a int: save jnp"):
+            checkpointer.save(2, {"n": 3}, data={}, config={})
+        with pytest.raises(ValueError, match="key_data"):
+            checkpointer.save(2, {"k": jax.random.key(0)}, data={}, config={})
+        with pytest.raises(ValueError, match=r"two leaves of the state have the path 'a\.b'"):
+            checkpointer.save(2, {"a.b": state["w"], "a": {"b": state["w"]}}, data={}, config={})
+        with pytest.raises(ValueError, match="checkpoint's config must be JSON"):
+            checkpointer.save(2, state, data={}, config={"f": print})
+        with pytest.raises(ValueError, match="restore needs to know where b goes"):
+            checkpointer.restore(jax.eval_shape(lambda: small_state(0)))
+        assert checkpointer.steps() == [1]
+
+
+def test_large_shards_are_stored_in_small_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import orbax.checkpoint as ocp
+
+    monkeypatch.setattr(tree, "_CHUNK_BYTES", 1024)
+    with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
+        checkpointer.save(1, {"w": jnp.ones((64, 32))}, data={}, config={})
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        stored = reader.metadata(tmp_path / "1" / "state").item_metadata.tree["w"].storage
+    assert 0 < np.prod(stored.chunk_shape) * 4 <= 1024
+
+
+def test_what_a_restore_reads_ahead_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import orbax.checkpoint as ocp
+
+    bounds: list[float] = []
+
+    handler = ocp.PyTreeCheckpointHandler
+
+    def spy(*, restore_concurrent_gb: float) -> ocp.PyTreeCheckpointHandler:
+        bounds.append(restore_concurrent_gb * 1e9)
+        return handler(restore_concurrent_gb=restore_concurrent_gb)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(tree, "_LEAST_IN_FLIGHT_BYTES", 1)
+    monkeypatch.setattr(tree.ocp, "PyTreeCheckpointHandler", spy)
+    many = {
+        f"w{i}": jax.device_put(np.ones(1024, np.float32), NamedSharding(mesh_of(4), PartitionSpec("a")))
+        for i in range(8)
+    }
+    replicated = {"w": jax.device_put(np.ones(1024, np.float32), NamedSharding(mesh_of(2), PartitionSpec()))}
+    for name, state in (("many", many), ("one", replicated)):
+        with Checkpointer(tmp_path / name, KEEP_ALL) as checkpointer:
+            checkpointer.save(1, state, data={}, config={})
+            bounds.clear()
+            restored = checkpointer.restore(abstract(state))
+        assert restored is not None
+        assert bits(restored.state) == bits(state)
+        assert bounds == [pytest.approx(8 * 4096 / 4 if name == "many" else 4097)]
+
+
+def test_orbax_does_not_talk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    absl_logger = logging.getLogger("absl")
+    with caplog.at_level(logging.INFO, logger="absl"), Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
+        save_small(checkpointer, 1)
+        checkpointer.wait()
+        absl_logger.info("somebody else")
+        absl_logger.handle(logging.LogRecord("absl", logging.WARNING, tree.ocp.__file__, 1, "matters", None, None))
+    assert [record.getMessage() for record in caplog.records] == ["somebody else", "matters"]
+
+
+def test_orbax_itself_reads_what_we_wrote(tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
+        save_small(checkpointer, 4)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step() == 4
+        restored = manager.restore(4, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
+    assert restored.data == {"step": 4}
+
+
+def test_command_line_lists_and_verifies_without_jax(tmp_path: Path) -> None:
+    def run(command: str, directory: Path = tmp_path) -> tuple[int, list[str]]:
+        code = "import sys, runpy; sys.modules['jax'] = None; runpy.run_module('checkpointing', run_name='__main__')"
+        arguments = [sys.executable, "-c", code, command, str(directory)]
+        done = subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=60)
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.returncode, done.stdout.splitlines()
+
+    with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
+        save_small(checkpointer, 1, 2, losses={2: 1.25})
+    code, lines = run("verify")
+    assert code == 0 and len(lines) == 2 and all(": good: " in line for line in lines)
+    code, lines = run("ls")
+    assert code == 0 and "validation_loss=1.25" in lines[1] and "committed" in lines[1]
+    (tmp_path / "1" / "data" / "metadata").write_text('{"step": 2}')
+    (tmp_path / "3").mkdir()
+    code, lines = run("verify")
+    assert code == 1 and len(lines) == 3
+    assert "step 1: DAMAGED: data/metadata does not match its hash" in lines[0]
+    assert "step 3: DAMAGED: manifest.json is missing" in lines[2]
+    assert run("verify", tmp_path / "nowhere")[0] == 2
+    assert run("verify", tmp_path / "2")[0] == 1

@@ -1,0 +1,129 @@
+"""The config files: published sizes, and what a bad model section is told."""
+
+import importlib
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import models
+from configs import base
+from sharding.spec import ParamSpec
+
+FILES = Path(base.__file__).parent.glob("*.py")
+NAMES = sorted(path.stem for path in FILES if "def get_config(" in path.read_text())
+DIMS = {"layers", "embed", "mlp", "heads", "kv_heads", "vocab", "position", "norm"}
+# MiCS (Zhang et al. 2022), table 1 and figure 16: hidden, intermediate, layers, vocabulary, group, name's size.
+TABLE_1 = {
+    "bert_10b": (2560, 10240, 127, 32008, 8, 10e9),
+    "bert_15b": (2560, 10240, 190, 32008, 16, 15e9),
+    "bert_20b": (5120, 20480, 64, 32008, 16, 20e9),
+    "bert_50b": (8192, 32768, 62, 32008, 64, 50e9),
+    "roberta_20b": (5120, 20480, 62, 50265, 16, 20e9),
+    "gpt2_20b": (5120, 20480, 62, 50265, 16, 20e9),
+    "bert_1_5b": (1600, 6400, 48, 32008, 8, 1.5e9),
+}
+
+
+def load(name: str) -> Any:
+    return importlib.import_module(f"configs.{name}").get_config()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_config_builds_its_model(name: str) -> None:
+    config = load(name)
+    model = models.build(config.model)
+    specs = model.param_specs()
+    assert list(specs) == ["embed", "layers", "head"]
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+    assert all(isinstance(spec, ParamSpec) and set(spec.dims) <= DIMS for spec in leaves)
+    for spec in jax.tree.leaves(specs["layers"], is_leaf=lambda x: isinstance(x, ParamSpec)):
+        assert spec.dims[0] == "layers" and spec.shape[0] == config.model.num_layers
+    assert config.data.seq_len <= config.model.max_len
+    assert (config.data.objective == "masked") == (config.model.kind == "encoder")
+
+
+@pytest.mark.parametrize("name", TABLE_1)
+def test_paper_configs_have_the_published_sizes(name: str) -> None:
+    hidden, intermediate, layers, vocab, group, size = TABLE_1[name]
+    config = load(name)
+    c, model = config.model, models.build(config.model)
+    assert (c.hidden, c.intermediate, c.num_layers, c.vocab_size) == (hidden, intermediate, layers, vocab)
+    assert (config.sharding.strategy, config.sharding.partition_size) == ("mics", group)
+    assert (config.data.seq_len, config.batch.micro_size, c.remat) == (512, 8, "full")
+    assert config.batch.global_size == (512 if name == "bert_1_5b" else 8192)
+    assert math.isclose(model.num_params, 12 * layers * hidden**2 + vocab * hidden, rel_tol=4e-3)
+    extra = (
+        13 * layers * hidden + (-vocab % 128) * hidden + 512 * hidden + 2 * hidden
+    )  # biases, norms, padding, positions
+    if c.kind == "encoder":
+        extra += hidden**2 + 3 * hidden + vocab + (-vocab % 128)  # the head: dense layer, norm, output bias
+    assert model.num_params == 12 * layers * hidden**2 + vocab * hidden + extra
+    assert math.isclose(model.num_params, size, rel_tol=0.03)
+    # The paper's 96 T l L h^2 (1 + l/6h + V/16Lh) per token, less the recomputed forward pass of the layers.
+    flops = 96 * layers * hidden**2 * (1 + 512 / (6 * hidden) + vocab / (16 * layers * hidden))
+    flops -= 24 * layers * hidden**2 * (1 + 512 / (6 * hidden))
+    assert math.isclose(model.flops_per_token, flops, rel_tol=4e-3)
+
+
+def test_flops_count_no_parameters_that_are_only_looked_up() -> None:
+    section = base.decoder()
+    tied = models.build(section)
+    section.tied_head = False
+    untied = models.build(section)
+    section.positions = "learned"
+    learned = models.build(section)
+    assert untied.num_params == tied.num_params + 256 * 128 and learned.num_params == untied.num_params + 256 * 128
+    assert tied.flops_per_token == untied.flops_per_token == learned.flops_per_token
+    assert tied.flops_per_token == 6 * tied.num_params + 12 * 4 * 128 * 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_head": 4}, ["num_head ", "num_heads"]),
+        ({"kind": "decodr"}, ["model.kind", "'decodr'", "decoder, encoder"]),
+        ({"num_heads": 5}, ["model.num_heads", "5", "128", "nearest that does is 4"]),
+        ({"num_kv_heads": 3}, ["model.num_kv_heads", "3", "model.num_heads = 4"]),
+        ({"num_heads": 128, "num_kv_heads": 128}, ["model.num_heads", "128", "even"]),
+        ({"num_layers": 0}, ["model.num_layers", "0", "above zero"]),
+        ({"hidden": 128.0}, ["model.hidden", "128.0", "whole number"]),
+        ({"vocab_multiple": True}, ["model.vocab_multiple", "True", "whole number"]),
+        ({"positions": "alibi"}, ["model.positions", "'alibi'", "learned, rotary"]),
+        ({"norm": "batch"}, ["model.norm", "'batch'", "layer, rms"]),
+        ({"activation": "relu"}, ["model.activation", "'relu'", "gelu, swiglu"]),
+        ({"compute_dtype": "float16"}, ["model.compute_dtype", "'float16'", "bfloat16"]),
+        ({"remat": "some"}, ["model.remat", "'some'", "full, dots, none"]),
+        ({"attention": "flash"}, ["model.attention", "'flash'", "auto, xla, cudnn"]),
+        ({"attention": "cudnn"}, ["model.attention", "'cudnn'", "bfloat16", "xla"]),
+        ({"tied_head": "no"}, ["model.tied_head", "'no'", "True or False"]),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_value_and_what_would_work(changes: dict[str, Any], words: list[str]) -> None:
+    section = dict(base.decoder()) | changes
+    with pytest.raises(ValueError) as error:
+        models.build(section)
+    message = str(error.value)
+    assert all(word in message for word in words) and "\n" not in message, message
+
+
+def test_a_missing_key_is_named() -> None:
+    section = dict(base.encoder())
+    del section["hidden"]
+    with pytest.raises(ValueError, match="model.hidden is missing"):
+        models.build(section)
+    with pytest.raises(ValueError, match="model.kind is missing"):
+        models.build({})
+
+
+def test_a_sequence_longer_than_the_model_is_refused() -> None:
+    for section in (base.decoder(), base.encoder()):
+        section.max_len = 8
+        model = models.build(section)
+        assert isinstance(model, models.Decoder | models.Encoder)
+        tokens = jax.ShapeDtypeStruct((1, 9), "int32")
+        params = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+        with pytest.raises(ValueError, match="9 tokens is longer than model.max_len = 8"):
+            jax.eval_shape(lambda p, t, m=model: m.logits(p, t, lambda _, tree: tree), params, tokens)

@@ -1,0 +1,160 @@
+"""What a model promises beyond its forward pass: causality, padding, rematerialisation, sampling, initial values."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from configs import base
+from models.model import Params
+
+
+def identity(name: str, tree: Any) -> Any:
+    del name
+    return tree
+
+
+def small(**changes: Any) -> models.Decoder:
+    section = base.decoder()
+    section.update(num_layers=3, hidden=32, intermediate=48, vocab_size=50, vocab_multiple=64, max_len=16)
+    section.update(changes)
+    model = models.build(section)
+    assert isinstance(model, models.Decoder)
+    return model
+
+
+def perturbed(model: models.Model) -> Params:
+    """Random parameters, so that no zero or one hides a mistake and logits differ clearly."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda spec: rng.normal(0, 0.5, spec.shape).astype(np.float32), model.param_specs())
+
+
+def random_tokens(shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 50, shape, dtype=np.int32)
+
+
+def logits(model: models.Model, params: Params, tokens: np.ndarray | jax.Array) -> jax.Array:
+    assert isinstance(model, models.Decoder | models.Encoder)
+    return jax.jit(lambda p, t: model.logits(p, t, identity))(params, tokens)
+
+
+def batch_of(tokens: np.ndarray) -> dict[str, Any]:
+    return {"tokens": tokens, "targets": tokens, "weights": np.ones(tokens.shape, np.float32)}
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_a_logit_depends_on_all_tokens_up_to_it_and_on_none_behind(positions: str) -> None:
+    model = small(positions=positions, tied_head=False)
+    params = perturbed(model)
+
+    def logit(embedding: Any) -> jax.Array:
+        """Logits `[T]` of id 3; position t holds token t, so each row of the embedding belongs to one position."""
+        changed = params | {"embed": params["embed"] | {"token": embedding}}
+        return model.logits(changed, jnp.arange(8)[None], identity)[0, :, 3]
+
+    jacobian = np.asarray(jax.jit(jax.jacrev(logit))(params["embed"]["token"]))
+    influence = np.sum(np.abs(jacobian)[:, :8], axis=-1)  # [T of the logit, T of the token]
+    np.testing.assert_array_equal(influence > 0, np.tri(8, dtype=bool))
+
+
+def test_an_encoder_sees_both_sides() -> None:
+    section = base.encoder()
+    section.update(num_layers=1, hidden=32, intermediate=48, max_len=16)
+    model = models.build(section)
+    assert isinstance(model, models.Encoder)
+    params, tokens = perturbed(model), random_tokens((1, 8))
+    changed = tokens + np.eye(8, dtype=np.int32)[7:]  # only the last token
+    before, after = (logits(model, params, t)[0, 0] for t in (tokens, changed))
+    assert np.abs(before - after).max() > 1e-3
+
+
+def test_padding_ids_take_no_probability_and_get_no_gradient_from_the_softmax() -> None:
+    model = small(tied_head=False)
+    params, batch = perturbed(model), batch_of(random_tokens((2, 8)))
+    boost = np.where(np.arange(64) >= 50, np.float32(100), np.float32(0))[None]
+    boosted = params | {"head": params["head"] | {"weight": params["head"]["weight"] + boost}}
+    step = jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, identity)))
+    loss, gradients = step(params)
+    np.testing.assert_array_equal(loss, step(boosted)[0])
+    gradient = gradients["head"]["weight"]
+    assert np.all(gradient[:, 50:] == 0) and np.all(np.abs(gradient[:, :50]).max(0) > 0)
+
+
+def test_remat_policies_give_the_same_gradients_and_keep_less() -> None:
+    gradients, temporary_bytes = {}, {}
+    batch = batch_of(random_tokens((4, 64)))
+    for remat in ("full", "dots", "none"):
+        model = small(remat=remat, num_layers=12, max_len=64, num_kv_heads=4)
+        params = jax.tree.map(lambda x: 0.3 * x, perturbed(model))
+        step = jax.jit(jax.grad(lambda p, model=model: model.loss(p, batch, identity))).lower(params).compile()
+        gradients[remat] = step(params)
+        memory = step.memory_analysis()
+        assert memory is not None
+        temporary_bytes[remat] = memory.temp_size_in_bytes
+    for remat in ("dots", "none"):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradients["full"], gradients[remat]
+        )
+    assert temporary_bytes["full"] < temporary_bytes["dots"] < temporary_bytes["none"]
+
+
+STYLES = [{}, {"positions": "learned", "norm": "layer", "use_bias": True}, {"num_kv_heads": 2, "tied_head": False}]
+
+
+@pytest.mark.parametrize("style", STYLES, ids=["llama", "learned", "grouped"])
+def test_greedy_sampling_takes_the_argmax_of_the_full_forward_pass(style: dict[str, Any]) -> None:
+    model = small(**style)
+    params, prompt = perturbed(model), random_tokens((3, 4))
+    keys = jax.random.split(jax.random.key(3), 3)
+    out = jax.jit(lambda p, x, k: model.generate(p, x, k, identity, length=12, temperature=0.0))(params, prompt, keys)
+    np.testing.assert_array_equal(out[:, :4], prompt)
+    np.testing.assert_array_equal(out[:, 4:], jnp.argmax(logits(model, params, out), axis=-1)[:, 3:-1])
+    assert len(np.unique(out[:, 4:])) > 3
+
+
+def test_a_row_is_sampled_from_its_own_key() -> None:
+    model = small()
+    params, prompt = perturbed(model), np.tile(random_tokens((1, 4)), (4, 1))
+    keys = jax.random.split(jax.random.key(3), 4)
+
+    @jax.jit
+    def generate(prompt: jax.Array, keys: jax.Array) -> jax.Array:
+        return model.generate(params, prompt, keys, identity, length=12, temperature=5.0)
+
+    together = generate(prompt, keys)
+    np.testing.assert_array_equal(together[:, :4], prompt)
+    np.testing.assert_array_equal(together[1:3], generate(prompt[1:3], keys[1:3]))
+    assert len({tuple(row) for row in together.tolist()}) == 4
+    assert np.all(together < 50)
+
+
+def test_sampling_follows_the_softmax_at_its_temperature() -> None:
+    model, rows = small(num_layers=1, max_len=2), 4000
+    params, prompt = perturbed(model), jnp.full((rows, 1), 7)
+    keys = jax.random.split(jax.random.key(4), rows)
+    run = jax.jit(lambda x, k: model.generate(params, x, k, identity, length=1, temperature=2.0))
+    drawn = run(prompt, keys)[:, 1]
+    expected = jax.nn.softmax(logits(model, params, prompt[:1])[0, 0] / 2.0)
+    measured = np.bincount(np.asarray(drawn), minlength=64) / rows
+    assert np.abs(measured - expected).max() < 0.03
+
+
+def test_initial_values_are_float32_of_the_specs_and_start_near_uniform() -> None:
+    model = small(hidden=128, num_layers=8, num_heads=4)
+    params = jax.jit(model.init)(jax.random.key(0))
+    jax.tree.map(
+        lambda x, spec: np.testing.assert_equal((x.shape, x.dtype), (spec.shape, spec.dtype)),
+        params,
+        model.param_specs(),
+    )
+    layers = params["layers"]
+    np.testing.assert_allclose(np.std(layers["up"]["weight"]), (3 * 128) ** -0.5, rtol=0.02)
+    np.testing.assert_allclose(np.std(layers["down"]["weight"]), (3 * 128) ** -0.5 / 4, rtol=0.02)
+    np.testing.assert_allclose(np.std(layers["out"]["weight"]), (3 * 128) ** -0.5 / 4, rtol=0.02)
+    assert len({float(x) for x in layers["query"]["weight"][:, 0, 0]}) == 8
+    batch = batch_of(random_tokens((4, 16)))
+    batch["targets"] = np.roll(batch["tokens"], 5, axis=1)
+    assert abs(jax.jit(lambda p: model.loss(p, batch, identity))(params) / 64 - np.log(50)) < 0.5

@@ -1,0 +1,135 @@
+"""Decoder and encoder against a plain numpy transformer, float64, one token matrix `[T, D]` at a time."""
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import models
+from configs import base
+from models.model import Params
+
+GPT2 = {"positions": "learned", "norm": "layer", "activation": "gelu", "use_bias": True, "tied_head": True}
+LLAMA = {"positions": "rotary", "norm": "rms", "activation": "swiglu", "use_bias": False, "tied_head": True}
+STYLES = {
+    "gpt2": GPT2,
+    "llama_grouped": LLAMA | {"num_kv_heads": 2},
+    "llama_untied": LLAMA | {"num_kv_heads": 1, "tied_head": False},
+    "mixed": LLAMA | {"norm": "layer", "use_bias": True},
+}
+
+
+def small(kind: str, **changes: Any) -> models.Model:
+    section = base.decoder() if kind == "decoder" else base.encoder()
+    section.update(num_layers=2, hidden=16, intermediate=40, num_heads=4, vocab_size=11, vocab_multiple=8, max_len=9)
+    section.update(changes)
+    return models.build(section)
+
+
+def random_params(model: models.Model) -> Params:
+    """Parameters of which none is zero or one, in float64."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda spec: rng.normal(0.1, 0.4, spec.shape).astype(np.float32).astype(np.float64), model.param_specs()
+    )
+
+
+def norm(x: np.ndarray, p: Params, kind: str) -> np.ndarray:
+    x = x - x.mean(-1, keepdims=True) if kind == "layer" else x
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p["scale"] + p.get("bias", 0)
+
+
+def linear(x: np.ndarray, p: Params) -> np.ndarray:
+    return x @ p["weight"] + p.get("bias", 0)
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def turn(x: np.ndarray) -> np.ndarray:
+    """Rotary positions of one head `[T, H]`: pairs as complex numbers, multiplied by `e^(i t w)`."""
+    half = x.shape[1] // 2
+    turns = np.exp(1j * np.outer(np.arange(len(x)), 10_000.0 ** (-np.arange(half) / half)))
+    z = (x[:, :half] + 1j * x[:, half:]) * turns
+    return np.concatenate([z.real, z.imag], axis=1)
+
+
+def layer(x: np.ndarray, p: Params, num_heads: int, kv_heads: int, kind: str, rotary: bool, causal: bool) -> np.ndarray:
+    y, size, heads = norm(x, p["attention_norm"], kind), x.shape[1] // num_heads, []
+    for head in range(num_heads):
+        shared = head // (num_heads // kv_heads)
+        q = linear(y, p["query"])[:, head * size : (head + 1) * size]
+        k, v = (linear(y, p[name])[:, shared * size : (shared + 1) * size] for name in ("key", "value"))
+        scores = (turn(q) @ turn(k).T if rotary else q @ k.T) / np.sqrt(size)
+        scores = np.where(np.tri(len(x), dtype=bool) | (not causal), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        heads.append(weights / weights.sum(-1, keepdims=True) @ v)
+    x = x + linear(np.concatenate(heads, axis=1), p["out"])
+    y = norm(x, p["mlp_norm"], kind)
+    up = linear(y, p["up"])
+    gate = linear(y, p["gate"]) if "gate" in p else None
+    return x + linear(gelu(up) if gate is None else gate / (1 + np.exp(-gate)) * up, p["down"])
+
+
+def reference(params: Params, tokens: np.ndarray, config: Any) -> np.ndarray:
+    """Returns the logits `[T, vocab_size]` of one row."""
+    decoder = isinstance(config, models.DecoderConfig)
+    embed, head, kind = params["embed"], params["head"], config.norm if decoder else "layer"
+    x = embed["token"][tokens] + (embed["position"][: len(tokens)] if "position" in embed else 0)
+    for index in range(config.num_layers):
+        p = jax.tree.map(lambda a, index=index: a[index], params["layers"])
+        kv_heads = config.num_kv_heads if decoder else config.num_heads
+        x = layer(x, p, config.num_heads, kv_heads, kind, decoder and config.positions == "rotary", decoder)
+    x = norm(x, head["norm"], kind)
+    if not decoder:
+        x = norm(gelu(linear(x, head["transform"])), head["transform_norm"], "layer")
+    logits = x @ head.get("weight", embed["token"].T) + head.get("bias", 0)
+    return logits[:, : config.vocab_size]
+
+
+CASES = [("decoder", STYLES[name]) for name in STYLES] + [("encoder", {})]
+
+
+@pytest.mark.parametrize(("kind", "style"), CASES, ids=[*STYLES, "encoder"])
+def test_logits_and_loss_equal_numpy(kind: str, style: dict[str, Any]) -> None:
+    model = small(kind, **style)
+    assert isinstance(model, models.Decoder | models.Encoder)
+    params = random_params(model)
+    rng = np.random.default_rng(1)
+    tokens, targets = rng.integers(0, 11, (2, 3, 8), dtype=np.int32)
+    weights = rng.uniform(0, 2, (3, 8)).astype(np.float32)
+    expected = np.stack([reference(params, row, model.config) for row in tokens])
+    values = jax.tree.map(np.float32, params)
+
+    logits = jax.jit(lambda p: model.logits(p, tokens, lambda _, tree: tree))(values)
+    np.testing.assert_allclose(logits[..., :11], expected, rtol=2e-4, atol=2e-4)
+    assert logits.shape == (3, 8, 16) and np.all(logits[..., 11:] < -1e20)
+
+    log_total = np.log(np.exp(expected).sum(-1))
+    picked = np.take_along_axis(expected, targets[..., None], -1)[..., 0]
+    batch: Any = {"tokens": tokens, "targets": targets, "weights": weights}
+    loss = jax.jit(lambda p: model.loss(p, batch, lambda _, tree: tree))(values)
+    assert loss.shape == () and loss.dtype == np.float32
+    np.testing.assert_allclose(loss, np.sum(weights * (log_total - picked)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_bfloat16_compute_stays_near_float32(kind: str) -> None:
+    params = jax.tree.map(np.float32, random_params(small(kind)))
+    tokens = np.arange(8, dtype=np.int32)[None]
+    batch: Any = {"tokens": tokens, "targets": tokens, "weights": np.ones((1, 8), np.float32)}
+    losses = []
+    for dtype in ("float32", "bfloat16"):
+        model = small(kind, compute_dtype=dtype)
+        step = jax.jit(jax.value_and_grad(lambda p, m=model: m.loss(p, batch, lambda _, tree: tree)))
+        loss, gradient = step(params)
+        assert loss.dtype == np.float32
+        assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(gradient))
+        products = re.findall(r":(\w+)\[\d+,\d+\] = dot_general", str(jax.make_jaxpr(step)(params)))
+        assert set(products) == {"bf16" if dtype == "bfloat16" else "f32"}
+        losses.append(float(loss))
+    assert losses[0] != losses[1]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=0.05)
