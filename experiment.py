@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from ml_collections import ConfigDict
 
 import models
 from compression.exchange import exchange
-from configs.door import settings
+from configs.door import Config, settings
 from input_pipeline import DataConfig
 from optimizers import OptimizerConfig, make_optimizer, make_schedule, watched
 from sharding.mesh import find_nodes, make_mesh
@@ -76,7 +75,7 @@ class BatchConfig:
 class Experiment:
     """The parts of a run on the devices that are there."""
 
-    config: ConfigDict
+    config: Config
     model: models.Model
     sharded: Sharded
     tx: optax.GradientTransformation
@@ -190,7 +189,7 @@ class Experiment:
         return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=self.tx.init(params))
 
 
-def make_experiment(config: ConfigDict) -> Experiment:
+def make_experiment(config: Config) -> Experiment:
     """Returns the parts of the run that `config` describes, on all devices. ValueError names what cannot be."""
     mesh_config = settings(MeshConfig, config.mesh, "mesh")
     sharding_config = settings(ShardingConfig, config.sharding, "sharding")
@@ -232,7 +231,7 @@ def make_experiment(config: ConfigDict) -> Experiment:
     )
 
 
-def _resolved(section: ConfigDict) -> dict[str, Any]:
+def _resolved(section: Config) -> dict[str, Any]:
     """Returns the model section with `attention=auto` decided: cuDNN's fused kernel on GPUs in half precision."""
     values = section.to_dict()
     if values.get("attention") == "auto":

@@ -22,10 +22,10 @@ import jax
 import numpy as np
 from absl import flags
 from jax.experimental import multihost_utils
-from ml_collections import ConfigDict
 
 from checkpointing import CheckpointConfig, Checkpointer, CheckpointError, latest_config
 from configs import door
+from configs.door import Config
 from elastic.interruption import EXIT_RESUMABLE, Interruption
 from experiment import Experiment, make_experiment
 from input_pipeline import Batches, Dataset, load
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 # ----------------------------------------------------------------------------------------------- preparation
 
 
-def start_jax(config: ConfigDict, values: flags.FlagValues) -> None:
+def start_jax(config: Config, values: flags.FlagValues) -> None:
     """Sets the devices and the compilation cache, and joins the other processes if there are any."""
     if config.mesh.num_cpu_devices:
         jax.config.update("jax_platforms", "cpu")
@@ -107,11 +107,11 @@ class Run:
     log: RunLog
 
     @property
-    def config(self) -> ConfigDict:
+    def config(self) -> Config:
         return self.experiment.config
 
 
-def prepare(config: ConfigDict, workdir: Path, started_s: float) -> Run:
+def prepare(config: Config, workdir: Path, started_s: float) -> Run:
     """Checks the config against devices, data and work directory, compiles, and restores or initialises the state."""
     if config.num_steps < 1:
         raise ValueError(f"num_steps={config.num_steps} must be at least 1")

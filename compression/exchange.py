@@ -31,7 +31,9 @@ def exchange(sharded: Sharded) -> optax.GradientTransformation:
         return [lax.psum(x, rest) if rest else x for x in group.reduce_scatter(means)]
 
     @jax.named_scope("hop_two")
-    def update(grads_R: PyTree, state: optax.EmptyState, params: PyTree | None = None) -> tuple[PyTree, optax.EmptyState]:
+    def update(
+        grads_R: PyTree, state: optax.EmptyState, params: PyTree | None = None
+    ) -> tuple[PyTree, optax.EmptyState]:
         del params
         if not replicas:  # nothing left to exchange: at most a local slice
             return sharded.constrain(jax.tree.map(lambda x: x[0], grads_R), layout.optimizer), state

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
 Settings = TypeVar("Settings")
+Config = Any  # an ml_collections.ConfigDict with the keys of configs/base.py, or a section of one
 
 
 def new_flags() -> flags.FlagValues:
@@ -19,7 +20,7 @@ def new_flags() -> flags.FlagValues:
     return values
 
 
-def parse(argv: Sequence[str], values: flags.FlagValues) -> ConfigDict:
+def parse(argv: Sequence[str], values: flags.FlagValues) -> Config:
     """Parses `argv` (program first) into `values` and returns the locked config. ValueError for a bad flag or key."""
     try:
         rest = values(list(argv))[1:]
@@ -33,7 +34,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> ConfigDict:
     return values.config
 
 
-def settings(cls: type[Settings], section: Mapping[str, Any] | ConfigDict, name: str) -> Settings:
+def settings(cls: type[Settings], section: Config, name: str) -> Settings:
     """Returns the frozen dataclass `cls` of a config section; ValueError for a key unknown, missing or of a wrong type."""
     given = dict(section.items())
     fields = {field.name: field for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]

@@ -39,7 +39,9 @@ def all_gather_chunks(x: jax.Array, scope: Sequence[str], *, hierarchical: bool,
     for axes in levels(scope, hierarchical=hierarchical):
         x = lax.all_gather(x, axes, to=to)
     if not hierarchical and len(scope) > 1:  # devices' order, outermost first: turn it into CHUNK_ORDER
-        x = x.reshape(*(lax.axis_size(axis) for axis in reversed(scope)), size).transpose(*reversed(range(len(scope))), -1)
+        x = x.reshape(*(lax.axis_size(axis) for axis in reversed(scope)), size).transpose(
+            *reversed(range(len(scope))), -1
+        )
     return x.reshape(-1, size)
 
 
@@ -99,7 +101,9 @@ class Group:
         out = list(xs)
         for over_tensor in (False, True) if self.scope else ():
             members = [
-                i for i, p in enumerate(self.placements) if p.dim is not None and (p.tensor_dim is not None) == over_tensor
+                i
+                for i, p in enumerate(self.placements)
+                if p.dim is not None and (p.tensor_dim is not None) == over_tensor
             ]
             for bucket in _buckets(members, [x.nbytes for x in xs]):
                 places = tuple(self.placements[i] for i in bucket)

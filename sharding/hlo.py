@@ -211,7 +211,8 @@ def _groups(line: str, kind: str, num_devices: int) -> list[list[int]]:
     if iota:
         return _iota(iota.group(2), iota.group(3)).reshape(_ints(iota.group(1))).tolist()
     named = re.search(
-        r"replica_groups=(?:@?mesh)?\[?([^\]]*'=\d+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}", line
+        r"replica_groups=(?:@?mesh)?\[?([^\]]*'=\d+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}",
+        line,
     )
     if named:
         return _mesh_groups(*named.groups())
@@ -224,9 +225,14 @@ def _mesh_groups(axes: str, dims: str | None, transpose: str | None, grouped: st
     ids = _iota(dims, transpose) if dims else np.arange(prod(sizes.values()))
     shape: list[int] = []
     wanted: dict[tuple[str, int], int] = {}
-    parts = [(name, int(pre or 1), int(size or 0)) for name, pre, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", grouped)]
+    parts = [
+        (name, int(pre or 1), int(size or 0))
+        for name, pre, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", grouped)
+    ]
     for name, size in sizes.items():
-        cuts = sorted({1, size} | {cut for n, pre, part in parts if n == name for cut in (pre, pre * (part or size // pre))})
+        cuts = sorted(
+            {1, size} | {cut for n, pre, part in parts if n == name for cut in (pre, pre * (part or size // pre))}
+        )
         for start, end in zip(cuts, cuts[1:], strict=False):
             wanted[name, start] = len(shape)
             shape.append(end // start)

@@ -84,7 +84,9 @@ def find_nodes(devices: Sequence[jax.Device], devices_per_node: int = 0) -> list
         nodes.setdefault(hosts[device.process_index], []).append(device)
     sizes = {len(node) for node in nodes.values()}
     if len(sizes) > 1:
-        raise ValueError(f"the nodes have {sorted(sizes)} devices; every node needs as many (or set mesh.devices_per_node)")
+        raise ValueError(
+            f"the nodes have {sorted(sizes)} devices; every node needs as many (or set mesh.devices_per_node)"
+        )
     return list(nodes.values())
 
 

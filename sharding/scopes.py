@@ -35,15 +35,21 @@ class ShardingConfig:
         _one_of("sharding.partitioner", self.partitioner, ["manual", "auto"])
         by_hand = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer")}
         if self.strategy == "mics" and self.partition_size < 1:
-            raise ValueError("sharding.strategy=mics needs sharding.partition_size, the devices that hold one model state")
+            raise ValueError(
+                "sharding.strategy=mics needs sharding.partition_size, the devices that hold one model state"
+            )
         if self.strategy != "mics" and self.partition_size:
             raise ValueError(f"sharding.partition_size={self.partition_size} belongs to mics, not to {self.strategy}")
         for name, scope in by_hand.items():
             if self.strategy == "custom":
                 if scope == "":
-                    raise ValueError(f"sharding.strategy=custom needs sharding.{name}: none, node, all or a number of devices")
+                    raise ValueError(
+                        f"sharding.strategy=custom needs sharding.{name}: none, node, all or a number of devices"
+                    )
             elif scope != "":
-                raise ValueError(f"sharding.{name}={scope} is only read by sharding.strategy=custom, not {self.strategy}")
+                raise ValueError(
+                    f"sharding.{name}={scope} is only read by sharding.strategy=custom, not {self.strategy}"
+                )
 
     @property
     def scopes(self) -> tuple[str | int, str | int, str | int]:

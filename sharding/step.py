@@ -260,7 +260,9 @@ def to_gradient_scope(sharded: Sharded, grads: PyTree, *, zeros: bool = False) -
     extra = tuple(axis for axis in layout.gradients if axis not in layout.parameters)
     group = sharded.group(sharded.placements, extra)
     leaves, tree = jax.tree.flatten(grads)
-    if layout.two_hop and not zeros and extra:  # the values came from the compute dtype: nothing is lost in casting back
+    if (
+        layout.two_hop and not zeros and extra
+    ):  # the values came from the compute dtype: nothing is lost in casting back
         summed = group.reduce_scatter([x.astype(sharded.compute_dtype) for x in leaves])
     else:
         summed = group.slice(leaves)
@@ -294,7 +296,6 @@ def _used_placements(sharded: Sharded, name: str) -> PyTree:
     if name != "layers":
         return placements
     return jax.tree.map(Placement.without_layers, placements, is_leaf=is_placement)
-
 
 
 def state_shardings(sharded: Sharded, shapes: TrainState) -> TrainState:

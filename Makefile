@@ -1,0 +1,35 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test test-all lint format constraints clean
+
+train: $(VENV)/installed  ## trains the quickstart: a byte-level model on 8 virtual devices, 4 nodes of 2
+	$(BIN)/python train.py --config=configs/quickstart.py --workdir=runs/quickstart
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-all: $(VENV)/installed
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow or not slow"
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+constraints: $(VENV)/installed  ## writes the installed versions down as the tested ones
+	(echo "# The versions that are tested together (Python 3.11). Regenerate: make constraints"; $(BIN)/pip freeze) > constraints.txt
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache
+
+$(VENV)/installed: requirements.txt requirements-dev.txt constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mics-jax needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt -c constraints.txt
+	touch $@
