@@ -101,7 +101,7 @@ class Experiment:
         shape = (self.accumulation, self.rows_per_micro_step)
         columns = {
             row
-            for _, rows in self.batch_sharding.addressable_devices_indices_map(shape).values()
+            for _, rows in self.batch_sharding.addressable_devices_indices_map(shape).values()  # pyright: ignore[reportGeneralTypeIssues]
             for row in range(*rows.indices(shape[1]))
         }
         return [a * shape[1] + row for a in range(shape[0]) for row in sorted(columns)]
@@ -158,7 +158,7 @@ class Experiment:
         return isinstance(self.model, models.Decoder)
 
     def generate(self, params: Any, prompt: np.ndarray, *, length: int, temperature: float) -> np.ndarray:
-        """Returns `prompt` `[P]` continued to `[P + length]` ids; each data device samples, the first one's is taken."""
+        """Returns `prompt` `[P]` continued to `[P + length]` ids; every data device samples, we take the first's."""
         assert isinstance(self.model, models.Decoder)
         model, layout = self.model, self.sharded.layout
         rows = layout.shape.num_data_devices

@@ -1,4 +1,10 @@
-"""Optimizers and schedules by name, all of them optax's, behind the exchange and a guard against non-finite gradients."""
+"""Optimizers and schedules by name, all of them optax's, behind the exchange and a guard against non-finite gradients.
+
+What an optimizer derives from a whole tensor (trust ratios, factors, orthogonalisation) it derives layer by layer, as
+if the layers were not stacked. Muon orthogonalises the matrices between hidden dims; embeddings, heads, positions,
+norms and biases get Adam, as its authors advise. Weight decay is decoupled, `learning_rate * weight_decay * p`, except
+where the method itself puts it into the gradient (sgd, lars) or under the trust ratio (lamb).
+"""
 
 import math
 from collections.abc import Callable
@@ -69,11 +75,15 @@ def watched(state: GuardState) -> dict[str, jax.Array]:
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Returns the learning rate by step: linear warm-up from 0 to the peak, then the schedule down to its last step."""
+    """Returns the learning rate by step, from 0: linear warm-up to the peak, then down to the last step.
+
+    Step i of the warm-up has `(i + 1) / warmup_steps` of the peak; the step after it has the peak, the last one
+    `final_fraction` of it (but `constant` stays).
+    """
     peak, final = config.learning_rate, config.learning_rate * config.final_fraction
     if config.warmup_steps > num_steps:
         raise ValueError(f"optimizer.warmup_steps={config.warmup_steps} is more than num_steps={num_steps}")
-    rest = max(num_steps - config.warmup_steps, 1)
+    rest = max(num_steps - 1 - config.warmup_steps, 1)  # the last step is num_steps - 1
     after = {
         "constant": optax.constant_schedule(peak),
         "linear": optax.linear_schedule(peak, final, rest),
@@ -89,36 +99,44 @@ def make_optimizer(config: OptimizerConfig, num_steps: int, specs: PyTree, excha
 
     `specs` is the tree of ParamSpecs; it decides which parameters decay and which are matrices.
     """
-    mask = jax.tree.map(
-        lambda spec: config.decay_mask == "all" or is_matrix(spec), specs, is_leaf=lambda x: isinstance(x, ParamSpec)
-    )
     schedule = make_schedule(config, num_steps)
-    decay = config.weight_decay
-    if config.name == "adamw":
-        tx = optax.adamw(schedule, config.b1, config.b2, config.eps, weight_decay=decay, mask=mask)
-    elif config.name == "sgd":
-        tx = optax.chain(
-            optax.add_decayed_weights(decay, mask), optax.trace(config.momentum), optax.scale_by_learning_rate(schedule)
-        )
+    if config.name in ("adamw", "sgd"):  # element by element: a stack of layers is as good as the layers
+        tx = _optimizer(config, schedule, specs)
     else:
-        tx = per_layer(lambda mask: _layerwise(config, schedule, mask), mask)
+        tx = per_layer(lambda specs: _optimizer(config, schedule, specs), specs)
     clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     return guarded(exchange, optax.chain(*clip, tx))
 
 
-def _layerwise(config: OptimizerConfig, schedule: optax.Schedule, mask: PyTree) -> Transform:
-    """Returns an optimizer whose update of a tensor depends on the tensor as a whole."""
-    decay = config.weight_decay
-    if config.name == "lamb":
-        return optax.lamb(schedule, config.b1, config.b2, config.eps, weight_decay=decay, mask=mask)
-    if config.name == "lars":
-        return optax.lars(schedule, decay, mask, trust_ratio_mask=mask, momentum=config.momentum)
-    if config.name == "adafactor":
-        return optax.adafactor(schedule, weight_decay_rate=decay or None, weight_decay_mask=mask)
-    assert config.name == "muon"
-    return contrib.muon(
-        schedule, beta=config.momentum, weight_decay=decay, weight_decay_mask=mask, adam_b1=config.b1, adam_b2=config.b2
+def _optimizer(config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree) -> Transform:
+    """Returns the optimizer of the tensors that `specs` describes, which may be a part of the parameters."""
+    c, decay = config, config.weight_decay
+    mask = _map_specs(lambda spec: c.decay_mask == "all" or is_matrix(spec), specs)
+    # optax's adafactor would decay by weight_decay itself a step, its muon the matrices that it orthogonalises alone
+    decoupled = optax.add_decayed_weights(lambda step: -decay * schedule(step), mask)
+    match c.name:
+        case "adamw":
+            return optax.adamw(schedule, c.b1, c.b2, c.eps, weight_decay=decay, mask=mask)
+        case "sgd":
+            coupled = optax.add_decayed_weights(decay, mask)
+            return optax.chain(coupled, optax.trace(c.momentum), optax.scale_by_learning_rate(schedule))
+        case "lamb":
+            return optax.lamb(schedule, c.b1, c.b2, c.eps, weight_decay=decay, mask=mask)
+        case "lars":
+            return optax.lars(schedule, decay, mask, trust_ratio_mask=mask, momentum=c.momentum)
+        case "adafactor":
+            return optax.chain(optax.adafactor(schedule), decoupled)
+    assert c.name == "muon"
+    matrices = _map_specs(lambda spec: contrib.MuonDimensionNumbers() if is_hidden_matrix(spec) else None, specs)
+    muon = contrib.muon(
+        schedule,
+        beta=c.momentum,
+        eps=c.eps,
+        adam_b1=c.b1,
+        adam_b2=c.b2,
+        muon_weight_dimension_numbers=lambda params: matrices,
     )
+    return optax.chain(muon, decoupled)
 
 
 def is_matrix(spec: ParamSpec) -> bool:
@@ -126,16 +144,26 @@ def is_matrix(spec: ParamSpec) -> bool:
     return sum(dim != "layers" for dim in spec.dims) > 1 and "position" not in spec.dims
 
 
-def per_layer(make: Callable[[PyTree], Transform], mask: PyTree) -> Transform:
+def is_hidden_matrix(spec: ParamSpec) -> bool:
+    """Whether a parameter is a matrix from hidden to hidden; embeddings and heads, which know the vocabulary, are not."""
+    return is_matrix(spec) and "vocab" not in spec.dims
+
+
+def _map_specs(function: Callable[[ParamSpec], Any], specs: PyTree) -> PyTree:
+    return jax.tree.map(function, specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+
+
+def per_layer(make: Callable[[PyTree], Transform], specs: PyTree) -> Transform:
     """Applies an optimizer to each layer of the stack `layers` by itself, as if the layers were not stacked.
 
-    LAMB's and LARS's trust ratios, Adafactor's factors and Muon's orthogonalisation belong to one layer's tensor.
+    `make` builds the optimizer of a part of the parameters from its specs. LAMB's and LARS's trust ratios, Adafactor's
+    factors and Muon's orthogonalisation belong to one layer's tensor.
     """
-    rest_mask = {name: tree for name, tree in mask.items() if name != "layers"}
-    stacked, rest = make(mask["layers"]), make(rest_mask)
 
     def split(tree: PyTree) -> tuple[PyTree, PyTree]:
         return tree["layers"], {name: sub for name, sub in tree.items() if name != "layers"}
+
+    stacked, rest = (make(part) for part in split(specs))
 
     def init(params: PyTree) -> PyTree:
         layers, others = split(params)
@@ -160,7 +188,7 @@ def guarded(exchange: Transform, inner: Transform) -> Transform:
 
     def update(grads_R: PyTree, state: GuardState, params: PyTree | None = None) -> tuple[PyTree, GuardState]:
         grads, exchange_state = exchange.update(grads_R, state.exchange, params)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm)
         updates, inner_state = inner.update(grads, state.inner, params)
 

@@ -31,13 +31,11 @@ def exchange(sharded: Sharded) -> optax.GradientTransformation:
         return [lax.psum(x, rest) if rest else x for x in group.reduce_scatter(means)]
 
     @jax.named_scope("hop_two")
-    def update(
-        grads_R: PyTree, state: optax.EmptyState, params: PyTree | None = None
-    ) -> tuple[PyTree, optax.EmptyState]:
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
         if not replicas:  # nothing left to exchange: at most a local slice
-            return sharded.constrain(jax.tree.map(lambda x: x[0], grads_R), layout.optimizer), state
-        leaves, tree = jax.tree.flatten(grads_R)
+            return sharded.constrain(jax.tree.map(lambda x: x[0], updates), layout.optimizer), state
+        leaves, tree = jax.tree.flatten(updates)
         exchanged = jax.shard_map(
             exchange_shards,
             mesh=sharded.mesh,

@@ -18,6 +18,8 @@ from jax import lax
 from sharding.mesh import INTER_AXES
 from sharding.spec import Placement
 
+Collective = Callable[[jax.Array], jax.Array]  # packed shards to packed chunks, or back
+
 BUCKET_BYTES = 512 * 2**20  # tensors packed into one collective: bounds the memory that packing takes
 
 
@@ -71,10 +73,14 @@ class Group:
     hierarchical: bool
     tensor_is_manual: bool = False
 
+    @property
+    def _degree(self) -> int:
+        return prod(lax.axis_size(axis) for axis in self.scope)
+
     def gather(self, shards: Sequence[jax.Array], *, to: str = "varying") -> list[jax.Array]:
         """Returns the full tensors of local `shards`; those without a partitioned dim come back as they are."""
         collective = partial(all_gather_chunks, scope=self.scope, hierarchical=self.hierarchical, to=to)
-        return self._exchange(partial(_gather_packed, collective=collective), shards)
+        return self._exchange(_gather_packed, collective, shards)
 
     def reduce_scatter(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns this device's shards of the sums of full `tensors` over the scope; unpartitioned ones, their sums."""
@@ -82,22 +88,23 @@ class Group:
             return list(tensors)
         collective = partial(reduce_scatter_chunks, scope=self.scope, hierarchical=self.hierarchical)
         whole = [lax.psum(x, self.scope) if p.dim is None else x for x, p in zip(tensors, self.placements, strict=True)]
-        return self._exchange(partial(_scatter_packed, collective=collective), whole)
+        return self._exchange(_scatter_packed, collective, whole)
 
     def all_reduce_then_slice(self, tensors: Sequence[jax.Array], over: Sequence[str]) -> list[jax.Array]:
-        """Sums full `tensors` over the axes `over` and returns this device's shards: the paper's alternative to hop one."""
+        """Sums full `tensors` over the axes `over`, returns this device's shards: MiCS section 3.4's alternative."""
         return self.slice([lax.psum(x, tuple(over)) for x in tensors] if over else tensors)
 
     def slice(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns this device's shards of full `tensors`, without communication."""
-        degree = prod(lax.axis_size(axis) for axis in self.scope)
         return [
-            x if p.dim is None or degree == 1 else split(x, p.dim, degree)[lax.axis_index(self.scope)]
+            x if p.dim is None or not self.scope else split(x, p.dim, self._degree)[lax.axis_index(self.scope)]
             for x, p in zip(tensors, self.placements, strict=True)
         ]
 
-    def _exchange(self, run: Callable[..., tuple], xs: Sequence[jax.Array]) -> list[jax.Array]:
-        """Runs `run` on buckets of the partitioned tensors; those split over `tensor` travel apart from the others."""
+    def _exchange(
+        self, packed: Callable[..., tuple], collective: Collective, xs: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Runs `packed` on buckets of the partitioned tensors; those split over `tensor` travel apart."""
         out = list(xs)
         for over_tensor in (False, True) if self.scope else ():
             members = [
@@ -107,7 +114,7 @@ class Group:
             ]
             for bucket in _buckets(members, [x.nbytes for x in xs]):
                 places = tuple(self.placements[i] for i in bucket)
-                exchange = partial(run, places=places)
+                exchange = partial(packed, places=places, collective=collective, degree=self._degree)
                 if over_tensor and not self.tensor_is_manual:
                     specs = tuple(p.pspec(()) for p in places)
                     exchange = jax.shard_map(exchange, in_specs=specs, out_specs=specs, axis_names={"tensor"})
@@ -129,16 +136,20 @@ def _buckets(members: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
     return buckets
 
 
-def _gather_packed(*shards: jax.Array, places: Sequence[Placement], collective: Callable) -> tuple[jax.Array, ...]:
+def _gather_packed(
+    *shards: jax.Array, places: Sequence[Placement], collective: Collective, degree: int
+) -> tuple[jax.Array, ...]:
     """Packs shards into `[N]`, gathers `[p, N]`, slices it apart and joins the chunks of each tensor."""
+    del degree
     chunks = collective(jnp.concatenate([x.reshape(-1) for x in shards]))
     pieces = _slice_apart(chunks, [x.shape for x in shards])
     return tuple(join(piece, p.dim) for piece, p in zip(pieces, places, strict=True))
 
 
-def _scatter_packed(*tensors: jax.Array, places: Sequence[Placement], collective: Callable) -> tuple[jax.Array, ...]:
+def _scatter_packed(
+    *tensors: jax.Array, places: Sequence[Placement], collective: Collective, degree: int
+) -> tuple[jax.Array, ...]:
     """Splits tensors into chunks packed as `[p, N]`, reduce-scatters to `[N]` and slices that apart."""
-    degree = prod(lax.axis_size(axis) for axis in collective.keywords["scope"])
     rows = [split(x, p.dim, degree) for x, p in zip(tensors, places, strict=True)]
     summed = collective(jnp.concatenate([row.reshape(degree, -1) for row in rows], axis=1))
     return tuple(_slice_apart(summed, [row.shape[1:] for row in rows]))
@@ -154,14 +165,16 @@ def _slice_apart(packed: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[j
     ]
 
 
-def split(x: jax.Array, dim: int, degree: int) -> jax.Array:
+def split(x: jax.Array, dim: int | None, degree: int) -> jax.Array:
     """Cuts dim `dim` of a tensor into `degree` chunks: `[p, *shard]`."""
+    assert dim is not None
     shape = x.shape
     x = x.reshape(*shape[:dim], degree, shape[dim] // degree, *shape[dim + 1 :])
     return jnp.moveaxis(x, dim, 0)
 
 
-def join(chunks: jax.Array, dim: int) -> jax.Array:
+def join(chunks: jax.Array, dim: int | None) -> jax.Array:
     """Undoes `split`: `[p, *shard]` becomes the tensor."""
+    assert dim is not None
     x = jnp.moveaxis(chunks, 0, dim)
     return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])

@@ -8,6 +8,7 @@ computations and asynchronous pairs.
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -30,9 +31,9 @@ _CALLED = re.compile(r"(?:to_apply|calls|called_computations|branch_computations
 class Collective:
     """One collective of the program; byte counts are those of one execution, per device, averaged over the devices.
 
-    `payload_bytes` is the whole tensor (the gathered result, the operand to be scattered); `inter_bytes` and `intra_bytes`
-    are what a device sends to other nodes and to its own in a ring over the group's order: of `(g-1)/g` of the payload
-    (twice that for an all-reduce), the share of the ring's edges that cross nodes.
+    `payload_bytes` is the whole tensor (the gathered result, the operand to be scattered); `inter_bytes` and
+    `intra_bytes` are what a device sends to other nodes and to its own in a ring over the group's order: of `(g-1)/g`
+    of the payload (twice that for an all-reduce), the share of the ring's edges that cross nodes.
     """
 
     kind: str
@@ -233,7 +234,7 @@ def _mesh_groups(axes: str, dims: str | None, transpose: str | None, grouped: st
         cuts = sorted(
             {1, size} | {cut for n, pre, part in parts if n == name for cut in (pre, pre * (part or size // pre))}
         )
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in pairwise(cuts):
             wanted[name, start] = len(shape)
             shape.append(end // start)
     order = [wanted[name, pre] for name, pre, size in parts if (name, pre) in wanted and sizes[name] > 1]
@@ -260,7 +261,10 @@ def _axes(groups: Sequence[Sequence[int]], shape: MeshShape) -> tuple[str, ...]:
 
 def _sent(kind: str, payload: float, groups: Sequence[Sequence[int]], shape: MeshShape) -> tuple[float, float]:
     """Returns the bytes that a device sends between nodes and inside its node, averaged over all devices."""
-    node = lambda device: device // shape.devices_per_node  # noqa: E731
+
+    def node(device: int) -> int:
+        return device // shape.devices_per_node
+
     inter = intra = 0.0
     for group in groups:
         size = len(group)

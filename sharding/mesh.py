@@ -4,13 +4,18 @@ Each name says a role and a network, so that a `PartitionSpec` can be read aloud
 visible in its axes: `replica_inter * shard_inter` = nodes, `replica_intra * shard_intra * tensor` = devices a node.
 """
 
+import socket
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
+
+Device = Any  # a jax.Device
 
 INTER_AXES = ("replica_inter", "shard_inter")
 INTRA_AXES = ("replica_intra", "shard_intra")
@@ -64,7 +69,7 @@ class MeshShape:
         return tuple(axis for axis in axes if self.sizes[axis] > 1)
 
 
-def find_nodes(devices: Sequence[jax.Device], devices_per_node: int = 0) -> list[list[jax.Device]]:
+def find_nodes(devices: Sequence[Device], devices_per_node: int = 0) -> list[list[Device]]:
     """Returns the devices of each node, nodes in the order of their first process.
 
     Processes on the same host form a node; `devices_per_node` (0: not given) overrides that, so that one process with
@@ -79,7 +84,7 @@ def find_nodes(devices: Sequence[jax.Device], devices_per_node: int = 0) -> list
             )
         return [ordered[i : i + devices_per_node] for i in range(0, len(ordered), devices_per_node)]
     hosts = _host_of_process()
-    nodes: dict[int, list[jax.Device]] = {}
+    nodes: dict[int, list[Device]] = {}
     for device in ordered:
         nodes.setdefault(hosts[device.process_index], []).append(device)
     sizes = {len(node) for node in nodes.values()}
@@ -90,7 +95,7 @@ def find_nodes(devices: Sequence[jax.Device], devices_per_node: int = 0) -> list
     return list(nodes.values())
 
 
-def make_mesh(shape: MeshShape, nodes: Sequence[Sequence[jax.Device]]) -> Mesh:
+def make_mesh(shape: MeshShape, nodes: Sequence[Sequence[Device]]) -> Mesh:
     """Returns the mesh of `shape` over `nodes`, consecutive nodes forming a partition group."""
     assert len(nodes) == shape.num_nodes and len(nodes[0]) == shape.devices_per_node
     devices = np.array(nodes, dtype=object).reshape(tuple(shape.sizes.values()))
@@ -101,9 +106,6 @@ def _host_of_process() -> list[int]:
     """Returns, for each process, a number that is the same for the processes of one host."""
     if jax.process_count() == 1:
         return [0]
-    import socket
-    import zlib
-
     name = zlib.crc32(socket.gethostname().encode())
     return [int(host) for host in multihost_utils.process_allgather(np.array(name, np.uint32)).reshape(-1)]
 

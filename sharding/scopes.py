@@ -57,7 +57,7 @@ class ShardingConfig:
         if self.strategy == "custom":
             return self.parameters, self.gradients, self.optimizer
         if self.strategy == "mics":
-            return (self.partition_size,) * 3
+            return self.partition_size, self.partition_size, self.partition_size
         return STRATEGIES[self.strategy]
 
 
@@ -154,7 +154,7 @@ def _scope_size(name: str, scope: str | int, *, num_nodes: int, local: int, tens
         raise ValueError(f"sharding.{name}={scope}: a scope is none, node, all or a number of devices") from None
     if devices % tensor or devices // tensor not in legal:
         raise ValueError(
-            f"a partition group of {devices} devices ({name}) does not fit {num_nodes} nodes of {local * tensor} devices"
+            f"a partition group of {devices} devices ({name}) does not fit {num_nodes} nodes of {local * tensor}"
             f"{f' with tensor={tensor}' if tensor > 1 else ''}; {', '.join(str(p * tensor) for p in legal)} do"
         )
     return devices // tensor

@@ -42,7 +42,7 @@ class ParamSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Which dim of a parameter is partitioned (`dim`) and which is split over `tensor` (`tensor_dim`); None: neither."""
+    """Which dim of a parameter is partitioned (`dim`) and which over `tensor` (`tensor_dim`); None: neither."""
 
     dim: int | None
     tensor_dim: int | None
@@ -79,7 +79,8 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
         tensor_dim = next((i for i in free if spec.dims[i] in TENSOR_DIMS), None)
         if tensor_dim is not None and spec.shape[tensor_dim] % shape.tensor:
             raise ValueError(
-                f"{name}: dim {spec.dims[tensor_dim]}={spec.shape[tensor_dim]} is not a multiple of mesh.tensor={shape.tensor}"
+                f"{name}: dim {spec.dims[tensor_dim]}={spec.shape[tensor_dim]} is not a multiple of "
+                f"mesh.tensor={shape.tensor}"
             )
     degree = shape.size(layout.optimizer)  # the widest scope
     if degree == 1 or spec.replicate:
@@ -112,6 +113,7 @@ def shardings(placements: PyTree, scope: Sequence[str], mesh: jax.sharding.Mesh)
 
 
 def is_placement(x: object) -> bool:
+    """Whether a node of a tree is a Placement: the `is_leaf` of trees of them."""
     return isinstance(x, Placement)
 
 

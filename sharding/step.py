@@ -1,5 +1,6 @@
 """The training step: micro-steps in a `shard_map` (gathers and hop one), then hop two and the optimizer under `jit`."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,8 +27,10 @@ REPLICATED = PartitionSpec()
 class Transform(Protocol):
     """What the step needs of an optax.GradientTransformation that takes `[R, ...]` gradients."""
 
-    init: Callable[[PyTree], PyTree]
-    update: Callable[..., tuple[PyTree, PyTree]]
+    @property
+    def init(self) -> Callable[[PyTree], PyTree]: ...
+    @property
+    def update(self) -> Callable[..., tuple[PyTree, PyTree]]: ...
 
 
 @jax.tree_util.register_dataclass
@@ -222,7 +225,7 @@ def auto_gather(sharded: Sharded) -> Gather:
 
 
 def gather_tree(sharded: Sharded, placements: PyTree, shards: PyTree) -> PyTree:
-    """Gathers a tree of local shards in one collective a network level, in the compute dtype; backwards it is hop one."""
+    """Gathers local shards in one collective a network level, in the compute dtype; backwards it is hop one."""
     layout = sharded.layout
     group = sharded.group(placements, layout.parameters)
 
@@ -298,7 +301,7 @@ def _used_placements(sharded: Sharded, name: str) -> PyTree:
     return jax.tree.map(Placement.without_layers, placements, is_leaf=is_placement)
 
 
-def state_shardings(sharded: Sharded, shapes: TrainState) -> TrainState:
+def state_shardings(sharded: Sharded, shapes: TrainState) -> PyTree:
     """Returns the NamedSharding of every array of a state, given the tree of its shapes.
 
     An array of the optimizer state whose path ends in a parameter's name and that has its shape is sharded like the
@@ -323,8 +326,8 @@ def state_shardings(sharded: Sharded, shapes: TrainState) -> TrainState:
                     return NamedSharding(sharded.mesh, names[candidate][0].pspec(sharded.layout.optimizer))
         return replicated
 
-    return TrainState(
-        step=replicated,
+    return dataclasses.replace(
+        jax.tree.map(lambda _: replicated, shapes),
         params=sharded.shardings(sharded.layout.parameters),
         opt_state=jax.tree_util.tree_map_with_path(place, shapes.opt_state),
     )

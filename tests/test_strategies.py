@@ -1,0 +1,109 @@
+"""Every strategy gives the losses of a single device that knows no sharding (DESIGN 6.2), to 1e-5 relative in f32."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+import workload
+
+STRATEGIES = {
+    "ddp": dict(strategy="ddp"),
+    "zero1": dict(strategy="zero1"),
+    "zero2": dict(strategy="zero2"),
+    "zero3": dict(strategy="zero3"),
+    "hsdp": dict(strategy="hsdp"),
+    **{f"mics{p}": dict(strategy="mics", partition_size=p) for p in (1, 2, 4, 8)},
+    "node-node-all": dict(parameters="node", gradients="node", optimizer="all"),
+    "none-node-4": dict(parameters="none", gradients="node", optimizer=4),
+}
+OPTIONS = {
+    "hierarchical": (True, False),
+    "two_hop": (True, False),
+    "gather": ("layer", "micro_step", "step"),
+    "tensor": (1, 2),
+    "partitioner": ("manual", "auto"),
+    "kind": ("decoder", "encoder"),
+}
+
+
+def is_legal(case: dict) -> bool:
+    """A group of one device holds no tensor split; the automatic partitioner reads neither gathers nor hops."""
+    if case["tensor"] == 2 and case["strategy"] == "mics1":
+        return False
+    return case["partitioner"] == "manual" or (case["hierarchical"], case["two_hop"], case["gather"]) == (True, True, "layer")
+
+
+def all_cases() -> list[dict]:
+    names = ("strategy", *OPTIONS)
+    combinations = itertools.product(STRATEGIES, *OPTIONS.values())
+    return [case for values in combinations if is_legal(case := dict(zip(names, values, strict=True)))]
+
+
+def pairwise(cases: list[dict]) -> list[dict]:
+    """Returns a few of the cases such that every pair of values that occurs in any case occurs in one of them."""
+
+    def pairs(case: dict) -> set:
+        return set(itertools.combinations(sorted((key, str(value)) for key, value in case.items()), 2))
+
+    missing = set().union(*(pairs(case) for case in cases))
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(pairs(case) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+def name(case: dict) -> str:
+    return "-".join(str(value) for value in case.values())
+
+
+def check(case: dict) -> None:
+    case = dict(case)
+    strategy, kind, tensor = STRATEGIES[case.pop("strategy")], case.pop("kind"), case.pop("tensor")
+    got = workload.losses(kind, workload.sharded(kind, tensor=tensor, **strategy, **case))
+    np.testing.assert_allclose(got, workload.single_device_losses(kind), rtol=1e-5)
+
+
+ALL = all_cases()
+PAIRWISE = pairwise(ALL)
+
+
+@pytest.mark.parametrize("case", PAIRWISE, ids=name)
+def test_losses_equal_a_single_device(case: dict) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in ALL if case not in PAIRWISE], ids=name)
+def test_losses_equal_a_single_device_in_every_combination(case: dict) -> None:
+    check(case)
+
+
+def test_the_oracle_learns_and_its_batch_tells_rows_apart() -> None:
+    losses = workload.single_device_losses("decoder")
+    assert losses[-1] < losses[0] - 0.1
+    weights = workload.batch()["weights"]
+    assert np.ptp(weights.sum(axis=1)) > 1
+
+
+@pytest.mark.parametrize(("rows", "accumulation"), [(13, 1), (13, 2), (3, 1), (16, 1)])
+def test_a_batch_that_the_devices_do_not_divide_gives_the_same_losses(rows: int, accumulation: int) -> None:
+    sh = workload.sharded("decoder", strategy="mics", partition_size=4)
+    got = workload.losses("decoder", sh, rows=rows, accumulation=accumulation)
+    np.testing.assert_allclose(got, workload.single_device_losses("decoder", rows), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 8), (8, 1), (2, 4), (1, 2)])
+def test_losses_do_not_depend_on_the_shape_of_the_cluster(nodes: int, per_node: int) -> None:
+    sh = workload.sharded("decoder", nodes=nodes, per_node=per_node, strategy="hsdp")
+    np.testing.assert_allclose(workload.losses("decoder", sh), workload.single_device_losses("decoder"), rtol=1e-5)
+
+
+def test_bfloat16_compute_keeps_float32_parameters_and_stays_near() -> None:
+    sh = workload.sharded("decoder", dtype=jax.numpy.bfloat16, strategy="mics", partition_size=4)
+    step, state, data = workload.compiled_step("decoder", sh)
+    state, metrics = step(state, data)
+    assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
+    np.testing.assert_allclose(float(metrics["loss"]), workload.single_device_losses("decoder")[0], rtol=1e-2)

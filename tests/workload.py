@@ -1,0 +1,136 @@
+"""The small models and the oracle that the tests of the step share: a single device, written without any sharding."""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import models
+from compression.exchange import exchange
+from configs import base
+from optimizers import guarded, watched
+from sharding.mesh import find_nodes, make_mesh
+from sharding.scopes import ShardingConfig, make_layout
+from sharding.spec import place_all
+from sharding.step import Sharded, TrainState, build_train_step, state_shardings
+
+ROWS, SEQ_LEN, NUM_STEPS = 16, 8, 5
+SGD = dict(learning_rate=0.5, momentum=0.9, weight_decay=0.01)
+
+
+@cache
+def model(kind: str, num_layers: int = 2) -> models.Model:
+    """A model with every kind of parameter: stacked matrices and vectors, an embedding, a head."""
+    section = (base.decoder() if kind == "decoder" else base.encoder()).to_dict()
+    section |= dict(num_layers=num_layers, hidden=16, intermediate=32, num_heads=4, max_len=SEQ_LEN)
+    section |= dict(vocab_size=40, vocab_multiple=16)
+    if kind == "decoder":
+        section |= dict(num_kv_heads=2)
+    return models.build(section)
+
+
+@cache
+def params(kind: str, num_layers: int = 2) -> Any:
+    return jax.jit(model(kind, num_layers).init)(jax.random.key(0))
+
+
+@cache
+def batch(rows: int = ROWS) -> Mapping[str, np.ndarray]:
+    """Rows of different weights; the weights differ so much that a mean of means would be another number."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 40, (rows, SEQ_LEN + 1)).astype(np.int32)
+    weights = rng.random((rows, SEQ_LEN), dtype=np.float32) * (np.arange(rows)[:, None] % 5 > 0)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights.astype(np.float32)}
+
+
+def sgd() -> optax.GradientTransformation:
+    """Momentum SGD with decay: unlike Adam's, its update shows a gradient that is wrong by a factor."""
+    return optax.chain(optax.add_decayed_weights(SGD["weight_decay"]), optax.sgd(SGD["learning_rate"], SGD["momentum"]))
+
+
+@cache
+def single_device_losses(kind: str, rows: int = ROWS) -> np.ndarray:
+    """The losses of five steps: the whole batch at once on one device, momentum SGD written out."""
+    p = params(kind)
+    velocity = jax.tree.map(jnp.zeros_like, p)
+    data = {name: jnp.asarray(x) for name, x in batch(rows).items()}
+
+    @jax.jit
+    def step(p: Any, velocity: Any) -> Any:
+        def mean_loss(p: Any) -> jax.Array:
+            return model(kind).loss(p, data, lambda name, tree: tree) / data["weights"].sum()
+
+        loss, grads = jax.value_and_grad(mean_loss)(p)
+        grads = jax.tree.map(lambda g, w: g + SGD["weight_decay"] * w, grads, p)
+        velocity = jax.tree.map(lambda v, g: SGD["momentum"] * v + g, velocity, grads)
+        return jax.tree.map(lambda w, v: w - SGD["learning_rate"] * v, p, velocity), velocity, loss
+
+    losses = []
+    for _ in range(NUM_STEPS):
+        p, velocity, loss = step(p, velocity)
+        losses.append(float(loss))
+    return np.array(losses)
+
+
+def sharding_config(**changes: Any) -> ShardingConfig:
+    section = base.get_config().sharding.to_dict()
+    if "parameters" in changes:
+        section |= dict(strategy="custom")
+    return ShardingConfig(**(section | changes))
+
+
+def sharded(
+    kind: str, *, nodes: int = 4, per_node: int = 2, tensor: int = 1, num_layers: int = 2, dtype: Any = jnp.float32, **how
+) -> Sharded:
+    layout = make_layout(sharding_config(**how), num_nodes=nodes, devices_per_node=per_node, tensor=tensor)
+    mesh = make_mesh(layout.shape, find_nodes(jax.devices()[: nodes * per_node], per_node))
+    placements = place_all(model(kind, num_layers).param_specs(), layout)
+    return Sharded(mesh=mesh, layout=layout, placements=placements, compute_dtype=dtype)
+
+
+def put_batch(sh: Sharded, accumulation: int, rows: int = ROWS) -> Any:
+    """The batch as `[accum, rows, T]`, filled up with rows of weight zero."""
+    per_micro = -(-rows // accumulation)
+    per_micro += -per_micro % sh.layout.shape.num_data_devices
+
+    def place(x: np.ndarray) -> jax.Array:
+        padded = np.zeros((accumulation * per_micro, *x.shape[1:]), x.dtype)
+        padded[: len(x)] = x
+        return jax.device_put(
+            padded.reshape(accumulation, per_micro, *x.shape[1:]), jax.NamedSharding(sh.mesh, sh.batch_spec)
+        )
+
+    return {name: place(x) for name, x in batch(rows).items()}
+
+
+def compiled_step(kind: str, sh: Sharded, *, accumulation: int = 2, rows: int = ROWS, tx: Any = None, num_layers: int = 2):
+    """Returns the compiled step, its first state and its batch."""
+    tx = guarded(exchange(sh), tx or sgd())
+    shapes = jax.eval_shape(lambda: new_state(kind, tx, num_layers))
+    state = jax.jit(lambda: new_state(kind, tx, num_layers), out_shardings=state_shardings(sh, shapes))()
+    data = put_batch(sh, accumulation, rows)
+    step = jax.jit(
+        build_train_step(model(kind, num_layers).loss, sh, tx, watched),
+        donate_argnums=0,
+        out_shardings=(state_shardings(sh, shapes), None),
+    )
+    return step.lower(state, data).compile(), state, data
+
+
+def new_state(kind: str, tx: Any, num_layers: int) -> TrainState:
+    p = model(kind, num_layers).init(jax.random.key(0))
+    return TrainState(step=jnp.zeros((), jnp.int32), params=p, opt_state=tx.init(p))
+
+
+def losses(kind: str, sh: Sharded, **how: Any) -> np.ndarray:
+    """The losses of five steps under a strategy."""
+    step, state, data = compiled_step(kind, sh, **how)
+    out = []
+    for _ in range(NUM_STEPS):
+        state, metrics = step(state, data)
+        out.append(float(metrics["loss"]))
+    return np.array(out)
