@@ -145,7 +145,7 @@ def is_matrix(spec: ParamSpec) -> bool:
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Whether a parameter is a matrix from hidden to hidden; embeddings and heads, which know the vocabulary, are not."""
+    """Whether a parameter is a matrix from hidden to hidden; embeddings and heads know the vocabulary and are not."""
     return is_matrix(spec) and "vocab" not in spec.dims
 
 
@@ -169,10 +169,10 @@ def per_layer(make: Callable[[PyTree], Transform], specs: PyTree) -> Transform:
         layers, others = split(params)
         return {"layers": jax.vmap(stacked.init)(layers), "rest": rest.init(others)}
 
-    def update(grads: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        assert params is not None
-        (g_layers, g_rest), (p_layers, p_rest) = split(grads), split(params)
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        (g_layers, g_rest), (p_layers, p_rest) = split(updates), split(params)
         u_layers, s_layers = jax.vmap(stacked.update)(g_layers, state["layers"], p_layers)
+        u_rest: Any
         u_rest, s_rest = rest.update(g_rest, state["rest"], p_rest)
         return {**u_rest, "layers": u_layers}, {"layers": s_layers, "rest": s_rest}
 
@@ -180,22 +180,22 @@ def per_layer(make: Callable[[PyTree], Transform], specs: PyTree) -> Transform:
 
 
 def guarded(exchange: Transform, inner: Transform) -> Transform:
-    """Runs exchange then `inner`; a step whose gradient is not finite changes nothing but the count of skipped steps."""
+    """Runs exchange then `inner`; a step with a gradient that is not finite only counts as skipped."""
 
     def init(params: PyTree) -> GuardState:
         zero = jnp.zeros((), jnp.int32)
         return GuardState(exchange.init(params), inner.init(params), jnp.zeros(()), zero, zero)
 
-    def update(grads_R: PyTree, state: GuardState, params: PyTree | None = None) -> tuple[PyTree, GuardState]:
-        grads, exchange_state = exchange.update(grads_R, state.exchange, params)
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, GuardState]:
+        grads, exchange_state = exchange.update(updates, state.exchange, params)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm)
-        updates, inner_state = inner.update(grads, state.inner, params)
+        steps, inner_state = inner.update(grads, state.inner, params)
 
         def keep(new: PyTree, old: PyTree) -> PyTree:
             return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
-        return jax.tree.map(lambda u: jnp.where(finite, u, 0), updates), GuardState(
+        return jax.tree.map(lambda u: jnp.where(finite, u, 0), steps), GuardState(
             exchange=keep(exchange_state, state.exchange),
             inner=keep(inner_state, state.inner),
             grad_norm=norm,

@@ -36,7 +36,13 @@ def levels(scope: Sequence[str], *, hierarchical: bool) -> list[tuple[str, ...]]
 
 
 def all_gather_chunks(x: jax.Array, scope: Sequence[str], *, hierarchical: bool, to: str = "varying") -> jax.Array:
-    """Gathers local chunks `[N]` into `[p, N]`, chunks in CHUNK_ORDER of `scope`."""
+    """Gathers local chunks `[N]` into `[p, N]`, chunks in CHUNK_ORDER of `scope`.
+
+    Sixteen-bit floats travel as integers: XLA may not widen those (CPU), nor move a conversion across the gather.
+    """
+    if x.dtype == jnp.bfloat16:
+        gathered = all_gather_chunks(lax.bitcast_convert_type(x, jnp.uint16), scope, hierarchical=hierarchical, to=to)
+        return lax.bitcast_convert_type(gathered, x.dtype)
     size = x.size
     for axes in levels(scope, hierarchical=hierarchical):
         x = lax.all_gather(x, axes, to=to)

@@ -53,6 +53,14 @@ class Sharded:
     compute_dtype: Any = jnp.float32
 
     @property
+    def sum_dtype(self) -> Any:
+        """The dtype of hop one: the compute dtype, but float32 on CPUs.
+
+        XLA:CPU widens 16-bit sums anyway, and aborts on those in a partly manual region (AllReducePromotion, jax 0.10.2).
+        """
+        return jnp.float32 if self.mesh.devices.flat[0].platform == "cpu" else self.compute_dtype
+
+    @property
     def batch_spec(self) -> PartitionSpec:
         """Spec of batch arrays `[accum, rows, ...]`."""
         return PartitionSpec(None, self.layout.data_axes or None)
@@ -251,9 +259,12 @@ def hop_one(sharded: Sharded, placements: PyTree, grads: PyTree) -> PyTree:
 @jax.named_scope("hop_one")
 def _hop_one_leaves(sharded: Sharded, group: Group, grads: list[jax.Array]) -> list[jax.Array]:
     layout = sharded.layout
+    wide = [x.astype(sharded.sum_dtype) for x in grads]
     if layout.two_hop:
-        return [vary(x, layout.data_axes) for x in group.reduce_scatter(grads)]
-    return group.all_reduce_then_slice(grads, layout.data_axes)
+        summed = [vary(x, layout.data_axes) for x in group.reduce_scatter(wide)]
+    else:
+        summed = group.all_reduce_then_slice(wide, layout.data_axes)
+    return [x.astype(grad.dtype) for x, grad in zip(summed, grads, strict=True)]
 
 
 @jax.named_scope("gradient_scope")
@@ -266,7 +277,7 @@ def to_gradient_scope(sharded: Sharded, grads: PyTree, *, zeros: bool = False) -
     if (
         layout.two_hop and not zeros and extra
     ):  # the values came from the compute dtype: nothing is lost in casting back
-        summed = group.reduce_scatter([x.astype(sharded.compute_dtype) for x in leaves])
+        summed = group.reduce_scatter([x.astype(sharded.sum_dtype) for x in leaves])
     else:
         summed = group.slice(leaves)
     if layout.two_hop:

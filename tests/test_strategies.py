@@ -31,7 +31,11 @@ def is_legal(case: dict) -> bool:
     """A group of one device holds no tensor split; the automatic partitioner reads neither gathers nor hops."""
     if case["tensor"] == 2 and case["strategy"] == "mics1":
         return False
-    return case["partitioner"] == "manual" or (case["hierarchical"], case["two_hop"], case["gather"]) == (True, True, "layer")
+    return case["partitioner"] == "manual" or (case["hierarchical"], case["two_hop"], case["gather"]) == (
+        True,
+        True,
+        "layer",
+    )
 
 
 def all_cases() -> list[dict]:

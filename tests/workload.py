@@ -84,7 +84,14 @@ def sharding_config(**changes: Any) -> ShardingConfig:
 
 
 def sharded(
-    kind: str, *, nodes: int = 4, per_node: int = 2, tensor: int = 1, num_layers: int = 2, dtype: Any = jnp.float32, **how
+    kind: str,
+    *,
+    nodes: int = 4,
+    per_node: int = 2,
+    tensor: int = 1,
+    num_layers: int = 2,
+    dtype: Any = jnp.float32,
+    **how,
 ) -> Sharded:
     layout = make_layout(sharding_config(**how), num_nodes=nodes, devices_per_node=per_node, tensor=tensor)
     mesh = make_mesh(layout.shape, find_nodes(jax.devices()[: nodes * per_node], per_node))
@@ -107,7 +114,9 @@ def put_batch(sh: Sharded, accumulation: int, rows: int = ROWS) -> Any:
     return {name: place(x) for name, x in batch(rows).items()}
 
 
-def compiled_step(kind: str, sh: Sharded, *, accumulation: int = 2, rows: int = ROWS, tx: Any = None, num_layers: int = 2):
+def compiled_step(
+    kind: str, sh: Sharded, *, accumulation: int = 2, rows: int = ROWS, tx: Any = None, num_layers: int = 2
+):
     """Returns the compiled step, its first state and its batch."""
     tx = guarded(exchange(sh), tx or sgd())
     shapes = jax.eval_shape(lambda: new_state(kind, tx, num_layers))

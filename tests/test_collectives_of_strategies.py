@@ -1,0 +1,200 @@
+"""The compiled program of each strategy holds exactly the collectives of DESIGN 6.3, computed here from the formulas."""
+
+import math
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+import workload
+
+from sharding.hlo import Collective, bytes_per_step, read_collectives
+
+LAYERS, ACCUMULATION, NODES, PER_NODE = 3, 2, 4, 2
+N = NODES * PER_NODE
+
+
+def sizes() -> dict[str, int]:
+    """Elements of each group of parameters; of `layers`, those of one layer."""
+    specs = workload.model("decoder", LAYERS).param_specs()
+    count = {
+        name: sum(math.prod(s.shape) for s in jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "dims")))
+        for name, tree in specs.items()
+    }
+    return count | {"layers": count["layers"] // LAYERS}
+
+
+def model_elements() -> int:
+    return sum(m * (LAYERS if name == "layers" else 1) for name, m in sizes().items())
+
+
+def read(**how) -> list[Collective]:
+    sh = workload.sharded("decoder", nodes=NODES, per_node=PER_NODE, num_layers=LAYERS, **how)
+    step, _, _ = workload.compiled_step("decoder", sh, accumulation=ACCUMULATION, num_layers=LAYERS)
+    return read_collectives(step.as_text(), sh.layout.shape)
+
+
+def is_scalar(c: Collective) -> bool:
+    """Norms, the loss and the sum of weights: at most one number for each of the 11 parameters."""
+    return c.kind == "all-reduce" and c.num_elements <= 11
+
+
+def traffic(collectives: list[Collective]) -> dict[tuple, int]:
+    """Elements a step (payload times executions) by label, kind and axes, without the scalars."""
+    total: Counter = Counter()
+    for c in collectives:
+        if not is_scalar(c):
+            total[c.label, c.kind, c.axes] += c.num_elements * c.times
+    return dict(total)
+
+
+def gathered(label: str, kind: str, elements: int, levels: list[tuple[tuple[str, ...], int]]) -> dict[tuple, int]:
+    """Elements of a gather (or reduce-scatter) of `elements` in several levels, given innermost first with its size."""
+    out = {}
+    for axes, size in levels:
+        out[label, kind, axes] = elements
+        elements //= size
+    return out
+
+
+INTRA, INTER = (("shard_intra",), 2), ("shard_inter",)
+
+
+def levels_of(p: int, *, hierarchical: bool) -> list[tuple[tuple[str, ...], int]]:
+    """The levels of a gather in a partition group of p devices on 4 nodes of 2."""
+    if p == 1:
+        return []
+    if p == 2:
+        return [INTRA]
+    return [INTRA, (INTER, p // 2)] if hierarchical else [(("shard_inter", "shard_intra"), p)]
+
+
+def expected_mics(p: int, *, hierarchical: bool = True, gather: str = "layer") -> dict[tuple, int]:
+    m, total = sizes(), model_elements()
+    once = total * ACCUMULATION
+    gathers = {
+        "layer": ACCUMULATION * (2 * LAYERS * m["layers"] + m["embed"] + m["head"]),
+        "micro_step": once,
+        "step": total,
+    }[gather]
+    levels = levels_of(p, hierarchical=hierarchical)
+    replicas = ("replica_inter",) if p > 1 else ("replica_inter", "replica_intra")
+    hop_two = {("hop_two", "all-reduce", replicas): total // p} if p < N else {}
+    return (
+        gathered("gather", "all-gather", gathers, levels)
+        | gathered("hop_one", "reduce-scatter", once, levels)
+        | hop_two
+    )
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+def test_mics(p: int) -> None:
+    collectives = read(strategy="mics", partition_size=p)
+    assert traffic(collectives) == expected_mics(p)
+    in_the_loop = [c for c in collectives if c.loop_depth > 0]
+    assert all(not axis.startswith("replica") for c in in_the_loop for axis in c.axes)
+    assert sum(is_scalar(c) for c in collectives) <= 3
+
+
+@pytest.mark.parametrize("p", [4, 8])
+def test_a_flat_gather_is_one_collective_over_both_networks(p: int) -> None:
+    assert traffic(read(strategy="mics", partition_size=p, hierarchical=False)) == expected_mics(p, hierarchical=False)
+
+
+@pytest.mark.parametrize("gather", ["micro_step", "step"])
+def test_gather_frequency(gather: str) -> None:
+    assert traffic(read(strategy="mics", partition_size=4, gather=gather)) == expected_mics(4, gather=gather)
+
+
+@pytest.mark.parametrize(("strategy", "p"), [("ddp", 1), ("hsdp", 2), ("zero3", 8)])
+def test_names_for_scopes(strategy: str, p: int) -> None:
+    assert traffic(read(strategy=strategy)) == expected_mics(p)
+
+
+ALL_LEVELS = [(("replica_intra",), 2), (("replica_inter",), 4)]
+
+
+def test_zero1_reduces_once_a_step() -> None:
+    total = model_elements()
+    assert traffic(read(strategy="zero1")) == (
+        gathered("hop_two", "reduce-scatter", total, ALL_LEVELS)
+        | gathered("parameter_scope", "all-gather", total, ALL_LEVELS)
+    )
+
+
+def test_zero2_reduces_every_micro_step() -> None:
+    total = model_elements()
+    assert traffic(read(strategy="zero2")) == (
+        gathered("gradient_scope", "reduce-scatter", total * ACCUMULATION, ALL_LEVELS)
+        | gathered("parameter_scope", "all-gather", total, ALL_LEVELS)
+    )
+
+
+def test_node_node_all_shards_the_optimizer_over_everything() -> None:
+    shard = model_elements() // 2
+    wider = [(("replica_inter",), 4)]
+    mics2 = expected_mics(2)
+    del mics2["hop_two", "all-reduce", ("replica_inter",)]
+    assert traffic(read(parameters="node", gradients="node", optimizer="all")) == (
+        mics2
+        | gathered("hop_two", "reduce-scatter", shard, wider)
+        | gathered("parameter_scope", "all-gather", shard, wider)
+    )
+
+
+def test_without_two_hop_everything_is_all_reduced_in_every_micro_step() -> None:
+    """MiCS section 3.4: the alternative moves 2 M (n-1)/n in each of the s micro-steps."""
+    collectives = read(strategy="mics", partition_size=4, two_hop=False)
+    got = traffic(collectives)
+    everyone = ("replica_inter", "shard_inter", "shard_intra")
+    assert got.pop(("hop_one", "all-reduce", everyone)) == model_elements() * ACCUMULATION
+    assert {label for label, _, _ in got} == {"gather"}
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_bytes_of_design_6_3(p: int) -> None:
+    """Gather and hop one (p-1)M/p, hop two 2(M/p)(R-1)/R; between nodes (p-k)M/p with, (p-1)M/p without hierarchy."""
+    m = {name: 4 * elements for name, elements in sizes().items()}
+    gathered_bytes = ACCUMULATION * (3 * LAYERS * m["layers"] + 2 * m["embed"] + 2 * m["head"])  # gathers and hop one
+    replicas, k = N // p, PER_NODE
+    hop_two = 2 * (4 * model_elements() / p) * (replicas - 1) / replicas
+    for hierarchical in (True, False):
+        collectives = [
+            c for c in read(strategy="mics", partition_size=p, hierarchical=hierarchical) if not is_scalar(c)
+        ]
+        got = bytes_per_step(collectives)
+        if hierarchical:  # each level moves its own share: nothing crosses that is needed only inside
+            between_nodes = gathered_bytes * (p - k) / p
+            inside = gathered_bytes * (k - 1) / k
+        else:  # one ring over all: each node has one edge out
+            between_nodes = gathered_bytes * (p - 1) / p if p > k else 0
+            inside = gathered_bytes * (p - 1) / p - between_nodes / k
+        assert got["collective_inter_bytes"] * k == pytest.approx(between_nodes + hop_two * k, abs=8)
+        assert got["collective_intra_bytes"] == pytest.approx(inside, abs=8)
+
+
+def test_bfloat16_gathers_move_half_the_bytes() -> None:
+    sh = workload.sharded("decoder", num_layers=LAYERS, dtype=jnp.bfloat16, strategy="mics", partition_size=2)
+    step, _, _ = workload.compiled_step("decoder", sh, accumulation=ACCUMULATION, num_layers=LAYERS)
+    collectives = read_collectives(step.as_text(), sh.layout.shape)
+    assert traffic(collectives) == expected_mics(2)
+    assert {c.dtype for c in collectives if c.label == "gather"} == {"u16"}
+    assert all(c.payload_bytes == 2 * c.num_elements for c in collectives if c.label == "gather")
+
+
+def test_tensor_splits_the_gathered_bytes() -> None:
+    """With tensor=2 on nodes of 2, a group of 4 devices gathers between its two nodes, each device half of a matrix."""
+    collectives = read(strategy="mics", partition_size=4, tensor=2)
+    specs = workload.model("decoder", LAYERS).param_specs()
+    layer = [s for s in jax.tree.leaves(specs["layers"], is_leaf=lambda x: hasattr(x, "dims"))]
+    split = sum(math.prod(s.shape[1:]) // (2 if len(s.shape) > 2 else 1) for s in layer)
+    other = sum(
+        math.prod(s.shape) // (2 if "vocab" in s.dims else 1)
+        for name in ("embed", "head")
+        for s in jax.tree.leaves(specs[name], is_leaf=lambda x: hasattr(x, "dims"))
+    )
+    got = {key: value for key, value in traffic(collectives).items() if key[1] != "all-reduce"}
+    assert got == {
+        ("gather", "all-gather", ("shard_inter",)): ACCUMULATION * (2 * LAYERS * split + other),
+        ("hop_one", "reduce-scatter", ("shard_inter",)): ACCUMULATION * (LAYERS * split + other),
+    }
