@@ -79,7 +79,8 @@ def expected_mics(p: int, *, hierarchical: bool = True, gather: str = "layer") -
     }[gather]
     levels = levels_of(p, hierarchical=hierarchical)
     replicas = ("replica_inter",) if p > 1 else ("replica_inter", "replica_intra")
-    hop_two = {("hop_two", "all-reduce", replicas): total // p} if p < N else {}
+    loss = int(p == 1)  # XLA combines the sum of the loss with it where both cross the same axes
+    hop_two = {("hop_two", "all-reduce", replicas): total // p + loss} if p < N else {}
     return (
         gathered("gather", "all-gather", gathers, levels)
         | gathered("hop_one", "reduce-scatter", once, levels)
