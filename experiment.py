@@ -3,6 +3,7 @@
 Used by the programs (train.py, sharding/table.py); everything here is the same for one process or many.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import models
 from compression.exchange import exchange
@@ -222,13 +223,18 @@ def make_experiment(config: Config) -> Experiment:
         config=config,
         model=model,
         sharded=sharded,
-        tx=make_optimizer(optimizer, config.num_steps, specs, exchange(sharded)),
+        tx=make_optimizer(optimizer, config.num_steps, specs, exchange(sharded), on_each_device(sharded.mesh)),
         schedule=make_schedule(optimizer, config.num_steps),
         max_skipped=optimizer.max_skipped,
         batch=batch,
         data=data,
         accumulation=batch.accumulation(layout.shape.num_data_devices),
     )
+
+
+def on_each_device(mesh: Mesh) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns the wrapper that runs a function on whole arrays, on each device of `mesh` by itself."""
+    return lambda function: jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
 
 
 def _resolved(section: Config) -> dict[str, Any]:

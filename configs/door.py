@@ -2,40 +2,80 @@
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
+
+from configs import base
 
 Settings = TypeVar("Settings")
 Config = Any  # an ml_collections.ConfigDict with the keys of configs/base.py, or a section of one
 
 
-def new_flags() -> flags.FlagValues:
-    """Returns flags with `--config=FILE[:arg]` and its overrides `--config.a.b=value`; define more on it."""
+def new_flags(argv: Sequence[str] | None = None) -> flags.FlagValues:
+    """Returns flags with `--config=FILE[:arg]` and its overrides `--config.a.b=value`; define more on it.
+
+    `argv` (program first) is what will be parsed, if not this program's own arguments.
+    """
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, "configs/X.py[:arg]", lock_config=True, flag_values=values)
+    config_flags.DEFINE_config_file(
+        "config", None, "configs/X.py[:arg]", flag_values=values, sys_argv=None if argv is None else list(argv)
+    )
     return values
 
 
 def parse(argv: Sequence[str], values: flags.FlagValues) -> Config:
     """Parses `argv` (program first) into `values` and returns the locked config. ValueError for a bad flag or key."""
+    known = [*flat(base.get_config().to_dict()), *flat({"model": base.encoder().to_dict()})]
+    for word in argv[1:]:
+        override = re.match(r"--?config\.([^=]+)", word)
+        if override and override[1] not in known:
+            raise ValueError(f"{override[1]} is not a key; the nearest is {nearest(override[1], known)}")
+    file = next((match[1] for word in argv if (match := re.match(r"--?config=([^:]*)", word))), "")
+    if file and not Path(file).is_file():
+        raise ValueError(f"--config={file}: there is no such file")
     try:
         rest = values(list(argv))[1:]
-    except (flags.Error, AttributeError, KeyError, TypeError, OSError, ImportError) as error:
+    except flags.Error as error:
         raise ValueError(_one_line(error)) from error
+    except Exception as error:  # a config file is the user's code: it raises anything at all
+        raise ValueError(f"{file}: {_one_line(error)} ({type(error).__name__})") from error
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; flags are written --name=value")
-    if values.config is None:
+    if not file:
         names = ", ".join(sorted(p.stem for p in Path(__file__).parent.glob("*.py") if _is_experiment(p)))
         raise ValueError(f"--config=configs/X.py is missing; there are {names}")
+    if not isinstance(values.config, ConfigDict):
+        raise ValueError(f"{file}: get_config must return the config; it returned {values.config!r}")
+    check_keys(values.config)
     return values.config
 
 
+def check_keys(config: Config) -> None:
+    """Raises ValueError for a key that configs/base.py does not have, for one that is missing, and for a wrong type."""
+    known = flat(base.get_config().to_dict())
+    kind = flat(config.to_dict()).get("model.kind")
+    if kind == "encoder":
+        known = {key: value for key, value in known.items() if not key.startswith("model.")}
+        known |= flat({"model": base.encoder().to_dict()})
+    given = flat(config.to_dict())
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{key} is not a key; the nearest is {nearest(key, list(known))}")
+    for key, default in known.items():
+        if key not in given:
+            raise ValueError(f"{key} is missing from the config; its default is {default!r}")
+        value, wanted = given[key], (int, float) if isinstance(default, float) else type(default)
+        if not isinstance(value, wanted) or isinstance(value, bool) != isinstance(default, bool):
+            raise ValueError(f"{key}={value!r} must be of type {type(default).__name__}, like {default!r}")
+
+
 def settings(cls: type[Settings], section: Config, name: str) -> Settings:
-    """Returns the frozen dataclass `cls` of a config section; ValueError for a key unknown, missing or of a wrong type."""
+    """Returns the frozen dataclass `cls` of a config section; ValueError for a key unknown, missing or mistyped."""
     given = dict(section.items())
     fields = {field.name: field for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
     for key in given:
@@ -55,20 +95,14 @@ def nearest(word: str, known: Sequence[str]) -> str:
 
 
 def _is_experiment(path: Path) -> bool:
-    return "def get_config" in path.read_text() and path.stem != "base"
+    return "\ndef get_config(" in path.read_text() and path.stem != "base"
 
 
 def _one_line(error: BaseException) -> str:
     """Returns what an absl or ml_collections error says, in one line."""
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    lines = [line.strip().strip("'\"") for line in text.splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    hint = next((line for line in lines if line.startswith("Did you mean")), "")
-    first = lines[0].split(" Other fields present")[0].strip("'\" ")
-    if hint:
-        return f"unknown config key {first}: {hint}" if "does not exist" not in first else f"{first} {hint}"
-    return " ".join(lines)
+    text = str(error.args[0] if error.args else error).replace("\\n", "\n").replace("\\", "")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines).split(" Other fields present")[0] or type(error).__name__
 
 
 def config_name(values: flags.FlagValues) -> str:
@@ -82,5 +116,5 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns a nested dict as `{"a.b": value}`."""
     out: dict[str, Any] = {}
     for key, value in section.items():
-        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
     return out

@@ -1,5 +1,6 @@
 """`ParamSpec`, the one declaration of a parameter, and `Placement`, the dims on which it is partitioned."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ class ParamSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole parameter."""
-        return int(jnp.dtype(self.dtype).itemsize) * int(jnp.prod(jnp.array(self.shape))) if self.shape else 0
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)

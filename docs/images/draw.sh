@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Draws the pictures of this folder again, with the program that draws any config's mesh.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+draw() {
+  "${PYTHON:-.venv/bin/python}" -m sharding.table --config=configs/quickstart.py --png="docs/images/mesh_$1.png" "${@:2}" >/dev/null
+}
+draw mics2
+draw mics4 --config.sharding.partition_size=4
+draw zero3 --config.sharding.strategy=zero3 --config.sharding.partition_size=0
+draw ddp --config.sharding.strategy=ddp --config.sharding.partition_size=0
+draw hsdp --config.sharding.strategy=hsdp --config.sharding.partition_size=0 --devices=8 --devices_per_node=4
+draw node_node_all --config.sharding.strategy=custom --config.sharding.partition_size=0 \
+  --config.sharding.parameters=node --config.sharding.gradients=node --config.sharding.optimizer=all

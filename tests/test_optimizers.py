@@ -1,0 +1,456 @@
+"""Every optimizer against plain optax on unstacked layers, against numpy, and sharded against one device."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from ml_collections import ConfigDict
+from optax import contrib
+
+from compression.exchange import exchange
+from configs import base
+from configs.door import settings
+from experiment import make_experiment, on_each_device
+from optimizers import NAMES, GuardState, OptimizerConfig, make_optimizer, make_schedule, watched
+from sharding import hlo
+from sharding.mesh import find_nodes, make_mesh
+from sharding.scopes import ShardingConfig, make_layout
+from sharding.spec import ParamSpec, is_placement, place_all
+from sharding.step import Sharded, TrainState, gradient_specs, state_shardings
+
+LAYERS, STEPS = 3, 5
+DIMS = {
+    "embed": {"token": ("vocab", "embed"), "position": ("position", "embed")},
+    "layers": {
+        "norm": {"scale": ("layers", "norm")},
+        "up": {"weight": ("layers", "embed", "mlp"), "bias": ("layers", "mlp")},
+        "wide": {"weight": ("layers", "embed", "mlp")},
+    },
+    "head": {"weight": ("embed", "vocab"), "norm": {"scale": ("norm",)}, "transform": ("embed", "mlp")},
+}
+SIZES = {"layers": LAYERS, "vocab": 24, "position": 16, "embed": 8, "mlp": 16, "norm": 8}
+MATRICES = ("embed/token", "layers/up/weight", "layers/wide/weight", "head/weight", "head/transform")
+HIDDEN_MATRICES = ("layers/up/weight", "layers/wide/weight", "head/transform")
+
+
+def make_spec(dims: tuple[str, ...]) -> ParamSpec:
+    shape = tuple(SIZES[dim] for dim in dims)
+    # `wide` is large enough for Adafactor to factor it
+    return ParamSpec(shape=shape, dims=dims)
+
+
+def is_spec(x: object) -> bool:
+    return isinstance(x, ParamSpec)
+
+
+SPECS = jax.tree.map(make_spec, DIMS, is_leaf=lambda x: isinstance(x, tuple))
+SPECS["layers"]["wide"]["weight"] = ParamSpec(shape=(LAYERS, 128, 136), dims=("layers", "embed", "mlp"))
+
+
+def optimizer_config(name: str, **changes: Any) -> OptimizerConfig:
+    section = base.get_config().optimizer
+    section.update(name=name, learning_rate=0.02, warmup_steps=2, weight_decay=0.3, b2=0.99, eps=1e-7)
+    section.update(changes)
+    return settings(OptimizerConfig, section, "optimizer")
+
+
+def no_exchange() -> optax.GradientTransformation:
+    """Stands where hop two does, for one replica: `[1, ...]` becomes `[...]`."""
+    return optax.GradientTransformation(
+        lambda params: optax.EmptyState(),
+        lambda updates, state, params=None: (jax.tree.map(lambda g: g[0], updates), state),
+    )
+
+
+def random_tree(seed: int, scale: Callable[[int], float] = lambda layer: 1.0) -> Any:
+    """Values for SPECS, layer `i` multiplied by `scale(i)`."""
+    rng = np.random.default_rng(seed)
+
+    def draw(spec: ParamSpec) -> np.ndarray:
+        x = rng.normal(size=spec.shape).astype(np.float32)
+        factors = np.array([scale(i) for i in range(LAYERS)], np.float32)
+        return x * factors.reshape(-1, *(1,) * (x.ndim - 1)) if spec.dims[0] == "layers" else x
+
+    return jax.tree.map(draw, SPECS, is_leaf=is_spec)
+
+
+PARAMS = random_tree(0, lambda layer: 10.0**layer)  # layers as unlike as can be
+GRADS = [random_tree(1 + i, lambda layer: 0.1**layer) for i in range(STEPS)]
+
+
+def run(config: OptimizerConfig, grads: list[Any] = GRADS, num_steps: int = STEPS) -> tuple[Any, GuardState]:
+    """Returns parameters and state after our chain has seen `grads`."""
+    init, step = one_device(config, num_steps)
+    params, state = PARAMS, init(PARAMS)
+    for grad in grads:
+        params, state = step(grad, state, params)
+    return params, state
+
+
+@functools.cache
+def one_device(config: OptimizerConfig, num_steps: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns our chain's init and step on one device, compiled once for each config."""
+    tx = make_optimizer(config, num_steps, SPECS, no_exchange())
+
+    def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(jax.tree.map(lambda g: g[None], grads), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(tx.init), jax.jit(step)
+
+
+def flat(tree: Any) -> dict[str, np.ndarray]:
+    """Returns the leaves by name; a stack of layers as one leaf for each: `0/up/weight`."""
+    out = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        layers = name.startswith("layers/")
+        out |= {f"{i}/{name}": np.asarray(x[i]) for i in range(LAYERS)} if layers else {name: np.asarray(x)}
+    return out
+
+
+def stack_name(name: str) -> str:
+    return name.lstrip("0123456789/")
+
+
+def decays(params: dict[str, Any]) -> dict[str, bool]:
+    return {name: stack_name(name) in MATRICES for name in params}
+
+
+def close(ours: Any, theirs: dict[str, np.ndarray], rtol: float = 2e-5) -> None:
+    ours = flat(ours)
+    assert ours.keys() == theirs.keys()
+    for name, x in ours.items():
+        scale = np.abs(theirs[name]).max()
+        np.testing.assert_allclose(x, theirs[name], rtol=rtol, atol=rtol * scale, err_msg=name)
+
+
+# ---------------------------------------------------------------------------------- against optax, layer by layer
+
+
+def plain_optax(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """The optimizer as a user of optax writes it for a flat dict of unstacked tensors."""
+    c, decay = config, config.weight_decay
+    decoupled = optax.add_decayed_weights(lambda step: -decay * schedule(step), decays)
+    match c.name:
+        case "adamw":
+            return optax.adamw(schedule, b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=decay, mask=decays)
+        case "sgd":
+            return optax.chain(optax.add_decayed_weights(decay, decays), optax.sgd(schedule, momentum=c.momentum))
+        case "lamb":
+            return optax.lamb(schedule, b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=decay, mask=decays)
+        case "lars":
+            return optax.lars(schedule, decay, decays, trust_ratio_mask=decays, momentum=c.momentum)
+        case "adafactor":
+            return optax.chain(optax.adafactor(schedule), decoupled)
+    muon = contrib.muon(schedule, beta=c.momentum, eps=c.eps)
+    adam = optax.nadam(schedule, b1=c.b1, b2=c.b2, eps=c.eps)  # optax's muon uses Nesterov for both
+    labels = lambda params: {name: "muon" if stack_name(name) in HIDDEN_MATRICES else "adam" for name in params}
+    return optax.chain(optax.partition({"muon": muon, "adam": adam}, labels), decoupled)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_plain_optax_on_unstacked_layers(name: str) -> None:
+    config = optimizer_config(name, clip_norm=0.0)
+    tx = plain_optax(config, make_schedule(config, STEPS))
+    params: Any = flat(PARAMS)
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for grads in GRADS:
+        updates, state = update(flat(grads), state, params)
+        params = optax.apply_updates(params, updates)
+    close(run(config)[0], params, rtol=1e-4 if name == "muon" else 2e-5)
+
+
+# ------------------------------------------------------------------------------------------------ against numpy
+
+
+def numpy_adam(p: np.ndarray, grads: list[np.ndarray], c: OptimizerConfig, rates: list[float], wd: float, trust: bool):
+    m = v = np.zeros_like(p)
+    for t, (g, rate) in enumerate(zip(grads, rates, strict=True), start=1):
+        m, v = c.b1 * m + (1 - c.b1) * g, c.b2 * v + (1 - c.b2) * g**2
+        u = m / (1 - c.b1**t) / (np.sqrt(v / (1 - c.b2**t)) + c.eps) + wd * p
+        p = p - rate * u * (np.linalg.norm(p) / np.linalg.norm(u) if trust else 1.0)
+    return p
+
+
+def numpy_sgd(p: np.ndarray, grads: list[np.ndarray], c: OptimizerConfig, rates: list[float], wd: float):
+    m = np.zeros_like(p)
+    for g, rate in zip(grads, rates, strict=True):
+        m = c.momentum * m + g + wd * p
+        p = p - rate * m
+    return p
+
+
+def formula_rates(peak: float, final: float, warmup: int, num_steps: int, schedule: str) -> list[float]:
+    """The learning rate of each step from the definitions."""
+    rates = []
+    for step in range(num_steps):
+        done = (step - warmup) / (num_steps - 1 - warmup) if step > warmup else 0.0
+        falling = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[schedule]
+        after = peak * falling if schedule == "constant" else final + (peak - final) * falling
+        rates.append(peak * (step + 1) / warmup if step < warmup else after)
+    return rates
+
+
+@pytest.mark.parametrize("mask", ["matrices", "all"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb"])
+def test_equals_numpy(name: str, mask: str) -> None:
+    config = optimizer_config(name, clip_norm=0.0, decay_mask=mask)
+    rates = formula_rates(0.02, 0.002, 2, STEPS, "cosine")
+    expected = {}
+    for leaf, p in flat(PARAMS).items():
+        grads = [flat(g)[leaf].astype(np.float64) for g in GRADS]
+        wd = 0.3 if mask == "all" or stack_name(leaf) in MATRICES else 0.0
+        rest = (p.astype(np.float64), grads, config, rates, wd)
+        expected[leaf] = numpy_sgd(*rest) if name == "sgd" else numpy_adam(*rest, name == "lamb")
+    close(run(config)[0], expected)
+
+
+def test_muon_orthogonalises_hidden_matrices_of_a_layer_and_nothing_else() -> None:
+    """Newton-Schulz leaves singular values near 1 (Jordan 2024: about 0.7 to 1.2), times sqrt(max(1, out / in))."""
+    config = optimizer_config("muon", clip_norm=0.0, weight_decay=0.0, warmup_steps=0, schedule="constant")
+    moved = run(config, GRADS[:1])[0]
+    for name, x in flat(moved).items():
+        u = (x - flat(PARAMS)[name]) / 0.02
+        if stack_name(name) in HIDDEN_MATRICES:
+            values = np.linalg.svd(u, compute_uv=False) / math.sqrt(max(1, u.shape[1] / u.shape[0]))
+            tolerance = 0.05 * np.abs(flat(PARAMS)[name]).max()  # what float32 loses in p + u
+            assert values.min() + tolerance > 0.3 and values.max() < 1.3 + tolerance, (name, values)
+        else:  # Adam's first step is the gradient's sign (with Nesterov: nearly)
+            np.testing.assert_array_equal(np.sign(u), -np.sign(flat(GRADS[0])[name]), err_msg=name)
+            assert np.ptp(np.abs(u)) < 0.05, name
+
+
+def test_weight_decay_is_a_share_of_the_parameter_a_step() -> None:
+    """With no gradient, decoupled decay leaves `1 - learning_rate * weight_decay`; masked parameters stay."""
+    zero = jax.tree.map(np.zeros_like, GRADS[0])
+    for name in ("adafactor", "muon"):  # adamw: see against numpy
+        for mask in ("matrices", "all"):
+            config = optimizer_config(name, warmup_steps=0, schedule="constant", decay_mask=mask)
+            for leaf, x in flat(run(config, [zero])[0]).items():
+                share = 1 - 0.02 * 0.3 if mask == "all" or stack_name(leaf) in MATRICES else 1.0
+                np.testing.assert_allclose(x, share * flat(PARAMS)[leaf], rtol=1e-5, err_msg=f"{name} {leaf}")
+
+
+# -------------------------------------------------------------------------------- schedules, clipping, the guard
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 10])
+def test_schedules(schedule: str, warmup: int) -> None:
+    config = optimizer_config("adamw", schedule=schedule, warmup_steps=warmup, learning_rate=0.5, final_fraction=0.2)
+    rates = [float(make_schedule(config, 40)(step)) for step in range(40)]
+    np.testing.assert_allclose(rates, formula_rates(0.5, 0.1, warmup, 40, schedule), rtol=1e-5)
+    assert rates[0] == pytest.approx(0.5 / max(warmup, 1))
+    assert rates[warmup] == pytest.approx(0.5)
+    assert rates[-1] == pytest.approx(0.5 if schedule == "constant" else 0.1)
+
+
+def test_more_warm_up_than_steps_is_an_error() -> None:
+    assert float(make_schedule(optimizer_config("adamw", warmup_steps=5), 5)(4)) == pytest.approx(0.02)
+    with pytest.raises(ValueError, match=r"optimizer\.warmup_steps=6 is more than num_steps=5"):
+        make_schedule(optimizer_config("adamw", warmup_steps=6), 5)
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e6, 0.0])
+def test_clipping_by_the_norm_of_everything(limit: float) -> None:
+    config = optimizer_config(
+        "sgd", clip_norm=limit, momentum=0.0, weight_decay=0.0, warmup_steps=0, schedule="constant"
+    )
+    params, state = run(config, GRADS[:1])
+    norm = math.sqrt(sum(float((x.astype(np.float64) ** 2).sum()) for x in jax.tree.leaves(GRADS[0])))
+    assert float(state.grad_norm) == pytest.approx(norm, rel=1e-5)  # before clipping
+    factor = limit / norm if limit == 0.5 else 1.0
+    expected = {name: x - 0.02 * factor * flat(GRADS[0])[name] for name, x in flat(PARAMS).items()}
+    close(params, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing(name: str, bad: float) -> None:
+    config = optimizer_config(name)
+    poisoned = jax.tree.map(np.copy, GRADS[1])
+    poisoned["layers"]["up"]["bias"][1, 3] = bad
+    before_params, before = run(config, GRADS[:1])
+    params, state = run(config, [GRADS[0], poisoned])
+    jax.tree.map(np.testing.assert_array_equal, params, before_params)
+    jax.tree.map(np.testing.assert_array_equal, state.inner, before.inner)
+    assert {k: float(v) for k, v in watched(state).items() if "skipped" in k} == {
+        "skipped_in_a_row": 1, "skipped_steps": 1,
+    }  # fmt: skip
+    after, state = run(config, [GRADS[0], poisoned, GRADS[2]])
+    jax.tree.map(np.testing.assert_array_equal, after, run(config, [GRADS[0], GRADS[2]])[0])  # as if never seen
+
+
+def test_skipped_steps_in_a_row_are_counted_anew_after_a_good_one() -> None:
+    bad = jax.tree.map(lambda g: np.full_like(g, math.nan), GRADS[0])
+    seen = []
+    for count in range(1, 7):
+        _, state = run(optimizer_config("sgd"), [GRADS[0], bad, bad, GRADS[1], bad, GRADS[2]][:count], num_steps=6)
+        seen.append((int(state.skipped_in_a_row), int(state.skipped)))
+    assert seen == [(0, 0), (1, 1), (2, 2), (0, 2), (1, 3), (0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"name": "adam"}, "optimizer.name=adam is not known; one of adamw"),
+        ({"schedule": "step"}, "optimizer.schedule=step is not known"),
+        ({"decay_mask": "none"}, "optimizer.decay_mask=none is not known"),
+        ({"learning_rate": 0.0}, "optimizer.learning_rate=0.0 must be above 0"),
+        ({"learning_rate": math.nan}, "optimizer.learning_rate=nan must be above 0"),
+        ({"b2": 1.0}, "optimizer.b2=1.0 must be at least 0 and below 1"),
+        ({"momentum": -0.1}, "optimizer.momentum=-0.1"),
+        ({"weight_decay": -1.0}, "optimizer.weight_decay=-1.0 must be at least 0"),
+        ({"clip_norm": math.nan}, "optimizer.clip_norm=nan"),
+        ({"max_skipped": 0}, "optimizer.max_skipped=0 must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        optimizer_config(**{"name": "adamw"} | changes)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------- sharded on 8 devices
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "mics2": {"strategy": "mics", "partition_size": 2},
+    "zero1": {"strategy": "zero1"},
+    "node, node, all": {"strategy": "custom", "parameters": "node", "gradients": "node", "optimizer": "all"},
+}
+
+
+def make_sharded(layout_name: str) -> Sharded:
+    section = base.get_config().sharding
+    section.unlock()
+    section.update(LAYOUTS[layout_name])
+    layout = make_layout(settings(ShardingConfig, section, "sharding"), num_nodes=4, devices_per_node=2)
+    mesh = make_mesh(layout.shape, find_nodes(jax.devices(), 2))
+    return Sharded(mesh=mesh, layout=layout, placements=place_all(SPECS, layout))
+
+
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_sharded_equals_one_device(name: str, layout_name: str) -> None:
+    """Gradients `[R, ...]` that differ between replicas, through hop two and the optimizer, three steps."""
+    sharded = make_sharded(layout_name)
+    config, replicas = optimizer_config(name), sharded.layout.num_replicas
+    tx = make_optimizer(config, STEPS, SPECS, exchange(sharded), on_each_device(sharded.mesh))
+    shapes = jax.eval_shape(lambda p: TrainState(step=jnp.zeros((), jnp.int32), params=p, opt_state=tx.init(p)), PARAMS)
+    places = state_shardings(sharded, shapes)
+    scope = sharded.shardings(sharded.layout.optimizer)
+    state = jax.jit(tx.init, out_shardings=places.opt_state)(PARAMS)
+    params = jax.device_put(PARAMS, scope)
+    grad_places = jax.tree.map(lambda spec: NamedSharding(sharded.mesh, spec), gradient_specs(sharded))
+
+    def step(grads_R: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads_R, state, params)
+        return optax.apply_updates(params, updates), state
+
+    jitted = jax.jit(step, out_shardings=(scope, places.opt_state))
+    rng = np.random.default_rng(7)
+    for grads in GRADS[:3]:
+        noise_R = jax.tree.map(lambda g: rng.normal(size=(replicas, *g.shape)).astype(np.float32), grads)
+        grads_R = jax.tree.map(lambda g, n: g[None] + n - n.mean(axis=0, keepdims=True), grads, noise_R)
+        params, state = jitted(jax.device_put(grads_R, grad_places), state, params)
+    expected, one_device = run(config, GRADS[:3])
+    close(params, flat(expected), rtol=2e-3 if name == "muon" else 2e-4)
+    assert float(state.grad_norm) == pytest.approx(float(one_device.grad_norm), rel=1e-5)
+    check_places(sharded, shapes, state)
+
+
+def check_places(sharded: Sharded, shapes: TrainState, opt_state: Any) -> None:
+    """Moments lie as their parameter does over the optimizer's scope; counters and factors on every device."""
+    degree = sharded.layout.shape.size(sharded.layout.optimizer)
+    params = {
+        jax.tree_util.keystr(path): (x.shape, p.dim)
+        for (path, x), p in zip(
+            jax.tree_util.tree_leaves_with_path(shapes.params),
+            jax.tree.leaves(sharded.placements, is_leaf=is_placement),
+            strict=True,
+        )
+    }
+    moments = 0
+    for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
+        local = x.addressable_shards[0].data.shape
+        name = jax.tree_util.keystr(path)
+        owner = [value for key, value in params.items() if name.endswith(key.replace("['layers']", ""))]
+        if owner and any(shape == x.shape for shape, _ in owner):
+            dim = next(dim for shape, dim in owner if shape == x.shape)
+            assert local == tuple(n // degree if i == dim else n for i, n in enumerate(x.shape)), name
+            moments += 1
+        else:
+            assert local == x.shape, name
+            assert x.size <= 3 or x.ndim <= 2, name
+    assert moments >= len(params) - 2  # adafactor keeps no moment of what it factors
+
+
+@pytest.mark.parametrize(
+    ("name", "layout_name"),
+    [("lamb", "node, node, all"), ("muon", "mics2"), pytest.param("adafactor", "zero1", marks=pytest.mark.slow)],
+)
+def test_a_model_learns_as_on_one_device(name: str, layout_name: str) -> None:
+    """The whole step of a tiny decoder on eight devices, three times, against a loop without any sharding."""
+    config = tiny_config(name, **LAYOUTS[layout_name])
+    experiment = make_experiment(config)
+    rng = np.random.default_rng(3)
+    batches = []
+    for _ in range(3):
+        tokens = rng.integers(0, 256, (8, 17))
+        batches.append(
+            {
+                "tokens": tokens[:, :-1].astype(np.int32),
+                "targets": tokens[:, 1:].astype(np.int32),
+                "weights": np.ones((8, 16), np.float32),
+            }
+        )
+    state, step = experiment.init_state(), experiment.compile_train_step()
+    params = jax.tree.map(np.asarray, state.params)
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, experiment.to_devices(batch))
+        losses.append(float(metrics["loss"]))
+
+    model = experiment.model
+    tx = make_optimizer(
+        settings(OptimizerConfig, config.optimizer, "optimizer"), config.num_steps, model.param_specs(), no_exchange()
+    )
+
+    @jax.jit
+    def plain(params: Any, opt_state: Any, batch: Any) -> Any:
+        mean = lambda p: model.loss(p, batch, lambda _, tree: tree) / jnp.sum(batch["weights"])
+        value, grads = jax.value_and_grad(mean)(params)
+        updates, opt_state = tx.update(jax.tree.map(lambda g: g[None], grads), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    opt_state, expected = tx.init(params), []
+    for batch in batches:
+        params, opt_state, value = plain(params, opt_state, batch)
+        expected.append(float(value))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    layout = experiment.sharded.layout
+    if layout.optimizer == layout.gradients == layout.parameters:  # nothing but hop two crosses between the nodes
+        sent = hlo.bytes_per_step(hlo.read_collectives(step.as_text(), layout.shape))["collective_inter_bytes"]
+        shard_bytes, replicas = 4 * model.num_params / layout.partition_size, layout.num_replicas
+        assert sent == pytest.approx(2 * shard_bytes * (replicas - 1) / replicas, rel=1e-3)
+    assert len({round(loss, 4) for loss in losses}) == 3
+
+
+def tiny_config(name: str, **sharding: Any) -> ConfigDict:
+    config = base.get_config()
+    config.model.update(num_layers=2, hidden=32, intermediate=64, vocab_multiple=64, max_len=16)
+    config.data.seq_len = 16
+    config.batch.update(global_size=8, micro_size=1)
+    config.mesh.devices_per_node = 2
+    config.sharding.update(sharding)
+    config.optimizer.update(name=name, learning_rate=0.02, warmup_steps=2)
+    return config

@@ -1,0 +1,292 @@
+"""Strategies, scopes and placements against plain numpy: who shares a state with whom, and what cannot be."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from sharding.mesh import CHUNK_ORDER, MeshShape, find_nodes, make_mesh
+from sharding.scopes import Layout, ShardingConfig, make_layout
+from sharding.spec import ParamSpec, Placement, place
+
+GRIDS = [(1, 1, 1), (1, 8, 1), (4, 2, 1), (2, 4, 1), (8, 1, 1), (3, 6, 1), (2, 4, 2), (4, 2, 2), (1, 8, 4), (6, 8, 2)]
+
+
+def sharding_config(strategy: str, **changes: Any) -> ShardingConfig:
+    values: dict[str, Any] = {
+        "strategy": strategy, "partition_size": 0, "parameters": "", "gradients": "", "optimizer": "",
+        "hierarchical": True, "two_hop": True, "gather": "layer", "partitioner": "manual",
+    }  # fmt: skip
+    return ShardingConfig(**values | changes)
+
+
+def layout_of(strategy: str, nodes: int, per_node: int, tensor: int = 1, **changes: Any) -> Layout:
+    config = sharding_config(strategy, **changes)
+    return make_layout(config, num_nodes=nodes, devices_per_node=per_node, tensor=tensor)
+
+
+def groups(layout: Layout, axes: tuple[str, ...]) -> list[list[int]]:
+    """Returns the sets of devices that differ only in `axes`, by walking over every device's coordinates."""
+    sizes = layout.shape.sizes
+    sets: dict[Any, list[int]] = {}
+    for device, place_ in enumerate(np.ndindex(*sizes.values())):
+        rest = tuple(i for i, axis in zip(place_, sizes, strict=True) if axis not in axes)
+        sets.setdefault(rest, []).append(device)
+    return sorted(sets.values())
+
+
+def blocks(world: int, size: int, stride: int = 1) -> list[list[int]]:
+    """Returns runs of `size` devices, every `stride`-th."""
+    return sorted(np.arange(world).reshape(-1, size, stride).transpose(0, 2, 1).reshape(-1, size).tolist())
+
+
+def legal_sizes(nodes: int, per_node: int, tensor: int) -> list[int]:
+    """Partition sizes: what divides a node, or whole nodes that divide the nodes; a tensor group is never cut."""
+    sizes = {p for p in range(1, per_node + 1) if per_node % p == 0}
+    sizes |= {per_node * m for m in range(1, nodes + 1) if nodes % m == 0}
+    return sorted(p for p in sizes if p % tensor == 0)
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "tensor"), GRIDS)
+def test_mics_groups_are_consecutive_devices(nodes: int, per_node: int, tensor: int) -> None:
+    world = nodes * per_node
+    for p in legal_sizes(nodes, per_node, tensor):
+        layout = layout_of("mics", nodes, per_node, tensor, partition_size=p)
+        assert np.prod(list(layout.shape.sizes.values())) == world
+        assert (layout.shape.num_nodes, layout.shape.devices_per_node) == (nodes, per_node)
+        assert layout.partition_size == p
+        assert layout.parameters == layout.gradients == layout.optimizer
+        assert groups(layout, (*layout.parameters, "tensor")) == np.arange(world).reshape(-1, p).tolist()
+        # replication groups: the same local rank in each partition group
+        assert groups(layout, layout.replica_axes) == np.arange(world).reshape(-1, p).T.tolist()
+        assert layout.num_replicas == world // p
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "tensor"), GRIDS)
+def test_every_p_that_does_not_fit_raises(nodes: int, per_node: int, tensor: int) -> None:
+    legal = legal_sizes(nodes, per_node, tensor)
+    for p in set(range(1, nodes * per_node + 3)) - set(legal):
+        with pytest.raises(ValueError, match=f"a partition group of {p} devices") as error:
+            layout_of("mics", nodes, per_node, tensor, partition_size=p)
+        assert str(error.value).endswith(f"; {', '.join(map(str, legal))} do")
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "tensor"), GRIDS)
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("ddp", ("none", "none", "none")),
+        ("zero1", ("none", "none", "all")),
+        ("zero2", ("none", "all", "all")),
+        ("zero3", ("all", "all", "all")),
+        ("hsdp", ("node", "node", "node")),
+        ("custom", ("none", "node", "all")),
+        ("custom", ("node", "node", "all")),
+        ("custom", ("none", "node", "node")),
+        ("custom", ("none", "none", "node")),
+    ],
+)
+def test_scopes_of_strategies(strategy: str, words: tuple[str, ...], nodes: int, per_node: int, tensor: int) -> None:
+    by_hand = dict(zip(("parameters", "gradients", "optimizer"), words, strict=True))
+    layout = layout_of(strategy, nodes, per_node, tensor, **(by_hand if strategy == "custom" else {}))
+    world, size = nodes * per_node, {"none": 1, "node": per_node // tensor, "all": nodes * per_node // tensor}
+    scopes = (layout.parameters, layout.gradients, layout.optimizer)
+    for scope, word in zip(scopes, words, strict=True):
+        assert groups(layout, (*scope, "tensor")) == blocks(world, size[word] * tensor)
+        assert list(scope) == [axis for axis in CHUNK_ORDER if axis in scope]  # major first
+        assert all(layout.shape.sizes[axis] > 1 for axis in scope)
+    assert set(scopes[0]) <= set(scopes[1]) <= set(scopes[2])
+    # hop two crosses the data devices between which a gradient still differs
+    assert groups(layout, layout.replica_axes) == blocks(
+        world, world // tensor // size[words[1]], size[words[1]] * tensor
+    )
+    assert layout.shape.size(layout.data_axes) == layout.shape.num_data_devices == world // tensor
+
+
+def test_mixed_scopes_by_number() -> None:
+    layout = layout_of("custom", 4, 4, parameters=2, gradients="2", optimizer=8)
+    assert layout.shape == MeshShape(replica_inter=2, shard_inter=2, replica_intra=2, shard_intra=2, tensor=1)
+    assert groups(layout, layout.parameters) == blocks(16, 2)
+    assert groups(layout, layout.gradients) == blocks(16, 2)
+    assert groups(layout, layout.optimizer) == blocks(16, 8)
+
+
+def test_without_the_second_hop_nothing_is_left_to_average() -> None:
+    for change in ({"two_hop": False}, {"partitioner": "auto"}):
+        layout = layout_of("mics", 4, 2, partition_size=2, **change)
+        assert layout.replica_axes == () and layout.num_replicas == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"strategy": "mic", "partition_size": 2}, "sharding.strategy=mic is not known; did you mean mics?"),
+        ({"strategy": "zero4"}, "did you mean zero"),
+        ({"strategy": "???"}, "one of ddp, zero1, zero2, zero3, hsdp, mics, custom"),
+        ({"strategy": "mics"}, "needs sharding.partition_size"),
+        ({"strategy": "mics", "partition_size": -2}, "needs sharding.partition_size"),
+        ({"strategy": "zero3", "partition_size": 4}, "sharding.partition_size=4 belongs to mics, not to zero3"),
+        ({"strategy": "hsdp", "optimizer": "all"}, "sharding.optimizer=all is only read by sharding.strategy=custom"),
+        ({"strategy": "custom", "parameters": "none", "gradients": "all"}, "custom needs sharding.optimizer"),
+        ({"gather": "layers"}, "sharding.gather=layers is not known; did you mean layer?"),
+        ({"partitioner": "automatic"}, "sharding.partitioner=automatic is not known"),
+    ],
+)
+def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        sharding_config(**{"strategy": "ddp"} | changes)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("scopes", "said"),
+    [
+        (("all", "node", "all"), "the scope of parameters (16 devices) must lie within that of gradients (4 devices)"),
+        (("none", "all", "none"), "the scope of gradients (16 devices) must lie within that of optimizer (1 devices)"),
+        ((2, 4, "all"), None),
+        ((1, 2, 4), None),
+        ((1, 1, 3), "a partition group of 3 devices (optimizer) does not fit 4 nodes of 4"),
+        ((1, 1, 12), "a partition group of 12 devices (optimizer) does not fit 4 nodes of 4"),
+        ((1, 1, 0), "a partition group of 0 devices"),
+        (("none", "host", "all"), "sharding.gradients=host: a scope is none, node, all or a number of devices"),
+    ],
+)
+def test_scopes_that_cannot_be(scopes: tuple[Any, ...], said: str | None) -> None:
+    by_hand = dict(zip(("parameters", "gradients", "optimizer"), scopes, strict=True))
+    if said is None:
+        assert layout_of("custom", 4, 4, **by_hand).partition_size == scopes[0]
+        return
+    with pytest.raises(ValueError) as error:
+        layout_of("custom", 4, 4, **by_hand)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "scopes", "said"),
+    [
+        (2, 8, (2, 4, "all"), "cut a node of 8 at [2, 4] in two places"),
+        (8, 2, (4, 8, "all"), "cut 8 nodes at [2, 4] in two places"),
+    ],
+)
+def test_two_cuts(nodes: int, per_node: int, scopes: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(ValueError, match="in two places") as error:
+        layout_of("custom", nodes, per_node, parameters=scopes[0], gradients=scopes[1], optimizer=scopes[2])
+    assert said in str(error.value)
+
+
+def test_tensor_must_divide_the_node() -> None:
+    for tensor in (3, 8, 0, -1):
+        with pytest.raises(ValueError, match=f"mesh.tensor={tensor} does not divide the 4 devices of a node"):
+            layout_of("ddp", 2, 4, tensor)
+    with pytest.raises(ValueError, match="with tensor=2; 2, 4, 8 do"):
+        layout_of("mics", 2, 4, 2, partition_size=1)
+
+
+# -------------------------------------------------------------------------------------------------------- place
+
+
+def spec(**dims: int) -> ParamSpec:
+    return ParamSpec(shape=tuple(dims.values()), dims=tuple(dims))
+
+
+def test_the_first_dim_that_divides_is_cut_and_layers_never() -> None:
+    layout = layout_of("mics", 4, 2, partition_size=4)
+    assert place("w", spec(layers=4, embed=8, mlp=16), layout) == Placement(dim=1, tensor_dim=None, ndim=3)
+    assert place("w", spec(layers=4, embed=6, mlp=16), layout).dim == 2
+    assert place("w", spec(vocab=4, embed=6), layout).dim == 0
+    assert place("w", spec(layers=8, norm=12), layout).dim == 1
+
+
+def test_the_widest_scope_decides() -> None:
+    layout = layout_of("zero1", 4, 2)  # 8 shards of the optimizer state, parameters whole
+    placement = place("w", spec(embed=4, mlp=16), layout)
+    assert placement.dim == 1
+    assert tuple(placement.pspec(layout.parameters)) == (None, None)
+    assert tuple(placement.pspec(layout.optimizer)) == (None, ("replica_intra", "replica_inter"))
+
+
+def test_nothing_is_cut_where_nothing_is_partitioned() -> None:
+    assert place("w", spec(embed=3), layout_of("ddp", 4, 2)) == Placement(dim=None, tensor_dim=None, ndim=1)
+
+
+def test_what_cannot_be_cut_raises_unless_it_says_replicate() -> None:
+    layout = layout_of("zero3", 4, 2)
+    for odd in (spec(layers=8, norm=12), spec(layers=8), ParamSpec(shape=(), dims=())):
+        with pytest.raises(ValueError, match=r"layers/norm/scale: no dim can be cut into 8 shards") as error:
+            place("layers/norm/scale", odd, layout)
+        assert "\n" not in str(error.value) and "replicate=True" in str(error.value)
+        said = ParamSpec(shape=odd.shape, dims=odd.dims, replicate=True)
+        assert place("layers/norm/scale", said, layout).dim is None
+
+
+def test_tensor_dims() -> None:
+    layout = layout_of("mics", 2, 4, 2, partition_size=8)  # 4 shards x tensor 2
+    assert place("up", spec(layers=3, embed=8, mlp=16), layout) == Placement(dim=1, tensor_dim=2, ndim=3)
+    assert place("down", spec(layers=3, mlp=16, embed=8), layout) == Placement(dim=2, tensor_dim=1, ndim=3)
+    assert place("head", spec(embed=8, vocab=16), layout) == Placement(dim=0, tensor_dim=1, ndim=2)
+    assert place("bias", spec(layers=3, mlp=16), layout) == Placement(dim=1, tensor_dim=None, ndim=2)  # no matrix
+    assert place("w", spec(embed=8, norm=8), layout).tensor_dim is None
+    only = ParamSpec(shape=(3, 16), dims=("embed", "mlp"), replicate=True)
+    assert place("w", only, layout) == Placement(dim=None, tensor_dim=1, ndim=2)
+    with pytest.raises(ValueError, match=r"up: dim mlp=15 is not a multiple of mesh\.tensor=2"):
+        place("up", spec(layers=3, embed=8, mlp=15), layout)
+    with pytest.raises(ValueError, match=r"up: no dim can be cut into 4 shards \(embed=6\)"):  # mlp is tensor's
+        place("up", spec(layers=3, embed=6, mlp=16), layout)
+    whole = layout_of("mics", 2, 4, partition_size=8)
+    assert place("up", spec(layers=3, embed=8, mlp=16), whole).tensor_dim is None
+
+
+def test_a_layers_placement_is_the_stacks_without_its_first_dim() -> None:
+    layout = layout_of("mics", 2, 4, 2, partition_size=8)
+    stacked = place("up", spec(layers=3, embed=8, mlp=16), layout)
+    assert stacked.without_layers() == place("up", spec(embed=8, mlp=16), layout)
+
+
+def test_dims_and_shape_must_match() -> None:
+    with pytest.raises(ValueError, match="needs 2 dim names"):
+        ParamSpec(shape=(2, 3), dims=("embed",))
+
+
+def test_bytes_of_a_parameter() -> None:
+    assert spec(embed=3, mlp=5).nbytes == 60
+    assert spec(layers=62, embed=8192, mlp=32768).nbytes == 4 * 62 * 8192 * 32768  # more than an int32 holds
+    assert ParamSpec(shape=(), dims=()).nbytes == 4
+
+
+# -------------------------------------------------------------------------------------------------------- nodes
+
+
+@dataclass(frozen=True)
+class Device:
+    id: int
+    process_index: int = 0
+
+
+def test_devices_per_node_plays_nodes_in_order_of_process_and_id() -> None:
+    devices = [Device(i, process) for process in (1, 0) for i in (3, 1, 2, 0)]
+    nodes = find_nodes(devices, 2)
+    assert [[(d.process_index, d.id) for d in node] for node in nodes] == [
+        [(0, 0), (0, 1)], [(0, 2), (0, 3)], [(1, 0), (1, 1)], [(1, 2), (1, 3)],
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"mesh\.devices_per_node=3 does not divide the 8 devices; 1, 2, 4, 8 do"):
+        find_nodes(devices, 3)
+
+
+def test_nodes_are_found_from_the_hosts_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [Device(2 * process + i, process) for process in range(4) for i in range(2)]
+    monkeypatch.setattr("sharding.mesh._host_of_process", lambda: [7, 7, 9, 9])  # two processes a host
+    assert [[d.id for d in node] for node in find_nodes(devices)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    monkeypatch.setattr("sharding.mesh._host_of_process", lambda: [7, 9, 7, 9])  # dealt out in turn
+    assert [[d.id for d in node] for node in find_nodes(devices)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    monkeypatch.setattr("sharding.mesh._host_of_process", lambda: [7, 7, 7, 9])
+    with pytest.raises(ValueError, match=r"the nodes have \[2, 6\] devices"):
+        find_nodes(devices)
+
+
+def test_the_mesh_keeps_nodes_together() -> None:
+    layout = layout_of("mics", 4, 2, partition_size=4)
+    mesh = make_mesh(layout.shape, find_nodes(jax.devices(), 2))
+    assert dict(mesh.shape) == layout.shape.sizes
+    assert [d.id for d in mesh.devices.flat] == list(range(8))

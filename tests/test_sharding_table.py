@@ -1,0 +1,258 @@
+"""The table's bytes and the drawing's shards against a real state on eight devices; what users see."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from configs import base
+from experiment import Experiment, make_experiment
+from sharding import drawing, table
+
+ROOT = Path(table.__file__).parents[1]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "mics2": {"partition_size": 2},
+    "mics4 over two nodes": {"partition_size": 4},
+    "ddp": {"strategy": "ddp"},
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2"},
+    "zero3": {"strategy": "zero3"},
+    "hsdp": {"strategy": "hsdp", "per_node": 4},
+    "node, node, all": {"strategy": "custom", "parameters": "node", "gradients": "node", "optimizer": "all"},
+    "mics4, tensor 2": {"partition_size": 4, "tensor": 2, "per_node": 4},
+    "lamb": {"partition_size": 2, "optimizer_name": "lamb"},
+    "adafactor": {"partition_size": 2, "optimizer_name": "adafactor", "hidden": 128},
+    "muon": {"strategy": "zero1", "optimizer_name": "muon"},
+}
+
+
+def tiny_config(
+    *, per_node: int = 2, tensor: int = 1, optimizer_name: str = "adamw", hidden: int = 32, **sharding: Any
+) -> ConfigDict:
+    """A decoder with learned positions and biases on eight devices."""
+    config = base.get_config()
+    config.model.update(num_layers=2, hidden=hidden, intermediate=2 * hidden, positions="learned", use_bias=True)
+    config.model.update(activation="gelu", vocab_multiple=64, max_len=16)
+    config.data.seq_len = 16
+    config.batch.update(global_size=8, micro_size=1)
+    config.mesh.update(devices_per_node=per_node, tensor=tensor)
+    config.sharding.update(sharding)
+    config.optimizer.name = optimizer_name
+    return config
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def experiment(request: pytest.FixtureRequest) -> Experiment:
+    return make_experiment(tiny_config(**LAYOUTS[request.param]))
+
+
+@pytest.fixture(scope="module")
+def state(experiment: Experiment) -> Any:
+    return experiment.init_state()
+
+
+def bytes_on_first_device(tree: Any) -> int:
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+def test_bytes_are_those_of_a_real_state(experiment: Experiment, state: Any) -> None:
+    rows = table.table_rows(experiment)
+    parameters = jax.tree_util.tree_leaves_with_path(state.params)
+    assert [row.name for row in rows[:-1]] == [table.path_name(path) for path, _ in parameters]
+    for row, (_, x) in zip(rows, parameters, strict=False):
+        assert row.shape == x.shape
+        assert row.device_bytes[0] == x.addressable_shards[0].data.nbytes
+        assert row.whole_bytes[:2] == (x.nbytes, x.nbytes)
+    assert sum(row.device_bytes[2] for row in rows) == bytes_on_first_device(state.opt_state)
+    assert sum(row.whole_bytes[2] for row in rows) == sum(x.nbytes for x in jax.tree.leaves(state.opt_state))
+
+
+# what each optimizer keeps for a matrix of a layer and for a bias, in copies of the parameter
+COPIES = {"adamw": (2, 2), "lamb": (2, 2), "muon": (1, 2), "adafactor": (0, 1)}
+
+
+def test_bytes_by_formula(experiment: Experiment) -> None:
+    config = experiment.config
+    shards = {"none": 1, "node": config.mesh.devices_per_node, "all": 8, config.sharding.partition_size: None}
+    words = {
+        "ddp": ("none",) * 3, "zero1": ("none", "none", "all"), "zero2": ("none", "all", "all"), "zero3": ("all",) * 3,
+        "hsdp": ("node",) * 3, "custom": ("node", "node", "all"),
+    }  # fmt: skip
+    tensor = config.mesh.tensor
+    if config.sharding.strategy == "mics":
+        p, g, o = (config.sharding.partition_size // tensor,) * 3
+    else:
+        p, g, o = (shards[word] for word in words[config.sharding.strategy])
+    matrix, vector = COPIES[config.optimizer.name]
+    rows = {row.name: row for row in table.table_rows(experiment)}
+    size = 4 * config.model.num_layers * config.model.hidden * config.model.intermediate
+    up = size // tensor  # Megatron's column split
+    assert rows["layers/up/weight"].device_bytes == (up // p, up // g, matrix * up // o)
+    bias = 4 * config.model.num_layers * config.model.intermediate  # vectors are not split over tensor
+    assert rows["layers/up/bias"].device_bytes == (bias // p, bias // g, vector * bias // o)
+    assert rows["layers/up/weight"].whole_bytes == (size, size, matrix * size)
+    if config.optimizer.name == "adafactor":  # a row and a column for each matrix of a layer
+        assert rows[table.REST].device_bytes[2] > 4 * config.model.num_layers * (config.model.hidden * 3)
+
+
+def test_the_drawing_shows_what_the_devices_hold(experiment: Experiment, state: Any) -> None:
+    layout = experiment.sharded.layout
+    shape = layout.shape
+    held = drawing.holdings(layout).reshape(-1, 3)
+    placements = jax.tree.leaves(experiment.sharded.placements, is_leaf=lambda x: hasattr(x, "pspec"))
+    order = {d.id: i for i, d in enumerate(experiment.sharded.mesh.devices.flat)}
+    assert list(order.values()) == list(range(8))
+    for placement, x in zip(placements, jax.tree.leaves(state.params), strict=True):
+        for shard in x.addressable_shards:
+            group, number, slice_ = held[shard.device.id]
+            for dim, part, degree in (
+                (placement.dim, number, shape.size(layout.parameters)),
+                (placement.tensor_dim, slice_, shape.tensor),
+            ):
+                if dim is None:
+                    continue
+                start, stop, _ = shard.index[dim].indices(x.shape[dim])
+                step = x.shape[dim] // degree
+                assert (start, stop) == (part * step, (part + 1) * step), (shard.device, group, number)
+    # a group holds every shard (and tensor slice) once
+    for group in range(shape.num_devices // layout.partition_size):
+        members = held[held[:, 0] == group][:, 1:]
+        assert sorted(map(tuple, members)) == list(np.ndindex(shape.size(layout.parameters), shape.tensor))
+
+
+def test_the_drawing_shows_the_optimizers_shards(experiment: Experiment, state: Any) -> None:
+    layout = experiment.sharded.layout
+    held = drawing.holdings(layout, layout.optimizer).reshape(-1, 3)
+    moments = [
+        x
+        for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state)
+        if "up/bias" in table.path_name(path) and x.shape == (2, 2 * experiment.config.model.hidden)
+    ]
+    assert moments
+    for x in moments:
+        for shard in x.addressable_shards:
+            degree = layout.shape.size(layout.optimizer)
+            start = shard.index[1].indices(x.shape[1])[0]
+            assert start == held[shard.device.id, 1] * x.shape[1] // degree
+
+
+def test_pictures_are_pngs_of_a_sane_size(experiment: Experiment) -> None:
+    picture = drawing.mesh_png(experiment.sharded.layout)
+    assert picture[:8] == PNG and 4_000 < len(picture) < 60_000
+    width, height = (int.from_bytes(picture[i : i + 4]) for i in (16, 20))
+    assert 400 < width < 1200 and 200 < height < 800
+
+
+# ------------------------------------------------------------------------------------------------- the program
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sharding.table", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+QUICKSTART = """\
+model           decoder, 1.08 M parameters
+strategy        mics(2), adamw
+mesh            replica_inter 4 x shard_inter 1 x replica_intra 1 x shard_intra 2 x tensor 1
+parameters      2 shards over shard_intra
+gradients       2 shards over shard_intra
+optimizer state 2 shards over shard_intra
+groups          8 devices, 4 partition groups of 2
+each device     its shard
+node 0          group 0: d0 0/2, d1 1/2
+node 1          group 1: d2 0/2, d3 1/2
+node 2          group 2: d4 0/2, d5 1/2
+node 3          group 3: d6 0/2, d7 1/2
+
+bytes on each device         shape          spec                                  parameter    gradient   optimizer
+-------------------------------------------------------------------------------------------------------------------
+embed/token                  256 x 128      vocab by shard_intra, embed             65.5 kB     65.5 kB      131 kB
+head/norm/scale              128            norm by shard_intra                       256 B       256 B       512 B
+layers/attention_norm/scale  4 x 128        layers, norm by shard_intra             1.02 kB     1.02 kB     2.05 kB
+layers/down/weight           4 x 512 x 128  layers, mlp by shard_intra, embed        524 kB      524 kB     1.05 MB
+layers/gate/weight           4 x 128 x 512  layers, embed by shard_intra, mlp        524 kB      524 kB     1.05 MB
+layers/key/weight            4 x 128 x 128  layers, embed by shard_intra,            131 kB      131 kB      262 kB
+                                              kv_heads
+"""
+TOTALS = """\
+(counters and the like)                     whole on every device                                              20 B
+-------------------------------------------------------------------------------------------------------------------
+each device                                 8.66 MB in all                          2.16 MB     2.16 MB     4.33 MB
+one device, not sharded                     17.3 MB in all                          4.33 MB     4.33 MB     8.66 MB
+"""
+
+
+def test_the_quickstarts_table(tmp_path: Path) -> None:
+    picture = tmp_path / "mesh.png"
+    done = run("--config=configs/quickstart.py", f"--png={picture}")
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith(QUICKSTART)
+    assert done.stdout.endswith(f"{TOTALS}\npicture of the mesh: {picture}\n")
+    assert picture.read_bytes()[:8] == PNG
+
+
+def test_a_cluster_that_is_not_here() -> None:
+    """BERT 10B on 128 GPUs: 16 bytes a parameter, cut into 8 (MiCS section 5.1)."""
+    done = run("--config=configs/bert_10b.py", "--devices=128")
+    assert done.returncode == 0 and done.stderr == ""
+    assert "128 devices, 16 partition groups of 8" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 120
+    each, alone = done.stdout.splitlines()[-2:]
+    gigabytes = 16 * (12 * 127 * 2560**2 + 32128 * 2560) / 1e9
+    for line, wanted in ((each, gigabytes / 8), (alone, gigabytes)):
+        found = re.search(r"([\d.]+) GB in all", line)
+        assert found and float(found[1]) == pytest.approx(wanted, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config=configs/bert_10b.py"], "--devices=N --devices_per_node=K"),
+        (["--config=configs/bert_10b.py", "--devices=12"], "mesh.devices_per_node=8 does not divide the 12 devices"),
+        (["--config=configs/quickstart.py", "--config.sharding.partition_size=3"], "1, 2, 4, 8 do"),
+        (["--config=configs/quickstart.py", "--png=no/such/folder/x.png"], "no/such/folder/x.png"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and said in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:the load_module")  # ml_collections loads config files with it
+def test_mistakes_found_before_any_device(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        (["--config=configs/no.py"], "configs/no.py"),
+        (["--config=configs/quickstart.py", "--devices=0"], "--devices=0 must be at least 1"),
+        (["--config=configs/quickstart.py", "--devices_per_node=-2"], "--devices_per_node=-2 must be at least 1"),
+    ):
+        assert table.main(["table", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1 and said in error
+
+
+# ------------------------------------------------------------------------------------------------ the pictures
+
+
+@pytest.mark.parametrize(
+    ("count", "group", "most", "wanted"),
+    [(4, 1, 4, 4), (8, 1, 4, 4), (8, 8, 4, 4), (6, 3, 4, 3), (16, 2, 4, 4), (1, 1, 4, 1), (9, 3, 4, 3)],
+)
+def test_groups_are_rectangles(count: int, group: int, most: int, wanted: int) -> None:
+    assert drawing._columns(count, group, most) == wanted
+
+
+def test_text_of_a_large_mesh_stays_narrow() -> None:
+    done = make_experiment(tiny_config(partition_size=1, per_node=8))
+    text = drawing.mesh_text(done.sharded.layout)
+    assert max(map(len, text.splitlines())) <= drawing.TEXT_WIDTH
+    assert re.findall(r"\bd(\d) whole", text) == [str(i) for i in range(8)]
