@@ -52,6 +52,7 @@ def _size(num_bytes: float) -> str:
 
 
 def main() -> int:
+    """Runs `verify DIR` or `ls DIR` and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m checkpointing", description="Looks at a checkpoint directory.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("verify", help="read every file and compare it with the manifests").add_argument("directory")

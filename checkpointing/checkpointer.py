@@ -27,6 +27,18 @@ from checkpointing.retention import CheckpointConfig
 _attempts = itertools.count(1)  # of this process: no two of its saves share a folder after one has failed
 
 
+class _Manager(ocp.CheckpointManager):
+    """Orbax's manager, which must not ask jax's preemption service itself.
+
+    It would ask with the number of an old step from its background thread, and the processes agree on the step at which
+    they stop by the numbers that they asked with last: the training loop alone asks (`elastic/interruption.py`).
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        del step
+        return False
+
+
 class CheckpointError(RuntimeError):
     """A save did not reach the disk. The checkpoints before it are unharmed."""
 
@@ -42,6 +54,7 @@ class Restored:
 
 
 def print_to_stderr(line: str) -> None:
+    """Prints a line where it does not mix with a program's output."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -174,7 +187,7 @@ class Checkpointer:
             retention.remove_unfinished(self.directory)
 
     def _new_manager(self, attempt: str) -> ocp.CheckpointManager:
-        return ocp.CheckpointManager(
+        return _Manager(
             self.directory / manifest.UNFINISHED / attempt,
             # max_to_keep=None: Orbax deletes nothing; that is ours to do, after the commit.
             options=ocp.CheckpointManagerOptions(
@@ -212,7 +225,7 @@ class Checkpointer:
             if jax.process_index() != 0:
                 manager.wait_until_finished()
             from_process_zero(ticket, write_and_commit)
-        except Exception as error:  # noqa: BLE001 (whatever it is, `wait` raises it)
+        except Exception as error:
             self._manager = None  # Orbax's manager keeps raising the error of a save that failed
             self._error = self._failed(step, error)
             self._error.__cause__ = error

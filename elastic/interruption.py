@@ -12,19 +12,20 @@ EXIT_RESUMABLE = 75  # EX_TEMPFAIL: start the same command again and it goes on
 
 
 class Interruption:
-    """A context manager; `requested(step)` is True once somebody asked this run to stop.
+    """A context manager around a program; `requested()` is True once somebody asked it to stop.
 
-    In several processes jax's preemption service listens to SIGTERM on each and makes all of them agree on the step;
-    Ctrl-C is passed on to it as SIGTERM. A second Ctrl-C ends the process at once.
+    Before the first `requested()` there is nothing to save: a signal raises KeyboardInterrupt at once. In several
+    processes jax's preemption service takes SIGTERM over as soon as they are joined, and Ctrl-C is passed on to it: all
+    of them stop at the same `requested()`, be it the first. A second Ctrl-C raises KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
-        self._requested = False
+        self._asked = 0  # how often `requested()` was called
+        self._signalled = False
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
-        signals = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
-        for number in signals:
+        for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -32,16 +33,20 @@ class Interruption:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
-    def requested(self, step: int) -> bool:
-        """Whether to stop before `step`; in several processes each must ask at every step."""
+    def requested(self) -> bool:
+        """Whether to stop now; in several processes each must ask equally often."""
+        self._asked += 1
         if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self._requested
+            # The service agrees on one more than the highest number that any process gave, and starts from 0: our
+            # own count, unlike the step of a run that was resumed, cannot jump over that.
+            return multihost_utils.reached_preemption_sync_point(self._asked)
+        return self._signalled
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self._requested and number == signal.SIGINT:
+        again, self._signalled = self._signalled, True
+        joined = jax.distributed.is_initialized()
+        if (again and number == signal.SIGINT) or not (joined or self._asked):
             raise KeyboardInterrupt
-        self._requested = True
-        if jax.process_count() > 1:
+        if joined:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -4,10 +4,11 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from metrics.progress import Progress
 from metrics.report import write_report
+from metrics.run_files import read_run
 from metrics.summary import print_summary
 from metrics.throughput import StepTimer
 from metrics.wire import WireCounter
@@ -15,7 +16,10 @@ from metrics.writer import MetricsWriter
 
 
 class RunLog:
-    """The progress bar, `metrics.jsonl`, TensorBoard and the files from which `report.html` is made."""
+    """The progress bar, `metrics.jsonl`, TensorBoard and the files from which `report.html` is made.
+
+    A context manager: an exception that ends the run ends the bar too, and is the run's outcome in the report.
+    """
 
     def __init__(
         self,
@@ -31,11 +35,12 @@ class RunLog:
         count_wire: bool,
         started_s: float,
     ) -> None:
-        """`files` become `NAME.json`; `constants` go into every line of the metrics; `started_s` is `perf_counter()`."""
-        self.validation_loss: float | None = None
+        """`files` become `NAME.json`; `constants` go into every row of the metrics; `started_s` is `perf_counter()`."""
         self._run_dir, self._enabled, self._log_every = run_dir, enabled, log_every
-        self._num_steps, self._timer, self._constants = num_steps, timer, dict(constants)
-        self._started_s, self._extra, self._last = started_s, dict[str, float](), dict[str, float]()
+        self._start_step, self._num_steps, self._started_s = start_step, num_steps, started_s
+        self._timer, self._constants = timer, dict(constants)
+        self._row: tuple[int, dict[str, float]] | None = None  # the newest step's, not written yet
+        self._spent: dict[str, float] = {}  # since that row was written
         if not enabled:
             return
         for name, content in files.items():
@@ -43,8 +48,18 @@ class RunLog:
         self._writer = MetricsWriter(run_dir, resume_step=start_step)
         self._progress = Progress(num_steps, start_step)
         self._wire = WireCounter() if count_wire else None
-        if self._wire:
-            self._wire.delta()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None or not self._enabled:
+            return
+        stopped = isinstance(error, KeyboardInterrupt)
+        try:
+            self.close("interrupted" if stopped else f"failed: {' '.join(str(error).split())}")
+        except OSError as failed:  # must not hide why the program stops
+            error.add_note(f"the report could not be written: {failed}")
 
     def say(self, text: str) -> None:
         """Prints a line."""
@@ -52,52 +67,79 @@ class RunLog:
             self._progress.print(text)
 
     def spent(self, key: str, seconds: float) -> None:
-        """Adds time that was no training: it appears as `key` with the next step and not in its step time."""
-        self._extra[key] = self._extra.get(key, 0.0) + seconds
+        """Adds time that was no training: it is in the row that is written next, and in no step time."""
+        self._spent[key] = self._spent.get(key, 0.0) + seconds
         self._timer.pause(seconds)
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
         """Takes the numbers of a step that is done now."""
-        speed = self._timer.done(step, time.perf_counter())
         if not self._enabled:
             return
-        row = dict(scalars) | (speed.scalars() if speed else {}) | self._constants | self._extra
-        self._extra = {}
+        self.flush()
+        speed = self._timer.done(step, time.perf_counter())
         wire = self._wire.delta() if self._wire else None
-        if wire:
-            row |= wire.per_step(1)
-        self._last = {"step": step} | row
+        row = {**scalars, **(speed.scalars() if speed else {}), **(wire.per_step() if wire else {}), **self._constants}
+        self._row = step, row
+        if step == self._start_step + 1:
+            self.say(f"first step done after {time.perf_counter() - self._started_s:.1f} s")
         self._progress.update(step, row)
-        if step % self._log_every == 0 or step == self._num_steps:
-            self._writer.write(step, row)
 
     def validation(self, step: int, loss: float, bits_per_byte: float) -> None:
-        """Takes the validation loss after `step`."""
-        self.validation_loss = loss
+        """Takes the validation loss after `step`, the step that was logged last."""
         if self._enabled:
-            row = {"validation_loss": loss, "validation_bits_per_byte": bits_per_byte}
-            self._last |= row
-            self._writer.write(step, row)
+            assert self._row is not None and self._row[0] == step
+            self._row[1].update(validation_loss=loss, validation_bits_per_byte=bits_per_byte)
             self.say(f"step {step}: validation loss {loss:.4f} nats a token, {bits_per_byte:.4f} bits a byte")
+
+    def flush(self) -> None:
+        """Writes the row of the newest step if it is due: before that step's checkpoint, a run resumes behind it."""
+        if self._row is None:
+            return
+        step, row = self._row
+        if step % self._log_every == 0 or step == self._num_steps or "validation_loss" in row:
+            self._write_row()
 
     def close(self, exit_reason: str, *, sample: str | None = None, mesh_png: bytes | None = None) -> None:
         """Writes the summary and the report, and prints the summary."""
         if not self._enabled:
             return
         self._progress.close()
+        if self._row is not None:
+            self._write_row()
         self._writer.close()
-        for name, content in (("sample.txt", sample and sample.encode()), ("mesh.png", mesh_png)):
+        for name, content in (("sample.txt", None if sample is None else sample.encode()), ("mesh.png", mesh_png)):
             if content is not None:
                 (self._run_dir / name).write_bytes(content)
-        names = {"step": "steps", "loss": "final_loss"}
-        kept = ("step", "loss", "validation_loss", "validation_bits_per_byte", "skipped_steps")
-        summary = {names.get(key, key): self._last[key] for key in kept if key in self._last}
-        summary |= {"exit_reason": exit_reason, "wall_time_s": time.perf_counter() - self._started_s}
+        summary: dict[str, Any] = {}
+        for row in read_run(self._run_dir).rows:  # what was measured last, also before the run was resumed
+            summary |= {name: row[key] for key, name in IN_SUMMARY.items() if key in row}
+        summary |= {"exit_reason": exit_reason, "wall_time_s": time.perf_counter() - self._started_s} | self._spent
         write_json(self._run_dir / "summary.json", summary)
         if sample is not None:
             print(sample)
         print_summary(self._run_dir)
         print(f"report: {write_report(self._run_dir)}")
+
+    def _write_row(self) -> None:
+        assert self._row is not None
+        (step, row), self._row = self._row, None
+        spent, self._spent = self._spent, {}
+        try:
+            self._writer.write(step, row | spent)
+        except OSError as error:
+            raise OSError(
+                f"cannot write to {self._run_dir}: {error.strerror or error}; its checkpoints are unharmed"
+            ) from error
+
+
+# key of metrics.jsonl: key of summary.json
+IN_SUMMARY = {
+    "step": "steps",
+    "loss": "final_loss",
+    "validation_loss": "validation_loss",
+    "validation_bits_per_byte": "validation_bits_per_byte",
+    "skipped_steps": "skipped_steps",
+}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

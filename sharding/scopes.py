@@ -148,10 +148,9 @@ def _scope_size(name: str, scope: str | int, *, num_nodes: int, local: int, tens
         return words[scope]
     legal = [p for p in range(1, local + 1) if local % p == 0]
     legal += [local * m for m in range(2, num_nodes + 1) if num_nodes % m == 0]
-    try:
-        devices = int(scope)
-    except ValueError:
-        raise ValueError(f"sharding.{name}={scope}: a scope is none, node, all or a number of devices") from None
+    if not str(scope).isdecimal():
+        raise ValueError(f"sharding.{name}={scope}: a scope is none, node, all or a number of devices")
+    devices = int(scope)
     if devices % tensor or devices // tensor not in legal:
         raise ValueError(
             f"a partition group of {devices} devices ({name}) does not fit {num_nodes} nodes of {local * tensor}"

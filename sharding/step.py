@@ -56,7 +56,7 @@ class Sharded:
     def sum_dtype(self) -> Any:
         """The dtype of hop one: the compute dtype, but float32 on CPUs.
 
-        XLA:CPU widens 16-bit sums anyway, and aborts on those in a partly manual region (AllReducePromotion, jax 0.10.2).
+        XLA:CPU widens 16-bit sums anyway, and aborts (AllReducePromotion) on those in a partly manual region.
         """
         return jnp.float32 if self.mesh.devices.flat[0].platform == "cpu" else self.compute_dtype
 

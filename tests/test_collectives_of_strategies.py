@@ -1,4 +1,4 @@
-"""The compiled program of each strategy holds exactly the collectives of DESIGN 6.3, computed here from the formulas."""
+"""The compiled program of each strategy holds exactly the collectives of the formulas of DESIGN 6.3."""
 
 import math
 from collections import Counter
@@ -187,7 +187,7 @@ def test_tensor_splits_the_gathered_bytes() -> None:
     """With tensor=2 on nodes of 2, a group of 4 devices gathers between its two nodes, each device half of a matrix."""
     collectives = read(strategy="mics", partition_size=4, tensor=2)
     specs = workload.model("decoder", LAYERS).param_specs()
-    layer = [s for s in jax.tree.leaves(specs["layers"], is_leaf=lambda x: hasattr(x, "dims"))]
+    layer = jax.tree.leaves(specs["layers"], is_leaf=lambda x: hasattr(x, "dims"))
     split = sum(math.prod(s.shape[1:]) // (2 if len(s.shape) > 2 else 1) for s in layer)
     other = sum(
         math.prod(s.shape) // (2 if "vocab" in s.dims else 1)

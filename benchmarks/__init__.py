@@ -1,0 +1,1 @@
+"""Scripts that measure, and their recorded results: each result with command, commit and machine."""

@@ -1,0 +1,86 @@
+"""Measures what the training loop costs besides the compiled step: data, transfers, metrics, log and progress.
+
+    python -m benchmarks.loop_overhead [--config=FILE] [--steps=10] [--rounds=6] [--config.a.b=value ...]
+
+A real run of train.py, interrupted every `--steps` steps by as many bare calls of the same compiled step on a state and
+a batch of their own. Prints both medians and their ratio; the aim is under 1.03.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+import jax
+
+import train
+from metrics.environment import environment
+
+
+class Alternating:
+    """Stands for the compiled step: runs bare steps at the start of each block of steps, and times both."""
+
+    def __init__(self, run: train.Run, steps: int) -> None:
+        self.bare_s: list[float] = []  # a step
+        self.loop_s: list[float] = []
+        self._run, self._steps, self._calls = run, steps, 0
+        self._state = run.experiment.init_state()
+        self._started_s = 0.0
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        if self._calls % self._steps == 0:
+            jax.block_until_ready(state)
+            now = time.perf_counter()
+            if self._calls:
+                self.loop_s.append((now - self._started_s) / self._steps)
+            self._bare(batch)
+            self._started_s = time.perf_counter()
+        self._calls += 1
+        return self._run.step_fn(state, batch)
+
+    def _bare(self, batch: Any) -> None:
+        before = time.perf_counter()
+        for _ in range(self._steps):
+            self._state, _ = self._run.step_fn(self._state, batch)
+        jax.block_until_ready(self._state)
+        self.bare_s.append((time.perf_counter() - before) / self._steps)
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description="Measures what the loop costs besides the step.", allow_abbrev=False)
+    parser.add_argument("--config", default="configs/quickstart.py")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a block")
+    parser.add_argument("--rounds", type=int, default=6, help="blocks of each kind; the first is a warm-up")
+    options, overrides = parser.parse_known_args()
+    measured: list[Alternating] = []
+    prepare = train.prepare
+
+    def prepare_alternating(*arguments: Any) -> train.Run:
+        run = prepare(*arguments)
+        measured.append(Alternating(run, options.steps))
+        return dataclasses.replace(run, step_fn=measured[0])  # pyright: ignore[reportArgumentType]
+
+    train.prepare = prepare_alternating
+    changes = {"num_steps": options.steps * options.rounds + 1, "eval.every": 0, "checkpoint.every": 0}
+    changes |= {"eval.num_batches": 1, "sample.length": 0}
+    with tempfile.TemporaryDirectory() as workdir:
+        flags = [f"--config.{key}={value}" for key, value in changes.items()]
+        code = train.main(["train.py", f"--config={options.config}", f"--workdir={workdir}/run", *flags, *overrides])
+    if code:
+        return code
+    bare, loop = measured[0].bare_s[1 : options.rounds], measured[0].loop_s[1:]
+    ratios = [b / a for a, b in zip(bare, loop, strict=True)]
+    about = environment({})
+    print(f"bare step {statistics.median(bare) * 1e3:.2f} ms, with the loop {statistics.median(loop) * 1e3:.2f} ms")
+    print(f"ratio: median {statistics.median(ratios):.4f}, each round {', '.join(f'{r:.3f}' for r in ratios)}")
+    print(f"command: {about['command']}")
+    print(f"commit {about['git_commit']}, {about['platform']}, {about['cpu_count']} cores, {about['date']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

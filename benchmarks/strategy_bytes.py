@@ -1,0 +1,49 @@
+"""Prints the table of strategies in the README: bytes that a device sends in a step, read from the compiled programs.
+
+    python -m benchmarks.strategy_bytes
+
+The quickstart's model on 8 virtual devices, 4 nodes of 2, two micro-steps a step. Nothing is run, only compiled.
+"""
+
+import math
+
+import jax
+
+from configs import quickstart
+from experiment import make_experiment
+from sharding import hlo
+
+STRATEGIES = {
+    "ddp": {"strategy": "ddp"},
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2"},
+    "zero3, flat gather": {"strategy": "zero3", "hierarchical": False},
+    "zero3": {"strategy": "zero3"},
+    "mics(4)": {"strategy": "mics", "partition_size": 4},
+    "mics(2)": {"strategy": "mics", "partition_size": 2},
+    "mics(2), two hops off": {"strategy": "mics", "partition_size": 2, "two_hop": False},
+    "node / node / all": {"strategy": "custom", "parameters": "node", "gradients": "node", "optimizer": "all"},
+}
+
+
+def main() -> None:
+    """Compiles the step under each strategy and prints a markdown table."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    print("| strategy | state a device | between nodes | inside nodes |")
+    print("|---|---|---|---|")
+    for name, changes in STRATEGIES.items():
+        config = quickstart.get_config()
+        config.batch.micro_size = 2
+        config.sharding.update({"partition_size": 0} | changes)
+        experiment = make_experiment(config)
+        state = jax.tree.leaves(experiment.state_shapes)
+        held = sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in state)
+        collectives = hlo.read_collectives(experiment.compile_train_step().as_text(), experiment.sharded.layout.shape)
+        sent = hlo.bytes_per_step(collectives)
+        cells = [held, sent["collective_inter_bytes"], sent["collective_intra_bytes"]]
+        print(f"| {name} | " + " | ".join(f"{cell / 1e6:.2f} MB" for cell in cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""What a user can get wrong: exit code 2 and one line that names the thing and what would work."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import IGNORED, arguments, before_report, run_here, snapshot
+
+import models
+
+pytestmark = IGNORED
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """Returns the one line of a run that ends with exit code 2."""
+    capsys.readouterr()
+    code = run_here(*args)
+    err = capsys.readouterr().err
+    assert code == 2, err
+    assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    return err.removeprefix("error: ").strip()
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown key": ({"modell__hidden": 3}, r"model"),
+    "a nested unknown key": ({"model__hiden": 3}, "hidden"),
+    "a word for a number": ({"model__hidden": "many"}, "model.hidden.*many.*int"),
+    "a fraction for a count": ({"model__hidden": 3.5}, "model.hidden.*3.5.*int"),
+    "p does not divide": ({"sharding__partition_size": 3}, "3 devices .* does not fit .*; 1, 2, 4, 8 do"),
+    "mics without p": ({"sharding__partition_size": 0}, "needs sharding.partition_size"),
+    "a micro-batch too large": ({"batch__micro_size": 3}, "micro_size=3 on 8 devices .* at most 2 fit"),
+    "no rows": ({"batch__global_size": 0}, "at least 1"),
+    "scopes that contradict each other": (
+        {
+            "sharding__strategy": "custom",
+            "sharding__partition_size": 0,
+            "sharding__parameters": "all",
+            "sharding__gradients": "none",
+            "sharding__optimizer": "all",
+        },
+        "gradients",
+    ),
+    "p for zero3": ({"sharding__strategy": "zero3"}, "partition_size=2 belongs to mics"),
+    "an unknown strategy": ({"sharding__strategy": "mic"}, "did you mean mics"),
+    "nodes that do not divide": ({"mesh__devices_per_node": 3}, "does not divide the 8 devices; 1, 2, 4, 8 do"),
+    "tensor does not divide": ({"mesh__tensor": 3}, "tensor=3"),
+    "a dim that cannot be sharded": (
+        {"model__hidden": 36, "model__intermediate": 60, "model__vocab_size": 257, "model__vocab_multiple": 1}
+        | {"sharding__strategy": "zero3", "sharding__partition_size": 0},
+        "cannot be|divide",
+    ),
+    "a small vocabulary": ({"model__vocab_size": 100}, "set model.vocab_size=256"),
+    "a folder without a path": ({"data__source": "folder"}, "data.path is empty"),
+    "a missing folder": ({"data__source": "folder", "data__path": "/missing/folder"}, "/missing/folder"),
+    "a long sequence": ({"data__seq_len": 512}, "seq_len=512 is longer than model.max_len=256"),
+    "an objective of another model": ({"data__objective": "masked"}, "must be causal"),
+    "a long warm-up": ({"optimizer__warmup_steps": 11}, "warmup_steps=11.*num_steps=10"),
+    "an unknown optimizer": ({"optimizer__name": "adam"}, "adamw"),
+    "no steps": ({"num_steps": 0}, "num_steps=0"),
+    "no logging": ({"log_every": 0}, "log_every=0"),
+    "checkpoints of none": ({"checkpoint__keep_last": 0}, "keep_last"),
+    "negative devices": ({"mesh__num_cpu_devices": -1}, "num_cpu_devices"),
+    "evaluations below zero": ({"eval__every": -1}, "eval.every=-1"),
+    "an evaluation of nothing": ({"eval__num_batches": 0}, "eval.num_batches=0"),
+    "a sample below zero": ({"sample__length": -1}, "sample.length=-1"),
+    "a negative seed": ({"seed": -1}, "seed"),
+}
+
+
+@pytest.mark.parametrize("mistake", CHANGES)
+def test_a_mistake_is_one_line(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes, message = CHANGES[mistake]
+    assert_matches(error_of(capsys, *arguments(tmp_path / "run", **changes)), message)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def assert_matches(text: str, pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        raise ValueError(text)
+
+
+MINE = """
+from configs import base
+def get_config(arg=""):
+    config = base.get_config()
+    config.sharding.strategy = "ddp"
+"""
+
+
+def config_file(folder: Path, body: str) -> str:
+    path = folder / "mine.py"
+    path.write_text(f"{MINE}{body}\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("    config.model.hiden = 3\n    return config", "hiden.*hidden"),
+        ("    config.optimizer.beta1 = 3\n    return config", "optimizer.beta1.*optimizer"),
+        ("    config.modell = {}\n    return config", "modell.*model"),
+        ("    del config.model.hidden\n    return config", "model.hidden is missing"),
+        ("    del config.log_every\n    return config", "log_every is missing"),
+        ("    config.batch.global_size = '16'\n    return config", "batch.global_size"),
+        ("    return None", "mine.py: get_config must return the config"),
+        ("    return 1 / 0", "mine.py.*division"),
+        ("    return (", "mine.py"),
+    ],
+)
+def test_a_mistake_in_a_config_file(
+    body: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config_file(tmp_path, body)
+    assert_matches(error_of(capsys, f"--config={path}", f"--workdir={tmp_path / 'run'}"), message)
+
+
+def test_no_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_matches(error_of(capsys), "--config=configs/X.py is missing; there are .*quickstart")
+    assert_matches(error_of(capsys, "--config=configs/missing.py"), "configs/missing.py")
+    assert_matches(error_of(capsys, f"--config={tmp_path}"), str(tmp_path))
+    empty = tmp_path / "empty.py"
+    empty.write_text("")
+    assert_matches(error_of(capsys, f"--config={empty}"), "empty.py: .*get_config")
+
+
+def test_other_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = arguments(tmp_path)
+    assert_matches(error_of(capsys, *args, "--wrkdir=x"), "wrkdir")
+    assert_matches(error_of(capsys, *args, "word"), "unexpected argument 'word'")
+    assert_matches(error_of(capsys, *args, "--num_processes=two"), "num_processes")
+    for given in ("--coordinator=localhost:1234", "--num_processes=2", "--process_id=0"):
+        assert_matches(error_of(capsys, *args, given), "give all three")
+    three = ["--coordinator=localhost:1234", "--num_processes=2"]
+    assert_matches(error_of(capsys, *args, *three, "--process_id=2"), "--process_id=2 must be from 0 to 1")
+    assert_matches(error_of(capsys, *args, "--coordinator=here", "--num_processes=2", "--process_id=0"), "HOST:PORT")
+
+
+def test_data_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    args = arguments(tmp_path / "run", data__source="folder", data__path=str(empty))
+    assert str(empty) in error_of(capsys, *args)
+    (empty / "only.txt").write_text("")
+    error_of(capsys, *args)
+
+
+def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here(*arguments(tmp_path, num_steps=0), "--debug") == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err and err.splitlines()[-1].startswith("error: num_steps=0")
+
+
+def test_a_workdir_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("precious")
+    assert str(file) in error_of(capsys, *arguments(file))
+    assert str(file) in error_of(capsys, *arguments(file / "below"))
+    assert file.read_text() == "precious"
+
+
+def test_a_workdir_of_another_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workdir = tmp_path / "run"
+    assert run_here(*arguments(workdir)) == 0
+    before = snapshot(workdir)
+    message = error_of(capsys, *arguments(workdir, optimizer__learning_rate=0.5, num_steps=20))
+    assert_matches(message, f"{workdir} holds a run of another config: num_steps was 10 and is 20, ")
+    assert "optimizer.learning_rate was 0.01 and is 0.5" in message
+    assert snapshot(workdir) == before
+
+    copied = tmp_path / "copied"  # checkpoints alone
+    shutil.copytree(workdir / "checkpoints", copied / "checkpoints")
+    assert "model.num_layers was 2 and is 3" in error_of(capsys, *arguments(copied, model__num_layers=3))
+    assert snapshot(copied / "checkpoints") == snapshot(workdir / "checkpoints")
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose config is the same: the code of the model has changed. The first parameter that differs is named."""
+    assert run_here(*arguments(tmp_path)) == 0
+    with pytest.MonkeyPatch.context() as patched:
+        build = models.build
+        patched.setattr(models, "build", lambda values: build({**values, "intermediate": 128}))
+        (tmp_path / "summary.json").unlink()
+        before = snapshot(tmp_path)
+        message = error_of(capsys, *arguments(tmp_path))
+    assert_matches(message, "10 is a checkpoint of another model: params.*float32")
+    assert snapshot(tmp_path) == before
+
+
+def test_a_run_that_stopped_before_its_first_checkpoint_is_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Crash(Exception):
+        pass
+
+    def crash() -> None:
+        raise Crash
+
+    with monkeypatch.context() as patched:
+        before_report(patched, 3, crash)
+        with pytest.raises(Crash):
+            run_here(*arguments(tmp_path))
+    assert "seed was 0 and is 1" in error_of(capsys, *arguments(tmp_path, seed=1))
+    assert run_here(*arguments(tmp_path)) == 0

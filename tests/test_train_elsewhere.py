@@ -1,0 +1,53 @@
+"""The same run on other devices, under other strategies and with batches that do not divide: the same losses."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from running import IGNORED, arguments, finish, losses, run_here, start, stop_after
+
+pytestmark = IGNORED
+SAME = {"rtol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def on_eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workdir = tmp_path_factory.mktemp("on_eight")
+    assert run_here(*arguments(workdir)) == 0
+    return workdir
+
+
+def resume_elsewhere(workdir: Path, step: int, **changes: object) -> None:
+    """Goes on in a process of its own, up to `step` (10 is the end)."""
+    process = start(arguments(workdir, **changes), stop_after=step)
+    code, _, err = finish(process)[0]
+    assert code == (0 if step == 10 else 75), err
+
+
+def test_eight_then_four_then_two_devices(tmp_path: Path, on_eight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        stop_after(patched, 4)
+        assert run_here(*arguments(tmp_path)) == 75
+    resume_elsewhere(tmp_path, 7, mesh__num_cpu_devices=4)
+    resume_elsewhere(tmp_path, 10, mesh__num_cpu_devices=2)
+    np.testing.assert_allclose(losses(tmp_path), losses(on_eight), **SAME)
+
+
+def test_mics_then_zero3(tmp_path: Path, on_eight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        stop_after(patched, 5)
+        assert run_here(*arguments(tmp_path)) == 75
+    zero3 = {"sharding__strategy": "zero3", "sharding__partition_size": 0}
+    assert run_here(*arguments(tmp_path, **zero3)) == 0
+    np.testing.assert_allclose(losses(tmp_path), losses(on_eight), **SAME)
+
+
+def test_a_batch_that_the_devices_do_not_divide(tmp_path: Path) -> None:
+    odd = {"batch__global_size": 30, "batch__micro_size": 2, "eval__every": 5}
+    eight, one = tmp_path / "eight", tmp_path / "one"
+    alone = {"mesh__num_cpu_devices": 1, "mesh__devices_per_node": 1, "sharding__partition_size": 1}
+    process = start(arguments(one, **odd, **alone))
+    assert run_here(*arguments(eight, **odd)) == 0
+    code, _, err = finish(process)[0]
+    assert code == 0, err
+    np.testing.assert_allclose(losses(eight), losses(one), **SAME)

@@ -1,0 +1,81 @@
+"""What goes wrong while a run trains: a clear line, exit code 1, and nothing lost that was there before."""
+
+import json
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from running import IGNORED, arguments, arrays, before_report, check_same_end, losses, rows, run_here
+
+import train
+
+pytestmark = IGNORED
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorBoard's file stays open
+@pytest.mark.parametrize("room", [20_000, pytest.param(100, marks=pytest.mark.slow)])
+def test_the_disk_is_full(
+    tmp_path: Path, room: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the last checkpoint on no file may be larger than `room`; with 100 the report cannot be written either."""
+    undisturbed, workdir = tmp_path / "undisturbed", tmp_path / "run"
+    assert run_here(*arguments(undisturbed)) == 0
+    save = train.save
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save_without_room(run: train.Run, step: int, *rest: object) -> None:
+        if step == 10:
+            run.checkpointer.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+        save(run, step, *rest)
+
+    monkeypatch.setattr(train, "save", save_without_room)
+    capsys.readouterr()
+    try:
+        code = run_here(*arguments(workdir))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    err = capsys.readouterr().err
+    assert code == 1, err
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    if room == 100:  # the metrics have no room either
+        assert f"cannot write to {workdir}: File too large" in err
+    else:
+        assert "saving step 10" in err and "newest: 5" in err and "File too large" in err
+    assert not (workdir / "checkpoints" / "10").exists()
+
+    monkeypatch.undo()
+    assert run_here(*arguments(workdir)) == 0
+    check_same_end(workdir, undisturbed)
+
+
+def test_updates_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"optimizer__learning_rate": 1e30, "optimizer__max_skipped": 3, "checkpoint__every": 1, "num_steps": 20}
+    assert run_here(*arguments(tmp_path, **changes)) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: 3 updates in a row were not finite, the last at step ")
+    assert captured.err.count("\n") == 1
+    found = rows(tmp_path)
+    assert [row["skipped_steps"] for row in found[-3:]] == [1, 2, 3] and found[-4]["skipped_steps"] == 0
+    rate = found[-4]["learning_rate"]
+    assert [row["learning_rate"] for row in found[-3:]] == [rate] * 3  # the schedule waits
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["exit_reason"].startswith("failed: 3 updates in a row were not finite")
+    assert (tmp_path / "report.html").exists()
+    saved = arrays(tmp_path, found[-1]["step"] - 1)
+    assert all(np.isfinite(x).all() for name, x in saved.items() if name.startswith("params"))
+
+
+def test_an_unexpected_error_ends_the_bar_and_is_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise ValueError("out of the blue")
+
+    before_report(monkeypatch, 3, fail)
+    assert run_here(*arguments(tmp_path)) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err and err.splitlines()[-1] == "error: out of the blue"
+    assert len(losses(tmp_path)) == 2
+    assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == "failed: out of the blue"

@@ -1,0 +1,126 @@
+"""Several real processes of one run: the losses of one process, one voice, and a stop that all agree on."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from running import (
+    IGNORED,
+    arguments,
+    finish,
+    free_port,
+    losses,
+    manifest,
+    run_here,
+    start,
+    start_together,
+    steps_logged,
+    wait_until,
+)
+
+pytestmark = IGNORED
+RESUMABLE = 75
+SAME = {"rtol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process with 8 devices: the losses do not depend on their number (tests/test_train_elsewhere.py)."""
+    workdir = tmp_path_factory.mktemp("by_one")
+    assert run_here(*arguments(workdir)) == 0
+    return workdir
+
+
+def check_all_done(workdir: Path, by_one: Path, outcomes: list[tuple[int, str, str]]) -> None:
+    assert [code for code, _, _ in outcomes] == [0] * len(outcomes), outcomes
+    assert "first step done after" in outcomes[0][1]
+    check_silent(outcomes[1:])
+    np.testing.assert_allclose(losses(workdir), losses(by_one), **SAME)
+    environment = json.loads((workdir / "environment.json").read_text())
+    assert environment["processes"] == len(outcomes)
+
+
+def check_silent(outcomes: list[tuple[int, str, str]]) -> None:
+    """Process 0 alone prints (gloo's C++ does what it likes)."""
+    said = [line for _, out, _ in outcomes for line in out.splitlines() if not line.startswith("[Gloo]")]
+    assert said == []
+
+
+def test_two_processes_stop_together_and_one_goes_on(tmp_path: Path, by_one: Path) -> None:
+    """The signal comes while a step is saved: every step is. One of the two gets it."""
+    args = arguments(tmp_path, checkpoint__every=1, eval__every=4)
+    two = start_together(args, 2, devices=2, pause_s=0.3)
+    wait_until(lambda: steps_logged(tmp_path) >= 3, two[0])
+    two[1].terminate()
+    outcomes = finish(*two)
+    assert [code for code, _, _ in outcomes] == [RESUMABLE] * 2, outcomes
+    done = len(losses(tmp_path))
+    assert 3 <= done < 10
+    assert f"stopped at step {done}; run the same command again" in outcomes[0][1]
+    check_silent(outcomes[1:])
+    assert manifest(tmp_path, done)["step"] == done
+    np.testing.assert_allclose(losses(tmp_path), losses(by_one)[:done], **SAME)
+    code, out, err = finish(start([*args, "--config.mesh.num_cpu_devices=4"]))[0]
+    assert code == 0, err
+    assert f"resumed at step {done} of 10" in out
+    np.testing.assert_allclose(losses(tmp_path), losses(by_one), **SAME)
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path, by_one: Path) -> None:
+    outcomes = finish(*start_together(arguments(tmp_path), 2, devices=2))
+    check_all_done(tmp_path, by_one, outcomes)
+    metrics = (tmp_path / "metrics.jsonl").read_text()
+    assert "wire_tx_bytes" in metrics
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "p"), [(3, 1), (4, 2)])
+def test_processes_of_one_device(tmp_path: Path, by_one: Path, count: int, p: int) -> None:
+    changes: dict[str, Any] = {"mesh__devices_per_node": 1, "sharding__partition_size": p}
+    check_all_done(tmp_path, by_one, finish(*start_together(arguments(tmp_path, **changes), count, devices=1)))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_stops_too(tmp_path: Path, by_one: Path) -> None:
+    """At its first step, if the signal comes before; Ctrl-C in both processes, as a terminal sends it."""
+    args = arguments(tmp_path)
+    assert [code for code, _, _ in finish(*start_together(args, 2, devices=2, pause_s=0.3, stop_after=2))] == [
+        RESUMABLE
+    ] * 2
+    first = len(losses(tmp_path))
+    assert 2 <= first < 8
+    two = start_together(args, 2, devices=2, pause_s=1.5)
+    wait_until(lambda: steps_logged(tmp_path) > first, two[0])
+    for process in two:
+        process.send_signal(signal.SIGINT)
+    outcomes = finish(*two)
+    assert [code for code, _, _ in outcomes] == [RESUMABLE] * 2, outcomes
+    second = len(losses(tmp_path))
+    assert first < second < 10
+    check_all_done(tmp_path, by_one, finish(*start_together(args, 2, devices=2)))
+
+
+@pytest.mark.slow
+def test_slurm_is_recognised(tmp_path: Path, by_one: Path) -> None:
+    """By the variables that srun sets; its rule for the port is jobid % 4096 + 61440."""
+    job = free_port() % 4096
+    common = {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    args = arguments(tmp_path, mesh__num_cpu_devices=1, mesh__devices_per_node=1)
+    processes = [start(args, **common, SLURM_PROCID=i, SLURM_LOCALID=i) for i in ("0", "1")]
+    check_all_done(tmp_path, by_one, finish(*processes))
+
+
+@pytest.mark.slow
+def test_open_mpi_is_recognised(tmp_path: Path, by_one: Path) -> None:
+    """By the variables that mpirun of Open MPI 4 sets; the coordinator is its first address, jax chooses the port."""
+    common = {
+        "OMPI_MCA_orte_hnp_uri": f"{free_port() % 4096 * 4096}.0;tcp://127.0.0.1:1234",
+        "OMPI_COMM_WORLD_SIZE": "2",
+    }
+    args = arguments(tmp_path, mesh__num_cpu_devices=1, mesh__devices_per_node=1)
+    processes = [start(args, **common, OMPI_COMM_WORLD_RANK=i, OMPI_COMM_WORLD_LOCAL_RANK=i) for i in ("0", "1")]
+    check_all_done(tmp_path, by_one, finish(*processes))

@@ -1,0 +1,176 @@
+"""A run from its start to its end: what it leaves behind, and that stopping it in the middle changes nothing."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from running import (
+    IGNORED,
+    arguments,
+    arrays,
+    before_report,
+    check_same_end,
+    finish,
+    losses,
+    manifest,
+    rows,
+    run_here,
+    snapshot,
+    start,
+    steps_logged,
+    wait_until,
+)
+
+import train
+
+pytestmark = IGNORED
+RESUMABLE = 75
+KEYS = {
+    *("step", "loss", "learning_rate", "grad_norm", "skipped_steps", "data_wait_s"),
+    *("collective_inter_bytes", "collective_intra_bytes"),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    assert run_here(*arguments(workdir)) == 0
+    return workdir
+
+
+def test_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
+    workdir = tmp_path / "run"
+    text = {"data__source": "stdlib_text", "eval__every": 5, "sample__length": 8, "sample__prompt": "def "}
+    args = arguments(workdir, **text)
+    assert run_here(*args) == 0
+    assert "starting at step 0 of 10" in capsys.readouterr().out
+    names = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints", "report.html"}
+    names |= {"summary.json", "sample.txt", "mesh.png", "collectives.json"}
+    assert {path.name for path in workdir.iterdir()} == names
+    first, last = losses(workdir)[0], losses(workdir)[-1]
+    assert last < first - 0.5
+    found = rows(workdir)
+    assert all(row.keys() >= KEYS for row in found)
+    assert all(row.keys() >= {"step_time_s", "tokens_per_s"} for row in found[1:])
+    assert [row["step"] for row in found if "validation_loss" in row] == [5, 10]
+    assert all(row["validation_s"] > 0 for row in found if "validation_loss" in row)
+    assert [row["step"] for row in found if "checkpoint_s" in row] == [6]
+    summary = json.loads((workdir / "summary.json").read_text())
+    expected = {"steps": 10, "final_loss": last, "validation_loss": found[-1]["validation_loss"]}
+    assert summary.items() >= {**expected, "exit_reason": "finished", "skipped_steps": 0.0}.items()
+    assert json.loads((workdir / "config.json").read_text())["model"]["hidden"] == 32
+    assert json.loads((workdir / "environment.json").read_text())["devices"] == "8 x cpu"
+    assert (workdir / "sample.txt").read_text().startswith("def ")
+    assert (workdir / "mesh.png").read_bytes().startswith(b"\x89PNG")
+    assert manifest(workdir, 10)["metrics"] == {"validation_loss": summary["validation_loss"]}
+
+    before = snapshot(workdir)
+    assert run_here(*args) == 0
+    assert "is finished: 10 steps are done" in capsys.readouterr().out
+    assert snapshot(workdir) == before
+
+
+def test_the_end_is_made_up_for_if_it_was_lost(tmp_path: Path, undisturbed: Path) -> None:
+    """A run killed after its last checkpoint has nothing to train, but its report and sample are still to be made."""
+    args = arguments(tmp_path)
+    assert run_here(*args) == 0
+    for name in ("summary.json", "report.html"):
+        (tmp_path / name).unlink()
+    assert run_here(*args) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 10 and summary["final_loss"] == losses(undisturbed)[-1]
+    assert (tmp_path / "report.html").exists()
+    check_same_end(tmp_path, undisturbed)
+
+
+def test_rows_are_logged_at_intervals(tmp_path: Path) -> None:
+    assert run_here(*arguments(tmp_path, log_every=4, eval__every=6)) == 0
+    assert [row["step"] for row in rows(tmp_path)] == [4, 6, 8, 10]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_and_the_same_command_goes_on(
+    tmp_path: Path,
+    undisturbed: Path,
+    number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = arguments(tmp_path)
+    handler = signal.getsignal(number)
+    with monkeypatch.context() as patched:
+        before_report(patched, 6, lambda: signal.raise_signal(number))
+        assert run_here(*args) == RESUMABLE
+    assert signal.getsignal(number) == handler
+    assert "stopped at step 7; run the same command again to go on" in capsys.readouterr().out
+    assert len(losses(tmp_path)) == 7
+    assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == "interrupted"
+    assert run_here(*args) == 0
+    assert "resumed at step 7 of 10" in capsys.readouterr().out
+    check_same_end(tmp_path, undisturbed)
+
+
+def test_a_second_ctrl_c_stops_at_once(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = arguments(tmp_path)
+    with monkeypatch.context() as patched:
+        before_report(patched, 6, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
+        assert run_here(*args) == RESUMABLE
+    assert capsys.readouterr().err.startswith("stopped at once; run the same command again")
+    assert run_here(*args) == 0
+    assert "resumed at step 5 of 10" in capsys.readouterr().out
+    check_same_end(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_first_step(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "check_data", lambda *_: signal.raise_signal(number))
+    assert run_here(*arguments(tmp_path)) == RESUMABLE
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and captured.err.startswith("stopped at once")
+
+
+def test_ten_steps_are_five_and_a_kill_and_five_more(tmp_path: Path, undisturbed: Path) -> None:
+    process = start(arguments(tmp_path), pause_s=0.4)
+    wait_until(lambda: (tmp_path / "checkpoints" / "5").exists() and steps_logged(tmp_path) > 5, process)
+    process.kill()
+    assert finish(process)[0][0] == -signal.SIGKILL
+    assert 5 < steps_logged(tmp_path) < 10 and not (tmp_path / "checkpoints" / "10").exists()
+    code, out, err = finish(start(arguments(tmp_path)))[0]
+    assert code == 0, err
+    assert "resumed at step 5 of 10" in out
+    check_same_end(tmp_path, undisturbed)
+
+
+def test_a_real_sigterm(tmp_path: Path) -> None:
+    process = start(arguments(tmp_path), pause_s=0.5)
+    wait_until(lambda: steps_logged(tmp_path) >= 2, process)
+    process.terminate()
+    code, out, err = finish(process)[0]
+    assert code == RESUMABLE, err
+    assert "Traceback" not in err
+    step = len(losses(tmp_path))
+    assert f"stopped at step {step}; run the same command again" in out
+    assert arrays(tmp_path, step)["step"] == step
+
+
+def test_a_damaged_newest_checkpoint(tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = arguments(tmp_path)
+    assert run_here(*args) == 0
+    newest = tmp_path / "checkpoints" / "10"
+    largest = max(newest.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    (tmp_path / "summary.json").unlink()  # as if it was killed before the end
+    assert run_here(*args) == 0
+    captured = capsys.readouterr()
+    assert "is damaged" in captured.err and "step 5 is used instead" in captured.err
+    assert "resumed at step 5 of 10" in captured.out
+    assert (tmp_path / "checkpoints" / "set_aside" / "10-1").is_dir()
+    check_same_end(tmp_path, undisturbed)
