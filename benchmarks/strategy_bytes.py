@@ -10,6 +10,7 @@ import math
 import jax
 
 from configs import quickstart
+from configs.door import Config
 from experiment import make_experiment
 from sharding import hlo
 
@@ -33,14 +34,14 @@ def main() -> None:
     print("| strategy | state a device | between nodes | inside nodes |")
     print("|---|---|---|---|")
     for name, changes in STRATEGIES.items():
-        config = quickstart.get_config()
+        config: Config = quickstart.get_config()
         config.batch.micro_size = 2
         config.sharding.update({"partition_size": 0} | changes)
         experiment = make_experiment(config)
         state = jax.tree.leaves(experiment.state_shapes)
         held = sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in state)
-        collectives = hlo.read_collectives(experiment.compile_train_step().as_text(), experiment.sharded.layout.shape)
-        sent = hlo.bytes_per_step(collectives)
+        text = experiment.compile_train_step().as_text() or ""
+        sent = hlo.bytes_per_step(hlo.read_collectives(text, experiment.sharded.layout.shape))
         cells = [held, sent["collective_inter_bytes"], sent["collective_intra_bytes"]]
         print(f"| {name} | " + " | ".join(f"{cell / 1e6:.2f} MB" for cell in cells) + " |", flush=True)
 

@@ -3,8 +3,11 @@
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
+from jax.experimental import multihost_utils
 from running import (
     IGNORED,
     arguments,
@@ -23,6 +26,7 @@ from running import (
 )
 
 import train
+from checkpointing.checkpointer import Checkpointer
 
 pytestmark = IGNORED
 RESUMABLE = 75
@@ -66,6 +70,9 @@ def test_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert (workdir / "mesh.png").read_bytes().startswith(b"\x89PNG")
     assert manifest(workdir, 10)["metrics"] == {"validation_loss": summary["validation_loss"]}
 
+    # on several CPU devices programs from the compilation cache can hang
+    assert not (tmp_path / "cache" / "compiled").exists() and jax.config.jax_compilation_cache_dir is None
+
     before = snapshot(workdir)
     assert run_here(*args) == 0
     assert "is finished: 10 steps are done" in capsys.readouterr().out
@@ -88,6 +95,28 @@ def test_the_end_is_made_up_for_if_it_was_lost(tmp_path: Path, undisturbed: Path
 def test_rows_are_logged_at_intervals(tmp_path: Path) -> None:
     assert run_here(*arguments(tmp_path, log_every=4, eval__every=6)) == 0
     assert [row["step"] for row in rows(tmp_path)] == [4, 6, 8, 10]
+
+
+def test_a_checkpoint_comes_after_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run killed right after a checkpoint resumes behind it: the rows up to there are never written again."""
+    written: list[int] = []
+    save = Checkpointer.save
+
+    def look_and_save(self: Checkpointer, step: int, *args: Any, **kwargs: Any) -> None:
+        written.append(steps_logged(tmp_path))
+        save(self, step, *args, **kwargs)
+
+    monkeypatch.setattr(Checkpointer, "save", look_and_save)
+    assert run_here(*arguments(tmp_path)) == 0
+    assert written == [5, 10]
+
+
+def test_saving_does_not_ask_the_preemption_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes agree on the step to stop at by the numbers they asked with: only the loop may ask."""
+    asked: list[int] = []
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: bool(asked.append(step)))
+    assert run_here(*arguments(tmp_path)) == 0
+    assert asked == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
