@@ -84,7 +84,7 @@ MINE = """
 from configs import base
 def get_config(arg=""):
     config = base.get_config()
-    config.sharding.strategy = "ddp"
+    config.sharding.strategy, config.num_steps, config.data.source = "ddp", 1, "synthetic"
 """
 
 
