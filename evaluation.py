@@ -58,11 +58,11 @@ class Validator:
 
     def __call__(self, params: object) -> Validation:
         """Returns the loss of `params`, placed as the training state's."""
-        before = time.perf_counter()
+        before, ex = time.perf_counter(), self._experiment
         if self._evaluate is None:
-            self._evaluate = self._experiment.compile_eval_step()
+            self._evaluate = ex.compile_eval_step()
             self._batches = self._load()
-        sums = jax.device_get([self._evaluate(params, batch) for batch in self._batches])
+        sums = jax.device_get([ex.settled(self._evaluate(params, batch)) for batch in self._batches])
         total, weight = np.sum(np.array(sums, np.float64), axis=0)
         loss = float(total / weight)
         bits = loss / math.log(2) / self._data.bytes_per_token

@@ -138,7 +138,7 @@ class Experiment:
     def init_state(self) -> TrainState:
         """Returns the state before the first step: a function of the seed alone."""
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
-        return jax.jit(self._new_state, out_shardings=shardings)(jax.random.key(self.config.seed))
+        return self.settled(jax.jit(self._new_state, out_shardings=shardings)(jax.random.key(self.config.seed)))
 
     def compile_train_step(self) -> jax.stages.Compiled:
         """Compiles `step(state, batch) -> (state, metrics)` for the shapes above; the state is donated."""
@@ -152,6 +152,19 @@ class Experiment:
         step = build_eval_step(self.model.loss, self.sharded)
         jitted = jax.jit(step, out_shardings=self._replicated)
         return jitted.lower(self.state_shapes.params, self.batch_shapes).compile()
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the next step may be dispatched while one still runs.
+
+        Not on CPUs: several virtual devices share one thread pool, and with two programs in flight their collectives
+        can take all its threads and wait for each other for ever (seen in jax 0.10.2).
+        """
+        return jax.default_backend() != "cpu"
+
+    def settled(self, results: Any) -> Any:
+        """Returns the results of a step, after waiting for them on every device where steps may not run ahead."""
+        return results if self.runs_ahead else jax.block_until_ready(results)
 
     @property
     def can_sample(self) -> bool:

@@ -243,7 +243,7 @@ def train(run: Run, interruption: Interruption) -> int:
     with log, run.checkpointer, training_batches(run) as batches:
         while step < config.num_steps and not interruption.requested():
             batch = ex.to_devices(next(batches))
-            state, metrics = run.step_fn(state, batch)
+            state, metrics = ex.settled(run.step_fn(state, batch))
             step += 1
             previous, pending = pending, Pending(step=step, metrics=metrics, data_wait_s=batches.wait_s)
             if previous:
@@ -251,7 +251,7 @@ def train(run: Run, interruption: Interruption) -> int:
             last = step == config.num_steps
             evaluates = last or (config.eval.every and step % config.eval.every == 0)
             saves = last or (config.checkpoint.every and step % config.checkpoint.every == 0)
-            if evaluates or saves:
+            if evaluates or saves or not ex.runs_ahead:
                 report(run, pending)
                 pending = None
             validation = validate(run, step, state) if evaluates else None
