@@ -13,7 +13,7 @@ from configs import base
 from sharding.spec import ParamSpec
 
 FILES = Path(base.__file__).parent.glob("*.py")
-NAMES = sorted(path.stem for path in FILES if "def get_config(" in path.read_text())
+NAMES = sorted(path.stem for path in FILES if path.read_text().count("\ndef get_config("))
 DIMS = {"layers", "embed", "mlp", "heads", "kv_heads", "vocab", "position", "norm"}
 # MiCS (Zhang et al. 2022), table 1 and figure 16: hidden, intermediate, layers, vocabulary, group, name's size.
 TABLE_1 = {

@@ -133,11 +133,11 @@ def test_a_signal_stops_and_the_same_command_goes_on(
         before_report(patched, 6, lambda: signal.raise_signal(number))
         assert run_here(*args) == RESUMABLE
     assert signal.getsignal(number) == handler
-    assert "stopped at step 7; run the same command again to go on" in capsys.readouterr().out
-    assert len(losses(tmp_path)) == 7
+    assert "stopped at step 6; run the same command again to go on" in capsys.readouterr().out
+    assert len(losses(tmp_path)) == 6
     assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == "interrupted"
     assert run_here(*args) == 0
-    assert "resumed at step 7 of 10" in capsys.readouterr().out
+    assert "resumed at step 6 of 10" in capsys.readouterr().out
     check_same_end(tmp_path, undisturbed)
 
 
