@@ -1,40 +1,12 @@
-"""How a config section becomes a frozen dataclass, and the checks that every model's settings share."""
+"""The settings that every model has, and their checks."""
 
 import dataclasses
-import difflib
-from collections.abc import Iterator
-from typing import Any, Protocol, TypeVar
 
 import jax.numpy as jnp
-
-Settings = TypeVar("Settings")
-
-
-class Section(Protocol):
-    """A section of a config: a dict, or an ml_collections.ConfigDict."""
-
-    def __getitem__(self, key: str, /) -> Any: ...
-    def __iter__(self) -> Iterator[str]: ...
-    def __contains__(self, key: str, /) -> bool: ...
-
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 REMATS = ("full", "dots", "none")
 ATTENTIONS = ("auto", "xla", "cudnn")
-
-
-def parse(cls: type[Settings], section: Section) -> Settings:
-    """Returns `cls(**section)`; a key that is unknown or missing is a ValueError that names it."""
-    known = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
-    given = {key: section[key] for key in section}
-    for key in given:
-        if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"model.{key} is not a key of {cls.__name__}; the nearest is model.{nearest}")
-    missing = [key for key in known if key not in given]
-    if missing:
-        raise ValueError(f"model.{missing[0]} is missing; {cls.__name__} needs {', '.join(known)}")
-    return cls(**given)
 
 
 def require(holds: bool, key: str, value: object, fix: str) -> None:

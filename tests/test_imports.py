@@ -9,7 +9,7 @@ EVERYTHING = "*"
 MAY_IMPORT = {
     "configs": "",
     "sharding": "",
-    "models": "sharding",
+    "models": "configs sharding",
     "compression": "sharding",
     "optimizers": "sharding",
     "input_pipeline": "",
