@@ -213,7 +213,11 @@ def make_log(experiment: Experiment, workdir: Path, start: int, step_fn: Any, st
         start_step=start,
         num_steps=config.num_steps,
         log_every=config.log_every,
-        timer=StepTimer(tokens, experiment.model.flops_per_token * tokens, peak and peak * shape.num_devices),
+        timer=StepTimer(
+            tokens,
+            experiment.model.flops_per_token(experiment.data.seq_len) * tokens,
+            peak and peak * shape.num_devices,
+        ),
         files={
             "config": json.loads(config.to_json()),
             "environment": environment(

@@ -85,7 +85,7 @@ def settings(cls: type[Settings], section: Config, name: str) -> Settings:
         if key not in given:
             raise ValueError(f"{name}.{key} is missing; {name} needs {', '.join(fields)}")
         if field.type is int and (not isinstance(given[key], int) or isinstance(given[key], bool)):
-            raise ValueError(f"{name}.{key}={given[key]!r} must be an integer")
+            raise ValueError(f"{name}.{key}={given[key]!r} must be a whole number")
     return cls(**given)
 
 

@@ -103,9 +103,8 @@ class Model(ABC):
         specs = jax.tree.leaves(self.param_specs(), is_leaf=lambda x: isinstance(x, ParamSpec))
         return sum(math.prod(spec.shape) for spec in specs)
 
-    @property
-    def flops_per_token(self) -> float:
-        """Floating-point operations a token, forward and backward, in sequences of `max_len` tokens.
+    def flops_per_token(self, seq_len: int) -> float:
+        """Returns the floating-point operations a token, forward and backward, in sequences of `seq_len` tokens.
 
         `6 N + 12 L D T` for N parameters that are multiplied with, L layers, D hidden, T tokens: 2 operations a
         parameter forward, 4 backward; scores and their use cost `4 T D` a layer forward, not halved for causality
@@ -113,7 +112,7 @@ class Model(ABC):
         `N = 12 L D^2 + V D` it is the MiCS paper's `96 T l L h^2 (1 + l/6h + V/16Lh)` without its recomputation.
         """
         c = self.config
-        return 6 * (self.num_params - self.num_lookup_params) + 12 * c.num_layers * c.hidden * c.max_len
+        return 6 * (self.num_params - self.num_lookup_params) + 12 * c.num_layers * c.hidden * seq_len
 
     def run_layers(self, params: Params, x_BTD: Array, gather: Gather, *args: Array | None) -> Array:
         """Returns `x` after all layers, each gathered where it is used; `args` go to every layer."""

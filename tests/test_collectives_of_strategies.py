@@ -12,11 +12,12 @@ from sharding.hlo import Collective, bytes_per_step, read_collectives
 
 LAYERS, ACCUMULATION, NODES, PER_NODE = 3, 2, 4, 2
 N = NODES * PER_NODE
+NUM_PARAMETERS = 11  # of the decoder
 
 
-def sizes() -> dict[str, int]:
+def sizes(kind: str = "decoder") -> dict[str, int]:
     """Elements of each group of parameters; of `layers`, those of one layer."""
-    specs = workload.model("decoder", LAYERS).param_specs()
+    specs = workload.model(kind, LAYERS).param_specs()
     count = {
         name: sum(math.prod(s.shape) for s in jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "dims")))
         for name, tree in specs.items()
@@ -28,15 +29,15 @@ def model_elements() -> int:
     return sum(m * (LAYERS if name == "layers" else 1) for name, m in sizes().items())
 
 
-def read(**how) -> list[Collective]:
-    sh = workload.sharded("decoder", nodes=NODES, per_node=PER_NODE, num_layers=LAYERS, **how)
-    step, _, _ = workload.compiled_step("decoder", sh, accumulation=ACCUMULATION, num_layers=LAYERS)
+def read(kind: str = "decoder", **how) -> list[Collective]:
+    sh = workload.sharded(kind, nodes=NODES, per_node=PER_NODE, num_layers=LAYERS, **how)
+    step, _, _ = workload.compiled_step(kind, sh, accumulation=ACCUMULATION, num_layers=LAYERS)
     return read_collectives(step.as_text(), sh.layout.shape)
 
 
 def is_scalar(c: Collective) -> bool:
-    """Norms, the loss and the sum of weights: at most one number for each of the 11 parameters."""
-    return c.kind == "all-reduce" and c.num_elements <= 11
+    """The loss, the sum of weights, the norms of gradient and update: at most two numbers for each parameter."""
+    return c.kind == "all-reduce" and c.num_elements <= 2 * NUM_PARAMETERS
 
 
 def traffic(collectives: list[Collective]) -> dict[tuple, int]:
@@ -97,6 +98,22 @@ def test_mics(p: int) -> None:
     assert sum(is_scalar(c) for c in collectives) <= 3
 
 
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_each_group_of_tensors_travels_in_one_collective_a_level(kind: str) -> None:
+    """mics(4): executions a step of every payload, a layer's tensors together; hop two once, in float32."""
+    m = sizes(kind)
+    got: Counter = Counter()
+    for c in read(kind, strategy="mics", partition_size=4):
+        if c.kind != "all-reduce":
+            got[c.label, c.kind, c.axes, c.dtype, c.num_elements] += c.times
+    expected: Counter = Counter()
+    for name, times in (("layers", LAYERS * ACCUMULATION), ("embed", ACCUMULATION), ("head", ACCUMULATION)):
+        for axes, elements in ((("shard_intra",), m[name]), (("shard_inter",), m[name] // 2)):
+            expected["gather", "all-gather", axes, "f32", elements] += times * (2 if name == "layers" else 1)
+            expected["hop_one", "reduce-scatter", axes, "f32", elements] += times
+    assert got == expected
+
+
 @pytest.mark.parametrize("p", [4, 8])
 def test_a_flat_gather_is_one_collective_over_both_networks(p: int) -> None:
     assert traffic(read(strategy="mics", partition_size=p, hierarchical=False)) == expected_mics(p, hierarchical=False)
@@ -149,7 +166,7 @@ def test_without_two_hop_everything_is_all_reduced_in_every_micro_step() -> None
     got = traffic(collectives)
     everyone = ("replica_inter", "shard_inter", "shard_intra")
     assert got.pop(("hop_one", "all-reduce", everyone)) == model_elements() * ACCUMULATION
-    assert {label for label, _, _ in got} == {"gather"}
+    assert got == {key: value for key, value in expected_mics(4).items() if key[0] == "gather"}
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
@@ -180,6 +197,7 @@ def test_bfloat16_gathers_move_half_the_bytes() -> None:
     collectives = read_collectives(step.as_text(), sh.layout.shape)
     assert traffic(collectives) == expected_mics(2)
     assert {c.dtype for c in collectives if c.label == "gather"} == {"u16"}
+    assert {c.dtype for c in collectives if c.label == "hop_two"} == {"f32"}
     assert all(c.payload_bytes == 2 * c.num_elements for c in collectives if c.label == "gather")
 
 
@@ -194,8 +212,10 @@ def test_tensor_splits_the_gathered_bytes() -> None:
         for name in ("embed", "head")
         for s in jax.tree.leaves(specs[name], is_leaf=lambda x: hasattr(x, "dims"))
     )
-    got = {key: value for key, value in traffic(collectives).items() if key[1] != "all-reduce"}
+    got = {key: value for key, value in traffic(collectives).items() if key[2] != ("tensor",)}
+    whole = LAYERS * split + other  # what the two devices of a tensor group hold of the model, each
     assert got == {
+        ("hop_two", "all-reduce", ("replica_inter",)): whole // 2,
         ("gather", "all-gather", ("shard_inter",)): ACCUMULATION * (2 * LAYERS * split + other),
         ("hop_one", "reduce-scatter", ("shard_inter",)): ACCUMULATION * (LAYERS * split + other),
     }

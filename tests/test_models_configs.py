@@ -65,7 +65,7 @@ def test_paper_configs_have_the_published_sizes(name: str) -> None:
     # The paper's 96 T l L h^2 (1 + l/6h + V/16Lh) per token, less the recomputed forward pass of the layers.
     flops = 96 * layers * hidden**2 * (1 + 512 / (6 * hidden) + vocab / (16 * layers * hidden))
     flops -= 24 * layers * hidden**2 * (1 + 512 / (6 * hidden))
-    assert math.isclose(model.flops_per_token, flops, rel_tol=4e-3)
+    assert math.isclose(model.flops_per_token(512), flops, rel_tol=4e-3)
 
 
 def test_flops_count_no_parameters_that_are_only_looked_up() -> None:
@@ -76,8 +76,8 @@ def test_flops_count_no_parameters_that_are_only_looked_up() -> None:
     section.positions = "learned"
     learned = models.build(section)
     assert untied.num_params == tied.num_params + 256 * 128 and learned.num_params == untied.num_params + 256 * 128
-    assert tied.flops_per_token == untied.flops_per_token == learned.flops_per_token
-    assert tied.flops_per_token == 6 * tied.num_params + 12 * 4 * 128 * 256
+    assert tied.flops_per_token(256) == untied.flops_per_token(256) == learned.flops_per_token(256)
+    assert tied.flops_per_token(100) == 6 * tied.num_params + 12 * 4 * 128 * 100
 
 
 @pytest.mark.parametrize(

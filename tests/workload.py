@@ -119,20 +119,17 @@ def compiled_step(
 ):
     """Returns the compiled step, its first state and its batch."""
     tx = guarded(exchange(sh), tx or sgd())
-    shapes = jax.eval_shape(lambda: new_state(kind, tx, num_layers))
-    state = jax.jit(lambda: new_state(kind, tx, num_layers), out_shardings=state_shardings(sh, shapes))()
+    p = params(kind, num_layers)
+    state = TrainState(step=jnp.zeros((), jnp.int32), params=p, opt_state=tx.init(p))
+    shardings = state_shardings(sh, state)
+    state = jax.device_put(state, shardings, may_alias=False)
     data = put_batch(sh, accumulation, rows)
     step = jax.jit(
         build_train_step(model(kind, num_layers).loss, sh, tx, watched),
         donate_argnums=0,
-        out_shardings=(state_shardings(sh, shapes), None),
+        out_shardings=(shardings, None),
     )
     return step.lower(state, data).compile(), state, data
-
-
-def new_state(kind: str, tx: Any, num_layers: int) -> TrainState:
-    p = model(kind, num_layers).init(jax.random.key(0))
-    return TrainState(step=jnp.zeros((), jnp.int32), params=p, opt_state=tx.init(p))
 
 
 def losses(kind: str, sh: Sharded, **how: Any) -> np.ndarray:
@@ -140,6 +137,6 @@ def losses(kind: str, sh: Sharded, **how: Any) -> np.ndarray:
     step, state, data = compiled_step(kind, sh, **how)
     out = []
     for _ in range(NUM_STEPS):
-        state, metrics = step(state, data)
+        state, metrics = jax.block_until_ready(step(state, data))
         out.append(float(metrics["loss"]))
     return np.array(out)
