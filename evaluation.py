@@ -71,6 +71,7 @@ class Validator:
     def _load(self) -> list[dict[str, jax.Array]]:
         ex = self._experiment
         size = ex.batch.global_size
+        size = min(size, len(self._data))  # rows beyond a small split are padding, not rows seen again
         with Batches(self._data, global_size=size, rows=ex.local_rows, start_step=0, prefetch=1) as batches:
             return [ex.to_devices(next(batches)) for _ in range(self._count)]
 

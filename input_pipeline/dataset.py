@@ -19,7 +19,6 @@ class Windows(Protocol):
     """Token windows by number, in the order of the text."""
 
     content: str  # hash of all tokens
-    max_id: int
     bytes_per_token: float
 
     def __len__(self) -> int: ...
@@ -33,7 +32,7 @@ class StreamWindows:
     """Windows of a token stream: tokens `[i * T, i * T + T + 1)` if causal, `[i * T, i * T + T)` if masked."""
 
     def __init__(self, stream: streams.Stream, seq_len: int, objective: str) -> None:
-        self.content, self.max_id, self.bytes_per_token = stream.sha256, stream.max_id, stream.bytes_per_token
+        self.content, self.bytes_per_token = stream.sha256, stream.bytes_per_token
         self._tokens, self._seq_len = np.asarray(stream.tokens), seq_len
         self._overlap = int(objective == "causal")
         self._length = index.num_windows(len(stream.tokens), seq_len, objective)
@@ -59,7 +58,6 @@ class Dataset:
         self.seed = seed
         self.seq_len = config.seq_len
         self.vocab_size = tokenizer.num_ids + (config.objective == "masked")  # ids that can occur in an example
-        self.max_id = max(windows.max_id, tokenizer.mask_id if config.objective == "masked" else 0)
         self.bytes_per_token = windows.bytes_per_token  # average over the split, for bits per byte
         self._windows, self._objective, self._mask_rate = windows, config.objective, config.mask_rate
         settings = {

@@ -31,7 +31,6 @@ class Stream:
 
     tokens: np.ndarray  # [N] uint16 or uint32, read-only and memory-mapped
     sha256: str  # of the tokens
-    max_id: int
     bytes_per_token: float  # of UTF-8 text; a separator counts as one byte
 
 
@@ -46,14 +45,13 @@ def tokenised(source: TextSource, tokenizer: Tokenizer) -> Stream:
     return Stream(
         tokens=np.memmap(path / "tokens.bin", dtype=meta["dtype"], mode="r"),
         sha256=meta["sha256"],
-        max_id=meta["max_id"],
         bytes_per_token=meta["text_bytes"] / meta["num_tokens"],
     )
 
 
 def _write(folder: Path, source: TextSource, tokenizer: Tokenizer) -> None:
     dtype = np.dtype("<u2") if tokenizer.num_ids <= 1 << 16 else np.dtype("<u4")
-    digest, num_tokens, text_bytes, max_id = hashlib.sha256(), 0, 0, 0
+    digest, num_tokens, text_bytes = hashlib.sha256(), 0, 0
     with open(folder / "tokens.bin", "wb") as file:
         for text in source.documents():
             if not text:
@@ -64,7 +62,6 @@ def _write(folder: Path, source: TextSource, tokenizer: Tokenizer) -> None:
             digest.update(payload)
             num_tokens += len(ids)
             text_bytes += len(text.encode()) + 1
-            max_id = max(max_id, int(ids.max()))
     if num_tokens == 0:
         raise ValueError(f"{source.name} holds no text")
     meta = {
@@ -73,7 +70,6 @@ def _write(folder: Path, source: TextSource, tokenizer: Tokenizer) -> None:
         "dtype": dtype.str,
         "num_tokens": num_tokens,
         "text_bytes": text_bytes,
-        "max_id": max_id,
         "sha256": digest.hexdigest(),
         "checksum": _checksum(folder / "tokens.bin"),
     }

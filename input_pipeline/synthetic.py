@@ -23,7 +23,6 @@ class SyntheticWindows:
     def __init__(self, seq_len: int, objective: str, num_ids: int, split: str) -> None:
         self._length = seq_len + (objective == "causal")
         self._num_ids, self._split = num_ids, split
-        self.max_id = num_ids - 1
         rule = f"synthetic 1 {split} {NUM_WINDOWS[split]} {num_ids} {STRIDE} {JUMP_RATE}"
         self.content = hashlib.sha256(rule.encode()).hexdigest()
 

@@ -24,7 +24,7 @@ _INSTRUCTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"(?:^|[\s)}\]])(" + "|".join(KINDS) + r"|while|conditional|call|async-start)(-start)?\(")
 _SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _TRIP_COUNT = re.compile(r'known_trip_count"?:\s*\{"?n"?:"?(\d+)')
-_CALLED = re.compile(r"(?:to_apply|calls|called_computations|branch_computations)=\{?%?([\w.\-, %]+)\}?")
+_CALLED = re.compile(r"(?:to_apply|calls|(?:called|branch|true|false)_computations?)=(?:\{([^}]*)\}|([\w.\-%]+))")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +113,14 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _walk(
-    name: str, computations: dict[str, list[str]], shape: MeshShape, *, times: int, depth: int
+    computation: str, computations: dict[str, list[str]], shape: MeshShape, *, times: int, depth: int
 ) -> list[Collective]:
-    """Returns the collectives of a computation and of all that it calls, `times` executions of it a step."""
+    """Returns the collectives of a computation and of all that it calls, `times` executions of it a step.
+
+    Every branch of a conditional counts: an upper bound.
+    """
     found: list[Collective] = []
-    for line in computations.get(name, ()):
+    for line in computations.get(computation, ()):
         instruction = _INSTRUCTION.match(line)
         opcode = _OPCODE.search(instruction.group(2)) if instruction else None
         if not opcode:
@@ -132,10 +135,9 @@ def _walk(
                 trips = _trip_count(line, computations)
                 found += [replace(c, times=c.times * trips * times) for c in inside]
         else:
-            called = _CALLED.search(line) or re.search(r"true_computation=%?([\w.\-]+)", line)
-            branches = [b.strip().lstrip("%") for b in called.group(1).split(",")] if called else []
-            for branch in branches:
-                found += _walk(branch, computations, shape, times=times, depth=depth)
+            for several, one in _CALLED.findall(line):
+                for name in (several or one).split(","):
+                    found += _walk(name.strip().lstrip("%"), computations, shape, times=times, depth=depth)
     return found
 
 

@@ -1,13 +1,12 @@
 """`ParamSpec`, the one declaration of a parameter, and `Placement`, the dims on which it is partitioned."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from sharding.scopes import Layout
 
@@ -34,11 +33,6 @@ class ParamSpec:
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.dims):
             raise ValueError(f"a parameter of shape {self.shape} needs {len(self.shape)} dim names, not {self.dims}")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole parameter."""
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +100,6 @@ def place_all(specs: PyTree, layout: Layout) -> PyTree:
 def pspecs(placements: PyTree, scope: Sequence[str], *, tensor: bool = True) -> PyTree:
     """Returns the tree of PartitionSpecs of parameters under a scope."""
     return jax.tree.map(lambda p: p.pspec(scope, tensor=tensor), placements, is_leaf=is_placement)
-
-
-def shardings(placements: PyTree, scope: Sequence[str], mesh: jax.sharding.Mesh) -> PyTree:
-    """Returns the tree of NamedShardings of parameters under a scope."""
-    return jax.tree.map(lambda p: NamedSharding(mesh, p.pspec(scope)), placements, is_leaf=is_placement)
 
 
 def is_placement(x: object) -> bool:

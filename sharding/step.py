@@ -312,30 +312,35 @@ def _used_placements(sharded: Sharded, name: str) -> PyTree:
     return jax.tree.map(Placement.without_layers, placements, is_leaf=is_placement)
 
 
+def by_name(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """Returns the leaves of a tree by their names."""
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)}
+
+
+def owner(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, params: Mapping[str, jax.ShapeDtypeStruct]) -> str:
+    """Returns which parameter an array of the optimizer state belongs to, "" for none.
+
+    The array has the parameter's shape, and its path ends in the parameter's name (without `layers/` where an optimizer
+    acts on each layer by itself).
+    """
+    keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+    names = ["/".join(keys[start:]) for start in range(len(keys))]
+    names += [f"layers/{name}" for name in names]
+    return next((name for name in names if name in params and params[name].shape == x.shape), "")
+
+
 def state_shardings(sharded: Sharded, shapes: TrainState) -> PyTree:
     """Returns the NamedSharding of every array of a state, given the tree of its shapes.
 
-    An array of the optimizer state whose path ends in a parameter's name and that has its shape is sharded like the
-    parameter, over the optimizer's scope; all others (counters, factored moments) are replicated.
+    An array of the optimizer state that belongs to a parameter is sharded like it, over the optimizer's scope; all
+    others (counters, factored moments) are replicated.
     """
-    names = {
-        path_name(path): (p, x.shape)
-        for (path, p), x in zip(
-            jax.tree_util.tree_leaves_with_path(sharded.placements, is_leaf=is_placement),
-            jax.tree.leaves(shapes.params),
-            strict=True,
-        )
-    }
+    placements, params = by_name(sharded.placements, is_leaf=is_placement), by_name(shapes.params)
     replicated = NamedSharding(sharded.mesh, REPLICATED)
 
     def place(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
-        keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-        for start in range(len(keys)):
-            name = "/".join(keys[start:])
-            for candidate in (name, f"layers/{name}"):
-                if candidate in names and names[candidate][1] == x.shape:
-                    return NamedSharding(sharded.mesh, names[candidate][0].pspec(sharded.layout.optimizer))
-        return replicated
+        name = owner(path, x, params)
+        return NamedSharding(sharded.mesh, placements[name].pspec(sharded.layout.optimizer)) if name else replicated
 
     return dataclasses.replace(
         jax.tree.map(lambda _: replicated, shapes),

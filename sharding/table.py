@@ -10,10 +10,9 @@ and optimizer state on a device. Exit codes: 0 done; 2 bad configuration.
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 from absl import flags
@@ -24,7 +23,8 @@ from configs.door import Config
 from experiment import Experiment, make_experiment
 from metrics.units import format_bytes, format_count
 from sharding import drawing
-from sharding.spec import ParamSpec, Placement, is_placement, path_name
+from sharding.spec import ParamSpec, Placement, is_placement
+from sharding.step import by_name, owner
 
 EXIT_BAD_CONFIG = 2
 SPEC_WIDTH = 35
@@ -129,13 +129,13 @@ def table_text(experiment: Experiment) -> str:
 def table_rows(experiment: Experiment) -> list[Row]:
     """Returns a row for each parameter and one for the optimizer's state that belongs to none."""
     sharded, layout = experiment.sharded, experiment.sharded.layout
-    specs: dict[str, ParamSpec] = _named(experiment.model.param_specs(), lambda x: isinstance(x, ParamSpec))
-    placements: dict[str, Placement] = _named(sharded.placements, is_placement)
-    params: dict[str, jax.ShapeDtypeStruct] = _named(experiment.state_shapes.params)
+    specs: dict[str, ParamSpec] = by_name(experiment.model.param_specs(), lambda x: isinstance(x, ParamSpec))
+    placements: dict[str, Placement] = by_name(sharded.placements, is_placement)
+    params: dict[str, jax.ShapeDtypeStruct] = by_name(experiment.state_shapes.params)
     owned: dict[str, list[jax.ShapeDtypeStruct]] = {name: [] for name in params}
     rest: list[jax.ShapeDtypeStruct] = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(experiment.state_shapes.opt_state):
-        owned.get(_owner(path, leaf, params), rest).append(leaf)
+        owned.get(owner(path, leaf, params), rest).append(leaf)
     rows = []
     for name, x in params.items():
         gradient = NamedSharding(sharded.mesh, placements[name].pspec(layout.gradients))
@@ -172,18 +172,6 @@ def _aloud(spec: ParamSpec, placement: Placement, experiment: Experiment) -> tup
     else:
         lines = [f"{letters}: {text}" for text, letters in by_scope.items()]
     return tuple(part for text in lines for part in textwrap.wrap(text, SPEC_WIDTH, subsequent_indent="  "))
-
-
-def _owner(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, params: dict[str, jax.ShapeDtypeStruct]) -> str:
-    """Returns the name of the parameter that an array of the optimizer's state belongs to: its name, and its shape."""
-    keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-    names = ["/".join(keys[start:]) for start in range(len(keys))]
-    names += [f"layers/{name}" for name in names]
-    return next((name for name in names if name in params and params[name].shape == leaf.shape), "")
-
-
-def _named(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)}
 
 
 def _nbytes(x: jax.ShapeDtypeStruct, sharding: Sharding | None = None) -> int:

@@ -96,6 +96,15 @@ def test_loops_multiply_by_their_trip_count(known: str) -> None:
     assert (c.times, c.loop_depth) == (30, 2)
 
 
+@pytest.mark.parametrize(
+    "branches", ["branch_computations={%first, %second}", "true_computation=%first, false_computation=%second"]
+)
+def test_every_branch_of_a_conditional_counts(branches: str) -> None:
+    more = "\n".join(f"%{name} (x: f32[8]) -> f32[8] {{\n  {all_reduce('{}')}\n}}\n" for name in ("first", "second"))
+    line = f"%c = f32[8] conditional(%i, %p, %p), {branches}"
+    assert len(read_collectives(module(line, more=more), SHAPE)) == 2
+
+
 def test_a_loop_that_nobody_can_count_is_an_error() -> None:
     outer = "%call.1 = f32[8] call(%p), to_apply=%outer.1"
     with pytest.raises(ValueError, match="no trip count"):

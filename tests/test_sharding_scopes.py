@@ -249,12 +249,6 @@ def test_dims_and_shape_must_match() -> None:
         ParamSpec(shape=(2, 3), dims=("embed",))
 
 
-def test_bytes_of_a_parameter() -> None:
-    assert spec(embed=3, mlp=5).nbytes == 60
-    assert spec(layers=62, embed=8192, mlp=32768).nbytes == 4 * 62 * 8192 * 32768  # more than an int32 holds
-    assert ParamSpec(shape=(), dims=()).nbytes == 4
-
-
 # -------------------------------------------------------------------------------------------------------- nodes
 
 

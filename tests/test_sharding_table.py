@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from configs import base
 from experiment import Experiment, make_experiment
 from sharding import drawing, table
+from sharding.spec import path_name
 
 ROOT = Path(table.__file__).parents[1]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -66,7 +67,7 @@ def bytes_on_first_device(tree: Any) -> int:
 def test_bytes_are_those_of_a_real_state(experiment: Experiment, state: Any) -> None:
     rows = table.table_rows(experiment)
     parameters = jax.tree_util.tree_leaves_with_path(state.params)
-    assert [row.name for row in rows[:-1]] == [table.path_name(path) for path, _ in parameters]
+    assert [row.name for row in rows[:-1]] == [path_name(path) for path, _ in parameters]
     for row, (_, x) in zip(rows, parameters, strict=False):
         assert row.shape == x.shape
         assert row.device_bytes[0] == x.addressable_shards[0].data.nbytes
@@ -134,7 +135,7 @@ def test_the_drawing_shows_the_optimizers_shards(experiment: Experiment, state: 
     moments = [
         x
         for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state)
-        if "up/bias" in table.path_name(path) and x.shape == (2, 2 * experiment.config.model.hidden)
+        if "up/bias" in path_name(path) and x.shape == (2, 2 * experiment.config.model.hidden)
     ]
     assert moments
     for x in moments:
