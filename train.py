@@ -4,12 +4,11 @@
 
 On several machines, start it once per process: SLURM, Open MPI and Kubernetes are recognised, or give `--coordinator`,
 `--num_processes` and `--process_id`. Exit codes: 0 finished; 75 stopped but resumable (run the same command again);
-2 bad configuration; 1 anything else.
+2 a mistake in the config, the flags, the data or the work directory; 1 anything else.
 """
 
 import json
 import os
-import re
 import sys
 import time
 import traceback
@@ -23,9 +22,10 @@ import numpy as np
 from absl import flags
 from jax.experimental import multihost_utils
 
-from checkpointing import CheckpointConfig, Checkpointer, CheckpointError, latest_config
+from checkpointing import CheckpointConfig, Checkpointer, CheckpointError, Restored, latest_config
 from configs import door
 from configs.door import Config
+from elastic import processes
 from elastic.interruption import EXIT_RESUMABLE, Interruption
 from evaluation import EvalConfig, SampleConfig, Sampler, Validation, Validator
 from experiment import Experiment, MeshConfig, make_experiment
@@ -42,8 +42,6 @@ EXIT_BAD_CONFIG = 2
 # What a resumed run may change: none of it changes what is learned (DESIGN 6.2); data is known by its fingerprint.
 MAY_CHANGE = ("mesh.", "sharding.", "checkpoint.", "eval.", "sample.", "log_every", "batch.micro_size", "model.remat")
 MAY_CHANGE += ("model.attention", "data.prefetch", "data.path", "data.tokenizer_path")
-# set by Open MPI, Kubernetes (an indexed Job or a JobSet), and by hand
-LAUNCHER_VARIABLES = {"OMPI_MCA_orte_hnp_uri", "JOB_COMPLETION_INDEX", "JAX_COORDINATOR_ADDRESS"}
 
 
 class NonFiniteError(RuntimeError):
@@ -69,9 +67,9 @@ def main(argv: Sequence[str]) -> int:
                 if jax.process_index() == 0:
                     print(f"{workdir} is finished: {config.num_steps} steps are done")
                 return 0
-            run = prepare(config, workdir, started_s)
+            checked = check(config, workdir)
             code = 1
-            return train(run, interruption)
+            return train(prepare(checked, started_s), interruption)
         except (ValueError, OSError, CheckpointError, NonFiniteError) as error:
             expected = code == EXIT_BAD_CONFIG or isinstance(error, OSError | CheckpointError | NonFiniteError)
             if not expected or (values.debug if values.is_parsed() else "--debug" in argv):
@@ -91,17 +89,7 @@ def start_jax(config: Config, values: flags.FlagValues) -> None:
     if door.settings(MeshConfig, config.mesh, "mesh").num_cpu_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.mesh.num_cpu_devices)
-    by_hand = (values.coordinator, values.num_processes, values.process_id)
-    if by_hand != (None, None, None):
-        if None in by_hand:
-            raise ValueError("--coordinator, --num_processes and --process_id belong together; give all three")
-        if not 0 <= values.process_id < values.num_processes:
-            raise ValueError(f"--process_id={values.process_id} must be from 0 to {values.num_processes - 1}")
-        if not re.fullmatch(r".+:[0-9]+", values.coordinator):
-            raise ValueError(f"--coordinator={values.coordinator} must be HOST:PORT, of process 0")
-        jax.distributed.initialize(*by_hand)
-    elif int(os.environ.get("SLURM_NTASKS", "1")) > 1 or not LAUNCHER_VARIABLES.isdisjoint(os.environ):
-        jax.distributed.initialize()
+    processes.join(values.coordinator, values.num_processes, values.process_id)
     # XLA:CPU does not keep the order of collectives in a program that it loads from the cache (seen in jax 0.10.2):
     # its devices, each in another one, wait for each other for ever.
     if jax.default_backend() != "cpu" or jax.device_count() == 1:
@@ -126,62 +114,51 @@ def is_finished(config: Config, workdir: Path) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """All that training needs, checked and ready: nothing a user wrote can be wrong from here on."""
+class Checked:
+    """What a user wrote, checked: nothing of it can be wrong from here on."""
 
     experiment: Experiment
     workdir: Path
     train_data: Dataset
     validate: Validator
     sample: Sampler
-    learning_rates: np.ndarray  # [num_steps], for the log
     checkpointer: Checkpointer
-    step_fn: jax.stages.Compiled
+    restored: Restored | None
     start: int  # steps done before
-    state: TrainState
-    log: RunLog
 
     @property
     def config(self) -> Config:
         return self.experiment.config
 
 
-def prepare(config: Config, workdir: Path, started_s: float) -> Run:
-    """Checks the config against devices, data and work directory, compiles, and restores or initialises the state."""
+def check(config: Config, workdir: Path) -> Checked:
+    """Checks the config against devices, data and work directory, and restores what is there."""
     if config.num_steps < 1 or config.log_every < 1:
         raise ValueError(f"num_steps={config.num_steps} and log_every={config.log_every} must be at least 1")
     evaluation = door.settings(EvalConfig, config.eval, "eval")
+    saving = door.settings(CheckpointConfig, config.checkpoint, "checkpoint")
+    saving.check_validated(evaluation.every)
     experiment = make_experiment(config)
     train_data, validation_data = (load(experiment.data, split, config.seed) for split in ("train", "validation"))
     check_data(experiment, train_data, validation_data)
     validator = Validator(experiment, validation_data, evaluation.num_batches)
     sampler = Sampler(experiment, train_data, door.settings(SampleConfig, config.sample, "sample"))
-    checkpointer = Checkpointer(
-        workdir / "checkpoints", door.settings(CheckpointConfig, config.checkpoint, "checkpoint")
-    )
+    checkpointer = Checkpointer(workdir / "checkpoints", saving)
     restored = checkpointer.restore(experiment.state_shapes)
     if restored and restored.data["fingerprint"] != train_data.fingerprint:
         raise ValueError(
             f"{workdir} was trained on other data: data.source={experiment.data.source} has changed since "
             f"step {restored.step}; choose another --workdir"
         )
-    start = restored.step if restored else 0
-    step_fn = experiment.compile_train_step()
-    state = restored.state if restored else experiment.init_state()
-    log = make_log(experiment, workdir, start, step_fn, started_s)
-    log.say(f"{'resumed at' if restored else 'starting at'} step {start} of {config.num_steps} in {workdir}")
-    return Run(
+    return Checked(
         experiment=experiment,
         workdir=workdir,
         train_data=train_data,
         validate=validator,
         sample=sampler,
-        learning_rates=np.asarray(jax.jit(jax.vmap(experiment.schedule))(np.arange(config.num_steps))),
         checkpointer=checkpointer,
-        step_fn=step_fn,
-        start=start,
-        state=state,
-        log=log,
+        restored=restored,
+        start=restored.step if restored else 0,
     )
 
 
@@ -198,6 +175,27 @@ def check_data(experiment: Experiment, *datasets: Dataset) -> None:
             everyone = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(dataset.fingerprint), np.uint8))
             if not (everyone == everyone[0]).all():
                 raise ValueError(f"the processes see different data for data.source={experiment.data.source}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Checked):
+    """All that training needs, ready."""
+
+    step_fn: jax.stages.Compiled
+    state: TrainState
+    learning_rates: np.ndarray  # [num_steps], for the log
+    log: RunLog
+
+
+def prepare(checked: Checked, started_s: float) -> Run:
+    """Compiles the step, initialises the state if none was restored, and starts the log."""
+    ex, start, restored = checked.experiment, checked.start, checked.restored
+    step_fn = ex.compile_train_step()
+    state = restored.state if restored else ex.init_state()
+    rates = np.asarray(jax.jit(jax.vmap(ex.schedule))(np.arange(ex.config.num_steps)))
+    log = make_log(ex, checked.workdir, start, step_fn, started_s)
+    log.say(f"{'resumed at' if restored else 'starting at'} step {start} of {ex.config.num_steps} in {checked.workdir}")
+    return Run(**vars(checked), step_fn=step_fn, state=state, learning_rates=rates, log=log)
 
 
 def make_log(experiment: Experiment, workdir: Path, start: int, step_fn: Any, started_s: float) -> RunLog:

@@ -26,6 +26,15 @@ class CheckpointConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"checkpoint.{name} must be an integer of at least {least}; it is {value!r}")
 
+    def check_validated(self, eval_every: int) -> None:
+        """Raises ValueError if `keep_best` is set and checkpoints come without a validation (0: only at the end)."""
+        if self.keep_best and (not eval_every or self.every % eval_every):
+            fix = f"set eval.every={self.every} or a divisor of it" if self.every else "set both above 0"
+            raise ValueError(
+                f"checkpoint.keep_best={self.keep_best} needs a validation at every checkpoint, but eval.every="
+                f"{eval_every} and checkpoint.every={self.every}; {fix}, or checkpoint.keep_best=0"
+            )
+
 
 def kept_steps(manifests: Sequence[Manifest], config: CheckpointConfig) -> set[int]:
     """Returns the steps that stay: the newest `keep_last`, multiples of `keep_every`, the `keep_best` lowest losses.

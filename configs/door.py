@@ -35,7 +35,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> Config:
         override = re.match(r"--?config\.([^=]+)", word)
         if override and override[1] not in known:
             raise ValueError(f"{override[1]} is not a key; the nearest is {nearest(override[1], known)}")
-    file = next((match[1] for word in argv if (match := re.match(r"--?config=([^:]*)", word))), "")
+    file = _config_file(argv)
     if file and not Path(file).is_file():
         raise ValueError(f"--config={file}: there is no such file")
     try:
@@ -92,6 +92,15 @@ def settings(cls: type[Settings], section: Config, name: str) -> Settings:
 def nearest(word: str, known: Sequence[str]) -> str:
     """Returns the known word most like `word`."""
     return difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
+
+
+def _config_file(argv: Sequence[str]) -> str:
+    """Returns the FILE of `--config=FILE[:arg]` or `--config FILE[:arg]`, "" if there is none."""
+    for word, following in zip(argv[1:], [*argv[2:], ""]):
+        match = re.fullmatch(r"--?config(?:=(.*))?", word)
+        if match:
+            return (following if match[1] is None else match[1]).partition(":")[0]
+    return ""
 
 
 def _is_experiment(path: Path) -> bool:

@@ -14,9 +14,9 @@ EXIT_RESUMABLE = 75  # EX_TEMPFAIL: start the same command again and it goes on
 class Interruption:
     """A context manager around a program; `requested()` is True once somebody asked it to stop.
 
-    Before the first `requested()` there is nothing to save: a signal raises KeyboardInterrupt at once. In several
-    processes jax's preemption service takes SIGTERM over as soon as they are joined, and Ctrl-C is passed on to it: all
-    of them stop at the same `requested()`, be it the first. A second Ctrl-C raises KeyboardInterrupt.
+    Before the first `requested()` there is nothing to save: a signal raises KeyboardInterrupt at once. In joined
+    processes (even one: a job of 1) jax's preemption service takes SIGTERM over as soon as they are, and Ctrl-C is
+    passed on to it: all stop at the same `requested()`, be it the first. A second Ctrl-C raises KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Interruption:
     def requested(self) -> bool:
         """Whether to stop now; in several processes each must ask equally often."""
         self._asked += 1
-        if jax.process_count() > 1:
+        if jax.distributed.is_initialized():
             # The service agrees on one more than the highest number that any process gave, and starts from 0: our
             # own count, unlike the step of a run that was resumed, cannot jump over that.
             return multihost_utils.reached_preemption_sync_point(self._asked)
@@ -45,8 +45,8 @@ class Interruption:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
         again, self._signalled = self._signalled, True
-        joined = jax.distributed.is_initialized()
-        if (again and number == signal.SIGINT) or not (joined or self._asked):
+        to_service = jax.distributed.is_initialized() and number == signal.SIGINT  # SIGTERM comes here only before it
+        if (again and number == signal.SIGINT) or not (to_service or self._asked):
             raise KeyboardInterrupt
-        if joined:
+        if to_service:
             os.kill(os.getpid(), signal.SIGTERM)

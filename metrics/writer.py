@@ -27,19 +27,19 @@ class MetricsWriter:
     """Appends the numbers of each step to a run directory.
 
     With `resume_step=N` the run continues after step N: the lines of later steps, which an interrupted run left, and
-    lines torn by a kill are dropped, so that each step appears once. Without it the run starts from nothing, and a
-    `metrics.jsonl` that is there already is set aside as `metrics.1.jsonl` (2, 3, ...).
+    lines torn by a kill are dropped, so that each step appears once. A run that starts from nothing (0) sets a
+    `metrics.jsonl` that is there already aside as `metrics.1.jsonl` (2, 3, ...).
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], resume_step: int | None = None) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str], resume_step: int = 0) -> None:
         self._run_dir = Path(run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._resume_step = resume_step
         path = self._run_dir / METRICS_FILE
-        if resume_step is None:
-            _set_aside(path)
-        else:
+        if resume_step:
             drop_lines_after(path, resume_step)
+        else:
+            _set_aside(path)
         self._lines = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (closed by close)
         self._events: EventsWriter | None = None
         self._flushed_s = 0.0
@@ -87,7 +87,7 @@ class MetricsWriter:
 
         folder = self._run_dir / TENSORBOARD_FOLDER
         folder.mkdir(exist_ok=True)
-        again_from = 0 if self._resume_step is None else self._resume_step + 1
+        again_from = self._resume_step + 1
         events = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}.from_step_{again_from}")
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         events.write_event(event_pb2.Event(wall_time=time.time(), step=again_from, session_log=start))

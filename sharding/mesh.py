@@ -5,7 +5,6 @@ visible in its axes: `replica_inter * shard_inter` = nodes, `replica_intra * sha
 """
 
 import socket
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ INTER_AXES = ("replica_inter", "shard_inter")
 INTRA_AXES = ("replica_intra", "shard_intra")
 DATA_AXES = INTER_AXES + INTRA_AXES  # outermost first: the order of the devices
 AXES = (*DATA_AXES, "tensor")
+NAME_BYTES = 256  # of a host; POSIX allows 255
 
 # A partitioned dim is cut by these axes, major first. Being the reverse of DATA_AXES, the slow network is the minor
 # one: gathering between nodes first and inside the node second lands every chunk in place (the rearrangement that
@@ -84,7 +84,7 @@ def find_nodes(devices: Sequence[Device], devices_per_node: int = 0) -> list[lis
             )
         return [ordered[i : i + devices_per_node] for i in range(0, len(ordered), devices_per_node)]
     hosts = _host_of_process()
-    nodes: dict[int, list[Device]] = {}
+    nodes: dict[bytes, list[Device]] = {}
     for device in ordered:
         nodes.setdefault(hosts[device.process_index], []).append(device)
     sizes = {len(node) for node in nodes.values()}
@@ -102,12 +102,13 @@ def make_mesh(shape: MeshShape, nodes: Sequence[Sequence[Device]]) -> Mesh:
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _host_of_process() -> list[int]:
-    """Returns, for each process, a number that is the same for the processes of one host."""
+def _host_of_process() -> list[bytes]:
+    """Returns, for each process, the name of its host, padded."""
+    name = socket.gethostname().encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
     if jax.process_count() == 1:
-        return [0]
-    name = zlib.crc32(socket.gethostname().encode())
-    return [int(host) for host in multihost_utils.process_allgather(np.array(name, np.uint32)).reshape(-1)]
+        return [name]
+    names = multihost_utils.process_allgather(np.frombuffer(name, np.uint8))
+    return [bytes(np.asarray(name, np.uint8)) for name in names]
 
 
 def _divisors(n: int) -> str:

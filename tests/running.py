@@ -54,11 +54,12 @@ def arguments(workdir: Path | str, config: str = "quickstart", **changes: Any) -
     return [f"--config={ROOT}/configs/{config}.py", f"--workdir={workdir}", *flags]
 
 
-def run_here(*args: str) -> int:
+def run_here(*args: str, compile_once: bool = True) -> int:
     """Runs train.py in this process, where runs of the same program compile it once."""
     sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(train, "make_experiment", _make_experiment_once)
+        if compile_once:
+            patched.setattr(train, "make_experiment", _make_experiment_once)
         return train.main(["train.py", *args])
 
 
@@ -85,10 +86,15 @@ def _make_experiment_once(config: Any) -> Experiment:
 
 
 def start(
-    args: Sequence[str], *, pause_s: float = 0.0, stop_after: int = 0, **environment: str
+    args: Sequence[str], *, pause_s: float = 0.0, stop_after: int = 0, first: str = "", **environment: str
 ) -> subprocess.Popen[str]:
-    """Starts train.py in a process of its own; on request with a pause before each step, or stopping after one."""
-    program = ["-c", PROGRAM.format(pause_s=pause_s, stop_after=stop_after)] if pause_s or stop_after else [str(TRAIN)]
+    """Starts train.py in a process of its own; on request with a pause before each step, or stopping after one.
+
+    `first` is Python that runs before it, and finds the modules of the tests.
+    """
+    program = [str(TRAIN)]
+    if pause_s or stop_after or first:
+        program = ["-c", PROGRAM.format(pause_s=pause_s, stop_after=stop_after, first=first)]
     variables = {**os.environ, "XLA_FLAGS": XLA_FLAGS, "PYTHONUNBUFFERED": "1", **environment}
     return subprocess.Popen(
         [sys.executable, *program, *args],
@@ -199,7 +205,9 @@ def stop_after(patch: pytest.MonkeyPatch, step: int) -> None:
 # Runs train.py with a pause before each step, or until a step; with neither of them as it is.
 PROGRAM = """
 import signal, sys, time
+sys.path.append("tests")
 import train
+{first}
 next_batch = train.Batches.__next__
 def slow_next_batch(self):
     time.sleep({pause_s})

@@ -90,7 +90,7 @@ def test_a_rewrite_that_fails_leaves_the_old_lines(tmp_path: Path, monkeypatch: 
 
 def test_a_new_run_sets_older_lines_aside(tmp_path: Path) -> None:
     for loss in (1.0, 2.0, 3.0):
-        with MetricsWriter(tmp_path) as writer:
+        with MetricsWriter(tmp_path, resume_step=0) as writer:
             writer.write(1, {"loss": loss})
     losses = {path.name: strict_lines(path)[0]["loss"] for path in tmp_path.glob("metrics*.jsonl")}
     assert losses == {"metrics.1.jsonl": 1.0, "metrics.2.jsonl": 2.0, "metrics.jsonl": 3.0}

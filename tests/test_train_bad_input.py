@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import IGNORED, arguments, before_report, run_here, snapshot
+from running import IGNORED, arguments, before_report, losses, run_here, snapshot
 
 import models
 
@@ -24,7 +24,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown key": ({"modell__hidden": 3}, r"model"),
-    "a nested unknown key": ({"model__hiden": 3}, "hidden"),
+    "a nested unknown key": ({"model__hiden": 3}, "model.hiden is not a key; the nearest is model.hidden$"),
     "a word for a number": ({"model__hidden": "many"}, "model.hidden.*many.*int"),
     "a fraction for a count": ({"model__hidden": 3.5}, "model.hidden.*3.5.*int"),
     "p does not divide": ({"sharding__partition_size": 3}, "3 devices .* does not fit .*; 1, 2, 4, 8 do"),
@@ -39,7 +39,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
             "sharding__gradients": "none",
             "sharding__optimizer": "all",
         },
-        "gradients",
+        r"the scope of parameters \(8 devices\) must lie within that of gradients \(1 devices\)",
     ),
     "p for zero3": ({"sharding__strategy": "zero3"}, "partition_size=2 belongs to mics"),
     "an unknown strategy": ({"sharding__strategy": "mic"}, "did you mean mics"),
@@ -48,7 +48,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "a dim that cannot be sharded": (
         {"model__hidden": 36, "model__intermediate": 60, "model__vocab_size": 257, "model__vocab_multiple": 1}
         | {"sharding__strategy": "zero3", "sharding__partition_size": 0},
-        "cannot be|divide",
+        "no dim can be cut into 8 shards",
     ),
     "a small vocabulary": ({"model__vocab_size": 100}, "set model.vocab_size=256"),
     "a folder without a path": ({"data__source": "folder"}, "data.path is empty"),
@@ -60,6 +60,14 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "no steps": ({"num_steps": 0}, "num_steps=0"),
     "no logging": ({"log_every": 0}, "log_every=0"),
     "checkpoints of none": ({"checkpoint__keep_last": 0}, "keep_last"),
+    "the best of none that are validated": (
+        {"checkpoint__keep_best": 2},
+        "keep_best=2 needs a validation .* eval.every=0 and checkpoint.every=5; set eval.every=5",
+    ),
+    "the best of some that are validated": (
+        {"checkpoint__keep_best": 1, "eval__every": 2},
+        "keep_best=1 needs a validation .* eval.every=2 and checkpoint.every=5; set eval.every=5",
+    ),
     "negative devices": ({"mesh__num_cpu_devices": -1}, "num_cpu_devices"),
     "evaluations below zero": ({"eval__every": -1}, "eval.every=-1"),
     "an evaluation of nothing": ({"eval__num_batches": 0}, "eval.num_batches=0"),
@@ -97,7 +105,7 @@ def config_file(folder: Path, body: str) -> str:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("    config.model.hiden = 3\n    return config", "hiden.*hidden"),
+        ("    config.model.hiden = 3\n    return config", "model.hiden.*the nearest is model.hidden$"),
         ("    config.optimizer.beta1 = 3\n    return config", "optimizer.beta1.*optimizer"),
         ("    config.modell = {}\n    return config", "modell.*model"),
         ("    del config.model.hidden\n    return config", "model.hidden is missing"),
@@ -143,6 +151,14 @@ def test_data_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert str(empty) in error_of(capsys, *args)
     (empty / "only.txt").write_text("")
     error_of(capsys, *args)
+
+
+def test_a_config_after_a_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, *rest = arguments(tmp_path / "run", num_steps=0)
+    for flag in ("--config", "-config"):
+        assert error_of(capsys, flag, config.partition("=")[2], *rest).startswith("num_steps=0 and")
+    assert error_of(capsys, "--config", "missing.py:arg", *rest) == "--config=missing.py: there is no such file"
+    assert "config" in error_of(capsys, *rest, "--config")
 
 
 def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,4 +219,7 @@ def test_a_run_that_stopped_before_its_first_checkpoint_is_a_run(
         with pytest.raises(Crash):
             run_here(*arguments(tmp_path))
     assert "seed was 0 and is 1" in error_of(capsys, *arguments(tmp_path, seed=1))
+    lines = (tmp_path / "metrics.jsonl").read_bytes()
+    assert lines.count(b"\n") == 2
     assert run_here(*arguments(tmp_path)) == 0
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == lines and len(losses(tmp_path)) == 10

@@ -9,6 +9,7 @@ import pytest
 from running import IGNORED, arguments, arrays, before_report, check_same_end, losses, rows, run_here
 
 import train
+from experiment import Experiment
 
 pytestmark = IGNORED
 
@@ -51,7 +52,7 @@ def test_the_disk_is_full(
 
 
 def test_updates_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = {"optimizer__learning_rate": 1e30, "optimizer__max_skipped": 3, "checkpoint__every": 1, "num_steps": 20}
+    changes = {"optimizer__learning_rate": 1e16, "optimizer__max_skipped": 3, "checkpoint__every": 1, "num_steps": 20}
     assert run_here(*arguments(tmp_path, **changes)) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("error: 3 updates in a row were not finite, the last at step ")
@@ -79,3 +80,27 @@ def test_an_unexpected_error_ends_the_bar_and_is_in_the_report(
     assert "Traceback" in err and err.splitlines()[-1] == "error: out of the blue"
     assert len(losses(tmp_path)) == 2
     assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == "failed: out of the blue"
+
+
+@pytest.mark.parametrize("name", ["compile_train_step", "init_state"])
+def test_an_unexpected_error_before_the_first_step_is_no_mistake_of_the_user(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("out of the blue")
+
+    monkeypatch.setattr(Experiment, name, fail)
+    assert run_here(*arguments(tmp_path), compile_once=False) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err and err.splitlines()[-1] == "error: out of the blue"
+
+
+def test_a_log_that_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "config.partial")
+
+    monkeypatch.setattr(train, "RunLog", fail)
+    assert run_here(*arguments(tmp_path)) == 1
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device: 'config.partial'\n"

@@ -1,17 +1,18 @@
 """Several real processes of one run: the losses of one process, one voice, and a stop that all agree on."""
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from running import (
     IGNORED,
     arguments,
     finish,
-    free_port,
     losses,
     manifest,
     run_here,
@@ -20,6 +21,8 @@ from running import (
     steps_logged,
     wait_until,
 )
+
+from elastic.interruption import Interruption
 
 pytestmark = IGNORED
 RESUMABLE = 75
@@ -104,23 +107,32 @@ def test_a_resumed_run_stops_too(tmp_path: Path, by_one: Path) -> None:
     check_all_done(tmp_path, by_one, finish(*start_together(args, 2, devices=2)))
 
 
-@pytest.mark.slow
-def test_slurm_is_recognised(tmp_path: Path, by_one: Path) -> None:
-    """By the variables that srun sets; its rule for the port is jobid % 4096 + 61440."""
-    job = free_port() % 4096
-    common = {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
-    args = arguments(tmp_path, mesh__num_cpu_devices=1, mesh__devices_per_node=1)
-    processes = [start(args, **common, SLURM_PROCID=i, SLURM_LOCALID=i) for i in ("0", "1")]
-    check_all_done(tmp_path, by_one, finish(*processes))
+def test_one_process_of_a_job_stops_too(tmp_path: Path) -> None:
+    """Joined to nobody, jax still takes SIGTERM over. Given by hand, Kubernetes is not asked (there is none here)."""
+    args = arguments(tmp_path, mesh__num_cpu_devices=1, mesh__devices_per_node=1, sharding__partition_size=1)
+    job = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "JOB_COMPLETION_INDEX": "0"}
+    (process,) = start_together(args, 1, devices=1, pause_s=0.4, **job)
+    wait_until(lambda: steps_logged(tmp_path) >= 2, process)
+    process.terminate()
+    code, out, err = finish(process)[0]
+    assert code == RESUMABLE, err
+    done = len(losses(tmp_path))
+    assert 2 <= done < 10 and f"stopped at step {done}; run the same command again" in out
+    assert manifest(tmp_path, done)["step"] == done
 
 
-@pytest.mark.slow
-def test_open_mpi_is_recognised(tmp_path: Path, by_one: Path) -> None:
-    """By the variables that mpirun of Open MPI 4 sets; the coordinator is its first address, jax chooses the port."""
-    common = {
-        "OMPI_MCA_orte_hnp_uri": f"{free_port() % 4096 * 4096}.0;tcp://127.0.0.1:1234",
-        "OMPI_COMM_WORLD_SIZE": "2",
-    }
-    args = arguments(tmp_path, mesh__num_cpu_devices=1, mesh__devices_per_node=1)
-    processes = [start(args, **common, OMPI_COMM_WORLD_RANK=i, OMPI_COMM_WORLD_LOCAL_RANK=i) for i in ("0", "1")]
-    check_all_done(tmp_path, by_one, finish(*processes))
+@pytest.mark.parametrize("joined", [True, False])
+def test_signals_that_are_passed_on(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM comes to Python only before jax takes it over, when nobody would listen to one more."""
+    sent: list[int] = []
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: joined)
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
+    with Interruption(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    assert sent == []
+    if joined:
+        with Interruption():
+            signal.raise_signal(signal.SIGINT)
+            assert sent == [signal.SIGTERM]
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)

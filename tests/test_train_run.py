@@ -203,3 +203,36 @@ def test_a_damaged_newest_checkpoint(tmp_path: Path, undisturbed: Path, capsys: 
     assert "resumed at step 5 of 10" in captured.out
     assert (tmp_path / "checkpoints" / "set_aside" / "10-1").is_dir()
     check_same_end(tmp_path, undisturbed)
+
+
+# Steps may run ahead, as on GPUs; says, for each step that is logged, up to which step the batches were taken.
+RUNS_AHEAD = """
+import experiment
+experiment.Experiment.runs_ahead = property(lambda self: True)
+taken, report, make_batches = [], train.report, train.training_batches
+train.training_batches = lambda run: taken.append(make_batches(run)) or taken[0]
+def report_and_say(run, pending):
+    print("logged", pending.step, "after", taken[0].step)
+    report(run, pending)
+train.report = report_and_say
+"""
+
+
+def test_logging_one_step_late_changes_no_row(tmp_path: Path) -> None:
+    """Not even when the run is stopped with a step still to be logged; evaluations and checkpoints wait for theirs."""
+    changes = {"mesh__num_cpu_devices": 1, "mesh__devices_per_node": 1, "sharding__partition_size": 1}
+    changes |= {"eval__every": 3, "log_every": 1}
+    late, direct = tmp_path / "late", tmp_path / "direct"
+    one = start(arguments(late, **changes), stop_after=8, first=RUNS_AHEAD)
+    other = start(arguments(direct, **changes), stop_after=8)
+    (code, out, err), (other_code, _, other_err) = finish(one, other)
+    assert (code, other_code) == (RESUMABLE, RESUMABLE), (err, other_err)
+    said = [tuple(map(int, line.split()[1::2])) for line in out.splitlines() if line.startswith("logged ")]
+    assert said == [(1, 2), (2, 3), (3, 3), (4, 5), (5, 5), (6, 6), (7, 8), (8, 8)]
+    keys = ("step", "loss", "grad_norm", "learning_rate", "skipped_steps", "validation_loss")
+    assert [[row.get(key) for key in keys] for row in rows(late)] == [
+        [row.get(key) for key in keys] for row in rows(direct)
+    ]
+    assert [row["step"] for row in rows(late)] == [*range(1, 9)]
+    one_end, other_end = arrays(late, 8), arrays(direct, 8)
+    assert [name for name in one_end if one_end[name].tobytes() != other_end[name].tobytes()] == []

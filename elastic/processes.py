@@ -1,0 +1,61 @@
+"""Joins the processes of one run: by what the user gave, or by what SLURM, Open MPI or Kubernetes says."""
+
+import os
+import re
+import sys
+
+import jax
+
+OPEN_MPI = "OMPI_MCA_orte_hnp_uri"
+SLURM_STEP = ("SLURM_STEP_NODELIST", "SLURM_PROCID")  # srun sets them; sbatch and salloc set SLURM_NTASKS alone
+KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # of an indexed Job or a JobSet
+
+
+def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Joins the other processes if there are any; the values are given all three or none. ValueError says what to give.
+
+    Call it before jax's devices are asked for.
+    """
+    if coordinator is None and num_processes is None and process_id is None:
+        launcher = find_launcher()
+        if launcher:
+            _join_by(launcher)
+        return
+    if coordinator is None or num_processes is None or process_id is None:
+        raise ValueError("--coordinator, --num_processes and --process_id belong together; give all three")
+    if not 0 <= process_id < num_processes:
+        raise ValueError(f"--process_id={process_id} must be from 0 to {num_processes - 1}")
+    if not re.fullmatch(r".+:[0-9]+", coordinator):
+        raise ValueError(f"--coordinator={coordinator} must be HOST:PORT, of process 0")
+    # jax would ask Kubernetes all the same (for the devices of this process), and fail where it may not
+    method = "deactivate" if "KUBERNETES_SERVICE_HOST" in os.environ else None
+    jax.distributed.initialize(coordinator, num_processes, process_id, cluster_detection_method=method)
+
+
+def find_launcher() -> str | None:
+    """Returns what started this process as one of several, by the environment; None if it is on its own."""
+    if OPEN_MPI in os.environ:
+        return "Open MPI"
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if tasks != "1":
+        if all(name in os.environ for name in SLURM_STEP):
+            return "SLURM"
+        print(
+            f"SLURM_NTASKS={tasks}, but srun did not start this process: it trains on its own; "
+            f"`srun python train.py ...` starts {tasks} processes of one run",
+            file=sys.stderr,
+        )
+    return "Kubernetes" if KUBERNETES_INDEX in os.environ else None
+
+
+def _join_by(launcher: str) -> None:
+    try:
+        jax.distributed.initialize()
+    except jax.errors.JaxRuntimeError:
+        raise  # jax knew whom to join, and did not reach them
+    except Exception as error:  # of kubernetes' client, urllib3, jax: anything at all
+        said = str(error) or type(error).__name__
+        raise ValueError(
+            f"{launcher} started this process, but does not say how to join the others ({said}); "
+            "give --coordinator, --num_processes and --process_id"
+        ) from error

@@ -1,0 +1,98 @@
+"""The batches that training gets, gathered from all devices of all processes: each row once, in order, padding last."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from running import IGNORED, arguments, finish, run_here, start_together
+
+import train
+from elastic.interruption import Interruption
+from input_pipeline import DataConfig, load
+
+pytestmark = IGNORED
+TIMES = ((0, 0), (0, 1), (1, 1))  # first step of the run (after a restart: 1), step
+
+
+def in_place_of_training(out: str) -> Callable[[train.Run, Interruption], int]:
+    """Returns a `train.train` that writes this process' shards of the batches of `TIMES` into the folder `out`."""
+
+    def write_shards(run: train.Run, interruption: Interruption) -> int:
+        del interruption
+        ex, found = run.experiment, {}
+        for first in (0, 1):
+            with train.training_batches(dataclasses.replace(run, start=first)) as batches:
+                for step in range(first, 2):
+                    for name, x in ex.to_devices(next(batches)).items():
+                        for number, shard in enumerate(x.addressable_shards):
+                            place = [cut.indices(size)[:2] for cut, size in zip(shard.index, x.shape, strict=True)]
+                            key = f"{first} {step} {name} {number}"
+                            found |= {f"{key} data": np.asarray(shard.data), f"{key} place": np.array(place)}
+                            found[f"{first} {step} {name} shape"] = np.array(x.shape)
+        np.savez(f"{out}/{jax.process_index()}.npz", **found)
+        return 0
+
+    return write_shards
+
+
+def check_batches(out: Path, num_processes: int, global_size: int) -> None:
+    """Checks that the shards of all processes are, together, the rows of the data set."""
+    files = [dict(np.load(out / f"{i}.npz")) for i in range(num_processes)]
+    config = {"source": "synthetic", "path": "", "tokenizer": "bytes", "tokenizer_path": "", "seq_len": 32}
+    dataset = load(DataConfig(**config, objective="causal", mask_rate=0.15, prefetch=4), "train", 0)
+    for first, step in TIMES:
+        for name in ("tokens", "targets", "weights"):
+            prefix = f"{first} {step} {name}"
+            whole = np.full(files[0][f"{prefix} shape"], -1.0)
+            for file in files:
+                for key in [key for key in file if key.startswith(prefix) and key.endswith("data")]:
+                    place = tuple(slice(*cut) for cut in file[key.replace("data", "place")])
+                    assert ((whole[place] == -1) | (whole[place] == file[key])).all()  # copies are the same
+                    whole[place] = file[key]
+            rows = whole.reshape(-1, whole.shape[-1])
+            wanted = np.stack([dataset[step * global_size + r][name] for r in range(global_size)])
+            np.testing.assert_array_equal(rows[:global_size], wanted)
+            assert (rows[global_size:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mesh__tensor": 2, "sharding__partition_size": 4},
+        {"batch__global_size": 30, "batch__micro_size": 2},
+        {"batch__global_size": 30, "mesh__tensor": 2, "sharding__partition_size": 4},
+    ],
+)
+def test_one_process(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "train", in_place_of_training(str(tmp_path)))
+    monkeypatch.setattr(train, "prepare", as_checked)
+    assert run_here(*arguments(tmp_path / "run", **changes), compile_once=False) == 0
+    check_batches(tmp_path, 1, changes.get("batch__global_size", 16))
+
+
+def as_checked(checked: train.Checked, started_s: float) -> train.Checked:
+    """A `train.prepare` that compiles nothing."""
+    del started_s
+    return checked
+
+
+@pytest.mark.parametrize(
+    ("count", "changes"),
+    [
+        (2, {"batch__global_size": 30}),
+        pytest.param(4, {}, marks=pytest.mark.slow),
+        pytest.param(4, {"batch__global_size": 30, "mesh__tensor": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_several_processes(count: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    args = arguments(tmp_path / "run", **changes)
+    first = "import test_train_batches as here\n"
+    first += f"train.prepare, train.train = here.as_checked, here.in_place_of_training({str(tmp_path)!r})"
+    outcomes = finish(*start_together(args, count, devices=2, first=first))
+    assert [code for code, _, _ in outcomes] == [0] * count, outcomes
+    check_batches(tmp_path, count, changes.get("batch__global_size", 16))

@@ -1,0 +1,152 @@
+"""How the processes of one run find each other: SLURM, Open MPI, Kubernetes; and the hosts that they are on."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+from running import IGNORED, arguments, finish, free_port, losses, run_here, start
+
+from elastic import processes
+from sharding import mesh
+
+pytestmark = IGNORED
+NAMES = (processes.OPEN_MPI, processes.KUBERNETES_INDEX, *processes.SLURM_STEP, "SLURM_NTASKS", "SLURM_LOCALID")
+SRUN = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "a,b", "SLURM_PROCID": "0"}
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*NAMES, "KUBERNETES_SERVICE_HOST", "JAX_COORDINATOR_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher"),
+    [
+        ({}, None),
+        (SRUN, "SLURM"),
+        (SRUN | {"SLURM_NTASKS": "1"}, None),
+        ({"OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:1234"}, "Open MPI"),
+        ({"OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:1234", "SLURM_NTASKS": "2"}, "Open MPI"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "Kubernetes"),
+        ({"JAX_COORDINATOR_ADDRESS": "localhost:1234"}, None),  # does not say how many, and which one
+    ],
+)
+def test_launchers(
+    variables: dict[str, str],
+    launcher: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert processes.find_launcher() == launcher
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("missing", processes.SLURM_STEP)
+def test_a_batch_script_without_srun(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in SRUN.items():
+        if name != missing:
+            monkeypatch.setenv(name, value)
+    assert processes.find_launcher() is None
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("SLURM_NTASKS=2, but srun did not start this process")
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1"])
+def test_kubernetes_that_does_not_answer(
+    host: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    if host:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
+    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)  # as in a new process
+    assert run_here(*arguments(tmp_path)) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: Kubernetes started this process, but does not say how to join the others (")
+    assert err.endswith("give --coordinator, --num_processes and --process_id\n") and err.count("\n") == 1
+
+
+# The API server's answers about a Job of two pods.
+FAKE_KUBERNETES = """
+import kubernetes
+from types import SimpleNamespace as Of
+from jax._src.clusters.k8s_cluster import K8sCluster
+owner = Of(controller=True, kind="Job")
+labels = {"job-name": "run"}
+pod = Of(metadata=Of(name="run-0", labels=labels, owner_references=[owner]), spec=Of(subdomain="pods"))
+job = Of(metadata=Of(name="run", labels=labels), spec=Of(parallelism=2))
+kubernetes.config.load_incluster_config = lambda: None
+kubernetes.client.CoreV1Api.list_namespaced_pod = lambda self, **_: Of(items=[pod])
+kubernetes.client.BatchV1Api.read_namespaced_job = lambda self, **_: job
+K8sCluster._namespace = classmethod(lambda cls: "default")
+"""
+
+
+@pytest.mark.slow
+def test_kubernetes_is_recognised(tmp_path: Path) -> None:
+    """By its API; only the coordinator's address is given, for there is no DNS of pods here."""
+    common = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "HOSTNAME": "localhost"}
+    common["JAX_COORDINATOR_ADDRESS"] = f"localhost:{free_port()}"
+    args = arguments(tmp_path, mesh__num_cpu_devices=1, mesh__devices_per_node=1)
+    started = [start(args, first=FAKE_KUBERNETES, **common, JOB_COMPLETION_INDEX=i) for i in ("0", "1")]
+    check_joined(tmp_path, finish(*started))
+
+
+def check_joined(workdir: Path, outcomes: list[tuple[int, str, str]]) -> None:
+    assert [code for code, _, _ in outcomes] == [0, 0], outcomes
+    assert json.loads((workdir / "environment.json").read_text())["processes"] == 2
+    assert len(losses(workdir)) == 10
+
+
+def test_kubernetes_is_imported_only_inside_a_pod(tmp_path: Path) -> None:
+    last = "\nimport atexit; atexit.register(lambda: print('kubernetes' in sys.modules))"
+    code, out, err = finish(start(arguments(tmp_path, num_steps=0), first=last))[0]
+    assert code == 2 and "num_steps=0" in err
+    assert out == "False\n"
+
+
+def test_hosts_are_told_apart_by_their_whole_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["plumless", "buckeroo", "plumless"]  # the first two have the same CRC-32
+    monkeypatch.setattr(jax, "process_count", lambda: len(names))
+    gathered: list[Any] = []
+
+    def gather(x: np.ndarray) -> np.ndarray:
+        gathered.append(x)
+        return np.stack(gathered)
+
+    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    for name in names:
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        hosts = mesh._host_of_process()
+    assert [host.rstrip(b"\0").decode() for host in hosts] == names
+
+
+@pytest.mark.slow
+def test_slurm_is_recognised(tmp_path: Path) -> None:
+    """By the variables that srun sets; its rule for the port is jobid % 4096 + 61440."""
+    job = free_port() % 4096
+    common = {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    args = arguments(tmp_path, mesh__num_cpu_devices=1, mesh__devices_per_node=1)
+    started = [start(args, **common, SLURM_PROCID=i, SLURM_LOCALID=i) for i in ("0", "1")]
+    check_joined(tmp_path, finish(*started))
+
+
+@pytest.mark.slow
+def test_open_mpi_is_recognised(tmp_path: Path) -> None:
+    """By the variables that mpirun of Open MPI 4 sets; the coordinator is its first address, jax chooses the port."""
+    common = {
+        "OMPI_MCA_orte_hnp_uri": f"{free_port() % 4096 * 4096}.0;tcp://127.0.0.1:1234",
+        "OMPI_COMM_WORLD_SIZE": "2",
+    }
+    args = arguments(tmp_path, mesh__num_cpu_devices=1, mesh__devices_per_node=1)
+    started = [start(args, **common, OMPI_COMM_WORLD_RANK=i, OMPI_COMM_WORLD_LOCAL_RANK=i) for i in ("0", "1")]
+    check_joined(tmp_path, finish(*started))
