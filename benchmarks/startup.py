@@ -1,5 +1,8 @@
 """Measures the time from the start of train.py to the end of its first step, with an empty cache and with a full one.
 
+What the cache holds is the tokenised text, and compiled programs except on several virtual CPU devices
+(docs/training.md): on the quickstart cold and warm differ by the text alone.
+
     python -m benchmarks.startup [--config=configs/quickstart.py] [--repeats=3]
 
 Wall-clock seconds, and the CPU seconds of the process, which other programs on the machine disturb less. The aim for
