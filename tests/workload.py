@@ -119,10 +119,9 @@ def compiled_step(
 ):
     """Returns the compiled step, its first state and its batch."""
     tx = guarded(exchange(sh), tx or sgd())
-    p = params(kind, num_layers)
-    state = TrainState(step=jnp.zeros((), jnp.int32), params=p, opt_state=tx.init(p))
-    shardings = state_shardings(sh, state)
-    state = jax.device_put(state, shardings, may_alias=False)
+    shapes = jax.eval_shape(lambda: new_state(kind, tx, num_layers))
+    shardings = state_shardings(sh, shapes)
+    state = jax.block_until_ready(jax.jit(lambda: new_state(kind, tx, num_layers), out_shardings=shardings)())
     data = put_batch(sh, accumulation, rows)
     step = jax.jit(
         build_train_step(model(kind, num_layers).loss, sh, tx, watched),
@@ -130,6 +129,12 @@ def compiled_step(
         out_shardings=(shardings, None),
     )
     return step.lower(state, data).compile(), state, data
+
+
+def new_state(kind: str, tx: Any, num_layers: int) -> TrainState:
+    """Made anew each time: the step donates it, and arrays that are put on other devices may share memory."""
+    p = model(kind, num_layers).init(jax.random.key(0))
+    return TrainState(step=jnp.zeros((), jnp.int32), params=p, opt_state=tx.init(p))
 
 
 def losses(kind: str, sh: Sharded, **how: Any) -> np.ndarray:
