@@ -86,6 +86,9 @@ def main(argv: Sequence[str]) -> int:
 
 def start_jax(config: Config, values: flags.FlagValues) -> None:
     """Sets the devices and the compilation cache, and joins the other processes if there are any."""
+    devices = processes.virtual_devices()
+    if devices:  # a launcher starts one process of several: what one process plays alone does not hold
+        config.mesh.update({"num_cpu_devices": devices, "devices_per_node": 0})
     if door.settings(MeshConfig, config.mesh, "mesh").num_cpu_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.mesh.num_cpu_devices)

@@ -1,4 +1,4 @@
-"""Joins the processes of one run: by what the user gave, or by what SLURM, Open MPI or Kubernetes says."""
+"""Joins the processes of one run: by what the user gave, by three variables, or by SLURM, Open MPI or Kubernetes."""
 
 import os
 import re
@@ -9,6 +9,7 @@ import jax
 OPEN_MPI = "OMPI_MCA_orte_hnp_uri"
 SLURM_STEP = ("SLURM_STEP_NODELIST", "SLURM_PROCID")  # srun sets them; sbatch and salloc set SLURM_NTASKS alone
 KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # of an indexed Job or a JobSet
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")  # the flags, for any other launcher
 
 
 def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
@@ -17,10 +18,13 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
     Call it before jax's devices are asked for.
     """
     if coordinator is None and num_processes is None and process_id is None:
-        launcher = find_launcher()
-        if launcher:
+        if all(name in os.environ for name in VARIABLES):
+            coordinator, num_processes, process_id = _from_variables()
+        elif launcher := find_launcher():
             _join_by(launcher)
-        return
+            return
+        else:
+            return
     if coordinator is None or num_processes is None or process_id is None:
         raise ValueError("--coordinator, --num_processes and --process_id belong together; give all three")
     if not 0 <= process_id < num_processes:
@@ -46,6 +50,22 @@ def find_launcher() -> str | None:
             file=sys.stderr,
         )
     return "Kubernetes" if KUBERNETES_INDEX in os.environ else None
+
+
+def _from_variables() -> tuple[str, int, int]:
+    coordinator, *numbers = (os.environ[name] for name in VARIABLES)
+    for name, number in zip(VARIABLES[1:], numbers, strict=True):
+        if not number.isdecimal():
+            raise ValueError(f"{name}={number!r} must be a number")
+    return coordinator, int(numbers[0]), int(numbers[1])
+
+
+def virtual_devices() -> int:
+    """Returns how many CPU devices a launcher wants each process to have (JAX_NUM_CPU_DEVICES); 0: it says nothing."""
+    wanted = os.environ.get("JAX_NUM_CPU_DEVICES", "0")
+    if not wanted.isdecimal():
+        raise ValueError(f"JAX_NUM_CPU_DEVICES={wanted!r} must be a number")
+    return int(wanted)
 
 
 def _join_by(launcher: str) -> None:

@@ -150,3 +150,21 @@ def test_open_mpi_is_recognised(tmp_path: Path) -> None:
     args = arguments(tmp_path, mesh__num_cpu_devices=1, mesh__devices_per_node=1)
     started = [start(args, **common, OMPI_COMM_WORLD_RANK=i, OMPI_COMM_WORLD_LOCAL_RANK=i) for i in ("0", "1")]
     check_joined(tmp_path, finish(*started))
+
+
+def test_variables_of_any_launcher(tmp_path: Path) -> None:
+    """The three flags' variables join, and the number of devices replaces the config's 8."""
+    coordinator = f"127.0.0.1:{free_port()}"
+    common = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "1"}
+    check_joined(tmp_path, finish(*(start(arguments(tmp_path), **common, JAX_PROCESS_ID=i) for i in ("0", "1"))))
+
+
+@pytest.mark.parametrize("name", ["JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_NUM_CPU_DEVICES"])
+def test_variables_that_are_no_numbers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = {"JAX_COORDINATOR_ADDRESS": "localhost:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+    for key, value in (right | {name: "two"}).items():
+        monkeypatch.setenv(key, value)
+    assert run_here(*arguments(tmp_path)) == 2
+    assert capsys.readouterr().err == f"error: {name}='two' must be a number\n"

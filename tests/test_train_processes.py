@@ -49,7 +49,7 @@ def check_all_done(workdir: Path, by_one: Path, outcomes: list[tuple[int, str, s
 
 
 def check_silent(outcomes: list[tuple[int, str, str]]) -> None:
-    """Process 0 alone prints (but for gloo's C++ threads, which write their line in pieces, in the middle of others')."""
+    """Process 0 alone prints; gloo's C++ threads do too, in pieces, in the middle of each other's lines."""
     for _, out, _ in outcomes:
         assert GLOO.sub("", out).strip(" 0123456789\n") == ""
 
