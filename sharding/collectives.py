@@ -53,15 +53,33 @@ def all_gather_chunks(x: jax.Array, scope: Sequence[str], *, hierarchical: bool,
     return x.reshape(-1, size)
 
 
-def reduce_scatter_chunks(x: jax.Array, scope: Sequence[str], *, hierarchical: bool) -> jax.Array:
+def reduce_scatter_chunks(
+    x: jax.Array, scope: Sequence[str], *, hierarchical: bool, by_ring: bool = False
+) -> jax.Array:
     """Sums `[p, N]` over the devices of `scope` and returns this device's chunk `[N]`: the gather, transposed."""
     size = x.shape[-1]
     x = x.reshape(*(lax.axis_size(axis) for axis in scope), size)
     if not hierarchical and len(scope) > 1:
         x = x.transpose(*reversed(range(len(scope))), -1)
     for axes in reversed(levels(scope, hierarchical=hierarchical)):
-        x = lax.psum_scatter(x.reshape(prod(lax.axis_size(axis) for axis in axes), -1), axes)
+        rows = x.reshape(prod(lax.axis_size(axis) for axis in axes), -1)
+        x = ring_reduce_scatter(rows, axes) if by_ring else lax.psum_scatter(rows, axes)
     return x.reshape(size)
+
+
+def ring_reduce_scatter(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Sums `[n, N]` over the `n` devices of `axes` and returns this device's row: a sum travels once around the ring.
+
+    What `lax.psum_scatter` should be. Gloo's (CPUs of several processes) halves and doubles: two nodes of four send a
+    third more than the formula, the link is idle while it adds, and inside a node it takes ten times as long
+    (docs/performance.md).
+    """
+    size, index = lax.axis_size(axes), lax.axis_index(axes)
+    ring = [(i, (i + 1) % size) for i in range(size)]
+    total = x[(index - 1) % size]
+    for hop in range(2, size + 1):
+        total = lax.ppermute(total, axes, ring) + x[(index - hop) % size]
+    return total
 
 
 def vary(x: jax.Array, axes: Sequence[str]) -> jax.Array:
@@ -77,6 +95,7 @@ class Group:
     placements: tuple[Placement, ...]
     scope: tuple[str, ...]
     hierarchical: bool
+    by_ring: bool = False  # reduce-scatters are rings of our own
     tensor_is_manual: bool = False
 
     @property
@@ -92,7 +111,9 @@ class Group:
         """Returns this device's shards of the sums of full `tensors` over the scope; unpartitioned ones, their sums."""
         if not self.scope:
             return list(tensors)
-        collective = partial(reduce_scatter_chunks, scope=self.scope, hierarchical=self.hierarchical)
+        collective = partial(
+            reduce_scatter_chunks, scope=self.scope, hierarchical=self.hierarchical, by_ring=self.by_ring
+        )
         whole = [lax.psum(x, self.scope) if p.dim is None else x for x, p in zip(tensors, self.placements, strict=True)]
         return self._exchange(_scatter_packed, collective, whole)
 

@@ -61,6 +61,12 @@ class Sharded:
         return jnp.float32 if self.mesh.devices.flat[0].platform == "cpu" else self.compute_dtype
 
     @property
+    def over_gloo(self) -> bool:
+        """Whether collectives go through gloo: CPUs of several processes."""
+        devices = self.mesh.devices.flat
+        return devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
+
+    @property
     def batch_spec(self) -> PartitionSpec:
         """Spec of batch arrays `[accum, rows, ...]`."""
         return PartitionSpec(None, self.layout.data_axes or None)
@@ -79,6 +85,7 @@ class Sharded:
             placements=tuple(jax.tree.leaves(placements, is_leaf=is_placement)),
             scope=scope,
             hierarchical=self.layout.hierarchical,
+            by_ring=self.over_gloo,
             tensor_is_manual=tensor_is_manual,
         )
 

@@ -1,0 +1,68 @@
+"""The ring reduce-scatter that replaces gloo's: the sums of numpy, and the bytes of the formula on the ring's edges."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from sharding import hlo
+from sharding.collectives import reduce_scatter_chunks
+from sharding.mesh import MeshShape, find_nodes, make_mesh
+from sharding.step import Sharded
+
+N = 6
+SHAPE = MeshShape(replica_inter=1, shard_inter=4, replica_intra=1, shard_intra=2, tensor=1)
+SCOPE = ("shard_intra", "shard_inter")  # CHUNK_ORDER
+
+
+def scatter(hierarchical: bool) -> tuple[jax.stages.Compiled, np.ndarray]:
+    """Returns the compiled reduce-scatter of `[8, N]` on each of 8 devices, and its operands `[8, 8, N]`."""
+    mesh = make_mesh(SHAPE, find_nodes(jax.devices(), 2))
+    x = np.random.default_rng(0).normal(size=(8, 8, N)).astype(np.float32)
+    everywhere = PartitionSpec(("shard_inter", "shard_intra"))  # devices in the mesh's order
+
+    def local(x: jax.Array) -> jax.Array:
+        return reduce_scatter_chunks(x[0], SCOPE, hierarchical=hierarchical, by_ring=True)[None]
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=everywhere, out_specs=everywhere)
+    return jax.jit(mapped).lower(jnp.asarray(x)).compile(), x
+
+
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_ring_reduce_scatter(hierarchical: bool) -> None:
+    compiled, x = scatter(hierarchical)
+    sums = x.sum(axis=0)
+    # device (node, local) holds the chunk that its place in CHUNK_ORDER says: local first
+    wanted = np.stack([sums[local * 4 + node] for node in range(4) for local in range(2)])
+    np.testing.assert_allclose(np.asarray(compiled(jnp.asarray(x))), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("hierarchical", "inter", "intra"), [(True, 3 / 8, 4 / 8), (False, 7 / 16, 7 / 16)])
+def test_its_bytes_are_the_formulas(hierarchical: bool, inter: float, intra: float) -> None:
+    """Of M = 8 N floats a device: (p-k)M/p and (p-1)M/p a node, half of that a device (DESIGN 6.3)."""
+    collectives = hlo.read_collectives(scatter(hierarchical)[0].as_text() or "", SHAPE)
+    assert {c.kind for c in collectives} == {"collective-permute"}
+    sent = hlo.bytes_per_step(collectives)
+    model_bytes = 8 * N * 4
+    assert sent == {
+        "collective_inter_bytes": round(inter * model_bytes),
+        "collective_intra_bytes": round(intra * model_bytes),
+    }
+
+
+def test_only_cpus_of_several_processes_use_it() -> None:
+    class Device:
+        def __init__(self, platform: str, process_index: int) -> None:
+            self.platform, self.process_index = platform, process_index
+
+    class Mesh:
+        def __init__(self, *devices: Device) -> None:
+            self.devices = np.array(devices)
+
+    def over_gloo(*devices: Device) -> bool:
+        return Sharded(mesh=Mesh(*devices), layout=None, placements=None).over_gloo  # pyright: ignore[reportArgumentType]
+
+    assert over_gloo(Device("cpu", 0), Device("cpu", 1))
+    assert not over_gloo(Device("cpu", 0), Device("cpu", 0))
+    assert not over_gloo(Device("gpu", 0), Device("gpu", 1))
