@@ -7,6 +7,7 @@ On several machines, start it once per process: SLURM, Open MPI and Kubernetes a
 2 a mistake in the config, the flags, the data or the work directory; 1 anything else.
 """
 
+import ctypes
 import json
 import os
 import sys
@@ -26,7 +27,9 @@ from checkpointing import CheckpointConfig, Checkpointer, CheckpointError, Resto
 from configs import door
 from configs.door import Config
 from elastic import processes
+from elastic.heartbeat import ElasticConfig, Heartbeat
 from elastic.interruption import EXIT_RESUMABLE, Interruption
+from elastic.meeting import meet
 from evaluation import EvalConfig, SampleConfig, Sampler, Validation, Validator
 from experiment import Experiment, MeshConfig, make_experiment
 from input_pipeline import Batches, Dataset, load
@@ -39,9 +42,10 @@ from sharding import drawing, hlo
 from sharding.step import TrainState
 
 EXIT_BAD_CONFIG = 2
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 # What a resumed run may change: none of it changes what is learned (DESIGN 6.2); data is known by its fingerprint.
-MAY_CHANGE = ("mesh.", "sharding.", "checkpoint.", "eval.", "sample.", "log_every", "batch.micro_size", "model.remat")
-MAY_CHANGE += ("model.attention", "data.prefetch", "data.path", "data.tokenizer_path")
+MAY_CHANGE = ("mesh.", "sharding.", "checkpoint.", "elastic.", "eval.", "sample.", "log_every", "batch.micro_size")
+MAY_CHANGE += ("model.remat", "model.attention", "data.prefetch", "data.path", "data.tokenizer_path")
 
 
 class NonFiniteError(RuntimeError):
@@ -58,27 +62,36 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_integer("process_id", None, "number of this process", flag_values=values)
     flags.DEFINE_boolean("debug", False, "show tracebacks", flag_values=values)
     code = EXIT_BAD_CONFIG
+    heartbeat = Heartbeat()
     with Interruption() as interruption:
         try:
             config = door.parse(argv, values)
             workdir = Path(values.workdir or Path("runs") / door.config_name(values))
+            elastic = door.settings(ElasticConfig, config.elastic, "elastic")
             start_jax(config, values)
+            heartbeat.start(jax.process_index(), meet(values.coordinator), elastic.silence_s)
             if is_finished(config, workdir):
                 if jax.process_index() == 0:
                     print(f"{workdir} is finished: {config.num_steps} steps are done")
-                return 0
+                return heartbeat.end(0)
             checked = check(config, workdir)
             code = 1
-            return train(prepare(checked, started_s), interruption)
+            return heartbeat.end(train(prepare(checked, started_s), interruption, heartbeat))
         except (ValueError, OSError, CheckpointError, NonFiniteError) as error:
+            heartbeat.await_verdict(error)
             expected = code == EXIT_BAD_CONFIG or isinstance(error, OSError | CheckpointError | NonFiniteError)
             if not expected or (values.debug if values.is_parsed() else "--debug" in argv):
                 traceback.print_exc()
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-            return code
+            said = " ".join(str(error).split())
+            print(f"error: {said}", file=sys.stderr)
+            return heartbeat.end(code, failure=said)
         except KeyboardInterrupt:
             print("stopped at once; run the same command again to go on from the newest checkpoint", file=sys.stderr)
-            return EXIT_RESUMABLE
+            return heartbeat.end(EXIT_RESUMABLE, failure="it was stopped at once")
+        except Exception as error:
+            heartbeat.await_verdict(error)
+            traceback.print_exc()
+            return heartbeat.end(1, failure=f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 # ----------------------------------------------------------------------------------------------- preparation
@@ -90,6 +103,7 @@ def start_jax(config: Config, values: flags.FlagValues) -> None:
     if devices:  # a launcher starts one process of several: what one process plays alone does not hold
         config.mesh.update({"num_cpu_devices": devices, "devices_per_node": 0})
     if door.settings(MeshConfig, config.mesh, "mesh").num_cpu_devices:
+        keep_freed_memory()
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.mesh.num_cpu_devices)
     processes.join(values.coordinator, values.num_processes, values.process_id)
@@ -99,6 +113,14 @@ def start_jax(config: Config, values: flags.FlagValues) -> None:
         cache = Path(os.environ.get("MICS_JAX_CACHE") or Path.home() / ".cache" / "mics-jax")
         jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep what XLA:CPU frees, since the next step allocates the same again (docs/performance.md)."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_ARENA_MAX, 1)):
+            mallopt(option, value)
 
 
 def is_finished(config: Config, workdir: Path) -> bool:
@@ -240,13 +262,14 @@ def make_log(experiment: Experiment, workdir: Path, start: int, step_fn: Any, st
 # -------------------------------------------------------------------------------------------------- training
 
 
-def train(run: Run, interruption: Interruption) -> int:
+def train(run: Run, interruption: Interruption, heartbeat: Heartbeat) -> int:
     """Trains to the end, or until asked to stop, and returns the exit code."""
     ex, config, log, state, step = run.experiment, run.config, run.log, run.state, run.start
     saved_step = step
     pending: Pending | None = None  # the numbers of a step are read while the next one runs
     with log, run.checkpointer, training_batches(run) as batches:
         while step < config.num_steps and not interruption.requested():
+            heartbeat.completed(pending.step - 1 if pending else step)  # `pending` may still be running
             batch = ex.to_devices(next(batches))
             state, metrics = ex.settled(run.step_fn(state, batch))
             step += 1

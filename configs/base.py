@@ -121,6 +121,7 @@ def get_config(arg: str = "") -> ConfigDict:
             "keep_best": 0,  # also keep this many with the lowest validation loss
         }
     )
+    config.elastic = ConfigDict({"silence_s": 30.0})  # a process that is not heard of for so long ends the run
     config.eval = ConfigDict(
         {
             "every": 50,  # steps between validations; 0: only at the end

@@ -208,7 +208,7 @@ def test_a_checkpoint_of_another_model(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_run_that_stopped_before_its_first_checkpoint_is_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Crash(Exception):
+    class Crash(BaseException):
         pass
 
     def crash() -> None:

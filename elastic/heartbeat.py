@@ -1,0 +1,228 @@
+"""Ends a run within a bound when one of its processes dies or goes silent: a message that names it, never a hang.
+
+Process 0 holds a TCP connection to every other process, and both ends of each send a line a second, from a thread of
+their own: compiling, restoring or waiting in a collective is not silence. A process that ends says so before it closes
+its connection. Whoever misses another for too long tells all whom it reaches; each prints what happened and ends by
+`os._exit`, because its main thread may be in a collective that never returns. (How long a main thread may take for a
+step is not judged here; the threads that beat know the last step of every process.)
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jax
+
+from elastic.interruption import EXIT_RESUMABLE
+
+_BEAT_S = 1.0
+_GRACE_S = 5.0  # for a process to fail by itself with the error that another one failed with
+_LEAVE_S = 5.0  # for the others to leave before process 0, with which jax's service ends and aborts who is there
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """The section `elastic` of the config."""
+
+    silence_s: float
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if jax would act first."""
+        if not 1 <= self.silence_s <= 60:
+            raise ValueError(f"elastic.silence_s={self.silence_s} must be from 1 to 60 (jax aborts after 100 s)")
+
+
+@dataclass(kw_only=True)
+class Peer:
+    """Another process of the run, at the other end of a connection."""
+
+    process: int
+    host: str
+    connection: socket.socket
+    unread: bytes = b""
+    heard_s: float = field(default_factory=time.monotonic)
+    said_goodbye: bool = False
+    gone: bool = False  # it closed its connection
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}"
+
+    def send(self, **message: Any) -> None:
+        """Sends a message if the connection takes it; if not, the peer is silent and will be missed."""
+        with contextlib.suppress(OSError):  # reading it tells why
+            self.connection.send(json.dumps(message).encode() + b"\n", socket.MSG_DONTWAIT)
+
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """Yields the messages that are there; notes if the connection is closed."""
+        try:
+            data = self.connection.recv(1 << 20)
+        except OSError:  # reset
+            data = b""
+        if not data:
+            self.gone = True
+            return
+        self.heard_s = time.monotonic()
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        yield from map(json.loads, lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Why the run ends, and how; after `grace_s` it ends even where the main thread does not end by itself."""
+
+    text: str
+    code: int = EXIT_RESUMABLE
+    grace_s: float = 0.0
+    with_stacks: bool = False  # what the survivors were waiting in
+
+
+class Heartbeat:
+    """Watches the other processes from a thread; does nothing in a run of one process."""
+
+    def __init__(self) -> None:
+        self._me, self._silence_s, self._beat_s = 0, 0.0, _BEAT_S
+        self._peers: list[Peer] = []
+        self._steps: dict[str, int] = {}  # the last completed step of each process, as far as it is known here
+        self._verdict: Verdict | None = None
+        self._act_at_s = self._exit_at_s = float("inf")
+        self._leaving = False
+
+    def start(self, me: int, peers: Sequence[Peer], silence_s: float) -> None:
+        """Starts to watch `peers`: every other process in process 0, process 0 in the others."""
+        self._me, self._silence_s, self._beat_s = me, silence_s, min(_BEAT_S, silence_s / 4)
+        self._peers = list(peers)
+        if peers:
+            faulthandler.enable()  # should jax abort all the same, it says where
+            threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
+
+    def completed(self, step: int) -> None:
+        """Notes the last step that this process completed."""
+        self._steps[str(self._me)] = step
+
+    def await_verdict(self, error: BaseException) -> None:
+        """If an error may come from the loss of another process, waits for the verdict on it, which ends the program.
+
+        Returns if nobody is missed: the error is this process' own.
+        """
+        if self._peers and _is_about_others(error):
+            time.sleep(self._silence_s + 2 * self._beat_s)
+
+    def end(self, code: int, failure: str = "") -> int:
+        """Ends the watch and returns `code`; a process that failed tells the others, and ends at once.
+
+        At once, because jax would wait for the others at exit, while they wait in a collective for this process.
+        """
+        if not self._peers:
+            return code
+        if not failure:
+            jax.distributed.shutdown()  # the processes wait for each other: a loss here is still noticed
+        self._leaving = True
+        if failure:
+            who = f"process {self._me} on {socket.gethostname()}"
+            self._tell(Verdict(text=f"{who} failed: {failure}", code=code, grace_s=_GRACE_S))
+        elif self._me:
+            self._peers[0].send(goodbye=True)
+        patience_s = time.monotonic() + _GRACE_S + _LEAVE_S
+        while not self._me and not self._all_gone() and time.monotonic() < patience_s:
+            time.sleep(0.02)
+        if failure:
+            _exit(code)
+        return code
+
+    def _watch(self) -> None:
+        selector = selectors.DefaultSelector()
+        for peer in self._peers:
+            selector.register(peer.connection, selectors.EVENT_READ, peer)
+        next_beat_s = 0.0
+        while selector.get_map():
+            for key, _ in selector.select(max(0.0, next_beat_s - time.monotonic())):
+                for message in key.data.receive():
+                    self._take(key.data, message)
+                if key.data.gone:
+                    selector.unregister(key.fileobj)
+            if not self._leaving:
+                self._judge()
+                self._carry_out()
+            if time.monotonic() >= next_beat_s:
+                next_beat_s = time.monotonic() + self._beat_s
+                for peer in self._peers:
+                    peer.send(steps=self._steps)
+
+    def _take(self, peer: Peer, message: dict[str, Any]) -> None:
+        self._steps |= {who: step for who, step in message.get("steps", {}).items() if who != str(self._me)}
+        peer.said_goodbye |= "goodbye" in message
+        if "verdict" in message:
+            peer.said_goodbye = True
+            self._conclude(Verdict(**message["verdict"]))
+
+    def _judge(self) -> None:
+        now_s = time.monotonic()
+        there = [peer for peer in self._peers if not peer.said_goodbye]
+        died = [str(peer) for peer in there if peer.gone]
+        silent = [peer for peer in there if not peer.gone and now_s - peer.heard_s > self._silence_s]
+        if died:
+            self._conclude(Verdict(text=f"{', '.join(died)} died (the connection closed without a goodbye)"))
+        if silent:
+            why = f"silent for {self._silence_s:g} s (stopped, or the link to it is cut)"
+            self._conclude(Verdict(text=f"{', '.join(map(str, silent))}: {why}", with_stacks=True))
+        for peer in silent:
+            peer.gone = True
+
+    def _conclude(self, verdict: Verdict) -> None:
+        """Takes the first verdict, and passes it on."""
+        if self._verdict is None and not self._leaving:
+            self._verdict, self._act_at_s = verdict, time.monotonic() + verdict.grace_s
+            self._tell(verdict)
+
+    def _carry_out(self) -> None:
+        """Says why the run ends when it is time, and ends the program; process 0 lets the others go first."""
+        now_s, verdict = time.monotonic(), self._verdict
+        if verdict and now_s >= self._act_at_s:
+            self._act_at_s, self._exit_at_s = float("inf"), now_s + (0.0 if self._me else _LEAVE_S)
+            if verdict.with_stacks:
+                faulthandler.dump_traceback()
+            then = "; the same command goes on from the newest checkpoint" if verdict.code == EXIT_RESUMABLE else ""
+            said = f"error: {verdict.text}; last completed step: {self._last_steps()}{then}"
+            print(said, file=sys.stderr, flush=True)
+        if verdict and (now_s >= self._exit_at_s or (self._exit_at_s < float("inf") and self._all_gone())):
+            _exit(verdict.code)
+
+    def _tell(self, verdict: Verdict) -> None:
+        for peer in self._peers:
+            peer.send(verdict=asdict(verdict))
+
+    def _last_steps(self) -> str:
+        """Returns for example `12 (processes 0, 2), 11 (process 1)`."""
+        by_step: dict[int, list[str]] = defaultdict(list)
+        for process, step in sorted(self._steps.items(), key=lambda item: int(item[0])):
+            by_step[step].append(process)
+        known = [f"{step} (process {', '.join(by_step[step])})" for step in sorted(by_step, reverse=True)]
+        return ", ".join(known) or "none"
+
+    def _all_gone(self) -> bool:
+        return all(peer.gone for peer in self._peers)
+
+
+def _exit(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _is_about_others(error: BaseException | None) -> bool:
+    """Whether jax or gloo raised it, maybe under another one: gloo's is a ValueError or a JaxRuntimeError."""
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError) or "gloo" in str(error).lower():
+            return True
+        error = error.__cause__ or error.__context__
+    return False
