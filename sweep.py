@@ -1,0 +1,191 @@
+"""Runs many configs: the runs that a sweep file names, and compares them.
+
+    python sweep.py --config=configs/sweeps/X.py [--sweep=lr,seed] [--workers=2] [--workdir=runs/sweeps/X] [--dry_run]
+        [--emulate="--nodes=4 --devices_per_node=2 --rate=1gbit"] [--slurm="--partition=gpu --nodes=2"]
+
+Each run is train.py in a directory named by the content of its config, so that the same command again does only what is
+missing. Leaves `results.csv`, `results.md` and `index.html`. Exit codes: 0 all runs finished, or the SLURM array is
+submitted; 75 stopped, the same command goes on; 2 a mistake in the file or the flags; 1 a run failed.
+"""
+
+import argparse
+import shlex
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from configs.overrides import Overrides
+from sweeps import slurm
+from sweeps.live import Live
+from sweeps.plan import Run, SweepFile, load_file, plan, points
+from sweeps.pool import EXIT_RESUMABLE, OUTPUT_FILE, Job, last_error, run_all
+from sweeps.records import Record, State, best, is_finished, metric_text, record
+from sweeps.report import write_report
+
+EXIT_BAD_CONFIG = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What the command line asks for, checked."""
+
+    file: SweepFile
+    runs: list[Run]
+    workdir: Path
+    workers: int | None
+    slurm: str | None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the program and returns its exit code; a user's mistake is one line."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # both like Ctrl-C, also where a shell has it ignored
+        signal.signal(number, signal.default_int_handler)
+    try:
+        options = parser().parse_args(argv[1:])
+        sweep = make_sweep(options)
+        if options.dry_run:
+            return show_plan(sweep)
+        if sweep.slurm is not None:
+            return run_on_slurm(sweep)
+        return run_here(sweep)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    except KeyboardInterrupt:
+        return EXIT_RESUMABLE
+
+
+def run(
+    config: str,
+    overrides: Iterable[Overrides],
+    *,
+    workdir: Path,
+    workers: int = 1,
+    emulate: str = "",
+    metric: str = "validation_loss",
+) -> list[Record]:
+    """Runs a config file with each of the overrides in the order given, and returns what came out.
+
+    `repetition` in the overrides makes runs of the same config different ones. Runs that are finished are not run
+    again. Raises ValueError for a mistake in them, KeyboardInterrupt if it was interrupted.
+    """
+    runs = plan(config, overrides, workdir=workdir, emulate=emulate)
+    with Live(metric) as live:
+        jobs = run_all(runs, workers=workers, workdir=workdir, show=live.show)
+    if left(jobs):
+        raise KeyboardInterrupt
+    return [record(job.run, job.state, job.error, metric) for job in jobs]
+
+
+# ------------------------------------------------------------------------------------------- the command line
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ValueError."""
+        raise ValueError(message)
+
+
+def parser() -> OneLineParser:
+    """Returns the parser of the flags."""
+    flags = OneLineParser(prog="sweep.py", description="Runs the configs of a sweep file.", allow_abbrev=False)
+    flags.add_argument("--config", required=True, help="configs/sweeps/X.py")
+    flags.add_argument("--sweep", default="", help="names of the file's sweeps to combine (default: all)")
+    flags.add_argument("--workers", type=int, help="runs at a time (default: 1; no limit in SLURM)")
+    flags.add_argument("--workdir", type=Path, help="where the runs' directories are (default: runs/sweeps/X)")
+    flags.add_argument("--emulate", help="options of cluster.emulate; they override those of the file")
+    flags.add_argument("--slurm", help="options of sbatch: the runs become tasks of an array")
+    flags.add_argument("--dry_run", action="store_true", help="only show the runs; with --slurm, also write its files")
+    return flags
+
+
+def make_sweep(options: argparse.Namespace) -> Sweep:
+    """Checks everything that can be wrong before a run starts, and says which runs there are."""
+    file = load_file(options.config)
+    if options.workers is not None and options.workers < 1:
+        raise ValueError(f"--workers={options.workers} must be at least 1")
+    wanted = points(file, [name for name in options.sweep.split(",") if name])
+    workdir = options.workdir or Path("runs/sweeps") / file.path.stem
+    runs = plan(options.config, wanted, workdir=workdir, emulate=f"{file.emulate} {options.emulate or ''}")
+    if options.slurm is not None and any(run.emulate for run in runs):
+        raise ValueError("--slurm and the emulated cluster exclude each other; the sweep sets options of the latter")
+    if len(runs) < len(wanted):
+        print(f"{len(wanted) - len(runs)} of {len(wanted)} runs have the config of another one and are left out")
+    return Sweep(file=file, runs=runs, workdir=workdir, workers=options.workers, slurm=options.slurm)
+
+
+# ------------------------------------------------------------------------------------------------ launchers
+
+
+def show_plan(sweep: Sweep) -> int:
+    """Prints what would run, and how."""
+    for run in sweep.runs:
+        print(f"{'finished' if is_finished(run) else 'to do':8}  {run.name}\n          {shlex.join(run.command)}")
+    todo = missing(sweep.runs)
+    print(f"{len(sweep.runs)} runs, {len(todo)} to do, in {sweep.workdir}")
+    if sweep.slurm is not None and todo:
+        print(f"wrote {slurm.write_array(todo, sweep.workdir, options=sweep.slurm, workers=sweep.workers)}")
+    return 0
+
+
+def run_here(sweep: Sweep) -> int:
+    """Runs what is missing on this machine, writes the report and returns the exit code."""
+    with Live(sweep.file.metric) as live:
+        jobs = run_all(sweep.runs, workers=sweep.workers or 1, workdir=sweep.workdir, show=live.show)
+    report(sweep, [record(job.run, job.state, job.error, sweep.file.metric) for job in jobs])
+    if left(jobs):
+        print(f"stopped with {len(left(jobs))} of {len(jobs)} runs to do; run the same command again to go on")
+        return EXIT_RESUMABLE
+    return 1 if any(job.state == State.FAILED for job in jobs) else 0
+
+
+def run_on_slurm(sweep: Sweep) -> int:
+    """Reports what is there, and submits what is missing unless the last array is still in the queue."""
+    job = slurm.queued_job(sweep.workdir)
+    report(sweep, [left_by_slurm(run, bool(job), sweep.file.metric) for run in sweep.runs])
+    todo = missing(sweep.runs)
+    if job:
+        print(f"job {job} is in the queue; the same command again shows how far it is (scancel {job} ends it)")
+    elif todo:
+        script = slurm.write_array(todo, sweep.workdir, options=sweep.slurm or "", workers=sweep.workers)
+        print(f"submitted {len(todo)} runs as job {slurm.submit(script)}; the same command again reports on them")
+    return 0
+
+
+def left_by_slurm(run: Run, queued: bool, metric: str) -> Record:
+    """Returns what a task left: nobody waited for it, so a run that ended unfinished has failed."""
+    output = run.run_dir / OUTPUT_FILE
+    if is_finished(run):
+        return record(run, State.FINISHED, "", metric)
+    if not output.exists():
+        return record(run, State.WAITING, "", metric)
+    return record(run, State.RUNNING if queued else State.FAILED, "" if queued else last_error(output), metric)
+
+
+def missing(runs: Sequence[Run]) -> list[Run]:
+    """Returns the runs that are still to do."""
+    return [run for run in runs if not is_finished(run)]
+
+
+def left(jobs: Sequence[Job]) -> list[Job]:
+    """Returns the jobs that an interruption has left to do."""
+    return [job for job in jobs if job.state in (State.WAITING, State.STOPPED)]
+
+
+def report(sweep: Sweep, records: list[Record]) -> None:
+    """Writes the tables and the page, and prints where they are and which run is best."""
+    page = write_report(sweep.file, records, sweep.workdir)
+    for failed in (r for r in records if r.state == State.FAILED):
+        print(f"failed: {failed.run.name}: {failed.error}")
+    if winner := best(records, sweep.file.goal):
+        print(f"best {sweep.file.metric}: {metric_text(sweep.file.metric, winner.metric)} in {winner.run.run_dir.name}")
+    print(f"report: {page}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,113 @@
+"""`Live`: the runs of a sweep as a table that is redrawn in a terminal, a line a change everywhere else."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console, Group
+from rich.live import Live as Screen
+from rich.table import Table
+from rich.text import Text
+
+from metrics.run_files import number
+from metrics.units import UNKNOWN, format_seconds
+from metrics.writer import METRICS_FILE
+from sweeps.pool import Job
+from sweeps.records import State, metric_text, record
+
+STYLES = {State.RUNNING: "cyan", State.FINISHED: "green", State.FAILED: "red", State.STOPPED: "yellow"}
+ORDER = (State.RUNNING, State.FAILED, State.STOPPED, State.WAITING, State.FINISHED)  # what is shown if not all fits
+TAIL_BYTES = 8192  # of metrics.jsonl: more than its longest line
+
+
+class Live:
+    """A context manager; `show` draws the jobs as they are now."""
+
+    def __init__(self, metric: str, console: Console | None = None) -> None:
+        self._metric = metric
+        self._console = Console(highlight=False) if console is None else console
+        self._screen: Screen | None = None
+        self._last: dict[str, State] = {}
+        self._jobs: Sequence[Job] = ()
+        self._final: dict[str, float | None] = {}  # the metric of finished runs
+
+    def __enter__(self) -> Self:
+        if self._console.is_interactive:
+            self._screen = Screen(console=self._console, auto_refresh=False, get_renderable=self._draw)
+            self._screen.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._screen:
+            self._screen.stop()
+
+    def show(self, jobs: Sequence[Job]) -> None:
+        """Draws the table anew, or prints a line for each job whose state has changed."""
+        self._jobs = jobs
+        if self._screen:
+            self._screen.refresh()
+            return
+        for job in jobs:
+            before = self._last.get(job.run.name, State.WAITING)
+            if job.state != before:
+                self._last[job.run.name] = job.state
+                self._console.print(Text(self._line(job)), soft_wrap=True)
+
+    def _draw(self) -> Group:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for column in ("run", "state", "step", self._metric, "time"):
+            table.add_column(column, justify="right" if column in ("step", self._metric, "time") else "left")
+        room = max(3, self._console.height - 4)
+        chosen = sorted(range(len(self._jobs)), key=lambda i: ORDER.index(self._jobs[i].state))[:room]
+        for job in (self._jobs[i] for i in sorted(chosen)):
+            state = Text(f"{job.state}  {job.error}" if job.error else job.state, style=STYLES.get(job.state, "dim"))
+            state.truncate(60, overflow="ellipsis")
+            row = newest(job.run.run_dir)
+            steps = f"{row.get('step', 0)}/{job.run.values['num_steps']}"
+            table.add_row(Text(job.run.name), state, steps, self._number(job, row), _time(job))
+        return Group(table, Text(tally(self._jobs), style="dim"))
+
+    def _line(self, job: Job) -> str:
+        """Returns what is to be said when the job's state has changed."""
+        position = f"[{self._jobs.index(job) + 1}/{len(self._jobs)}] {job.run.name}"
+        if job.state == State.FINISHED:
+            when = f"finished in {_time(job)}" if job.starts else "was finished before"
+            return f"{position} {when}, {self._metric} {self._number(job, {})}"
+        return f"{position} {job.state}" + (f": {job.error}" if job.error else "")
+
+    def _number(self, job: Job, row: Mapping[str, Any]) -> str:
+        """Returns the metric: of the newest steps while the job runs, as the report has it when it is finished."""
+        name = job.run.name
+        if job.state == State.FINISHED and name not in self._final:
+            self._final[name] = record(job.run, job.state, "", self._metric).metric
+        return metric_text(self._metric, self._final.get(name, number(row.get(self._metric))))
+
+
+def tally(jobs: Sequence[Job]) -> str:
+    """Returns `12 runs: 3 finished, 2 running, 7 waiting`."""
+    states = [job.state for job in jobs]
+    counts = (f"{states.count(state)} {state}" for state in State if state in states)
+    return f"{len(jobs)} runs: {', '.join(counts)}"
+
+
+def newest(run_dir: Path) -> Mapping[str, Any]:
+    """Returns the newest of the numbers in `metrics.jsonl`, from its last whole lines; cheap while it is written."""
+    try:
+        with open(run_dir / METRICS_FILE, "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+            tail = file.read()
+    except FileNotFoundError:
+        return {}
+    numbers: dict[str, Any] = {}
+    for data in tail.splitlines():
+        try:
+            row = json.loads(data)
+        except ValueError:  # cut by the tail's start, or being written
+            continue
+        numbers |= row if isinstance(row, dict) else {}
+    return numbers
+
+
+def _time(job: Job) -> str:
+    return format_seconds(job.time_s) if job.time_s else UNKNOWN

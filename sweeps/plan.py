@@ -1,0 +1,200 @@
+"""From a sweep file to its runs: every mistake in keys and values is found here, before anything runs."""
+
+import hashlib
+import json
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs import door
+from configs.overrides import Overrides, product
+
+ROOT = Path(__file__).resolve().parent.parent
+# Options of `python -m cluster.emulate` that a sweep may set; it sets the work directory itself.
+EMULATE_OPTIONS = ("nodes", "devices_per_node", "processes_per_node", "rate", "latency", "jitter", "loss")
+GOALS = ("min", "max")
+PROGRAM = "train.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFile:
+    """A config file that also has functions `sweep_NAME()`, and says by which number its runs are compared."""
+
+    path: Path
+    about: str  # the docstring
+    metric: str
+    goal: str  # min | max
+    emulate: str  # options of cluster.emulate, "" for none
+    sweeps: Mapping[str, Callable[[], Iterable[Overrides]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of a sweep; everything that decides its result is in the hash of its name."""
+
+    name: str
+    overrides: Overrides
+    values: Mapping[str, Any]  # every key of the resolved config, `emulate.` options and `repetition`
+    run_dir: Path
+    train_command: tuple[str, ...]
+    emulate: Mapping[str, str]
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The program and its arguments, to be started in the root of the repository."""
+        if not self.emulate:
+            return self.train_command
+        options = [f"--{key}={value}" for key, value in self.emulate.items()]
+        workdir = f"--workdir={_short(self.run_dir / 'emulate')}"
+        return (sys.executable, "-m", "cluster.emulate", *options, workdir, "--", *self.train_command)
+
+
+def load_file(path: str) -> SweepFile:
+    """Reads a sweep file; ValueError if it is missing, broken or none."""
+    if not Path(path).is_file():
+        raise ValueError(f"--config={path}: there is no such file")
+    try:
+        names = runpy.run_path(path)
+    except Exception as error:  # the file is the user's code: it raises anything at all
+        raise ValueError(f"{path}: {error} ({type(error).__name__})") from error
+    sweeps: dict[str, Any] = {
+        name.removeprefix("sweep_"): value for name, value in names.items() if name.startswith("sweep_")
+    }
+    if not sweeps or "get_config" not in names:
+        raise ValueError(f"{path} is not a sweep file: it needs get_config() and at least one function sweep_NAME()")
+    goal = names.get("GOAL", "min")
+    if goal not in GOALS:
+        raise ValueError(f"{path}: GOAL={goal!r} must be one of {', '.join(GOALS)}")
+    return SweepFile(
+        path=Path(path).resolve(),
+        about=(names.get("__doc__") or "").strip(),
+        metric=names.get("METRIC", "validation_loss"),
+        goal=goal,
+        emulate=names.get("EMULATE", ""),
+        sweeps=sweeps,
+    )
+
+
+def points(file: SweepFile, names: Sequence[str]) -> list[Overrides]:
+    """Returns the product of the named sweeps (of all, if none is named); ValueError if one is unknown or empty."""
+    parts = []
+    for name in names or file.sweeps:
+        if name not in file.sweeps:
+            raise ValueError(f"--sweep={name}: {file.path.name} has {', '.join(file.sweeps)}")
+        try:
+            part = [dict(overrides) for overrides in file.sweeps[name]()]
+        except Exception as error:
+            raise ValueError(f"sweep_{name}() of {file.path.name}: {error} ({type(error).__name__})") from error
+        if not part:
+            raise ValueError(f"sweep_{name}() of {file.path.name} is empty: it gives no runs")
+        parts.append(part)
+    return [*product(*parts)]
+
+
+def plan(config: str, overrides: Iterable[Overrides], *, workdir: Path, emulate: str = "") -> list[Run]:
+    """Returns the runs of a config file, each once, in the order given. ValueError for unknown keys and wrong values.
+
+    `emulate` holds options of `cluster.emulate` that the runs' own `emulate.` keys override.
+    """
+    common = parse_emulate(emulate)
+    runs: dict[str, Run] = {}
+    for point in overrides:
+        try:
+            run = _resolve(config, point, workdir, common)
+        except ValueError as error:
+            raise ValueError(f"{describe(point) or 'the base config'}: {error}") from error
+        runs.setdefault(run.name, run)
+    return list(runs.values())
+
+
+def _resolve(config: str, overrides: Overrides, workdir: Path, common: Mapping[str, str]) -> Run:
+    file, _, argument = config.partition(":")
+    argument = str(overrides.get("config", argument))
+    emulate = dict(common)
+    flags = []
+    extra = {}
+    for key, value in overrides.items():
+        if key.startswith("emulate."):
+            option = key.removeprefix("emulate.")
+            _check_option(option)
+            emulate[option] = str(value)
+        elif key == "repetition":
+            extra[key] = value
+        elif key != "config":
+            flags.append(f"--config.{key}={value}")
+    base = _short(Path(file).resolve()) + (f":{argument}" if argument else "")
+    argv = ["sweep.py", f"--config={file}" + (f":{argument}" if argument else ""), *flags]
+    values = door.flat(json.loads(door.parse(argv, door.new_flags(argv)).to_json()))
+    values |= {f"emulate.{key}": value for key, value in sorted(emulate.items())} | extra
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+    # A run that another choice of sweeps has already named keeps its name.
+    known = sorted(workdir.glob(f"*-{digest}"))
+    name = known[0].name if known else f"{_file_name(describe(overrides)) or Path(file).stem}-{digest}"
+    run_dir = (workdir / name).resolve()
+    command = (sys.executable, PROGRAM, f"--config={base}", f"--workdir={_short(run_dir)}", *flags)
+    return Run(
+        name=name,
+        overrides=dict(overrides),
+        values=values | ({"config": argument} if "config" in overrides else {}),
+        run_dir=run_dir,
+        train_command=command,
+        emulate=emulate,
+    )
+
+
+def parse_emulate(options: str) -> dict[str, str]:
+    """Returns `{"nodes": "4"}` of `--nodes=4`; ValueError for what is no such option."""
+    parsed = {}
+    for word in shlex.split(options):
+        match = re.fullmatch(r"--(\w+)=(.+)", word)
+        if not match:
+            raise ValueError(f"{word!r} of the emulated cluster's options must be written --name=value")
+        _check_option(match[1])
+        parsed[match[1]] = match[2]
+    return parsed
+
+
+def _check_option(option: str) -> None:
+    if option not in EMULATE_OPTIONS:
+        nearest = door.nearest(option, EMULATE_OPTIONS)
+        raise ValueError(f"emulate.{option} is not an option; the nearest is emulate.{nearest}")
+
+
+def describe(overrides: Overrides) -> str:
+    """Returns `learning_rate=0.001,seed=3`; the last word of a key, if no other key ends with it."""
+    last = [key.split(".")[-1] for key in overrides]
+    names = [word if last.count(word) == 1 else key for word, key in zip(last, overrides)]
+    return ",".join(f"{name}={text(value)}" for name, value in zip(names, overrides.values()))
+
+
+def text(value: Any) -> str:
+    """Returns a value as a reader writes it."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def varied(runs: Sequence[Run]) -> list[str]:
+    """Returns the keys that the runs set and that differ between them, in the order in which they were set.
+
+    Of keys that always change together (a batch size and its number of steps) only the first.
+    """
+    keys = dict.fromkeys(key for run in runs for key in run.overrides)
+    columns = {key: tuple(text(run.values.get(key, "")) for run in runs) for key in keys}
+    kept: dict[tuple[int, ...], str] = {}
+    for key, column in columns.items():
+        if len(set(column)) > 1:
+            kept.setdefault(tuple(column.index(value) for value in column), key)
+    return list(kept.values())
+
+
+def _file_name(words: str) -> str:
+    return re.sub(r"[^\w.=,+-]+", "_", words)[:100]
+
+
+def _short(path: Path) -> str:
+    """Returns the path from the root of the repository, where runs are started, if it is inside."""
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)

@@ -1,0 +1,78 @@
+"""What came out of a run: its state and its numbers, from the files of its directory."""
+
+import json
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import median
+
+from metrics.run_files import Results, RunFiles, number, read_run, results_of, series
+from metrics.units import UNKNOWN, format_bytes, format_loss, format_seconds
+from sweeps.plan import Run
+
+
+class State(StrEnum):
+    """How far a run is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"  # resumable: the same sweep again goes on with it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A run with its results; `error` is the last line that a failed one said."""
+
+    run: Run
+    state: State
+    error: str
+    files: RunFiles
+    results: Results
+    metric: float | None  # NaN where it diverged
+
+
+def is_finished(run: Run) -> bool:
+    """Says whether train.py's own summary says so."""
+    try:
+        summary = json.loads((run.run_dir / "summary.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return False
+    return summary.get("exit_reason") == "finished"
+
+
+def record(run: Run, state: State, error: str, metric: str) -> Record:
+    """Reads what the run left, if it left anything."""
+    try:
+        files = read_run(run.run_dir)
+    except ValueError:
+        files = RunFiles(run_dir=run.run_dir)
+    results = results_of(files)
+    return Record(run=run, state=state, error=error, files=files, results=results, metric=_value(files, metric))
+
+
+def best(records: list[Record], goal: str) -> Record | None:
+    """Returns the finished run with the lowest (or highest) metric."""
+    done = [r for r in records if r.state == State.FINISHED and r.metric is not None and math.isfinite(r.metric)]
+    return (min if goal == "min" else max)(done, key=lambda r: r.metric or 0.0, default=None)
+
+
+def metric_text(name: str, value: float | None) -> str:
+    """Returns a metric as people read it: bytes and seconds, which its name ends with, in their units."""
+    if value is None:
+        return UNKNOWN
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    if name.endswith("_s") and not name.endswith("_per_s"):
+        return format_seconds(value)
+    return format_loss(value) if 0.1 <= abs(value) < 1000 or not math.isfinite(value) else f"{value:.6g}"
+
+
+def _value(files: RunFiles, name: str) -> float | None:
+    """Returns a headline number (the last loss, the median step time), else the median of a key of metrics.jsonl."""
+    headline = vars(results_of(files))
+    if name in headline:
+        return number(headline[name])
+    values = [value for _, value in series(files.rows, name) if math.isfinite(value)]
+    return median(values) if values else None

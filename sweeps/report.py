@@ -1,0 +1,193 @@
+"""`write_report`: `results.csv`, `results.md` and `index.html`, a page that needs no network to read."""
+
+import csv
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from metrics.report import REPORT_FILE, STYLE_FILE
+from metrics.units import UNKNOWN, format_seconds
+from sweeps.charts import MAX_LINES, Point, sweep_chart
+from sweeps.plan import SweepFile, text, varied
+from sweeps.records import Record, State, best, metric_text
+
+CSV_FILE, MARKDOWN_FILE, PAGE_FILE = "results.csv", "results.md", "index.html"
+REPEATS = ("seed", "repetition")  # keys whose values are repetitions of the same: a line is their median
+COLOURS = (  # light, dark
+    ("#2563b8", "#6ea8f7"),
+    ("#c2570c", "#f2a05a"),
+    ("#0f7d6b", "#4cc9b0"),
+    ("#8a5cc7", "#bb9af0"),
+    ("#b02a5b", "#f58ab0"),
+    ("#6b7280", "#a8b0bd"),
+    ("#8a6d00", "#e0c050"),
+    ("#1c2330", "#e4e9f1"),
+)
+
+
+def write_report(file: SweepFile, records: list[Record], workdir: Path) -> Path:
+    """Writes the three files and returns the path of the page."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    keys = varied([record.run for record in records])
+    with open(workdir / CSV_FILE, "w", newline="", encoding="utf-8") as rows:
+        csv.writer(rows).writerows(csv_rows(file, records))
+    (workdir / MARKDOWN_FILE).write_text(markdown(file, records, keys), encoding="utf-8")
+    page = workdir / PAGE_FILE
+    partial = page.with_suffix(".partial")
+    partial.write_text(render(file, records, keys, workdir), encoding="utf-8")
+    os.replace(partial, page)
+    return page
+
+
+def csv_rows(file: SweepFile, records: Sequence[Record]) -> list[list[Any]]:
+    """Returns a header, and a row a run with every key that is set and every headline number, as they are."""
+    keys = list(dict.fromkeys(key for record in records for key in record.run.overrides))
+    metric = [] if file.metric in vars(records[0].results) else [file.metric]
+    results = [name for name in vars(records[0].results) if name != "exit_reason"]
+    header = ["run", "state", *keys, *metric, *results, "error", "directory"]
+    return [
+        header,
+        *(
+            [r.run.name, r.state.value, *(r.run.values.get(key, "") for key in keys), *([r.metric] if metric else [])]
+            + [*(getattr(r.results, name) for name in results), r.error, r.run.run_dir.name]
+            for r in records
+        ),
+    ]
+
+
+def markdown(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
+    """Returns a table of the runs with the best one in bold."""
+    winner = best(records, file.goal)
+    header = [*keys, file.metric, "step time", "wall time", "state"]
+    lines = [" | ".join(header), " | ".join("---" for _ in header)]
+    for record in records:
+        cells = [value.replace("|", "\\|") for value in table_cells(file, record, keys)]
+        lines.append(" | ".join(f"**{cell}**" if record is winner else cell for cell in cells))
+    table = "\n".join(f"| {line} |" for line in lines)
+    return f"# {file.path.stem}\n\n{headline(file, records)}\n\n{table}\n"
+
+
+def table_cells(file: SweepFile, record: Record, keys: Sequence[str]) -> list[str]:
+    """Returns the values of the keys, the metric, the times and the state."""
+    times = (record.results.step_time_s, record.results.wall_time_s)
+    return [
+        *(text(record.run.values.get(key, UNKNOWN)) for key in keys),
+        metric_text(file.metric, record.metric),
+        *(UNKNOWN if value is None else format_seconds(value) for value in times),
+        f"{record.state}: {record.error}" if record.error else record.state.value,
+    ]
+
+
+def headline(file: SweepFile, records: list[Record]) -> str:
+    """Returns how many runs are finished, and which one is best."""
+    states = [record.state for record in records]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in State if state in states)
+    winner = best(records, file.goal)
+    word = "Lowest" if file.goal == "min" else "Highest"
+    about = f" {word} {file.metric}: {metric_text(file.metric, winner.metric)} ({winner.run.name})." if winner else ""
+    return f"{len(records)} runs: {counts}.{about}"
+
+
+# ------------------------------------------------------------------------------------------------- the page
+
+
+def render(file: SweepFile, records: list[Record], keys: Sequence[str], workdir: Path) -> str:
+    """Returns the whole page."""
+    finished = sum(record.state == State.FINISHED for record in records)
+    mood = "good" if finished == len(records) else "warn"
+    if any(record.state == State.FAILED for record in records):
+        mood = "bad"
+    about = file.about.partition("\n")[0]
+    body = (
+        f'<header><h1>{escape(file.path.stem)}</h1><span class="badge {mood}">{finished} of {len(records)} finished'
+        f'</span><p class="about">{escape(about)}</p></header>'
+        f"{_tiles(file, records, keys)}"
+        f'<div class="two">{_charts(file, records, keys)}</div>'
+        f"<section><h2>Runs</h2>{_table(file, records, keys, workdir)}</section>"
+        f"<section><h2>To run it again</h2><pre>{escape(shlex.join(['python', *sys.argv]))}</pre></section>"
+        f"<footer>A dot is a run; {CSV_FILE} has all numbers.</footer>"
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(file.path.stem)}</title>\n<style>\n{STYLE_FILE.read_text(encoding='utf-8')}{_colours()}"
+        f"</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _tiles(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
+    winner = best(records, file.goal)
+    word = "Lowest" if file.goal == "min" else "Highest"
+    tiles = [(f"{word} {file.metric}", metric_text(file.metric, winner.metric if winner else None), "")]
+    if winner:
+        tiles += [(key, text(winner.run.values.get(key, UNKNOWN)), "of the best run") for key in keys]
+    spent_s = sum(record.results.wall_time_s or 0.0 for record in records)
+    tiles.append(("Time", format_seconds(spent_s), "of all runs together"))
+    cells = (
+        f'<div class="tile"><div class="label">{escape(label)}</div><div class="value">{escape(value)}</div>'
+        f'<div class="detail">{escape(detail)}</div></div>'
+        for label, value, detail in tiles
+    )
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _charts(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
+    """Returns a chart for each key; its lines are the values of the first other key that has few enough."""
+    sections = []
+    axes = [key for key in keys if key not in REPEATS] or keys
+    for key in axes:
+        other = next((k for k in axes if k != key and len(_values(records, k)) <= MAX_LINES), "")
+        points = [
+            Point(
+                x=r.run.values.get(key, UNKNOWN),
+                line=r.run.values.get(other, UNKNOWN) if other else None,
+                y=r.metric,
+                tip=f"{r.run.name}: {metric_text(file.metric, r.metric)}",
+            )
+            for r in records
+            if r.metric is not None
+        ]
+        chart = sweep_chart(points, x_name=key, line_name=other, metric=file.metric)
+        over = [k for k in keys if k not in (key, other)]
+        note = f'<p class="note">Lines: median over {escape(", ".join(over))}.</p>' if over else ""
+        sections.append(f"<section><h2>{escape(file.metric)} over {escape(key)}</h2>{chart}{note}</section>")
+    return "".join(sections)
+
+
+def _values(records: Sequence[Record], key: str) -> set[str]:
+    return {text(record.run.values.get(key, UNKNOWN)) for record in records}
+
+
+def _table(file: SweepFile, records: list[Record], keys: Sequence[str], workdir: Path) -> str:
+    winner = best(records, file.goal)
+    heads = "".join(f'<th class="n">{escape(head)}</th>' for head in (*keys, file.metric, "step time", "wall time"))
+    rows = []
+    for record in records:
+        *numbers, state = (escape(cell) for cell in table_cells(file, record, keys))
+        page = record.run.run_dir / REPORT_FILE
+        if page.exists():
+            state = f'<a href="{escape(os.path.relpath(page, workdir))}">{state}</a>'
+        cells = "".join(f'<td class="n">{cell}</td>' for cell in numbers)
+        style = ' class="best"' if record is winner else ""
+        rows.append(f"<tr{style}>{cells}<td>{state}</td></tr>")
+    return (
+        f'<div class="scroll"><table><thead><tr>{heads}<th>state</th></tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _colours() -> str:
+    """Returns the classes of the lines' colours, for light and dark."""
+
+    def classes(shade: int) -> str:
+        return "".join(
+            f".colour-{i} {{ stroke: {pair[shade]}; }} .back-{i} {{ background: {pair[shade]}; }}\n"
+            for i, pair in enumerate(COLOURS)
+        )
+
+    dark = f"@media (prefers-color-scheme: dark) {{\n{classes(1)}}}\n"
+    return f"{classes(0)}{dark}a {{ color: inherit; }}\n.best {{ font-weight: 650; }}\n"

@@ -1,0 +1,96 @@
+"""Sweeps for the tests: sweep files, and a program in train.py's place that is over at once."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import sweep
+from sweeps import plan
+
+BASE = """
+'''A sweep of the tests.
+
+    the second line
+'''
+from configs import base
+from configs.overrides import *
+
+def get_config(arg=""):
+    config = base.get_config()
+    config.num_steps = {num_steps}
+    return config
+"""
+# The seed says what happens: 0 finishes, 1 fails, 2 stops resumable once, 3 always, 4 waits for a signal, 5 diverges.
+TRAIN = """
+import json, signal, sys, time
+from pathlib import Path
+flags = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
+folder, seed = Path(flags["workdir"]), int(flags.get("config.seed", 0))
+folder.mkdir(parents=True, exist_ok=True)
+def log(event):
+    with open(folder.parent / "events.jsonl", "a") as file:
+        file.write(json.dumps([event, seed, time.monotonic()]) + "\\n")
+signal.signal(signal.SIGINT, lambda *_: (log("signal"), time.sleep(0.3), log("end"), sys.exit(75)))
+earlier = (folder / "started").exists()
+(folder / "started").touch()
+log("start")
+print("config", flags["config"])
+if seed == 1:
+    print("error: the loss is not a number\\na warning at exit", file=sys.stderr)
+if seed == 4 and not earlier:
+    time.sleep(60)
+time.sleep({pause_s})
+log("end")
+if seed == 1:
+    sys.exit(1)
+if seed == 3 or (seed == 2 and not earlier):
+    sys.exit(75)
+rate = float(flags.get("config.optimizer.learning_rate", 0.001))
+loss = "NaN" if seed == 5 else 1000 * rate + seed
+rows = [dict(step=1, loss=9.0, gib=4.0), dict(step=2, loss=loss, gib=6.0)]
+rows += [dict(step=3, loss=loss, gib=50.0, validation_loss=loss)]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+(folder / "report.html").write_text("the run's page")
+summary = dict(exit_reason="finished", steps=3, validation_loss=loss, final_loss=loss, wall_time_s=65.0)
+(folder / "summary.json").write_text(json.dumps(summary))
+"""
+
+
+def sweep_file(folder: Path, body: str, *, num_steps: int = 20, name: str = "mine") -> str:
+    """Writes a sweep file and returns its path."""
+    path = folder / f"{name}.py"
+    path.write_text(BASE.format(num_steps=num_steps) + body)
+    return str(path)
+
+
+def seeds(*values: int) -> str:
+    """Returns a sweep over seeds as source."""
+    return f"def sweep_seed(): return over('seed', {values})\n"
+
+
+def program(folder: Path, pause_s: float = 0.0) -> str:
+    """Writes the program and returns its path."""
+    path = folder / "train_in_play.py"
+    path.write_text(TRAIN.replace("{pause_s}", str(pause_s)))
+    return str(path)
+
+
+def run_sweep(folder: Path, config: str, *flags: str, pause_s: float = 0.0) -> int:
+    """Runs sweep.py in this process, with the program in train.py's place, into folder/runs."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plan, "PROGRAM", program(folder, pause_s))
+        sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
+        return sweep.main(["sweep.py", f"--config={config}", f"--workdir={folder / 'runs'}", *flags])
+
+
+def events(folder: Path) -> list[tuple[str, int, float]]:
+    """Returns (event, seed, time) of what the programs did."""
+    path = folder / "runs" / "events.jsonl"
+    return [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def started(folder: Path) -> list[int]:
+    """Returns the seeds of the runs in the order in which they were started."""
+    return [seed for event, seed, _ in events(folder) if event == "start"]

@@ -1,0 +1,174 @@
+"""What the runs of a sweep are called, and what is refused before any of them starts."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import IGNORED, ROOT
+from sweeping import run_sweep, seeds, sweep_file
+
+from sweeps.plan import EMULATE_OPTIONS, Run, load_file, plan, varied
+
+pytestmark = IGNORED
+RATES = "def sweep_lr(): return over('optimizer.learning_rate', (1e-3, 2e-3))\n"
+SHIPPED = {"learning_rate_by_batch": 15, "partition_size_by_rate": 9, "strategies_by_model": 15}  # runs
+MISTAKES: dict[str, tuple[str, list[str], str]] = {
+    "an unknown sweep": (RATES, ["--sweep=lr,sede"], r"--sweep=sede: mine.py has lr$"),
+    "an empty sweep": ("def sweep_lr(): return []", [], r"sweep_lr\(\) of mine.py is empty"),
+    "no sweep": ("", [], "mine.py is not a sweep file: it needs .* sweep_NAME"),
+    "an unknown key": (
+        "def sweep_lr(): return over('optimizer.learning_rat', (1, 2))",
+        [],
+        "learning_rat=1: optimizer.learning_rat is not a key; the nearest is optimizer.learning_rate",
+    ),
+    "an unknown key in the last run": (
+        RATES + "def sweep_x(): return chain(over('seed', (1,)), over('sed', (1,)))",
+        [],
+        "sed is not a key",
+    ),
+    "a word for a number": ("def sweep_x(): return over('seed', ('many',))", [], "seed=many: .*many.*int"),
+    "an unknown option of the emulator": (
+        "def sweep_x(): return over('emulate.rat', ('1gbit',))",
+        [],
+        "emulate.rat is not an option; the nearest is emulate.rate",
+    ),
+    "an unknown option on the command line": (RATES, ["--emulate=--speed=3"], "emulate.speed is not an option"),
+    "an option without a value": (RATES, ["--emulate=--nodes 4"], "'--nodes' of .* must be written --name=value"),
+    "a sweep that raises": (
+        "def sweep_x(): return over('seed', range('a'))",
+        [],
+        r"sweep_x\(\) of mine.py: .*TypeError",
+    ),
+    "a sweep that is no overrides": ("def sweep_x(): return [3]", [], r"sweep_x\(\) of mine.py: .*TypeError"),
+    "two sweeps of one key": (
+        seeds(1) + "def sweep_again(): return over('seed', (2,))",
+        [],
+        "two of the combined sweeps set seed",
+    ),
+    "a file that raises": ("import missing_module", [], "mine.py: .*missing_module"),
+    "no workers": (RATES, ["--workers=0"], "--workers=0 must be at least 1"),
+    "workers that are no number": (RATES, ["--workers=two"], "--workers.*two"),
+    "an unknown flag": (RATES, ["--worker=2"], "--worker=2"),
+    "a goal": (RATES + "GOAL = 'least'", [], "GOAL='least' must be one of min, max"),
+    "two launchers": (RATES, ["--slurm=", "--emulate=--nodes=2"], "exclude each other"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body, flags, message = MISTAKES[mistake]
+    code = run_sweep(tmp_path, sweep_file(tmp_path, body), *flags)
+    said = capsys.readouterr()
+    assert (code, said.out) == (2, "")
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert re.search(message, said.err.strip()), said.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_sweep(tmp_path, str(tmp_path / "none.py")) == 2
+    assert "none.py: there is no such file\n" in capsys.readouterr().err
+
+
+def names(folder: Path, *overrides: dict[str, object], num_steps: int = 20, emulate: str = "") -> list[str]:
+    """Returns the names of the runs of a fresh base config."""
+    config = sweep_file(folder, RATES, num_steps=num_steps)
+    return [run.name for run in plan(config, overrides, workdir=folder / "runs", emulate=emulate)]
+
+
+def test_the_content_of_a_config_names_its_run(tmp_path: Path) -> None:
+    (name,) = names(tmp_path, {"optimizer.learning_rate": 0.001, "seed": 3})
+    assert re.fullmatch(r"learning_rate=0.001,seed=3-[0-9a-f]{8}", name)
+    digest = name[-8:]
+    same = [{"seed": 3}, {"seed": 3, "optimizer.b1": 0.9}, {"seed": "3"}]  # 1e-3 and 0.9 are the defaults
+    assert [n[-8:] for point in same for n in names(tmp_path, point)] == [digest] * 3
+    other = [
+        *names(tmp_path, {"seed": 4}),
+        *names(tmp_path, {"seed": 3}, num_steps=21),
+        *names(tmp_path, {"seed": 3}, emulate="--nodes=2"),
+        *names(tmp_path, {"seed": 3}, emulate="--nodes=2 --rate=1gbit"),
+        *names(tmp_path, {"seed": 3, "emulate.rate": "2gbit"}, emulate="--nodes=2 --rate=1gbit"),
+        *names(tmp_path, {"seed": 3, "repetition": 0}, {"seed": 3, "repetition": 1}),
+    ]
+    assert len({digest, *(n[-8:] for n in other)}) == 8
+    assert names(tmp_path, {"seed": 3}, emulate="--rate=1gbit --nodes=2") == [other[3]]
+
+
+def test_a_run_keeps_the_directory_that_it_has(tmp_path: Path) -> None:
+    (name,) = names(tmp_path, {"seed": 3})
+    (tmp_path / "runs" / name).mkdir(parents=True)
+    assert names(tmp_path, {"optimizer.learning_rate": 0.001, "seed": 3}) == [name]
+
+
+def test_the_same_config_runs_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = sweep_file(tmp_path, "def sweep_seed(): return chain(over('seed', (7, 8)), over('seed', (8,)))")
+    assert run_sweep(tmp_path, config, "--dry_run") == 0
+    out = capsys.readouterr().out
+    assert "1 of 3 runs have the config of another one and are left out\n" in out
+    assert "2 runs, 2 to do" in out and not (tmp_path / "runs").exists()
+
+
+def test_named_sweeps_combine_in_the_order_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = sweep_file(tmp_path, RATES + seeds(5, 6))
+    for flags, first, count in (([], "learning_rate=0.001,seed=5", 4), (["--sweep=seed,lr"], "seed=5,learning", 4)):
+        assert run_sweep(tmp_path, config, "--dry_run", *flags) == 0
+        out = capsys.readouterr().out
+        assert out.splitlines()[0].removeprefix("to do     ").startswith(first) and f"{count} runs" in out
+    run_sweep(tmp_path, config, "--dry_run", "--sweep=seed")
+    assert "2 runs, 2 to do" in capsys.readouterr().out
+
+
+def one(folder: Path, overrides: dict[str, object], **options: str) -> Run:
+    (run,) = plan(sweep_file(folder, RATES), [overrides], workdir=folder / "runs", **options)
+    return run
+
+
+def test_the_command_starts_exactly_this_run(tmp_path: Path) -> None:
+    run = one(tmp_path, {"seed": 3, "config": "big", "repetition": 2})
+    assert run.command[1:] == (
+        "train.py",
+        f"--config={tmp_path}/mine.py:big",
+        f"--workdir={tmp_path}/runs/{run.name}",
+        "--config.seed=3",
+    )
+    emulated = one(tmp_path, {"seed": 3, "emulate.rate": "5mbit"}, emulate="--nodes=2 --rate=1gbit")
+    middle = emulated.command.index("--")
+    assert emulated.command[1:middle] == (
+        "-m",
+        "cluster.emulate",
+        "--nodes=2",
+        "--rate=5mbit",
+        f"--workdir={tmp_path}/runs/{emulated.name}/emulate",
+    )
+    assert emulated.command[middle + 1 :] == emulated.train_command
+    assert emulated.values["emulate.rate"] == "5mbit"
+
+
+def test_keys_that_change_together_are_one(tmp_path: Path) -> None:
+    points = [
+        {"seed": 0, "batch.global_size": 8, "num_steps": 400, "log_every": 2},
+        {"seed": 0, "batch.global_size": 16, "num_steps": 200, "log_every": 3},
+        {"seed": 1, "batch.global_size": 16, "num_steps": 200, "log_every": 2},
+    ]
+    runs = plan(sweep_file(tmp_path, RATES), points, workdir=tmp_path)
+    assert varied(runs) == ["seed", "batch.global_size", "log_every"]
+    assert varied([*runs, *plan(str(tmp_path / "mine.py"), [{"seed": 2}], workdir=tmp_path)])[0] == "seed"
+
+
+@pytest.mark.parametrize("name", ["learning_rate_by_batch", "partition_size_by_rate", "strategies_by_model"])
+def test_shipped_sweeps_are_what_they_say(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "configs" / "sweeps" / f"{name}.py"
+    assert run_sweep(tmp_path, str(path), "--dry_run") == 0
+    out = capsys.readouterr().out
+    assert f"{SHIPPED[name]} runs, {SHIPPED[name]} to do" in out
+    emulated = "-m cluster.emulate --nodes=4 --devices_per_node=2 --rate=50mbit " in out
+    assert emulated == (name == "partition_size_by_rate")
+    assert f"--config=configs/sweeps/{name}.py" in load_file(str(path)).about
+
+
+def test_the_emulator_knows_the_options() -> None:
+    words = [sys.executable, "-m", "cluster.emulate", "--help"]
+    known = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [option for option in EMULATE_OPTIONS if f"--{option} " not in known] == []

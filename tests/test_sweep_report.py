@@ -1,0 +1,182 @@
+"""The tables and the page of a sweep, and its live table, read back by other means."""
+
+import csv
+import io
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from running import IGNORED
+from sweeping import run_sweep, seeds, sweep_file
+
+from metrics.units import UNKNOWN
+from sweeps.axis import as_number, axis_of, log_spaced
+from sweeps.charts import Point, sweep_chart
+from sweeps.live import Live
+from sweeps.plan import plan
+from sweeps.pool import Job
+from sweeps.records import State
+
+pytestmark = IGNORED
+GRID = "def sweep_lr(): return over('optimizer.learning_rate', (0.001, 0.01, 0.1))\n" + seeds(0, 1, 5, 7)
+
+
+class Page(HTMLParser):
+    """The texts of a page by tag, and everything that it would load from elsewhere."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.texts: dict[str, list[str]] = {}
+        self.links: list[str] = []
+        self.counts: dict[str, int] = {}
+        self._tag = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._tag = tag
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.setdefault(self._tag, []).append(data)
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of 3 rates x 4 seeds: losses are 1000 x rate + seed; seed 1 fails, seed 5 diverges."""
+    folder = tmp_path_factory.mktemp("grid")
+    assert run_sweep(folder, sweep_file(folder, GRID), "--workers=6") == 1
+    return folder / "runs"
+
+
+def test_the_csv_has_every_run_and_number(grid: Path) -> None:
+    rows = list(csv.DictReader((grid / "results.csv").read_text().splitlines()))
+    assert [(float(row["optimizer.learning_rate"]), int(row["seed"])) for row in rows] == [
+        (rate, seed) for rate in (0.001, 0.01, 0.1) for seed in (0, 1, 5, 7)
+    ]
+    for row in rows:
+        rate, seed = float(row["optimizer.learning_rate"]), int(row["seed"])
+        if seed == 1:
+            assert (row["state"], row["validation_loss"]) == ("failed", "")
+            assert row["error"] == "error: the loss is not a number"
+        else:
+            assert row["state"] == "finished" and row["wall_time_s"] == "65.0"
+            assert row["validation_loss"] == ("nan" if seed == 5 else str(1000 * rate + seed))
+
+
+def test_the_markdown_shows_the_best_in_bold(grid: Path) -> None:
+    text = (grid / "results.md").read_text()
+    assert "12 runs: 9 finished, 3 failed. Lowest validation_loss: 1.0000 (learning_rate=0.001,seed=0-" in text
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    assert table[0] == ["optimizer.learning_rate", "seed", "validation_loss", "step time", "wall time", "state"]
+    assert {len(row) for row in table} == {6} and len(table) == 14
+    bold = [row for row in table if "**" in row[0]]
+    assert bold == [["**0.001**", "**0**", "**1.0000**", f"**{UNKNOWN}**", "**1m 05s**", "**finished**"]]
+
+
+def test_the_page_is_whole_and_needs_nothing_else(grid: Path) -> None:
+    page = Page((grid / "index.html").read_text())
+    assert page.counts["svg"] == 1  # the seeds are repetitions, no axis
+    assert page.counts["circle"] == 6 and any("median over seed" in text for text in page.texts["p"])
+    assert len(page.links) == 9 and all((grid / link).read_text() == "the run's page" for link in page.links)
+    assert page.texts["td"].count("0.1") == 4
+    tips = [text for text in page.texts["title"] if text.startswith("learning_rate=0.1,seed=7-")]
+    assert len(tips) == 1 and tips[0].endswith(": 107.0000")
+    assert sum(text.endswith(": nan") for text in page.texts["title"]) == 3
+
+
+def test_words_of_users_are_escaped(tmp_path: Path) -> None:
+    body = "def sweep_x(): return over('data.path', ('<b>&', 'a|b'))"
+    assert run_sweep(tmp_path, sweep_file(tmp_path, body)) == 0
+    text = (tmp_path / "runs" / "index.html").read_text()
+    assert "<b>" not in text and "&lt;b&gt;&amp;" in text
+    assert "a\\|b" in (tmp_path / "runs" / "results.md").read_text()
+    assert "data.path=_b" not in text and len(list((tmp_path / "runs").glob("path=_b_-*"))) == 1
+
+
+def test_the_best_is_the_highest_where_the_file_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(7, 9, 0) + "GOAL = 'max'\nMETRIC = 'loss'")) == 0
+    assert "best loss: 10.0000 in seed=9-" in capsys.readouterr().out
+    assert "Highest loss: 10.0000 (seed=9-" in (tmp_path / "runs" / "results.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("values", "log"),
+    [
+        ((1e-3, 2e-3, 4e-3, 8e-3), True),
+        ((1e-3, 3e-3, 1e-2, 3e-2), True),
+        ((2, 4, 8, 16), True),
+        ((1, 2, 3, 4, 5), False),
+        ((0.8, 0.9, 0.95, 0.99), False),
+        ((0, 10, 100), False),
+        ((0.001, 0.1), True),
+        ((1, 2), False),
+    ],
+)
+def test_axes_follow_the_spacing(values: tuple[float, ...], log: bool) -> None:
+    assert log_spaced(values) == log
+    places = [axis_of(values).position(value) for value in values]
+    assert places == sorted(places) and 0 < places[0] < places[-1] < 1
+    if log and len(values) > 2 and values[1] == 2 * values[0]:
+        assert places[1] - places[0] == pytest.approx(places[-1] - places[-2])
+
+
+def test_rates_are_numbers_and_words_stand_side_by_side() -> None:
+    assert [as_number(rate) for rate in ("1gbit", "200mbit", "1.5kbit", "9bit", "none", True)] == [
+        1e9,
+        200e6,
+        1500,
+        9,
+        None,
+        None,
+    ]
+    rates = axis_of(["1gbit", "10mbit", "100mbit"])
+    assert [label for _, label in sorted(rates.ticks)] == ["10mbit", "100mbit", "1gbit"] and rates.in_order
+    words = axis_of(["zero3", "ddp", "zero3"])
+    assert [label for _, label in words.ticks] == ["zero3", "ddp"] and not words.in_order
+
+
+def circles(svg: str) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', svg)]
+
+
+def test_dots_and_lines_are_where_the_values_are() -> None:
+    points = [Point(x=x, line=n, y=x * n, tip="") for n in (1, 3) for x in (1, 2, 3)]  # 1 2 3 and 3 6 9
+    svg = sweep_chart(points, x_name="x", line_name="n", metric="y")
+    dots = circles(svg)
+    assert dots[1][0] - dots[0][0] == pytest.approx(dots[2][0] - dots[1][0], abs=0.2)
+    heights = [y for _, y in dots]
+    assert (heights[0] - heights[5]) == pytest.approx(8 * (heights[0] - heights[1]), abs=0.8)
+    paths = re.findall(r'd="M([^"]+)"', svg)
+    assert len(paths) == 2 and len(paths[0].split("L")) == 3
+    assert tuple(map(float, paths[0].split("L")[0].split())) == dots[0]
+
+
+def test_dots_over_words_stand_apart_and_are_not_joined() -> None:
+    points = [Point(x=x, line=n, y=1.0, tip="") for n in "ab" for x in ("ddp", "zero3")]
+    svg = sweep_chart(points, x_name="x", line_name="n", metric="y")
+    assert len(set(circles(svg))) == 4 and "<path" not in svg
+
+
+def test_drawn_values_are_not_joined() -> None:
+    scattered = [Point(x=i + 0.01 * i * i, line=None, y=float(i), tip="") for i in range(20)]
+    svg = sweep_chart(scattered, x_name="x", line_name="", metric="y")
+    assert len(circles(svg)) == 20 and "<path" not in svg
+
+
+def test_the_live_table_shows_what_fits(grid: Path) -> None:
+    runs = plan(str(grid.parent / "mine.py"), [{"seed": seed} for seed in (0, 1, 5)], workdir=grid)
+    states = (State.FINISHED, State.FAILED, State.WAITING)
+    jobs = [Job(run=run, state=state, error="oh no" * (state == "failed")) for run, state in zip(runs, states)]
+    sys.modules.pop("config_config", None)
+    screen = io.StringIO()
+    with Live("validation_loss", Console(file=screen, force_terminal=True, width=120, height=30)) as live:
+        live.show(jobs)
+    lines = [re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", line) for line in screen.getvalue().splitlines()]
+    row = next(line for line in lines if "seed=0-" in line)
+    assert row.split()[1:4] == ["finished", "3/20", "1.0000"]
+    assert any("failed  oh no" in line for line in lines)
+    assert "3 runs: 1 waiting, 1 finished, 1 failed" in lines[-1] or any("3 runs: 1 waiting" in line for line in lines)

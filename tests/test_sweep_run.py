@@ -1,0 +1,174 @@
+"""What happens to the runs of a sweep: failures, restarts, reruns, Ctrl-C; one real run with train.py."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from emulating import EMULATED
+from running import IGNORED, ROOT, SMALL
+from sweeping import events, program, run_sweep, seeds, started, sweep_file
+
+import sweep
+from sweeps import plan, pool
+from sweeps.records import State
+
+pytestmark = IGNORED
+TIMEOUT_S = 120
+# sweep.py in a process of its own, with the program of the tests in train.py's place
+PROGRAM = (
+    "import sys; from sweeps import plan; plan.PROGRAM = sys.argv.pop(1); import sweep; sys.exit(sweep.main(sys.argv))"
+)
+
+
+def start_sweep(folder: Path, config: str, *flags: str) -> subprocess.Popen[str]:
+    """Starts a sweep in a session of its own, with Ctrl-C ignored as a shell does for what it starts with `&`."""
+    words = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    words += [sys.executable, "-c", PROGRAM, program(folder), f"--config={config}", f"--workdir={folder / 'runs'}"]
+    return subprocess.Popen(
+        [*words, *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def wait_for(folder: Path, event: tuple[str, int], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while event not in [(name, seed) for name, seed, _ in events(folder)]:
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_failed_run_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = sweep_file(tmp_path, seeds(1, 0, 5))
+    assert run_sweep(tmp_path, config) == 1
+    out = capsys.readouterr().out
+    assert started(tmp_path) == [1, 0, 5]
+    assert re.search(r"^\[1/3\] seed=1-\w+ failed: error: the loss is not a number$", out, re.M)
+    assert re.search(r"^\[2/3\] seed=0-\w+ finished in .*, validation_loss 1.0000$", out, re.M), out
+    assert re.search(r"^best validation_loss: 1.0000 in seed=0-", out, re.M)
+
+
+def test_a_rerun_does_only_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0, 1))) == 1
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(1, 7, 0))) == 1
+    assert started(tmp_path) == [0, 1, 1, 7]
+    assert "[3/3] seed=0-" in (out := capsys.readouterr().out) and "was finished before" in out
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0, 7), num_steps=21)) == 0  # another base config
+    assert started(tmp_path) == [0, 1, 1, 7, 0, 7]
+
+
+def test_a_run_that_stops_is_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(2, 3))) == 1
+    assert Counter(started(tmp_path)) == {2: 2, 3: pool.MAX_STARTS}
+    assert "failed: stopped 4 times" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_more_runs_at_a_time_than_workers(workers: int, tmp_path: Path) -> None:
+    config = sweep_file(tmp_path, seeds(0, 6, 7, 8))
+    assert run_sweep(tmp_path, config, f"--workers={workers}", pause_s=0.4) == 0
+    alive, most = 0, 0
+    for event, _, _ in sorted(events(tmp_path), key=lambda event: event[2]):
+        alive += {"start": 1, "end": -1}[event]
+        most = max(most, alive)
+    assert most == workers
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_is_passed_on_once_and_waited_for(number: signal.Signals, tmp_path: Path) -> None:
+    config = sweep_file(tmp_path, seeds(0, 4, 7))
+    process = start_sweep(tmp_path, config)
+    wait_for(tmp_path, ("start", 4), process)
+    os.killpg(process.pid, number)  # as a terminal does, to all of its foreground processes
+    out, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 75, out
+    assert [(name, seed) for name, seed, _ in events(tmp_path)][2:] == [("start", 4), ("signal", 4), ("end", 4)]
+    assert "stopped with 2 of 3 runs to do; run the same command again to go on\n" in out
+    assert "3 runs: 1 waiting, 1 finished, 1 stopped." in (tmp_path / "runs" / "results.md").read_text()
+    process = start_sweep(tmp_path, config)
+    out, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0 and started(tmp_path) == [0, 4, 4, 7], out
+
+
+def test_runs_left_behind_keep_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = sweep_file(tmp_path, seeds(4))
+    process = start_sweep(tmp_path, config)
+    wait_for(tmp_path, ("start", 4), process)
+    assert run_sweep(tmp_path, config) == 2
+    assert "is in use by another sweep, or by runs that one left behind" in capsys.readouterr().err
+    orphan = int(subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(process.pid)], text=True))
+    process.kill()
+    process.communicate()
+    assert run_sweep(tmp_path, config) == 2
+    os.kill(orphan, signal.SIGINT)
+    wait_until_free = time.monotonic() + TIMEOUT_S
+    while run_sweep(tmp_path, config) == 2:
+        assert time.monotonic() < wait_until_free
+        time.sleep(0.1)
+    assert started(tmp_path) == [4, 4]
+
+
+def test_a_program_that_is_killed_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text("import os, signal; print('half way', flush=True); os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plan, "PROGRAM", str(script))
+        records = sweep.run(sweep_file(tmp_path, ""), [{"seed": 0}], workdir=tmp_path / "runs")
+    assert [(r.state, r.error) for r in records] == [(State.FAILED, "killed by SIGKILL: half way")]
+
+
+def test_programs_get_records_in_their_order(tmp_path: Path) -> None:
+    config = sweep_file(tmp_path, "")
+    wanted = [{"seed": s, "repetition": r} for r in (0, 1) for s in (8, 7)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plan, "PROGRAM", program(tmp_path))
+        records = sweep.run(config, wanted, workdir=tmp_path / "runs", metric="gib")
+    assert [dict(r.run.overrides) for r in records] == wanted
+    assert started(tmp_path) == [8, 7, 8, 7]
+    assert {r.metric for r in records} == {6.0}  # the median of 4, 6, 50
+    assert [r.results.validation_loss for r in records] == [9.0, 8.0, 9.0, 8.0]
+
+
+@EMULATED
+def test_runs_have_emulated_clusters_of_their_own(tmp_path: Path) -> None:
+    body = "EMULATE = '--nodes=1 --devices_per_node=2'\ndef sweep_nodes(): return over('emulate.nodes', (1, 2))\n"
+    config = sweep_file(tmp_path, body + seeds(0, 1))
+    assert run_sweep(tmp_path, config, "--emulate=--rate=100mbit", "--workers=2") == 1
+    found = {}
+    for row in csv.DictReader((tmp_path / "runs" / "results.csv").read_text().splitlines()):
+        logs = tmp_path / "runs" / row["directory"] / "emulate"
+        found[row["emulate.nodes"], row["seed"]] = (row["state"], row["error"], len(list(logs.rglob("*.log"))))
+    error = "error: the loss is not a number"
+    assert found == {
+        ("1", "0"): ("finished", "", 1),
+        ("1", "1"): ("failed", error, 1),
+        ("2", "0"): ("finished", "", 2),
+        ("2", "1"): ("failed", error, 2),
+    }
+
+
+def test_train_py_runs_as_planned(tmp_path: Path) -> None:
+    """The real program: its directory, what it resolved, and that it takes the overrides of every type."""
+    small = {**SMALL, "num_steps": 2, "eval.num_batches": 1, "mesh.num_cpu_devices": 1, "optimizer.warmup_steps": 0}
+    small |= {"sharding.strategy": "ddp", "sharding.partition_size": 0, "sharding.two_hop": False}
+    config = sweep_file(tmp_path, f"def sweep_all(): return [{small!r}]")
+    assert sweep.main(["sweep.py", f"--config={config}", f"--workdir={tmp_path / 'runs'}"]) == 0
+    (run,) = plan.plan(config, [small], workdir=tmp_path / "runs")
+    resolved = json.loads((run.run_dir / "config.json").read_text())
+    assert plan.door.flat(resolved) == run.values and resolved["sharding"]["two_hop"] is False
+    last = json.loads((run.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    (row,) = csv.DictReader((tmp_path / "runs" / "results.csv").read_text().splitlines())
+    assert (row["directory"], float(row["validation_loss"])) == (run.name, last["validation_loss"])

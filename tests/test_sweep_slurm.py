@@ -1,0 +1,94 @@
+"""A sweep as a SLURM array: what is submitted, and its tasks run as SLURM would, with programs in SLURM's place."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from running import IGNORED
+from sweeping import run_sweep, seeds, started, sweep_file
+
+pytestmark = IGNORED
+PROGRAMS = {
+    "sbatch": 'echo "$@" >> {log}; echo "77;cluster"',
+    "squeue": "cat {folder}/queue 2> /dev/null || true",
+    "srun": 'echo srun >> {log}; exec "$@"',
+    "scontrol": 'echo scontrol "$@" >> {log}',
+}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Puts the programs on PATH and returns the file in which they log what they were asked."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, body in PROGRAMS.items():
+        (folder / name).write_text("#!/bin/bash\n" + body.format(log=tmp_path / "asked", folder=tmp_path) + "\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return tmp_path / "asked"
+
+
+def run_task(folder: Path, number: int, **environment: str) -> int:
+    """Runs a task of the array from another directory, as SLURM does, which reads only the options in the comments."""
+    variables = {"SLURM_ARRAY_TASK_ID": str(number), "SLURM_ARRAY_JOB_ID": "77", **environment}
+    script = folder / "runs" / "sweep.sbatch"
+    return subprocess.run(["bash", str(script)], cwd="/", env={**os.environ, **variables}).returncode
+
+
+def options_of(folder: Path) -> list[str]:
+    lines = (folder / "runs" / "sweep.sbatch").read_text().splitlines()
+    return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+
+
+def test_an_array_is_submitted_run_and_reported(
+    slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = sweep_file(tmp_path, seeds(0, 1, 2))
+    flags = ["--slurm=--partition=gpu --nodes=2 --comment='two words'", "--workers=2"]
+    assert run_sweep(tmp_path, config, *flags) == 0
+    assert slurm.read_text() == f"--parsable {tmp_path / 'runs' / 'sweep.sbatch'}\n"
+    assert "submitted 3 runs as job 77" in capsys.readouterr().out
+    options = options_of(tmp_path)
+    assert "--array=1-3%2" in options and "--requeue" in options
+    assert options[-3:] == ["--partition=gpu", "--nodes=2", "'--comment=two words'"]
+    assert started(tmp_path) == []
+
+    (tmp_path / "queue").write_text("77 77\n78 77\n")
+    assert [run_task(tmp_path, 1), run_task(tmp_path, 2)] == [0, 1]
+    assert run_sweep(tmp_path, config, *flags) == 0
+    assert "job 77 is in the queue" in capsys.readouterr().out and slurm.read_text().count("parsable") == 1
+
+    assert run_task(tmp_path, 3) == 75
+    assert slurm.read_text().splitlines()[-1] == "scontrol requeue 77_3"
+    assert run_task(tmp_path, 3, SLURM_RESTART_COUNT="1") == 0
+    assert started(tmp_path) == [0, 1, 2, 2] and slurm.read_text().count("srun") == 4
+
+    (tmp_path / "queue").unlink()
+    assert run_sweep(tmp_path, config, *flags) == 0
+    out = capsys.readouterr().out
+    assert "failed: seed=1-" in out and ": error: the loss is not a number\n" in out and "submitted 1 runs" in out
+    assert options_of(tmp_path)[1] == "--array=1-1%2"
+    assert run_task(tmp_path, 1) == 1 and started(tmp_path)[-1] == 1
+
+
+def test_a_run_is_not_requeued_for_ever(slurm: Path, tmp_path: Path) -> None:
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(3)), "--slurm=") == 0
+    assert "--array=1-1" in options_of(tmp_path)
+    assert run_task(tmp_path, 1, SLURM_RESTART_COUNT="3") == 75
+    assert "scontrol" not in slurm.read_text()
+
+
+def test_a_dry_run_writes_the_script_and_submits_nothing(slurm: Path, tmp_path: Path) -> None:
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0, 6)), "--slurm=--time=1:00:00", "--dry_run") == 0
+    assert not slurm.exists()
+    assert len((tmp_path / "runs" / "runs.txt").read_text().splitlines()) == 2
+    assert "--time=1:00:00" in options_of(tmp_path)
+
+
+def test_without_slurm_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), "--slurm=") == 2
+    assert "error: there is no sbatch here; start the sweep where SLURM's commands are\n" in capsys.readouterr().err
