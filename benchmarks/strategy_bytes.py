@@ -9,22 +9,23 @@ import math
 
 import jax
 
+from benchmarks.names import sharding_of
 from configs import quickstart
 from configs.door import Config
 from experiment import make_experiment
 from sharding import hlo
 
-STRATEGIES = {
-    "ddp": {"strategy": "ddp"},
-    "zero1": {"strategy": "zero1"},
-    "zero2": {"strategy": "zero2"},
-    "zero3, flat gather": {"strategy": "zero3", "hierarchical": False},
-    "zero3": {"strategy": "zero3"},
-    "mics(4)": {"strategy": "mics", "partition_size": 4},
-    "mics(2)": {"strategy": "mics", "partition_size": 2},
-    "mics(2), two hops off": {"strategy": "mics", "partition_size": 2, "two_hop": False},
-    "node / node / all": {"strategy": "custom", "parameters": "node", "gradients": "node", "optimizer": "all"},
-}
+STRATEGIES = (
+    "ddp",
+    "zero1",
+    "zero2",
+    "zero3 flat",
+    "zero3",
+    "mics(4)",
+    "mics(2)",
+    "mics(2) two-hop off",
+    "node/node/all",
+)
 
 
 def main() -> None:
@@ -33,10 +34,10 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     print("| strategy | state a device | between nodes | inside nodes |")
     print("|---|---|---|---|")
-    for name, changes in STRATEGIES.items():
+    for name in STRATEGIES:
         config: Config = quickstart.get_config()
         config.batch.micro_size = 2
-        config.sharding.update({"partition_size": 0} | changes)
+        config.sharding.update(sharding_of(name))
         experiment = make_experiment(config)
         state = jax.tree.leaves(experiment.state_shapes)
         held = sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in state)

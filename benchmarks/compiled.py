@@ -1,0 +1,139 @@
+"""Records what the compiled steps send and hold, under each strategy, on clusters of 8 and of 64 virtual devices.
+
+    python -m benchmarks.compiled
+
+Nothing is run, only compiled; one process for each number of devices. Writes benchmarks/results/compiled.jsonl for
+`python -m paper`: a line a step, and a line for the size of each model of the MiCS paper.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import models
+from benchmarks.names import sharding_of
+from configs.door import Config
+from experiment import make_experiment
+from metrics.environment import environment
+from sharding import hlo
+from sharding.table import table_rows
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "compiled.jsonl"
+PAPER_MODELS = ("bert_10b", "bert_15b", "bert_20b", "bert_50b", "roberta_20b", "gpt2_20b")
+XLA_FLAGS = "--xla_backend_optimization_level=0"  # LLVM's, most of the time that a compilation takes
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3 flat", "zero3", "hsdp", *(f"mics({p})" for p in (1, 2, 4, 8)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step to compile: a strategy, by the name it has in all records, on a cluster."""
+
+    config: str
+    nodes: int
+    devices_per_node: int
+    accum: int
+    strategy: str
+
+
+def cases() -> list[Case]:
+    """Returns all steps: strategies on 4 nodes of 2, with and without accumulation; MiCS groups on 8 nodes of 8."""
+    small = [
+        Case(config="standard", nodes=4, devices_per_node=2, accum=accum, strategy=strategy)
+        for accum, strategies in ((1, STRATEGIES[:6]), (4, STRATEGIES))
+        for strategy in strategies
+    ]
+    large = ("mics(8)", "mics(16)", "mics(32)", "mics(64)", "mics(16) flat", "mics(32) flat", "mics(64) flat")
+    large += tuple(f"mics({p}) two-hop off" for p in (8, 16, 32))
+    return small + [
+        Case(config="quickstart", nodes=8, devices_per_node=8, accum=4, strategy=strategy) for strategy in large
+    ]
+
+
+def main() -> int:
+    """Compiles everything and writes the record; returns the exit code of a process that failed."""
+    parser = argparse.ArgumentParser(description="Records what the compiled steps send and hold.", allow_abbrev=False)
+    parser.add_argument("--devices", type=int, help="print the records of these clusters instead of writing all")
+    options = parser.parse_args()
+    if options.devices:
+        start_devices(options.devices)
+        for case in cases():
+            if case.nodes * case.devices_per_node == options.devices:
+                print(json.dumps(step_record(case)), flush=True)
+        return 0
+    lines = [json.dumps(record) for record in (about_record(), *model_records())]
+    for devices in sorted({case.nodes * case.devices_per_node for case in cases()}):
+        command = [sys.executable, "-m", "benchmarks.compiled", f"--devices={devices}"]
+        variables = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
+        done = subprocess.run(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            return done.returncode
+        lines += done.stdout.splitlines()
+    RESULTS.write_text("".join(line + "\n" for line in lines))
+    return 0
+
+
+def start_devices(devices: int) -> None:
+    """Makes this process one of `devices` virtual CPU devices."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+
+
+def about_record() -> dict[str, Any]:
+    """Returns how the record was made."""
+    about = environment({})
+    return {
+        "kind": "about",
+        "command": "python -m benchmarks.compiled",
+        "commit": about["git_commit"],
+        "jax": about["versions"]["jax"],
+    }
+
+
+def model_records() -> Iterator[dict[str, Any]]:
+    """Returns the parameters of each model of the paper, counted in the shapes of the model that would be trained."""
+    for name in PAPER_MODELS:
+        config = importlib.import_module(f"configs.{name}").get_config()
+        yield {"kind": "model", "config": name, "num_params": models.build(config.model).num_params}
+
+
+def step_record(case: Case) -> dict[str, Any]:
+    """Compiles a step on this process' devices; returns its collectives, and the state that a device holds.
+
+    Bytes of the collectives are those that a device sends a step, averaged over the devices.
+    """
+    experiment = make_experiment(config_of(case))
+    text = experiment.compile_train_step().as_text() or ""
+    collectives = hlo.read_collectives(text, experiment.sharded.layout.shape)
+    held = [row.device_bytes for row in table_rows(experiment)]
+    parameters, gradients, optimizer = (sum(column) for column in zip(*held, strict=True))
+    return {
+        "kind": "step",
+        **asdict(case),
+        "num_params": experiment.model.num_params,
+        "state_bytes": {"parameters": parameters, "gradients": gradients, "optimizer": optimizer},
+        "collectives": hlo.as_report(collectives)["collectives"],
+    }
+
+
+def config_of(case: Case) -> Config:
+    """Returns the config of a case: one row a device a micro-step."""
+    config: Config = importlib.import_module(f"configs.{case.config}").get_config()
+    devices = case.nodes * case.devices_per_node
+    config.batch.update({"global_size": devices * case.accum, "micro_size": 1})
+    config.mesh.update({"num_cpu_devices": devices, "devices_per_node": case.devices_per_node})
+    config.sharding.update(sharding_of(case.strategy))
+    return config
+
+
+if __name__ == "__main__":
+    sys.exit(main())

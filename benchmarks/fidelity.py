@@ -1,0 +1,58 @@
+"""Records the loss curves of MiCS and ZeRO-3 on the same text and seed: figure 16 of the MiCS paper on a small scale.
+
+    python -m benchmarks.fidelity [--steps=300]
+
+Runs train.py twice (configs/fidelity.py) and writes benchmarks/results/fidelity.jsonl for `python -m paper`: a line a
+run.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from metrics.environment import environment
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "fidelity.jsonl"
+STRATEGIES = {"mics(2)": "mics", "zero3": "zero3"}  # name in the record: argument of the config
+
+
+def main() -> int:
+    """Trains under each strategy and writes the record; returns train.py's exit code if it fails."""
+    parser = argparse.ArgumentParser(description="Records the loss curves of MiCS and ZeRO-3.", allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=300)
+    options = parser.parse_args()
+    lines = []
+    for strategy, arg in STRATEGIES.items():
+        with tempfile.TemporaryDirectory() as workdir:
+            flags = [f"--config=configs/fidelity.py:{arg}", f"--config.num_steps={options.steps}"]
+            done = subprocess.run(
+                [sys.executable, "train.py", *flags, f"--workdir={workdir}/run"], cwd=ROOT, check=False
+            )
+            if done.returncode:
+                return done.returncode
+            lines.append(run_record(strategy, " ".join(("python train.py", *flags)), Path(workdir) / "run"))
+    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return 0
+
+
+def run_record(strategy: str, command: str, workdir: Path) -> dict[str, Any]:
+    """Returns the line of a run: the loss of each step, and how it was obtained."""
+    steps = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    about = environment({})
+    return {
+        "strategy": strategy,
+        "losses": [step["loss"] for step in steps],
+        "command": command,
+        "commit": about["git_commit"],
+        "machine": f"{platform.machine()}, {about['cpu_count']} CPU cores",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

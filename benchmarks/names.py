@@ -1,0 +1,86 @@
+"""The strategies of the benchmarks: what a name stands for, and the bytes that DESIGN's formulas give it."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+
+def sharding_of(name: str) -> dict[str, Any]:
+    """Returns the keys of the sharding section that a name means: `mics(4) flat`, `zero3 auto`, `node/node/all`."""
+    strategy = name.split()[0]
+    mics = re.fullmatch(r"mics\((\d+)\)", strategy)
+    scopes = strategy.split("/") if "/" in strategy else ("", "", "")
+    return {
+        "strategy": "mics" if mics else "custom" if scopes[0] else strategy,
+        "partition_size": int(mics[1]) if mics else 0,
+        **dict(zip(("parameters", "gradients", "optimizer"), scopes, strict=True)),
+        "hierarchical": "flat" not in name,
+        "two_hop": "two-hop off" not in name,
+        "gather": "micro_step" if "kept" in name else "layer",
+        "partitioner": "auto" if "auto" in name else "manual",
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes of equal numbers of devices."""
+
+    nodes: int
+    devices_per_node: int
+
+    def degree(self, scope: str) -> int:
+        """Returns over how many devices a scope cuts."""
+        named = {"none": 1, "node": self.devices_per_node, "all": self.nodes * self.devices_per_node}
+        return named[scope] if scope in named else int(scope)
+
+
+def scopes_of(name: str, cluster: Cluster) -> tuple[int, int, int]:
+    """Returns over how many devices a strategy cuts parameters, gradients and optimizer state."""
+    strategy = name.split()[0]
+    everything = cluster.degree("all")
+    if mics := re.fullmatch(r"mics\((\d+)\)", strategy):
+        size = int(mics[1])
+        return size, size, size
+    if "/" in strategy:
+        parameters, gradients, optimizer = (cluster.degree(scope) for scope in strategy.split("/"))
+        return parameters, gradients, optimizer
+    return {
+        "ddp": (1, 1, 1),
+        "zero1": (1, 1, everything),
+        "zero2": (1, everything, everything),
+        "zero3": (everything, everything, everything),
+        "hsdp": (cluster.devices_per_node,) * 3,
+    }[strategy]
+
+
+def link_bytes(name: str, cluster: Cluster, *, model_bytes: float, accum: int) -> float:
+    """Returns what a node's link carries in a step, one way, by the formulas (MiCS section 3; ZeRO section 7).
+
+    Gathers and reduce-scatters over `p` devices, `k` of them in a node: `(p-k)M/p` hierarchical, `(p-1)M/p` flat,
+    nothing inside a node. All-reduces over R replicas: `2 (M/p)(R-1)/R` on each ring, as many rings through a link as
+    a node has devices that are no replicas of each other. Embedding and head, gathered once, count as layers do.
+    """
+    parameters, gradients, optimizer = scopes_of(name, cluster)
+    k = cluster.devices_per_node
+
+    def one_way(wide: int, narrow: int = 1) -> float:
+        """A gather from shards of `M/wide` to shards of `M/narrow`, or the reduce-scatter back."""
+        held = narrow if "flat" in name else max(narrow, k)  # what the nodes gather between them, per ring
+        return min(held, k) * (wide // held - 1) * model_bytes / wide if wide > k else 0.0
+
+    def all_reduce(held: int) -> float:
+        replicas = cluster.degree("all") // held
+        return min(held, k) * 2 * model_bytes / held * (replicas - 1) / replicas
+
+    moved = 0.0
+    if parameters > 1:
+        gathers = 1 if "kept" in name else 2  # forward, and again backward
+        moved += accum * gathers * one_way(parameters)
+    if "two-hop off" in name:
+        return moved + accum * all_reduce(1)
+    moved += accum * (one_way(parameters) + (one_way(gradients, parameters) if gradients > parameters else 0.0))
+    if optimizer > gradients:
+        moved += one_way(optimizer, gradients)  # hop two
+    if optimizer > parameters:
+        moved += one_way(optimizer, parameters)  # the updated parameters
+    return moved + all_reduce(optimizer)

@@ -1,0 +1,177 @@
+"""Step time and bytes on the wire of every strategy, on emulated nodes with links of chosen rates.
+
+    python -m benchmarks.strategies [--rates=1gbit,200mbit] [--repetitions=2] [--only="mics(2),zero3 flat"]
+    python -m benchmarks.strategies --scale_model
+    python -m benchmarks.strategies --pytorch=PYTHON
+
+The standard workload (configs/standard.py) on 4 nodes of 2 devices, as a sweep over (repetition, rate, strategy), in
+that order, so that repetitions are interleaved; the same command again runs only what is missing. `--scale_model`
+chooses the rate so that gathering takes 2.85 times the forward pass under ZeRO-3, as BERT 10B did on p3dn.24xlarge
+(MiCS section 1). `--pytorch` runs ours and PyTorch's in turn (benchmarks/pytorch_peer.py, by a Python that has
+torch). Adds lines to benchmarks/results/strategies.jsonl and writes docs/strategies.md with its pictures; needs root
+(docs/emulation.md).
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import sweep
+from benchmarks import strategies_report
+from benchmarks.names import Cluster, link_bytes, sharding_of
+from metrics.environment import environment
+from sweeps.records import Record, State
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "strategies.jsonl"
+WORKDIR = Path("runs/benchmarks/strategies")
+CONFIG = "configs/standard.py"
+CLUSTER = Cluster(nodes=4, devices_per_node=2)
+COMPUTE = "compute only"  # the same rows on the same devices in one process: no network, no sharding
+STANDARD = (COMPUTE, "ddp", "zero1", "zero2", "zero3 flat", "zero3", "hsdp", "mics(1)", "mics(2)", "mics(4)", "mics(8)")
+STANDARD += ("mics(2) two-hop off", "mics(2) kept", "zero3 auto", "node/node/all", "none/node/all")
+SCALE_MODEL = ("mics(2)", "mics(4)", "mics(8)", "mics(4) flat", "mics(2) two-hop off", "zero3", "zero3 flat")
+GATHER_TO_FORWARD = 2.85  # MiCS section 1, BERT 10B under ZeRO-3
+FORWARDS = 4  # of a micro-step's time: forward, again for the backward pass, and the backward pass for two
+OURS_BESIDE_PYTORCH = ("ddp", "mics(2)", "mics(2) kept", "zero3", "zero3 flat")
+PYTORCH = ("ddp", "hsdp", "zero3")
+
+
+def main() -> int:
+    """Runs what was asked for, records it and writes the page; returns 1 if a run failed."""
+    parser = argparse.ArgumentParser(description="Times every strategy on emulated nodes.", allow_abbrev=False)
+    parser.add_argument("--rates", default="1gbit,200mbit", help="of the links, as for tc")
+    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--only", default="", help="names of strategies, with commas")
+    parser.add_argument("--scale_model", action="store_true")
+    parser.add_argument("--pytorch", default="", help="a Python that has torch, to run it in turn with ours")
+    parser.add_argument("--report", action="store_true", help="only write the page from what is recorded")
+    options = parser.parse_args()
+    if not options.report:
+        names = [name for name in options.only.split(",") if name]
+        names = names or [
+            *(SCALE_MODEL if options.scale_model else OURS_BESIDE_PYTORCH if options.pytorch else STANDARD)
+        ]
+        rates = [scale_model_rate()] if options.scale_model else options.rates.split(",")
+        mode = "scale_model" if options.scale_model else "pytorch" if options.pytorch else "standard"
+        failed = 0
+        for repetition in range(options.repetitions):
+            for rate in rates:
+                failed += run_ours(mode, names, rate, repetition)
+                if options.pytorch:
+                    failed += sum(run_pytorch(options.pytorch, name, rate, repetition) for name in PYTORCH)
+        if failed:
+            print(f"{failed} runs failed; what they said is in {WORKDIR}", file=sys.stderr)
+            return 1
+    strategies_report.write(recorded())
+    return 0
+
+
+def recorded() -> list[dict[str, Any]]:
+    """Returns all lines of the record."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def scale_model_rate() -> str:
+    """Returns the rate at which a flat gather takes 2.85 times the forward pass, from the compute that is recorded."""
+    steps = [line for line in recorded() if line["strategy"] == COMPUTE]
+    if not steps:
+        raise SystemExit(f"error: the scale model needs a time of its forward pass: --only='{COMPUTE}' records it")
+    forward_s = median(line["step_time_s"] / line["accum"] for line in steps) / FORWARDS
+    gathered = link_bytes("zero3 flat", CLUSTER, model_bytes=steps[0]["model_bytes"], accum=1) / 3  # of three passes
+    return f"{gathered * 8 / (GATHER_TO_FORWARD * forward_s) / 1e6:.0f}mbit"
+
+
+# ---------------------------------------------------------------------------------------------------- ours
+
+
+def run_ours(mode: str, names: list[str], rate: str, repetition: int) -> int:
+    """Runs each strategy once at a rate and records what is new; returns how many failed."""
+    overrides = [overrides_of(name, rate, repetition) for name in names]
+    known = {(line["mode"], line["strategy"], line["rate"], line["repetition"]) for line in recorded()}
+    records = sweep.run(CONFIG, overrides, workdir=WORKDIR / mode, metric="step_time_s")
+    for name, record in zip(names, records, strict=True):
+        if record.state == State.FINISHED and (mode, name, rate, repetition) not in known:
+            add({"mode": mode, "strategy": name, "rate": rate, "repetition": repetition, **measured(name, record)})
+    return sum(record.state != State.FINISHED for record in records)
+
+
+def overrides_of(name: str, rate: str, repetition: int) -> dict[str, Any]:
+    """Returns the keys of one run."""
+    if name == COMPUTE:
+        devices = CLUSTER.degree("all")
+        alone = {"mesh.num_cpu_devices": devices, "mesh.devices_per_node": devices, "sharding.strategy": "ddp"}
+        return {**alone, "sharding.partition_size": 0, "repetition": f"{rate}-{repetition}"}
+    keys = {f"sharding.{key}": value for key, value in sharding_of(name).items()}
+    cluster = {"emulate.nodes": CLUSTER.nodes, "emulate.devices_per_node": CLUSTER.devices_per_node}
+    return {**keys, **cluster, "emulate.rate": rate, "repetition": repetition}
+
+
+def measured(name: str, record: Record) -> dict[str, Any]:
+    """Returns the numbers of a finished run; the wire's are those of node 0's interface, as train.py logs them."""
+    rows = [row for row in record.files.rows if "loss" in row]
+    times = [row["step_time_s"] for row in rows if row.get("step_time_s") is not None]
+    accum = record.files.config["batch"]["global_size"] // CLUSTER.degree("all")  # one row a device a micro-step
+    model_bytes = 4 * record.files.environment["num_params"]
+    alone = name == COMPUTE
+    compiled = record.files.collectives
+    return {
+        "nodes": CLUSTER.nodes,
+        "devices_per_node": CLUSTER.devices_per_node,
+        "accum": accum,
+        "model_bytes": model_bytes,
+        "step_time_s": median(times),
+        "step_times_s": times,
+        "wire_tx_bytes": None if alone else median(row["wire_tx_bytes"] for row in rows[1:]),
+        "wire_rx_bytes": None if alone else median(row["wire_rx_bytes"] for row in rows[1:]),
+        "formula_inter_bytes": 0 if alone else link_bytes(name, CLUSTER, model_bytes=model_bytes, accum=accum),
+        "compiled_inter_bytes": 0 if alone else CLUSTER.devices_per_node * compiled["inter_bytes"],
+        "compiled_intra_bytes": 0 if alone else CLUSTER.devices_per_node * compiled["intra_bytes"],
+        "losses": [row["loss"] for row in rows],
+        "command": "python " + " ".join(record.run.command[1:]),
+        **machine(),
+    }
+
+
+def machine() -> dict[str, str]:
+    """Returns where and with what a line was measured."""
+    about = environment({})
+    return {"commit": about["git_commit"], "machine": f"{os.cpu_count()} CPU cores", "jax": about["versions"]["jax"]}
+
+
+def add(line: dict[str, Any]) -> None:
+    """Adds a line to the record."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------- PyTorch's
+
+
+def run_pytorch(python: str, name: str, rate: str, repetition: int) -> bool:
+    """Runs PyTorch's DDP, hybrid or full sharding on the same emulated cluster and records it; says if it failed."""
+    options = [f"--{key}={value}" for key, value in vars(CLUSTER).items()]
+    options += [f"--processes_per_node={CLUSTER.devices_per_node}", f"--rate={rate}"]
+    command = [sys.executable, "-m", "cluster.emulate", *options, f"--workdir={WORKDIR}/pytorch_{name}", "--"]
+    command += [python, "benchmarks/pytorch_peer.py", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = re.search(r"^RESULT (.*)$", done.stdout, re.MULTILINE)
+    if not result:
+        print(f"pytorch {name} at {rate}: {(done.stderr or done.stdout).strip()[-500:]}", file=sys.stderr)
+        return True
+    line = {"mode": "pytorch", "strategy": f"pytorch {name}", "rate": rate, "repetition": repetition}
+    line |= vars(CLUSTER) | json.loads(result[1]) | {"command": f"{Path(python).name} {' '.join(command[-2:])}"}
+    add(line | machine())
+    print(f"pytorch {name} at {rate}: {line['step_time_s']:.2f} s a step", flush=True)
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""MiCS figure 16 on a small scale: a decoder on real text in four micro-steps a step, trained by MiCS or by ZeRO-3.
+
+    python -m benchmarks.fidelity
+
+Hardware: any machine with 2 CPU cores (8 virtual devices as 4 nodes of 2). Expected: two runs of 3 to 10 minutes whose
+loss curves lie on each other; docs/paper_tables.md shows both beside the paper's. One of them alone:
+
+    python train.py --config=configs/fidelity.py:mics --workdir=runs/fidelity_mics
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config(arg: str = "mics") -> ConfigDict:
+    """Returns the config of one curve; `arg` is `mics` (groups of one node) or `zero3`."""
+    if arg not in ("mics", "zero3"):
+        raise ValueError(f"configs/fidelity.py:{arg}: there are mics and zero3")
+    config = quickstart.get_config()
+    config.num_steps = 300
+    config.batch.micro_size = 1  # four micro-steps, as in the paper
+    config.sharding.strategy = arg
+    config.sharding.partition_size = 2 if arg == "mics" else 0
+    config.checkpoint.every = 0
+    config.eval.every = 0
+    config.sample.length = 0
+    return config

@@ -1,0 +1,52 @@
+"""Writes docs/paper_tables.md and its pictures from the recorded results.
+
+    python -m paper
+
+Nothing is compiled or run: `python -m benchmarks.compiled`, `benchmarks.fidelity` and `benchmarks.strategies` make the
+records in benchmarks/results. Exit codes: 0 done; 2 a record is missing.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from paper import fsdp, mics_ablations, mics_figure_16, mics_section_3, mics_table_1, three_calls, zero
+from paper.records import Records, read_records
+
+ROOT = Path(__file__).resolve().parent.parent
+SECTIONS = (mics_section_3, mics_table_1, mics_ablations, mics_figure_16, zero, fsdp, three_calls)
+PLOTS = (mics_ablations, mics_figure_16, three_calls)
+
+
+def main() -> int:
+    """Writes the document and returns the exit code; a missing record is one line."""
+    parser = argparse.ArgumentParser(description="Writes docs/paper_tables.md from the records.", allow_abbrev=False)
+    parser.parse_args()
+    try:
+        records = read_records(ROOT / "benchmarks" / "results")
+        text = document(records)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    (ROOT / "docs" / "paper_tables.md").write_text(text)
+    for module in PLOTS:
+        (ROOT / "docs" / "images" / module.IMAGE).write_bytes(module.plot(records))
+    print("written: docs/paper_tables.md")
+    return 0
+
+
+def document(records: Records) -> str:
+    """Returns docs/paper_tables.md."""
+    about = records.about
+    head = [
+        "# The papers' numbers beside ours",
+        "Written by `python -m paper` from the records in `benchmarks/results`; do not edit. Every number of ours is "
+        "computed from a record or a formula, none is written by hand; published ones are in `paper/published.py`. "
+        f"Compiled programs: `{about['command']}`, commit {about['commit'][:7]}, jax {about['jax']}, virtual CPU "
+        "devices.",
+    ]
+    return "\n\n".join([*head, *(module.section(records).markdown() for module in SECTIONS)]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""MiCS figures 12, 13b, 14 and 15 beside the scale model: group size, hierarchy, two hops, and all together."""
+
+from dataclasses import dataclass
+
+from paper import published
+from paper.plots import Bars, bars_png
+from paper.records import Records
+from paper.tables import Row, Section, comparison, fixed
+
+IMAGE = "paper_figures_12_to_15.png"
+GPUS = 32  # of the published runs on 4 nodes, as many as the scale model has
+times = fixed(2, " x")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """Throughput of one strategy over another's: as published, and the names of ours."""
+
+    figure: str
+    what: str
+    published: float
+    ours: tuple[str, str]
+
+
+def ratios() -> list[Ratio]:
+    """Returns every ratio that is compared; published ones at 4 nodes, but for figure 12 (8 nodes)."""
+    figure_12, (without, with_hierarchy) = published.FIGURE_12, published.FIGURE_13B[GPUS]
+    (one_hop, two_hop), (deepspeed, one_group, mics) = published.FIGURE_14[GPUS], published.FIGURE_15[GPUS]
+    return [
+        Ratio(
+            figure="12",
+            what="group of one node over the whole cluster",
+            published=figure_12[8] / figure_12[64],
+            ours=("mics(2)", "mics(8)"),
+        ),
+        Ratio(
+            figure="12",
+            what="group of half the cluster over the whole",
+            published=figure_12[32] / figure_12[64],
+            ours=("mics(4)", "mics(8)"),
+        ),
+        Ratio(
+            figure="13b",
+            what="group of two nodes, hierarchical over flat",
+            published=with_hierarchy / without,
+            ours=("mics(4)", "mics(4) flat"),
+        ),
+        Ratio(
+            figure="13b",
+            what="group of two nodes, flat, over ZeRO-3",
+            published=without,
+            ours=("mics(4) flat", "zero3 flat"),
+        ),
+        Ratio(
+            figure="13b",
+            what="group of two nodes, hierarchical, over ZeRO-3",
+            published=with_hierarchy,
+            ours=("mics(4)", "zero3 flat"),
+        ),
+        Ratio(
+            figure="14",
+            what="group of one node, two hops over one",
+            published=two_hop / one_hop,
+            ours=("mics(2)", "mics(2) two-hop off"),
+        ),
+        Ratio(
+            figure="15",
+            what="MiCS over ZeRO-3",
+            published=mics / deepspeed,
+            ours=("mics(2)", "zero3 flat"),
+        ),
+        Ratio(
+            figure="15",
+            what="MiCS over one group of all devices",
+            published=mics / one_group,
+            ours=("mics(2)", "zero3"),
+        ),
+    ]
+
+
+def measured(records: Records, ratio: Ratio, rate: str) -> float | None:
+    """Returns our ratio of throughputs (the inverse of step times) at a link rate, None if one was not measured."""
+    faster, slower = (records.step_time_s(name, rate) for name in ratio.ours)
+    return slower / faster if faster and slower else None
+
+
+def section(records: Records) -> Section:
+    """Returns the section."""
+    quarter = published.FIGURE_12[16] / published.FIGURE_12[64]
+    spans = [
+        f"Figure 12's group of 16 of 64 GPUs ({times(quarter)}) has no counterpart on 4 nodes.",
+        f"Figure 13b, hierarchical over flat, 16 to 128 GPUs: {_span(published.FIGURE_13B)}.",
+        f"Figure 14, two hops over one, 16 to 128 GPUs: {_span(published.FIGURE_14)}.",
+    ]
+    rates = records.scale_model_rates
+    found = "" if rates else " The record has no run of the scale model yet: ours are missing."
+    return Section(
+        title="MiCS figures 12 to 15: throughput on a slow network",
+        blocks=[
+            f"{published.MICS}. The scale model is a small model on 4 emulated nodes of 2 devices, whose links are so "
+            "slow that gathering takes 2.85 times the forward pass under ZeRO-3, as BERT 10B's did in the paper; so "
+            f"ratios are compared, not samples a second.{found} Published ratios are those of 4 nodes of 8 GPUs, "
+            "figure 12's of 8 nodes: a group of one node is an eighth of that cluster, a quarter of ours. Our ZeRO-3 "
+            "gathers flat in figures 13b and 15; a single group of all devices gathers hierarchically.",
+            *(comparison(_rows(records, rate)) for rate in rates or [""]),
+            " ".join(spans),
+            f"![Throughput ratios of figures 12 to 15, published and ours](images/{IMAGE})",
+        ],
+    )
+
+
+def _rows(records: Records, rate: str) -> list[Row]:
+    return [
+        Row(
+            what=f"figure {ratio.figure}: {ratio.what}",
+            published=ratio.published,
+            ours=measured(records, ratio, rate),
+            how=f"{ratio.ours[0]} / {ratio.ours[1]}{f' at {rate}' if rate else ''}",
+            form=times,
+        )
+        for ratio in ratios()
+    ]
+
+
+def _span(figure: dict[int, tuple[float, float]]) -> str:
+    gains = [with_it / without for without, with_it in figure.values()]
+    return f"{times(min(gains))} to {times(max(gains))}"
+
+
+def plot(records: Records) -> bytes:
+    """Returns the PNG: each ratio, published and ours at each rate."""
+    series: dict[str, list[float | None]] = {"published": [ratio.published for ratio in ratios()]}
+    for rate in records.scale_model_rates:
+        series[f"scale model, {rate}"] = [measured(records, ratio, rate) for ratio in ratios()]
+    labels = [f"Figure {ratio.figure}: {ratio.what}" for ratio in ratios()]
+    return bars_png(Bars(labels=labels, series=series, title="Throughput ratio", line=1.0))

@@ -1,0 +1,67 @@
+"""Every published number that a table here is compared with, and where it was published.
+
+Values of the MiCS figures are read from the vector graphics of the paper (to 0.1 %); it prints no table of them.
+"""
+
+MICS = "MiCS, VLDB 2022 (arXiv 2205.00119)"
+ZERO = "ZeRO, SC 2020 (arXiv 1910.02054)"
+FSDP = "PyTorch FSDP, VLDB 2023 (arXiv 2304.11277)"
+
+# ------------------------------------------------------------------------------------------------------ MiCS
+
+# Section 3.3: share of the inter-node traffic that the hierarchical gather saves, 8 devices a node, in percent
+SAVING_PERCENT = {16: 46.6, 64: 11.1}
+# Section 3.4: cost of the alternative over two-hop synchronisation, 4 micro-steps, equal bandwidths, large n and p
+ALTERNATIVE_OVER_TWO_HOP = 4 / 3
+# Table 1: billions of parameters in a model's name, and the config of it
+TABLE_1 = {
+    "BERT 10B": (10, "bert_10b"),
+    "BERT 15B": (15, "bert_15b"),
+    "BERT 20B": (20, "bert_20b"),
+    "BERT 50B": (50, "bert_50b"),
+    "RoBERTa 20B": (20, "roberta_20b"),
+    "GPT2 20B": (20, "gpt2_20b"),
+}
+# Figure 12: devices of a partition group to samples a second; BERT 10B, 64 V100 in 8 nodes
+FIGURE_12 = {8: 84.80, 16: 70.19, 32: 64.71, 64: 52.16}
+# Figure 13b: GPUs to throughput over ZeRO-3's (without hierarchical communication, with it); BERT 15B, groups of 16
+FIGURE_13B = {16: (1.697, 2.216), 32: (1.468, 2.021), 64: (1.677, 2.315), 128: (2.057, 2.821)}
+# Figure 14: GPUs to samples a second (without two-hop synchronisation, with it); BERT 10B, groups of 8
+FIGURE_14 = {16: (17.83, 21.20), 32: (38.04, 42.24), 64: (67.87, 84.79), 128: (143.33, 165.39)}
+# Figure 15: GPUs to samples a second of DeepSpeed's ZeRO-3, of MiCS with one group of all GPUs, of MiCS; BERT 10B
+FIGURE_15 = {
+    16: (8.54, 12.90, 21.20),
+    32: (18.30, 25.07, 42.24),
+    64: (32.09, 42.70, 84.79),
+    128: (51.14, 78.80, 165.39),
+}
+# Figure 16: mean loss by tenth of the run (DeepSpeed's ZeRO-3, MiCS); 1.5B parameters, 1 M sequences, 4 micro-steps
+FIGURE_16 = (
+    (8.47, 8.52),
+    (7.92, 7.93),
+    (7.81, 7.82),
+    (7.77, 7.75),
+    (7.79, 7.75),
+    (7.78, 7.74),
+    (7.74, 7.59),
+    (7.56, 7.52),
+    (7.59, 7.62),
+    (7.66, 7.77),
+)
+
+# ------------------------------------------------------------------------------------------------------ ZeRO
+
+# Table 1: devices to GB of model state on each, as printed: (os, os+g, os+g+p) of 7.5B, 128B and 1T parameters
+ZERO_TABLE_1_BILLIONS = (7.5, 128, 1000)
+ZERO_TABLE_1 = {
+    1: ("120", "120", "120", "2048", "2048", "2048", "16000", "16000", "16000"),
+    4: ("52.5", "41.3", "30", "896", "704", "512", "7000", "5500", "4000"),
+    16: ("35.6", "21.6", "7.5", "608", "368", "128", "4750", "2875", "1000"),
+    64: ("31.4", "16.6", "1.88", "536", "284", "32", "4187", "2218", "250"),
+    256: ("30.4", "15.4", "0.47", "518", "263", "8", "4046", "2054", "62.5"),
+    1024: ("30.1", "15.1", "0.12", "513", "257", "2", "4011", "2013", "15.6"),
+}
+# Section 5 and Table 1: bytes a parameter, fp16 training with Adam: (not partitioned, partitioned)
+ZERO_BYTES = {"zero1": (4, 12), "zero2": (2, 14), "zero3": (0, 16)}
+# Section 7: communication volume a step, in parameters that a device sends and receives
+ZERO_VOLUME = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3 flat": 3}

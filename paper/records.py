@@ -1,0 +1,128 @@
+"""The recorded results in benchmarks/results, as the tables read them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+PARAMETER_BYTES = 4  # parameters and gradients travel in f32 in all records
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A line of a compiled program; bytes are those that a device sends a step, averaged over the devices."""
+
+    kind: str
+    name: str
+    payload_bytes: int
+    inter_bytes: int
+    intra_bytes: int
+    times: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A compiled training step (benchmarks/compiled.py)."""
+
+    nodes: int
+    devices_per_node: int
+    accum: int
+    strategy: str
+    num_params: int
+    state_bytes: dict[str, int]  # parameters, gradients, optimizer state of one device
+    collectives: tuple[Collective, ...]
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    @property
+    def model_bytes(self) -> int:
+        return PARAMETER_BYTES * self.num_params
+
+    def sent(self, *names: str) -> float:
+        """Bytes that a device sends a step, of the collectives of these names (none: all)."""
+        return sum(c.inter_bytes + c.intra_bytes for c in self._named(names))
+
+    def link(self, *names: str) -> float:
+        """Bytes that a node sends a step to others, of the collectives of these names (none: all)."""
+        return self.devices_per_node * sum(c.inter_bytes for c in self._named(names))
+
+    def calls(self, kind: str) -> int:
+        """Collectives of a kind that a step executes, without the few bytes of losses and norms."""
+        return sum(c.times for c in self.collectives if c.kind == kind and c.name)
+
+    def _named(self, names: Sequence[str]) -> list[Collective]:
+        return [c for c in self.collectives if not names or c.name in names]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """All results; `runs` are the lines of strategies.jsonl, `curves` those of fidelity.jsonl by strategy."""
+
+    about: dict[str, str]  # of the compiled steps: command, commit, versions
+    steps: tuple[Step, ...]
+    num_params: dict[str, int]  # by config
+    runs: tuple[dict[str, Any], ...]
+    curves: dict[str, dict[str, Any]]
+
+    def step(self, strategy: str, *, nodes: int, accum: int) -> Step:
+        """Returns the compiled step of a strategy."""
+        found = [s for s in self.steps if (s.strategy, s.nodes, s.accum) == (strategy, nodes, accum)]
+        if len(found) != 1:
+            raise ValueError(
+                f"benchmarks/results/compiled.jsonl has {len(found)} steps of {strategy} on {nodes} nodes with "
+                f"{accum} micro-steps; it needs one: python -m benchmarks.compiled"
+            )
+        return found[0]
+
+    @cached_property
+    def scale_model_rates(self) -> list[str]:
+        """The link rates at which the scale model was run, in the order of the record."""
+        return list(dict.fromkeys(run["rate"] for run in self.runs if run["mode"] == "scale_model"))
+
+    def step_time_s(self, strategy: str, rate: str) -> float | None:
+        """Median step time of the scale model's runs of a strategy, None if there are none."""
+        runs = self._runs("scale_model", strategy)
+        times = [run["step_time_s"] for run in runs if run["rate"] == rate]
+        return median(times) if times else None
+
+    def wire_bytes(self, strategy: str) -> float | None:
+        """Mean bytes that a node sent a step in the standard workload, None if it was not run."""
+        sent = [run["wire_tx_bytes"] for run in self._runs("standard", strategy) if run["wire_tx_bytes"] is not None]
+        return fmean(sent) if sent else None
+
+    def _runs(self, mode: str, strategy: str) -> list[dict[str, Any]]:
+        return [run for run in self.runs if (run["mode"], run["strategy"]) == (mode, strategy)]
+
+
+def read_records(folder: Path) -> Records:
+    """Returns what is recorded in `folder`. ValueError where a record that is always there is missing."""
+    compiled = _lines(folder / "compiled.jsonl", "python -m benchmarks.compiled")
+    curves = _lines(folder / "fidelity.jsonl", "python -m benchmarks.fidelity")
+    measured = folder / "strategies.jsonl"
+    return Records(
+        about=compiled[0],
+        steps=tuple(_step(line) for line in compiled if line["kind"] == "step"),
+        num_params={line["config"]: line["num_params"] for line in compiled if line["kind"] == "model"},
+        runs=tuple(_lines(measured, "")) if measured.exists() else (),
+        curves={line["strategy"]: line for line in curves},
+    )
+
+
+def _lines(file: Path, command: str) -> list[dict[str, Any]]:
+    if not file.exists():
+        raise ValueError(f"{file} is missing; {command} writes it")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _step(line: dict[str, Any]) -> Step:
+    collectives = tuple(
+        Collective(**{key: c[key] for key in Collective.__dataclass_fields__}) for c in line["collectives"]
+    )
+    return Step(
+        **{key: line[key] for key in Step.__dataclass_fields__ if key != "collectives"}, collectives=collectives
+    )

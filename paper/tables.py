@@ -1,0 +1,70 @@
+"""`Row`, `Section` and their markdown: published / ours / difference / how obtained."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+NOT_MEASURED = "not measured"
+NONE = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One number: as published (or by the paper's formula), and ours; None where there is no such number."""
+
+    what: str
+    published: float | None
+    ours: float | None
+    how: str
+    form: Callable[[float], str]
+    points: bool = False  # the numbers are percentages: their difference is in points
+
+    @property
+    def difference(self) -> str:
+        """Ours less the published number: relative to it, or in points."""
+        if self.published is None or self.ours is None:
+            return NONE
+        if self.points:
+            return f"{_signed(self.ours - self.published, 1)} points"
+        if self.published == 0:
+            return "none" if self.ours == 0 else NONE
+        return f"{_signed(100 * (self.ours / self.published - 1), 1)} %"
+
+    def cells(self) -> list[str]:
+        """Returns the cells of the row."""
+        published = NONE if self.published is None else self.form(self.published)
+        ours = NOT_MEASURED if self.ours is None else self.form(self.ours)
+        return [self.what, published, ours, self.difference, self.how]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the document: its text, tables and pictures, already markdown."""
+
+    title: str
+    blocks: Sequence[str]
+
+    def markdown(self) -> str:
+        """Returns the section."""
+        return "\n\n".join([f"## {self.title}", *self.blocks])
+
+
+def comparison(rows: Sequence[Row], published: str = "published") -> str:
+    """Returns the table of published and our numbers; `published` is the title of that column."""
+    head = ["", published, "ours", "difference", "how ours was obtained"]
+    return table(head, [row.cells() for row in rows])
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def fixed(digits: int, unit: str = "") -> Callable[[float], str]:
+    """Returns the form of a number with so many digits after the point."""
+    return lambda value: f"{value:,.{digits}f}{unit}"
+
+
+def _signed(value: float, digits: int) -> str:
+    text = f"{value:+.{digits}f}"
+    return text.lstrip("+-") if float(text) == 0 else text

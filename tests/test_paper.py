@@ -1,0 +1,201 @@
+"""The paper tables: that the records are still true, that that numbers are the formulas', the document fresh."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import compiled, fidelity
+from paper import fsdp, mics_ablations, mics_figure_16, mics_section_3, published, three_calls, zero
+from paper.__main__ import document
+from paper.records import Records, read_records
+from paper.tables import NOT_MEASURED, Row, fixed
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@pytest.fixture(scope="module")
+def records() -> Records:
+    return read_records(RESULTS)
+
+
+def recorded(case: compiled.Case) -> dict[str, Any]:
+    key = dataclasses.asdict(case)
+    lines = [json.loads(line) for line in (RESULTS / "compiled.jsonl").read_text().splitlines()]
+    return next(line for line in lines if key.items() <= line.items())
+
+
+def run(strategy: str, step_time_s: float, mode: str = "scale_model", rate: str = "100mbit") -> dict[str, Any]:
+    """A line of strategies.jsonl, as far as the tables read it."""
+    return {"mode": mode, "strategy": strategy, "rate": rate, "step_time_s": step_time_s, "wire_tx_bytes": 3e8}
+
+
+# ------------------------------------------------------------------------------------------------ the records
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "mics(2)", "zero3 flat"])
+def test_the_record_of_a_compiled_step_is_still_true(strategy: str) -> None:
+    case = next(c for c in compiled.cases() if (c.strategy, c.accum, c.nodes) == (strategy, 4, 4))
+    assert compiled.step_record(case) == recorded(case)
+
+
+def test_every_case_and_every_model_of_the_paper_is_recorded(records: Records) -> None:
+    assert len(records.steps) == len(compiled.cases())
+    assert all(recorded(case) for case in compiled.cases())
+    assert records.num_params == {line["config"]: line["num_params"] for line in compiled.model_records()}
+
+
+@pytest.mark.slow
+def test_the_record_of_64_devices_is_still_true() -> None:
+    case = next(c for c in compiled.cases() if c.strategy == "mics(16)")
+    program = "from benchmarks import compiled as c; import json; c.start_devices(64); "
+    program += f"print(json.dumps(c.step_record(c.{case})))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == recorded(case)
+
+
+def test_both_curves_have_the_same_steps_and_the_same_loss(records: Records) -> None:
+    zero3, mics = (records.curves[name]["losses"] for name in mics_figure_16.OURS)
+    assert len(zero3) == len(mics) >= 200 and mics[-1] < mics[0] / 2
+    assert max(abs(a - b) for a, b in zip(zero3, mics, strict=True)) < 0.02
+
+
+def test_the_fidelity_config_differs_in_the_strategy_alone() -> None:
+    from configs import door
+    from configs.fidelity import get_config
+
+    mics, zero3 = (door.flat(json.loads(get_config(arg).to_json())) for arg in fidelity.STRATEGIES.values())
+    assert {key for key in mics if mics[key] != zero3[key]} == {"sharding.strategy", "sharding.partition_size"}
+    with pytest.raises(ValueError, match="there are mics and zero3"):
+        get_config("ddp")
+
+
+# -------------------------------------------------------------------------------------------- the comparisons
+
+
+def test_passes_between_nodes_are_the_formulas_of_section_3(records: Records) -> None:
+    rows = mics_section_3._passes(records)
+    assert len(rows) == 15
+    for row in rows:
+        loose = "ZeRO-3" in row.what  # embedding and head are gathered once, not twice
+        assert row.ours == pytest.approx(row.published, rel=0.05 if loose else 1e-4, abs=1e-4), row.what
+
+
+def test_savings_are_the_published_ones(records: Records) -> None:
+    rows = mics_section_3._savings(records)
+    assert [row.what.split(" (")[0] for row in rows][::2] == ["p = 16, gather", "p = 32, gather", "p = 64, gather"]
+    for row in rows:
+        assert row.ours == pytest.approx(row.published, abs=0.1), row.what
+
+
+def test_two_hops_keep_the_bound(records: Records) -> None:
+    rows = mics_section_3._two_hop(records)
+    for row in rows[:-1]:
+        assert row.published is None or row.ours == pytest.approx(row.published, rel=1e-3), row.what
+    assert rows[-1].ours is not None and rows[-1].ours > 4 / 3
+    # By hand, p = 16: 2*4*63/64 over 4*15/16 + 2*(16ths of the model)*(3/4).
+    sent = next(row.ours for row in rows if row.what == "p = 16, as sent")
+    assert sent == pytest.approx(7.875 / (3.75 + 2 * 0.75 / 16), rel=1e-3)
+
+
+def test_zero_table_1_is_printed_to_the_digit() -> None:
+    text, equal = zero._table_1()
+    assert equal == "54 of 54" and "(" not in text.split("\n", 1)[1]
+    assert zero.formula_gb(1000, "zero1", 64) == 4187.5  # printed as 4187
+    assert [zero.as_printed(x, like) for x, like in ((41.25, "41.3"), (2218.75, "2218"), (0.117, "0.12"))] == [
+        "41.3",
+        "2218",
+        "0.12",
+    ]
+
+
+def test_zero_s_volumes_and_state_are_those_of_the_compiled_programs(records: Records) -> None:
+    for row in zero._volumes(records):
+        assert row.ours == pytest.approx(row.published, rel=0.01), row.what
+    for row in zero._state(records):
+        if "f32" in row.what:
+            assert row.ours == pytest.approx(row.published, rel=1e-4), row.what
+    paper = [row.difference for row in zero._state(records) if "paper" in row.what]
+    assert paper[0] != "0.0 %" and paper[2] == "0.0 %"
+
+
+def test_fsdp_s_formulas(records: Records) -> None:
+    replication, full, hybrid, exact = fsdp._rows(records)
+    assert replication.ours == pytest.approx(replication.published, rel=1e-4)
+    assert full.ours == pytest.approx(full.published, rel=0.01)
+    assert exact.ours == pytest.approx(exact.published, rel=1e-4)
+    assert hybrid.ours == exact.ours and hybrid.published != exact.published
+
+
+def test_ratios_of_throughput_come_from_median_step_times_of_one_rate(records: Records) -> None:
+    lines = [run("mics(2)", 2.0), run("mics(2)", 2.2), run("mics(2)", 9.0), run("mics(8)", 4.4)]
+    lines += [run("mics(8)", 1.0, rate="1gbit"), run("mics(8)", 1.0, mode="standard")]
+    some = dataclasses.replace(records, runs=tuple(lines))
+    assert some.scale_model_rates == ["100mbit", "1gbit"]
+    first, *others = mics_ablations._rows(some, "100mbit")
+    assert first.ours == pytest.approx(4.4 / 2.2) and first.published == pytest.approx(84.80 / 52.16)
+    assert {row.ours for row in others} == {None}
+    text = mics_ablations.section(some).markdown()
+    assert "| figure 12: group of one node over the whole cluster | 1.63 x | 2.00 x | +23.0 % |" in text
+    assert text.count(NOT_MEASURED) == 15  # seven at one rate, eight at the other
+
+
+def test_three_calls_counts_a_micro_step_s_collectives(records: Records) -> None:
+    steps = {name: records.step(name, nodes=4, accum=4) for name in ("ddp", "zero3 flat", "mics(2)")}
+    assert [steps["ddp"].calls(kind) for kind in three_calls.KINDS] == [0, 0, 1]
+    # 8 layers gathered twice, embedding and head once, in each of 4 micro-steps; scattered once each
+    assert [steps["zero3 flat"].calls(kind) for kind in three_calls.KINDS] == [4 * 18, 4 * 10, 0]
+    some = dataclasses.replace(records, runs=(run("mics(2)", 1.0, mode="standard"),))
+    cells = three_calls._cells(steps["mics(2)"], steps["ddp"], some)
+    assert cells[-2:] == ["300.0 MB", f"{3e8 / steps['mics(2)'].link():.3f}"]
+    assert three_calls._cells(steps["ddp"], steps["ddp"], some)[-2:] == [NOT_MEASURED] * 2
+
+
+def test_tenths_are_means_of_consecutive_steps() -> None:
+    assert mics_figure_16.tenths([float(i) for i in range(20)]) == [0.5 + 2 * i for i in range(10)]
+    assert len(published.FIGURE_16) == 10
+
+
+@pytest.mark.parametrize(
+    ("published_value", "ours", "points", "text"),
+    [
+        (2.0, 1.9, False, "-5.0 %"),
+        (46.6, 46.7, True, "+0.1 points"),
+        (0.0, 0.0, False, "none"),
+        (0.0, 1.0, False, "-"),
+        (2.0, 2.00001, False, "0.0 %"),
+        (None, 1.0, False, "-"),
+        (1.0, None, False, "-"),
+    ],
+)
+def test_differences(published_value: float | None, ours: float | None, points: bool, text: str) -> None:
+    row = Row(what="x", published=published_value, ours=ours, how="", form=fixed(1), points=points)
+    assert row.difference == text
+
+
+# ------------------------------------------------------------------------------------------------ the document
+
+
+def test_the_document_is_what_the_records_give(records: Records) -> None:
+    assert (ROOT / "docs" / "paper_tables.md").read_text() == document(records), "run: python -m paper"
+
+
+def test_pictures_are_drawn_with_and_without_measurements(records: Records) -> None:
+    some = dataclasses.replace(
+        records, runs=(run("mics(2)", 1.0), run("mics(8)", 2.0), run("ddp", 1.0, mode="standard"))
+    )
+    for some_records in (dataclasses.replace(records, runs=()), some):
+        assert all(module.plot(some_records).startswith(b"\x89PNG") for module in (mics_ablations, three_calls))
+    assert mics_figure_16.plot(records).startswith(b"\x89PNG")
+
+
+def test_a_missing_record_names_the_command_that_makes_it(tmp_path: Path, records: Records) -> None:
+    with pytest.raises(ValueError, match=r"compiled.jsonl is missing; python -m benchmarks.compiled writes it"):
+        read_records(tmp_path)
+    with pytest.raises(ValueError, match="has 0 steps of zero9"):
+        records.step("zero9", nodes=4, accum=1)
