@@ -18,16 +18,18 @@ MAY_IMPORT = {
     "metrics": "",
     "planner": "configs models sharding compression",
     "cluster": "",
+    "sweeps": "configs metrics",
     "paper": "planner configs",
     "experiment": "configs models sharding compression optimizers input_pipeline",
     "evaluation": "experiment input_pipeline",
     # programs: nothing imports them, but sweep and tests may start them
     "train": EVERYTHING,
-    "sweep": "configs",
+    "sweep": "configs sweeps",
     "benchmarks": EVERYTHING,
     "sharding.table": EVERYTHING,
+    "cluster.probe": "cluster elastic metrics sharding",
 }
-PROGRAMS = {"train", "sweep", "benchmarks", "sharding.table"}
+PROGRAMS = {"train", "sweep", "benchmarks", "sharding.table", "cluster.probe"}
 # part: what of others' it must not import
 FORBIDDEN = {
     "configs": "jax flax optax",
@@ -43,9 +45,14 @@ FORBIDDEN = {
 
 
 def part_of(file: Path) -> str:
-    """Returns the part of a file: its top folder or stem, or its module name if that is a program."""
+    """Returns the part of a file: the program that it belongs to, or else its top folder or stem."""
     module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-    return module if module in PROGRAMS else module.split(".")[0]
+    return program_of(module) or module.split(".")[0]
+
+
+def program_of(name: str) -> str | None:
+    """Returns the program that a module, or a name in it, belongs to."""
+    return next((p for p in PROGRAMS if name == p or name.startswith(f"{p}.")), None)
 
 
 def imports(file: Path) -> list[tuple[int, str]]:
@@ -63,7 +70,7 @@ def imports(file: Path) -> list[tuple[int, str]]:
 def complaint(part: str, name: str) -> str | None:
     """Returns what is wrong with an import of `name` in `part`."""
     top = name.split(".")[0]
-    program = next((p for p in PROGRAMS if name == p or name.startswith(f"{p}.")), None)
+    program = program_of(name)
     if program and program != part and part != "benchmarks":
         return f"{program} is a program: start it, do not import it"
     if top in FORBIDDEN.get(part, "").split():

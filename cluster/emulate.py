@@ -1,0 +1,195 @@
+"""Runs a program on an emulated cluster: nodes with networks of their own, and links of chosen speed between them.
+
+    python -m cluster.emulate --nodes=4 --devices_per_node=2 --rate=1gbit -- python train.py --config=...
+    python -m cluster.emulate ctl status | cut N | heal N | slow N RATE | kill N | stop N | cont N | add [-- PROGRAM]
+
+docs/emulation.md says what a node is, and what the program finds there.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cluster import namespaces
+from cluster.control import Control, ask
+from cluster.job import Job, Outcome
+from cluster.links import Links
+from cluster.nodes import Cluster
+from cluster.table import Monitor, shown
+
+EXIT_BAD_INPUT = 2
+POLL_S = 0.05
+NODE_VERBS = {
+    "cut": "drop all packets from and to a node: peers see silence",
+    "heal": "undo cut",
+    "kill": "SIGKILL to all processes of a node",
+    "stop": "SIGSTOP to all processes of a node",
+    "cont": "undo stop",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are ValueErrors: one line, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises the mistake."""
+        raise ValueError(message)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the program and returns the exit code of the job; a user's mistake is one line."""
+    try:
+        if argv[1:2] == ["ctl"]:
+            print(control(argv[2:]))
+            return 0
+        options, command = parse(argv[1:])
+        links = Links(rate=options.rate, latency=options.latency, jitter=options.jitter, loss=options.loss)
+        program = check_program(command)
+        if missing := namespaces.missing_tool():
+            raise ValueError(missing)
+        namespaces.become_privileged([sys.executable, "-m", "cluster.emulate", *argv[1:]])
+        return run(options, links, [program, *command[1:]]).exit_code
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_BAD_INPUT if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:  # before the program ran
+        return 128 + signal.SIGINT
+
+
+# ------------------------------------------------------------------------------------------------ command line
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the options and, after `--`, the program with its arguments; ValueError says what is wrong."""
+    ours, command = split(argv)
+    parser = Parser(prog="python -m cluster.emulate", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--devices_per_node", type=int, required=True, help="JAX's virtual devices of each node")
+    parser.add_argument("--processes_per_node", type=int, default=1, help="they share the node's devices")
+    parser.add_argument("--rate", default="none", help="of each node's link, as for tc: 1gbit, 200mbit, none")
+    parser.add_argument("--latency", default="0ms", help="one way between two nodes: 1ms, 50us")
+    parser.add_argument("--jitter", default="0ms", help="the latency varies by so much")
+    parser.add_argument("--loss", default="0%", help="of packets: 0.1%%")
+    parser.add_argument("--workdir", type=Path, help="logs and traffic.json (default: runs/emulated/NAME)")
+    parser.add_argument("--name", default=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", help="for ctl")
+    parser.add_argument("--grace_s", type=float, default=60.0, help="for the others to end when a process failed")
+    options = parser.parse_args(ours)
+    if not command:
+        raise ValueError("no program; give it after --, such as `-- python train.py --config=...`")
+    if options.devices_per_node < 1 or options.processes_per_node < 1:
+        raise ValueError("--devices_per_node and --processes_per_node must be 1 or more")
+    if options.devices_per_node % options.processes_per_node:
+        raise ValueError(
+            f"--devices_per_node={options.devices_per_node} must be a multiple of "
+            f"--processes_per_node={options.processes_per_node}"
+        )
+    return options, command
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns what is before and what is after the first `--`."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return list(argv[:at]), list(argv[at + 1 :])
+
+
+def check_program(command: Sequence[str]) -> str:
+    """Returns the path of the program; ValueError if there is none."""
+    found = shutil.which(command[0])
+    if not found:
+        raise ValueError(f"there is no program {command[0]}; give its path, or put it on the PATH")
+    return os.path.abspath(found)
+
+
+def control(argv: Sequence[str]) -> str:
+    """Asks a running emulation and returns its answer."""
+    ours, command = split(argv)
+    parser = Parser(prog="python -m cluster.emulate ctl", allow_abbrev=False)
+    parser.add_argument("--name", help="which cluster; not needed if one is running")
+    verbs = parser.add_subparsers(dest="verb", required=True, parser_class=Parser)
+    verbs.add_parser("status", help="a table of the nodes")
+    verbs.add_parser("add", help="bring up one more node, and start a program there: add -- PROGRAM ...")
+    for verb, text in NODE_VERBS.items():
+        verbs.add_parser(verb, help=text).add_argument("node", type=int)
+    slow = verbs.add_parser("slow", help="give a node's link another rate, or none")
+    slow.add_argument("node", type=int)
+    slow.add_argument("rate")
+    options = parser.parse_args(ours)
+    if command and options.verb != "add":
+        raise ValueError(f"{options.verb} takes no program")
+    request = vars(options)
+    return ask(request.pop("name"), request | {"command": [check_program(command), *command[1:]] if command else []})
+
+
+# ------------------------------------------------------------------------------------------------ running
+
+
+def run(options: argparse.Namespace, links: Links, command: Sequence[str]) -> Outcome:
+    """Runs a program on an emulated cluster of its own, until all its processes have ended."""
+    workdir = options.workdir or Path("runs", "emulated", options.name)
+    with (
+        Control(options.name) as requests,
+        Cluster(options.nodes, links, workdir, named_paths(command)) as cluster,
+    ):
+        job = Job(
+            cluster,
+            command,
+            devices=options.devices_per_node,
+            processes_per_node=options.processes_per_node,
+            grace_s=options.grace_s,
+        )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: job.interrupt(number))
+        monitor = Monitor(job, command)
+        with shown(monitor) as show:
+            while job.is_running():
+                job.watch()
+                requests.answer(lambda request: perform(request, job, monitor))
+                show()
+                time.sleep(POLL_S)
+        outcome = job.outcome()
+        traffic = {"links": asdict(links), "nodes": [asdict(node) for node in outcome.traffic]}
+        (workdir / "traffic.json").write_text(json.dumps(traffic, indent=2) + "\n")
+    return outcome
+
+
+def named_paths(command: Sequence[str]) -> list[Path]:
+    """Returns the files and folders that a command names, its `--workdir` among them: nodes are to share them."""
+    paths = [Path(sys.prefix)]
+    for argument in command:
+        value = argument.split("=", 1)[-1]
+        if argument.startswith("--workdir="):
+            os.makedirs(value, exist_ok=True)
+        if os.path.exists(value):  # false for what cannot be a path
+            paths.append(Path(value))
+    return paths
+
+
+def perform(request: dict[str, Any], job: Job, monitor: Monitor) -> str:
+    """Does what a request asks for and returns what to say; ValueError if it cannot be done."""
+    verb, cluster = request["verb"], job.cluster
+    if verb == "status":
+        return monitor.text()
+    if verb == "add":
+        return f"node{job.add(request['command'])} is up"
+    node = request["node"]
+    if not 0 <= node < len(cluster.nodes):
+        raise ValueError(f"there is no node {node}; they are 0 to {len(cluster.nodes) - 1}")
+    if verb == "slow":
+        cluster.slow(node, request["rate"])
+        return f"node{node} has a link of {request['rate']}"
+    assert verb in NODE_VERBS, verb
+    getattr(cluster, verb)(node)
+    return f"node{node}: {verb}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,81 @@
+"""`Links`: what the links of an emulated cluster are like, and the `tc` commands that make them so."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(bit|kbit|mbit|gbit)")
+TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)")
+LOSS = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
+BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+LOWEST_RATE = 100_000  # below, one packet takes a second
+MTU_BYTES = 9000  # as between cloud instances; with 1500 the headers would take 5 % of the rate
+# What may pass at once after a pause: two packets of 64 KiB (the kernel cuts them up late), and on fast links what a
+# timer that comes late would lose. More would let short messages pass unlimited.
+BURST_BYTES = 128 * 1024
+BURST_S = 0.002
+QUEUE_S = 0.1  # what may wait for a link before packets are dropped
+QUEUE_PACKETS = 100_000  # of netem, whose own limit is meant for nothing but delays
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """The link of a node to the others, the same in both directions; ValueError says which value is wrong."""
+
+    rate: str = "none"  # as tc has it: "200mbit"; "none" is as fast as the machine can
+    latency: str = "0ms"  # one way, from any node to any other
+    jitter: str = "0ms"  # the latency varies by so much
+    loss: str = "0%"  # of packets
+
+    def __post_init__(self) -> None:
+        if self.rate != "none" and self.rate_bits() < LOWEST_RATE:
+            raise ValueError(f"--rate={self.rate} is too slow for packets; give 100kbit or more")
+        if self.jitter_s() > self.latency_s():
+            raise ValueError(f"--jitter={self.jitter} must not be more than --latency={self.latency}")
+        self._loss_percent()
+
+    def rate_bits(self) -> float:
+        """Returns the bits per second; infinite without a limit."""
+        if self.rate == "none":
+            return float("inf")
+        return _parse("rate", self.rate, RATE, BITS, "1gbit, 200mbit, 64kbit or none")
+
+    def latency_s(self) -> float:
+        """Returns the time of a packet from node to node, in seconds."""
+        return _parse("latency", self.latency, TIME, SECONDS, "1ms or 50us")
+
+    def jitter_s(self) -> float:
+        """Returns by how many seconds the latency varies."""
+        return _parse("jitter", self.jitter, TIME, SECONDS, "1ms or 50us")
+
+    def leaving(self, device: str) -> list[str]:
+        """Returns the `tc` commands for the sending end of a link, in the node: latency, loss and rate."""
+        if not (self.latency_s() or self._loss_percent()):
+            return self.arriving(device)
+        netem = f"handle 2: netem limit {QUEUE_PACKETS} delay {self.latency} {self.jitter} loss {self.loss}"
+        if self.rate == "none":
+            return [f"qdisc replace dev {device} root {netem}"]
+        return [*self.arriving(device), f"qdisc replace dev {device} parent 1:1 {netem}"]
+
+    def arriving(self, device: str) -> list[str]:
+        """Returns the `tc` commands for the receiving end of a link, at the switch: the rate."""
+        if self.rate == "none":
+            return [f"qdisc replace dev {device} root noqueue"]
+        rate_bytes = self.rate_bits() / 8
+        burst = max(BURST_BYTES, round(rate_bytes * BURST_S))
+        limit = burst + round(rate_bytes * QUEUE_S)
+        return [f"qdisc replace dev {device} root handle 1: tbf rate {self.rate} burst {burst}b limit {limit}b"]
+
+    def _loss_percent(self) -> float:
+        percent = _parse("loss", self.loss, LOSS, {}, "0.1%")
+        if percent >= 100:
+            raise ValueError(f"--loss={self.loss} leaves nothing; `ctl cut NODE` silences a node")
+        return percent
+
+
+def _parse(name: str, value: str, pattern: re.Pattern[str], units: Mapping[str, float], example: str) -> float:
+    match = pattern.fullmatch(value)
+    if not match:
+        raise ValueError(f"--{name}={value}: give a number and its unit, such as {example}")
+    return float(match[1]) * (units[match[2]] if units else 1)

@@ -1,0 +1,69 @@
+"""Process 1 of an emulated node: holds its namespaces, and ends the node with everything in it.
+
+It is started by path, in a new PID namespace, with nothing of ours to import. It takes namespaces for the network,
+mounts, host name and shared memory, says "ready", and lives until its standard input ends: when the emulator closes
+it, and by the kernel's hand when the emulator is gone, however it went. With process 1 the kernel ends every process
+of a PID namespace, then the namespaces, then their links: nothing is left that anyone would have to find.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+
+NEW_MOUNTS, NEW_UTS, NEW_IPC, NEW_NETWORK = 0x00020000, 0x04000000, 0x08000000, 0x40000000
+BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
+PRIVATE_FOLDERS = ("/tmp", "/dev/shm")
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main(host_name: str, hosts: str, shared: list[str]) -> None:
+    """Makes a node with its host name and hosts file; `shared` are paths that stay visible under private folders."""
+    check(libc.unshare(NEW_MOUNTS | NEW_UTS | NEW_IPC | NEW_NETWORK), "unshare")
+    socket.sethostname(host_name)
+    mount("none", "/", None, RECURSIVE | PRIVATE)  # what is mounted from here on stays here
+    mount(hosts, "/etc/hosts", None, BIND)
+    open_paths = [(path, os.open(path, os.O_PATH)) for path in sorted(shared)]  # parents first
+    mount("proc", "/proc", "proc")
+    mount("sysfs", "/sys", "sysfs")  # else /sys/class/net would show the interfaces of the machine
+    for folder in PRIVATE_FOLDERS:
+        mount("tmpfs", folder, "tmpfs", data="mode=1777")
+    for path, handle in open_paths:
+        show_again(path, handle)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans are buried by the kernel
+    print("ready", flush=True)
+    sys.stdin.buffer.read()
+
+
+def show_again(path: str, handle: int) -> None:
+    """Mounts a shared file or folder where it was, if a private folder now covers it."""
+    if os.path.exists(path):
+        return
+    if os.path.isdir(f"/proc/self/fd/{handle}"):
+        os.makedirs(path, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        open(path, "a").close()
+    mount(f"/proc/self/fd/{handle}", path, None, BIND | RECURSIVE)
+
+
+def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str = "") -> None:
+    """Mounts as mount(2) does; OSError says what failed."""
+    arguments = (source.encode(), target.encode(), kind.encode() if kind else None)
+    check(libc.mount(*arguments, ctypes.c_ulong(flags), data.encode()), f"mount {target}")
+
+
+def check(result: int, what: str) -> None:
+    """Raises the OSError of a call that failed."""
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), what)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    except OSError as error:
+        sys.exit(f"{error.strerror}: {error.filename}")

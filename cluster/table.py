@@ -1,0 +1,96 @@
+"""`Monitor`: the state of the nodes of a job, as rows, as text, and as a live table on a terminal."""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.job import Job
+
+HEADER = ("node", "host", "link", "state", "step", "sent MB/s", "received MB/s")
+SAMPLE_S = 1.0
+TAIL_BYTES = 1 << 16  # of metrics.jsonl: many of its lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The traffic of all nodes at a time: [sent, received] bytes."""
+
+    at_s: float
+    counts: list[tuple[int, int]]
+
+
+class Monitor:
+    """Returns rows about the nodes: `step` is read from the metrics in the program's `--workdir`, if it has one."""
+
+    def __init__(self, job: Job, command: Sequence[str]) -> None:
+        self._job = job
+        workdir = next((arg.split("=", 1)[1] for arg in command if arg.startswith("--workdir=")), None)
+        self._metrics = Path(workdir) / "metrics.jsonl" if workdir else None
+        self._before = self._now = self._sample()
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Returns one row per node, with the columns of `HEADER`; speeds are over a second or more."""
+        if time.monotonic() - self._now.at_s >= SAMPLE_S:
+            self._before, self._now = self._now, self._sample()
+        step = self._step()
+        rows = []
+        for node in self._job.cluster.nodes:
+            speeds = [f"{speed / 1e6:.1f}" for speed in self._speeds(node.number)]
+            state = ", ".join(sorted(node.marks)) or "up"
+            ended = [p.code for p in self._job.processes if p.node == node.number and p.code is not None]
+            if ended and not node.marks:
+                state = f"exit code {max(ended)}"
+            rows.append((str(node.number), f"node{node.number}", node.links.rate, state, step, *speeds))
+        return rows
+
+    def text(self) -> str:
+        """Returns the rows as lines of aligned columns."""
+        table = [HEADER, *self.rows()]
+        widths = [max(map(len, column)) for column in zip(*table)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+
+    def _sample(self) -> Sample:
+        counts = [(traffic.tx_bytes, traffic.rx_bytes) for traffic in self._job.cluster.traffic()]
+        return Sample(at_s=time.monotonic(), counts=counts)
+
+    def _speeds(self, node: int) -> tuple[float, float]:
+        """Returns bytes per second [sent, received]; 0 for a node that has just come."""
+        if node >= len(self._before.counts) or self._now is self._before:
+            return 0.0, 0.0
+        (tx, rx), (tx_before, rx_before) = self._now.counts[node], self._before.counts[node]
+        took_s = self._now.at_s - self._before.at_s
+        return (tx - tx_before) / took_s, (rx - rx_before) / took_s
+
+    def _step(self) -> str:
+        if not self._metrics or not self._metrics.exists():
+            return "-"
+        with self._metrics.open("rb") as file:
+            file.seek(max(0, self._metrics.stat().st_size - TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]  # after the last newline is a line that is being written
+        return str(json.loads(lines[-1])["step"]) if lines else "-"
+
+
+@contextlib.contextmanager
+def shown(monitor: Monitor) -> Iterator[Callable[[], None]]:
+    """Yields what draws the table anew; where the output is no terminal, it draws nothing."""
+    if not sys.stdout.isatty():
+        yield lambda: None
+        return
+    from rich.live import Live  # nothing else of this package needs more than the standard library
+
+    with Live(_drawn(monitor), refresh_per_second=4) as live:
+        yield lambda: live.update(_drawn(monitor))
+
+
+def _drawn(monitor: Monitor) -> Any:
+    from rich.table import Table
+
+    table = Table(*HEADER)
+    for row in monitor.rows():
+        table.add_row(*row)
+    return table

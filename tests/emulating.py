@@ -1,0 +1,121 @@
+"""Small programs for the nodes of an emulated cluster, and the reason why there may be none here."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import namespaces
+from cluster.nodes import Cluster
+
+ROOT = Path(__file__).resolve().parent.parent
+WAIT_S = 60
+STARTED: list[subprocess.Popen[str]] = []
+NEEDED = namespaces.missing_tool() or ("" if namespaces.is_privileged() else "needs root: it makes network namespaces")
+EMULATED = pytest.mark.skipif(bool(NEEDED), reason=NEEDED or "")
+
+# Receives until the end on port 5000; prints the bytes, and the bits per second after the first fifth.
+RECEIVE = """
+import socket, time
+server = socket.create_server(("", 5000))
+print("listening", flush=True)
+connection, _ = server.accept()
+buffer, times, sizes = bytearray(1 << 20), [], []
+while size := connection.recv_into(buffer):
+    times.append(time.perf_counter())
+    sizes.append(sum(sizes[-1:]) + size)
+first = next(i for i, size in enumerate(sizes) if size > sizes[-1] / 5)
+print(sizes[-1], (sizes[-1] - sizes[first]) * 8 / (times[-1] - times[first]))
+"""
+SEND = """
+import socket, sys
+connection = socket.create_connection((sys.argv[1], 5000))
+for _ in range(int(sys.argv[2]) // 65536):
+    connection.sendall(bytes(65536))
+"""
+
+
+def python(program: str, *args: object) -> list[str]:
+    """Returns the command that runs a program given as text."""
+    return [sys.executable, "-u", "-I", "-S", "-c", program, *map(str, args)]
+
+
+def output_of(cluster: Cluster, node: int, program: str) -> str:
+    """Returns what a program prints that is run in a node."""
+    out, _ = cluster.start(node, python(program)).communicate(timeout=WAIT_S)
+    return out.decode().strip()
+
+
+def transfer(cluster: Cluster, sender: int, receiver: int, size_bytes: int) -> tuple[int, float]:
+    """Sends from node to node by TCP; returns the bytes that arrived and the bits per second."""
+    server = cluster.start(receiver, python(RECEIVE))
+    assert server.stdout and server.stdout.readline() == b"listening\n"
+    client = cluster.start(sender, python(SEND, f"node{receiver}", size_bytes))
+    out, _ = server.communicate(timeout=WAIT_S)
+    assert client.communicate(timeout=WAIT_S)[0] == b"" and client.returncode == 0
+    received, speed = out.split()
+    return int(received), float(speed)
+
+
+def emulate(workdir: Path, program: str | list[str], *options: str, nodes: int = 2) -> subprocess.Popen[str]:
+    """Starts `cluster.emulate` with a program, which is a text of Python or a whole command."""
+    command = python(program) if isinstance(program, str) else program
+    given = [f"--nodes={nodes}", "--devices_per_node=2", f"--workdir={workdir}", *options, "--", *command]
+    return start_tool(*given)
+
+
+def start_tool(*args: str) -> subprocess.Popen[str]:
+    """Starts `python -m cluster.emulate`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cluster.emulate", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    STARTED.append(process)
+    return process
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Returns the exit code, stdout and stderr of a process, which must end."""
+    try:
+        out, err = process.communicate(timeout=2 * WAIT_S)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def ctl(*args: str) -> tuple[int, str, str]:
+    """Asks a running emulation."""
+    return finish(start_tool("ctl", *args))
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Waits until something is so."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def running_with(text: str) -> list[int]:
+    """Returns the processes of this machine that have a text in their command line."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and text.encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def traffic(workdir: Path) -> list[dict[str, Any]]:
+    """Returns the nodes of traffic.json."""
+    return json.loads((workdir / "traffic.json").read_text())["nodes"]

@@ -1,0 +1,180 @@
+"""The launchers of real clusters, tried as far as that goes without one: the sbatch script, the keys of the JobSet."""
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes import client
+from running import ROOT, XLA_FLAGS, arguments, free_port, losses
+
+SBATCH = ROOT / "cluster" / "slurm" / "train.sbatch"
+JOBSET = ROOT / "cluster" / "kubernetes" / "jobset.yaml"
+
+# What SLURM's commands do here: `srun` starts two tasks with their variables and returns the highest of their codes.
+SRUN = """#!/bin/bash
+[[ $1 == --kill-on-bad-exit=0 ]] || exit 99
+highest=0
+for task in 0 1; do
+  SLURM_NTASKS=2 SLURM_STEP_NODELIST=localhost SLURM_PROCID=$task SLURM_LOCALID=$task "${@:2}" & tasks[task]=$!
+done
+for task in "${tasks[@]}"; do
+  code=0; wait "$task" || code=$?
+  highest=$((code > highest ? code : highest))
+done
+exit "$highest"
+"""
+SCONTROL = '#!/bin/bash\necho "$@" >> "$RECORD"\n'
+
+
+def run_sbatch(folder: Path, program: str, **environment: str) -> tuple[int, str]:
+    """Runs the script's body with `program` for what a user writes into it; returns (exit code, what scontrol got)."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(stat.S_IRWXU)
+    script, edited = re.subn(r"^program=\(.*?\)[^\n)]*$", f"program=({program})", SBATCH.read_text(), flags=re.M | re.S)
+    assert edited == 1
+    variables = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "record")}
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=ROOT,
+        env={**os.environ, **variables, "SLURM_JOB_ID": "4711", **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    record = folder / "record"
+    return done.returncode, record.read_text() if record.exists() else ""
+
+
+@pytest.mark.parametrize(
+    ("codes", "restarts", "code", "requeued"),
+    [
+        ("0 0", 0, 0, False),
+        ("75 75", 0, 75, True),
+        ("0 75", 99, 75, True),  # resumable is never given up
+        ("137 75", 0, 137, True),  # one was killed, the other noticed
+        ("137 75", 5, 137, False),  # again and again
+        ("2 2", 0, 2, False),
+        ("1 1", 0, 1, False),
+    ],
+)
+def test_sbatch_requeues_what_can_go_on(codes: str, restarts: int, code: int, requeued: bool, tmp_path: Path) -> None:
+    program = f"bash -c 'codes=({codes}); exit ${{codes[SLURM_PROCID]}}'"
+    outcome = run_sbatch(tmp_path, program, SLURM_RESTART_COUNT=str(restarts))
+    assert outcome == (code, "requeue 4711\n" if requeued else "")
+
+
+def test_sbatch_directives_come_first() -> None:
+    """SLURM reads them up to the first command; none may hide behind one."""
+    lines = SBATCH.read_text().splitlines()
+    first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    directives = [i for i, line in enumerate(lines) if line.startswith("#SBATCH ")]
+    assert max(directives) < first_command
+    options = dict(re.fullmatch(r"#SBATCH --([a-z-]+)=?(\S*)", lines[i]).groups() for i in directives)  # pyright: ignore
+    assert options["ntasks-per-node"] == options["gpus-per-node"]
+    assert options["signal"] == "TERM@180" and options["requeue"] == ""
+
+
+@pytest.mark.slow
+def test_sbatch_trains(tmp_path: Path) -> None:
+    """Two real tasks, joined by SLURM's variables; jax's rule for the port is jobid % 4096 + 61440."""
+    args = arguments(tmp_path / "run", mesh__num_cpu_devices=1, mesh__devices_per_node=1)
+    program = " ".join([sys.executable, "train.py", *args])
+    outcome = run_sbatch(tmp_path, program, SLURM_JOB_ID=str(free_port() % 4096), XLA_FLAGS=XLA_FLAGS)
+    assert outcome == (0, "")
+    assert len(losses(tmp_path / "run")) == 10
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["processes"] == 2
+
+
+# The fields of a JobSet (jobset.x-k8s.io/v1alpha2) that may be used here; values are checked by `{...}`, None is any.
+JOBSET_FIELDS: dict[str, Any] = {
+    "apiVersion": {"jobset.x-k8s.io/v1alpha2"},
+    "kind": {"JobSet"},
+    "metadata": None,
+    "spec": {
+        "network": {"enableDNSHostnames": {True}, "publishNotReadyAddresses": {True}, "subdomain": None},
+        "coordinator": {"replicatedJob": None, "jobIndex": None, "podIndex": None},
+        "failurePolicy": {
+            "maxRestarts": None,
+            "rules": [
+                {
+                    "name": None,
+                    "action": {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"},
+                    "onJobFailureReasons": None,
+                }
+            ],
+        },
+        "replicatedJobs": [{"name": None, "replicas": None, "template": None}],
+    },
+}
+
+
+def check_fields(value: Any, allowed: Any, path: str = "") -> None:
+    """Checks that a YAML value has only allowed fields and values."""
+    if isinstance(allowed, Mapping):
+        assert value.keys() <= allowed.keys(), f"{path}: {value.keys() - allowed.keys()}"
+        for key, inner in value.items():
+            check_fields(inner, allowed[key], f"{path}.{key}")
+    elif isinstance(allowed, list):
+        for inner in value:
+            check_fields(inner, allowed[0], f"{path}[]")
+    elif allowed is not None:
+        assert value in allowed, f"{path}: {value}"
+
+
+@pytest.fixture
+def jobset() -> dict[str, Any]:
+    return yaml.safe_load(JOBSET.read_text())
+
+
+def test_jobset_has_known_fields_only(jobset: dict[str, Any]) -> None:
+    check_fields(jobset, JOBSET_FIELDS)
+    client.V1ObjectMeta.model_validate(jobset["metadata"])
+    for job in jobset["spec"]["replicatedJobs"]:
+        client.V1JobTemplateSpec.model_validate(job["template"])  # strict: types, required fields, none unknown
+
+
+def test_commented_lines_fit_too() -> None:
+    """What a user may uncomment: everything after `# ` that is YAML, and no sentence."""
+    text, found = re.subn(r"^( +)# (?=[- ]|\S+: \S|securityContext:)(?!.*:$)", r"\1", JOBSET.read_text(), flags=re.M)
+    assert found == 6
+    client.V1JobTemplateSpec.model_validate(yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"])
+
+
+def test_jobset_fits_together(jobset: dict[str, Any]) -> None:
+    """Numbers that must be equal, names that refer to each other, and what the Job's rules demand."""
+    spec = jobset["spec"]
+    (replicated,) = spec["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    environment = {variable["name"]: variable for variable in container["env"]}
+    assert spec["coordinator"]["replicatedJob"] == replicated["name"] and replicated["replicas"] == 1
+    assert job["completionMode"] == "Indexed" and pod["restartPolicy"] == "Never"  # podFailurePolicy needs Never
+    assert str(job["parallelism"]) == str(job["completions"]) == environment["JAX_NUM_PROCESSES"]["value"]
+    address = environment["JAX_COORDINATOR_ADDRESS"]["value"]
+    assert address == f"$(COORDINATOR):{container['ports'][0]['containerPort']}"
+    assert list(environment).index("COORDINATOR") < list(environment).index("JAX_COORDINATOR_ADDRESS")
+    rules = job["podFailurePolicy"]["rules"]
+    resumable = rules[0]["onExitCodes"]
+    assert (resumable["containerName"], resumable["values"], rules[0]["action"]) == (container["name"], [75], "FailJob")
+    assert spec["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_unknown_fields_are_found(jobset: dict[str, Any]) -> None:
+    jobset["spec"]["failurePolicy"]["maxRestart"] = 3
+    with pytest.raises(AssertionError, match="maxRestart"):
+        check_fields(jobset, JOBSET_FIELDS)
+    with pytest.raises(ValueError, match="imagePullPolice"):
+        client.V1Container.model_validate({"name": "a", "imagePullPolice": "Always"})
+    with pytest.raises(ValueError, match="action"):  # is missing
+        client.V1PodFailurePolicyRule.model_validate({"onExitCodes": {"operator": "In", "values": [75]}})

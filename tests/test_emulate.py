@@ -1,0 +1,235 @@
+"""`python -m cluster.emulate`: what the program finds, how a job ends, `ctl`, and what is left of a killed one."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from emulating import EMULATED, ROOT, STARTED, ctl, emulate, finish, python, running_with, start_tool, traffic, until
+from running import IGNORED, TRAIN, XLA_FLAGS, arguments, losses, rows, run_here
+
+from cluster import control
+
+ENVIRONMENT = """
+import json, os
+names = ["JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_NUM_CPU_DEVICES"]
+names += ["MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+print(json.dumps([os.environ[name] for name in names]).replace('"', ""))
+"""
+RANK = "import os, sys, time; rank = int(os.environ['RANK']); print('up')\n"
+SLEEP = RANK + "time.sleep(1000)"
+
+
+@pytest.fixture(autouse=True)
+def none_lives_on() -> Iterator[None]:
+    """Ends what a test that failed has started."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.communicate()
+
+
+@EMULATED
+def test_what_the_program_finds(tmp_path: Path) -> None:
+    """Process 0's output comes through; everyone's is in the log of its node."""
+    code, out, err = finish(emulate(tmp_path, ENVIRONMENT, "--processes_per_node=2"))
+    assert code == 0, err
+    first = "10.77.0.1:29400, 4, {0}, 1, 10.77.0.1, 29500, {0}, 4, {1}, 2"
+    assert out == f"[{first.format(0, 0)}]\n"
+    for node in (0, 1):
+        lines = (tmp_path / f"node{node}.log").read_text().splitlines()
+        assert sorted(lines) == [f"[{first.format(2 * node + local, local)}]" for local in (0, 1)]
+
+
+@EMULATED
+@pytest.mark.parametrize(
+    ("program", "code", "said"),
+    [
+        ("sys.exit(0)", 0, ""),
+        ("sys.exit(3 * (rank == 1))", 3, ""),
+        ("time.sleep(rank * 0.5); sys.exit(75 - rank)", 75, "process 0 on node0 ended with exit code 75"),
+        ("if rank == 0: sys.exit(4)\ntime.sleep(1000)", 4, "process 0 on node0 ended with exit code 4"),
+        ("if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(1000)", 137, "process 1 on node1 ended with exit code 137"),
+    ],
+)
+def test_exit_codes(tmp_path: Path, program: str, code: int, said: str) -> None:
+    """That of the process that failed first; after the grace the others are ended."""
+    outcome = finish(emulate(tmp_path, RANK + program, "--grace_s=1"))
+    assert outcome[0] == code, outcome
+    assert said in outcome[2] and "Traceback" not in outcome[2]
+
+
+@EMULATED
+def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    ignores = "import signal; signal.signal(signal.SIGTERM, lambda *_: print('no'))\n"
+    fails = "if rank == 1: time.sleep(0.5); sys.exit(6)\nwhile True: time.sleep(1)"
+    code, out, _ = finish(emulate(tmp_path, RANK + ignores + fails, "--grace_s=0.2"))  # and 10 s more
+    assert (code, out) == (6, "up\nno\n")
+
+
+@EMULATED
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
+    handler = f"import signal; signal.signal({number.value}, lambda *_: (time.sleep(0.3), sys.exit(75)))\n"
+    process = emulate(tmp_path, RANK + handler + "print('ready')\ntime.sleep(1000)")
+    logs = [tmp_path / "node0.log", tmp_path / "node1.log"]
+    until(lambda: all(log.exists() and "ready" in log.read_text() for log in logs))
+    process.send_signal(number)
+    code, out, err = finish(process)
+    assert (code, out, err) == (75, "up\nready\n", "")
+    assert [node["node"] for node in traffic(tmp_path)] == [0, 1]
+
+
+@EMULATED
+def test_a_killed_emulation_leaves_nothing(tmp_path: Path) -> None:
+    """Its processes and namespaces end with it; the next one removes its name. Another one beside it lives."""
+    other = emulate(tmp_path / "other", SLEEP, "--name=test-lives")
+    process = emulate(tmp_path / "killed", SLEEP, "--name=test-killed")
+    assert process.stdout and process.stdout.readline() == "up\n"
+    assert other.stdout and other.stdout.readline() == "up\n"
+    namespaces = {os.readlink(f"/proc/{pid}/ns/net") for pid in running_with(str(tmp_path / "killed" / "hosts"))}
+    assert len(namespaces) == 3  # of two nodes and the switch
+    process.kill()
+    finish(process)
+    until(lambda: not running_with(str(tmp_path / "killed")))
+    in_use = {os.readlink(path) for path in Path("/proc").glob("[0-9]*/ns/net") if os.path.lexists(path)}
+    assert not namespaces & in_use
+    assert (control.state_root() / "test-killed").exists() and "test-killed" not in control.running()
+    assert finish(emulate(tmp_path / "next", "print(1)"))[:2] == (0, "1\n")
+    assert not (control.state_root() / "test-killed").exists()
+    assert "test-lives" in control.running() and other.poll() is None
+    other.terminate()
+    assert finish(other)[0] == 128 + signal.SIGTERM
+    assert not (control.state_root() / "test-lives").exists()
+
+
+@EMULATED
+def test_ctl(tmp_path: Path) -> None:
+    """A node that was killed on purpose has not failed: the job's code is that of the others."""
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text('{"step": 41}\n{"step": 42}\n{"step"')
+    program = RANK + f"while not os.path.exists({str(tmp_path / 'end')!r}): time.sleep(0.05)"
+    command = [*python(program), f"--workdir={metrics.parent}"]
+    process = emulate(tmp_path, command, "--rate=1gbit", "--name=test-ctl")
+    assert process.stdout and process.stdout.readline() == "up\n"
+    me = "--name=test-ctl"
+    code, out, _ = ctl(me, "status")
+    assert code == 0 and out.splitlines()[1].split() == ["0", "node0", "1gbit", "up", "42", "0.0", "0.0"]
+    assert ctl(me, "slow", "0", "5mbit")[:2] == (0, "node0 has a link of 5mbit\n")
+    assert ctl(me, "cut", "0")[:2] == (0, "node0: cut\n")
+    assert ctl(me, "kill", "1")[:2] == (0, "node1: kill\n")
+    assert ctl(me, "add", "--", "sh", "-c", "hostname; exit 0")[:2] == (0, "node2 is up\n")
+    until(lambda: (tmp_path / "node2.log").read_text() == "node2\n")
+    until(lambda: ctl(me, "status")[1].splitlines()[3].split()[3:6] == ["exit", "code", "0"])
+    rows_now = [line.split()[2:4] for line in ctl(me, "status")[1].splitlines()[1:3]]
+    assert rows_now == [["5mbit", "cut"], ["1gbit", "killed"]]
+    for words, said in (
+        (["stop", "1"], "node 1 was killed"),
+        (["cut", "3"], "there is no node 3; they are 0 to 2"),
+        (["slow", "0", "5mb"], "--rate=5mb: give a number and its unit"),
+    ):
+        code, _, err = ctl(me, *words)
+        assert code == 2 and err.startswith(f"error: {said}") and err.count("\n") == 1, err
+    code, _, err = finish(emulate(tmp_path / "same", "0", me))
+    assert (code, err) == (2, "error: a cluster named test-ctl is running; end it, or give another --name\n")
+    (tmp_path / "end").touch()
+    assert finish(process)[0] == 0
+
+
+BAD = [
+    (["--rate=1gb"], "error: --rate=1gb: give a number and its unit, such as 1gbit, 200mbit, 64kbit or none"),
+    (["--rate=9kbit"], "error: --rate=9kbit is too slow for packets; give 100kbit or more"),
+    (["--latency=1"], "error: --latency=1: give a number and its unit, such as 1ms or 50us"),
+    (["--jitter=1ms"], "error: --jitter=1ms must not be more than --latency=0ms"),
+    (["--loss=100%"], "error: --loss=100% leaves nothing; `ctl cut NODE` silences a node"),
+    (["--nodes=255"], "error: --nodes=255: from 1 to 254 have an address"),
+    (["--nodes=two"], "error: argument --nodes: invalid int value: 'two'"),
+    (["--processes_per_node=3"], "error: --devices_per_node=2 must be a multiple of --processes_per_node=3"),
+    (["--name=../x"], "error: --name=../x: up to 40 letters"),
+]
+
+
+@EMULATED
+@pytest.mark.parametrize(("options", "said"), BAD)
+def test_bad_input(tmp_path: Path, options: list[str], said: str) -> None:
+    code, out, err = finish(emulate(tmp_path, "print(1)", *options))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(said)
+
+
+def test_bad_commands(tmp_path: Path) -> None:
+    size = ["--nodes=1", "--devices_per_node=1"]
+    for args, said in (
+        ([*size], "no program; give it after --"),
+        ([*size, "--", "no-such-program"], "there is no program no-such-program; give its path"),
+        (["ctl", "--name=nobody", "status"], "no cluster named nobody is running; running: "),
+        (["ctl", "status", "--", "true"], "status takes no program"),
+    ):
+        code, _, err = finish(start_tool(*args))
+        assert code == 2 and err.startswith(f"error: {said}") and err.count("\n") == 1, err
+
+
+def test_missing_tools(tmp_path: Path) -> None:
+    """Found out before anything is made: without iproute2 in the PATH or where Debian keeps it."""
+    program = f"""
+from cluster import emulate, namespaces
+namespaces.SEARCH = {str(tmp_path)!r}
+raise SystemExit(emulate.main(["emulate", "--nodes=1", "--devices_per_node=1", "--", "true"]))
+"""
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (2, "error: `ip` is missing; install iproute2\n")
+
+
+# The tests' own may lie where others may not read; nothing but the standard library is needed.
+PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin") or ""
+
+
+def as_nobody(folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
+    """Runs an emulation as a user without rights, in a folder with a copy of `cluster`."""
+    user = ["setpriv", "--reuid=65534", "--clear-groups", "env", "-u", "XDG_RUNTIME_DIR", "PYTHONDONTWRITEBYTECODE=1"]
+    emulator = [PYTHON, "-m", "cluster.emulate", "--nodes=2", "--devices_per_node=2"]
+    program = ["--workdir=run", "--", "sh", "-c", "hostname; ls /sys/class/net; exit 5"]
+    command = [*user, *before, *emulator, *program]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+@EMULATED
+@pytest.mark.skipif(not PYTHON, reason="no python3 that all users may run")
+def test_without_root() -> None:
+    """By a user namespace; where there is none to be had, one line."""
+    with tempfile.TemporaryDirectory() as name:  # which others may reach, unlike tmp_path
+        folder = Path(name)
+        shutil.copytree(ROOT / "cluster", folder / "cluster")
+        folder.chmod(0o777)
+        refused = as_nobody(folder, "unshare", "--user")  # a user namespace without rights, nor a way to get some
+        assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
+        assert refused.stderr.startswith("error: not enough privileges: run as root, or allow user namespaces (")
+        if not Path("/proc/sys/user/max_user_namespaces").read_text().strip("0\n"):
+            pytest.skip("this kernel allows no user namespaces")
+        done = as_nobody(folder)
+        assert (done.returncode, done.stdout) == (5, "node0\neth0\nlo\n"), done.stderr
+        assert (folder / "run" / "traffic.json").stat().st_uid == 65534
+
+
+@EMULATED
+@IGNORED
+@pytest.mark.slow
+def test_training_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    assert run_here(*arguments(tmp_path / "one")) == 0
+    command = [sys.executable, str(TRAIN), *arguments(tmp_path / "two")]
+    environment = ["env", f"XLA_FLAGS={XLA_FLAGS}"]
+    code, out, err = finish(emulate(tmp_path / "emulated", [*environment, *command], "--rate=1gbit"))
+    assert code == 0, out + err
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
+    sent = [row["wire_tx_bytes"] for row in rows(tmp_path / "two")]
+    formula = rows(tmp_path / "two")[-1]["collective_inter_bytes"]
+    assert min(sent) > formula  # per device: of two, and control traffic
+    assert traffic(tmp_path / "emulated")[0]["tx_bytes"] > sum(sent)

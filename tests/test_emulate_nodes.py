@@ -1,0 +1,222 @@
+"""Emulated nodes: what a link lets through and counts, what a node shares; nodes that are cut, stopped, killed."""
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from emulating import EMULATED, output_of, python, running_with, transfer, until
+
+from cluster.links import Links
+from cluster.nodes import Cluster
+
+pytestmark = EMULATED
+MB = 10**6
+ECHO = """
+import socket
+server = socket.create_server(("", 5000))
+print("listening", flush=True)
+connection, _ = server.accept()
+while data := connection.recv(1):
+    connection.sendall(data)
+"""
+# Says after each byte that it sends whether it heard one back: "silence" is nothing for half a second.
+ASK = """
+import socket, sys, time
+connection = socket.create_connection(("node1", 5000))
+connection.settimeout(0.5)
+while True:
+    connection.sendall(b"x")
+    try:
+        print("heard" if connection.recv(1) else "closed")
+    except TimeoutError:
+        print("silence")
+    time.sleep(0.02)
+"""
+CONNECT = """
+import socket
+try:
+    socket.create_connection(("node2", 5000), timeout=4.5)
+except TimeoutError:
+    print("silence")
+"""
+FORK = """
+import os, sys, time
+if not os.fork():
+    os.setsid()
+    if not os.fork():
+        time.sleep(1000)
+    os._exit(0)
+os.wait()
+print("up")
+time.sleep(1000)
+"""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(2, Links(rate="100mbit"), tmp_path_factory.mktemp("two")) as cluster:
+        yield cluster
+
+
+def line(process: subprocess.Popen[bytes]) -> str:
+    assert process.stdout
+    return process.stdout.readline().decode().strip()
+
+
+@pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0)])
+def test_the_rate_holds(two: Cluster, sender: int, receiver: int) -> None:
+    """Within 5 %, in one of five tries: the machine may be busy."""
+    speeds: list[float] = []
+    while not speeds or (max(speeds) < 95e6 and len(speeds) < 5):
+        speeds.append(transfer(two, sender, receiver, 6 * MB)[1])
+    assert max(speeds) == pytest.approx(100e6, rel=0.05), speeds
+
+
+def test_bytes_are_counted(two: Cluster) -> None:
+    before = two.traffic()
+    sent, _ = transfer(two, 0, 1, 4 * MB)
+    tx, rx = two.traffic()[0].tx_bytes - before[0].tx_bytes, two.traffic()[1].rx_bytes - before[1].rx_bytes
+    assert sent < tx < 1.02 * sent
+    assert sent < rx < 1.02 * sent
+    assert two.traffic()[1].tx_bytes - before[1].tx_bytes < 0.02 * sent  # acknowledgements
+    assert two.traffic()[0].tx_packets - before[0].tx_packets > sent / 65536 - 1
+
+
+def test_a_rate_may_be_changed_and_lifted(two: Cluster) -> None:
+    two.slow(0, "20mbit")
+    assert transfer(two, 0, 1, 1 * MB)[1] < 22e6
+    assert transfer(two, 1, 0, 1 * MB)[1] < 22e6  # what arrives has to pass the same link
+    assert two.traffic()[0].rate == "20mbit"
+    two.slow(0, "none")
+    two.slow(1, "none")
+    assert max(transfer(two, 0, 1, 20 * MB)[1] for _ in range(3)) > 150e6
+    for node in (0, 1):
+        two.slow(node, "100mbit")
+
+
+def test_what_a_node_is(two: Cluster, tmp_path: Path) -> None:
+    """Its name, interfaces, processes and scratch are its own; the cluster's directory is everyone's."""
+    program = f"""
+import os, pathlib, socket
+print(socket.gethostname(), socket.gethostbyname("node0"), socket.gethostbyname("node1"))
+print(sorted(os.listdir("/sys/class/net")), len([p for p in os.listdir("/proc") if p.isdigit()]))
+for folder in ("/tmp", "/dev/shm", {str(two.workdir)!r}):
+    print((pathlib.Path(folder) / "seen").exists())
+    (pathlib.Path(folder) / "seen").touch()
+"""
+    network = "10.77.0.1 10.77.0.2\n['eth0', 'lo'] 2"
+    assert output_of(two, 0, program) == f"node0 {network}\nFalse\nFalse\nFalse"
+    assert output_of(two, 1, program) == f"node1 {network}\nFalse\nFalse\nTrue"
+    assert not Path("/tmp/seen").exists() and (two.workdir / "seen").exists()
+    hidden = tmp_path / "not_shared"
+    hidden.touch()
+    assert output_of(two, 0, f"import os; print(os.path.exists({str(hidden)!r}))") == "False"
+
+
+def test_two_clusters_with_the_same_addresses(two: Cluster, tmp_path: Path) -> None:
+    with Cluster(2, Links(rate="100mbit"), tmp_path) as other:
+        before = two.traffic()
+        sent, _ = transfer(other, 0, 1, 1 * MB)
+        assert other.traffic()[1].rx_bytes > sent
+        assert two.traffic()[1].rx_bytes - before[1].rx_bytes < 1000
+        assert output_of(other, 1, "import socket; print(socket.gethostname())") == "node1"
+
+
+def test_a_cut_link_is_silent(tmp_path: Path) -> None:
+    """No error reaches either end, and the node sees its interface up; healed, the connection goes on."""
+    with Cluster(2, Links(), tmp_path) as cluster:
+        server = cluster.start(1, python(ECHO))
+        assert line(server) == "listening"
+        client = cluster.start(0, python(ASK))
+        assert line(client) == "heard"
+        cluster.cut(1)
+        until(lambda: line(client) == "silence")
+        assert [line(client) for _ in range(2)] == ["silence"] * 2
+        cluster.add()
+        assert line(client) == "silence"
+        carrier = "print(open('/sys/class/net/eth0/carrier').read())"
+        assert output_of(cluster, 1, carrier) == "1"
+        # Node 2 has never been heard of; without an answer to "who has this address" it would be unreachable in 3 s.
+        assert output_of(cluster, 1, CONNECT) == "silence"
+        assert not {"heard", "closed"} & {line(client) for _ in range(2)}
+        cluster.heal(1)
+        until(lambda: line(client) == "heard")
+
+
+def test_kill_leaves_nothing_of_a_node(tmp_path: Path) -> None:
+    """A daemon that has left its parent goes too; the other node hears that connections are closed."""
+    with Cluster(2, Links(), tmp_path) as cluster:
+        program = python(FORK, tmp_path)
+        parent = cluster.start(1, program)
+        assert line(parent) == "up"
+        assert len(running_with(str(tmp_path))) >= 3  # both, and process 1
+        server = cluster.start(1, python(ECHO))
+        assert line(server) == "listening"
+        client = cluster.start(0, python(ASK))
+        assert line(client) == "heard"
+        before = cluster.traffic()[1]
+        cluster.kill(1)
+        until(lambda: line(client) not in ("heard", "silence"))
+        assert parent.returncode == -signal.SIGKILL
+        assert not [pid for pid in running_with("time.sleep(1000)") if pid in running_with(str(tmp_path))]
+        assert cluster.traffic()[1].tx_bytes >= before.tx_bytes > 0
+        with pytest.raises(ValueError, match="node 1 was killed"):
+            cluster.start(1, program)
+        cluster.slow(1, "10mbit")  # its network is still there
+
+
+def test_stopped_processes_go_on(tmp_path: Path) -> None:
+    with Cluster(1, Links(), tmp_path) as cluster:
+        parent = cluster.start(0, python(FORK, tmp_path))
+        assert line(parent) == "up"
+        ours = [pid for pid in running_with(str(tmp_path)) if pid not in running_with("node_init")]
+        assert len(ours) == 2
+
+        def states() -> set[str]:
+            return {Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0] for pid in ours}
+
+        cluster.stop(0)
+        until(lambda: states() == {"T"})
+        cluster.cont(0)
+        until(lambda: states() == {"S"})
+
+
+def test_a_node_may_come_later(tmp_path: Path) -> None:
+    with Cluster(1, Links(rate="100mbit"), tmp_path) as cluster:
+        assert output_of(cluster, 0, "print(open('/etc/hosts').read().count('node'))") == "1"
+        assert cluster.add() == 1
+        assert output_of(cluster, 0, "import socket; print(socket.gethostbyname('node1'))") == "10.77.0.2"
+        assert transfer(cluster, 0, 1, 1 * MB)[0] > 0.9 * MB
+
+
+def test_nothing_is_left(tmp_path: Path) -> None:
+    """Of a cluster that is closed, nor of one that could not be made."""
+    with Cluster(1, Links(), tmp_path) as cluster:
+        cluster.start(0, python(FORK, tmp_path))
+        assert running_with(str(tmp_path))
+    assert not running_with(str(tmp_path))
+    cluster = Cluster(1, Links(), tmp_path, [tmp_path / "missing"])
+    with pytest.raises(ValueError, match="cannot make a node: No such file or directory"), cluster:
+        pass
+    until(lambda: not running_with(str(tmp_path)))
+
+
+def test_latency_is_netem_s(tmp_path: Path) -> None:
+    """Where the kernel has netem, a round trip takes twice the latency; where not, it is said."""
+    links = Links(latency="20ms", rate="100mbit")
+    try:
+        with Cluster(2, links, tmp_path) as cluster:
+            server = cluster.start(1, python(ECHO))
+            assert line(server) == "listening"
+            took = output_of(
+                cluster,
+                0,
+                ASK.replace("while True", "import time; s = time.time()\nfor _ in range(5)")
+                + "\nprint(time.time() - s)",
+            ).split()[-1]
+            assert float(took) > 5 * 2 * 0.020
+    except ValueError as error:
+        assert "it lacks sch_tbf or sch_netem" in str(error)
+        pytest.skip("this kernel has no netem")
