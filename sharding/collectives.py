@@ -21,6 +21,7 @@ from sharding.spec import Placement
 Collective = Callable[[jax.Array], jax.Array]  # packed shards to packed chunks, or back
 
 BUCKET_BYTES = 512 * 2**20  # tensors packed into one collective: bounds the memory that packing takes
+ALONE_BYTES = 3 * 2**19  # over gloo, from here on a call costs less than the copies of packing
 
 
 def levels(scope: Sequence[str], *, hierarchical: bool) -> list[tuple[str, ...]]:
@@ -95,7 +96,7 @@ class Group:
     placements: tuple[Placement, ...]
     scope: tuple[str, ...]
     hierarchical: bool
-    by_ring: bool = False  # reduce-scatters are rings of our own
+    over_gloo: bool = False  # reduce-scatters are rings of our own, and only small tensors are packed
     tensor_is_manual: bool = False
 
     @property
@@ -112,7 +113,7 @@ class Group:
         if not self.scope:
             return list(tensors)
         collective = partial(
-            reduce_scatter_chunks, scope=self.scope, hierarchical=self.hierarchical, by_ring=self.by_ring
+            reduce_scatter_chunks, scope=self.scope, hierarchical=self.hierarchical, by_ring=self.over_gloo
         )
         whole = [lax.psum(x, self.scope) if p.dim is None else x for x, p in zip(tensors, self.placements, strict=True)]
         return self._exchange(_scatter_packed, collective, whole)
@@ -139,7 +140,7 @@ class Group:
                 for i, p in enumerate(self.placements)
                 if p.dim is not None and (p.tensor_dim is not None) == over_tensor
             ]
-            for bucket in _buckets(members, [x.nbytes for x in xs]):
+            for bucket in _buckets(members, [x.nbytes for x in xs], ALONE_BYTES if self.over_gloo else BUCKET_BYTES):
                 places = tuple(self.placements[i] for i in bucket)
                 exchange = partial(packed, places=places, collective=collective, degree=self._degree)
                 if over_tensor and not self.tensor_is_manual:
@@ -150,12 +151,12 @@ class Group:
         return out
 
 
-def _buckets(members: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
-    """Cuts `members` into runs of at most BUCKET_BYTES, a larger tensor alone."""
-    buckets: list[list[int]] = []
-    room = 0
-    for i in members:
-        if not buckets or nbytes[i] > room:
+def _buckets(members: Sequence[int], nbytes: Sequence[int], alone_bytes: int) -> list[list[int]]:
+    """Cuts `members` into runs of at most BUCKET_BYTES; tensors of `alone_bytes` or more are alone."""
+    buckets = [[i] for i in members if nbytes[i] >= alone_bytes]
+    room = -1
+    for i in (i for i in members if nbytes[i] < alone_bytes):
+        if nbytes[i] > room:
             buckets.append([])
             room = BUCKET_BYTES
         buckets[-1].append(i)

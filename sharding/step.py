@@ -85,7 +85,7 @@ class Sharded:
             placements=tuple(jax.tree.leaves(placements, is_leaf=is_placement)),
             scope=scope,
             hierarchical=self.layout.hierarchical,
-            by_ring=self.over_gloo,
+            over_gloo=self.over_gloo,
             tensor_is_manual=tensor_is_manual,
         )
 

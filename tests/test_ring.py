@@ -7,8 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from sharding import hlo
-from sharding.collectives import reduce_scatter_chunks
+from sharding.collectives import ALONE_BYTES, Group, reduce_scatter_chunks
 from sharding.mesh import MeshShape, find_nodes, make_mesh
+from sharding.spec import Placement
 from sharding.step import Sharded
 
 N = 6
@@ -66,3 +67,27 @@ def test_only_cpus_of_several_processes_use_it() -> None:
     assert over_gloo(Device("cpu", 0), Device("cpu", 1))
     assert not over_gloo(Device("cpu", 0), Device("cpu", 0))
     assert not over_gloo(Device("gpu", 0), Device("gpu", 1))
+
+
+def test_large_tensors_travel_unpacked() -> None:
+    """Over gloo: two small tensors in one gather, one of ALONE_BYTES in another; all come back whole."""
+    mesh = make_mesh(SHAPE, find_nodes(jax.devices(), 2))
+    rows = ALONE_BYTES // 4 // 16
+    tensors = [jnp.arange(8 * rows * 16.0).reshape(8 * rows, 16), jnp.arange(16.0), jnp.arange(24.0) * 2]
+    placements = tuple(Placement(dim=0, tensor_dim=None, ndim=x.ndim) for x in tensors)
+    group = Group(placements=placements, scope=SCOPE, hierarchical=True, over_gloo=True)
+    shards = [PartitionSpec(SCOPE)] * 3
+
+    def gather_and_back(shards: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        whole = group.gather(shards)
+        return group.reduce_scatter(whole), [x[None] for x in whole]
+
+    everywhere = [PartitionSpec(SCOPE)] * 3
+    mapped = jax.jit(jax.shard_map(gather_and_back, mesh=mesh, in_specs=(shards,), out_specs=(shards, everywhere)))
+    compiled = mapped.lower(tensors).compile()
+    summed, copies = compiled(tensors)
+    for x, total, copy in zip(tensors, summed, copies, strict=True):
+        np.testing.assert_array_equal(total, 8 * x)
+        np.testing.assert_array_equal(copy, np.broadcast_to(x, (8, *x.shape)))
+    kinds = [c.kind for c in hlo.read_collectives(compiled.as_text() or "", SHAPE)]
+    assert kinds.count("all-gather") == 2 * 2  # two levels
