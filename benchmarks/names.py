@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 
+def remat_of(name: str) -> str:
+    """Returns `model.remat`: `mics(2) dots` keeps the results of matrix products for the backward pass."""
+    return "dots" if "dots" in name else "full"
+
+
 def sharding_of(name: str) -> dict[str, Any]:
     """Returns the keys of the sharding section that a name means: `mics(4) flat`, `zero3 auto`, `node/node/all`."""
     strategy = name.split()[0]

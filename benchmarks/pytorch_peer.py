@@ -1,7 +1,7 @@
 """The standard workload in PyTorch, for benchmarks/strategies.py: DDP, or FSDP2 with full or hybrid sharding, on gloo.
 
     python -m cluster.emulate --nodes=4 --devices_per_node=2 --processes_per_node=2 --rate=1gbit \
-        -- PYTHON_WITH_TORCH benchmarks/pytorch_peer.py ddp|hsdp|zero3
+        -- PYTHON_WITH_TORCH benchmarks/pytorch_peer.py ddp|hsdp|zero3 [kept]
 
 One process a device, by torchrun's variables. The same model, batch and optimizer as configs/standard.py: 8 layers of
 512, f32, AdamW, activation checkpointing, one sequence a device, 4 micro-steps. `hsdp` all-reduces between nodes at
@@ -62,8 +62,8 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-def shard(model: nn.Module, mode: str) -> nn.Module:
-    """Returns the model under DDP or FSDP2."""
+def shard(model: nn.Module, mode: str, *, kept: bool) -> nn.Module:
+    """Returns the model under DDP or FSDP2; `kept` layers stay gathered for the backward pass."""
     if mode == "ddp":
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     local = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -73,7 +73,7 @@ def shard(model: nn.Module, mode: str) -> nn.Module:
     else:
         mesh = init_device_mesh("cpu", (world,))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=not kept)
     return fully_shard(model, mesh=mesh)
 
 
@@ -101,14 +101,14 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, mode: str, st
     return total
 
 
-def main(mode: str) -> None:
+def main(mode: str, *, kept: bool = False) -> None:
     """Trains a few steps and prints the median time of one."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     model = Decoder()
     model_bytes = 4 * sum(p.numel() for p in model.parameters())
-    model = shard(model, mode)
+    model = shard(model, mode, kept=kept)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     times, sent, losses = [], [], []
     for step in range(STEPS):
@@ -127,4 +127,4 @@ def main(mode: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], kept="kept" in sys.argv)

@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 
 import sweep
 from benchmarks import strategies_report
-from benchmarks.names import Cluster, link_bytes, sharding_of
+from benchmarks.names import Cluster, link_bytes, remat_of, sharding_of
 from metrics.environment import environment
 from sweeps.records import Record, State
 
@@ -37,10 +38,12 @@ COMPUTE = "compute only"  # the same rows on the same devices in one process: no
 STANDARD = (COMPUTE, "ddp", "zero1", "zero2", "zero3 flat", "zero3", "hsdp", "mics(1)", "mics(2)", "mics(4)", "mics(8)")
 STANDARD += ("mics(2) two-hop off", "mics(2) kept", "zero3 auto", "node/node/all", "none/node/all")
 SCALE_MODEL = ("mics(2)", "mics(4)", "mics(8)", "mics(4) flat", "mics(2) two-hop off", "zero3", "zero3 flat")
+KEY = ("mode", "strategy", "rate", "repetition")  # of a line
 GATHER_TO_FORWARD = 2.85  # MiCS section 1, BERT 10B under ZeRO-3
 FORWARDS = 4  # of a micro-step's time: forward, again for the backward pass, and the backward pass for two
-OURS_BESIDE_PYTORCH = ("ddp", "mics(2)", "mics(2) kept", "zero3", "zero3 flat")
-PYTORCH = ("ddp", "hsdp", "zero3")
+# `kept`: gathered once a micro-step, not again for the backward pass; `dots`: results of matrix products are kept
+OURS_BESIDE_PYTORCH = ("ddp", "mics(2)", "mics(2) kept dots", "zero3", "ddp dots")
+PYTORCH = ("ddp", "hsdp", "hsdp kept", "zero3")
 
 
 def main() -> int:
@@ -63,9 +66,10 @@ def main() -> int:
         failed = 0
         for repetition in range(options.repetitions):
             for rate in rates:
-                failed += run_ours(mode, names, rate, repetition)
-                if options.pytorch:
-                    failed += sum(run_pytorch(options.pytorch, name, rate, repetition) for name in PYTORCH)
+                for name in names:
+                    failed += run_ours(mode, name, rate, repetition)
+                for name in PYTORCH if options.pytorch else ():
+                    failed += run_pytorch(options.pytorch, name, rate, repetition)
         if failed:
             print(f"{failed} runs failed; what they said is in {WORKDIR}", file=sys.stderr)
             return 1
@@ -91,15 +95,17 @@ def scale_model_rate() -> str:
 # ---------------------------------------------------------------------------------------------------- ours
 
 
-def run_ours(mode: str, names: list[str], rate: str, repetition: int) -> int:
-    """Runs each strategy once at a rate and records what is new; returns how many failed."""
-    overrides = [overrides_of(name, rate, repetition) for name in names]
-    known = {(line["mode"], line["strategy"], line["rate"], line["repetition"]) for line in recorded()}
-    records = sweep.run(CONFIG, overrides, workdir=WORKDIR / mode, metric="step_time_s")
-    for name, record in zip(names, records, strict=True):
-        if record.state == State.FINISHED and (mode, name, rate, repetition) not in known:
-            add({"mode": mode, "strategy": name, "rate": rate, "repetition": repetition, **measured(name, record)})
-    return sum(record.state != State.FINISHED for record in records)
+def run_ours(mode: str, name: str, rate: str, repetition: int) -> bool:
+    """Runs a strategy at a rate and records it, if that is not done; says if it failed."""
+    if any((mode, name, rate, repetition) == tuple(line[key] for key in KEY) for line in recorded()):
+        return False
+    (record,) = sweep.run(CONFIG, [overrides_of(name, rate, repetition)], workdir=WORKDIR / mode, metric="step_time_s")
+    shutil.rmtree(record.run.run_dir / "checkpoints", ignore_errors=True)  # 300 MB
+    if record.state != State.FINISHED:
+        print(f"{name} at {rate}: {record.error}", file=sys.stderr)
+        return True
+    add(dict(zip(KEY, (mode, name, rate, repetition), strict=True)) | measured(name, record))
+    return False
 
 
 def overrides_of(name: str, rate: str, repetition: int) -> dict[str, Any]:
@@ -110,7 +116,8 @@ def overrides_of(name: str, rate: str, repetition: int) -> dict[str, Any]:
         return {**alone, "sharding.partition_size": 0, "repetition": f"{rate}-{repetition}"}
     keys = {f"sharding.{key}": value for key, value in sharding_of(name).items()}
     cluster = {"emulate.nodes": CLUSTER.nodes, "emulate.devices_per_node": CLUSTER.devices_per_node}
-    return {**keys, **cluster, "emulate.rate": rate, "repetition": repetition}
+    model = {"model.remat": remat_of(name)} if remat_of(name) != "full" else {}
+    return {**keys, **model, **cluster, "emulate.rate": rate, "repetition": repetition}
 
 
 def measured(name: str, record: Record) -> dict[str, Any]:
@@ -157,17 +164,21 @@ def add(line: dict[str, Any]) -> None:
 
 def run_pytorch(python: str, name: str, rate: str, repetition: int) -> bool:
     """Runs PyTorch's DDP, hybrid or full sharding on the same emulated cluster and records it; says if it failed."""
+    if any(("pytorch", f"pytorch {name}", rate, repetition) == tuple(line[key] for key in KEY) for line in recorded()):
+        return False
     options = [f"--{key}={value}" for key, value in vars(CLUSTER).items()]
     options += [f"--processes_per_node={CLUSTER.devices_per_node}", f"--rate={rate}"]
     command = [sys.executable, "-m", "cluster.emulate", *options, f"--workdir={WORKDIR}/pytorch_{name}", "--"]
-    command += [python, "benchmarks/pytorch_peer.py", name]
+    command += [python, "benchmarks/pytorch_peer.py", *name.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     result = re.search(r"^RESULT (.*)$", done.stdout, re.MULTILINE)
     if not result:
         print(f"pytorch {name} at {rate}: {(done.stderr or done.stdout).strip()[-500:]}", file=sys.stderr)
         return True
-    line = {"mode": "pytorch", "strategy": f"pytorch {name}", "rate": rate, "repetition": repetition}
-    line |= vars(CLUSTER) | json.loads(result[1]) | {"command": f"{Path(python).name} {' '.join(command[-2:])}"}
+    line = dict(zip(KEY, ("pytorch", f"pytorch {name}", rate, repetition), strict=True))
+    line |= (
+        vars(CLUSTER) | json.loads(result[1]) | {"command": f"{Path(python).name} benchmarks/pytorch_peer.py {name}"}
+    )
     add(line | machine())
     print(f"pytorch {name} at {rate}: {line['step_time_s']:.2f} s a step", flush=True)
     return False
