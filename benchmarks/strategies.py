@@ -42,7 +42,7 @@ KEY = ("mode", "strategy", "rate", "repetition")  # of a line
 GATHER_TO_FORWARD = 2.85  # MiCS section 1, BERT 10B under ZeRO-3
 FORWARDS = 4  # of a micro-step's time: forward, again for the backward pass, and the backward pass for two
 # `kept`: gathered once a micro-step, not again for the backward pass; `dots`: results of matrix products are kept
-OURS_BESIDE_PYTORCH = ("ddp", "mics(2)", "mics(2) kept dots", "zero3", "ddp dots")
+OURS_BESIDE_PYTORCH = ("ddp", "mics(2)", "mics(2) kept dots", "zero3")
 PYTORCH = ("ddp", "hsdp", "hsdp kept", "zero3")
 
 

@@ -1,0 +1,34 @@
+"""What crosses the links of an emulated cluster in a step: the formulas of MiCS section 3, within 2 %."""
+
+import json
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+from emulating import EMULATED, emulate, finish
+from running import IGNORED, TRAIN, XLA_FLAGS, arguments, rows
+
+from benchmarks.names import Cluster, link_bytes, sharding_of
+
+pytestmark = [IGNORED, EMULATED, pytest.mark.slow]
+CLUSTER = Cluster(nodes=2, devices_per_node=2)
+CONTROL_BYTES = 20_000  # a step: heartbeats, jax's coordination, acknowledgements of a step that is short here
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3 flat", "zero3", "mics(2)", "mics(2) two-hop off", "node/node/all")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_wire_carries_the_formula(name: str, tmp_path: Path) -> None:
+    """Sent and received by node 0; embedding and head, gathered once and not twice, are small here."""
+    model = {"model__hidden": 128, "model__intermediate": 512, "model__num_layers": 12}
+    sharding = {f"sharding__{key}": value for key, value in sharding_of(name).items()}
+    changes = model | sharding | {"num_steps": 4, "checkpoint__every": 0, "batch__global_size": 8}
+    command = ["env", f"XLA_FLAGS={XLA_FLAGS}", sys.executable, str(TRAIN), *arguments(tmp_path / "run", **changes)]
+    code, out, err = finish(emulate(tmp_path, command, "--rate=1gbit"))
+    assert code == 0, out + err
+    logged = rows(tmp_path / "run")
+    num_params = json.loads((tmp_path / "run" / "environment.json").read_text())["num_params"]
+    formula = link_bytes(name, CLUSTER, model_bytes=4 * num_params, accum=2)
+    for key in ("wire_tx_bytes", "wire_rx_bytes"):
+        carried = median(row[key] for row in logged[1:])
+        assert abs(carried - formula) < 0.02 * formula + CONTROL_BYTES, (carried, formula)
