@@ -1,4 +1,4 @@
-"""The strategies of the benchmarks: what a name stands for, and the bytes that DESIGN's formulas give it."""
+"""The strategies of the benchmarks: what a name stands for, and its bytes by the formulas of docs/concepts.md."""
 
 import re
 from dataclasses import dataclass

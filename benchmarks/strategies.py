@@ -4,7 +4,7 @@
     python -m benchmarks.strategies --scale_model
     python -m benchmarks.strategies --pytorch=PYTHON
 
-The standard workload (configs/standard.py) on 4 nodes of 2 devices, as a sweep over (repetition, rate, strategy), in
+The standard workload (configs/standard.py) on 4 nodes of 2 devices, swept over (repetition, rate, strategy), in
 that order, so that repetitions are interleaved; the same command again runs only what is missing. `--scale_model`
 chooses the rate so that gathering takes 2.85 times the forward pass under ZeRO-3, as BERT 10B did on p3dn.24xlarge
 (MiCS section 1). `--pytorch` runs ours and PyTorch's in turn (benchmarks/pytorch_peer.py, by a Python that has
@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from typing import Any
 import sweep
 from benchmarks import strategies_report
 from benchmarks.names import Cluster, link_bytes, remat_of, sharding_of
+from cluster.links import Links
 from metrics.environment import environment
 from sweeps.records import Record, State
 
@@ -40,7 +42,9 @@ STANDARD += ("mics(2) two-hop off", "mics(2) kept", "zero3 auto", "node/node/all
 SCALE_MODEL = ("mics(2)", "mics(4)", "mics(8)", "mics(4) flat", "mics(2) two-hop off", "zero3", "zero3 flat")
 KEY = ("mode", "strategy", "rate", "repetition")  # of a line
 GATHER_TO_FORWARD = 2.85  # MiCS section 1, BERT 10B under ZeRO-3
-FORWARDS = 4  # of a micro-step's time: forward, again for the backward pass, and the backward pass for two
+FORWARDS = (
+    4  # of a micro-step: forward, again for the backward pass, and the backward pass, which has twice its products
+)
 # `kept`: gathered once a micro-step, not again for the backward pass; `dots`: results of matrix products are kept
 OURS_BESIDE_PYTORCH = ("ddp", "mics(2)", "mics(2) kept dots", "zero3")
 PYTORCH = ("ddp", "hsdp", "hsdp kept", "zero3")
@@ -62,6 +66,8 @@ def main() -> int:
             *(SCALE_MODEL if options.scale_model else OURS_BESIDE_PYTORCH if options.pytorch else STANDARD)
         ]
         rates = [scale_model_rate()] if options.scale_model else options.rates.split(",")
+        for rate in rates:
+            Links(rate=rate)  # ValueError says what is wrong with it
         mode = "scale_model" if options.scale_model else "pytorch" if options.pytorch else "standard"
         failed = 0
         for repetition in range(options.repetitions):
@@ -83,7 +89,13 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def scale_model_rate() -> str:
-    """Returns the rate at which a flat gather takes 2.85 times the forward pass, from the compute that is recorded."""
+    """Returns the rate at which a flat gather takes 2.85 times the forward pass, from the compute that is recorded.
+
+    The rate of earlier runs, if there are some: their times are to be compared.
+    """
+    used = [line["rate"] for line in recorded() if line["mode"] == "scale_model"]
+    if used:
+        return used[0]
     steps = [line for line in recorded() if line["strategy"] == COMPUTE]
     if not steps:
         raise SystemExit(f"error: the scale model needs a time of its forward pass: --only='{COMPUTE}' records it")
@@ -141,7 +153,7 @@ def measured(name: str, record: Record) -> dict[str, Any]:
         "compiled_inter_bytes": 0 if alone else CLUSTER.devices_per_node * compiled["inter_bytes"],
         "compiled_intra_bytes": 0 if alone else CLUSTER.devices_per_node * compiled["intra_bytes"],
         "losses": [row["loss"] for row in rows],
-        "command": "python " + " ".join(record.run.command[1:]),
+        "command": shlex.join("python" if word == sys.executable else word for word in record.run.command),
         **machine(),
     }
 

@@ -17,7 +17,7 @@ def exchange(sharded: Sharded) -> optax.GradientTransformation:
 
     The first of a chain: every transform behind it sees ordinary global arrays, so its norms are right by construction.
     Where the optimizer state's scope is wider than the gradients', it reduce-scatters over the difference and
-    all-reduces only over what is left (MiCS section 3.4; DESIGN 6.3: `2 (M/p) (R-1)/R` bytes a device).
+    all-reduces only over what is left (MiCS section 3.4; docs/concepts.md: `2 (M/p) (R-1)/R` bytes a device).
     """
     layout = sharded.layout
     replicas = layout.replica_axes

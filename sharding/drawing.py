@@ -24,7 +24,7 @@ def holdings(layout: Layout, scope: tuple[str, ...] | None = None) -> np.ndarray
     """Returns `[nodes, devices_per_node, 3]`: group, shard and tensor slice of each device under `scope`.
 
     The scope is the parameters' if none is given. Groups are numbered by their first device, shards as a PartitionSpec
-    over the scope counts them: those of a node are far apart where a scope spans nodes (DESIGN 3: hierarchical gather).
+    over the scope counts them: those of a node are far apart where a scope spans nodes (hierarchical gather).
     """
     shape, scope = layout.shape, layout.parameters if scope is None else scope
     coordinates = np.unravel_index(np.arange(shape.num_devices), tuple(shape.sizes.values()))

@@ -1,4 +1,4 @@
-"""The compiled program of each strategy holds exactly the collectives of the formulas of DESIGN 6.3."""
+"""The compiled program of each strategy holds exactly the collectives of the formulas of docs/concepts.md."""
 
 import math
 from collections import Counter

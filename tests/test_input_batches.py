@@ -32,7 +32,7 @@ def steps_of(dataset, rows, start, count, prefetch=2, global_size=GLOBAL_SIZE):
 
 
 def assert_rows(batch, rows, step, dataset, global_size=GLOBAL_SIZE):
-    """Compares with DESIGN 6.1 written out: row r of step t is dataset[t * G + r]."""
+    """Compares with the rule written out: row r of step t is dataset[t * G + r]."""
     for name in ("tokens", "targets", "weights"):
         expected = np.stack([dataset[step * global_size + row][name] for row in rows])
         np.testing.assert_array_equal(batch[name], expected)

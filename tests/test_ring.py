@@ -41,7 +41,7 @@ def test_ring_reduce_scatter(hierarchical: bool) -> None:
 
 @pytest.mark.parametrize(("hierarchical", "inter", "intra"), [(True, 3 / 8, 4 / 8), (False, 7 / 16, 7 / 16)])
 def test_its_bytes_are_the_formulas(hierarchical: bool, inter: float, intra: float) -> None:
-    """Of M = 8 N floats a device: (p-k)M/p and (p-1)M/p a node, half of that a device (DESIGN 6.3)."""
+    """Of M = 8 N floats a device: (p-k)M/p and (p-1)M/p a node, half of that a device (docs/concepts.md)."""
     collectives = hlo.read_collectives(scatter(hierarchical)[0].as_text() or "", SHAPE)
     assert {c.kind for c in collectives} == {"collective-permute"}
     sent = hlo.bytes_per_step(collectives)

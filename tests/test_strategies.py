@@ -1,4 +1,4 @@
-"""Every strategy gives the losses of a single device that knows no sharding (DESIGN 6.2), to 1e-5 relative in f32."""
+"""Every strategy gives the losses of a single device that knows no sharding, to 1e-5 relative in f32."""
 
 import itertools
 
