@@ -105,7 +105,8 @@ def standard_section(lines: Sequence[Line]) -> str:
     parts = [
         "## Bytes that a node sends to others, a step\n\n"
         "The formula is that of docs/concepts.md (gathers count embedding and head twice, which are gathered once: "
-        "0.5 % too much); compiled is read from the program; the wire is node 0's interface, headers and control traffic included.",
+        "0.5 % too much); compiled is read from the program; the wire is node 0's interface, headers and control "
+        "traffic included.",
         "\n".join([head, *rows]),
         "![Bytes a step between nodes and inside them](images/strategies_bytes.png)",
     ]

@@ -1,0 +1,73 @@
+"""What benchmarks/results/strategies.jsonl says was measured: the formula's bytes, and losses that never change."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.names import Cluster, link_bytes, scopes_of, sharding_of
+from benchmarks.strategies import recorded
+
+CONTROL_BYTES = 500_000  # a step of 10 to 60 s: heartbeats, jax's coordination, acknowledgements
+OURS = [line for line in recorded() if line["wire_tx_bytes"] and not line["strategy"].startswith("pytorch")]
+CLUSTER = Cluster(nodes=4, devices_per_node=2)
+
+
+def name(line: dict[str, Any]) -> str:
+    return "-".join(str(line[key]) for key in ("mode", "strategy", "rate", "repetition"))
+
+
+@pytest.mark.parametrize("line", [line for line in OURS if "auto" not in line["strategy"]], ids=name)
+def test_wire_and_program_carry_the_formula(line: dict[str, Any]) -> None:
+    formula = link_bytes(line["strategy"], CLUSTER, model_bytes=line["model_bytes"], accum=line["accum"])
+    assert abs(line["compiled_inter_bytes"] - formula) < 0.02 * formula
+    for key in ("wire_tx_bytes", "wire_rx_bytes"):
+        assert abs(line[key] - formula) < 0.02 * formula + CONTROL_BYTES, line[key] / formula
+
+
+def test_the_losses_are_the_same() -> None:
+    losses = [line["losses"] for line in recorded() if not line["strategy"].startswith("pytorch")]
+    assert len(losses) > 10
+    for other in losses:
+        np.testing.assert_allclose(other, losses[0], rtol=1e-5)
+
+
+def test_the_scale_model_is_monotone_in_the_group_size() -> None:
+    """Figure 12's order: the larger the group, the longer the step."""
+    found = {line["strategy"]: line["step_time_s"] for line in OURS if line["mode"] == "scale_model"}
+    times = [found[f"mics({p})"] for p in (2, 4, 8)]
+    assert all(a < b for a, b in itertools.pairwise(times)), times
+
+
+@pytest.mark.parametrize(
+    ("strategy", "scopes", "megabytes"),
+    [
+        ("ddp", (1, 1, 1), 2 * 7 / 8 * 100),
+        ("zero1", (1, 1, 8), 2 * 6 / 8 * 100),
+        ("zero2", (1, 8, 8), (4 + 1) * 6 / 8 * 100),
+        ("zero3", (8, 8, 8), 12 * 6 / 8 * 100),
+        ("zero3 flat", (8, 8, 8), 12 * 7 / 8 * 100),
+        ("mics(4)", (4, 4, 4), 12 * 2 / 4 * 100 + 2 * 2 * 100 / 4 * 1 / 2),
+        ("mics(2)", (2, 2, 2), 2 * 2 * 100 / 2 * 3 / 4),
+        ("mics(2) two-hop off", (2, 2, 2), 4 * 2 * 7 / 8 * 100),
+        ("node/node/all", (2, 2, 8), 2 * 6 / 8 * 100),
+    ],
+)
+def test_formulas(strategy: str, scopes: tuple[int, int, int], megabytes: float) -> None:
+    """Written out for 4 nodes of 2 and 4 micro-steps, for a model of 100 MB."""
+    assert scopes_of(strategy, CLUSTER) == scopes
+    assert link_bytes(strategy, CLUSTER, model_bytes=100e6, accum=4) == pytest.approx(megabytes * 1e6)
+
+
+def test_names() -> None:
+    assert sharding_of("mics(4) flat") == sharding_of("mics(4)") | {"hierarchical": False}
+    assert sharding_of("mics(4)")["partition_size"] == 4 and sharding_of("ddp")["partition_size"] == 0
+    assert not sharding_of("mics(2) two-hop off")["two_hop"]
+    assert [sharding_of("node/none/all")[key] for key in ("strategy", "parameters", "gradients", "optimizer")] == [
+        "custom",
+        "node",
+        "none",
+        "all",
+    ]
+    assert sharding_of("zero3 auto")["partitioner"] == "auto"
