@@ -5,7 +5,8 @@
 
 Each run is train.py in a directory named by the content of its config, so that the same command again does only what is
 missing. Leaves `results.csv`, `results.md` and `index.html`. Exit codes: 0 all runs finished, or the SLURM array is
-submitted; 75 stopped, the same command goes on; 2 a mistake in the file or the flags; 1 a run failed.
+submitted; 75 stopped, the same command goes on; 2 a mistake in the file or the flags; 1 a run failed,
+or the machine.
 """
 
 import argparse
@@ -15,8 +16,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
+from cluster.command_line import OneLineParser, complain
 from configs.overrides import Overrides
 from sweeps import slurm
 from sweeps.live import Live
@@ -24,8 +25,6 @@ from sweeps.plan import Run, SweepFile, load_file, plan, points
 from sweeps.pool import EXIT_RESUMABLE, OUTPUT_FILE, Job, last_error, run_all
 from sweeps.records import Record, State, best, is_finished, metric_text, record
 from sweeps.report import write_report
-
-EXIT_BAD_CONFIG = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +51,7 @@ def main(argv: Sequence[str]) -> int:
             return run_on_slurm(sweep)
         return run_here(sweep)
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
+        return complain(error)
     except KeyboardInterrupt:
         return EXIT_RESUMABLE
 
@@ -81,14 +79,6 @@ def run(
 
 
 # ------------------------------------------------------------------------------------------- the command line
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises ValueError."""
-        raise ValueError(message)
 
 
 def parser() -> OneLineParser:

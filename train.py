@@ -43,7 +43,7 @@ from sharding.step import TrainState
 
 EXIT_BAD_CONFIG = 2
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
-# What a resumed run may change: none of it changes what is learned (DESIGN 6.2); data is known by its fingerprint.
+# What a resumed run may change: it is not what is learned (docs/training.md); data is known by its fingerprint.
 MAY_CHANGE = ("mesh.", "sharding.", "checkpoint.", "elastic.", "eval.", "sample.", "log_every", "batch.micro_size")
 MAY_CHANGE += ("model.remat", "model.attention", "data.prefetch", "data.path", "data.tokenizer_path")
 
@@ -69,7 +69,10 @@ def main(argv: Sequence[str]) -> int:
             workdir = Path(values.workdir or Path("runs") / door.config_name(values))
             elastic = door.settings(ElasticConfig, config.elastic, "elastic")
             start_jax(config, values)
-            heartbeat.start(jax.process_index(), meet(values.coordinator), elastic.silence_s)
+            code = EXIT_RESUMABLE  # a process that is lost before all have met
+            peers = meet(values.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS"))
+            heartbeat.start(jax.process_index(), peers, elastic.silence_s)
+            code = EXIT_BAD_CONFIG
             if is_finished(config, workdir):
                 if jax.process_index() == 0:
                     print(f"{workdir} is finished: {config.num_steps} steps are done")

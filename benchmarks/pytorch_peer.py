@@ -1,18 +1,23 @@
 """The standard workload in PyTorch, for benchmarks/strategies.py: DDP, or FSDP2 with full or hybrid sharding, on gloo.
 
     python -m cluster.emulate --nodes=4 --devices_per_node=2 --processes_per_node=2 --rate=1gbit \
-        -- PYTHON_WITH_TORCH benchmarks/pytorch_peer.py ddp|hsdp|zero3 [kept]
+        -- PYTHON_WITH_TORCH benchmarks/pytorch_peer.py ddp|hsdp|zero3 [kept] [dots]
 
 One process a device, by torchrun's variables. The same model, batch and optimizer as configs/standard.py: 8 layers of
 512, f32, AdamW, activation checkpointing, one sequence a device, 4 micro-steps. `hsdp` all-reduces between nodes at
-the last micro-step only: MiCS's schedule. Rank 0 prints one line: RESULT and a JSON object.
+the last micro-step only: MiCS's schedule. `kept`: layers stay gathered for the backward pass; `dots`: products with
+weights are kept for it. Rank 0 prints one line: RESULT and a JSON object.
 """
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# PyTorch is the peer, no dependency: it is in an environment of its own.
 
 import json
 import os
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,9 +26,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 LAYERS, HIDDEN, HEADS, MLP, VOCAB, SEQ = 8, 512, 8, 2048, 256, 256
+PRODUCTS = [torch.ops.aten.mm.default]
 ACCUM, STEPS = 4, 3  # the first of the steps is not timed
 
 
@@ -47,10 +53,11 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The decoder, every layer checkpointed."""
+    """The decoder, every layer checkpointed; with `dots`, products with weights are kept for the backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, dots: bool) -> None:
         super().__init__()
+        self.selective = {"context_fn": partial(create_selective_checkpoint_contexts, PRODUCTS)} if dots else {}
         self.token, self.position = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(SEQ, HIDDEN)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
@@ -58,7 +65,7 @@ class Decoder(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=False, **self.selective)
         return self.head(self.norm(x))
 
 
@@ -101,12 +108,12 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, mode: str, st
     return total
 
 
-def main(mode: str, *, kept: bool = False) -> None:
+def main(mode: str, *, kept: bool, dots: bool) -> None:
     """Trains a few steps and prints the median time of one."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
-    model = Decoder()
+    model = Decoder(dots=dots)
     model_bytes = 4 * sum(p.numel() for p in model.parameters())
     model = shard(model, mode, kept=kept)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -127,4 +134,4 @@ def main(mode: str, *, kept: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], kept="kept" in sys.argv)
+    main(sys.argv[1], kept="kept" in sys.argv, dots="dots" in sys.argv)

@@ -44,14 +44,14 @@ def measured(flags: list[str]) -> int:
     settled = experiment.Experiment.settled
     marks: list[list[float]] = []
 
-    def observe(self: experiment.Experiment, result: Any) -> Any:
-        result = settled(self, result)
+    def observe(self: experiment.Experiment, results: Any) -> Any:
+        results = settled(self, results)
         usage = resource.getrusage(resource.RUSAGE_SELF)
         marks.append([time.perf_counter(), usage.ru_utime, usage.ru_stime, usage.ru_minflt])
         if len(marks) > 1 and os.environ["JAX_PROCESS_ID"] == "0":
             wall_s, user_s, system_s, faults = (new - old for old, new in zip(*marks[-2:], strict=True))
             print(f"wall {wall_s:.2f} s, user {user_s:.2f} s, system {system_s:.2f} s, page faults {faults:.0f}")
-        return result
+        return results
 
     experiment.Experiment.settled = observe
     return train.main(["train.py", *flags])

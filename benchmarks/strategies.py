@@ -41,13 +41,12 @@ STANDARD = (COMPUTE, "ddp", "zero1", "zero2", "zero3 flat", "zero3", "hsdp", "mi
 STANDARD += ("mics(2) two-hop off", "mics(2) kept", "zero3 auto", "node/node/all", "none/node/all")
 SCALE_MODEL = ("mics(2)", "mics(4)", "mics(8)", "mics(4) flat", "mics(2) two-hop off", "zero3", "zero3 flat")
 KEY = ("mode", "strategy", "rate", "repetition")  # of a line
+PYTORCH_S = 1800  # a run takes minutes
 GATHER_TO_FORWARD = 2.85  # MiCS section 1, BERT 10B under ZeRO-3
-FORWARDS = (
-    4  # of a micro-step: forward, again for the backward pass, and the backward pass, which has twice its products
-)
-# `kept`: gathered once a micro-step, not again for the backward pass; `dots`: results of matrix products are kept
-OURS_BESIDE_PYTORCH = ("ddp", "mics(2)", "mics(2) kept dots", "zero3")
-PYTORCH = ("ddp", "hsdp", "hsdp kept", "zero3")
+FORWARDS = 4  # of a micro-step: one, one again for the backward pass, which itself has twice the products of one
+# `kept`: gathered once a micro-step, not again for the backward pass; `dots`: results of products with weights are kept
+OURS_BESIDE_PYTORCH = ("ddp", "ddp dots", "mics(2)", "mics(2) kept dots", "zero3")
+PYTORCH = ("ddp", "ddp dots", "hsdp", "hsdp kept dots", "zero3")
 
 
 def main() -> int:
@@ -180,9 +179,14 @@ def run_pytorch(python: str, name: str, rate: str, repetition: int) -> bool:
         return False
     options = [f"--{key}={value}" for key, value in vars(CLUSTER).items()]
     options += [f"--processes_per_node={CLUSTER.devices_per_node}", f"--rate={rate}"]
-    command = [sys.executable, "-m", "cluster.emulate", *options, f"--workdir={WORKDIR}/pytorch_{name}", "--"]
+    options += [f"--workdir={WORKDIR}/pytorch_{name.replace(' ', '_')}"]
+    command = [sys.executable, "-m", "cluster.emulate", *options, "--"]
     command += [python, "benchmarks/pytorch_peer.py", *name.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=PYTORCH_S)
+    except subprocess.TimeoutExpired as error:
+        print(f"pytorch {name} at {rate}: {error}", file=sys.stderr)
+        return True
     result = re.search(r"^RESULT (.*)$", done.stdout, re.MULTILINE)
     if not result:
         print(f"pytorch {name} at {rate}: {(done.stderr or done.stdout).strip()[-500:]}", file=sys.stderr)

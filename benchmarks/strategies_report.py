@@ -10,11 +10,12 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from cluster.links import Links
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "strategies.md"
 IMAGES = ROOT / "docs" / "images"
 COMPUTE = "compute only"
-BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 Line = dict[str, Any]
 
 
@@ -39,7 +40,7 @@ def write(lines: Sequence[Line]) -> None:
 
 def bytes_per_s(rate: str) -> float:
     """Returns what a link of tc's rate carries one way."""
-    return float(rate[:-4]) * BITS[rate[-4:]] / 8
+    return Links(rate=rate).rate_bits() / 8
 
 
 def rates_of(lines: Sequence[Line]) -> list[str]:
@@ -106,7 +107,7 @@ def standard_section(lines: Sequence[Line]) -> str:
         "## Bytes that a node sends to others, a step\n\n"
         "The formula is that of docs/concepts.md (gathers count embedding and head twice, which are gathered once: "
         "0.5 % too much); compiled is read from the program; the wire is node 0's interface, headers and control "
-        "traffic included.",
+        "traffic included. `zero3 auto` has no formula: the compiler chose its collectives.",
         "\n".join([head, *rows]),
         "![Bytes a step between nodes and inside them](images/strategies_bytes.png)",
     ]
@@ -176,9 +177,10 @@ def pytorch_section(lines: Sequence[Line]) -> str:
         rows.append(f"| {name} | {' | '.join(cells)} | {one(lines, name, 'wire_tx_bytes') / 1e6:.0f} |")
     pairs = (
         ("mics(2)", "pytorch hsdp"),
-        ("mics(2) kept dots", "pytorch hsdp kept"),
+        ("mics(2) kept dots", "pytorch hsdp kept dots"),
         ("zero3", "pytorch zero3"),
         ("ddp", "pytorch ddp"),
+        ("ddp dots", "pytorch ddp dots"),
     )
     ratios = [
         f"| {theirs} / {ours} | {' | '.join(ratio(lines, ours, theirs, rate) for rate in rates)} | |"
@@ -190,7 +192,7 @@ def pytorch_section(lines: Sequence[Line]) -> str:
             "## Beside PyTorch\n\nDDP and FSDP2 on gloo (`benchmarks/pytorch_peer.py`, one process and one thread a "
             "device), run in turn with ours (one process a node): same model and batch, f32 on the wire and in the "
             "sums, layers rematerialised. `kept`: gathered once a micro-step, and not again for the backward pass; "
-            "`dots`, ours alone: results of matrix products are kept too, instead of computed again. train.py tells "
+            "`dots`: products with weights are kept too, and not computed again. train.py tells "
             "glibc to keep freed memory; PyTorch's allocator was left as it is.",
             "\n".join([head, *rows, *ratios]),
         ]

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ class Control:
     def __enter__(self) -> "Control":
         root = self._folder.parent
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(root)
         with contextlib.ExitStack() as undo:
             with _locked(root / "register"):  # one at a time looks at what the others left
                 for left in filter(_is_free, root.glob("*/")):
@@ -71,7 +73,7 @@ class Control:
                     raise ValueError(f"a cluster named {self._name} is running; end it, or give another --name")
                 self._folder.mkdir()
                 undo.enter_context(_locked(self._folder / "lock"))
-            undo.callback(shutil.rmtree, self._folder)
+            undo.callback(self._remove)
             self._listener = undo.enter_context(socket.socket(socket.AF_UNIX))
             self._listener.bind(str(self._folder / "socket"))
             self._listener.listen()
@@ -82,17 +84,21 @@ class Control:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
+    def _remove(self) -> None:
+        with _locked(self._folder.parent / "register"):  # who looks meanwhile would take it for one of the dead
+            shutil.rmtree(self._folder)
+
     def answer(self, handle: Callable[[dict[str, Any]], str]) -> None:
-        """Answers the requests that wait; what `handle` raises is its answer."""
+        """Answers the requests that wait; what `handle` raises is its answer, and no request ends the job."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 connection, _ = self._listener.accept()
                 with connection, contextlib.suppress(OSError):  # whoever asked went away
                     connection.settimeout(REQUEST_S)
-                    request = json.loads(connection.makefile().readline() or "{}")
+                    line = connection.makefile().readline()  # cut short if it was killed while it asked
                     try:
-                        answer = {"said": handle(request)}
-                    except (ValueError, OSError) as error:
+                        answer = {"said": handle(json.loads(line))}
+                    except (ValueError, LookupError, TypeError, OSError, subprocess.SubprocessError) as error:
                         answer = {"error": str(error)}
                     connection.sendall(json.dumps(answer).encode() + b"\n")
 
@@ -102,6 +108,13 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _check_owner(folder: Path) -> None:
+    """Raises ValueError if others may have made the folder or may write to it: they could answer for us."""
+    about = folder.stat()
+    if about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        raise ValueError(f"{folder} is not this user's alone; remove it, or set XDG_RUNTIME_DIR to a folder that is")
 
 
 def _is_free(folder: Path) -> bool:

@@ -16,16 +16,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from cluster import namespaces
+from cluster.command_line import OneLineParser, complain
 from cluster.control import Control, ask
 from cluster.job import Job, Outcome
 from cluster.links import Links
 from cluster.nodes import Cluster
 from cluster.table import Monitor, shown
 
-EXIT_BAD_INPUT = 2
 POLL_S = 0.05
 NODE_VERBS = {
     "cut": "drop all packets from and to a node: peers see silence",
@@ -34,14 +34,6 @@ NODE_VERBS = {
     "stop": "SIGSTOP to all processes of a node",
     "cont": "undo stop",
 }
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose mistakes are ValueErrors: one line, like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises the mistake."""
-        raise ValueError(message)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,8 +50,7 @@ def main(argv: Sequence[str]) -> int:
         namespaces.become_privileged([sys.executable, "-m", "cluster.emulate", *argv[1:]])
         return run(options, links, [program, *command[1:]]).exit_code
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_BAD_INPUT if isinstance(error, ValueError) else 1
+        return complain(error)
     except KeyboardInterrupt:  # before the program ran
         return 128 + signal.SIGINT
 
@@ -70,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns the options and, after `--`, the program with its arguments; ValueError says what is wrong."""
     ours, command = split(argv)
-    parser = Parser(prog="python -m cluster.emulate", description=__doc__, allow_abbrev=False)
+    parser = OneLineParser(prog="python -m cluster.emulate", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--devices_per_node", type=int, required=True, help="JAX's virtual devices of each node")
@@ -112,9 +103,9 @@ def check_program(command: Sequence[str]) -> str:
 def control(argv: Sequence[str]) -> str:
     """Asks a running emulation and returns its answer."""
     ours, command = split(argv)
-    parser = Parser(prog="python -m cluster.emulate ctl", allow_abbrev=False)
+    parser = OneLineParser(prog="python -m cluster.emulate ctl", allow_abbrev=False)
     parser.add_argument("--name", help="which cluster; not needed if one is running")
-    verbs = parser.add_subparsers(dest="verb", required=True, parser_class=Parser)
+    verbs = parser.add_subparsers(dest="verb", required=True, parser_class=OneLineParser)
     verbs.add_parser("status", help="a table of the nodes")
     verbs.add_parser("add", help="bring up one more node, and start a program there: add -- PROGRAM ...")
     for verb, text in NODE_VERBS.items():
@@ -162,14 +153,17 @@ def run(options: argparse.Namespace, links: Links, command: Sequence[str]) -> Ou
 
 
 def named_paths(command: Sequence[str]) -> list[Path]:
-    """Returns the files and folders that a command names, its `--workdir` among them: nodes are to share them."""
+    """Returns the files and folders that a command names: nodes are to share them.
+
+    Its `--workdir` is among them, and the whole environment of a Python.
+    """
     paths = [Path(sys.prefix)]
     for argument in command:
-        value = argument.split("=", 1)[-1]
         if argument.startswith("--workdir="):
-            os.makedirs(value, exist_ok=True)
-        if os.path.exists(value):  # false for what cannot be a path
-            paths.append(Path(value))
+            os.makedirs(argument.split("=", 1)[1], exist_ok=True)
+        named = [Path(text) for text in (argument, argument.split("=", 1)[-1]) if os.path.exists(text)]
+        environments = [path.absolute().parent.parent for path in named]  # of each that is a `bin/python` of one
+        paths += [*named, *(folder for folder in environments if (folder / "pyvenv.cfg").exists())]
     return paths
 
 

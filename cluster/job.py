@@ -105,7 +105,6 @@ class Job:
         """Passes a signal on to all processes and lets them take their time; the second time it is SIGKILL."""
         self._send(signal.SIGKILL if self._interrupted else number)
         self._interrupted = True
-        self._deadline_s = float("inf")
 
     def outcome(self) -> Outcome:
         """Returns how the job ended: with the exit code of the process that failed first, if one did."""
@@ -140,7 +139,8 @@ class Job:
 
     def _note_failure(self, process: Process) -> None:
         self._failure = process
-        if self.is_running() and not self._interrupted:
+        stops_as_told = self._interrupted and process.code == RESUMABLE
+        if self.is_running() and not stops_as_told:
             self._deadline_s = time.monotonic() + self._grace_s
             print(
                 f"{process.name} on node{process.node} ended with exit code {process.code}; the others have "

@@ -39,7 +39,7 @@ class Links:
         """Returns the bits per second; infinite without a limit."""
         if self.rate == "none":
             return float("inf")
-        return _parse("rate", self.rate, RATE, BITS, "1gbit, 200mbit, 64kbit or none")
+        return _parse("rate", self.rate, RATE, BITS, "1gbit, 200mbit, 500kbit or none")
 
     def latency_s(self) -> float:
         """Returns the time of a packet from node to node, in seconds."""

@@ -5,6 +5,7 @@ import ctypes
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +78,8 @@ def start_in(
     init: int, command: Sequence[str], env: Mapping[str, str], output: IO[bytes] | int
 ) -> subprocess.Popen[bytes]:
     """Starts a program in the node of process 1 `init`, as a child of this process."""
-    enter = ["nsenter", f"--target={init}", "--net", "--mount", "--uts", "--ipc", "--", "env", f"--chdir={os.getcwd()}"]
+    enter = ["nsenter", f"--target={init}", "--net", "--mount", "--uts", "--ipc", "--"]
+    enter += ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]  # nsenter's own --wd would be the folder outside
 
     def start() -> subprocess.Popen[bytes]:
         with open(f"/proc/{init}/ns/pid") as namespace:
@@ -116,24 +118,33 @@ def signal_all(init: int, number: int) -> None:
     signalled = {init}
     while new := set(_processes_in(namespace)) - signalled:
         for pid in new:
-            _kill(pid, number)
+            _signal(pid, number, namespace)
         signalled |= new
 
 
 def _processes_in(namespace: str) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and os.readlink(folder / "ns/pid") == namespace:
-                found.append(int(folder.name))
-        except OSError:  # gone in between, or another user's
-            continue
+        if folder.name.isdigit() and _is_in(namespace, int(folder.name)):
+            found.append(int(folder.name))
     return found
 
 
-def _kill(pid: int, number: int) -> None:
+def _is_in(namespace: str, pid: int) -> bool:
+    with contextlib.suppress(OSError):  # gone in between, or another user's
+        return os.readlink(f"/proc/{pid}/ns/pid") == namespace
+    return False
+
+
+def _signal(pid: int, number: int, namespace: str) -> None:
+    """Signals a process of a node; not one outside that got its number meanwhile."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+        process = os.pidfd_open(pid)
+        try:
+            if _is_in(namespace, pid):
+                signal.pidfd_send_signal(process, number)
+        finally:
+            os.close(process)
 
 
 def _in_thread(start: Callable[[], T]) -> T:

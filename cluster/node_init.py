@@ -21,12 +21,15 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(host_name: str, hosts: str, shared: list[str]) -> None:
-    """Makes a node with its host name and hosts file; `shared` are paths that stay visible under private folders."""
+    """Makes a node with its host name and hosts file; `shared` are paths that stay visible under private folders.
+
+    They are mounted in the order given where they do not show: a folder before what is in it.
+    """
     check(libc.unshare(NEW_MOUNTS | NEW_UTS | NEW_IPC | NEW_NETWORK), "unshare")
     socket.sethostname(host_name)
     mount("none", "/", None, RECURSIVE | PRIVATE)  # what is mounted from here on stays here
     mount(hosts, "/etc/hosts", None, BIND)
-    open_paths = [(path, os.open(path, os.O_PATH)) for path in sorted(shared)]  # parents first
+    open_paths = [(path, os.open(path, os.O_PATH)) for path in shared]
     mount("proc", "/proc", "proc")
     mount("sysfs", "/sys", "sysfs")  # else /sys/class/net would show the interfaces of the machine
     for folder in PRIVATE_FOLDERS:

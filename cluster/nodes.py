@@ -1,10 +1,11 @@
 """`Cluster`: emulated nodes, each with a network of its own, and a link of chosen speed from each to a switch."""
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -67,28 +68,32 @@ class Cluster:
             raise ValueError(f"--nodes={nodes}: from 1 to {MAX_NODES} have an address")
         self.nodes: list[Node] = []
         self.links = links
-        self.workdir = workdir.absolute()
+        self.workdir = workdir.resolve()
         self._num_nodes = nodes
-        self._shared = [self.workdir, Path.cwd(), *(path.absolute() for path in shared)]
+        named = [workdir, Path.cwd(), *shared]
+        real = {path.resolve() for path in named}
+        by_links = {path.absolute() for path in named} - real
+        self._shared = sorted(real) + sorted(by_links)  # parents first, and what a link leads to before the link
         self._hosts = self.workdir / "hosts"
 
     def __enter__(self) -> "Cluster":
         self.workdir.mkdir(parents=True, exist_ok=True)
-        self._hosts.write_text("127.0.0.1 localhost\n")
         with contextlib.ExitStack() as undo:
+            undo.enter_context(_claimed(self.workdir))
+            self._hosts.write_text("127.0.0.1 localhost\n")
             self._switch = namespaces.new_node("switch", self._hosts, [])
             undo.callback(self._close)
             bridge = [f"link add br0 mtu {MTU_BYTES} type bridge mcast_snooping 0", "link set br0 addrgenmode none up"]
             namespaces.configure(self._switch_network, "ip", bridge)
             for _ in range(self._num_nodes):
                 self.add()
-            undo.pop_all()
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
+        self._undo.close()
 
     def address(self, node: int) -> str:
         """Returns the IP address of a node."""
@@ -99,13 +104,22 @@ class Cluster:
         number = len(self.nodes)
         if number >= MAX_NODES:
             raise ValueError(f"there are {MAX_NODES} nodes, and no more addresses")
-        with self._hosts.open("a") as hosts:  # the same file is mounted in every node
-            hosts.write(f"{self.address(number)} node{number}\n")
-        init = namespaces.new_node(f"node{number}", self._hosts, self._shared)
-        network_fd = os.open(f"/proc/{init.pid}/ns/net", os.O_RDONLY)
-        node = Node(number=number, init=init, network_fd=network_fd, links=self.links)
+        with contextlib.ExitStack() as undo:
+            init = undo.enter_context(namespaces.new_node(f"node{number}", self._hosts, self._shared))
+            network_fd = os.open(f"/proc/{init.pid}/ns/net", os.O_RDONLY)
+            undo.callback(os.close, network_fd)
+            node = Node(number=number, init=init, network_fd=network_fd, links=self.links)
+            self._connect(node)
+            with self._hosts.open("a") as hosts:  # the same file is mounted in every node
+                hosts.write(f"{self.address(number)} node{number}\n")
+            undo.pop_all()
         self.nodes.append(node)
-        cable = f"address {_mac(number)} mtu {MTU_BYTES} netns {init.pid} type veth peer name p{number}"
+        return number
+
+    def _connect(self, node: Node) -> None:
+        """Puts the cable between a node and the switch, and gives it its address and limits."""
+        number = node.number
+        cable = f"address {_mac(number)} mtu {MTU_BYTES} netns {node.init.pid} type veth peer name p{number}"
         port = f"link set p{number} mtu {MTU_BYTES} master br0 addrgenmode none up"
         namespaces.configure(self._switch_network, "ip", [f"link add eth0 {cable}", port])
         # Known neighbours: a node that is gone is silent, as behind a real switch, and not "unreachable".
@@ -117,7 +131,6 @@ class Cluster:
         up = [f"addr add {self.address(number)}/24 dev eth0", "link set lo up", "link set eth0 addrgenmode none up"]
         namespaces.configure(node.network, "ip", [*up, *others])
         self._limit(node)
-        return number
 
     def start(
         self, node: int, command: Sequence[str], env: Mapping[str, str] | None = None, log: IO[bytes] | int = -1
@@ -215,6 +228,17 @@ class Cluster:
             os.close(node.network_fd)
         self._switch.wait(END_S)
         self.nodes.clear()
+
+
+@contextlib.contextmanager
+def _claimed(workdir: Path) -> Iterator[None]:
+    """Keeps other emulations out of the directory. ValueError if one is there."""
+    with (workdir / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another emulation uses --workdir={workdir}; give another one") from None
+        yield
 
 
 def _mac(node: int) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,13 +32,14 @@ class Monitor:
         self._job = job
         workdir = next((arg.split("=", 1)[1] for arg in command if arg.startswith("--workdir=")), None)
         self._metrics = Path(workdir) / "metrics.jsonl" if workdir else None
+        self._step = self._newest_step()
         self._before = self._now = self._sample()
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns one row per node, with the columns of `HEADER`; speeds are over a second or more."""
         if time.monotonic() - self._now.at_s >= SAMPLE_S:
             self._before, self._now = self._now, self._sample()
-        step = self._step()
+            self._step = self._newest_step()
         rows = []
         for node in self._job.cluster.nodes:
             speeds = [f"{speed / 1e6:.1f}" for speed in self._speeds(node.number)]
@@ -45,7 +47,7 @@ class Monitor:
             ended = [p.code for p in self._job.processes if p.node == node.number and p.code is not None]
             if ended and not node.marks:
                 state = f"exit code {max(ended)}"
-            rows.append((str(node.number), f"node{node.number}", node.links.rate, state, step, *speeds))
+            rows.append((str(node.number), f"node{node.number}", node.links.rate, state, self._step, *speeds))
         return rows
 
     def text(self) -> str:
@@ -66,13 +68,14 @@ class Monitor:
         took_s = self._now.at_s - self._before.at_s
         return (tx - tx_before) / took_s, (rx - rx_before) / took_s
 
-    def _step(self) -> str:
-        if not self._metrics or not self._metrics.exists():
-            return "-"
-        with self._metrics.open("rb") as file:
-            file.seek(max(0, self._metrics.stat().st_size - TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]  # after the last newline is a line that is being written
-        return str(json.loads(lines[-1])["step"]) if lines else "-"
+    def _newest_step(self) -> str:
+        """Returns the step of the last whole line; what cannot be read now is no reason to end a job."""
+        if self._metrics:
+            with contextlib.suppress(OSError, ValueError, KeyError, IndexError), self._metrics.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                lines = file.read().split(b"\n")[:-1]  # after the last newline is a line that is being written
+                return str(json.loads(lines[-1])["step"])
+        return "-"
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ Process 0 holds a TCP connection to every other process, and both ends of each s
 their own: compiling, restoring or waiting in a collective is not silence. A process that ends says so before it closes
 its connection. Whoever misses another for too long tells all whom it reaches; each prints what happened and ends by
 `os._exit`, because its main thread may be in a collective that never returns. (How long a main thread may take for a
-step is not judged here; the threads that beat know the last step of every process.)
+step is not judged here.) A line carries the last step of its sender; what process 0 passes on, the last steps of all.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -50,6 +51,8 @@ class Peer:
     host: str
     connection: socket.socket
     unread: bytes = b""
+    unsent: bytes = b""
+    sending: threading.Lock = field(default_factory=threading.Lock)  # the main thread sends too
     heard_s: float = field(default_factory=time.monotonic)
     said_goodbye: bool = False
     gone: bool = False  # it closed its connection
@@ -58,9 +61,10 @@ class Peer:
         return f"process {self.process} on {self.host}"
 
     def send(self, **message: Any) -> None:
-        """Sends a message if the connection takes it; if not, the peer is silent and will be missed."""
-        with contextlib.suppress(OSError):  # reading it tells why
-            self.connection.send(json.dumps(message).encode() + b"\n", socket.MSG_DONTWAIT)
+        """Sends a message as far as the connection takes it, the rest before the next one; never waits."""
+        with self.sending, contextlib.suppress(OSError):  # reading it tells why; who takes nothing will be missed
+            self.unsent += json.dumps(message).encode() + b"\n"
+            self.unsent = self.unsent[self.connection.send(self.unsent, socket.MSG_DONTWAIT) :]
 
     def receive(self) -> Iterator[dict[str, Any]]:
         """Yields the messages that are there; notes if the connection is closed."""
@@ -92,7 +96,8 @@ class Heartbeat:
     def __init__(self) -> None:
         self._me, self._silence_s, self._beat_s = 0, 0.0, _BEAT_S
         self._peers: list[Peer] = []
-        self._steps: dict[str, int] = {}  # the last completed step of each process, as far as it is known here
+        self._own: dict[str, int] = {}  # this process: its last completed step; replaced whole, the threads share it
+        self._steps: dict[str, int] = {}  # the same of the others, as far as it is known here
         self._verdict: Verdict | None = None
         self._act_at_s = self._exit_at_s = float("inf")
         self._leaving = False
@@ -107,7 +112,7 @@ class Heartbeat:
 
     def completed(self, step: int) -> None:
         """Notes the last step that this process completed."""
-        self._steps[str(self._me)] = step
+        self._own = {str(self._me): step}
 
     def await_verdict(self, error: BaseException) -> None:
         """If an error may come from the loss of another process, waits for the verdict on it, which ends the program.
@@ -123,6 +128,8 @@ class Heartbeat:
         At once, because jax would wait for the others at exit, while they wait in a collective for this process.
         """
         if not self._peers:
+            if failure and jax.distributed.is_initialized():  # the processes have not met
+                _exit(code)
             return code
         if not failure:
             jax.distributed.shutdown()  # the processes wait for each other: a loss here is still noticed
@@ -140,11 +147,18 @@ class Heartbeat:
         return code
 
     def _watch(self) -> None:
+        try:
+            self._watch_peers()
+        except Exception:  # nobody would notice a loss from here on
+            traceback.print_exc()
+            _exit(1)
+
+    def _watch_peers(self) -> None:
         selector = selectors.DefaultSelector()
         for peer in self._peers:
             selector.register(peer.connection, selectors.EVENT_READ, peer)
         next_beat_s = 0.0
-        while selector.get_map():
+        while selector.get_map() or (self._verdict and not self._leaving):  # process 0 may die in the time of grace
             for key, _ in selector.select(max(0.0, next_beat_s - time.monotonic())):
                 for message in key.data.receive():
                     self._take(key.data, message)
@@ -156,10 +170,10 @@ class Heartbeat:
             if time.monotonic() >= next_beat_s:
                 next_beat_s = time.monotonic() + self._beat_s
                 for peer in self._peers:
-                    peer.send(steps=self._steps)
+                    peer.send(steps=self._own)
 
     def _take(self, peer: Peer, message: dict[str, Any]) -> None:
-        self._steps |= {who: step for who, step in message.get("steps", {}).items() if who != str(self._me)}
+        self._steps |= message.get("steps", {})
         peer.said_goodbye |= "goodbye" in message
         if "verdict" in message:
             peer.said_goodbye = True
@@ -199,12 +213,12 @@ class Heartbeat:
 
     def _tell(self, verdict: Verdict) -> None:
         for peer in self._peers:
-            peer.send(verdict=asdict(verdict))
+            peer.send(verdict=asdict(verdict), steps=self._steps | self._own)
 
     def _last_steps(self) -> str:
         """Returns for example `12 (processes 0, 2), 11 (process 1)`."""
         by_step: dict[int, list[str]] = defaultdict(list)
-        for process, step in sorted(self._steps.items(), key=lambda item: int(item[0])):
+        for process, step in sorted((self._steps | self._own).items(), key=lambda item: int(item[0])):
             by_step[step].append(process)
         known = [f"{step} (process {', '.join(by_step[step])})" for step in sorted(by_step, reverse=True)]
         return ", ".join(known) or "none"

@@ -11,6 +11,8 @@ from checkpointing.agreement import from_process_zero, new_ticket
 from elastic.heartbeat import Peer
 
 _CONNECT_S = 60.0
+_ACCEPT_S = _CONNECT_S + 10.0  # the others give up first: when process 0 is gone, jax aborts them
+_LINE_BYTES, _LINE_S = 1000, 5.0  # the most for what a process says of itself
 _WELCOME = b"welcome\n"  # nothing is sent before it: what follows are whole lines
 
 
@@ -45,7 +47,7 @@ def listen(count: int) -> socket.socket:
 def accept(listener: socket.socket, token: str, count: int) -> list[Peer]:
     """Returns the `count` processes that connected with the token; whoever else connects is sent away."""
     peers: dict[int, Peer] = {}
-    deadline_s = time.monotonic() + _CONNECT_S
+    deadline_s = time.monotonic() + _ACCEPT_S
     while len(peers) < count:
         listener.settimeout(max(0.0, deadline_s - time.monotonic()))
         try:
@@ -54,16 +56,15 @@ def accept(listener: socket.socket, token: str, count: int) -> list[Peer]:
             missing = ", ".join(str(i) for i in range(1, count + 1) if i not in peers)
             raise TimeoutError(f"process {missing} did not connect to process 0 for heartbeats; a firewall?") from None
         try:
-            connection.settimeout(5.0)
-            said, process, host = connection.recv(1000).decode().split()
-            if not secrets.compare_digest(said, token):
+            said, process, host = _read_line(connection).split()
+            if not secrets.compare_digest(said, token.encode()):
                 raise ValueError("a stranger")
-            connection.send(_WELCOME)
+            connection.sendall(_WELCOME)
         except (OSError, ValueError):
             connection.close()
             continue
         connection.settimeout(None)
-        peers[int(process)] = Peer(process=int(process), host=host, connection=connection)
+        peers[int(process)] = Peer(process=int(process), host=host.decode(), connection=connection)
     return [peers[process] for process in sorted(peers)]
 
 
@@ -72,8 +73,8 @@ def connect(address: str, port: int, token: str, host: str, me: int) -> Peer:
     cannot = f"process {me} cannot reach process 0 at {address}:{port} for heartbeats"
     try:
         connection = socket.create_connection((address, port), timeout=_CONNECT_S)
-        connection.send(f"{token} {me} {socket.gethostname()}".encode())
-        welcome = connection.recv(len(_WELCOME))
+        connection.sendall(f"{token} {me} {socket.gethostname()}\n".encode())
+        welcome = _read_line(connection, _CONNECT_S)
     except OSError as error:
         raise OSError(f"{cannot}: {error}; a firewall?") from error
     if welcome != _WELCOME:
@@ -81,6 +82,20 @@ def connect(address: str, port: int, token: str, host: str, me: int) -> Peer:
         raise OSError(f"{cannot}: it closed the connection")
     connection.settimeout(None)
     return Peer(process=0, host=host, connection=connection)
+
+
+def _read_line(connection: socket.socket, patience_s: float = _LINE_S) -> bytes:
+    """Returns a line, and reads nothing behind it; b"" if it is cut or too long. OSError if it takes too long."""
+    line, until_s = b"", time.monotonic() + patience_s
+    while len(line) < _LINE_BYTES:
+        connection.settimeout(max(1e-3, until_s - time.monotonic()))
+        byte = connection.recv(1)
+        line += byte
+        if byte == b"\n":
+            return line
+        if not byte:
+            break
+    return b""
 
 
 def _own_address() -> str:

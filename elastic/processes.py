@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import sys
 
 import jax
@@ -18,7 +19,7 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
     Call it before jax's devices are asked for.
     """
     if coordinator is None and num_processes is None and process_id is None:
-        if all(name in os.environ for name in VARIABLES):
+        if any(name in os.environ for name in VARIABLES[1:]):  # others set the address alone
             coordinator, num_processes, process_id = _from_variables()
         elif launcher := find_launcher():
             _join_by(launcher)
@@ -29,8 +30,11 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
         raise ValueError("--coordinator, --num_processes and --process_id belong together; give all three")
     if not 0 <= process_id < num_processes:
         raise ValueError(f"--process_id={process_id} must be from 0 to {num_processes - 1}")
-    if not re.fullmatch(r".+:[0-9]+", coordinator):
+    port = re.fullmatch(r".+:([0-9]+)", coordinator)
+    if not port or not 0 < int(port[1]) < 1 << 16:
         raise ValueError(f"--coordinator={coordinator} must be HOST:PORT, of process 0")
+    if process_id == 0 and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+        _check_free(int(port[1]), coordinator)
     # jax would ask Kubernetes all the same (for the devices of this process), and fail where it may not
     method = "deactivate" if "KUBERNETES_SERVICE_HOST" in os.environ else None
     jax.distributed.initialize(coordinator, num_processes, process_id, cluster_detection_method=method)
@@ -52,7 +56,23 @@ def find_launcher() -> str | None:
     return "Kubernetes" if KUBERNETES_INDEX in os.environ else None
 
 
+def _check_free(port: int, coordinator: str) -> None:
+    """Raises ValueError if jax's service cannot listen at `port`, or if another run does (gRPC would share it)."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last run may linger
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ValueError(
+                f"--coordinator={coordinator}: process 0 cannot listen at port {port} of {socket.gethostname()}: "
+                f"{error.strerror}; give all processes another port"
+            ) from error
+
+
 def _from_variables() -> tuple[str, int, int]:
+    missing = [name for name in VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} missing: {', '.join(VARIABLES)} belong together; set all three")
     coordinator, *numbers = (os.environ[name] for name in VARIABLES)
     for name, number in zip(VARIABLES[1:], numbers, strict=True):
         if not number.isdecimal():

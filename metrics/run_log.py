@@ -67,9 +67,11 @@ class RunLog:
             self._progress.print(text)
 
     def spent(self, key: str, seconds: float) -> None:
-        """Adds time that was no training: it is in the row that is written next, and in no step time."""
+        """Adds time that was no training until now: it is in the next row, and in no step's time or wire bytes."""
         self._spent[key] = self._spent.get(key, 0.0) + seconds
         self._timer.pause(seconds)
+        if self._enabled and self._wire:
+            self._wire.delta()
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
         """Takes the numbers of a step that is done now."""

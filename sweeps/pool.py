@@ -126,10 +126,11 @@ def claimed(workdir: Path) -> Iterator[int]:
     workdir.mkdir(parents=True, exist_ok=True)
     lock = os.open(workdir / ".lock", os.O_CREAT | os.O_RDWR)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{workdir} is in use by another sweep, or by runs that one left behind") from None
         yield lock
-    except BlockingIOError:
-        raise ValueError(f"{workdir} is in use by another sweep, or by runs that one left behind") from None
     finally:
         os.close(lock)
 

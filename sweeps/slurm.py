@@ -8,6 +8,7 @@ from pathlib import Path
 from sweeps.plan import ROOT, Run
 from sweeps.pool import EXIT_RESUMABLE, MAX_STARTS, OUTPUT_FILE
 
+SRUN = "--kill-on-bad-exit=0"  # the others notice a lost process by themselves, and leave with 75
 RUNS_FILE, SCRIPT_FILE, JOB_FILE = "runs.txt", "sweep.sbatch", "slurm_job.txt"
 SCRIPT = """#!/bin/bash
 # Task N runs line N of {runs_file}. Written by sweep.py; to submit it by hand: sbatch {script_file}
@@ -35,7 +36,9 @@ def write_array(runs: Sequence[Run], workdir: Path, *, options: str, workers: in
     workdir = workdir.resolve()
     for folder in (workdir / "slurm", *(run.run_dir for run in runs)):
         folder.mkdir(parents=True, exist_ok=True)
-    lines = [f"srun {shlex.join(run.command)} >> {shlex.quote(str(run.run_dir / OUTPUT_FILE))} 2>&1\n" for run in runs]
+    lines = [
+        f"srun {SRUN} {shlex.join(run.command)} >> {shlex.quote(str(run.run_dir / OUTPUT_FILE))} 2>&1\n" for run in runs
+    ]
     (workdir / RUNS_FILE).write_text("".join(lines))
     script = workdir / SCRIPT_FILE
     script.write_text(

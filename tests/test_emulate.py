@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -144,8 +145,67 @@ def test_ctl(tmp_path: Path) -> None:
     assert finish(process)[0] == 0
 
 
+@EMULATED
+def test_requests_that_are_cut_off(tmp_path: Path) -> None:
+    """A `ctl` that is killed in between, and one that is none of ours, leave the job alone."""
+    name = f"test-cut-off-{os.getpid()}"
+    process = emulate(tmp_path, SLEEP, f"--name={name}")
+    assert process.stdout and process.stdout.readline() == "up\n"
+    for said in (b"", b'{"verb": "sta', b"hello\n", b"{}\n", b"5\n", b'{"verb": "cut"}\n'):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(control.state_root() / name / "socket"))
+            connection.sendall(said)
+    assert ctl(f"--name={name}", "status")[0] == 0
+    process.terminate()
+    assert finish(process)[0] == 128 + signal.SIGTERM
+
+
+def test_a_folder_of_others_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever made it could answer for us."""
+    monkeypatch.setattr(control, "state_root", lambda: tmp_path / "root")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root").chmod(0o777)
+    with pytest.raises(ValueError, match="is not this user's alone"), control.Control("mine"):
+        pass
+
+
+@EMULATED
+def test_a_crash_after_an_interruption_ends_the_others(tmp_path: Path) -> None:
+    """They would wait for the crashed one for ever, and the interruption was the last word of the user."""
+    handler = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(1) if rank else None)\nprint('ready')\n"
+    process = emulate(tmp_path, RANK + handler + "while True: time.sleep(1)", "--grace_s=0.5")
+    logs = [tmp_path / "node0.log", tmp_path / "node1.log"]
+    until(lambda: all(log.exists() and "ready" in log.read_text() for log in logs))
+    process.terminate()
+    code, _, err = finish(process)
+    assert code == 1 and "process 1 on node1 ended with exit code 1" in err, err
+
+
+@EMULATED
+def test_paths_that_lead_elsewhere(tmp_path: Path) -> None:
+    """A program with `=` in its path, and a link, both in a folder that nodes do not share by itself."""
+    folder = tmp_path / "a=b"
+    folder.mkdir()
+    (folder / "program").write_text("#!/bin/sh\ncat $1\n")
+    (folder / "program").chmod(0o755)
+    (tmp_path / "text").write_text("found\n")
+    (tmp_path / "link").symlink_to(tmp_path / "text")
+    command = [str(folder / "program"), str(tmp_path / "link")]
+    assert finish(emulate(tmp_path / "run", command)) == (0, "found\n", "")
+
+
+@EMULATED
+def test_a_workdir_is_for_one_emulation(tmp_path: Path) -> None:
+    first = emulate(tmp_path, SLEEP)
+    assert first.stdout and first.stdout.readline() == "up\n"
+    code, _, err = finish(emulate(tmp_path, "0"))
+    assert (code, err) == (2, f"error: another emulation uses --workdir={tmp_path}; give another one\n")
+    first.terminate()
+    assert finish(first)[0] == 128 + signal.SIGTERM
+
+
 BAD = [
-    (["--rate=1gb"], "error: --rate=1gb: give a number and its unit, such as 1gbit, 200mbit, 64kbit or none"),
+    (["--rate=1gb"], "error: --rate=1gb: give a number and its unit, such as 1gbit, 200mbit, 500kbit or none"),
     (["--rate=9kbit"], "error: --rate=9kbit is too slow for packets; give 100kbit or more"),
     (["--latency=1"], "error: --latency=1: give a number and its unit, such as 1ms or 50us"),
     (["--jitter=1ms"], "error: --jitter=1ms must not be more than --latency=0ms"),

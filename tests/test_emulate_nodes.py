@@ -191,6 +191,17 @@ def test_a_node_may_come_later(tmp_path: Path) -> None:
         assert transfer(cluster, 0, 1, 1 * MB)[0] > 0.9 * MB
 
 
+def test_a_node_that_cannot_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails on the way leaves the others as they were, and nothing of itself."""
+    with Cluster(1, Links(), tmp_path) as cluster:
+        with monkeypatch.context() as broken, pytest.raises(ValueError, match="tc: no"):
+            broken.setattr(cluster, "_limit", lambda node: (_ for _ in ()).throw(ValueError("tc: no")))
+            cluster.add()
+        assert [traffic.node for traffic in cluster.traffic()] == [0]
+        assert "node1" not in (tmp_path / "hosts").read_text()
+        until(lambda: len(running_with(str(tmp_path / "hosts"))) == 2)  # node 0 and the switch
+
+
 def test_nothing_is_left(tmp_path: Path) -> None:
     """Of a cluster that is closed, nor of one that could not be made."""
     with Cluster(1, Links(), tmp_path) as cluster:

@@ -1,6 +1,8 @@
 """A process that dies, stops or cannot be reached ends its run with exit code 75 and its name; never a hang."""
 
+import faulthandler
 import os
+import queue
 import re
 import select
 import signal
@@ -9,13 +11,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from running import IGNORED, ROOT, arguments, finish, free_port, start_together, steps_logged, wait_until
+from emulating import EMULATED, ctl, emulate, until
+from emulating import finish as finish_emulation
+from running import IGNORED, ROOT, TRAIN, arguments, finish, free_port, start_together, steps_logged, wait_until
 
-from elastic.heartbeat import ElasticConfig, Peer
+from elastic import heartbeat
+from elastic.heartbeat import ElasticConfig, Heartbeat, Peer
 from elastic.meeting import accept, connect, listen
 
 pytestmark = IGNORED
@@ -24,7 +30,10 @@ HOST = socket.gethostname()
 
 # Process ME of COUNT at PORT, without jax: it completes step 10 + ME and then waits in what never returns.
 PLAYER = """
-import socket, sys, time
+import os, socket, sys, threading, time
+from unittest.mock import MagicMock
+sys.modules |= dict.fromkeys(["jax", "jax.experimental", "checkpointing", "checkpointing.agreement"], MagicMock())
+from elastic import heartbeat
 from elastic.heartbeat import Heartbeat
 from elastic.meeting import accept, connect
 me, count, port = map(int, sys.argv[1:4])
@@ -37,9 +46,10 @@ def reach():
             return [connect("localhost", port, "secret", socket.gethostname(), me)]
         except OSError:
             time.sleep(0.1)
+heartbeat._GRACE_S = 1.5
 watch = Heartbeat()
 peers = listen() if me == 0 else reach()
-watch.start(me, peers, 2.0)
+watch.start(me, peers, 2.5)
 watch.completed(10 + me)
 print("ready", flush=True)
 {then}
@@ -62,7 +72,7 @@ def play(ports: Sequence[int], then: dict[int, str] | None = None) -> list[subpr
     ]
     for player in players:
         assert player.stdout and player.stdout.readline() == "ready\n", finish(*players)
-    time.sleep(1.5)  # a beat, by which all know each other's steps
+    time.sleep(1.0)  # a beat, by which process 0 knows all steps
     return players
 
 
@@ -73,7 +83,8 @@ def check_ended(outcomes: Sequence[tuple[int, str, str]], message: str) -> None:
         assert sum(line.startswith("error: ") for line in err.splitlines()) == 1, err
 
 
-STEPS = r"last completed step: 12 \(process 2\), 11 \(process 1\), 10 \(process 0\)"
+def last_steps(*known: int) -> str:
+    return "last completed step: " + ", ".join(rf"{10 + process} \(process {process}\)" for process in known) + ";"
 
 
 def test_a_process_dies() -> None:
@@ -81,25 +92,28 @@ def test_a_process_dies() -> None:
     players = play([free_port()] * 3)
     players[1].kill()
     outcomes = finish(*players)
-    check_ended([outcomes[0], outcomes[2]], f"^error: process 1 on {HOST} died .*; {STEPS}")
+    check_ended([outcomes[0], outcomes[2]], f"^error: process 1 on {HOST} died .*; {last_steps(2, 1, 0)}")
     assert "Thread" not in outcomes[0][2]
 
 
 @pytest.mark.parametrize("stopped", [0, 2])
 def test_a_process_is_stopped(stopped: int) -> None:
-    """Process 0 notices for all, or all notice that it is silent; the stacks tell what they were waiting in."""
+    """Process 0 notices for all, or all notice that it is silent, which then know the steps of nobody else."""
     players = play([free_port()] * 3)
     players[stopped].send_signal(signal.SIGSTOP)
-    outcomes = finish(*(player for i, player in enumerate(players) if i != stopped))
+    others = [i for i in range(3) if i != stopped]
+    outcomes = finish(*(players[i] for i in others))
     players[stopped].send_signal(signal.SIGCONT)
-    check_ended(outcomes, f"^error: process {stopped} on {HOST}: silent for 2 s .*; {STEPS}")
-    assert all("most recent call first" in err for _, _, err in outcomes)
+    for i, outcome in zip(others, outcomes, strict=True):
+        known = last_steps(2, 1, 0) if stopped else last_steps(i, 0)
+        check_ended([outcome], f"^error: process {stopped} on {HOST}: silent for 2.5 s .*; {known}")
+        assert "most recent call first" in outcome[2]  # what it was waiting in
     check_ended(finish(players[stopped]), "^error: ")  # once it goes on, it ends too
 
 
 def test_a_process_fails() -> None:
     """The others end with its code, and say what it said."""
-    players = play([free_port()] * 3, {1: 'time.sleep(2); watch.end(1, failure="the disk is full")'})
+    players = play([free_port()] * 3, {1: 'time.sleep(1); watch.end(1, failure="the disk is full")'})
     outcomes = finish(*players)
     assert [code for code, _, _ in outcomes] == [1] * 3, outcomes
     for i in (0, 2):
@@ -108,9 +122,54 @@ def test_a_process_fails() -> None:
 
 def test_all_fail_with_the_same_error() -> None:
     """Each is left to say it itself: nobody is blamed."""
-    fail = 'time.sleep(2); watch.end(2, failure="the vocabulary is too small")'
+    fail = 'time.sleep(1); watch.end(2, failure="the vocabulary is too small")'
     outcomes = finish(*play([free_port()] * 3, {0: fail, 1: f"time.sleep(0.5); {fail}", 2: fail}))
     assert [(code, err) for code, _, err in outcomes] == [(2, "")] * 3
+
+
+def test_process_zero_fails_and_is_killed() -> None:
+    """In the time that it gives the others to fail with the same error: they lose it, but know why."""
+    then = 'threading.Timer(0.5, os._exit, [137]).start(); watch.end(1, failure="the disk is full")'
+    outcomes = finish(*play([free_port()] * 2, {0: then}))
+    assert [code for code, _, _ in outcomes] == [137, 1], outcomes
+    assert re.search(f"^error: process 0 on {HOST} failed: the disk is full; {last_steps(1, 0)}"[:-1], outcomes[1][2])
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Peer, Peer]]:
+    """The two ends of a connection."""
+    with socket.create_server(("localhost", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    with one, other:
+        yield Peer(process=0, host="a", connection=one), Peer(process=1, host="b", connection=other)
+
+
+def test_a_message_is_sent_whole(pair: tuple[Peer, Peer]) -> None:
+    """Though it does not fit into what the system buffers for a process that does not read, and no send waits."""
+    one, other = pair
+    sizes = [1_000_000 + i for i in range(20)]
+    for size in sizes:
+        one.send(text="x" * size)
+    assert one.unsent
+    got: list[int] = []
+    while len(got) < len(sizes):
+        got += [len(message["text"]) for message in other.receive() if message]
+        one.send()
+    assert got == sizes
+
+
+def test_what_breaks_the_watch_ends_the_program(
+    pair: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without it, nobody would notice a loss."""
+    codes: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(heartbeat, "_exit", codes.put)
+    monkeypatch.setattr(faulthandler, "enable", lambda: None)  # pytest's own stays
+    Heartbeat().start(0, [pair[0]], 60.0)
+    pair[1].connection.sendall(b"no message\n")
+    assert codes.get(timeout=30) == 1
+    assert "JSONDecodeError" in capfd.readouterr().err
 
 
 class Link(threading.Thread):
@@ -136,35 +195,42 @@ class Link(threading.Thread):
 
 
 def test_a_link_is_cut() -> None:
-    """Each end notices by itself, though no connection closes; before that, beats are enough for more than 2 s."""
+    """Each end notices by itself, though no connection closes; before that, beats are enough for more than 2.5 s."""
     port = free_port()
     link = Link(port)
     players = play([port, link.port])
-    time.sleep(2)
+    time.sleep(2.0)
     assert link.carried > 100 and all(player.poll() is None for player in players)
     link.cut.set()
     outcomes = finish(*players)
     for i in range(2):
-        check_ended([outcomes[i]], f"^error: process {1 - i} on {HOST}: silent for 2 s")
+        check_ended([outcomes[i]], f"^error: process {1 - i} on {HOST}: silent for 2.5 s")
     link.over.set()
     link.join()
 
 
 def test_strangers_are_sent_away() -> None:
     """A port scan does not become a process of the run, nor hold up those that are."""
-    with listen(1) as listener:
+    with listen(2) as listener:
         port = listener.getsockname()[1]
         found: list[Peer] = []
-        server = threading.Thread(target=lambda: found.extend(accept(listener, "secret", 1)))
+        server = threading.Thread(target=lambda: found.extend(accept(listener, "secret", 2)), daemon=True)
         server.start()
-        with socket.create_connection(("localhost", port)) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1 \r\n")
-            assert stranger.recv(10) == b""
+        for said in (b"GET / HTTP/1.1 \r\n", "gehe\u00ed 1 b\n".encode(), b"\xff\xfe 1 b\n", b"secret 1", b"x" * 1000):
+            with socket.create_connection(("localhost", port)) as stranger:
+                stranger.sendall(said)
+                stranger.shutdown(socket.SHUT_WR)
+                assert stranger.recv(10) == b""
+        with socket.create_connection(("localhost", port)) as slow:  # a message may come in parts
+            slow.sendall(b"sec")
+            time.sleep(0.1)
+            slow.sendall(b"ret 2 node-c\n")
+            assert slow.recv(10) == b"welcome\n"
         with pytest.raises(OSError, match="process 1 cannot reach process 0 at localhost:.*closed the connection"):
             connect("localhost", port, "guessed", "node-a", 1)
         peer = connect("localhost", port, "secret", "node-a", 1)
         server.join()
-    assert [(p.process, p.host) for p in found] == [(1, HOST)] and str(peer) == "process 0 on node-a"
+    assert [(p.process, p.host) for p in found] == [(1, HOST), (2, "node-c")] and str(peer) == "process 0 on node-a"
     for p in (peer, *found):
         p.connection.close()
 
@@ -176,9 +242,9 @@ def test_a_bound_that_cannot_be_kept(silence_s: float) -> None:
 
 
 def run_two(workdir: Path) -> list[subprocess.Popen[str]]:
-    args = arguments(workdir, num_steps=1000, checkpoint__every=0, elastic__silence_s=3.0)
+    args = arguments(workdir, num_steps=1000, checkpoint__every=0, elastic__silence_s=4.0)
     two = start_together(args, 2, devices=1, pause_s=0.1)
-    wait_until(lambda: steps_logged(workdir) >= 3, two[0])
+    wait_until(lambda: steps_logged(workdir) >= 1, two[0])
     return two
 
 
@@ -198,36 +264,25 @@ def test_a_real_run(tmp_path: Path, victim: int, number: int) -> None:
     outcome = finish(two[1 - victim])
     two[victim].kill()
     finish(two[victim])
-    what = "died" if number == signal.SIGKILL else "silent for 3 s"
+    what = "died" if number == signal.SIGKILL else "silent for 4 s"
     check_ended(outcome, rf"^error: process {victim} on {HOST}:? {what} .*; last completed step: [0-9]+ \(process")
 
 
+@EMULATED
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for network namespaces")
 def test_a_cut_link_of_an_emulated_cluster(tmp_path: Path) -> None:
     """Both nodes name the other: nothing tells them which of the two is cut off."""
-    emulate, name = [sys.executable, "-m", "cluster.emulate"], f"cut{os.getpid()}"
-    args = arguments(tmp_path / "run", num_steps=100000, checkpoint__every=0, elastic__silence_s=5.0)
-    cluster = subprocess.Popen(
-        [*emulate, "--nodes=2", "--devices_per_node=1", f"--name={name}", f"--workdir={tmp_path}", "--"]
-        + [sys.executable, "train.py", *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    wait_until(lambda: steps_logged(tmp_path / "run") >= 3, cluster)
-    subprocess.run([*emulate, "ctl", f"--name={name}", "cut", "1"], check=True, cwd=ROOT, timeout=30)
-    cut_s = time.monotonic()
-    try:
-        cluster.wait(60)
-    finally:
-        cluster.terminate()
-    code, out, err = finish(cluster)[0]
+    name, run = f"cut{os.getpid()}", tmp_path / "run"
+    args = arguments(run, num_steps=100000, checkpoint__every=0, elastic__silence_s=5.0)
+    cluster = emulate(tmp_path, [sys.executable, str(TRAIN), *args], f"--name={name}", "--devices_per_node=1")
+    with ThreadPoolExecutor() as pool:
+        outcome = pool.submit(finish_emulation, cluster)  # reads what it prints, and ends it in any case
+        until(lambda: steps_logged(run) >= 3 or outcome.done())
+        asked = ctl(f"--name={name}", "cut", "1")
+        code, out, err = outcome.result()
+    assert asked[0] == 0, asked
     assert code == RESUMABLE, (out, err)
-    assert time.monotonic() - cut_s < 60
     for node in range(2):
         said = (tmp_path / f"node{node}.log").read_text()
-        assert re.search(rf"error: process {1 - node} on .*: silent for 5 s .*; last completed step: [0-9]+", said), (
-            said
-        )
+        silent = rf"error: process {1 - node} on .*: silent for 5 s .*; last completed step: [0-9]+"
+        assert re.search(silent, said), said

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "evaluation": "experiment input_pipeline",
     # programs: nothing imports them, but sweep and tests may start them
     "train": EVERYTHING,
-    "sweep": "configs sweeps",
+    "sweep": "cluster configs sweeps",
     "benchmarks": EVERYTHING,
     "sharding.table": EVERYTHING,
     "cluster.probe": "cluster elastic metrics sharding",

@@ -12,7 +12,7 @@ pytestmark = IGNORED
 PROGRAMS = {
     "sbatch": 'echo "$@" >> {log}; echo "77;cluster"',
     "squeue": "cat {folder}/queue 2> /dev/null || true",
-    "srun": 'echo srun >> {log}; exec "$@"',
+    "srun": 'echo srun $1 >> {log}; shift; exec "$@"',
     "scontrol": 'echo scontrol "$@" >> {log}',
 }
 
@@ -62,7 +62,7 @@ def test_an_array_is_submitted_run_and_reported(
     assert run_task(tmp_path, 3) == 75
     assert slurm.read_text().splitlines()[-1] == "scontrol requeue 77_3"
     assert run_task(tmp_path, 3, SLURM_RESTART_COUNT="1") == 0
-    assert started(tmp_path) == [0, 1, 2, 2] and slurm.read_text().count("srun") == 4
+    assert started(tmp_path) == [0, 1, 2, 2] and slurm.read_text().count("srun --kill-on-bad-exit=0") == 4
 
     (tmp_path / "queue").unlink()
     assert run_sweep(tmp_path, config, *flags) == 0

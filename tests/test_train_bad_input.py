@@ -1,6 +1,7 @@
 """What a user can get wrong: exit code 2 and one line that names the thing and what would work."""
 
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,16 @@ def test_other_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     three = ["--coordinator=localhost:1234", "--num_processes=2"]
     assert_matches(error_of(capsys, *args, *three, "--process_id=2"), "--process_id=2 must be from 0 to 1")
     assert_matches(error_of(capsys, *args, "--coordinator=here", "--num_processes=2", "--process_id=0"), "HOST:PORT")
+    assert_matches(error_of(capsys, *args, "--coordinator=here:99999", *three[1:], "--process_id=0"), "HOST:PORT")
+
+
+def test_a_port_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also by another run's coordinator, whose port gRPC would share."""
+    for shared in (False, True):
+        with socket.create_server(("", 0), reuse_port=shared) as other:
+            coordinator = f"--coordinator=localhost:{other.getsockname()[1]}"
+            message = error_of(capsys, *arguments(tmp_path), coordinator, "--num_processes=2", "--process_id=0")
+        assert_matches(message, f"{coordinator}: process 0 cannot listen at port .* in use; give all .* another port$")
 
 
 def test_data_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

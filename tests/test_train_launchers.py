@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
-from running import IGNORED, arguments, finish, free_port, losses, run_here, start
+from running import IGNORED, arguments, finish, free_port, losses, run_here, start, start_together
 
 from elastic import processes
 from sharding import mesh
@@ -21,7 +21,7 @@ SRUN = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "a,b", "SLURM_PROCID": "0"}
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*NAMES, "KUBERNETES_SERVICE_HOST", "JAX_COORDINATOR_ADDRESS"):
+    for name in (*NAMES, "KUBERNETES_SERVICE_HOST", *processes.VARIABLES):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -153,10 +153,42 @@ def test_open_mpi_is_recognised(tmp_path: Path) -> None:
 
 
 def test_variables_of_any_launcher(tmp_path: Path) -> None:
-    """The three flags' variables join, and the number of devices replaces the config's 8."""
+    """The three flags' variables join, the number of devices replaces the config's 8, and nobody's name is asked."""
+    unneeded = "import elastic.meeting; del elastic.meeting._own_address"
     coordinator = f"127.0.0.1:{free_port()}"
     common = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "1"}
-    check_joined(tmp_path, finish(*(start(arguments(tmp_path), **common, JAX_PROCESS_ID=i) for i in ("0", "1"))))
+    started = [start(arguments(tmp_path), first=unneeded, **common, JAX_PROCESS_ID=i) for i in ("0", "1")]
+    check_joined(tmp_path, finish(*started))
+
+
+NO_WAY = """
+from elastic import meeting
+meeting.connect, meeting._ACCEPT_S = lambda *_: time.sleep(1000), 2.0
+"""
+
+
+def test_processes_that_cannot_meet(tmp_path: Path) -> None:
+    """A lost node, no mistake in the config; and nobody waits for it at exit, as jax would for minutes."""
+    two = start_together(arguments(tmp_path), 2, devices=1, first=NO_WAY)
+    try:
+        code, _, err = finish(two[0])[0]
+    finally:
+        two[1].kill()
+        finish(two[1])
+    assert (code, err) == (75, "error: process 1 did not connect to process 0 for heartbeats; a firewall?\n")
+
+
+@pytest.mark.parametrize("given", [["JAX_NUM_PROCESSES"], ["JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS"]])
+def test_variables_without_the_others(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The processes would all train alone, in one directory."""
+    for name in given:
+        monkeypatch.setenv(name, "1")
+    missing = " and ".join(name for name in processes.VARIABLES if name not in given)
+    assert run_here(*arguments(tmp_path)) == 2
+    together = ", ".join(processes.VARIABLES)
+    assert capsys.readouterr().err == f"error: {missing} missing: {together} belong together; set all three\n"
 
 
 @pytest.mark.parametrize("name", ["JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_NUM_CPU_DEVICES"])

@@ -12,10 +12,10 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import jax
 
+from cluster.command_line import EXIT_BAD_INPUT, OneLineParser, complain
 from cluster.probe import report
 from cluster.probe.measure import Level, find_levels, measure_sizes
 from cluster.probe.model import RING_PASSES, Measurement
@@ -24,14 +24,6 @@ from metrics.environment import environment
 
 SIZES = "1k,4k,16k,64k,256k,1m,4m,16m,64m"
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises ValueError."""
-        raise ValueError(message)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,8 +38,8 @@ def main(argv: Sequence[str]) -> int:
         processes.join(options.coordinator, options.num_processes, options.process_id)
         levels = find_levels(options.devices_per_node)
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        complain(error)
+        return EXIT_BAD_INPUT
     say(report.header(levels[0].mesh.size, jax.devices()[0].device_kind))
     measured = [m for level in levels for collective in RING_PASSES for m in measure_aloud(level, collective, sizes)]
     if jax.process_index() == 0:

@@ -1,0 +1,21 @@
+"""The command line of our tools: every mistake is one line, and says so by the exit code."""
+
+import argparse
+import sys
+from typing import NoReturn
+
+EXIT_BAD_INPUT = 2
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose mistakes are ValueErrors, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises the mistake."""
+        raise ValueError(message)
+
+
+def complain(error: ValueError | OSError) -> int:
+    """Prints what went wrong as one line and returns the exit code: 2 for a mistake of the user, else 1."""
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return EXIT_BAD_INPUT if isinstance(error, ValueError) else 1

@@ -1,0 +1,60 @@
+"""`RunLog`: what belongs to a step and what does not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from metrics import run_log
+from metrics.run_log import RunLog
+from metrics.throughput import StepTimer
+from metrics.wire import WireCounter
+
+
+def make_log(folder: Path, *, enabled: bool) -> RunLog:
+    return RunLog(
+        folder,
+        enabled=enabled,
+        start_step=0,
+        num_steps=3,
+        log_every=1,
+        timer=StepTimer(10),
+        files={},
+        constants={},
+        count_wire=True,
+        started_s=0.0,
+    )
+
+
+def test_wire_bytes_are_of_the_step_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the validation or the checkpoint before it, whose time is not in its time either."""
+    statistics = tmp_path / "net" / "eth0" / "statistics"
+    statistics.mkdir(parents=True)
+    sent = 0
+
+    def send(size_bytes: int) -> None:
+        nonlocal sent
+        sent += size_bytes
+        for name in ("tx_bytes", "rx_bytes"):
+            (statistics / name).write_text(f"{sent}\n")
+
+    send(5)
+    monkeypatch.setattr(run_log, "WireCounter", lambda: WireCounter(root=tmp_path / "net"))
+    log = make_log(tmp_path, enabled=True)
+    for step in (1, 2, 3):
+        send(100 * step)
+        log.step(step, {"loss": 1.0})
+        send(7)
+        log.spent("validation_s", 0.0)
+        send(8)
+        log.spent("checkpoint_s", 0.0)
+    log.close("finished")
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["wire_tx_bytes"] for row in rows] == [100, 200, 300]
+
+
+def test_a_process_that_logs_nothing(tmp_path: Path) -> None:
+    log = make_log(tmp_path / "run", enabled=False)
+    log.spent("checkpoint_s", 1.0)
+    log.step(1, {"loss": 1.0})
+    assert not (tmp_path / "run").exists()
