@@ -67,7 +67,7 @@ def intro(lines: Sequence[Line]) -> str:
     """Returns the head of the page."""
     about = lines[-1]
     machines = ", ".join(sorted({line["machine"] for line in lines}))
-    commits = ", ".join(sorted({line["commit"] for line in lines}))
+    commits = ", ".join(sorted({line["commit"][:7] for line in lines}))
     return (
         "# Strategies on a slow network, measured\n\n"
         "Written by `python -m benchmarks.strategies` from `benchmarks/results/strategies.jsonl`: the standard "
@@ -123,7 +123,7 @@ def standard_section(lines: Sequence[Line]) -> str:
 
 def time_table(lines: Sequence[Line], rate: str, compute: float) -> str:
     """Returns the table of step times at a rate."""
-    baseline = median(times(lines, "zero3 flat", rate) or [float("nan")])
+    baseline = median(times(lines, "zero3 flat", rate) or [0.0])
     head = "| strategy | s / step | zero3 flat / this | exposed communication, s | link busy, s | share of its rate |"
     rows = []
     for name in names_of(lines):
@@ -133,13 +133,14 @@ def time_table(lines: Sequence[Line], rate: str, compute: float) -> str:
         exposed = max(0.0, median(found) - compute)
         busy = one(lines, name, "wire_tx_bytes") / bytes_per_s(rate)
         share = f"{busy / exposed:.0%}" if exposed else "-"
-        ratio = f"{baseline / median(found):.2f}"
+        ratio = f"{baseline / median(found):.2f}" if baseline else "-"
         rows.append(f"| {name} | {spread(found)} | {ratio} | {exposed:.1f} | {busy:.1f} | {share} |")
     return "\n".join(
         [
             f"## Step time at {rate}\n\nThe same rows on the same cores in one process, without network and sharding, "
             f"take {compute:.1f} s; what is more is exposed communication (packing, loopback and waiting included). "
-            "`link busy` is the wire's bytes at the full rate.\n",
+            "`link busy` is the bytes of the wire at the full rate; a share above 100 % says that nodes computed while "
+            "others sent.\n",
             head,
             "|---|---|---|---|---|---|",
             *rows,

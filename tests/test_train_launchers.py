@@ -1,15 +1,19 @@
 """How the processes of one run find each other: SLURM, Open MPI, Kubernetes; and the hosts that they are on."""
 
 import json
+import shlex
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
+import emulating
 import jax
 import numpy as np
 import pytest
+from emulating import EMULATED
 from jax.experimental import multihost_utils
-from running import IGNORED, arguments, finish, free_port, losses, run_here, start, start_together
+from running import IGNORED, TRAIN, XLA_FLAGS, arguments, finish, free_port, losses, run_here, start, start_together
 
 from elastic import processes
 from sharding import mesh
@@ -130,26 +134,24 @@ def test_hosts_are_told_apart_by_their_whole_names(monkeypatch: pytest.MonkeyPat
     assert [host.rstrip(b"\0").decode() for host in hosts] == names
 
 
-@pytest.mark.slow
-def test_slurm_is_recognised(tmp_path: Path) -> None:
-    """By the variables that srun sets; its rule for the port is jobid % 4096 + 61440."""
-    job = free_port() % 4096
-    common = {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
-    args = arguments(tmp_path, mesh__num_cpu_devices=1, mesh__devices_per_node=1)
-    started = [start(args, **common, SLURM_PROCID=i, SLURM_LOCALID=i) for i in ("0", "1")]
-    check_joined(tmp_path, finish(*started))
+SLURM = "SLURM_JOB_ID=77 SLURM_STEP_NODELIST='node[0-1]' SLURM_NTASKS=2 SLURM_PROCID=$RANK SLURM_LOCALID=0"
+OPEN_MPI = "OMPI_MCA_orte_hnp_uri='1.0;tcp://10.77.0.1:1234' OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=$RANK"
 
 
+@EMULATED
 @pytest.mark.slow
-def test_open_mpi_is_recognised(tmp_path: Path) -> None:
-    """By the variables that mpirun of Open MPI 4 sets; the coordinator is its first address, jax chooses the port."""
-    common = {
-        "OMPI_MCA_orte_hnp_uri": f"{free_port() % 4096 * 4096}.0;tcp://127.0.0.1:1234",
-        "OMPI_COMM_WORLD_SIZE": "2",
-    }
-    args = arguments(tmp_path, mesh__num_cpu_devices=1, mesh__devices_per_node=1)
-    started = [start(args, **common, OMPI_COMM_WORLD_RANK=i, OMPI_COMM_WORLD_LOCAL_RANK=i) for i in ("0", "1")]
-    check_joined(tmp_path, finish(*started))
+@pytest.mark.parametrize("variables", [SLURM, f"{OPEN_MPI} OMPI_COMM_WORLD_LOCAL_RANK=0"], ids=["SLURM", "Open MPI"])
+def test_launchers_on_two_hosts(variables: str, tmp_path: Path) -> None:
+    """By the variables that srun, and mpirun of Open MPI 4, set; the nodes are told apart by the names of the hosts.
+
+    SLURM's coordinator is the first of the node list, Open MPI's the first address; jax chooses the port from the job.
+    """
+    train = shlex.join([sys.executable, str(TRAIN), *arguments(tmp_path / "run", mesh__devices_per_node=0)])
+    program = f"unset {' '.join(processes.VARIABLES)}; export {variables} XLA_FLAGS={shlex.quote(XLA_FLAGS)}; {train}"
+    outcome = emulating.finish(emulating.emulate(tmp_path, ["sh", "-c", program, str(tmp_path)]))
+    check_joined(tmp_path / "run", [outcome, outcome])
+    mesh_sizes = json.loads((tmp_path / "run" / "environment.json").read_text())["mesh"]
+    assert mesh_sizes["replica_inter"] * mesh_sizes["shard_inter"] == 2
 
 
 def test_variables_of_any_launcher(tmp_path: Path) -> None:
