@@ -4,7 +4,7 @@ Used by the programs (train.py, sharding/table.py); everything here is the same 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import models
-from compression.exchange import exchange
+from compression.by_config import CompressionConfig, make_hop_two, make_wires
 from configs.door import Config, settings
 from input_pipeline import DataConfig
 from optimizers import OptimizerConfig, make_optimizer, make_schedule, watched
@@ -189,7 +189,7 @@ class Experiment:
         def run(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
             if layout.partitioner == "auto":
                 return sample(params, batch, auto_gather(self.sharded))
-            gather = layer_gather(self.sharded)
+            gather = layer_gather(self.sharded.as_stored)
             return run_manual(self.sharded, lambda p, b: sample(p, b, gather), self.sharded.batch_spec)(params, batch)
 
         return np.asarray(jax.jit(run, out_shardings=self._replicated)(params, batch).addressable_data(0))[0, 0]
@@ -219,30 +219,47 @@ def make_experiment(config: Config) -> Experiment:
     layout = make_layout(
         sharding_config, num_nodes=len(nodes), devices_per_node=len(nodes[0]), tensor=mesh_config.tensor
     )
-    if layout.gather == "layer" and layout.parameters and model.config.remat == "none":
+    if layout.gather in ("layer", "node") and layout.parameters and model.config.remat == "none":
         raise ValueError(
-            "sharding.gather=layer with model.remat=none would keep every gathered layer for the backward pass; "
-            "use model.remat=full or dots, or sharding.gather=micro_step"
+            f"sharding.gather={layout.gather} with model.remat=none would keep every gathered layer for the backward "
+            "pass; use model.remat=full or dots, or sharding.gather=micro_step"
         )
     specs = model.param_specs()
+    compression = settings(CompressionConfig, config.compression, "compression")
+    gathers, scatters = make_wires(compression, layout)
     sharded = Sharded(
         mesh=make_mesh(layout.shape, nodes),
         layout=layout,
         placements=place_all(specs, layout),
         compute_dtype=jnp.dtype(model.config.compute_dtype),
+        gathers=gathers,
+        scatters=scatters,
     )
     optimizer = settings(OptimizerConfig, config.optimizer, "optimizer")
+    hop_two = make_hop_two(compression, sharded, specs, momentum=optimizer.momentum, clip_norm=optimizer.clip_norm)
+    if compression.hop_two == "dgc":
+        optimizer = behind_dgc(optimizer)
     return Experiment(
         config=config,
         model=model,
         sharded=sharded,
-        tx=make_optimizer(optimizer, config.num_steps, specs, exchange(sharded), on_each_device(sharded.mesh)),
+        tx=make_optimizer(optimizer, config.num_steps, specs, hop_two, on_each_device(sharded.mesh)),
         schedule=make_schedule(optimizer, config.num_steps),
         max_skipped=optimizer.max_skipped,
         batch=batch,
         data=data,
         accumulation=batch.accumulation(layout.shape.num_data_devices),
     )
+
+
+def behind_dgc(config: OptimizerConfig) -> OptimizerConfig:
+    """Returns the optimizer without what DGC does before it: momentum and clipping. ValueError if it is not SGD."""
+    if config.name != "sgd":
+        raise ValueError(
+            f"compression.hop_two=dgc accumulates the momentum of SGD, not of optimizer.name={config.name}; "
+            "set that to sgd"
+        )
+    return replace(config, momentum=0.0, clip_norm=0.0)
 
 
 def on_each_device(mesh: Mesh) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -195,7 +195,11 @@ def per_layer(make: Callable[[PyTree], Transform], specs: PyTree) -> Transform:
 
 
 def guarded(exchange: Transform, inner: Transform) -> Transform:
-    """Runs exchange then `inner`; a step whose gradient or update is not finite only counts as skipped."""
+    """Runs exchange then `inner`; a step whose gradient is not finite only counts as skipped.
+
+    The gradient alone decides: to look at the update too, every new moment would be kept beside the old one until all
+    updates are there, twice the memory of the optimizer's state and as many passes over it again.
+    """
 
     def init(params: PyTree) -> GuardState:
         zero = jnp.zeros((), jnp.int32)
@@ -204,8 +208,8 @@ def guarded(exchange: Transform, inner: Transform) -> Transform:
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, GuardState]:
         grads, exchange_state = exchange.update(updates, state.exchange, params)
         norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(norm)
         steps, inner_state = inner.update(grads, state.inner, params)
-        finite = jnp.isfinite(norm) & jnp.isfinite(optax.tree.norm(steps))
 
         def keep(new: PyTree, old: PyTree) -> PyTree:
             return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)

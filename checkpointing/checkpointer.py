@@ -152,7 +152,7 @@ class Checkpointer:
         if step is None:
             return None
         folder = self.directory / str(step)
-        arrays = tree.load(folder / "state", wanted)
+        arrays = tree.load(folder / "state", wanted, manifest.read(folder).tree)
         return Restored(
             step=step,
             state=jax.tree.unflatten(jax.tree.structure(abstract_state), arrays),

@@ -5,6 +5,7 @@ dataclasses and optax's empty states need no code of their own, and nothing stor
 """
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from checkpointing.manifest import Leaf
 
+RESIDUAL = "residual"  # a key above arrays [R, ...], of R replicas
 _CHUNK_BYTES = 16 << 20
 _LEAST_IN_FLIGHT_BYTES = 64 << 20
 
@@ -48,7 +51,7 @@ def check_same_model(folder: Path, saved: tuple[Leaf, ...], wanted: tuple[Leaf, 
     wanted_by_path = {leaf.path: leaf for leaf in wanted}
     for path in [*wanted_by_path, *saved_by_path]:
         in_checkpoint, asked = saved_by_path.get(path), wanted_by_path.get(path)
-        if in_checkpoint != asked:
+        if in_checkpoint != asked and not _differ_in_replicas(in_checkpoint, asked):
             raise ValueError(
                 f"{folder} is a checkpoint of another model: {path} is {in_checkpoint or 'absent'} in the checkpoint"
                 f" and {asked or 'absent'} in this run; use its config, or another directory"
@@ -64,21 +67,56 @@ def save_arguments(arrays: dict[str, jax.Array]) -> ocp.args.CheckpointArgs:
     return ocp.args.PyTreeSave(stored, save_args={path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in stored})
 
 
-def load(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> list[jax.Array]:
+def _differ_in_replicas(saved: Leaf | None, wanted: Leaf | None) -> bool:
+    """Whether both are a residual `[R, ...]`, of other numbers of replicas: what counts is the sum over them."""
+    if saved is None or wanted is None or RESIDUAL not in saved.path.split("."):
+        return False
+    return (saved.path, saved.dtype, saved.shape[1:]) == (wanted.path, wanted.dtype, wanted.shape[1:])
+
+
+def load(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct], saved: Sequence[Leaf]) -> list[jax.Array]:
     """Returns the arrays of `wanted`, in its order, read from an Orbax item and placed by their shardings.
 
-    What is read but not placed yet stays under a quarter of this process's shards (or one, if it is larger).
+    What is read but not placed yet stays under a quarter of this process's shards (or one, if it is larger). A residual
+    of another number of replicas is shared out among those that are there, with its sum kept.
     """
-    stored = {path: leaf for path, leaf in wanted.items() if leaf.size}
+    saved_shapes = {leaf.path: leaf.shape for leaf in saved}
+    stored = {path: _as_saved(leaf, saved_shapes[path]) for path, leaf in wanted.items() if leaf.size}
     restore_args = {
         path: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
         for path, leaf in stored.items()
     }
-    limit_gb = _bytes_in_flight(wanted) / 1e9  # Orbax multiplies by 10^9, a fraction is fine
+    limit_gb = _bytes_in_flight(stored) / 1e9  # Orbax multiplies by 10^9, a fraction is fine
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit_gb)  # pyright: ignore[reportArgumentType]
     with ocp.Checkpointer(handler) as reader:
         arrays = reader.restore(folder, args=ocp.args.PyTreeRestore(item=stored, restore_args=restore_args))
-    return [arrays[path] if path in stored else _empty(leaf) for path, leaf in wanted.items()]
+    return [_shared_out(arrays[path], leaf) if path in stored else _empty(leaf) for path, leaf in wanted.items()]
+
+
+def _as_saved(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """Returns the array as it was saved, spread over the devices like the wanted one as far as that can be."""
+    if shape == wanted.shape:
+        return wanted
+    assert isinstance(wanted.sharding, NamedSharding)
+    first, *rest = wanted.sharding.spec
+    try:
+        NamedSharding(wanted.sharding.mesh, PartitionSpec(first)).shard_shape(shape[:1])
+    except ValueError:  # the old replicas do not divide by the new ones
+        first = None
+    return jax.ShapeDtypeStruct(
+        shape, wanted.dtype, sharding=NamedSharding(wanted.sharding.mesh, PartitionSpec(first, *rest))
+    )
+
+
+def _shared_out(array: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns an array `[R, ...]` for another number of replicas: each gets the same share of the sum."""
+    if array.shape == wanted.shape:
+        return array
+
+    def share(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(jnp.sum(x, axis=0) / wanted.shape[0], wanted.shape)
+
+    return jax.jit(share, out_shardings=wanted.sharding)(array)
 
 
 def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:

@@ -1,29 +1,87 @@
 """Hop two: the mean of `[R, ...]` gradients over the replicas, as an optax transform."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from compression.route import Route
+from sharding.collectives import Codec, buckets, join, slice_apart, split
+from sharding.mesh import INTER_AXES
+from sharding.spec import Placement
 from sharding.step import Sharded, gradient_specs
 
 PyTree = Any
 
 
-def exchange(sharded: Sharded) -> optax.GradientTransformation:
+class ExchangeState(NamedTuple):
+    """State of an exchange with a codec."""
+
+    step: jax.Array  # int32 []: exchanges done
+    residual: PyTree  # [R, ...]: what each replica has not sent yet of its share of the mean; () without feedback
+
+
+def exchange(
+    sharded: Sharded, codec: Codec | None = None, *, error_feedback: bool = True
+) -> optax.GradientTransformation:
     """Returns the transform that takes gradients `[R, ...]` and hands on their mean over R, in the optimizer's scope.
 
     The first of a chain: every transform behind it sees ordinary global arrays, so its norms are right by construction.
     Where the optimizer state's scope is wider than the gradients', it reduce-scatters over the difference and
     all-reduces only over what is left (MiCS section 3.4; docs/concepts.md: `2 (M/p) (R-1)/R` bytes a device).
+
+    With a codec, what crosses nodes is encoded (compression/route.py). `error_feedback` adds what encoding lost to the
+    next step's gradients (arXiv 1901.09847): what was handed on so far and the residuals add up to all gradients. What
+    is not finite makes everything that is handed on not finite, for the guard behind it to drop with the residuals.
+    ValueError if there is a codec, and nothing that crosses nodes.
     """
     layout = sharded.layout
-    replicas = layout.replica_axes
-    extra = tuple(axis for axis in layout.optimizer if axis not in layout.gradients)
-    rest = tuple(axis for axis in replicas if axis not in extra)
+    if codec is None:
+        return _plain(sharded)
+    if not any(axis in INTER_AXES for axis in layout.replica_axes):
+        raise ValueError(
+            "compression.hop_two has nothing to encode: no two replicas of a gradient are on different nodes; set it "
+            "to none, or choose a smaller partition group"
+        )
 
+    def init(params: PyTree) -> ExchangeState:
+        replicas = layout.num_replicas
+        zeros = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), jnp.float32), params) if error_feedback else ()
+        return ExchangeState(step=jnp.zeros((), jnp.int32), residual=zeros)
+
+    @jax.named_scope("hop_two")
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, ExchangeState]:
+        del params
+        grads, tree = jax.tree.flatten(updates)
+        placements = sharded.group(sharded.placements, ()).placements
+        specs_R = jax.tree.leaves(gradient_specs(sharded), is_leaf=lambda x: isinstance(x, PartitionSpec))
+        out, residual = jax.shard_map(
+            lambda grads_R, kept_R, step: _exchange_shards(sharded, codec, placements, grads_R, kept_R, step),
+            mesh=sharded.mesh,
+            in_specs=(specs_R, specs_R if error_feedback else [], PartitionSpec()),
+            out_specs=([p.pspec(layout.optimizer) for p in placements], specs_R if error_feedback else []),
+        )(grads, jax.tree.leaves(state.residual), state.step)
+        residual = tree.unflatten(residual) if error_feedback else ()
+        return tree.unflatten(out), ExchangeState(step=state.step + 1, residual=residual)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _scopes(sharded: Sharded) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the axes over which hop two cuts, in CHUNK_ORDER, and those over which all keep the same."""
+    layout = sharded.layout
+    extra = tuple(axis for axis in layout.optimizer if axis not in layout.gradients)
+    return extra, tuple(axis for axis in layout.replica_axes if axis not in extra)
+
+
+def _plain(sharded: Sharded) -> optax.GradientTransformation:
+    """Returns the exchange without a codec."""
+    layout = sharded.layout
+    extra, rest = _scopes(sharded)
     group = sharded.group(sharded.placements, extra, tensor_is_manual=True)
 
     def exchange_shards(grads_R: list[jax.Array]) -> list[jax.Array]:
@@ -33,7 +91,7 @@ def exchange(sharded: Sharded) -> optax.GradientTransformation:
     @jax.named_scope("hop_two")
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
-        if not replicas:  # nothing left to exchange: at most a local slice
+        if not layout.replica_axes:  # nothing left to exchange: at most a local slice
             return sharded.constrain(jax.tree.map(lambda x: x[0], updates), layout.optimizer), state
         leaves, tree = jax.tree.flatten(updates)
         exchanged = jax.shard_map(
@@ -45,3 +103,56 @@ def exchange(sharded: Sharded) -> optax.GradientTransformation:
         return tree.unflatten(exchanged), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+# ------------------------------------------------------------------------------------------------ with a codec
+
+
+def _exchange_shards(
+    sharded: Sharded,
+    codec: Codec,
+    placements: Sequence[Placement],
+    grads_R: list[jax.Array],
+    kept_R: list[jax.Array],
+    step: jax.Array,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Exchanges this device's shards; returns the shards of the means, and what this replica keeps `[1, ...]`."""
+    layout = sharded.layout
+    extra, rest = _scopes(sharded)
+    xs = [x_R[0].astype(jnp.float32) / layout.num_replicas for x_R in grads_R]
+    if kept_R:
+        xs = [x + kept[0] for x, kept in zip(xs, kept_R, strict=True)]
+    out, kept = list(xs), list(xs)
+    for members, cut_by in _kinds(placements, layout.gradients):
+        cut = bool(extra) and placements[members[0]].dim is not None
+        scatter, gather = (extra, rest) if cut else ((), layout.replica_axes)
+        # copies of a tensor on other devices are to be rounded alike
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), members[0])
+        key = jax.random.fold_in(key, lax.axis_index(layout.replica_axes + cut_by))
+        route = Route(codec=codec, scatter=scatter, gather=gather, over_gloo=sharded.over_gloo)
+        poison = _not_finite([xs[i] for i in members], layout.replica_axes)
+        for bucket in buckets(members, [x.nbytes for x in xs], over_gloo=sharded.over_gloo):
+            degree = layout.shape.size(scatter)
+            rows = [split(xs[i], placements[i].dim, degree) if cut else xs[i][None] for i in bucket]
+            packed = jnp.concatenate([row.reshape(degree, -1) for row in rows], axis=1)
+            total, error = route.exchange(packed, jax.random.fold_in(key, bucket[0]))
+            shapes = [row.shape[1:] for row in rows]
+            for i, x, e in zip(bucket, slice_apart(total, shapes), slice_apart(error, shapes), strict=True):
+                out[i] = x + poison
+                kept[i] = join(e, placements[i].dim) if cut else e[0]
+    return [x.astype(g.dtype) for x, g in zip(out, grads_R, strict=True)], [x[None] for x in kept if kept_R]
+
+
+def _kinds(placements: Sequence[Placement], scope: tuple[str, ...]) -> list[tuple[list[int], tuple[str, ...]]]:
+    """Returns the tensors that are cut over the same axes, which may travel together, and these axes."""
+    kinds: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
+    for i, p in enumerate(placements):
+        axes = (scope if p.dim is not None else ()) + (("tensor",) if p.tensor_dim is not None else ())
+        kinds.setdefault((p.dim is not None, axes), []).append(i)
+    return [(members, axes) for (_, axes), members in kinds.items()]
+
+
+def _not_finite(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> jax.Array:
+    """Returns NaN if a value is not finite on any device of `axes`, else 0: codecs would make numbers of it."""
+    bad = sum(jnp.sum(~jnp.isfinite(x), dtype=jnp.float32) for x in xs)
+    return jnp.where(lax.psum(bad, axes) > 0, jnp.nan, 0.0)

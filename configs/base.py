@@ -92,8 +92,25 @@ def get_config(arg: str = "") -> ConfigDict:
             "optimizer": "",
             "hierarchical": True,  # gather between nodes first, then inside the node
             "two_hop": True,  # off: all-reduce every micro-step (the MiCS paper's alternative)
-            "gather": "layer",  # layer | micro_step | step: how long gathered parameters are kept
+            "gather": "layer",  # layer | node | micro_step | step: how long gathered parameters are kept
             "partitioner": "manual",  # manual | auto (XLA's own partitioner on the same shardings)
+        }
+    )
+    config.compression = ConfigDict(
+        {
+            # none | bf16 | int8 | int4 | two_bit | one_bit | dgc | power_sgd: gradients, between the nodes of replicas
+            "hop_two": "none",
+            "gather_inter": "none",  # none | bf16 | int8 | int4: parameters that are gathered between nodes
+            "gather_intra": "none",  # ... inside a node
+            "hop_one_inter": "none",  # gradients that are reduce-scattered between nodes each micro-step
+            "hop_one_intra": "none",  # ... inside a node
+            "block": 1024,  # int8, int4, one_bit: values that share a scale
+            "rounding": "nearest",  # int8, int4: nearest | stochastic
+            "threshold": 0.5,  # two_bit: what is sent for values that reach it
+            "error_feedback": True,  # what encoding lost is added to the next step's gradients
+            "sparsity": 0.999,  # dgc: share of the values that are not sent
+            "warmup_steps": 0,  # dgc: steps until it has that sparsity, from 0.75 on
+            "rank": 2,  # power_sgd: columns of the factors
         }
     )
     config.optimizer = ConfigDict(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from math import prod
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,46 @@ BUCKET_BYTES = 512 * 2**20  # tensors packed into one collective: bounds the mem
 ALONE_BYTES = 3 * 2**19  # over gloo, from here on a call costs less than the copies of packing
 
 
+class Codec(Protocol):
+    """How values become the bytes that cross a network level (compression/codecs.py).
+
+    It works on rows: `encode` turns `f32 [..., N]` into `uint8 [..., payload_bytes(N)]`, `decode` turns those into
+    values again; N is a multiple of `multiple`.
+    """
+
+    @property
+    def multiple(self) -> int:
+        """The length of a row is a multiple of this."""
+        ...
+
+    def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
+        """Returns the payload of rows of values; `key` is for random rounding."""
+        ...
+
+    def decode(self, payload: jax.Array) -> jax.Array:
+        """Returns the values of a payload."""
+        ...
+
+    def payload_bytes(self, size: int) -> int:
+        """Returns the bytes of a row of `size` values."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """The codecs of a hop, between and inside nodes; None: the values as they are."""
+
+    inter: Codec | None = None
+    intra: Codec | None = None
+
+    def over(self, axes: Sequence[str]) -> Codec | None:
+        """Returns the codec of a collective over `axes`."""
+        return self.inter if any(axis in INTER_AXES for axis in axes) else self.intra
+
+
+PLAIN = Wire()
+
+
 def levels(scope: Sequence[str], *, hierarchical: bool) -> list[tuple[str, ...]]:
     """Returns the axes that each collective of a gather crosses, in order.
 
@@ -36,17 +77,14 @@ def levels(scope: Sequence[str], *, hierarchical: bool) -> list[tuple[str, ...]]
     return [inter[::-1] + intra[::-1]] if scope else []
 
 
-def all_gather_chunks(x: jax.Array, scope: Sequence[str], *, hierarchical: bool, to: str = "varying") -> jax.Array:
-    """Gathers local chunks `[N]` into `[p, N]`, chunks in CHUNK_ORDER of `scope`.
-
-    Sixteen-bit floats travel as integers: XLA may not widen those (CPU), nor move a conversion across the gather.
-    """
-    if x.dtype == jnp.bfloat16:
-        gathered = all_gather_chunks(lax.bitcast_convert_type(x, jnp.uint16), scope, hierarchical=hierarchical, to=to)
-        return lax.bitcast_convert_type(gathered, x.dtype)
+def all_gather_chunks(
+    x: jax.Array, scope: Sequence[str], *, hierarchical: bool, to: str = "varying", wire: Wire = PLAIN
+) -> jax.Array:
+    """Gathers local chunks `[N]` into `[p, N]`, chunks in CHUNK_ORDER of `scope`."""
     size = x.size
     for axes in levels(scope, hierarchical=hierarchical):
-        x = lax.all_gather(x, axes, to=to)
+        codec = wire.over(axes)
+        x = _coded_all_gather(x, axes, codec, to) if codec else _all_gather(x, axes, to)
     if not hierarchical and len(scope) > 1:  # devices' order, outermost first: turn it into CHUNK_ORDER
         x = x.reshape(*(lax.axis_size(axis) for axis in reversed(scope)), size).transpose(
             *reversed(range(len(scope))), -1
@@ -54,8 +92,47 @@ def all_gather_chunks(x: jax.Array, scope: Sequence[str], *, hierarchical: bool,
     return x.reshape(-1, size)
 
 
+def _all_gather(x: jax.Array, axes: tuple[str, ...], to: str) -> jax.Array:
+    """Gathers `[...]` into `[n, ...]`.
+
+    Sixteen-bit floats travel as integers: XLA may not widen those (CPU), nor move a conversion across the gather.
+    """
+    if x.dtype == jnp.bfloat16:
+        return lax.bitcast_convert_type(_all_gather(lax.bitcast_convert_type(x, jnp.uint16), axes, to), x.dtype)
+    return lax.all_gather(x, axes, to=to)
+
+
+def _coded_all_gather(x: jax.Array, axes: tuple[str, ...], codec: Codec, to: str) -> jax.Array:
+    """Gathers what `[...]` becomes by encoding into `[n, ...]` (qwZ, ZeRO++ section 3.1); all get the same."""
+    values = _filled(x.reshape(1, -1), codec)
+    gathered = codec.decode(lax.all_gather(codec.encode(values, _no_key())[0], axes, to=to))
+    return gathered[:, : x.size].astype(x.dtype).reshape(-1, *x.shape)
+
+
+def _coded_reduce_scatter(rows: jax.Array, axes: tuple[str, ...], codec: Codec) -> jax.Array:
+    """Sums rows `[n, N]` over `axes` in f32, each encoded once; returns this device's (qgZ, ZeRO++ section 3.3)."""
+    sent = codec.encode(_filled(rows, codec), _no_key())
+    received = codec.decode(all_to_all_rows(sent, axes))
+    return jnp.sum(received, axis=0)[: rows.shape[-1]].astype(rows.dtype)
+
+
+def all_to_all_rows(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Sends row i of `[n, N]` to device i of `axes`; returns the rows `[n, N]` of all devices for this one."""
+    return lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
+
+
+def _no_key() -> jax.Array:
+    """Gathers and hop one have no residuals that would need unbiased rounding: they round to the nearest."""
+    return jax.random.key(0)
+
+
+def _filled(rows: jax.Array, codec: Codec) -> jax.Array:
+    """Returns rows in f32 with zeros behind them, to a length that the codec takes."""
+    return jnp.pad(rows.astype(jnp.float32), ((0, 0), (0, -rows.shape[-1] % codec.multiple)))
+
+
 def reduce_scatter_chunks(
-    x: jax.Array, scope: Sequence[str], *, hierarchical: bool, by_ring: bool = False
+    x: jax.Array, scope: Sequence[str], *, hierarchical: bool, by_ring: bool = False, wire: Wire = PLAIN
 ) -> jax.Array:
     """Sums `[p, N]` over the devices of `scope` and returns this device's chunk `[N]`: the gather, transposed."""
     size = x.shape[-1]
@@ -64,7 +141,10 @@ def reduce_scatter_chunks(
         x = x.transpose(*reversed(range(len(scope))), -1)
     for axes in reversed(levels(scope, hierarchical=hierarchical)):
         rows = x.reshape(prod(lax.axis_size(axis) for axis in axes), -1)
-        x = ring_reduce_scatter(rows, axes) if by_ring else lax.psum_scatter(rows, axes)
+        if codec := wire.over(axes):
+            x = _coded_reduce_scatter(rows, axes, codec)
+        else:
+            x = ring_reduce_scatter(rows, axes) if by_ring else lax.psum_scatter(rows, axes)
     return x.reshape(size)
 
 
@@ -97,6 +177,8 @@ class Group:
     scope: tuple[str, ...]
     hierarchical: bool
     over_gloo: bool = False  # reduce-scatters are rings of our own, and only small tensors are packed
+    gathers: Wire = PLAIN
+    scatters: Wire = PLAIN
     tensor_is_manual: bool = False
 
     @property
@@ -105,7 +187,9 @@ class Group:
 
     def gather(self, shards: Sequence[jax.Array], *, to: str = "varying") -> list[jax.Array]:
         """Returns the full tensors of local `shards`; those without a partitioned dim come back as they are."""
-        collective = partial(all_gather_chunks, scope=self.scope, hierarchical=self.hierarchical, to=to)
+        collective = partial(
+            all_gather_chunks, scope=self.scope, hierarchical=self.hierarchical, to=to, wire=self.gathers
+        )
         return self._exchange(_gather_packed, collective, shards)
 
     def reduce_scatter(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
@@ -113,7 +197,11 @@ class Group:
         if not self.scope:
             return list(tensors)
         collective = partial(
-            reduce_scatter_chunks, scope=self.scope, hierarchical=self.hierarchical, by_ring=self.over_gloo
+            reduce_scatter_chunks,
+            scope=self.scope,
+            hierarchical=self.hierarchical,
+            by_ring=self.over_gloo,
+            wire=self.scatters,
         )
         whole = [lax.psum(x, self.scope) if p.dim is None else x for x, p in zip(tensors, self.placements, strict=True)]
         return self._exchange(_scatter_packed, collective, whole)
@@ -140,7 +228,7 @@ class Group:
                 for i, p in enumerate(self.placements)
                 if p.dim is not None and (p.tensor_dim is not None) == over_tensor
             ]
-            for bucket in _buckets(members, [x.nbytes for x in xs], ALONE_BYTES if self.over_gloo else BUCKET_BYTES):
+            for bucket in buckets(members, [x.nbytes for x in xs], over_gloo=self.over_gloo):
                 places = tuple(self.placements[i] for i in bucket)
                 exchange = partial(packed, places=places, collective=collective, degree=self._degree)
                 if over_tensor and not self.tensor_is_manual:
@@ -151,17 +239,18 @@ class Group:
         return out
 
 
-def _buckets(members: Sequence[int], nbytes: Sequence[int], alone_bytes: int) -> list[list[int]]:
-    """Cuts `members` into runs of at most BUCKET_BYTES; tensors of `alone_bytes` or more are alone."""
-    buckets = [[i] for i in members if nbytes[i] >= alone_bytes]
+def buckets(members: Sequence[int], nbytes: Sequence[int], *, over_gloo: bool) -> list[list[int]]:
+    """Cuts `members`, tensors of `nbytes`, into those that travel together: as few collectives as memory allows."""
+    alone_bytes = ALONE_BYTES if over_gloo else BUCKET_BYTES
+    found = [[i] for i in members if nbytes[i] >= alone_bytes]
     room = -1
     for i in (i for i in members if nbytes[i] < alone_bytes):
         if nbytes[i] > room:
-            buckets.append([])
+            found.append([])
             room = BUCKET_BYTES
-        buckets[-1].append(i)
+        found[-1].append(i)
         room -= nbytes[i]
-    return buckets
+    return found
 
 
 def _gather_packed(
@@ -170,7 +259,7 @@ def _gather_packed(
     """Packs shards into `[N]`, gathers `[p, N]`, slices it apart and joins the chunks of each tensor."""
     del degree
     chunks = collective(jnp.concatenate([x.reshape(-1) for x in shards]))
-    pieces = _slice_apart(chunks, [x.shape for x in shards])
+    pieces = slice_apart(chunks, [x.shape for x in shards])
     return tuple(join(piece, p.dim) for piece, p in zip(pieces, places, strict=True))
 
 
@@ -180,10 +269,10 @@ def _scatter_packed(
     """Splits tensors into chunks packed as `[p, N]`, reduce-scatters to `[N]` and slices that apart."""
     rows = [split(x, p.dim, degree) for x, p in zip(tensors, places, strict=True)]
     summed = collective(jnp.concatenate([row.reshape(degree, -1) for row in rows], axis=1))
-    return tuple(_slice_apart(summed, [row.shape[1:] for row in rows]))
+    return tuple(slice_apart(summed, [row.shape[1:] for row in rows]))
 
 
-def _slice_apart(packed: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+def slice_apart(packed: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
     """Cuts `[..., N]` into a piece `[..., *shape]` for each shape."""
     ends = list(accumulate(prod(shape) for shape in shapes))
     starts = [0, *ends[:-1]]

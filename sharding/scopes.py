@@ -31,8 +31,10 @@ class ShardingConfig:
 
     def __post_init__(self) -> None:
         _one_of("sharding.strategy", self.strategy, [*STRATEGIES, "mics", "custom"])
-        _one_of("sharding.gather", self.gather, ["layer", "micro_step", "step"])
+        _one_of("sharding.gather", self.gather, ["layer", "node", "micro_step", "step"])
         _one_of("sharding.partitioner", self.partitioner, ["manual", "auto"])
+        if self.gather == "node" and not self.two_hop:
+            raise ValueError("sharding.gather=node needs sharding.two_hop: hop one has its two levels apart")
         by_hand = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer")}
         if self.strategy == "mics" and self.partition_size < 1:
             raise ValueError(

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharding.collectives import Group, vary
-from sharding.mesh import DATA_AXES
+from sharding.collectives import PLAIN, Group, Wire, vary
+from sharding.mesh import DATA_AXES, INTER_AXES
 from sharding.scopes import Layout
 from sharding.spec import Placement, is_placement, path_name, pspecs
 
@@ -45,12 +45,14 @@ class TrainState:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded:
-    """A model's parameters on a mesh: their placements, the layout, and the dtype in which they are gathered."""
+    """A model's parameters on a mesh: their placements, the layout, and the form in which they are gathered."""
 
     mesh: Mesh
     layout: Layout
     placements: PyTree  # of Placement, a tree like the parameters
     compute_dtype: Any = jnp.float32
+    gathers: Wire = PLAIN  # the codecs of the micro-steps' gathers
+    scatters: Wire = PLAIN  # and of hop one
 
     @property
     def sum_dtype(self) -> Any:
@@ -71,6 +73,11 @@ class Sharded:
         """Spec of batch arrays `[accum, rows, ...]`."""
         return PartitionSpec(None, self.layout.data_axes or None)
 
+    @property
+    def as_stored(self) -> "Sharded":
+        """The same with gathers that lose nothing: for what is told about the parameters, not how they are trained."""
+        return dataclasses.replace(self, gathers=PLAIN)
+
     def map(self, function: Callable[..., Any], *trees: PyTree) -> PyTree:
         """Maps `function(placement, leaf, ...)` over trees like the parameters."""
         return jax.tree.map(function, self.placements, *trees, is_leaf=is_placement)
@@ -79,13 +86,17 @@ class Sharded:
         """NamedShardings of arrays like the parameters under `scope`."""
         return self.map(lambda p: NamedSharding(self.mesh, p.pspec(scope)))
 
-    def group(self, placements: PyTree, scope: tuple[str, ...], *, tensor_is_manual: bool = False) -> Group:
-        """Returns the Group of a tree of placements, cut over `scope`."""
+    def group(
+        self, placements: PyTree, scope: tuple[str, ...], *, tensor_is_manual: bool = False, coded: bool = False
+    ) -> Group:
+        """Returns the Group of a tree of placements, cut over `scope`; `coded` if it is the micro-steps'."""
         return Group(
             placements=tuple(jax.tree.leaves(placements, is_leaf=is_placement)),
             scope=scope,
             hierarchical=self.layout.hierarchical,
             over_gloo=self.over_gloo,
+            gathers=self.gathers if coded else PLAIN,
+            scatters=self.scatters if coded else PLAIN,
             tensor_is_manual=tensor_is_manual,
         )
 
@@ -128,7 +139,7 @@ def build_eval_step(loss: Loss, sharded: Sharded) -> Callable[[PyTree, Batch], t
         if sharded.layout.partitioner == "auto":
             value = rows_sum(params, batch, auto_gather(sharded))
         else:
-            gather = layer_gather(sharded)
+            gather = layer_gather(sharded.as_stored)
             value = run_manual(sharded, lambda p, b: lax.psum(rows_sum(p, b, gather), sharded.layout.data_axes))(
                 params, batch
             )
@@ -165,12 +176,19 @@ def manual_gradients(loss: Loss, sharded: Sharded, params: PyTree, batch: Batch)
         if layout.two_hop:  # the types now differ between replicas: autodiff sums nothing over them
             params = jax.tree.map(lambda x: vary(x, layout.data_axes), params)
         kept = gather_tree(sharded, sharded.placements, params) if layout.gather == "step" else params
+        inter = tuple(axis for axis in layout.parameters if axis in INTER_AXES)
+        intra = tuple(axis for axis in layout.parameters if axis not in INTER_AXES)
 
         def micro_loss(kept: PyTree, micro: Batch) -> jax.Array:
-            if layout.gather == "layer":
-                return loss(kept, micro, layer_gather(sharded)) / total
-            whole = gather_tree(sharded, sharded.placements, kept) if layout.gather == "micro_step" else kept
-            return loss(whole, micro, lambda name, tree: tree) / total
+            match layout.gather:
+                case "layer":
+                    return loss(kept, micro, layer_gather(sharded)) / total
+                case "node":
+                    in_node = gather_tree(sharded, sharded.placements, kept, inter)
+                    return loss(in_node, micro, layer_gather(sharded, intra)) / total
+                case "micro_step":
+                    kept = gather_tree(sharded, sharded.placements, kept)
+            return loss(kept, micro, lambda name, tree: tree) / total
 
         def micro_step(carry: tuple[PyTree, jax.Array], item: tuple[jax.Array, Batch]) -> tuple[Any, None]:
             i, micro = item
@@ -218,11 +236,14 @@ def gradient_specs(sharded: Sharded, *, tensor: bool = True) -> PyTree:
 # ------------------------------------------------------------------------------------- gathers and hop one
 
 
-def layer_gather(sharded: Sharded) -> Gather:
-    """Returns the gather that a model calls at each place of use; its transpose is hop one."""
+def layer_gather(sharded: Sharded, scope: tuple[str, ...] | None = None) -> Gather:
+    """Returns the gather that a model calls at each place of use, over the parameters' scope or a part of it.
+
+    Its transpose is hop one.
+    """
 
     def gather(name: str, tree: PyTree) -> PyTree:
-        return gather_tree(sharded, _used_placements(sharded, name), tree)
+        return gather_tree(sharded, _used_placements(sharded, name), tree, scope)
 
     return gather
 
@@ -239,10 +260,13 @@ def auto_gather(sharded: Sharded) -> Gather:
     return gather
 
 
-def gather_tree(sharded: Sharded, placements: PyTree, shards: PyTree) -> PyTree:
-    """Gathers local shards in one collective a network level, in the compute dtype; backwards it is hop one."""
+def gather_tree(sharded: Sharded, placements: PyTree, shards: PyTree, scope: tuple[str, ...] | None = None) -> PyTree:
+    """Gathers local shards in one collective a network level, in the compute dtype; backwards it is hop one.
+
+    Over the parameters' scope, or over `scope`, the last axes by which the shards are cut.
+    """
     layout = sharded.layout
-    group = sharded.group(placements, layout.parameters)
+    group = sharded.group(placements, layout.parameters if scope is None else scope, coded=True)
 
     @jax.custom_vjp
     @jax.named_scope("gather")
@@ -260,7 +284,8 @@ def gather_tree(sharded: Sharded, placements: PyTree, shards: PyTree) -> PyTree:
 def hop_one(sharded: Sharded, placements: PyTree, grads: PyTree) -> PyTree:
     """Reduce-scatters full gradients inside each partition group (MiCS section 3.4)."""
     leaves, tree = jax.tree.flatten(grads)
-    return tree.unflatten(_hop_one_leaves(sharded, sharded.group(placements, sharded.layout.parameters), leaves))
+    group = sharded.group(placements, sharded.layout.parameters, coded=True)
+    return tree.unflatten(_hop_one_leaves(sharded, group, leaves))
 
 
 @jax.named_scope("hop_one")
@@ -279,7 +304,7 @@ def to_gradient_scope(sharded: Sharded, grads: PyTree, *, zeros: bool = False) -
     """Reduces gradients from the parameters' scope to their own, each micro-step (ZeRO-2); `zeros` needs no sum."""
     layout = sharded.layout
     extra = tuple(axis for axis in layout.gradients if axis not in layout.parameters)
-    group = sharded.group(sharded.placements, extra)
+    group = sharded.group(sharded.placements, extra, coded=True)
     leaves, tree = jax.tree.flatten(grads)
     if (
         layout.two_hop and not zeros and extra
@@ -339,15 +364,21 @@ def owner(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, params: Mapping[str, j
 def state_shardings(sharded: Sharded, shapes: TrainState) -> PyTree:
     """Returns the NamedSharding of every array of a state, given the tree of its shapes.
 
-    An array of the optimizer state that belongs to a parameter is sharded like it, over the optimizer's scope; all
-    others (counters, factored moments) are replicated.
+    An array of the optimizer state that belongs to a parameter is sharded like it, over the optimizer's scope; one with
+    R in front (a residual of hop two) like the gradients; all others (counters, factored moments) are replicated.
     """
+    layout = sharded.layout
     placements, params = by_name(sharded.placements, is_leaf=is_placement), by_name(shapes.params)
+    gradients = by_name(gradient_specs(sharded), is_leaf=lambda x: isinstance(x, PartitionSpec))
     replicated = NamedSharding(sharded.mesh, REPLICATED)
 
     def place(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
-        name = owner(path, x, params)
-        return NamedSharding(sharded.mesh, placements[name].pspec(sharded.layout.optimizer)) if name else replicated
+        if name := owner(path, x, params):
+            return NamedSharding(sharded.mesh, placements[name].pspec(layout.optimizer))
+        one = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        if x.shape[:1] == (layout.num_replicas,) and (name := owner(path, one, params)):
+            return NamedSharding(sharded.mesh, gradients[name])
+        return replicated
 
     return dataclasses.replace(
         jax.tree.map(lambda _: replicated, shapes),

@@ -13,6 +13,7 @@ import models
 from compression.exchange import exchange
 from configs import base
 from optimizers import guarded, watched
+from sharding.collectives import PLAIN, Wire
 from sharding.mesh import find_nodes, make_mesh
 from sharding.scopes import ShardingConfig, make_layout
 from sharding.spec import place_all
@@ -91,12 +92,16 @@ def sharded(
     tensor: int = 1,
     num_layers: int = 2,
     dtype: Any = jnp.float32,
+    gathers: Wire = PLAIN,
+    scatters: Wire = PLAIN,
     **how,
 ) -> Sharded:
     layout = make_layout(sharding_config(**how), num_nodes=nodes, devices_per_node=per_node, tensor=tensor)
     mesh = make_mesh(layout.shape, find_nodes(jax.devices()[: nodes * per_node], per_node))
     placements = place_all(model(kind, num_layers).param_specs(), layout)
-    return Sharded(mesh=mesh, layout=layout, placements=placements, compute_dtype=dtype)
+    return Sharded(
+        mesh=mesh, layout=layout, placements=placements, compute_dtype=dtype, gathers=gathers, scatters=scatters
+    )
 
 
 def put_batch(sh: Sharded, accumulation: int, rows: int = ROWS) -> Any:

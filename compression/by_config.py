@@ -1,0 +1,125 @@
+"""The `compression` section of a config, and the codecs and transforms that it names."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import optax
+
+from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
+from compression.dgc import DGCConfig, dgc
+from compression.exchange import exchange
+from compression.power_sgd import power_sgd
+from sharding.collectives import Codec, Wire, levels
+from sharding.mesh import INTER_AXES
+from sharding.scopes import Layout
+from sharding.step import Sharded
+
+PyTree = Any
+CODECS = ("none", "bf16", "int8", "int4")  # those that are of use without error feedback
+HOP_TWO = (*CODECS, "two_bit", "one_bit", "dgc", "power_sgd")
+ROUNDINGS = ("nearest", "stochastic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionConfig:
+    """The `compression` section of a config (meanings: configs/base.py). Raises ValueError for an impossible value."""
+
+    hop_two: str
+    gather_inter: str
+    gather_intra: str
+    hop_one_inter: str
+    hop_one_intra: str
+    block: int
+    rounding: str
+    threshold: float
+    error_feedback: bool
+    sparsity: float
+    warmup_steps: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        hops = ("gather_inter", "gather_intra", "hop_one_inter", "hop_one_intra")
+        for key, allowed in (("hop_two", HOP_TWO), ("rounding", ROUNDINGS), *((hop, CODECS) for hop in hops)):
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"compression.{key}={getattr(self, key)} is not known; one of {', '.join(allowed)}")
+        if self.block < 8 or self.block % 8:
+            raise ValueError(f"compression.block={self.block} must be a multiple of 8: values fill whole bytes")
+        if not 0 < self.threshold < math.inf:
+            raise ValueError(f"compression.threshold={self.threshold} must be above 0")
+        if not 0 < self.sparsity < 1:
+            raise ValueError(f"compression.sparsity={self.sparsity} must be above 0 and below 1")
+        if self.warmup_steps < 0:
+            raise ValueError(f"compression.warmup_steps={self.warmup_steps} must be at least 0")
+        if self.rank < 1:
+            raise ValueError(f"compression.rank={self.rank} must be at least 1")
+        if self.hop_two in ("two_bit", "one_bit") and not self.error_feedback:
+            raise ValueError(f"compression.hop_two={self.hop_two} learns nothing without compression.error_feedback")
+
+
+def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest") -> Codec | None:
+    """Returns the codec of a name, None for `none`."""
+    match name:
+        case "none":
+            return None
+        case "bf16":
+            return BFloat16()
+        case "int8" | "int4":
+            return Blockwise(bits=int(name[3:]), block=config.block, stochastic=rounding == "stochastic")
+        case "two_bit":
+            return TwoBit(threshold=config.threshold)
+        case "one_bit":
+            return OneBit(block=config.block)
+    raise ValueError(f"no codec is named {name}")
+
+
+def make_hop_two(
+    config: CompressionConfig, sharded: Sharded, specs: PyTree, *, momentum: float, clip_norm: float
+) -> optax.GradientTransformation:
+    """Returns hop two as the config wants it; `dgc` alone has use for `momentum` and `clip_norm`, the optimizer's."""
+    match config.hop_two:
+        case "dgc":
+            found = DGCConfig(
+                sparsity=config.sparsity, warmup_steps=config.warmup_steps, momentum=momentum, clip_norm=clip_norm
+            )
+            return dgc(sharded, specs, found)
+        case "power_sgd":
+            return power_sgd(sharded, specs, config.rank)
+        case _:
+            codec = make_codec(config.hop_two, config, rounding=config.rounding)
+            return exchange(sharded, codec, error_feedback=config.error_feedback)
+
+
+def make_wires(config: CompressionConfig, layout: Layout) -> tuple[Wire, Wire]:
+    """Returns the wires of gathers and of hop one (qwZ and qgZ of ZeRO++, arXiv 2306.10209).
+
+    ValueError for a codec on a level that the hop does not cross.
+    """
+    found = {}
+    for hop, scopes in _scopes(layout).items():
+        crossed = [axes for scope in scopes for axes in levels(scope, hierarchical=layout.hierarchical)]
+        there = {"inter" if any(axis in INTER_AXES for axis in axes) else "intra" for axes in crossed}
+        codecs = {}
+        for level in ("inter", "intra"):
+            name = getattr(config, f"{hop}_{level}")
+            if name != "none" and level not in there:
+                where = "between nodes" if level == "inter" else "inside a node alone"
+                raise ValueError(
+                    f"compression.{hop}_{level}={name} has nothing to encode: with this sharding no collective of "
+                    f"that hop goes {where}; set it to none"
+                )
+            codecs[level] = make_codec(name, config)
+        found[hop] = Wire(**codecs)
+    return found["gather"], found["hop_one"]
+
+
+def _scopes(layout: Layout) -> dict[str, list[tuple[str, ...]]]:
+    """Returns over which axes the micro-steps gather, and reduce-scatter, each at once."""
+    if layout.partitioner == "auto":
+        return {"gather": [], "hop_one": []}
+    gathers = [layout.parameters]
+    if layout.gather == "node":
+        inter = tuple(axis for axis in layout.parameters if axis in INTER_AXES)
+        gathers = [inter, tuple(axis for axis in layout.parameters if axis not in INTER_AXES)]
+    extra = tuple(axis for axis in layout.gradients if axis not in layout.parameters)
+    return {"gather": gathers, "hop_one": [*gathers, extra] if layout.two_hop else []}

@@ -1,0 +1,183 @@
+"""Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887): hop two sends one value in a thousand.
+
+    g <- g min(1, clip / sqrt(N) / |g|)      local clipping, N replicas
+    u <- m u + g                             momentum correction: what accumulates is the velocity
+    v <- v + u
+    send the largest |v|, and set v and u to 0 where they were sent: momentum factor masking
+
+What is handed on has the momentum in it: the optimizer behind is plain SGD. Replicas inside a node add up in f32 first,
+and each goes on with its part. Parameters of one dim a layer are averaged as they are, with momentum too.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from sharding.collectives import all_gather_chunks, reduce_scatter_chunks
+from sharding.mesh import INTER_AXES
+from sharding.spec import ParamSpec
+from sharding.step import Sharded, gradient_specs
+
+PyTree = Any
+Axes = tuple[str, ...]
+WARMUP = (0.75, 0.9375, 0.984375, 0.996)  # sparsity in the equal parts of the warm-up (section 3.4)
+BLOCK = 1 << 16  # an index travels as 16 bits, and each block of the tensor has a count
+
+
+class DGCState(NamedTuple):
+    """State of `dgc`. Both trees are under a key `residual`, because of both only the sum over R counts."""
+
+    step: jax.Array  # int32 []: exchanges done
+    unsent: PyTree  # v, [R, ...]
+    velocity: PyTree  # u, [R, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DGCConfig:
+    """The final sparsity, the steps of its warm-up, momentum, and the norm for local clipping (0: none)."""
+
+    sparsity: float
+    warmup_steps: int
+    momentum: float
+    clip_norm: float
+
+    @property
+    def stages(self) -> tuple[float, ...]:
+        """The sparsities that training passes, the last one for good."""
+        before = [s for s in WARMUP if s < self.sparsity] if self.warmup_steps else []
+        return (*before, self.sparsity)
+
+    def stage(self, step: jax.Array) -> jax.Array:
+        """Returns which of the stages a step is in."""
+        parts = len(self.stages) - 1
+        return jnp.minimum(step * parts // self.warmup_steps, parts) if parts else jnp.zeros((), jnp.int32)
+
+
+def dgc(sharded: Sharded, specs: PyTree, config: DGCConfig) -> optax.GradientTransformation:
+    """Returns hop two by DGC: gradients `[R, ...]` to the mean of what was sent, in the optimizer's scope.
+
+    ValueError if nothing of hop two crosses nodes.
+    """
+    layout = sharded.layout
+    inter = tuple(axis for axis in layout.replica_axes if axis in INTER_AXES)
+    intra = tuple(axis for axis in layout.replica_axes if axis not in INTER_AXES)
+    if not inter:
+        raise ValueError("compression.hop_two=dgc has nothing to send: no two replicas are on different nodes")
+    extra = tuple(axis for axis in layout.optimizer if axis not in layout.gradients)
+    out_group = sharded.group(sharded.placements, extra, tensor_is_manual=True)
+    all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+    sparse = [len(spec.shape) - ("layers" in spec.dims) > 1 for spec in all_specs]
+
+    def init(params: PyTree) -> DGCState:
+        def zeros() -> PyTree:
+            return jax.tree.map(lambda p: jnp.zeros((layout.num_replicas, *p.shape), jnp.float32), params)
+
+        return DGCState(step=jnp.zeros((), jnp.int32), unsent={"residual": zeros()}, velocity={"residual": zeros()})
+
+    def exchange_shards(
+        grads_R: list[jax.Array], unsent_R: list[jax.Array], velocity_R: list[jax.Array], stage: jax.Array
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+        out, unsent, velocity = [], [], []
+        scale = _clip_scale(sharded, [g[0] for g in grads_R], config.clip_norm) / layout.num_replicas
+        for is_sparse, grad, v_R, u_R in zip(sparse, grads_R, unsent_R, velocity_R, strict=True):
+            share = grad[0].astype(jnp.float32) * scale
+            if not is_sparse:
+                u = config.momentum * u_R[0] + share
+                out.append(lax.psum(u, layout.replica_axes))
+                unsent.append(v_R)
+                velocity.append(u[None])
+                continue
+            g, v, u = (_part(x, intra) for x in (share, v_R[0], u_R[0]))
+            u = config.momentum * u + g
+            v = v + u
+            counts = [max(1, round(v.size * (1 - sparsity))) for sparsity in config.stages]
+            total, sent = lax.switch(stage, [partial(_send_largest, count=n, axes=inter) for n in counts], v)
+            out.append(_whole(total, intra, share.shape))
+            unsent.append(_placed(jnp.where(sent, 0, v), intra, share.shape)[None])
+            velocity.append(_placed(jnp.where(sent, 0, u), intra, share.shape)[None])
+        return out_group.slice(out), unsent, velocity
+
+    @jax.named_scope("hop_two")
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, DGCState]:
+        del params
+        grads, tree = jax.tree.flatten(updates)
+        specs_R = jax.tree.leaves(gradient_specs(sharded), is_leaf=lambda x: isinstance(x, PartitionSpec))
+        out, unsent, velocity = jax.shard_map(
+            exchange_shards,
+            mesh=sharded.mesh,
+            in_specs=(specs_R, specs_R, specs_R, PartitionSpec()),
+            out_specs=([p.pspec(layout.optimizer) for p in out_group.placements], specs_R, specs_R),
+        )(grads, jax.tree.leaves(state.unsent), jax.tree.leaves(state.velocity), config.stage(state.step))
+        return tree.unflatten(out), DGCState(
+            step=state.step + 1,
+            unsent={"residual": tree.unflatten(unsent)},
+            velocity={"residual": tree.unflatten(velocity)},
+        )
+
+    return optax.GradientTransformation(init, update)
+
+
+def _clip_scale(sharded: Sharded, grads: list[jax.Array], clip_norm: float) -> jax.Array:
+    """Returns by what a replica scales its gradient, before anything is accumulated: to `clip_norm / sqrt(R)`."""
+    if not clip_norm:
+        return jnp.ones(())
+    layout, sizes = sharded.layout, sharded.layout.shape.sizes
+    axes = tuple(axis for axis in sharded.mesh.axis_names if axis not in layout.replica_axes)
+    squares = jnp.zeros(())
+    for p, grad in zip(sharded.group(sharded.placements, ()).placements, grads, strict=True):
+        cut = {*(layout.gradients if p.dim is not None else ()), *(("tensor",) if p.tensor_dim is not None else ())}
+        copies = prod(sizes[axis] for axis in axes if axis not in cut)  # of the tensor in the sum below
+        squares += jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
+    norm = jnp.sqrt(lax.psum(squares, axes))
+    return jnp.minimum(1.0, clip_norm / layout.num_replicas**0.5 / norm)
+
+
+def _send_largest(v: jax.Array, *, count: int, axes: Axes) -> tuple[jax.Array, jax.Array]:
+    """Sends the `count` values of `[N]` that are largest; returns the sum of what all sent, and where this one did.
+
+    A value takes 6 bytes: an f32, and its index in a block of 65536 values; a block takes 4, for the values it has.
+    """
+    indices = jnp.sort(lax.top_k(jnp.abs(v), count)[1])
+    blocks = -(-v.size // BLOCK)
+    in_block = jnp.zeros(blocks, jnp.uint32).at[indices // BLOCK].add(1)
+    parts = (v[indices], (indices % BLOCK).astype(jnp.uint16), in_block)
+    payload = jnp.concatenate([lax.bitcast_convert_type(x, jnp.uint8).reshape(-1) for x in parts])
+    received = all_gather_chunks(payload, axes, hierarchical=True, to="invarying")
+
+    values, low, in_block = jnp.split(received, [4 * count, 6 * count], axis=1)
+    values = lax.bitcast_convert_type(values.reshape(-1, count, 4), jnp.float32)
+    low = lax.bitcast_convert_type(low.reshape(-1, count, 2), jnp.uint16)
+    ends = jnp.cumsum(lax.bitcast_convert_type(in_block.reshape(-1, blocks, 4), jnp.uint32), axis=1)
+    block = jax.vmap(partial(jnp.searchsorted, side="right"), (0, None))(ends, jnp.arange(count, dtype=jnp.uint32))
+    where = block * BLOCK + low.astype(jnp.int32)
+    total = jnp.zeros(v.shape, v.dtype).at[where.reshape(-1)].add(values.reshape(-1))
+    return total, jnp.zeros(v.shape, bool).at[indices].set(True)
+
+
+def _part(x: jax.Array, axes: Axes) -> jax.Array:
+    """Returns this device's part `[n]` of the sum of a tensor over `axes`."""
+    devices = prod(lax.axis_size(axis) for axis in axes)
+    flat = jnp.pad(x.reshape(-1), (0, -x.size % devices))
+    return reduce_scatter_chunks(flat.reshape(devices, -1), axes, hierarchical=True)
+
+
+def _whole(part: jax.Array, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the tensor whose parts the devices of `axes` have."""
+    if axes:
+        part = all_gather_chunks(part, axes, hierarchical=True, to="invarying")
+    return part.reshape(-1)[: prod(shape)].reshape(shape)
+
+
+def _placed(part: jax.Array, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
+    """Returns a tensor that is zero but for this device's part."""
+    devices = prod(lax.axis_size(axis) for axis in axes)
+    mine = lax.axis_index(axes) if axes else 0
+    parts = jnp.zeros((devices, part.size), part.dtype).at[mine].set(part)
+    return parts.reshape(-1)[: prod(shape)].reshape(shape)

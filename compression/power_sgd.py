@@ -1,0 +1,158 @@
+"""PowerSGD (Vogels et al. 2019, arXiv 1905.13727): hop two sends two thin factors of each gradient matrix.
+
+One step of a power iteration, warm-started by the factor of the step before: `P = M Q`, orthogonalise P, `Q = M^T P`,
+hand on `P Q^T`; P and Q are summed over the replicas by ordinary all-reduces, because both are linear in M. What the
+factors cannot say stays in a residual, without which the method fails.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from sharding.spec import ParamSpec, Placement
+from sharding.step import Sharded, gradient_specs
+
+PyTree = Any
+
+
+class PowerSGDState(NamedTuple):
+    """State of `power_sgd`."""
+
+    factors: PyTree  # Q of each matrix: [layers, *columns, rank]; () for other parameters
+    residual: PyTree  # [R, ...]: what each replica has not sent yet of its share of the mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """One parameter as `[layers, rows, *columns]`, and which of its dims are cut over which axes.
+
+    Everything is computed from local blocks and summed, zeros elsewhere, so that factors are those of the whole matrix.
+    """
+
+    shape: tuple[int, ...]  # with the dim of layers in front, 1 if there is none
+    cuts: dict[int, tuple[str, ...]]  # dim of `shape`: the axes that cut it
+    replicas: tuple[str, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which blocks differ: all sums go over these."""
+        return self.replicas + tuple(axis for axes in self.cuts.values() for axis in axes)
+
+    def local(self, x: jax.Array, dims: Sequence[int]) -> jax.Array:
+        """Returns this device's block of `x`, whose leading dims are `dims` of the matrix."""
+        for i, dim in enumerate(dims):
+            if axes := self.cuts.get(dim):
+                size = x.shape[i] // lax.axis_size(axes)
+                x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, i)
+        return x
+
+    def total(self, x: jax.Array, dims: Sequence[int]) -> jax.Array:
+        """Returns the sum of all devices' blocks, each at its place: the same everywhere."""
+        whole = jnp.zeros((*(self.shape[dim] for dim in dims), x.shape[-1]), x.dtype)
+        starts = [lax.axis_index(self.cuts[d]) * x.shape[i] if d in self.cuts else 0 for i, d in enumerate(dims)]
+        return lax.psum(lax.dynamic_update_slice(whole, x, (*starts, 0)), self.axes)
+
+    def approximate(self, block: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns this device's block of the sum over the replicas, of rank r, and the new Q; from `block` and Q."""
+        rows, columns = (0, 1), (0, *range(2, len(self.shape)))
+        m = block.reshape(*block.shape[:2], -1)
+        local_q = self.local(q, columns)
+        p = self.total(jnp.einsum("lmn,lnr->lmr", m, local_q.reshape(m.shape[0], m.shape[2], -1)), rows)
+        p = self.local(orthogonalised(p), rows)
+        new_q = jnp.einsum("lmn,lmr->lnr", m, p).reshape(local_q.shape)
+        q = self.total(new_q, columns)
+        mine = self.local(q, columns).reshape(m.shape[0], m.shape[2], -1)
+        return jnp.einsum("lmr,lnr->lmn", p, mine).reshape(block.shape), q
+
+
+def orthogonalised(p: jax.Array) -> jax.Array:
+    """Returns `[..., m, r]` with orthonormal columns that span the same, by Gram and Schmidt; zeros stay zeros."""
+    columns: list[jax.Array] = []
+    for i in range(p.shape[-1]):
+        column = p[..., i]
+        for other in columns:
+            column = column - jnp.sum(column * other, axis=-1, keepdims=True) * other
+        norm = jnp.linalg.norm(column, axis=-1, keepdims=True)
+        columns.append(jnp.where(norm > 0, column / jnp.where(norm > 0, norm, 1), 0))
+    return jnp.stack(columns, axis=-1)
+
+
+def power_sgd(sharded: Sharded, specs: PyTree, rank: int) -> optax.GradientTransformation:
+    """Returns hop two by PowerSGD of rank `rank`: gradients `[R, ...]` to their approximate mean, optimizer's scope.
+
+    Parameters of one dim a layer, and matrices that the factors would not make smaller, are averaged as they are.
+    ValueError if there are no replicas to average over.
+    """
+    layout = sharded.layout
+    if not layout.replica_axes:
+        raise ValueError("compression.hop_two=power_sgd has nothing to send: every gradient is on one replica alone")
+    extra = tuple(axis for axis in layout.optimizer if axis not in layout.gradients)
+    out_group = sharded.group(sharded.placements, extra, tensor_is_manual=True)
+    all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+    matrices = [_matrix(spec, p, sharded, rank) for spec, p in zip(all_specs, out_group.placements, strict=True)]
+
+    def init(params: PyTree) -> PowerSGDState:
+        leaves, tree = jax.tree.flatten(params)
+        factors = []
+        for i, matrix in enumerate(matrices):
+            shape = (matrix.shape[0], *matrix.shape[2:], rank) if matrix else ()
+            factors.append(jax.random.normal(jax.random.key(i), shape) if matrix else ())
+        residual = [jnp.zeros((layout.num_replicas, *p.shape), jnp.float32) for p in leaves]
+        return PowerSGDState(factors=tree.unflatten(factors), residual=tree.unflatten(residual))
+
+    def exchange_shards(
+        grads_R: list[jax.Array], kept_R: list[jax.Array], factors: list[Any]
+    ) -> tuple[list[jax.Array], list[jax.Array], list[Any]]:
+        out, kept, new_factors = [], [], []
+        for matrix, grad, residual, q in zip(matrices, grads_R, kept_R, factors, strict=True):
+            x = grad[0].astype(jnp.float32) / layout.num_replicas
+            if matrix is None:
+                out.append(lax.psum(x, layout.replica_axes))
+                kept.append(residual)
+                new_factors.append(())
+                continue
+            x = x + residual[0]
+            handed, new_q = matrix.approximate(x if x.ndim == len(matrix.shape) else x[None], q)
+            out.append(handed.reshape(x.shape))
+            kept.append((x - out[-1] / layout.num_replicas)[None])
+            new_factors.append(new_q)
+        return out_group.slice(out), kept, new_factors
+
+    @jax.named_scope("hop_two")
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PowerSGDState]:
+        del params
+        grads, tree = jax.tree.flatten(updates)
+        specs_R = jax.tree.leaves(gradient_specs(sharded), is_leaf=lambda x: isinstance(x, PartitionSpec))
+        factor_specs = [PartitionSpec() if matrix else () for matrix in matrices]
+        out, residual, factors = jax.shard_map(
+            exchange_shards,
+            mesh=sharded.mesh,
+            in_specs=(specs_R, specs_R, factor_specs),
+            out_specs=([p.pspec(layout.optimizer) for p in out_group.placements], specs_R, factor_specs),
+        )(grads, jax.tree.leaves(state.residual), tree.flatten_up_to(state.factors))
+        new_state = PowerSGDState(factors=tree.unflatten(factors), residual=tree.unflatten(residual))
+        return tree.unflatten(out), new_state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _matrix(spec: ParamSpec, placement: Placement, sharded: Sharded, rank: int) -> Matrix | None:
+    """Returns how a parameter is a stack of matrices; None for vectors, and where the factors would be larger."""
+    stacked = int("layers" in spec.dims)
+    shape = spec.shape if stacked else (1, *spec.shape)
+    rows, columns = shape[1], prod(shape[2:])
+    if len(shape) < 3 or rank * (rows + columns) >= rows * columns:
+        return None
+    cuts = {placement.dim: sharded.layout.gradients, placement.tensor_dim: ("tensor",)}
+    return Matrix(
+        shape=shape,
+        cuts={dim + 1 - stacked: axes for dim, axes in cuts.items() if dim is not None and axes},
+        replicas=sharded.layout.replica_axes,
+    )

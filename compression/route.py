@@ -1,0 +1,101 @@
+"""`Route`: hop two with a codec, what goes through which collective.
+
+    inside the node   reduce-scatter, f32: each device goes on with its part
+    between nodes     encode, all-to-all, decode, sum in f32: the two-phase all-reduce's first half (1-bit Adam, qgZ)
+    between nodes     encode the sum, all-gather, decode: the second half, not over axes that cut the optimizer's state
+    inside the node   all-gather, f32
+
+Whoever encodes keeps what it lost, in the unit of its own contribution: the sum of what was sent and of all that was
+kept is the sum of what was given. So one residual serves both halves: who encoded a sum adds that error to its own.
+Everything here runs inside a `shard_map` whose axes are all manual.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharding.collectives import Codec, all_gather_chunks, all_to_all_rows, reduce_scatter_chunks
+from sharding.mesh import INTER_AXES
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """The axes of hop two: `scatter`, in CHUNK_ORDER, cut what comes out; over `gather` all devices get the same."""
+
+    codec: Codec
+    scatter: Axes
+    gather: Axes
+    over_gloo: bool = False
+
+    @property
+    def intra(self) -> Axes:
+        """The axes inside a node."""
+        return _intra(self.scatter) + _intra(self.gather)
+
+    @property
+    def inter(self) -> Axes:
+        """The axes between nodes: what crosses them is encoded."""
+        return _inter(self.scatter) + _inter(self.gather)
+
+    def exchange(self, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Sums `x` `[d, N]`, d chunks over `scatter`, over all axes; returns this device's `[N]`, and what it keeps.
+
+        What it keeps, `[d, N]`, is to be added to its next `x`: it makes up for what the two encodings lost.
+        """
+        parts = self._parts(x)
+        rows = reduce_scatter_chunks(parts, self.intra, hierarchical=True, by_ring=self.over_gloo)
+        rows = rows.reshape(_size(self.inter), -1)
+        first, second = jax.random.split(key)
+
+        sent = self.codec.encode(rows, first)
+        total = jnp.sum(self.codec.decode(all_to_all_rows(sent, self.inter)), axis=0)
+        kept = rows - self.codec.decode(sent)
+
+        whole = total
+        if between := _inter(self.gather):
+            sent = self.codec.encode(total, second)
+            whole = self.codec.decode(all_gather_chunks(sent, between, hierarchical=True, to="invarying")).reshape(-1)
+            kept = kept.at[lax.axis_index(self.inter)].add(total - self.codec.decode(sent))
+        if inside := _intra(self.gather):
+            whole = all_gather_chunks(whole, inside, hierarchical=True, to="invarying").reshape(-1)
+
+        mine = lax.axis_index(self.intra) if self.intra else 0
+        kept = jnp.zeros_like(parts).at[mine].set(kept.reshape(-1))
+        return whole[: x.shape[-1]], self._chunks(kept, x.shape)
+
+    def _parts(self, x: jax.Array) -> jax.Array:
+        """Returns `[d, N]`, filled up, as `[devices of a node, nodes * n]`: chunks of chunks, one for each device."""
+        full = _size(self.gather) * self.codec.multiple
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[-1] % full)))
+        x = x.reshape(*self._grid, -1)
+        return x.transpose(0, 2, 1, 3, 4).reshape(_size(self.intra), -1)
+
+    def _chunks(self, parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Undoes `_parts`."""
+        a, b, c, d = self._grid
+        x = parts.reshape(a, c, b, d, -1).transpose(0, 2, 1, 3, 4)
+        return x.reshape(shape[0], -1)[:, : shape[-1]]
+
+    @property
+    def _grid(self) -> tuple[int, int, int, int]:
+        """How many devices cut a tensor: `scatter` inside and between nodes, `gather` inside and between nodes."""
+        scatter, gather = self.scatter, self.gather
+        return _size(_intra(scatter)), _size(_inter(scatter)), _size(_intra(gather)), _size(_inter(gather))
+
+
+def _inter(axes: Axes) -> Axes:
+    return tuple(axis for axis in axes if axis in INTER_AXES)
+
+
+def _intra(axes: Axes) -> Axes:
+    return tuple(axis for axis in axes if axis not in INTER_AXES)
+
+
+def _size(axes: Sequence[str]) -> int:
+    return prod(lax.axis_size(axis) for axis in axes)

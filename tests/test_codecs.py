@@ -1,0 +1,145 @@
+"""Codecs against ten lines of numpy each: the bytes that are sent, the values that arrive, the size that is claimed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from compression.by_config import CompressionConfig, make_codec
+from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
+from configs import base
+from sharding.collectives import Codec
+
+BLOCK = 32
+CODECS = {
+    "bf16": BFloat16(),
+    "int8": Blockwise(bits=8, block=BLOCK),
+    "int4": Blockwise(bits=4, block=BLOCK),
+    "two_bit": TwoBit(threshold=0.5),
+    "one_bit": OneBit(block=BLOCK),
+}
+KEY = jax.random.key(0)
+
+
+def rows(count: int = 3, size: int = 4 * BLOCK) -> np.ndarray:
+    """Rows with a block of zeros, one of one value, large and tiny numbers, both ends of a range."""
+    x = np.random.default_rng(0).normal(size=(count, size)).astype(np.float32)
+    x[0, :BLOCK] = 0
+    x[1, :BLOCK] = -3.25
+    x[2, :BLOCK] *= 1e20
+    x[2, BLOCK : 2 * BLOCK] *= 1e-20
+    return x
+
+
+def bf16(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The upper 16 bits, to the nearest, ties to even."""
+    bits = x.view(np.uint32)
+    upper = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return upper.view(np.uint8), (upper.astype(np.uint32) << 16).view(np.float32)
+
+
+def blockwise(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    most = 2 ** (bits - 1) - 1
+    blocks = x.reshape(len(x), -1, BLOCK)
+    scales = np.abs(blocks).max(-1, keepdims=True) * np.float32(1 / most)
+    integers = np.round(blocks / np.where(scales > 0, scales, 1)).astype(np.int8)
+    flat = integers.reshape(x.shape).view(np.uint8)
+    if bits == 4:
+        half = x.shape[1] // 2
+        flat = (flat[:, :half] & 15) | (flat[:, half:] << 4)
+    sent = np.concatenate([flat, scales.reshape(len(x), -1).view(np.uint8)], axis=1)
+    return sent, (integers * scales).reshape(x.shape).astype(np.float32)
+
+
+def two_bit(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """MXNet's words: 16 values in 4 bytes, value i in the bits of 0xc0 >> 2 * (i % 4) of byte i // 4."""
+    sent = np.zeros((len(x), x.shape[1] // 4), np.uint8)
+    for i in range(x.shape[1]):
+        sent[:, i // 4] |= np.where(x[:, i] >= 0.5, 0xFF, np.where(x[:, i] <= -0.5, 0xAA, 0)).astype(np.uint8) & (
+            0xC0 >> 2 * (i % 4)
+        )
+    return sent, np.where(x >= 0.5, 0.5, np.where(x <= -0.5, -0.5, 0)).astype(np.float32)
+
+
+def one_bit(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    scales = np.abs(x).reshape(len(x), -1, BLOCK).mean(-1, dtype=np.float32)
+    sent = np.concatenate([np.packbits(x >= 0, axis=1), scales.view(np.uint8)], axis=1)
+    return sent, np.where(x >= 0, 1, -1) * np.repeat(scales, BLOCK, axis=1)
+
+
+ORACLES = {
+    "bf16": bf16,
+    "int8": lambda x: blockwise(x, 8),
+    "int4": lambda x: blockwise(x, 4),
+    "two_bit": two_bit,
+    "one_bit": one_bit,
+}
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_codec_is_its_numpy_version(name: str) -> None:
+    """Bit for bit what is sent; to a rounding what arrives (the mean of one_bit may be summed in another order)."""
+    codec, x = CODECS[name], rows()
+    sent = np.asarray(jax.jit(codec.encode)(x, KEY))
+    wanted_sent, wanted = ORACLES[name](x)
+    assert sent.dtype == np.uint8 and sent.shape == (3, codec.payload_bytes(x.shape[1]))
+    if name == "one_bit":
+        signs = x.shape[1] // 8
+        np.testing.assert_array_equal(sent[:, :signs], wanted_sent[:, :signs])
+    else:
+        np.testing.assert_array_equal(sent, wanted_sent)
+    np.testing.assert_allclose(np.asarray(jax.jit(codec.decode)(sent)), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("size", [BLOCK, 5 * BLOCK])
+def test_rows_are_independent(name: str, size: int) -> None:
+    """More dims in front, and rows of any number of blocks."""
+    codec, x = CODECS[name], rows(6, size).reshape(2, 3, size)
+    sent = codec.encode(jnp.asarray(x), KEY)
+    assert sent.shape == (2, 3, codec.payload_bytes(size)) and size % codec.multiple == 0
+    each = np.stack([codec.decode(codec.encode(jnp.asarray(row[None]), KEY))[0] for row in x.reshape(6, size)])
+    np.testing.assert_array_equal(np.asarray(codec.decode(sent)).reshape(6, size), each)
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("bf16", 2), ("int8", 3.8), ("int4", 7.5), ("two_bit", 15.5), ("one_bit", 30)]
+)
+def test_the_ratio_of_the_defaults(name: str, least: float) -> None:
+    codec = make_codec(name, CompressionConfig(**base.get_config().compression))
+    assert codec is not None and 4 * 2**20 / codec.payload_bytes(2**20) >= least
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_stochastic_rounding_is_unbiased(bits: int) -> None:
+    """The mean over 4000 roundings is within 5 standard errors of the value; to the nearest it is not."""
+    x, keys = jnp.asarray(rows()[2:, 2 * BLOCK :]), jax.random.split(KEY, 4000)
+
+    def arrived(codec: Codec) -> np.ndarray:
+        return np.asarray(jax.jit(jax.vmap(lambda key: codec.decode(codec.encode(x, key))))(keys))
+
+    values = arrived(Blockwise(bits=bits, block=BLOCK, stochastic=True))
+    steps = np.repeat(np.abs(np.asarray(x)).reshape(-1, BLOCK).max(-1) / (2 ** (bits - 1) - 1), BLOCK)
+    assert (np.abs(values - np.asarray(x)) <= steps * 1.0001).all()
+    assert (np.abs(values.mean(0) - np.asarray(x))[0] < 5 * 0.5 * steps / np.sqrt(len(keys))).all()
+    nearest = arrived(Blockwise(bits=bits, block=BLOCK))
+    assert (np.abs(nearest.mean(0) - np.asarray(x))[0] > 5 * 0.5 * steps / np.sqrt(len(keys))).any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hop_two": "int7"}, "compression.hop_two=int7 is not known; one of none, bf16"),
+        ({"rounding": "up"}, "compression.rounding=up is not known"),
+        ({"block": 12}, "compression.block=12 must be a multiple of 8"),
+        ({"block": 0}, "compression.block=0 must be a multiple of 8"),
+        ({"threshold": 0.0}, "compression.threshold=0.0 must be above 0"),
+        ({"sparsity": 1.0}, "compression.sparsity=1.0 must be above 0 and below 1"),
+        ({"warmup_steps": -1}, "compression.warmup_steps=-1 must be at least 0"),
+        ({"rank": 0}, "compression.rank=0 must be at least 1"),
+        ({"hop_two": "one_bit", "error_feedback": False}, "one_bit learns nothing without compression.error_feedback"),
+    ],
+)
+def test_bad_settings(changes: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        CompressionConfig(**(base.get_config().compression.to_dict() | changes))

@@ -1,0 +1,221 @@
+"""Hop two with a codec: what is handed on and kept, the bytes in the compiled program, and every layout it has."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import workload
+from jax.sharding import NamedSharding, PartitionSpec
+
+from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
+from compression.exchange import exchange
+from optimizers import guarded, watched
+from sharding import hlo
+from sharding.collectives import Codec
+from sharding.mesh import INTER_AXES
+from sharding.step import Sharded, build_train_step, gradient_specs, state_shardings
+
+CODECS: dict[str, Codec] = {
+    "bf16": BFloat16(),
+    "int8": Blockwise(bits=8, block=32),
+    "int4": Blockwise(bits=4, block=32),
+    "int4 stochastic": Blockwise(bits=4, block=32, stochastic=True),
+    "two_bit": TwoBit(threshold=0.01),
+    "one_bit": OneBit(block=32),
+}
+# strategies whose hop two crosses nodes, by what it does there: all-reduces, with replicas inside nodes too, scatters
+LAYOUTS = {
+    "mics(2)": dict(strategy="mics", partition_size=2),
+    "mics(1)": dict(strategy="mics", partition_size=1),
+    "mics(4)": dict(strategy="mics", partition_size=4),
+    "zero1": dict(strategy="zero1"),
+    "node/node/all": dict(parameters="node", gradients="node", optimizer="all"),
+    "none/node/4": dict(parameters="none", gradients="node", optimizer=4),
+    "tensor": dict(strategy="mics", partition_size=2, tensor=2),
+}
+# all-reduced, and cut by hop two between nodes; the others are slow
+LAYOUT_PARAMS = [
+    pytest.param(name, marks=() if name in ("mics(2)", "none/node/4") else pytest.mark.slow) for name in LAYOUTS
+]
+STEPS = 4
+
+
+def gradients(sharded: Sharded, seed: int) -> tuple[Any, Any]:
+    """Random gradients `[R, ...]`, where they belong and as numpy."""
+    rng = np.random.default_rng(seed)
+    shapes = workload.params("decoder")
+    replicas = sharded.layout.num_replicas
+    whole = jax.tree.map(lambda p: rng.normal(size=(replicas, *p.shape)).astype(np.float32) * 0.02, shapes)
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(sharded.mesh, spec),
+        gradient_specs(sharded),
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+    return jax.tree.map(jax.device_put, whole, shardings), whole
+
+
+def run(sharded: Sharded, codec: Codec | None, steps: int = STEPS, *, feedback: bool = True) -> tuple[list, list, Any]:
+    """Returns what was handed on by each of some exchanges, the means of what went in, and the state at the end."""
+    tx = exchange(sharded, codec, error_feedback=feedback)
+    state = tx.init(workload.params("decoder"))
+    update = jax.jit(tx.update)
+    out, means = [], []
+    for step in range(steps):
+        grads, whole = gradients(sharded, step)
+        handed_on, state = update(grads, state)
+        out.append(jax.tree.map(np.asarray, handed_on))
+        means.append(jax.tree.map(lambda g: g.mean(0), whole))
+    return out, means, state
+
+
+@pytest.mark.parametrize("layout", LAYOUT_PARAMS)
+@pytest.mark.parametrize("name", ["int8", "one_bit"])
+def test_what_was_handed_on_and_what_is_kept_is_all_that_came(layout: str, name: str) -> None:
+    """Error feedback telescopes, through both encodings."""
+    sharded = workload.sharded("decoder", **LAYOUTS[layout])
+    out, means, state = run(sharded, CODECS[name])
+
+    def check(residual: jax.Array, *both: np.ndarray) -> None:
+        handed_on, came = sum(both[:STEPS]), sum(both[STEPS:])
+        np.testing.assert_allclose(handed_on + np.asarray(residual).sum(0), came, atol=1e-6)
+        assert np.abs(handed_on - came).max() > 1e-5  # something is kept
+
+    jax.tree.map(check, state.residual, *out, *means)
+    assert int(state.step) == STEPS
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_every_codec_telescopes_and_is_near(name: str) -> None:
+    sharded = workload.sharded("decoder", **LAYOUTS["mics(2)"])
+    out, means, state = run(sharded, CODECS[name])
+    bound = {"bf16": 2e-4, "int8": 1e-3, "int4": 2e-2, "int4 stochastic": 2e-2}.get(name, 1.0)
+
+    def check(residual: jax.Array, *both: np.ndarray) -> None:
+        np.testing.assert_allclose(sum(both[:STEPS]) + np.asarray(residual).sum(0), sum(both[STEPS:]), atol=1e-6)
+        assert np.abs(both[0] - both[STEPS]).max() < bound
+
+    jax.tree.map(check, state.residual, *out, *means)
+
+
+def test_two_nodes_are_numpy() -> None:
+    """Two replicas, one tensor a bucket: encode, swap, sum, encode, swap, written out; three steps with feedback."""
+    sharded = workload.sharded("decoder", nodes=2, per_node=1, strategy="ddp")
+    block = 32
+
+    def round_trip(x: np.ndarray) -> np.ndarray:
+        blocks = x.reshape(-1, block)
+        scales = np.abs(blocks).max(-1, keepdims=True) * np.float32(1 / 127)
+        return (np.round(blocks / np.where(scales > 0, scales, 1)) * scales).reshape(x.shape)
+
+    out, _, _ = run(sharded, CODECS["int8"], 3)
+    size = sum(x[0].size for x in jax.tree.leaves(gradients(sharded, 0)[1]))
+    padded = size + -size % (2 * block)
+    kept = np.zeros((2, padded), np.float32)
+    for step in range(3):
+        leaves = jax.tree.leaves(gradients(sharded, step)[1])
+        x = np.zeros((2, padded), np.float32)
+        x[:, :size] = np.concatenate([leaf.reshape(2, -1) for leaf in leaves], axis=1) / 2
+        x += kept
+        sent = np.stack([round_trip(half) for half in x.reshape(4, -1)]).reshape(2, padded)
+        total = sent.sum(0)
+        arrived = np.concatenate([round_trip(half) for half in total.reshape(2, -1)])
+        kept = x - sent
+        half = padded // 2
+        kept[0, :half] += (total - arrived)[:half]
+        kept[1, half:] += (total - arrived)[half:]
+        kept[:, size:] = 0
+        got = np.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(out[step])])
+        np.testing.assert_allclose(got, arrived[:size], atol=1e-6)
+
+
+def test_without_feedback_nothing_is_kept() -> None:
+    sharded = workload.sharded("decoder", **LAYOUTS["mics(2)"])
+    out, _, state = run(sharded, CODECS["two_bit"], 1, feedback=False)
+    assert not jax.tree.leaves(state.residual)
+    assert {round(float(abs(x)), 4) for leaf in jax.tree.leaves(out) for x in np.unique(leaf)} <= {0.0, 0.01}
+
+
+def train(sharded: Sharded, codec: Codec | None, steps: int = 3) -> tuple[list[float], Any, Any]:
+    """Returns the losses of a few steps, the state, and the compiled step."""
+    tx = guarded(exchange(sharded, codec), workload.sgd())
+    shapes = jax.eval_shape(lambda: workload.new_state("decoder", tx, 2))
+    shardings = state_shardings(sharded, shapes)
+    state = jax.jit(lambda: workload.new_state("decoder", tx, 2), out_shardings=shardings)()
+    data = workload.put_batch(sharded, 2)
+    step = jax.jit(
+        build_train_step(workload.model("decoder").loss, sharded, tx, watched),
+        donate_argnums=0,
+        out_shardings=(shardings, None),
+    )
+    compiled = step.lower(state, data).compile()
+    losses = []
+    for _ in range(steps):
+        state, metrics = jax.block_until_ready(compiled(state, data))
+        losses.append(float(metrics["loss"]))
+    return losses, state, compiled
+
+
+@pytest.mark.parametrize("layout", LAYOUT_PARAMS)
+@pytest.mark.parametrize(("name", "rtol"), [("int8", 2e-3), pytest.param("two_bit", 0.1, marks=pytest.mark.slow)])
+def test_every_layout_trains(layout: str, name: str, rtol: float) -> None:
+    """The first loss is the dense one, the others near (two bits lag); a device holds its residual and no other's."""
+    sharded = workload.sharded("decoder", **LAYOUTS[layout])
+    losses, state, _ = train(sharded, CODECS[name])
+    np.testing.assert_allclose(losses[0], workload.single_device_losses("decoder")[0], rtol=1e-5)
+    np.testing.assert_allclose(losses, workload.single_device_losses("decoder")[:3], rtol=rtol)
+    degree = sharded.layout.shape.size(sharded.layout.gradients) * sharded.layout.shape.tensor
+    for residual in jax.tree.leaves(state.opt_state.exchange.residual):
+        shard = residual.addressable_shards[0].data
+        assert shard.shape[0] == 1
+    total = sum(x.size for x in jax.tree.leaves(state.opt_state.exchange.residual))
+    local = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state.opt_state.exchange.residual))
+    assert local <= 1.1 * total / sharded.layout.num_replicas / degree + 1000
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "int8" else pytest.mark.slow) for name in CODECS]
+)
+def test_the_program_sends_the_payload_and_no_more(name: str) -> None:
+    """Between nodes hop two has collectives of bytes alone, of the size that the codec claims."""
+    sharded = workload.sharded("decoder", **LAYOUTS["mics(2)"])
+    codec = CODECS[name]
+    compiled = train(sharded, codec, 1)[2]
+    collectives = [c for c in hlo.read_collectives(compiled.as_text(), sharded.layout.shape) if c.label == "hop_two"]
+    crossing = [c for c in collectives if set(c.axes) & set(INTER_AXES) and c.payload_bytes > 100]
+    assert {c.kind for c in crossing} == {"all-to-all", "all-gather"}
+    assert {c.dtype for c in crossing} == {"u8"}
+    size = sum(x.size for x in jax.tree.leaves(workload.params("decoder"))) // 2  # of a device
+    replicas = 4
+    padding = replicas * codec.multiple
+    claimed = codec.payload_bytes(size + -size % padding)
+    moved = sum(c.inter_bytes * c.times for c in crossing)
+    assert 2 * claimed * (replicas - 1) / replicas <= moved <= 2.05 * claimed * (replicas - 1) / replicas
+
+
+@pytest.mark.parametrize(("name", "bad"), [("int8", np.inf), ("one_bit", np.nan)])
+def test_what_is_not_finite_is_not_kept(name: str, bad: float) -> None:
+    """One bad value on one replica: the guard skips the step, and the residuals are those of before."""
+    sharded = workload.sharded("decoder", **LAYOUTS["mics(2)"])
+    tx = guarded(exchange(sharded, CODECS[name]), optax.sgd(1.0))
+    params = workload.params("decoder")
+    update = jax.jit(tx.update)
+    grads, _ = gradients(sharded, 0)
+    _, before = update(grads, tx.init(params), params)
+    poisoned = jax.tree.map(lambda g: g.at[1].set(g[1].at[(0,) * (g.ndim - 1)].set(bad)), grads)
+    updates, after = update(poisoned, before, params)
+    assert int(after.skipped) == 1
+    assert all(not np.asarray(u).any() for u in jax.tree.leaves(updates))
+    jax.tree.map(np.testing.assert_array_equal, after.exchange, before.exchange)
+
+
+@pytest.mark.parametrize("how", [dict(strategy="zero3"), dict(strategy="mics", partition_size=8)])
+def test_a_codec_with_nothing_to_encode(how: dict) -> None:
+    with pytest.raises(ValueError, match="compression.hop_two has nothing to encode"):
+        exchange(workload.sharded("decoder", **how), BFloat16())
+
+
+def test_one_node_has_nothing_to_encode() -> None:
+    with pytest.raises(ValueError, match="compression.hop_two has nothing to encode"):
+        exchange(workload.sharded("decoder", nodes=1, per_node=8, strategy="ddp"), BFloat16())

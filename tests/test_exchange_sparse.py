@@ -1,0 +1,172 @@
+"""DGC and PowerSGD against their algorithms in numpy, step by step, and the bytes that they send."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import workload
+from test_exchange_codecs import LAYOUT_PARAMS, LAYOUTS, gradients
+
+from compression.dgc import DGCConfig, dgc
+from compression.power_sgd import power_sgd
+from optimizers import guarded, watched
+from sharding import hlo
+from sharding.mesh import INTER_AXES
+from sharding.step import Sharded, build_train_step, state_shardings
+
+SPECS = workload.model("decoder").param_specs()
+DGC = DGCConfig(sparsity=0.9, warmup_steps=0, momentum=0.9, clip_norm=0.0)
+
+
+def is_matrix(name: str, x: np.ndarray) -> bool:
+    """Whether a parameter has two dims or more in a layer."""
+    return x.ndim - name.startswith("layers") > 1
+
+
+def run(sharded: Sharded, tx: Any, steps: int) -> tuple[list[dict[str, np.ndarray]], Any]:
+    """Returns what was handed on by each of some exchanges, by name, and the last state."""
+    state, update, out = tx.init(workload.params("decoder")), jax.jit(tx.update), []
+    for step in range(steps):
+        handed_on, state = update(gradients(sharded, step)[0], state)
+        out.append(named(handed_on))
+    return out, state
+
+
+def named(tree: Any) -> dict[str, np.ndarray]:
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in paths}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DGC,
+        DGCConfig(sparsity=0.9, warmup_steps=0, momentum=0.0, clip_norm=0.5),
+        DGCConfig(sparsity=0.99, warmup_steps=9, momentum=0.9, clip_norm=0.5),
+    ],
+)
+def test_dgc_is_its_algorithm(config: DGCConfig) -> None:
+    """Twenty steps of four workers (section 3 of the paper); vectors are averaged, with momentum."""
+    sharded = workload.sharded("decoder", nodes=4, per_node=1, strategy="ddp")
+    out, _ = run(sharded, dgc(sharded, SPECS, config), 20)
+    stages = [0.75, 0.9375, 0.984375, 0.99] if config.warmup_steps else [config.sparsity]
+    velocity: dict[str, np.ndarray] = {}
+    unsent: dict[str, np.ndarray] = {}
+    for step in range(20):
+        grads = named(gradients(sharded, step)[1])
+        stage = stages[min(step * 3 // 9, 3)] if config.warmup_steps else stages[0]
+        norms = np.sqrt(sum(np.square(g.reshape(4, -1), dtype=np.float64).sum(1) for g in grads.values()))
+        scale = np.minimum(1, config.clip_norm / 2 / norms) if config.clip_norm else np.ones(4)
+        for name, given in grads.items():
+            g = given * scale.astype(np.float32).reshape(4, *[1] * (given.ndim - 1)) / 4
+            u = config.momentum * velocity.get(name, 0 * g) + g
+            if is_matrix(name, g[0]):
+                flat_u, flat_v = u.reshape(4, -1), (unsent.get(name, 0 * g) + u).reshape(4, -1)
+                count = max(1, round(flat_v.shape[1] * (1 - stage)))
+                total = np.zeros(flat_v.shape[1], np.float32)
+                for worker in range(4):
+                    largest = np.argsort(-np.abs(flat_v[worker]))[:count]
+                    total[largest] += flat_v[worker, largest]
+                    flat_v[worker, largest] = flat_u[worker, largest] = 0
+                wanted, unsent[name], u = total.reshape(g.shape[1:]), flat_v.reshape(g.shape), flat_u.reshape(g.shape)
+            else:
+                wanted = u.sum(0)
+            velocity[name] = u
+            np.testing.assert_allclose(out[step][name], wanted, atol=2e-6, err_msg=f"{name} at step {step}")
+
+
+@pytest.mark.parametrize("layout", LAYOUT_PARAMS)
+def test_dgc_loses_nothing_in_any_layout(layout: str) -> None:
+    """Without momentum: what was sent and what was not add up to all gradients, replicas inside a node too."""
+    sharded = workload.sharded("decoder", **LAYOUTS[layout])
+    out, state = run(sharded, dgc(sharded, SPECS, replace(DGC, momentum=0.0)), 4)
+    came = [named(gradients(sharded, step)[1]) for step in range(4)]
+    unsent = named(state.unsent["residual"])
+    for name in came[0]:
+        everything = sum(grads[name].mean(0) for grads in came)
+        np.testing.assert_allclose(sum(o[name] for o in out) + unsent[name].sum(0), everything, atol=2e-6)
+        sent = np.count_nonzero(out[0][name]) / out[0][name].size
+        assert sent < 0.5 if is_matrix(name, out[0][name]) else sent == 1
+
+
+def orthonormal(p: np.ndarray) -> np.ndarray:
+    q = p.copy()
+    for i in range(p.shape[1]):
+        q[:, i] -= q[:, :i] @ (q[:, :i].T @ q[:, i])
+        q[:, i] /= np.linalg.norm(q[:, i])
+    return q
+
+
+@pytest.mark.parametrize("layout", LAYOUT_PARAMS)
+def test_power_sgd_is_its_algorithm_in_any_layout(layout: str) -> None:
+    """The factors are those of whole matrices, however they are cut; two steps with warm start and feedback."""
+    rank, steps = 2, 2
+    sharded = workload.sharded("decoder", **LAYOUTS[layout])
+    out, state = run(sharded, power_sgd(sharded, SPECS, rank), steps)
+    replicas = sharded.layout.num_replicas
+    grads = [named(gradients(sharded, step)[1]) for step in range(steps)]
+    compressed = 0
+    for i, (name, first) in enumerate(grads[0].items()):
+        layers = first.shape[1] if name.startswith("layers") else 1
+        shape = (replicas, layers, *(first.shape[2:] if name.startswith("layers") else first.shape[1:]))
+        rows, columns = (shape[2], int(np.prod(shape[3:]))) if len(shape) > 3 else (0, 0)
+        if rank * (rows + columns) >= rows * columns:
+            for step in range(steps):
+                np.testing.assert_allclose(out[step][name], grads[step][name].mean(0), atol=1e-6)
+            continue
+        compressed += 1
+        q = np.array(jax.random.normal(jax.random.key(i), (layers, *shape[3:], rank))).reshape(layers, columns, rank)
+        kept = np.zeros((replicas, layers, rows, columns), np.float32)
+        for step in range(steps):
+            x = grads[step][name].reshape(kept.shape) / replicas + kept
+            handed = np.zeros(kept.shape[1:], np.float32)
+            for layer in range(layers):
+                m = x[:, layer].sum(0)
+                p = orthonormal(m @ q[layer])
+                q[layer] = m.T @ p
+                handed[layer] = p @ q[layer].T
+            kept = x - handed / replicas
+            np.testing.assert_allclose(out[step][name].reshape(handed.shape), handed, atol=1e-5)
+        np.testing.assert_allclose(named(state.residual)[name].reshape(kept.shape), kept, atol=1e-5)
+    assert compressed >= 4
+
+
+@pytest.mark.parametrize("method", ["dgc", pytest.param("power_sgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["none/node/4", pytest.param("tensor", marks=pytest.mark.slow)])
+def test_training(layout: str, method: str) -> None:
+    """Three steps stay near the dense losses, and what crosses nodes is small."""
+    sharded = workload.sharded("decoder", **LAYOUTS[layout])
+    hop = dgc(sharded, SPECS, replace(DGC, momentum=0.0)) if method == "dgc" else power_sgd(sharded, SPECS, 2)
+    tx = guarded(hop, workload.sgd())
+    shapes = jax.eval_shape(lambda: workload.new_state("decoder", tx, 2))
+    shardings = state_shardings(sharded, shapes)
+    state = jax.jit(lambda: workload.new_state("decoder", tx, 2), out_shardings=shardings)()
+    data = workload.put_batch(sharded, 2)
+    step = jax.jit(
+        build_train_step(workload.model("decoder").loss, sharded, tx, watched),
+        donate_argnums=0,
+        out_shardings=(shardings, None),
+    )
+    compiled = step.lower(state, data).compile()
+    losses = []
+    for _ in range(3):
+        state, metrics = jax.block_until_ready(compiled(state, data))
+        losses.append(float(metrics["loss"]))
+    dense = workload.single_device_losses("decoder")[:3]
+    np.testing.assert_allclose(losses[0], dense[0], rtol=1e-5)
+    np.testing.assert_allclose(losses, dense, rtol=0.1)
+    found = hlo.read_collectives(compiled.as_text(), sharded.layout.shape)
+    crossing = sum(c.inter_bytes * c.times for c in found if c.label == "hop_two" and set(c.axes) & set(INTER_AXES))
+    held = 4 * sum(x.size for x in jax.tree.leaves(shapes.params)) / sharded.layout.shape.size(sharded.layout.gradients)
+    assert crossing < held / sharded.layout.shape.tensor
+    if method == "dgc":
+        for residual in jax.tree.leaves((state.opt_state.exchange.unsent, state.opt_state.exchange.velocity)):
+            assert residual.addressable_shards[0].data.shape[0] == 1
+
+
+@pytest.mark.parametrize("how", [dict(strategy="zero3"), dict(nodes=1, per_node=8, strategy="ddp")])
+def test_dgc_with_nothing_to_send(how: dict) -> None:
+    with pytest.raises(ValueError, match="compression.hop_two=dgc has nothing to send"):
+        dgc(workload.sharded("decoder", **how), SPECS, DGC)

@@ -1,0 +1,164 @@
+"""Codecs in the micro-steps: gathers and hop one against numpy, their bytes in the program; `sharding.gather=node`."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import workload
+from jax.sharding import PartitionSpec as P
+
+from compression.by_config import CompressionConfig, make_wires
+from compression.codecs import Blockwise
+from configs import base
+from sharding import hlo
+from sharding.collectives import Wire, all_gather_chunks, reduce_scatter_chunks
+from sharding.mesh import INTER_AXES
+from sharding.step import Sharded
+
+BLOCK = 32
+INT8, INT4 = (Blockwise(bits=bits, block=BLOCK) for bits in (8, 4))
+MESH = jax.make_mesh((2, 4), ("shard_inter", "shard_intra"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+SCOPE = ("shard_intra", "shard_inter")  # chunk i is at [inter i % 2, intra i // 2]
+
+
+def rounded(x: np.ndarray, bits: int) -> np.ndarray:
+    """What arrives of rows `[..., N]`, N no multiple of the block."""
+    most, size = 2 ** (bits - 1) - 1, x.shape[-1]
+    filled = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -size % BLOCK)])
+    blocks = filled.reshape(*x.shape[:-1], -1, BLOCK)
+    scales = np.abs(blocks).max(-1, keepdims=True) * np.float32(1 / most)
+    values = np.round(blocks / np.where(scales > 0, scales, 1)) * scales
+    return values.reshape(filled.shape)[..., :size].astype(np.float32)
+
+
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_a_coded_gather_is_numpy(hierarchical: bool) -> None:
+    """Each level encodes what it gathers; a flat gather between nodes has the codec between nodes."""
+    chunks = np.random.default_rng(0).normal(size=(8, 50)).astype(np.float32)
+    wire = Wire(inter=INT8, intra=INT4)
+
+    def gather(x: jax.Array) -> jax.Array:
+        return all_gather_chunks(x.reshape(-1), SCOPE, hierarchical=hierarchical, to="invarying", wire=wire)
+
+    got = jax.shard_map(gather, mesh=MESH, in_specs=P(SCOPE), out_specs=P())(chunks)
+    wanted = rounded(chunks, 8)
+    if hierarchical:
+        pairs = wanted.reshape(4, 2 * 50)  # of one device after the first level
+        wanted = rounded(pairs, 4).reshape(8, 50)
+    np.testing.assert_allclose(np.asarray(got), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_a_coded_reduce_scatter_is_numpy(hierarchical: bool) -> None:
+    """Inside the node first, each level's rows encoded once and summed in f32."""
+    given = np.random.default_rng(0).normal(size=(2, 4, 8, 50)).astype(np.float32)  # [inter, intra, chunk, N]
+    wire = Wire(inter=INT4, intra=INT8)
+
+    def scatter(x: jax.Array) -> jax.Array:
+        return reduce_scatter_chunks(x[0, 0], SCOPE, hierarchical=hierarchical, wire=wire)
+
+    spec = P("shard_inter", "shard_intra")
+    got = jax.shard_map(scatter, mesh=MESH, in_specs=spec, out_specs=P(SCOPE))(given).reshape(8, 50)
+    if hierarchical:
+        in_node = rounded(given.reshape(2, 4, 4, 100), 8).sum(1)  # [inter, intra chunk, 2 N]
+        wanted = rounded(in_node.reshape(2, 4, 2, 50), 4).sum(0).reshape(8, 50)
+    else:
+        wanted = rounded(given, 4).sum((0, 1))
+    np.testing.assert_allclose(np.asarray(got), wanted, atol=1e-5)
+
+
+ZERO_PLUS_PLUS = dict(gathers=Wire(inter=INT8), scatters=Wire(inter=INT4, intra=INT4))
+
+
+def sharded(wires: dict[str, Wire], **how: Any) -> Sharded:
+    return workload.sharded("decoder", **({"strategy": "zero3"} | how), **wires)
+
+
+def collectives(sharding: Sharded) -> list[hlo.Collective]:
+    compiled = workload.compiled_step("decoder", sharding)[0]
+    return hlo.read_collectives(compiled.as_text(), sharding.layout.shape)
+
+
+def crossing_bytes(found: list[hlo.Collective]) -> float:
+    return sum(c.inter_bytes * c.times for c in found)
+
+
+def test_the_program_sends_bytes() -> None:
+    """Every large collective of a coded level is of bytes, the others of floats."""
+    for c in collectives(sharded(ZERO_PLUS_PLUS)):
+        if c.payload_bytes < 200:
+            continue
+        assert c.label in ("gather", "hop_one"), c
+        coded = bool(set(c.axes) & set(INTER_AXES)) or c.label == "hop_one"
+        assert c.dtype == ("u8" if coded else "f32"), c
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [dict(), dict(strategy="mics", partition_size=4), dict(strategy="zero2")])
+@pytest.mark.parametrize("gather", ["layer", "node", "micro_step"])
+def test_training_with_codecs_stays_near(strategy: dict, gather: str) -> None:
+    wires = ZERO_PLUS_PLUS if strategy.get("strategy") != "zero2" else dict(scatters=Wire(inter=INT8, intra=INT8))
+    got = workload.losses("decoder", sharded(wires, gather=gather, **strategy))
+    np.testing.assert_allclose(got, workload.single_device_losses("decoder"), rtol=0.03)
+    assert (got != workload.losses("decoder", sharded({}, gather=gather, **strategy))).any()
+
+
+NODE = [
+    pytest.param(dict(strategy="zero3"), marks=pytest.mark.slow),
+    dict(strategy="zero3", tensor=2),
+    pytest.param(dict(strategy="mics", partition_size=4), marks=pytest.mark.slow),
+    pytest.param(dict(strategy="mics", partition_size=4, hierarchical=False), marks=pytest.mark.slow),
+    pytest.param(dict(strategy="mics", partition_size=2), marks=pytest.mark.slow),
+    pytest.param(dict(parameters="node", gradients="node", optimizer="all"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("how", NODE, ids=lambda how: "-".join(map(str, how.values())))
+@pytest.mark.parametrize("kind", ["decoder", pytest.param("encoder", marks=pytest.mark.slow)])
+def test_gathering_once_a_node_changes_no_loss(kind: str, how: dict) -> None:
+    got = workload.losses(kind, workload.sharded(kind, gather="node", **how))
+    np.testing.assert_allclose(got, workload.single_device_losses(kind), rtol=1e-5)
+
+
+def test_gathering_once_a_node_crosses_nodes_once() -> None:
+    """Between nodes one gather and one reduce-scatter a micro-step, of all layers; two thirds of the bytes (hpZ)."""
+    by_layer, by_node = (collectives(sharded({}, gather=gather)) for gather in ("layer", "node"))
+    crossing = [c for c in by_node if set(c.axes) & set(INTER_AXES) and c.payload_bytes > 200]
+    assert {(c.label, c.times) for c in crossing} == {("gather", 2), ("hop_one", 2)}
+    assert 0.6 < crossing_bytes(by_node) / crossing_bytes(by_layer) < 0.75
+
+
+@pytest.mark.slow
+def test_zero_plus_plus_crosses_nodes_with_an_eighth() -> None:
+    """Of ZeRO-3's three passes in f32: a gather in int8 and a reduce-scatter in int4 (a quarter of bf16's)."""
+    zero3 = crossing_bytes(collectives(sharded({})))
+    coded = crossing_bytes(collectives(sharded(ZERO_PLUS_PLUS, gather="node")))
+    scales = 4 / BLOCK  # bytes a value: with blocks of 1024 it is a hundredth
+    assert coded / zero3 < 1.1 * ((1 + scales) + (0.5 + scales)) / 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "how", "said"),
+    [
+        ({"gather_inter": "int8"}, dict(strategy="mics", partition_size=2), "gather_inter=int8 .*between nodes"),
+        ({"gather_intra": "int8"}, dict(strategy="ddp"), "gather_intra=int8 .*inside a node"),
+        ({"gather_intra": "int8"}, dict(strategy="zero3", hierarchical=False), "gather_intra=int8 .*inside a node"),
+        ({"hop_one_inter": "int4"}, dict(strategy="hsdp"), "hop_one_inter=int4 .*between nodes"),
+        ({"hop_one_intra": "int4"}, dict(strategy="hsdp", two_hop=False), "hop_one_intra=int4"),
+        ({"hop_one_intra": "int4"}, dict(strategy="zero3", partitioner="auto"), "hop_one_intra=int4"),
+    ],
+)
+def test_a_codec_on_a_level_that_is_not_crossed(changes: dict, how: dict, said: str) -> None:
+    config = CompressionConfig(**(base.get_config().compression.to_dict() | changes))
+    with pytest.raises(ValueError, match=said):
+        make_wires(config, workload.sharded("decoder", **how).layout)
+
+
+def test_wires_by_the_config() -> None:
+    changes = {"gather_inter": "int8", "hop_one_inter": "int4", "rounding": "stochastic", "block": 64}
+    config = CompressionConfig(**(base.get_config().compression.to_dict() | changes))
+    gathers, scatters = make_wires(config, workload.sharded("decoder", strategy="zero3").layout)
+    assert gathers == Wire(inter=Blockwise(bits=8, block=64)) and scatters == Wire(inter=Blockwise(bits=4, block=64))
+    with pytest.raises(ValueError, match="gather_inter=two_bit is not known; one of none, bf16, int8, int4"):
+        CompressionConfig(**(base.get_config().compression.to_dict() | {"gather_inter": "two_bit"}))
