@@ -197,8 +197,8 @@ def per_layer(make: Callable[[PyTree], Transform], specs: PyTree) -> Transform:
 def guarded(exchange: Transform, inner: Transform) -> Transform:
     """Runs exchange then `inner`; a step whose gradient is not finite only counts as skipped.
 
-    The gradient alone decides: to look at the update too, every new moment would be kept beside the old one until all
-    updates are there, twice the memory of the optimizer's state and as many passes over it again.
+    The gradient alone decides: to look at the update too, new moments would be kept beside the old ones until all
+    updates are there, for half as much temporary memory again (docs/performance.md).
     """
 
     def init(params: PyTree) -> GuardState:

@@ -22,7 +22,8 @@ Line = dict[str, Any]
 def write(lines: Sequence[Line]) -> None:
     """Writes docs/strategies.md and its pictures."""
     sections = [intro(lines)]
-    standard = [line for line in lines if line["mode"] == "standard"]
+    ours = [line for line in lines if not line["strategy"].startswith("pytorch")]
+    standard = [line for line in ours if line["mode"] in ("standard", "pytorch")]  # the same runs beside PyTorch's
     if standard:
         draw_step_times(standard, IMAGES / "strategies_step_time.png")
         draw_bytes(standard, IMAGES / "strategies_bytes.png")
@@ -137,9 +138,9 @@ def time_table(lines: Sequence[Line], rate: str, compute: float) -> str:
         rows.append(f"| {name} | {spread(found)} | {ratio} | {exposed:.1f} | {busy:.1f} | {share} |")
     return "\n".join(
         [
-            f"## Step time at {rate}\n\nThe same rows on the same cores in one process, without network and sharding, "
-            f"take {compute:.1f} s; what is more is exposed communication (packing, loopback and waiting included). "
-            "`link busy` is the bytes of the wire at the full rate; a share above 100 % says that nodes computed while "
+            f"## Step time at {rate}\n\nThe same rows on the same cores in one process, without network, sharding and "
+            f"`dots`, take {compute:.1f} s; what is more is exposed communication (packing, loopback and waiting "
+            "included). `link busy` is the bytes of the wire at the full rate; a share above 100 % says that nodes computed while "
             "others sent.\n",
             head,
             "|---|---|---|---|---|---|",
@@ -246,12 +247,12 @@ def draw_bytes(lines: Sequence[Line], file: Path) -> None:
 
 def draw_shares(lines: Sequence[Line], file: Path) -> None:
     """Draws each step as compute, the link's time at its full rate, and the rest."""
-    names, rates, compute = names_of(lines), rates_of(lines), compute_s(lines)
-    figure, panels = plt.subplots(
-        1, len(rates), figsize=(5.2 * len(rates), 0.34 * len(names) + 1.4), layout="constrained", squeeze=False
-    )
+    rates, compute = rates_of(lines), compute_s(lines)
+    size = (5.2 * len(rates), 0.34 * len(names_of(lines)) + 1.4)
+    figure, panels = plt.subplots(1, len(rates), figsize=size, layout="constrained", squeeze=False)
     for axes, rate in zip(panels[0], rates, strict=True):
-        total = [median(times(lines, name, rate) or [0.0]) for name in names]
+        names = [name for name in names_of(lines) if times(lines, name, rate)]
+        total = [median(times(lines, name, rate)) for name in names]
         first = [min(compute, t) for t in total]
         link = [
             min(one(lines, name, "wire_tx_bytes") / bytes_per_s(rate), t - c)
@@ -263,7 +264,9 @@ def draw_shares(lines: Sequence[Line], file: Path) -> None:
         axes.barh(
             range(len(names)), rest, 0.7, left=[a + b for a, b in zip(first, link, strict=True)], label="the rest"
         )
-        finish_bars(axes, names if rate == rates[0] else [""] * len(names), f"s / step at {rate}", 0.0)
+        finish_bars(axes, names, f"s / step at {rate}", 0.0)
+        axes.get_legend().remove()
+    figure.legend(*panels[0][0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=3)
     figure.savefig(file, dpi=110)
     plt.close(figure)
 
