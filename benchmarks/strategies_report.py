@@ -140,8 +140,8 @@ def time_table(lines: Sequence[Line], rate: str, compute: float) -> str:
         [
             f"## Step time at {rate}\n\nThe same rows on the same cores in one process, without network, sharding and "
             f"`dots`, take {compute:.1f} s; what is more is exposed communication (packing, loopback and waiting "
-            "included). `link busy` is the bytes of the wire at the full rate; a share above 100 % says that nodes computed while "
-            "others sent.\n",
+            "included). `link busy` is the bytes of the wire at the full rate; a share above 100 % says that nodes "
+            "computed while others sent.\n",
             head,
             "|---|---|---|---|---|---|",
             *rows,
