@@ -71,8 +71,10 @@ class GuardState(NamedTuple):
 
 
 def watched(state: GuardState) -> dict[str, jax.Array]:
-    """Returns the scalars of the guard that a run reports."""
-    return {"grad_norm": state.grad_norm, "skipped_in_a_row": state.skipped_in_a_row, "skipped_steps": state.skipped}
+    """Returns the scalars of the guard that a run reports, and the norm of what hop two keeps back, if it does."""
+    found = {"grad_norm": state.grad_norm, "skipped_in_a_row": state.skipped_in_a_row, "skipped_steps": state.skipped}
+    kept = [x for path, x in jax.tree_util.tree_leaves_with_path(state.exchange) if "residual" in str(path)]
+    return found | ({"residual_norm": optax.tree.norm(kept)} if kept else {})
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

@@ -20,7 +20,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sharding.collectives import all_gather_chunks, reduce_scatter_chunks
+from sharding.collectives import all_gather_chunks, reduce_scatter_chunks, vary
 from sharding.mesh import INTER_AXES
 from sharding.spec import ParamSpec
 from sharding.step import Sharded, gradient_specs
@@ -135,7 +135,7 @@ def _clip_scale(sharded: Sharded, grads: list[jax.Array], clip_norm: float) -> j
         cut = {*(layout.gradients if p.dim is not None else ()), *(("tensor",) if p.tensor_dim is not None else ())}
         copies = prod(sizes[axis] for axis in axes if axis not in cut)  # of the tensor in the sum below
         squares += jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
-    norm = jnp.sqrt(lax.psum(squares, axes))
+    norm = jnp.sqrt(lax.psum(vary(squares, axes), axes))
     return jnp.minimum(1.0, clip_norm / layout.num_replicas**0.5 / norm)
 
 

@@ -44,8 +44,8 @@ def exchange(
         return _plain(sharded)
     if not any(axis in INTER_AXES for axis in layout.replica_axes):
         raise ValueError(
-            "compression.hop_two has nothing to encode: no two replicas of a gradient are on different nodes; set it "
-            "to none, or choose a smaller partition group"
+            "compression.hop_two has nothing to encode: hop two does not cross nodes; set it to none, or choose a "
+            "smaller partition group (with sharding.two_hop, and sharding.partitioner=manual)"
         )
 
     def init(params: PyTree) -> ExchangeState:

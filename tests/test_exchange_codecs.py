@@ -154,6 +154,8 @@ def train(sharded: Sharded, codec: Codec | None, steps: int = 3) -> tuple[list[f
     for _ in range(steps):
         state, metrics = jax.block_until_ready(compiled(state, data))
         losses.append(float(metrics["loss"]))
+    residuals = [np.asarray(x) for x in jax.tree.leaves(state.opt_state.exchange.residual)]
+    np.testing.assert_allclose(metrics["residual_norm"], np.sqrt(sum((x**2).sum() for x in residuals)), rtol=1e-4)
     return losses, state, compiled
 
 

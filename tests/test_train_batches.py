@@ -11,6 +11,7 @@ import pytest
 from running import IGNORED, arguments, finish, run_here, start_together
 
 import train
+from elastic.heartbeat import Heartbeat
 from elastic.interruption import Interruption
 from input_pipeline import DataConfig, load
 
@@ -18,11 +19,11 @@ pytestmark = IGNORED
 TIMES = ((0, 0), (0, 1), (1, 1))  # first step of the run (after a restart: 1), step
 
 
-def in_place_of_training(out: str) -> Callable[[train.Run, Interruption], int]:
+def in_place_of_training(out: str) -> Callable[[train.Run, Interruption, Heartbeat], int]:
     """Returns a `train.train` that writes this process' shards of the batches of `TIMES` into the folder `out`."""
 
-    def write_shards(run: train.Run, interruption: Interruption) -> int:
-        del interruption
+    def write_shards(run: train.Run, interruption: Interruption, heartbeat: Heartbeat) -> int:
+        del interruption, heartbeat
         ex, found = run.experiment, {}
         for first in (0, 1):
             with train.training_batches(dataclasses.replace(run, start=first)) as batches:
