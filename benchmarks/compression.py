@@ -170,7 +170,7 @@ def codec_table(lines: list[dict[str, Any]]) -> str:
         )
     return "\n".join(
         [
-            f"## {4 * VALUES / 1e6:.0f} MB, one device\n\nan exchange between 4 nodes, with error feedback, "
+            f"## {4 * VALUES / 1e6:.0f} MB, one device\n\nAn exchange between 4 nodes, with error feedback, "
             "encodes 1.25 times as much and decodes 3.25 times; `pays below`: the rate at which the link would carry "
             "what is saved in that time.\n",
             "| codec | times smaller | encode, s | decode, s | of an exchange, share of the time saved at 1 Gbit/s | "

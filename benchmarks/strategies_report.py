@@ -265,8 +265,6 @@ def draw_shares(lines: Sequence[Line], file: Path) -> None:
             range(len(names)), rest, 0.7, left=[a + b for a, b in zip(first, link, strict=True)], label="the rest"
         )
         finish_bars(axes, names, f"s / step at {rate}", 0.0)
-        axes.get_legend().remove()
-    figure.legend(*panels[0][0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=3)
     figure.savefig(file, dpi=110)
     plt.close(figure)
 
@@ -277,4 +275,4 @@ def finish_bars(axes: Any, names: Sequence[str], label: str, middle: float) -> N
     axes.invert_yaxis()
     axes.set_xlabel(label)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)

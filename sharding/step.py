@@ -361,6 +361,15 @@ def owner(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, params: Mapping[str, j
     return next((name for name in names if name in params and params[name].shape == x.shape), "")
 
 
+def residual_owner(
+    path: tuple[Any, ...], x: jax.ShapeDtypeStruct, params: Mapping[str, jax.ShapeDtypeStruct], replicas: int
+) -> str:
+    """Returns which parameter an array `[R, ...]` of the optimizer state belongs to, "" for none."""
+    if x.shape[:1] != (replicas,):
+        return ""
+    return owner(path, jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+
+
 def state_shardings(sharded: Sharded, shapes: TrainState) -> PyTree:
     """Returns the NamedSharding of every array of a state, given the tree of its shapes.
 
@@ -375,8 +384,7 @@ def state_shardings(sharded: Sharded, shapes: TrainState) -> PyTree:
     def place(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
         if name := owner(path, x, params):
             return NamedSharding(sharded.mesh, placements[name].pspec(layout.optimizer))
-        one = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-        if x.shape[:1] == (layout.num_replicas,) and (name := owner(path, one, params)):
+        if name := residual_owner(path, x, params, layout.num_replicas):
             return NamedSharding(sharded.mesh, gradients[name])
         return replicated
 

@@ -24,7 +24,7 @@ from experiment import Experiment, make_experiment
 from metrics.units import format_bytes, format_count
 from sharding import drawing
 from sharding.spec import ParamSpec, Placement, is_placement
-from sharding.step import by_name, owner
+from sharding.step import by_name, owner, residual_owner
 
 EXIT_BAD_CONFIG = 2
 SPEC_WIDTH = 35
@@ -135,7 +135,8 @@ def table_rows(experiment: Experiment) -> list[Row]:
     owned: dict[str, list[jax.ShapeDtypeStruct]] = {name: [] for name in params}
     rest: list[jax.ShapeDtypeStruct] = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(experiment.state_shapes.opt_state):
-        owned.get(owner(path, leaf, params), rest).append(leaf)
+        name = owner(path, leaf, params) or residual_owner(path, leaf, params, layout.num_replicas)
+        owned.get(name, rest).append(leaf)
     rows = []
     for name, x in params.items():
         gradient = NamedSharding(sharded.mesh, placements[name].pspec(layout.gradients))
@@ -145,7 +146,8 @@ def table_rows(experiment: Experiment) -> list[Row]:
                 shape=x.shape,
                 spec=_aloud(specs[name], placements[name], experiment),
                 device_bytes=(_nbytes(x, x.sharding), _nbytes(x, gradient), _sum_here(owned[name])),
-                whole_bytes=(_nbytes(x), _nbytes(x), sum(map(_nbytes, owned[name]))),
+                # one device has no replicas, and no residuals
+                whole_bytes=(_nbytes(x), _nbytes(x), sum(_nbytes(y) for y in owned[name] if y.shape == x.shape)),
             )
         )
     other = Row(

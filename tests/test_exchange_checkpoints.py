@@ -11,29 +11,15 @@ import workload
 from checkpointing import CheckpointConfig, Checkpointer
 from compression.codecs import OneBit
 from compression.exchange import exchange
-from optimizers import guarded, watched
-from sharding.step import Sharded, TrainState, build_train_step, state_shardings
+from sharding.step import Sharded, TrainState
 
 CODEC = OneBit(block=32)
 
 
-def parts(sharded: Sharded) -> tuple[Any, TrainState, Any]:
-    """Returns the compiled step, the shapes of its state with their shardings, and a batch."""
-    tx = guarded(exchange(sharded, CODEC), workload.sgd())
-    shapes = jax.eval_shape(lambda: workload.new_state("decoder", tx, 2))
-    shardings = state_shardings(sharded, shapes)
-    placed = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    data = workload.put_batch(sharded, 2)
-    step = jax.jit(
-        build_train_step(workload.model("decoder").loss, sharded, tx, watched), out_shardings=(shardings, None)
-    )
-    return step.lower(placed, data).compile(), placed, data
-
-
-def new(sharded: Sharded, placed: TrainState) -> TrainState:
-    tx = guarded(exchange(sharded, CODEC), workload.sgd())
-    shardings = jax.tree.map(lambda x: x.sharding, placed)
-    return jax.jit(lambda: workload.new_state("decoder", tx, 2), out_shardings=shardings)()
+def parts(sharded: Sharded) -> tuple[Any, TrainState, Any, TrainState]:
+    """Returns the compiled step, its first state and its batch; and the shapes of the state, with their shardings."""
+    step, state, data = workload.compiled_step("decoder", sharded, hop_two=exchange(sharded, CODEC))
+    return step, state, data, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
 def save(directory: Path, state: TrainState, step: int) -> None:
@@ -50,8 +36,8 @@ def restore(directory: Path, placed: TrainState) -> TrainState:
 
 def test_a_resumed_run_is_the_same(tmp_path: Path) -> None:
     sharded = workload.sharded("decoder", strategy="mics", partition_size=2)
-    step, placed, data = parts(sharded)
-    state, _ = step(*step(new(sharded, placed), data)[:1], data)
+    step, state, data, placed = parts(sharded)
+    _, state, _ = workload.run_steps(step, state, data, 2)
     save(tmp_path, state, 2)
     again = restore(tmp_path, placed)
     assert any(np.asarray(x).any() for x in jax.tree.leaves(again.opt_state.exchange.residual))
@@ -64,11 +50,10 @@ def test_a_resumed_run_is_the_same(tmp_path: Path) -> None:
 def test_another_number_of_replicas_keeps_the_sum(before: int, after: int, tmp_path: Path) -> None:
     """And everything else, bit by bit."""
     old, new_one = (workload.sharded("decoder", nodes=n, strategy="mics", partition_size=2) for n in (before, after))
-    step, placed, data = parts(old)
-    state, _ = step(new(old, placed), data)
+    step, state, data, _ = parts(old)
+    _, state, _ = workload.run_steps(step, state, data, 1)
     save(tmp_path, state, 1)
-    _, wanted, _ = parts(new_one)
-    found = restore(tmp_path, wanted)
+    found = restore(tmp_path, parts(new_one)[3])
 
     def check(x: jax.Array, y: jax.Array) -> None:
         assert (x.shape[0], y.shape[0]) == (before, after) and np.asarray(x).any()

@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
 from compression.exchange import exchange
-from optimizers import guarded, watched
+from optimizers import guarded
 from sharding import hlo
 from sharding.collectives import Codec
 from sharding.mesh import INTER_AXES
-from sharding.step import Sharded, build_train_step, gradient_specs, state_shardings
+from sharding.step import Sharded, gradient_specs
 
 CODECS: dict[str, Codec] = {
     "bf16": BFloat16(),
@@ -137,23 +137,10 @@ def test_without_feedback_nothing_is_kept() -> None:
     assert {round(float(abs(x)), 4) for leaf in jax.tree.leaves(out) for x in np.unique(leaf)} <= {0.0, 0.01}
 
 
-def train(sharded: Sharded, codec: Codec | None, steps: int = 3) -> tuple[list[float], Any, Any]:
+def train(sharded: Sharded, codec: Codec, steps: int = 3) -> tuple[np.ndarray, Any, Any]:
     """Returns the losses of a few steps, the state, and the compiled step."""
-    tx = guarded(exchange(sharded, codec), workload.sgd())
-    shapes = jax.eval_shape(lambda: workload.new_state("decoder", tx, 2))
-    shardings = state_shardings(sharded, shapes)
-    state = jax.jit(lambda: workload.new_state("decoder", tx, 2), out_shardings=shardings)()
-    data = workload.put_batch(sharded, 2)
-    step = jax.jit(
-        build_train_step(workload.model("decoder").loss, sharded, tx, watched),
-        donate_argnums=0,
-        out_shardings=(shardings, None),
-    )
-    compiled = step.lower(state, data).compile()
-    losses = []
-    for _ in range(steps):
-        state, metrics = jax.block_until_ready(compiled(state, data))
-        losses.append(float(metrics["loss"]))
+    compiled, state, data = workload.compiled_step("decoder", sharded, hop_two=exchange(sharded, codec))
+    losses, state, metrics = workload.run_steps(compiled, state, data, steps)
     residuals = [np.asarray(x) for x in jax.tree.leaves(state.opt_state.exchange.residual)]
     np.testing.assert_allclose(metrics["residual_norm"], np.sqrt(sum((x**2).sum() for x in residuals)), rtol=1e-4)
     return losses, state, compiled

@@ -11,10 +11,9 @@ from test_exchange_codecs import LAYOUT_PARAMS, LAYOUTS, gradients
 
 from compression.dgc import DGCConfig, dgc
 from compression.power_sgd import power_sgd
-from optimizers import guarded, watched
 from sharding import hlo
 from sharding.mesh import INTER_AXES
-from sharding.step import Sharded, build_train_step, state_shardings
+from sharding.step import Sharded
 
 SPECS = workload.model("decoder").param_specs()
 DGC = DGCConfig(sparsity=0.9, warmup_steps=0, momentum=0.9, clip_norm=0.0)
@@ -145,27 +144,14 @@ def test_training(layout: str, method: str) -> None:
         if method == "dgc"
         else power_sgd(sharded, SPECS, 2)
     )
-    tx = guarded(hop, workload.sgd())
-    shapes = jax.eval_shape(lambda: workload.new_state("decoder", tx, 2))
-    shardings = state_shardings(sharded, shapes)
-    state = jax.jit(lambda: workload.new_state("decoder", tx, 2), out_shardings=shardings)()
-    data = workload.put_batch(sharded, 2)
-    step = jax.jit(
-        build_train_step(workload.model("decoder").loss, sharded, tx, watched),
-        donate_argnums=0,
-        out_shardings=(shardings, None),
-    )
-    compiled = step.lower(state, data).compile()
-    losses = []
-    for _ in range(3):
-        state, metrics = jax.block_until_ready(compiled(state, data))
-        losses.append(float(metrics["loss"]))
+    compiled, state, data = workload.compiled_step("decoder", sharded, hop_two=hop)
+    losses, state, _ = workload.run_steps(compiled, state, data, 3)
     dense = workload.single_device_losses("decoder")[:3]
     np.testing.assert_allclose(losses[0], dense[0], rtol=1e-5)
     np.testing.assert_allclose(losses, dense, rtol=0.1)
     found = hlo.read_collectives(compiled.as_text(), sharded.layout.shape)
     crossing = sum(c.inter_bytes * c.times for c in found if c.label == "hop_two" and set(c.axes) & set(INTER_AXES))
-    held = 4 * sum(x.size for x in jax.tree.leaves(shapes.params)) / sharded.layout.shape.size(sharded.layout.gradients)
+    held = 4 * sum(x.size for x in jax.tree.leaves(state.params)) / sharded.layout.shape.size(sharded.layout.gradients)
     assert crossing < held / sharded.layout.shape.tensor
     if method == "dgc":
         for residual in jax.tree.leaves((state.opt_state.exchange.unsent, state.opt_state.exchange.velocity)):

@@ -76,6 +76,16 @@ def test_bytes_are_those_of_a_real_state(experiment: Experiment, state: Any) -> 
     assert sum(row.whole_bytes[2] for row in rows) == sum(x.nbytes for x in jax.tree.leaves(state.opt_state))
 
 
+def test_residuals_belong_to_their_parameter() -> None:
+    """A device holds one replica's, cut like the gradient; one device alone would have none."""
+    config = tiny_config(partition_size=2)
+    plain = table.table_rows(make_experiment(config))
+    config.compression.hop_two = "int8"
+    for before, row in zip(plain[:-1], table.table_rows(make_experiment(config)), strict=False):
+        assert row.device_bytes[2] == before.device_bytes[2] + row.device_bytes[1]
+        assert row.whole_bytes == before.whole_bytes
+
+
 # what each optimizer keeps for a matrix of a layer and for a bias, in copies of the parameter
 COPIES = {"adamw": (2, 2), "lamb": (2, 2), "muon": (1, 2), "adafactor": (0, 1)}
 

@@ -120,10 +120,17 @@ def put_batch(sh: Sharded, accumulation: int, rows: int = ROWS) -> Any:
 
 
 def compiled_step(
-    kind: str, sh: Sharded, *, accumulation: int = 2, rows: int = ROWS, tx: Any = None, num_layers: int = 2
+    kind: str,
+    sh: Sharded,
+    *,
+    accumulation: int = 2,
+    rows: int = ROWS,
+    tx: Any = None,
+    hop_two: Any = None,
+    num_layers: int = 2,
 ):
     """Returns the compiled step, its first state and its batch."""
-    tx = guarded(exchange(sh), tx or sgd())
+    tx = guarded(hop_two or exchange(sh), tx or sgd())
     shapes = jax.eval_shape(lambda: new_state(kind, tx, num_layers))
     shardings = state_shardings(sh, shapes)
     state = jax.block_until_ready(jax.jit(lambda: new_state(kind, tx, num_layers), out_shardings=shardings)())
@@ -144,9 +151,13 @@ def new_state(kind: str, tx: Any, num_layers: int) -> TrainState:
 
 def losses(kind: str, sh: Sharded, **how: Any) -> np.ndarray:
     """The losses of five steps under a strategy."""
-    step, state, data = compiled_step(kind, sh, **how)
-    out = []
-    for _ in range(NUM_STEPS):
+    return run_steps(*compiled_step(kind, sh, **how), NUM_STEPS)[0]
+
+
+def run_steps(step: Any, state: Any, data: Any, count: int) -> tuple[np.ndarray, Any, Any]:
+    """Returns the losses of some steps, and the last state and metrics."""
+    out, metrics = [], {}
+    for _ in range(count):
         state, metrics = jax.block_until_ready(step(state, data))
         out.append(float(metrics["loss"]))
-    return np.array(out)
+    return np.array(out), state, metrics
