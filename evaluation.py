@@ -1,14 +1,13 @@
-"""What a run measures besides training: the validation loss, and a sample of text at the end."""
+"""What a run measures besides training: how good the model is on validation data, and a sample of text at the end."""
 
 import math
 import time
 from dataclasses import dataclass
 
 import jax
-import numpy as np
 
 from experiment import Experiment
-from input_pipeline import Batches, Dataset
+from input_pipeline import Batches, Dataset, TextDataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,37 +41,54 @@ class SampleConfig:
 class Validation:
     """The result of one validation."""
 
-    loss: float  # nats a token, the mean over the same rows every time
-    bits_per_byte: float
+    loss: float  # nats a token or an image, the mean over the same rows every time
     time_s: float
+    bits_per_byte: float | None = None  # of text
+    accuracy: float | None = None  # of a classifier: share of the images whose class is the likeliest
+
+    def scalars(self) -> dict[str, float]:
+        """Returns the measured keys of `metrics.jsonl`."""
+        keys = ("loss", "bits_per_byte", "accuracy")
+        return {f"validation_{key}": value for key in keys if (value := getattr(self, key)) is not None}
+
+    @property
+    def said(self) -> str:
+        """What a user is told."""
+        if self.accuracy is not None:
+            return f"validation loss {self.loss:.4f} nats an image, accuracy {self.accuracy:.2%}"
+        return f"validation loss {self.loss:.4f} nats a token, {self.bits_per_byte:.4f} bits a byte"
 
 
 class Validator:
-    """Measures the loss on the first rows of the validation data; compiles and loads them when first used."""
+    """Measures a model on the first rows of the validation data; compiles and loads them when first used."""
 
     def __init__(self, experiment: Experiment, data: Dataset, num_batches: int) -> None:
         self._experiment, self._data = experiment, data
-        self._count = min(num_batches, max(len(data) // experiment.batch.global_size, 1))
+        self._count = min(num_batches, -(-len(data) // experiment.batch.global_size))
         self._evaluate: jax.stages.Compiled | None = None
         self._batches: list[dict[str, jax.Array]] = []
 
     def __call__(self, params: object) -> Validation:
-        """Returns the loss of `params`, placed as the training state's."""
+        """Returns the result for `params`, placed as the training state's."""
         before, ex = time.perf_counter(), self._experiment
         if self._evaluate is None:
             self._evaluate = ex.compile_eval_step()
             self._batches = self._load()
         sums = jax.device_get([ex.settled(self._evaluate(params, batch)) for batch in self._batches])
-        total, weight = np.sum(np.array(sums, np.float64), axis=0)
-        loss = float(total / weight)
-        bits = loss / math.log(2) / self._data.bytes_per_token
-        return Validation(loss=loss, bits_per_byte=bits, time_s=time.perf_counter() - before)
+        weight = sum(float(batch["weight"]) for batch in sums)
+        means = {name: sum(float(batch[name]) for batch in sums) / weight for name in sums[0]}
+        loss, data = means["loss"], self._data
+        return Validation(
+            loss=loss,
+            bits_per_byte=loss / math.log(2) / data.bytes_per_token if isinstance(data, TextDataset) else None,
+            accuracy=means.get("correct"),
+            time_s=time.perf_counter() - before,
+        )
 
     def _load(self) -> list[dict[str, jax.Array]]:
-        ex = self._experiment
-        size = ex.batch.global_size
-        size = min(size, len(self._data))  # rows beyond a small split are padding, not rows seen again
-        with Batches(self._data, global_size=size, rows=ex.local_rows, start_step=0, prefetch=1) as batches:
+        ex, data = self._experiment, self._data
+        size, end = ex.batch.global_size, len(data)  # rows beyond the split are padding, not rows seen again
+        with Batches(data, global_size=size, rows=ex.local_rows, start_step=0, prefetch=1, end=end) as batches:
             return [ex.to_devices(next(batches)) for _ in range(self._count)]
 
 
@@ -80,14 +96,19 @@ class Sampler:
     """Continues the prompt of the config. ValueError at once for a prompt that cannot be continued."""
 
     def __init__(self, experiment: Experiment, data: Dataset, config: SampleConfig) -> None:
-        self._experiment, self._tokenizer, self._config = experiment, data.tokenizer, config
-        self._prompt = self._tokenizer.encode(config.prompt)
-        room = experiment.model.config.max_len - len(self._prompt)
+        self._experiment, self._config = experiment, config
         self.wanted = experiment.can_sample and config.length > 0
-        if self.wanted and (len(self._prompt) == 0 or room < 1):
+        if not self.wanted:
+            return
+        assert isinstance(data, TextDataset)
+        self._tokenizer = data.tokenizer
+        self._prompt = self._tokenizer.encode(config.prompt)
+        max_len = experiment.config.model.max_len
+        room = max_len - len(self._prompt)
+        if len(self._prompt) == 0 or room < 1:
             raise ValueError(
-                f"sample.prompt has {len(self._prompt)} tokens; it must have from 1 to "
-                f"{experiment.model.config.max_len - 1} (or set sample.length=0)"
+                f"sample.prompt has {len(self._prompt)} tokens; it must have from 1 to {max_len - 1} (or set "
+                "sample.length=0)"
             )
         self._length = min(config.length, room)
 

@@ -4,8 +4,8 @@ Used by the programs (train.py, sharding/table.py); everything here is the same 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -15,13 +15,15 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import models
-from compression.by_config import CompressionConfig, make_hop_two, make_wires
+from compression.by_config import CompressionConfig, behind, make_hop_two, make_wires
+from compression.local_sgd import LocalSGDConfig, drift, local_sgd
+from compression.statistics import statistics
 from configs.door import Config, settings
 from input_pipeline import DataConfig
 from optimizers import OptimizerConfig, make_optimizer, make_schedule, watched
 from sharding.mesh import find_nodes, make_mesh
 from sharding.scopes import ShardingConfig, make_layout
-from sharding.spec import place_all
+from sharding.spec import has_tensor_dims, place_all
 from sharding.step import (
     Sharded,
     TrainState,
@@ -32,8 +34,6 @@ from sharding.step import (
     run_manual,
     state_shardings,
 )
-
-ROW_ARRAYS = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class Experiment:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Sharding of batch arrays `[accum, rows, T]`."""
+        """Sharding of batch arrays `[accum, rows, ...]`."""
         return NamedSharding(self.sharded.mesh, self.sharded.batch_spec)
 
     @cached_property
@@ -108,11 +108,10 @@ class Experiment:
         return [a * shape[1] + row for a in range(shape[0]) for row in sorted(columns)]
 
     def to_devices(self, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Puts this process' rows (those of `local_rows`) where they belong: global arrays `[accum, rows, T]`."""
-        shape = (self.accumulation, self.rows_per_micro_step, self.data.seq_len)
+        """Puts this process' rows (those of `local_rows`) where they belong: global arrays `[accum, rows, ...]`."""
         return {
             name: jax.make_array_from_process_local_data(
-                self.batch_sharding, x.reshape(self.accumulation, -1, self.data.seq_len), shape
+                self.batch_sharding, x.reshape(self.accumulation, -1, *x.shape[1:]), self.batch_shapes[name].shape
             )
             for name, x in rows.items()
         }
@@ -120,9 +119,10 @@ class Experiment:
     @cached_property
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of a batch, sharded."""
-        shape = (self.accumulation, self.rows_per_micro_step, self.data.seq_len)
+        rows = (self.accumulation, self.rows_per_micro_step)
         return {
-            name: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding) for name, dtype in ROW_ARRAYS.items()
+            name: jax.ShapeDtypeStruct(rows + array.shape, array.dtype, sharding=self.batch_sharding)
+            for name, array in self.data.row_arrays.items()
         }
 
     @cached_property
@@ -143,13 +143,13 @@ class Experiment:
     def compile_train_step(self) -> jax.stages.Compiled:
         """Compiles `step(state, batch) -> (state, metrics)` for the shapes above; the state is donated."""
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
-        step = build_train_step(self.model.loss, self.sharded, self.tx, watched)
+        step = build_train_step(self.model.loss, self.sharded, self.tx, watch, drift)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, self._replicated))
         return jitted.lower(self.state_shapes, self.batch_shapes).compile()
 
     def compile_eval_step(self) -> jax.stages.Compiled:
-        """Compiles `evaluate(params, batch) -> (sum of losses, sum of weights)`."""
-        step = build_eval_step(self.model.loss, self.sharded)
+        """Compiles `evaluate(params, batch) -> sums`: those of the model by name, and `weight`."""
+        step = build_eval_step(self.model.evaluate, self.sharded)
         jitted = jax.jit(step, out_shardings=self._replicated)
         return jitted.lower(self.state_shapes.params, self.batch_shapes).compile()
 
@@ -210,11 +210,7 @@ def make_experiment(config: Config) -> Experiment:
     batch = settings(BatchConfig, config.batch, "batch")
     data = settings(DataConfig, config.data, "data")
     model = models.build(_resolved(config.model))
-    if data.seq_len > model.config.max_len:
-        raise ValueError(f"data.seq_len={data.seq_len} is longer than model.max_len={model.config.max_len}")
-    wanted = "masked" if model.config.kind == "encoder" else "causal"
-    if data.objective != wanted:
-        raise ValueError(f"data.objective={data.objective} does not fit an {model.config.kind}; it must be {wanted}")
+    check_fit(model, data)
     nodes = find_nodes(jax.devices(), mesh_config.devices_per_node)
     layout = make_layout(
         sharding_config, num_nodes=len(nodes), devices_per_node=len(nodes[0]), tensor=mesh_config.tensor
@@ -225,6 +221,8 @@ def make_experiment(config: Config) -> Experiment:
             "pass; use model.remat=full or dots, or sharding.gather=micro_step"
         )
     specs = model.param_specs()
+    if mesh_config.tensor > 1 and not has_tensor_dims(specs):
+        raise ValueError(f"mesh.tensor={mesh_config.tensor} cannot split a {model.config.kind}; set mesh.tensor=1")
     compression = settings(CompressionConfig, config.compression, "compression")
     gathers, scatters = make_wires(compression, layout)
     sharded = Sharded(
@@ -236,14 +234,11 @@ def make_experiment(config: Config) -> Experiment:
         scatters=scatters,
     )
     optimizer = settings(OptimizerConfig, config.optimizer, "optimizer")
-    hop_two = make_hop_two(compression, sharded, specs, momentum=optimizer.momentum, clip_norm=optimizer.clip_norm)
-    if compression.hop_two == "dgc":
-        optimizer = behind_dgc(optimizer)
     return Experiment(
         config=config,
         model=model,
         sharded=sharded,
-        tx=make_optimizer(optimizer, config.num_steps, specs, hop_two, on_each_device(sharded.mesh)),
+        tx=make_tx(config, sharded, specs, compression, optimizer),
         schedule=make_schedule(optimizer, config.num_steps),
         max_skipped=optimizer.max_skipped,
         batch=batch,
@@ -252,14 +247,40 @@ def make_experiment(config: Config) -> Experiment:
     )
 
 
-def behind_dgc(config: OptimizerConfig) -> OptimizerConfig:
-    """Returns the optimizer without what DGC does before it: momentum and clipping. ValueError if it is not SGD."""
-    if config.name != "sgd":
-        raise ValueError(
-            f"compression.hop_two=dgc accumulates the momentum of SGD, not of optimizer.name={config.name}; "
-            "set that to sgd"
-        )
-    return replace(config, momentum=0.0, clip_norm=0.0)
+def check_fit(model: models.Model, data: DataConfig) -> None:
+    """Raises ValueError if the model cannot learn from examples such as the data's."""
+    kind = model.config.kind
+    wanted = {"decoder": "causal", "encoder": "masked", "resnet": "classify"}[kind]
+    if data.objective != wanted:
+        raise ValueError(f"data.objective={data.objective} does not fit model.kind={kind}; it must be {wanted}")
+    if isinstance(model, models.Transformer) and data.seq_len > model.config.max_len:
+        raise ValueError(f"data.seq_len={data.seq_len} is longer than model.max_len={model.config.max_len}")
+    if isinstance(model, models.ResNet) and data.channels != model.config.channels:
+        raise ValueError(f"data.channels={data.channels} differs from model.channels={model.config.channels}")
+
+
+def make_tx(
+    config: Config, sharded: Sharded, specs: Any, compression: CompressionConfig, optimizer: OptimizerConfig
+) -> optax.GradientTransformation:
+    """Returns hop two and the optimizer behind it, or around it with local SGD. ValueError for what does not fit."""
+    hop_two = make_hop_two(compression, sharded, specs, optimizer)
+    rest, wrap = behind(compression, optimizer), None
+    local = settings(LocalSGDConfig, config.local_sgd, "local_sgd")
+    if local.inner_steps:
+        local.check(sharded.layout, config.num_steps)
+        if rest is not optimizer or compression.delayed or optimizer.name == "muon":
+            raise ValueError(
+                "local_sgd keeps an optimizer in each replica: it goes with no compression.hop_two that is one itself "
+                f"({compression.hop_two}), nor with compression.delayed or optimizer.name=muon"
+            )
+        exchange, hop_two = hop_two, optax.identity()
+        wrap = partial(local_sgd, exchange, config=local, replicas=sharded.layout.num_replicas)
+    return make_optimizer(rest, config.num_steps, specs, hop_two, on_each_device(sharded.mesh), wrap)
+
+
+def watch(opt_state: Any) -> dict[str, jax.Array]:
+    """Returns the scalars of the optimizer's state that a run reports."""
+    return watched(opt_state) | statistics(opt_state)
 
 
 def on_each_device(mesh: Mesh) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

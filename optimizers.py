@@ -71,10 +71,8 @@ class GuardState(NamedTuple):
 
 
 def watched(state: GuardState) -> dict[str, jax.Array]:
-    """Returns the scalars of the guard that a run reports, and the norm of what hop two keeps back, if it does."""
-    found = {"grad_norm": state.grad_norm, "skipped_in_a_row": state.skipped_in_a_row, "skipped_steps": state.skipped}
-    kept = [x for path, x in jax.tree_util.tree_leaves_with_path(state.exchange) if "residual" in str(path)]
-    return found | ({"residual_norm": optax.tree.norm(kept)} if kept else {})
+    """Returns the scalars of the guard that a run reports."""
+    return {"grad_norm": state.grad_norm, "skipped_in_a_row": state.skipped_in_a_row, "skipped_steps": state.skipped}
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
@@ -103,8 +101,11 @@ def make_optimizer(
     specs: PyTree,
     exchange: Transform,
     local: Local = lambda function: function,
+    wrap: Callable[[Transform], Transform] | None = None,
 ) -> Transform:
     """Returns the whole chain on `[R, ...]` gradients: exchange, guard, clipping, the optimizer.
+
+    With `wrap` (local SGD) the clipping and the optimizer are what it makes of them.
 
     `specs` is the tree of ParamSpecs; it decides which parameters decay and which are matrices. `local` makes a
     function run on whole arrays, on each device by itself; on one device there is nothing to do.
@@ -115,7 +116,8 @@ def make_optimizer(
     else:
         tx = per_layer(lambda specs: _optimizer(config, schedule, specs, local), specs)
     clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
-    return guarded(exchange, optax.chain(*clip, tx))
+    tx = optax.chain(*clip, tx)
+    return guarded(exchange, wrap(tx) if wrap else tx)
 
 
 def _optimizer(config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree, local: Local) -> Transform:
@@ -162,8 +164,8 @@ def is_matrix(spec: ParamSpec) -> bool:
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Whether a parameter is a matrix from hidden to hidden; embeddings and heads know the vocabulary and are not."""
-    return is_matrix(spec) and "vocab" not in spec.dims
+    """Whether a parameter is a matrix from hidden to hidden; embeddings and heads know the vocabulary or classes."""
+    return is_matrix(spec) and not {"vocab", "classes"} & set(spec.dims)
 
 
 def _map_specs(function: Callable[[ParamSpec], Any], specs: PyTree) -> PyTree:
@@ -180,6 +182,8 @@ def per_layer(make: Callable[[PyTree], Transform], specs: PyTree) -> Transform:
     def split(tree: PyTree) -> tuple[PyTree, PyTree]:
         return tree["layers"], {name: sub for name, sub in tree.items() if name != "layers"}
 
+    if "layers" not in specs:
+        return make(specs)
     stacked, rest = (make(part) for part in split(specs))
 
     def init(params: PyTree) -> PyTree:

@@ -1,4 +1,4 @@
-"""Trains a sharded language model.
+"""Trains a sharded model.
 
     python train.py --config=configs/quickstart.py --workdir=runs/quickstart [--config.a.b=value ...]
 
@@ -24,21 +24,24 @@ from absl import flags
 from jax.experimental import multihost_utils
 
 from checkpointing import CheckpointConfig, Checkpointer, CheckpointError, Restored, latest_config
+from checkpointing.agreement import from_process_zero, new_ticket
 from configs import door
 from configs.door import Config
 from elastic import processes
 from elastic.heartbeat import ElasticConfig, Heartbeat
 from elastic.interruption import EXIT_RESUMABLE, Interruption
 from elastic.meeting import meet
+from elastic.snapshots import Snapshots
 from evaluation import EvalConfig, SampleConfig, Sampler, Validation, Validator
 from experiment import Experiment, MeshConfig, make_experiment
-from input_pipeline import Batches, Dataset, load
+from input_pipeline import Batches, Dataset, TextDataset, load
 from metrics.environment import environment
 from metrics.run_files import RunFiles, read_run
 from metrics.run_log import RunLog
 from metrics.throughput import StepTimer, peak_flops
 from metrics.writer import METRICS_FILE
 from sharding import drawing, hlo
+from sharding.scopes import WorldTooSmallError
 from sharding.step import TrainState
 
 EXIT_BAD_CONFIG = 2
@@ -61,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_integer("num_processes", None, "number of processes", flag_values=values)
     flags.DEFINE_integer("process_id", None, "number of this process", flag_values=values)
     flags.DEFINE_boolean("debug", False, "show tracebacks", flag_values=values)
-    code = EXIT_BAD_CONFIG
+    code, has_begun = EXIT_BAD_CONFIG, False
     heartbeat = Heartbeat()
     with Interruption() as interruption:
         try:
@@ -77,12 +80,15 @@ def main(argv: Sequence[str]) -> int:
                 if jax.process_index() == 0:
                     print(f"{workdir} is finished: {config.num_steps} steps are done")
                 return heartbeat.end(0)
+            has_begun = (workdir / METRICS_FILE).exists()  # maybe with more nodes: it can go on when they are back
             checked = check(config, workdir)
             code = 1
             return heartbeat.end(train(prepare(checked, started_s), interruption, heartbeat))
         except (ValueError, OSError, CheckpointError, NonFiniteError) as error:
             heartbeat.await_verdict(error)
-            expected = code == EXIT_BAD_CONFIG or isinstance(error, OSError | CheckpointError | NonFiniteError)
+            code = EXIT_RESUMABLE if has_begun and isinstance(error, WorldTooSmallError) else code
+            known = OSError | CheckpointError | NonFiniteError | WorldTooSmallError
+            expected = code == EXIT_BAD_CONFIG or isinstance(error, known)
             if not expected or (values.debug if values.is_parsed() else "--debug" in argv):
                 traceback.print_exc()
             said = " ".join(str(error).split())
@@ -151,8 +157,10 @@ class Checked:
     validate: Validator
     sample: Sampler
     checkpointer: Checkpointer
+    snapshots: Snapshots
     restored: Restored | None
     start: int  # steps done before
+    saved: int  # the newest of them with a checkpoint
 
     @property
     def config(self) -> Config:
@@ -171,8 +179,10 @@ def check(config: Config, workdir: Path) -> Checked:
     check_data(experiment, train_data, validation_data)
     validator = Validator(experiment, validation_data, evaluation.num_batches)
     sampler = Sampler(experiment, train_data, door.settings(SampleConfig, config.sample, "sample"))
+    elastic = door.settings(ElasticConfig, config.elastic, "elastic")
     checkpointer = Checkpointer(workdir / "checkpoints", saving)
-    restored = checkpointer.restore(experiment.state_shapes)
+    snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every)
+    restored = snapshots.restore(experiment.state_shapes, checkpointer)
     if restored and restored.data["fingerprint"] != train_data.fingerprint:
         raise ValueError(
             f"{workdir} was trained on other data: data.source={experiment.data.source} has changed since "
@@ -185,24 +195,32 @@ def check(config: Config, workdir: Path) -> Checked:
         validate=validator,
         sample=sampler,
         checkpointer=checkpointer,
+        snapshots=snapshots,
         restored=restored,
         start=restored.step if restored else 0,
+        saved=from_process_zero(new_ticket("saved"), lambda: checkpointer.latest_step() or 0),
     )
 
 
 def check_data(experiment: Experiment, *datasets: Dataset) -> None:
-    """Raises ValueError if the model's vocabulary is too small, or if the processes do not see the same data."""
-    vocab_size = experiment.model.config.vocab_size
+    """Raises ValueError if the model has too few ids or classes, or if the processes do not see the same data."""
     for dataset in datasets:
-        if dataset.vocab_size > vocab_size:
-            raise ValueError(
-                f"model.vocab_size={vocab_size} is smaller than the {dataset.vocab_size} ids of "
-                f"data.tokenizer={experiment.data.tokenizer}; set model.vocab_size={dataset.vocab_size}"
-            )
+        check_size(experiment, dataset)
         if jax.process_count() > 1:
             everyone = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(dataset.fingerprint), np.uint8))
             if not (everyone == everyone[0]).all():
                 raise ValueError(f"the processes see different data for data.source={experiment.data.source}")
+
+
+def check_size(experiment: Experiment, dataset: Dataset) -> None:
+    """Raises ValueError if an example may hold an id, or a class, that the model does not have."""
+    data, model = experiment.data, experiment.config.model
+    if isinstance(dataset, TextDataset):
+        key, there, what = "vocab_size", dataset.vocab_size, f"ids of data.tokenizer={data.tokenizer}"
+    else:
+        key, there, what = "num_classes", dataset.num_classes, f"classes of data.source={data.source}"
+    if there > model[key]:
+        raise ValueError(f"model.{key}={model[key]} is smaller than the {there} {what}; set model.{key}={there}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,9 +239,21 @@ def prepare(checked: Checked, started_s: float) -> Run:
     step_fn = ex.compile_train_step()
     state = restored.state if restored else ex.init_state()
     rates = np.asarray(jax.jit(jax.vmap(ex.schedule))(np.arange(ex.config.num_steps)))
+    beginning = how_it_begins(checked)  # the log drops the steps that are done again
     log = make_log(ex, checked.workdir, start, step_fn, started_s)
-    log.say(f"{'resumed at' if restored else 'starting at'} step {start} of {ex.config.num_steps} in {checked.workdir}")
+    log.say(beginning)
+    checked.snapshots.begin(start)
     return Run(**vars(checked), step_fn=step_fn, state=state, learning_rates=rates, log=log)
+
+
+def how_it_begins(checked: Checked) -> str:
+    """Returns a line: where the run starts, what from, and how many steps are done again."""
+    at = f"step {checked.start} of {checked.config.num_steps} in {checked.workdir}"
+    if not checked.restored:
+        return f"starting at {at}"
+    logged = read_run(checked.workdir).rows if (checked.workdir / METRICS_FILE).exists() else ()
+    again = max(0, logged[-1]["step"] - checked.start) if logged else 0
+    return f"resumed at {at}, from {checked.restored.source}; steps done again: {again:.0f}"
 
 
 def make_log(experiment: Experiment, workdir: Path, start: int, step_fn: Any, started_s: float) -> RunLog:
@@ -232,7 +262,9 @@ def make_log(experiment: Experiment, workdir: Path, start: int, step_fn: Any, st
     collectives = hlo.read_collectives(step_fn.as_text(), shape)
     device = jax.devices()[0]
     peak = peak_flops(device.device_kind)
-    tokens = experiment.batch.global_size * experiment.data.seq_len
+    rows, data = experiment.batch.global_size, experiment.data
+    unit, units_per_row = ("examples", 1) if data.objective == "classify" else ("tokens", data.seq_len)
+    row = next(iter(data.row_arrays.values()))
     return RunLog(
         workdir,
         enabled=jax.process_index() == 0,
@@ -240,8 +272,9 @@ def make_log(experiment: Experiment, workdir: Path, start: int, step_fn: Any, st
         num_steps=config.num_steps,
         log_every=config.log_every,
         timer=StepTimer(
-            tokens,
-            experiment.model.flops_per_token(experiment.data.seq_len) * tokens,
+            rows * units_per_row,
+            unit,
+            rows * experiment.model.flops_per_row(row.shape),
             peak and peak * shape.num_devices,
         ),
         files={
@@ -268,9 +301,9 @@ def make_log(experiment: Experiment, workdir: Path, start: int, step_fn: Any, st
 def train(run: Run, interruption: Interruption, heartbeat: Heartbeat) -> int:
     """Trains to the end, or until asked to stop, and returns the exit code."""
     ex, config, log, state, step = run.experiment, run.config, run.log, run.state, run.start
-    saved_step = step
+    saved_step = run.saved
     pending: Pending | None = None  # the numbers of a step are read while the next one runs
-    with log, run.checkpointer, training_batches(run) as batches:
+    with log, run.checkpointer, run.snapshots, training_batches(run) as batches:
         while step < config.num_steps and not interruption.requested():
             heartbeat.completed(pending.step - 1 if pending else step)  # `pending` may still be running
             batch = ex.to_devices(next(batches))
@@ -282,20 +315,26 @@ def train(run: Run, interruption: Interruption, heartbeat: Heartbeat) -> int:
             last = step == config.num_steps
             evaluates = last or (config.eval.every and step % config.eval.every == 0)
             saves = last or (config.checkpoint.every and step % config.checkpoint.every == 0)
-            if evaluates or saves or not ex.runs_ahead:
+            keeps = not last and run.snapshots.due(step)
+            if evaluates or saves or keeps or not ex.runs_ahead:
                 report(run, pending)
                 pending = None
             validation = validate(run, step, state) if evaluates else None
+            if keeps:
+                snapshot(run, step, state)
             if saves:
                 save(run, step, state, validation)
                 saved_step = step
         if pending:
             report(run, pending)
+        finished = step == config.num_steps
+        if not finished and run.start < step != run.snapshots.last_step:
+            snapshot(run, step, state)
         if step != saved_step:
             save(run, step, state)
-        finished = step == config.num_steps
         sample = run.sample(state.params) if finished and run.sample.wanted else None
         run.checkpointer.wait()
+        run.snapshots.end(finished=finished)
         mesh_png = drawing.mesh_png(ex.sharded.layout) if jax.process_index() == 0 else None
         log.close("finished" if finished else "interrupted", sample=sample, mesh_png=mesh_png)
         if not finished:
@@ -339,20 +378,32 @@ def report(run: Run, pending: Pending) -> None:
 
 
 def validate(run: Run, step: int, state: TrainState) -> Validation:
-    """Measures and logs the validation loss."""
+    """Measures and logs how good the model is on the validation data."""
     validation = run.validate(state.params)
-    run.log.validation(step, validation.loss, validation.bits_per_byte)
+    run.log.validation(step, validation.scalars(), validation.said)
     run.log.spent("validation_s", validation.time_s)
     return validation
+
+
+def position(run: Run, step: int) -> dict[str, Any]:
+    """Returns where a step is in the data."""
+    return {"step": step, "seed": run.config.seed, "fingerprint": run.train_data.fingerprint}
+
+
+def snapshot(run: Run, step: int, state: TrainState) -> None:
+    """Keeps the state in the nodes' memories, after the rows up to its step are written."""
+    run.log.flush()
+    before = time.perf_counter()
+    run.snapshots.save(step, state, data=position(run, step), config=json.loads(run.config.to_json()))
+    run.log.spent("snapshot_s", time.perf_counter() - before)
 
 
 def save(run: Run, step: int, state: TrainState, validation: Validation | None = None) -> None:
     """Starts saving a checkpoint, after the rows up to its step are written."""
     run.log.flush()
     before = time.perf_counter()
-    position = {"step": step, "seed": run.config.seed, "fingerprint": run.train_data.fingerprint}
     best = {} if validation is None else {"validation_loss": validation.loss}
-    run.checkpointer.save(step, state, data=position, config=json.loads(run.config.to_json()), metrics=best)
+    run.checkpointer.save(step, state, data=position(run, step), config=json.loads(run.config.to_json()), metrics=best)
     run.log.spent("checkpoint_s", time.perf_counter() - before)
 
 

@@ -43,3 +43,21 @@ def from_process_zero(ticket: str, answer: Callable[[], Any]) -> Any:
         raise
     client.key_value_set(ticket, json.dumps({"error": None, "value": value}))
     return value
+
+
+def from_all(ticket: str, value: Any) -> list[Any]:
+    """Returns the value (JSON) that each process gave, in their order."""
+    if jax.process_count() == 1:
+        return [json.loads(json.dumps(value))]
+    client = multihost.get_jax_distributed_client()
+    client.key_value_set(f"{ticket}/{jax.process_index()}", json.dumps(value))
+    return [
+        json.loads(client.blocking_key_value_get(f"{ticket}/{process}", _TIMEOUT_S * 1000))
+        for process in range(jax.process_count())
+    ]
+
+
+def wait_for_all(topic: str) -> None:
+    """Returns when every process has come here as often as this one."""
+    if jax.process_count() > 1:
+        multihost.get_jax_distributed_client().wait_at_barrier(f"checkpointing/{topic}", _TIMEOUT_S * 1000)

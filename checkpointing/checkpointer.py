@@ -51,6 +51,7 @@ class Restored:
     state: Any  # the pytree that was asked for, with arrays in place of shapes
     data: dict[str, Any]  # the position in the data
     config: dict[str, Any]  # the config of the run that saved it
+    source: str = "its checkpoint"
 
 
 def print_to_stderr(line: str) -> None:
@@ -139,8 +140,10 @@ class Checkpointer:
         )
         self._thread.start()
 
-    def restore(self, abstract_state: Any) -> Restored | None:
+    def restore(self, abstract_state: Any, *, newer_than: int = -1) -> Restored | None:
         """Returns the newest step that verifies, placed as `abstract_state` says; None if there is no step at all.
+
+        With `newer_than` only newer steps are looked at, and None means that step, which the caller has elsewhere.
 
         `abstract_state` is a pytree of jax.ShapeDtypeStruct with shardings: any mesh, whatever the one it was saved
         from. Steps that do not verify are reported and moved into DIR/set_aside. Raises ValueError if there are steps
@@ -148,7 +151,7 @@ class Checkpointer:
         """
         self.wait()
         wanted, leaves = tree.flatten_abstract(abstract_state)
-        step = from_process_zero(new_ticket("restore"), lambda: self._choose(leaves))
+        step = from_process_zero(new_ticket("restore"), lambda: self._choose(leaves, newer_than))
         if step is None:
             return None
         folder = self.directory / str(step)
@@ -238,29 +241,36 @@ class Checkpointer:
         manifest.sync_folder(self.directory)
         retention.remove_old(self.directory, self.config)
 
-    def _choose(self, wanted: tuple[manifest.Leaf, ...]) -> int | None:
+    def _choose(self, wanted: tuple[manifest.Leaf, ...], newer_than: int) -> int | None:
         """Returns the newest step that verifies, after setting the damaged ones above it aside (process 0)."""
         damaged: list[tuple[int, manifest.DamagedError]] = []
         for step in reversed(manifest.step_numbers(self.directory)):
+            if step <= newer_than:
+                break
             try:
                 found = manifest.verify(self.directory / str(step))
             except manifest.DamagedError as error:
                 damaged.append((step, error))
                 continue
             tree.check_same_model(self.directory / str(step), found.tree, wanted)
-            for bad, error in damaged:
-                target = retention.set_aside(self.directory, bad)
-                self._report(
-                    f"checkpoint {self.directory / str(bad)} is damaged ({error}): moved to {target};"
-                    f" step {step} is used instead"
-                )
+            self._set_aside(damaged, step)
             return step
-        if damaged:
+        if newer_than >= 0:
+            self._set_aside(damaged, newer_than)
+        elif damaged:
             raise ValueError(
                 f"no checkpoint in {self.directory} verifies ({'; '.join(f'step {s}: {e}' for s, e in damaged)});"
                 " put a good copy back, or start again in an empty directory"
             )
         return None
+
+    def _set_aside(self, damaged: list[tuple[int, manifest.DamagedError]], used: int) -> None:
+        for step, error in damaged:
+            target = retention.set_aside(self.directory, step)
+            self._report(
+                f"checkpoint {self.directory / str(step)} is damaged ({error}): moved to {target};"
+                f" step {used} is used instead"
+            )
 
     def _is_committed(self, step: int) -> bool:
         try:

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from checkpointing.manifest import Leaf
 
-RESIDUAL = "residual"  # a key above arrays [R, ...], of R replicas
+# keys above arrays [R, ...], of R replicas: the sum over R counts, or the mean
+RESIDUAL, LOCAL = "residual", "local"
 _CHUNK_BYTES = 16 << 20
 _LEAST_IN_FLIGHT_BYTES = 64 << 20
 
@@ -45,7 +46,7 @@ def flatten_abstract(state: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], tuple
     return shapes, _describe(shapes)
 
 
-def check_same_model(folder: Path, saved: tuple[Leaf, ...], wanted: tuple[Leaf, ...]) -> None:
+def check_same_model(folder: Path | str, saved: tuple[Leaf, ...], wanted: tuple[Leaf, ...]) -> None:
     """Raises ValueError naming the first parameter that differs between the checkpoint and the wanted state."""
     saved_by_path = {leaf.path: leaf for leaf in saved}
     wanted_by_path = {leaf.path: leaf for leaf in wanted}
@@ -68,8 +69,8 @@ def save_arguments(arrays: dict[str, jax.Array]) -> ocp.args.CheckpointArgs:
 
 
 def _differ_in_replicas(saved: Leaf | None, wanted: Leaf | None) -> bool:
-    """Whether both are a residual `[R, ...]`, of other numbers of replicas: what counts is the sum over them."""
-    if saved is None or wanted is None or RESIDUAL not in saved.path.split("."):
+    """Whether both are of replicas, `[R, ...]`, and of other numbers of them."""
+    if saved is None or wanted is None or not {RESIDUAL, LOCAL} & set(saved.path.split(".")):
         return False
     return (saved.path, saved.dtype, saved.shape[1:]) == (wanted.path, wanted.dtype, wanted.shape[1:])
 
@@ -77,11 +78,11 @@ def _differ_in_replicas(saved: Leaf | None, wanted: Leaf | None) -> bool:
 def load(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct], saved: Sequence[Leaf]) -> list[jax.Array]:
     """Returns the arrays of `wanted`, in its order, read from an Orbax item and placed by their shardings.
 
-    What is read but not placed yet stays under a quarter of this process's shards (or one, if it is larger). A residual
-    of another number of replicas is shared out among those that are there, with its sum kept.
+    What is read but not placed yet stays under a quarter of this process's shards (or one, if it is larger). Arrays of
+    another number of replicas are shared out among those that are there, with their sum or mean kept.
     """
     saved_shapes = {leaf.path: leaf.shape for leaf in saved}
-    stored = {path: _as_saved(leaf, saved_shapes[path]) for path, leaf in wanted.items() if leaf.size}
+    stored = {path: as_saved(leaf, saved_shapes[path]) for path, leaf in wanted.items() if leaf.size}
     restore_args = {
         path: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
         for path, leaf in stored.items()
@@ -90,10 +91,13 @@ def load(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct], saved: Sequence[
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit_gb)  # pyright: ignore[reportArgumentType]
     with ocp.Checkpointer(handler) as reader:
         arrays = reader.restore(folder, args=ocp.args.PyTreeRestore(item=stored, restore_args=restore_args))
-    return [_shared_out(arrays[path], leaf) if path in stored else _empty(leaf) for path, leaf in wanted.items()]
+    return [
+        shared_out(arrays[path], leaf, keep_sum=RESIDUAL in path.split(".")) if path in stored else empty(leaf)
+        for path, leaf in wanted.items()
+    ]
 
 
-def _as_saved(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+def as_saved(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """Returns the array as it was saved, spread over the devices like the wanted one as far as that can be."""
     if shape == wanted.shape:
         return wanted
@@ -108,18 +112,19 @@ def _as_saved(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.Shape
     )
 
 
-def _shared_out(array: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns an array `[R, ...]` for another number of replicas: each gets the same share of the sum."""
+def shared_out(array: jax.Array, wanted: jax.ShapeDtypeStruct, *, keep_sum: bool) -> jax.Array:
+    """Returns an array `[R, ...]` for another number of replicas: all get the same, with the sum kept or the mean."""
     if array.shape == wanted.shape:
         return array
 
     def share(x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(jnp.sum(x, axis=0) / wanted.shape[0], wanted.shape)
+        one = jnp.sum(x, axis=0) / (wanted.shape[0] if keep_sum else x.shape[0])
+        return jnp.broadcast_to(one.astype(wanted.dtype), wanted.shape)
 
     return jax.jit(share, out_shardings=wanted.sharding)(array)
 
 
-def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+def empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns an array of size zero where `leaf` wants it."""
     assert leaf.sharding is not None
     zeros = np.zeros(leaf.shape, leaf.dtype)

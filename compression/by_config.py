@@ -1,15 +1,18 @@
 """The `compression` section of a config, and the codecs and transforms that it names."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optax
 
 from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
+from compression.delayed import delayed
 from compression.dgc import DGCConfig, dgc
 from compression.exchange import exchange
+from compression.one_bit_adam import one_bit_adam
 from compression.power_sgd import power_sgd
+from optimizers import OptimizerConfig
 from sharding.collectives import Codec, Wire, levels
 from sharding.mesh import INTER_AXES
 from sharding.scopes import Layout
@@ -17,7 +20,7 @@ from sharding.step import Sharded
 
 PyTree = Any
 CODECS = ("none", "bf16", "int8", "int4")  # those that are of use without error feedback
-HOP_TWO = (*CODECS, "two_bit", "one_bit", "dgc", "power_sgd")
+HOP_TWO = (*CODECS, "two_bit", "one_bit", "one_bit_adam", "dgc", "power_sgd")
 ROUNDINGS = ("nearest", "stochastic")
 
 
@@ -35,8 +38,10 @@ class CompressionConfig:
     threshold: float
     error_feedback: bool
     sparsity: float
+    sampled: float
     warmup_steps: int
     rank: int
+    delayed: bool
 
     def __post_init__(self) -> None:
         hops = ("gather_inter", "gather_intra", "hop_one_inter", "hop_one_intra")
@@ -49,45 +54,79 @@ class CompressionConfig:
             raise ValueError(f"compression.threshold={self.threshold} must be above 0")
         if not 0 < self.sparsity < 1:
             raise ValueError(f"compression.sparsity={self.sparsity} must be above 0 and below 1")
+        if not 0 < self.sampled <= 1:
+            raise ValueError(f"compression.sampled={self.sampled} must be above 0 and at most 1")
         if self.warmup_steps < 0:
             raise ValueError(f"compression.warmup_steps={self.warmup_steps} must be at least 0")
         if self.rank < 1:
             raise ValueError(f"compression.rank={self.rank} must be at least 1")
-        if self.hop_two in ("two_bit", "one_bit") and not self.error_feedback:
-            raise ValueError(f"compression.hop_two={self.hop_two} learns nothing without compression.error_feedback")
 
 
 def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest") -> Codec | None:
-    """Returns the codec of a name, None for `none`."""
+    """Returns the codec of a name; None for `none`, and for what has no codec."""
     match name:
-        case "none":
-            return None
         case "bf16":
             return BFloat16()
         case "int8" | "int4":
             return Blockwise(bits=int(name[3:]), block=config.block, stochastic=rounding == "stochastic")
         case "two_bit":
             return TwoBit(threshold=config.threshold)
-        case "one_bit":
+        case "one_bit" | "one_bit_adam":
             return OneBit(block=config.block)
-    raise ValueError(f"no codec is named {name}")
+    return None
 
 
 def make_hop_two(
-    config: CompressionConfig, sharded: Sharded, specs: PyTree, *, momentum: float, clip_norm: float
+    config: CompressionConfig, sharded: Sharded, specs: PyTree, optimizer: OptimizerConfig
 ) -> optax.GradientTransformation:
-    """Returns hop two as the config wants it; `dgc` alone has use for `momentum` and `clip_norm`, the optimizer's."""
+    """Returns hop two as the config wants it: gradients `[R, ...]` to one, in the optimizer's scope."""
+    hop_two = _hop_two(config, sharded, specs, optimizer)
+    if not config.delayed:
+        return hop_two
+    if not sharded.layout.replica_axes:
+        raise ValueError("compression.delayed has nothing to delay: there is one partition group alone")
+    return delayed(hop_two, sharded.layout.num_replicas)
+
+
+def _hop_two(
+    config: CompressionConfig, sharded: Sharded, specs: PyTree, optimizer: OptimizerConfig
+) -> optax.GradientTransformation:
+    codec = make_codec(config.hop_two, config, rounding=config.rounding)
     match config.hop_two:
         case "dgc":
             found = DGCConfig(
-                sparsity=config.sparsity, warmup_steps=config.warmup_steps, momentum=momentum, clip_norm=clip_norm
+                sparsity=config.sparsity,
+                warmup_steps=config.warmup_steps,
+                momentum=optimizer.momentum,
+                clip_norm=optimizer.clip_norm,
+                sampled=config.sampled,
             )
             return dgc(sharded, specs, found)
         case "power_sgd":
             return power_sgd(sharded, specs, config.rank)
-        case _:
-            codec = make_codec(config.hop_two, config, rounding=config.rounding)
-            return exchange(sharded, codec, error_feedback=config.error_feedback)
+        case "one_bit_adam":
+            assert codec
+            o, warmup_steps = optimizer, config.warmup_steps
+            return one_bit_adam(sharded, codec, warmup_steps=warmup_steps, b1=o.b1, b2=o.b2, eps=o.eps)
+    return exchange(sharded, codec, error_feedback=config.error_feedback)
+
+
+def behind(config: CompressionConfig, optimizer: OptimizerConfig) -> OptimizerConfig:
+    """Returns the optimizer without what hop two does already. ValueError for one that hop two cannot be a part of."""
+    wanted = {"dgc": "sgd", "one_bit_adam": "adamw"}.get(config.hop_two)
+    if wanted is None:
+        return optimizer
+    if optimizer.name != wanted:
+        raise ValueError(
+            f"compression.hop_two={config.hop_two} does the work of optimizer.name={wanted}, not of {optimizer.name}; "
+            f"set that to {wanted}"
+        )
+    if wanted == "adamw" and optimizer.clip_norm:
+        raise ValueError(
+            f"compression.hop_two=one_bit_adam averages momenta, and no gradient is there to be clipped to "
+            f"optimizer.clip_norm={optimizer.clip_norm}; set that to 0"
+        )
+    return replace(optimizer, name="sgd", momentum=0.0, clip_norm=0.0)
 
 
 def make_wires(config: CompressionConfig, layout: Layout) -> tuple[Wire, Wire]:

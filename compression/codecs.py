@@ -19,11 +19,13 @@ class BFloat16:
     """The upper half of each value: half the bytes, 8 bits of precision, nothing out of range."""
 
     multiple: int = 1
+    sparse: bool = False
 
     def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
         """Returns two bytes a value."""
         del key
-        return _to_bytes(x.astype(jnp.bfloat16))
+        bits = lax.bitcast_convert_type(lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7), jnp.uint32)
+        return _to_bytes((bits >> 16).astype(jnp.uint16))  # a bf16 array would be written out first
 
     def decode(self, payload: jax.Array) -> jax.Array:
         """Returns the values."""
@@ -45,6 +47,7 @@ class Blockwise:
     bits: int
     block: int
     stochastic: bool = False
+    sparse: bool = False
 
     @property
     def multiple(self) -> int:
@@ -54,7 +57,7 @@ class Blockwise:
     def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
         """Returns the integers, then the scales."""
         most = 2 ** (self.bits - 1) - 1
-        blocks = x.reshape(*x.shape[:-1], -1, self.block)
+        blocks = _blocks(x, self.block)
         scales = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) * (1 / most)
         scaled = blocks / jnp.where(scales > 0, scales, 1.0)
         if self.stochastic:
@@ -99,6 +102,7 @@ class TwoBit:
 
     threshold: float
     multiple: int = 16
+    sparse: bool = True
 
     def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
         """Returns four values a byte, the first in the highest bits: 11 is plus, 10 is minus, 00 is nothing."""
@@ -125,6 +129,7 @@ class OneBit:
     """
 
     block: int
+    sparse: bool = False
 
     @property
     def multiple(self) -> int:
@@ -134,7 +139,7 @@ class OneBit:
     def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
         """Returns eight signs a byte, the first in the highest bit, then the scales."""
         del key
-        scales = jnp.mean(jnp.abs(x.reshape(*x.shape[:-1], -1, self.block)), axis=-1)
+        scales = jnp.mean(jnp.abs(_blocks(x, self.block)), axis=-1)
         return jnp.concatenate([_pack_bits((x >= 0).astype(jnp.uint8), bits=1), _to_bytes(scales)], axis=-1)
 
     def decode(self, payload: jax.Array) -> jax.Array:
@@ -148,6 +153,15 @@ class OneBit:
     def payload_bytes(self, size: int) -> int:
         """Returns the bytes of a row of `size` values."""
         return size // 8 + size // self.block * SCALE_BYTES
+
+
+def _blocks(x: jax.Array, size: int) -> jax.Array:
+    """Returns `[..., N]` as `[..., blocks, size]`.
+
+    The barrier keeps XLA:CPU from taking absolute values before the reshape, which it then writes out: four times the
+    time of a scale.
+    """
+    return lax.optimization_barrier(x.reshape(*x.shape[:-1], -1, size))
 
 
 def _to_bytes(x: jax.Array) -> jax.Array:

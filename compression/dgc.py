@@ -20,6 +20,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from compression.statistics import Sent, added, nothing_sent
 from sharding.collectives import all_gather_chunks, reduce_scatter_chunks, vary
 from sharding.mesh import INTER_AXES
 from sharding.spec import ParamSpec
@@ -37,16 +38,21 @@ class DGCState(NamedTuple):
     step: jax.Array  # int32 []: exchanges done
     unsent: PyTree  # v, [R, ...]
     velocity: PyTree  # u, [R, ...]
+    sent: Sent
 
 
 @dataclass(frozen=True, kw_only=True)
 class DGCConfig:
-    """The final sparsity, the steps of its warm-up, momentum, and the norm for local clipping (0: none)."""
+    """The final sparsity, the steps of its warm-up, momentum, and the norm for local clipping (0: none).
+
+    `sampled` is the share of the values that tells which are large (the paper takes 0.001 to 0.01); 1: all, exactly.
+    """
 
     sparsity: float
     warmup_steps: int
     momentum: float
     clip_norm: float
+    sampled: float = 1.0
 
     @property
     def stages(self) -> tuple[float, ...]:
@@ -79,13 +85,19 @@ def dgc(sharded: Sharded, specs: PyTree, config: DGCConfig) -> optax.GradientTra
         def zeros() -> PyTree:
             return jax.tree.map(lambda p: jnp.zeros((layout.num_replicas, *p.shape), jnp.float32), params)
 
-        return DGCState(step=jnp.zeros((), jnp.int32), unsent={"residual": zeros()}, velocity={"residual": zeros()})
+        return DGCState(
+            step=jnp.zeros((), jnp.int32),
+            unsent={"residual": zeros()},
+            velocity={"residual": zeros()},
+            sent=nothing_sent(),
+        )
 
     def exchange_shards(
-        grads_R: list[jax.Array], unsent_R: list[jax.Array], velocity_R: list[jax.Array], stage: jax.Array
-    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-        out, unsent, velocity = [], [], []
+        grads_R: list[jax.Array], unsent_R: list[jax.Array], velocity_R: list[jax.Array], step: jax.Array
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array], Sent]:
+        out, unsent, velocity, counts = [], [], [], []
         scale = _clip_scale(sharded, [g[0] for g in grads_R], config.clip_norm) / layout.num_replicas
+        stage, key = config.stage(step), jax.random.fold_in(jax.random.key(0), step)
         for is_sparse, grad, v_R, u_R in zip(sparse, grads_R, unsent_R, velocity_R, strict=True):
             share = grad[0].astype(jnp.float32) * scale
             if not is_sparse:
@@ -93,32 +105,37 @@ def dgc(sharded: Sharded, specs: PyTree, config: DGCConfig) -> optax.GradientTra
                 out.append(lax.psum(u, layout.replica_axes))
                 unsent.append(v_R)
                 velocity.append(u[None])
+                counts.append(Sent(4 * u.size, u.size, u.size))
                 continue
             g, v, u = (_part(x, intra) for x in (share, v_R[0], u_R[0]))
             u = config.momentum * u + g
             v = v + u
-            counts = [max(1, round(v.size * (1 - sparsity))) for sparsity in config.stages]
-            total, sent = lax.switch(stage, [partial(_send_largest, count=n, axes=inter) for n in counts], v)
+            most = [max(1, round(v.size * (1 - sparsity))) for sparsity in config.stages]
+            send = [partial(_send_largest, count=n, axes=inter, sampled=config.sampled) for n in most]
+            total, sent = lax.switch(stage, send, v, jax.random.fold_in(key, len(out)))
+            num_sent = jnp.asarray(most)[stage]
+            counts.append(Sent(_payload_bytes(num_sent, v.size), v.size, num_sent))
             out.append(_whole(total, intra, share.shape))
             unsent.append(_placed(jnp.where(sent, 0, v), intra, share.shape)[None])
             velocity.append(_placed(jnp.where(sent, 0, u), intra, share.shape)[None])
-        return out_group.slice(out), unsent, velocity
+        return out_group.slice(out), unsent, velocity, added(counts, sharded.mesh.axis_names)
 
     @jax.named_scope("hop_two")
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, DGCState]:
         del params
         grads, tree = jax.tree.flatten(updates)
         specs_R = jax.tree.leaves(gradient_specs(sharded), is_leaf=lambda x: isinstance(x, PartitionSpec))
-        out, unsent, velocity = jax.shard_map(
+        out, unsent, velocity, sent = jax.shard_map(
             exchange_shards,
             mesh=sharded.mesh,
             in_specs=(specs_R, specs_R, specs_R, PartitionSpec()),
-            out_specs=([p.pspec(layout.optimizer) for p in out_group.placements], specs_R, specs_R),
-        )(grads, jax.tree.leaves(state.unsent), jax.tree.leaves(state.velocity), config.stage(state.step))
+            out_specs=([p.pspec(layout.optimizer) for p in out_group.placements], specs_R, specs_R, PartitionSpec()),
+        )(grads, jax.tree.leaves(state.unsent), jax.tree.leaves(state.velocity), state.step)
         return tree.unflatten(out), DGCState(
             step=state.step + 1,
             unsent={"residual": tree.unflatten(unsent)},
             velocity={"residual": tree.unflatten(velocity)},
+            sent=sent,
         )
 
     return optax.GradientTransformation(init, update)
@@ -139,16 +156,21 @@ def _clip_scale(sharded: Sharded, grads: list[jax.Array], clip_norm: float) -> j
     return jnp.minimum(1.0, clip_norm / layout.num_replicas**0.5 / norm)
 
 
-def _send_largest(v: jax.Array, *, count: int, axes: Axes) -> tuple[jax.Array, jax.Array]:
+def _send_largest(
+    v: jax.Array, key: jax.Array, *, count: int, axes: Axes, sampled: float
+) -> tuple[jax.Array, jax.Array]:
     """Sends the `count` values of `[N]` that are largest; returns the sum of what all sent, and where this one did.
 
     A value takes 6 bytes: an f32, and its index in a block of 65536 values; a block takes 4, for the values it has.
     """
-    indices = jnp.sort(lax.top_k(jnp.abs(v), count)[1])
+    chosen, found = _largest(jnp.abs(v), key, count, sampled)
+    order = jnp.argsort(chosen)
+    indices, found = chosen[order], found[order]
     blocks = -(-v.size // BLOCK)
     in_block = jnp.zeros(blocks, jnp.uint32).at[indices // BLOCK].add(1)
-    parts = (v[indices], (indices % BLOCK).astype(jnp.uint16), in_block)
+    parts = (jnp.where(found, v[indices], 0), (indices % BLOCK).astype(jnp.uint16), in_block)
     payload = jnp.concatenate([lax.bitcast_convert_type(x, jnp.uint8).reshape(-1) for x in parts])
+    assert payload.size == _payload_bytes(count, v.size)
     received = all_gather_chunks(payload, axes, hierarchical=True, to="invarying")
 
     values, low, in_block = jnp.split(received, [4 * count, 6 * count], axis=1)
@@ -158,7 +180,27 @@ def _send_largest(v: jax.Array, *, count: int, axes: Axes) -> tuple[jax.Array, j
     block = jax.vmap(partial(jnp.searchsorted, side="right"), (0, None))(ends, jnp.arange(count, dtype=jnp.uint32))
     where = block * BLOCK + low.astype(jnp.int32)
     total = jnp.zeros(v.shape, v.dtype).at[where.reshape(-1)].add(values.reshape(-1))
-    return total, jnp.zeros(v.shape, bool).at[indices].set(True)
+    return total, jnp.zeros(v.shape, bool).at[indices].max(found)
+
+
+def _payload_bytes(count: jax.typing.ArrayLike, size: int) -> jax.typing.ArrayLike:
+    """Returns the bytes that `count` of `size` values take."""
+    return 6 * count + 4 * -(-size // BLOCK)
+
+
+def _largest(size: jax.Array, key: jax.Array, count: int, sampled: float) -> tuple[jax.Array, jax.Array]:
+    """Returns the indices of the `count` largest of `[N]`, and which of them are to be sent.
+
+    With `sampled` below 1 a sample tells from where on a value is large; of the first `2 count` that are, the largest
+    are sent, and if they are fewer than `count`, no others.
+    """
+    if sampled == 1:
+        return lax.top_k(size, count)[1], jnp.ones(count, bool)
+    some = size[jax.random.randint(key, (max(1, round(size.size * sampled)),), 0, size.size)]
+    threshold = lax.top_k(some, max(1, round(count * some.size / size.size)))[0][-1]
+    candidates = jnp.nonzero(size >= threshold, size=2 * count, fill_value=size.size)[0]
+    values, places = lax.top_k(size.at[candidates].get(mode="fill", fill_value=-1.0), count)
+    return jnp.where(values >= 0, candidates[places], 0), values >= 0
 
 
 def _part(x: jax.Array, axes: Axes) -> jax.Array:

@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from compression.route import Route
+from compression.statistics import Sent, added, nothing_sent
 from sharding.collectives import Codec, buckets, join, slice_apart, split
 from sharding.mesh import INTER_AXES
 from sharding.spec import Placement
@@ -23,6 +24,7 @@ class ExchangeState(NamedTuple):
 
     step: jax.Array  # int32 []: exchanges done
     residual: PyTree  # [R, ...]: what each replica has not sent yet of its share of the mean; () without feedback
+    sent: Sent
 
 
 def exchange(
@@ -51,7 +53,7 @@ def exchange(
     def init(params: PyTree) -> ExchangeState:
         replicas = layout.num_replicas
         zeros = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), jnp.float32), params) if error_feedback else ()
-        return ExchangeState(step=jnp.zeros((), jnp.int32), residual=zeros)
+        return ExchangeState(step=jnp.zeros((), jnp.int32), residual=zeros, sent=nothing_sent())
 
     @jax.named_scope("hop_two")
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, ExchangeState]:
@@ -59,14 +61,18 @@ def exchange(
         grads, tree = jax.tree.flatten(updates)
         placements = sharded.group(sharded.placements, ()).placements
         specs_R = jax.tree.leaves(gradient_specs(sharded), is_leaf=lambda x: isinstance(x, PartitionSpec))
-        out, residual = jax.shard_map(
+        out, residual, sent = jax.shard_map(
             lambda grads_R, kept_R, step: _exchange_shards(sharded, codec, placements, grads_R, kept_R, step),
             mesh=sharded.mesh,
             in_specs=(specs_R, specs_R if error_feedback else [], PartitionSpec()),
-            out_specs=([p.pspec(layout.optimizer) for p in placements], specs_R if error_feedback else []),
+            out_specs=(
+                [p.pspec(layout.optimizer) for p in placements],
+                specs_R if error_feedback else [],
+                PartitionSpec(),
+            ),
         )(grads, jax.tree.leaves(state.residual), state.step)
         residual = tree.unflatten(residual) if error_feedback else ()
-        return tree.unflatten(out), ExchangeState(step=state.step + 1, residual=residual)
+        return tree.unflatten(out), ExchangeState(step=state.step + 1, residual=residual, sent=sent)
 
     return optax.GradientTransformation(init, update)
 
@@ -115,14 +121,14 @@ def _exchange_shards(
     grads_R: list[jax.Array],
     kept_R: list[jax.Array],
     step: jax.Array,
-) -> tuple[list[jax.Array], list[jax.Array]]:
+) -> tuple[list[jax.Array], list[jax.Array], Sent]:
     """Exchanges this device's shards; returns the shards of the means, and what this replica keeps `[1, ...]`."""
     layout = sharded.layout
     extra, rest = _scopes(sharded)
     xs = [x_R[0].astype(jnp.float32) / layout.num_replicas for x_R in grads_R]
     if kept_R:
         xs = [x + kept[0] for x, kept in zip(xs, kept_R, strict=True)]
-    out, kept = list(xs), list(xs)
+    out, kept, counts = list(xs), list(xs), []
     for members, cut_by in _kinds(placements, layout.gradients):
         cut = bool(extra) and placements[members[0]].dim is not None
         scatter, gather = (extra, rest) if cut else ((), layout.replica_axes)
@@ -135,12 +141,14 @@ def _exchange_shards(
             degree = layout.shape.size(scatter)
             rows = [split(xs[i], placements[i].dim, degree) if cut else xs[i][None] for i in bucket]
             packed = jnp.concatenate([row.reshape(degree, -1) for row in rows], axis=1)
-            total, error = route.exchange(packed, jax.random.fold_in(key, bucket[0]))
+            total, error, sent = route.exchange(packed, jax.random.fold_in(key, bucket[0]))
+            counts.append(sent)
             shapes = [row.shape[1:] for row in rows]
             for i, x, e in zip(bucket, slice_apart(total, shapes), slice_apart(error, shapes), strict=True):
                 out[i] = x + poison
                 kept[i] = join(e, placements[i].dim) if cut else e[0]
-    return [x.astype(g.dtype) for x, g in zip(out, grads_R, strict=True)], [x[None] for x in kept if kept_R]
+    out = [x.astype(g.dtype) for x, g in zip(out, grads_R, strict=True)]
+    return out, [x[None] for x in kept if kept_R], added(counts, sharded.mesh.axis_names)
 
 
 def _kinds(placements: Sequence[Placement], scope: tuple[str, ...]) -> list[tuple[list[int], tuple[str, ...]]]:

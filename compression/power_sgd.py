@@ -16,6 +16,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from compression.statistics import Sent, added, nothing_sent
 from sharding.spec import ParamSpec, Placement
 from sharding.step import Sharded, gradient_specs
 
@@ -27,6 +28,7 @@ class PowerSGDState(NamedTuple):
 
     factors: PyTree  # Q of each matrix: [layers, *columns, rank]; () for other parameters
     residual: PyTree  # [R, ...]: what each replica has not sent yet of its share of the mean
+    sent: Sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,11 @@ class Matrix:
     def axes(self) -> tuple[str, ...]:
         """The axes over which blocks differ: all sums go over these."""
         return self.replicas + tuple(axis for axes in self.cuts.values() for axis in axes)
+
+    def num_sent(self, rank: int) -> int:
+        """Returns how many values its two factors have."""
+        layers, rows, *columns = self.shape
+        return layers * rank * (rows + prod(columns))
 
     def local(self, x: jax.Array, dims: Sequence[int]) -> jax.Array:
         """Returns this device's block of `x`, whose leading dims are `dims` of the matrix."""
@@ -105,25 +112,29 @@ def power_sgd(sharded: Sharded, specs: PyTree, rank: int) -> optax.GradientTrans
             shape = (matrix.shape[0], *matrix.shape[2:], rank) if matrix else ()
             factors.append(jax.random.normal(jax.random.key(i), shape) if matrix else ())
         residual = [jnp.zeros((layout.num_replicas, *p.shape), jnp.float32) for p in leaves]
-        return PowerSGDState(factors=tree.unflatten(factors), residual=tree.unflatten(residual))
+        return PowerSGDState(
+            factors=tree.unflatten(factors), residual=tree.unflatten(residual), sent=nothing_sent()
+        )
 
     def exchange_shards(
         grads_R: list[jax.Array], kept_R: list[jax.Array], factors: list[Any]
-    ) -> tuple[list[jax.Array], list[jax.Array], list[Any]]:
-        out, kept, new_factors = [], [], []
+    ) -> tuple[list[jax.Array], list[jax.Array], list[Any], Sent]:
+        out, kept, new_factors, counts = [], [], [], []
         for matrix, grad, residual, q in zip(matrices, grads_R, kept_R, factors, strict=True):
             x = grad[0].astype(jnp.float32) / layout.num_replicas
             if matrix is None:
                 out.append(lax.psum(x, layout.replica_axes))
                 kept.append(residual)
                 new_factors.append(())
+                counts.append(Sent(4 * x.size, x.size, x.size))
                 continue
             x = x + residual[0]
             handed, new_q = matrix.approximate(x if x.ndim == len(matrix.shape) else x[None], q)
             out.append(handed.reshape(x.shape))
             kept.append((x - out[-1] / layout.num_replicas)[None])
             new_factors.append(new_q)
-        return out_group.slice(out), kept, new_factors
+            counts.append(Sent(4 * matrix.num_sent(rank), x.size, x.size))
+        return out_group.slice(out), kept, new_factors, added(counts, sharded.mesh.axis_names)
 
     @jax.named_scope("hop_two")
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PowerSGDState]:
@@ -131,14 +142,20 @@ def power_sgd(sharded: Sharded, specs: PyTree, rank: int) -> optax.GradientTrans
         grads, tree = jax.tree.flatten(updates)
         specs_R = jax.tree.leaves(gradient_specs(sharded), is_leaf=lambda x: isinstance(x, PartitionSpec))
         factor_specs = [PartitionSpec() if matrix else () for matrix in matrices]
-        out, residual, factors = jax.shard_map(
+        out, residual, factors, sent = jax.shard_map(
             exchange_shards,
             mesh=sharded.mesh,
             in_specs=(specs_R, specs_R, factor_specs),
-            out_specs=([p.pspec(layout.optimizer) for p in out_group.placements], specs_R, factor_specs),
+            out_specs=(
+                [p.pspec(layout.optimizer) for p in out_group.placements],
+                specs_R,
+                factor_specs,
+                PartitionSpec(),
+            ),
         )(grads, jax.tree.leaves(state.residual), tree.flatten_up_to(state.factors))
-        new_state = PowerSGDState(factors=tree.unflatten(factors), residual=tree.unflatten(residual))
-        return tree.unflatten(out), new_state
+        return tree.unflatten(out), PowerSGDState(
+            factors=tree.unflatten(factors), residual=tree.unflatten(residual), sent=sent
+        )
 
     return optax.GradientTransformation(init, update)
 

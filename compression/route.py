@@ -12,12 +12,14 @@ Everything here runs inside a `shard_map` whose axes are all manual.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compression.statistics import Sent
 from sharding.collectives import Codec, all_gather_chunks, all_to_all_rows, reduce_scatter_chunks
 from sharding.mesh import INTER_AXES
 
@@ -43,31 +45,41 @@ class Route:
         """The axes between nodes: what crosses them is encoded."""
         return _inter(self.scatter) + _inter(self.gather)
 
-    def exchange(self, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def exchange(self, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array, Sent]:
         """Sums `x` `[d, N]`, d chunks over `scatter`, over all axes; returns this device's `[N]`, and what it keeps.
 
-        What it keeps, `[d, N]`, is to be added to its next `x`: it makes up for what the two encodings lost.
+        What it keeps, `[d, N]`, is to be added to its next `x`: it makes up for what the two encodings lost. The
+        values that a codec leaves out are counted in the first encoding, and taken to be as many in the second.
         """
         parts = self._parts(x)
         rows = reduce_scatter_chunks(parts, self.intra, hierarchical=True, by_ring=self.over_gloo)
         rows = rows.reshape(_size(self.inter), -1)
         first, second = jax.random.split(key)
 
-        sent = self.codec.encode(rows, first)
-        total = jnp.sum(self.codec.decode(all_to_all_rows(sent, self.inter)), axis=0)
-        kept = rows - self.codec.decode(sent)
+        payload = self.codec.encode(rows, first)
+        received = all_to_all_rows(payload, self.inter)
+        total = reduce(jnp.add, [self.codec.decode(row) for row in received])  # a reduction would write all rows out
+        decoded = self.codec.decode(payload)
+        kept = rows - decoded
+        payloads = [payload]
 
         whole = total
         if between := _inter(self.gather):
-            sent = self.codec.encode(total, second)
-            whole = self.codec.decode(all_gather_chunks(sent, between, hierarchical=True, to="invarying")).reshape(-1)
-            kept = kept.at[lax.axis_index(self.inter)].add(total - self.codec.decode(sent))
+            payload = self.codec.encode(total, second)
+            payloads.append(payload)
+            gathered = all_gather_chunks(payload, between, hierarchical=True, to="invarying")
+            whole = self.codec.decode(gathered).reshape(-1)
+            own = jnp.arange(len(rows))[:, None] == lax.axis_index(self.inter)
+            kept += jnp.where(own, total - self.codec.decode(payload), 0)
         if inside := _intra(self.gather):
             whole = all_gather_chunks(whole, inside, hierarchical=True, to="invarying").reshape(-1)
 
         mine = lax.axis_index(self.intra) if self.intra else 0
         kept = jnp.zeros_like(parts).at[mine].set(kept.reshape(-1))
-        return whole[: x.shape[-1]], self._chunks(kept, x.shape)
+        num_values = rows.size + total.size * (len(payloads) - 1)
+        share = jnp.mean(decoded != 0) if self.codec.sparse else 1.0
+        sent = Sent(sum(payload.size for payload in payloads), num_values, num_values * share)
+        return whole[: x.shape[-1]], self._chunks(kept, x.shape), sent
 
     def _parts(self, x: jax.Array) -> jax.Array:
         """Returns `[d, N]`, filled up, as `[devices of a node, nodes * n]`: chunks of chunks, one for each device."""

@@ -51,6 +51,28 @@ def encoder() -> ConfigDict:
     )
 
 
+def resnet() -> ConfigDict:
+    """A ResNet that classifies images (`models/resnet.py`)."""
+    return ConfigDict(
+        {
+            "kind": "resnet",
+            "channels": 1,  # of the images: 1 grey, 3 colours
+            "num_classes": 10,
+            "class_multiple": 8,  # the head is padded to a multiple of this many classes
+            "stem": "conv3",  # conv7_pool (ImageNet's) | conv3 (small images)
+            "block": "basic",  # basic | bottleneck
+            "stage_blocks": (1, 1, 1),  # blocks of each stage
+            "width": 16,  # channels of the first stage; each has twice those of the one before
+            "norm_groups": 8,  # groups of channels that are normalised together
+            "compute_dtype": "float32",
+            "remat": "full",
+        }
+    )
+
+
+MODELS = {"decoder": decoder, "encoder": encoder, "resnet": resnet}  # by model.kind
+
+
 def get_config(arg: str = "") -> ConfigDict:
     """Returns the base config: a small decoder on the Python standard library's text."""
     del arg
@@ -60,13 +82,17 @@ def get_config(arg: str = "") -> ConfigDict:
     config.model = decoder()
     config.data = ConfigDict(
         {
-            "source": "stdlib_text",  # stdlib_text | folder | synthetic | tfds:NAME (a TFDS data set by name)
+            # stdlib_text | folder | synthetic | digits (images) | tfds:NAME (a TFDS data set by name: text or images)
+            "source": "stdlib_text",
             "path": "",  # folder: where the text files are; tfds: its data_dir (empty: the default)
             "tokenizer": "bytes",  # bytes | sentencepiece | tiktoken
             "tokenizer_path": "",  # the vocabulary file of a sentencepiece or tiktoken tokenizer
             "seq_len": 256,
-            "objective": "causal",  # causal | masked
+            "objective": "causal",  # causal | masked (text) | classify (images)
             "mask_rate": 0.15,  # masked: share of the tokens to predict
+            "image_size": 8,  # classify: pixels a side
+            "channels": 1,  # classify: 1 grey, 3 colours
+            "augment": "none",  # classify: none | crop_flip (random crops, mirrored or not; validated on the centre)
             "prefetch": 4,  # batches prepared in the background
         }
     )
@@ -98,7 +124,8 @@ def get_config(arg: str = "") -> ConfigDict:
     )
     config.compression = ConfigDict(
         {
-            # none | bf16 | int8 | int4 | two_bit | one_bit | dgc | power_sgd: gradients, between the nodes of replicas
+            # gradients, between the nodes of replicas:
+            # none | bf16 | int8 | int4 | two_bit | one_bit | one_bit_adam | dgc | power_sgd
             "hop_two": "none",
             "gather_inter": "none",  # none | bf16 | int8 | int4: parameters that are gathered between nodes
             "gather_intra": "none",  # ... inside a node
@@ -109,8 +136,17 @@ def get_config(arg: str = "") -> ConfigDict:
             "threshold": 0.5,  # two_bit: what is sent for values that reach it
             "error_feedback": True,  # what encoding lost is added to the next step's gradients
             "sparsity": 0.999,  # dgc: share of the values that are not sent
-            "warmup_steps": 0,  # dgc: steps until it has that sparsity, from 0.75 on
+            "sampled": 1.0,  # dgc: share of the values that tells which are large; 1: all of them, exactly
+            "warmup_steps": 0,  # dgc: steps until it has its sparsity, from 0.75 on; one_bit_adam: steps of plain Adam
             "rank": 2,  # power_sgd: columns of the factors
+            "delayed": False,  # hop two runs beside the next step's compute; the optimizer acts on gradients one step old
+        }
+    )
+    config.local_sgd = ConfigDict(
+        {
+            "inner_steps": 0,  # steps of each replica by itself between two hops two; 0: off
+            "outer_learning_rate": 0.7,  # of Nesterov's SGD on what the replicas moved (DiLoCo); 1: plain averaging
+            "outer_momentum": 0.9,  # 0: plain averaging
         }
     )
     config.optimizer = ConfigDict(
@@ -138,7 +174,13 @@ def get_config(arg: str = "") -> ConfigDict:
             "keep_best": 0,  # also keep this many with the lowest validation loss
         }
     )
-    config.elastic = ConfigDict({"silence_s": 30.0})  # a process that is not heard of for so long ends the run
+    config.elastic = ConfigDict(
+        {
+            "silence_s": 30.0,  # a process that is not heard of for so long ends the run
+            "snapshot_every": -1,  # steps between snapshots in memory; -1: as costs under 2 % of the time; 0: none
+            "memory_dir": "/dev/shm",  # the RAM disk of each node
+        }
+    )
     config.eval = ConfigDict(
         {
             "every": 50,  # steps between validations; 0: only at the end

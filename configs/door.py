@@ -30,7 +30,8 @@ def new_flags(argv: Sequence[str] | None = None) -> flags.FlagValues:
 
 def parse(argv: Sequence[str], values: flags.FlagValues) -> Config:
     """Parses `argv` (program first) into `values` and returns the locked config. ValueError for a bad flag or key."""
-    known = [*flat(base.get_config().to_dict()), *flat({"model": base.encoder().to_dict()})]
+    known = [*flat(base.get_config().to_dict())]
+    known += [key for model in base.MODELS.values() for key in flat({"model": model().to_dict()})]
     for word in argv[1:]:
         override = re.match(r"--?config\.([^=]+)", word)
         if override and override[1] not in known:
@@ -59,9 +60,9 @@ def check_keys(config: Config) -> None:
     """Raises ValueError for a key that configs/base.py does not have, for one that is missing, and for a wrong type."""
     known = flat(base.get_config().to_dict())
     kind = flat(config.to_dict()).get("model.kind")
-    if kind == "encoder":
+    if kind in base.MODELS:
         known = {key: value for key, value in known.items() if not key.startswith("model.")}
-        known |= flat({"model": base.encoder().to_dict()})
+        known |= flat({"model": base.MODELS[kind]().to_dict()})
     given = flat(config.to_dict())
     for key in given:
         if key not in known:

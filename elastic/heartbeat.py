@@ -36,9 +36,13 @@ class ElasticConfig:
     """The section `elastic` of the config."""
 
     silence_s: float
+    snapshot_every: int  # steps; 0: no snapshots, -1: as many as cost under 2 % of the time
+    memory_dir: str
 
     def __post_init__(self) -> None:
-        """Raises ValueError if jax would act first."""
+        """Raises ValueError for what cannot be, and if jax would act before we do."""
+        if self.snapshot_every < -1:
+            raise ValueError(f"elastic.snapshot_every={self.snapshot_every} must be at least -1")
         if not 1 <= self.silence_s <= 60:
             raise ValueError(f"elastic.silence_s={self.silence_s} must be from 1 to 60 (jax aborts after 100 s)")
 

@@ -27,7 +27,7 @@ def meet(coordinator: str | None) -> list[Peer]:
 
     def where() -> list[Any]:
         assert listener
-        host = coordinator.rpartition(":")[0].strip("[]") if coordinator else _own_address()
+        host = coordinator.rpartition(":")[0].strip("[]") if coordinator else own_address()
         return [host, listener.getsockname()[1], secrets.token_hex(16), socket.gethostname()]
 
     *address, token, host = from_process_zero(new_ticket("heartbeat"), where)
@@ -98,7 +98,7 @@ def _read_line(connection: socket.socket, patience_s: float = _LINE_S) -> bytes:
     return b""
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """Returns this node's address where its own name gives one that others can use, else the name."""
     name = socket.gethostname()
     address = socket.gethostbyname(name)

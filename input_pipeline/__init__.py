@@ -4,15 +4,16 @@
     dataset = load(config, "train", seed=0)                    # dataset.py: dataset[i] for any i >= 0
     with Batches(dataset, global_size=32, rows=range(32),      # batches.py: rows of each step, prepared ahead
                  start_step=0, prefetch=4) as batches:
-        batch = next(batches)                                  # tokens, targets, weights: [rows, T]
+        batch = next(batches)                                  # e.g. tokens, targets, weights: [rows, T]
 
 Text becomes examples in three steps: a source yields documents (`stdlib_text.py`, `folder.py`, `tfds_text.py`), a
 tokenizer turns them once into one long stream in the cache (`tokenizers.py`, `streams.py`, `cache.py`), and windows
 of the stream are drawn in an order that only depends on the seed (`index.py`). `synthetic.py` needs no text at all.
+Images come with a label each (`digits.py`, `tfds_images.py`) and are cut to size in `images.py`, in such an order too.
 """
 
 from input_pipeline.batches import Batches
 from input_pipeline.config import DataConfig
-from input_pipeline.dataset import Dataset, load
+from input_pipeline.dataset import Dataset, TextDataset, load
 
-__all__ = ["Batches", "DataConfig", "Dataset", "load"]
+__all__ = ["Batches", "DataConfig", "Dataset", "TextDataset", "load"]

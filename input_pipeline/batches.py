@@ -15,17 +15,25 @@ Batch = dict[str, np.ndarray]
 
 
 class Batches:
-    """Yields for each step {"tokens": int32, "targets": int32, "weights": float32}, each [len(rows), T].
+    """Yields for each step the arrays of `dataset.row_arrays` by name, each with `[len(rows)]` in front.
 
     Row `r` of step `t` is `dataset[t * global_size + r]`, so the rows of all processes together do not depend on how
-    many processes there are. A row >= `global_size` is padding: zeros, of weight zero.
+    many processes there are. A row >= `global_size` is padding: zeros, of weight zero; so is, where `end` is given,
+    the row of an example >= `end`.
 
     `wait_s` is how long the last `next()` waited; `step` is the step that the next one returns. An exception in the
     background is raised by `next()`, which then stays closed.
     """
 
     def __init__(
-        self, dataset: Dataset, *, global_size: int, rows: Sequence[int], start_step: int, prefetch: int
+        self,
+        dataset: Dataset,
+        *,
+        global_size: int,
+        rows: Sequence[int],
+        start_step: int,
+        prefetch: int,
+        end: int = sys.maxsize,
     ) -> None:
         if global_size < 1:
             raise ValueError(f"global_size is {global_size}: a batch has at least one row")
@@ -35,8 +43,9 @@ class Batches:
             raise ValueError(f"start_step is {start_step} and prefetch is {prefetch}: neither can be below 0")
         self.step = start_step
         self.wait_s = 0.0
-        steps = _Steps(dataset, global_size, rows, start_step)
-        options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
+        steps = _Steps(dataset, global_size, rows, start_step, end)
+        threads = min(prefetch, dataset.threads)
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
         self._iterator = iter(grain.MapDataset.source(steps).to_iter_dataset(options))
         self._iterator.start_prefetch()
 
@@ -71,8 +80,8 @@ class Batches:
 class _Steps:
     """A random-access source for Grain: index `n` is the batch of step `start_step + n`."""
 
-    def __init__(self, dataset: Dataset, global_size: int, rows: Sequence[int], start_step: int) -> None:
-        self._dataset, self._global_size, self._start_step = dataset, global_size, start_step
+    def __init__(self, dataset: Dataset, global_size: int, rows: Sequence[int], start_step: int, end: int) -> None:
+        self._dataset, self._global_size, self._start_step, self._end = dataset, global_size, start_step, end
         self._rows = tuple(int(row) for row in rows)
 
     def __len__(self) -> int:
@@ -80,14 +89,12 @@ class _Steps:
 
     def __getitem__(self, index: int) -> Batch:
         first = (self._start_step + index) * self._global_size
-        shape = (len(self._rows), self._dataset.seq_len)
         batch = {
-            "tokens": np.zeros(shape, np.int32),
-            "targets": np.zeros(shape, np.int32),
-            "weights": np.zeros(shape, np.float32),
+            name: np.zeros((len(self._rows), *array.shape), array.dtype)
+            for name, array in self._dataset.row_arrays.items()
         }
         for place, row in enumerate(self._rows):
-            if row < self._global_size:
+            if row < self._global_size and first + row < self._end:
                 for name, value in self._dataset[first + row].items():
                     batch[name][place] = value
         return batch

@@ -1,4 +1,4 @@
-"""Examples by number: `load` finds the text and returns a `Dataset` whose example `i` depends on (seed, i) alone."""
+"""Examples by number: `load` finds the data and returns a `Dataset` whose example `i` depends on (seed, i) alone."""
 
 import hashlib
 import json
@@ -6,8 +6,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from input_pipeline import folder, index, stdlib_text, streams, tfds_text
+from input_pipeline import digits, folder, index, stdlib_text, streams, tfds_images, tfds_text
 from input_pipeline.config import DataConfig, check_choice
+from input_pipeline.images import ImageDataset, Images
 from input_pipeline.synthetic import SyntheticWindows
 from input_pipeline.tokenizers import Tokenizer, make_tokenizer
 
@@ -45,18 +46,22 @@ class StreamWindows:
         return np.asarray(self._tokens[start : start + self._seq_len + self._overlap], np.int32)
 
 
-class Dataset:
+class TextDataset:
     """Examples `dataset[i]` for every i >= 0, an endless sequence of epochs that each visit all windows once.
 
-    An example is {"tokens": int32 [T], "targets": int32 [T], "weights": float32 [T]} and a pure function of (seed, i).
+    An example holds the arrays of `row_arrays` and is a pure function of (seed, i):
+    {"tokens": int32 [T], "targets": int32 [T], "weights": float32 [T]}.
     Causal: targets are the tokens that follow, weights are 1. Masked: targets are the original tokens, weights are 1
     where the model must predict them and 0 elsewhere.
     """
+
+    threads = 1  # that prepare batches: cutting windows takes next to nothing
 
     def __init__(self, windows: Windows, tokenizer: Tokenizer, config: DataConfig, seed: int) -> None:
         self.tokenizer = tokenizer
         self.seed = seed
         self.seq_len = config.seq_len
+        self.row_arrays = config.row_arrays
         self.vocab_size = tokenizer.num_ids + (config.objective == "masked")  # ids that can occur in an example
         self.bytes_per_token = windows.bytes_per_token  # average over the split, for bits per byte
         self._windows, self._objective, self._mask_rate = windows, config.objective, config.mask_rate
@@ -90,14 +95,29 @@ class Dataset:
         return {"tokens": tokens, "targets": window, "weights": weights}
 
 
+Dataset = TextDataset | ImageDataset
+
+
 def load(config: DataConfig, split: Split, seed: int) -> Dataset:
-    """Returns the examples of a split; the first time, reads and tokenises the text into the cache.
+    """Returns the examples of a split; of text the first time, reads and tokenises it into the cache.
 
     Raises ValueError for data or a vocabulary that is missing, empty, unreadable or too small for one example.
     """
     check_choice("split", split, SPLITS)
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed is {seed}: use a number from 0 to 2**63 - 1")
+    if config.objective == "classify":
+        return ImageDataset(_images(config, split), config, seed, training=split == "train")
+    return _load_text(config, split, seed)
+
+
+def _images(config: DataConfig, split: Split) -> Images:
+    if config.source == "digits":
+        return digits.Digits(split)
+    return tfds_images.TfdsImages(config.source.removeprefix("tfds:"), config.path, split)
+
+
+def _load_text(config: DataConfig, split: Split, seed: int) -> TextDataset:
     tokenizer = make_tokenizer(config.tokenizer, config.tokenizer_path)
     if config.source == "synthetic":
         windows = SyntheticWindows(config.seq_len, config.objective, tokenizer.num_ids, split)
@@ -116,7 +136,7 @@ def load(config: DataConfig, split: Split, seed: int) -> Dataset:
             f"data.seq_len is {config.seq_len}: the {split} split has {len(windows)} windows of it, more than the "
             f"{index.MAX_WINDOWS} that can be shuffled; raise data.seq_len"
         )
-    return Dataset(windows, tokenizer, config, seed)
+    return TextDataset(windows, tokenizer, config, seed)
 
 
 def _text_source(config: DataConfig, split: Split) -> streams.TextSource:

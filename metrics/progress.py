@@ -120,6 +120,7 @@ def shown(scalars: Mapping[str, float]) -> list[tuple[str, str]]:
     for key, label, form in (
         ("loss", "loss", format_loss),
         ("validation_loss", "validation", format_loss),
+        ("validation_accuracy", "accuracy", format_percent),
         ("tokens_per_s", "tokens/s", format_count),
         ("examples_per_s", "examples/s", format_count),
         ("step_time_s", "step", format_seconds),

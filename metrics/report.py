@@ -37,7 +37,7 @@ def render(run: RunFiles) -> str:
         [
             _header(run, results),
             _tiles(results),
-            f'<div class="two">{_loss(run)}{_speed(run, results)}{_times(run)}{_strategy(run)}</div>',
+            f'<div class="two">{_loss(run)}{_accuracy(run)}{_speed(run, results)}{_times(run)}{_strategy(run)}</div>',
             _section("Mesh", mesh_picture(run)),
             _section("Collectives of one step", collective_table(run)),
             _section("Sample", _sample(run)),
@@ -80,10 +80,13 @@ def _model(run: RunFiles) -> str:
 def _tiles(results: Results) -> str:
     mfu = None if results.mfu is None else f"median; MFU {format_percent(results.mfu)}"
     skipped = f"{format_count(results.skipped_steps)} skipped" if results.skipped_steps else None
+    quality = ("Bits per byte", results.validation_bits_per_byte, format_loss, "validation")
+    if results.validation_accuracy is not None:
+        quality = ("Accuracy", results.validation_accuracy, format_percent, "validation")
     tiles = (
         ("Training loss", results.loss, format_loss, "at the last step"),
         ("Validation loss", results.validation_loss, format_loss, None),
-        ("Bits per byte", results.validation_bits_per_byte, format_loss, "validation"),
+        quality,
         (results.speed_unit[0].upper() + results.speed_unit[1:], results.speed, format_count, mfu or "median"),
         ("Step time", results.step_time_s, format_seconds, "median"),
         ("Data wait", results.data_wait_s, format_seconds, "median of a step"),
@@ -109,6 +112,15 @@ def _loss(run: RunFiles) -> str:
     if validation:
         lines.append(Line(label="validation", style="validation", points=validation, dots=True))
     return _chart(run, "Loss", lines, form=lambda value: f"{value:g}", label="loss over steps")
+
+
+def _accuracy(run: RunFiles) -> str:
+    """Returns the chart of a classifier's accuracy, nothing for other models."""
+    points = series(run.rows, "validation_accuracy")
+    if not points:
+        return ""
+    line = Line(label="validation", style="validation", points=points, dots=True)
+    return _chart(run, "Accuracy", [line], form=format_percent, label="accuracy over steps")
 
 
 def _speed(run: RunFiles, results: Results) -> str:

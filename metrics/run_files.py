@@ -43,7 +43,8 @@ class Results:
     steps: int | None
     loss: float | None
     validation_loss: float | None
-    validation_bits_per_byte: float | None
+    validation_bits_per_byte: float | None  # of text
+    validation_accuracy: float | None  # of a classifier, a fraction
     speed: float | None  # median over the logged steps
     speed_unit: str  # tokens/s | examples/s
     step_time_s: float | None  # median
@@ -105,6 +106,7 @@ def results_of(run: RunFiles) -> Results:
         loss=last("final_loss", "loss"),
         validation_loss=last("validation_loss"),
         validation_bits_per_byte=last("validation_bits_per_byte"),
+        validation_accuracy=last("validation_accuracy"),
         speed=middle(speed_key),
         speed_unit=speed_key.removesuffix("_per_s") + "/s",
         step_time_s=middle("step_time_s"),

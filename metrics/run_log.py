@@ -86,12 +86,12 @@ class RunLog:
             self.say(f"first step done after {time.perf_counter() - self._started_s:.1f} s")
         self._progress.update(step, row)
 
-    def validation(self, step: int, loss: float, bits_per_byte: float) -> None:
-        """Takes the validation loss after `step`, the step that was logged last."""
+    def validation(self, step: int, scalars: Mapping[str, float], said: str) -> None:
+        """Takes the numbers of a validation after `step`, the step that was logged last, and what to say of them."""
         if self._enabled:
             assert self._row is not None and self._row[0] == step
-            self._row[1].update(validation_loss=loss, validation_bits_per_byte=bits_per_byte)
-            self.say(f"step {step}: validation loss {loss:.4f} nats a token, {bits_per_byte:.4f} bits a byte")
+            self._row[1].update(scalars)
+            self.say(f"step {step}: {said}")
 
     def flush(self) -> None:
         """Writes the row of the newest step if it is due: before that step's checkpoint, a run resumes behind it."""
@@ -140,6 +140,7 @@ IN_SUMMARY = {
     "loss": "final_loss",
     "validation_loss": "validation_loss",
     "validation_bits_per_byte": "validation_bits_per_byte",
+    "validation_accuracy": "validation_accuracy",
     "skipped_steps": "skipped_steps",
 }
 

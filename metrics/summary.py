@@ -35,6 +35,7 @@ def headline(results: Results) -> list[tuple[str, str]]:
         ("training loss", results.loss, format_loss),
         ("validation loss", results.validation_loss, format_loss),
         ("validation bits per byte", results.validation_bits_per_byte, format_loss),
+        ("validation accuracy", results.validation_accuracy, format_percent),
         ("steps", results.steps, format_count),
         (results.speed_unit, results.speed, format_count),
         ("median step time", results.step_time_s, format_seconds),

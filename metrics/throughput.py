@@ -1,4 +1,4 @@
-"""Step time, tokens per second and model FLOP/s utilisation from the times at which steps were done."""
+"""Step time, tokens or examples per second, and model FLOP/s utilisation from the times at which steps were done."""
 
 from dataclasses import dataclass
 
@@ -45,23 +45,25 @@ class Throughput:
     """How fast one step was; `mfu` is a fraction, None where the peak or the model's FLOPs are not known."""
 
     step_time_s: float
-    tokens_per_s: float
+    per_s: float
+    unit: str  # what is counted: tokens | examples
     mfu: float | None
 
     def scalars(self) -> dict[str, float]:
         """Returns the measured keys of `metrics.jsonl`."""
         known = {} if self.mfu is None else {"mfu": self.mfu}
-        return {"step_time_s": self.step_time_s, "tokens_per_s": self.tokens_per_s} | known
+        return {"step_time_s": self.step_time_s, f"{self.unit}_per_s": self.per_s} | known
 
 
 def throughput(
     *,
     step_time_s: float,
-    tokens_per_step: float,
+    per_step: float,
+    unit: str,
     flops_per_step: float | None = None,
     peak_flops_per_s: float | None = None,
 ) -> Throughput:
-    """Returns the speed of a step that took `step_time_s`.
+    """Returns the speed of a step that took `step_time_s` for `per_step` tokens or examples.
 
     `flops_per_step` are the model's own FLOPs (no recomputation) for the whole global batch; `peak_flops_per_s` is the
     sum over all devices.
@@ -71,16 +73,16 @@ def throughput(
     mfu = None
     if flops_per_step is not None and peak_flops_per_s is not None:
         mfu = flops_per_step / step_time_s / peak_flops_per_s
-    return Throughput(step_time_s=step_time_s, tokens_per_s=tokens_per_step / step_time_s, mfu=mfu)
+    return Throughput(step_time_s=step_time_s, per_s=per_step / step_time_s, unit=unit, mfu=mfu)
 
 
 class StepTimer:
     """Turns the times at which steps were done into their speed; the first time only starts the clock."""
 
     def __init__(
-        self, tokens_per_step: float, flops_per_step: float | None = None, peak_flops_per_s: float | None = None
+        self, per_step: float, unit: str, flops_per_step: float | None = None, peak_flops_per_s: float | None = None
     ) -> None:
-        self._tokens_per_step = tokens_per_step
+        self._per_step, self._unit = per_step, unit
         self._flops_per_step = flops_per_step
         self._peak_flops_per_s = peak_flops_per_s
         self._last: tuple[int, float] | None = None
@@ -98,7 +100,8 @@ class StepTimer:
             return None
         return throughput(
             step_time_s=(time_s - last[1] - paused_s) / (step - last[0]),
-            tokens_per_step=self._tokens_per_step,
+            per_step=self._per_step,
+            unit=self._unit,
             flops_per_step=self._flops_per_step,
             peak_flops_per_s=self._peak_flops_per_s,
         )

@@ -7,7 +7,6 @@ Shapes: B batch, T positions, P positions of the prompt, S positions of the cach
 L layers, K heads of keys and values, H hidden of one head.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,9 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from models import model, settings
+from models import settings
 from models.block import Block, BlockConfig, Norm, initial_std, multiply, normal, rotary_angles
-from models.model import Gather, Group, Params
+from models.model import Gather, Group, Params, mask_padding
+from models.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class Head(nnx.Module):
 
 
 @dataclass(frozen=True)
-class Decoder(model.Model):
+class Decoder(Transformer):
     """A decoder-only language model."""
 
     config: DecoderConfig
@@ -117,10 +117,6 @@ class Decoder(model.Model):
         rows = self.config.max_len if self.config.positions == "learned" else 0
         rows += 0 if self.config.tied_head else self.config.padded_vocab
         return rows * self.config.hidden
-
-    def loss(self, params: Params, batch: Mapping[str, Array], gather: Gather) -> Array:
-        """Returns the sum over the tokens of weight times cross-entropy (see `Model.loss`)."""
-        return model.cross_entropy(self.logits(params, batch["tokens"], gather), batch["targets"], batch["weights"])
 
     def logits(self, params: Params, tokens_BT: Array, gather: Gather) -> Array:
         """Returns float32 logits `[B, T, V]` of each next token; padding ids have no chance."""
@@ -178,7 +174,7 @@ class Decoder(model.Model):
 
     def _head(self, params: Params, x_BTD: Array, embedding: Embedding, gather: Gather) -> Array:
         head: Head = self._module("head", params["head"], gather)
-        return model.mask_padding(head(x_BTD, embedding), self.config.vocab_size)
+        return mask_padding(head(x_BTD, embedding), self.config.vocab_size)
 
     def _checked_length(self, length: int) -> int:
         if length > self.config.max_len:

@@ -11,7 +11,6 @@ LayerNorm, then the embedding as output weight, with a bias. Where it differs fr
 Shapes: B batch, T positions, D hidden, V vocabulary (padded).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,9 +20,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from models import model, settings
+from models import settings
 from models.block import Block, BlockConfig, Linear, Norm, initial_std, multiply, normal
-from models.model import Gather, Group, Params
+from models.model import Gather, Group, Params, mask_padding
+from models.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Head(nnx.Module):
 
 
 @dataclass(frozen=True)
-class Encoder(model.Model):
+class Encoder(Transformer):
     """A bidirectional encoder with a masked-language-model head."""
 
     config: EncoderConfig
@@ -97,10 +97,6 @@ class Encoder(model.Model):
         """Parameters that are only looked up: the positions."""
         return self.config.max_len * self.config.hidden
 
-    def loss(self, params: Params, batch: Mapping[str, Array], gather: Gather) -> Array:
-        """Returns the sum over the tokens of weight times cross-entropy (see `Model.loss`)."""
-        return model.cross_entropy(self.logits(params, batch["tokens"], gather), batch["targets"], batch["weights"])
-
     def logits(self, params: Params, tokens_BT: Array, gather: Gather) -> Array:
         """Returns float32 logits `[B, T, V]` of the token at each position; padding ids have no chance."""
         c, groups = self.config, self.groups
@@ -109,4 +105,4 @@ class Encoder(model.Model):
         embedding: Embedding = groups["embed"].module(gather("embed", params["embed"]), c.dtype)
         x_BTD = self.run_layers(params, embedding(tokens_BT), gather)
         head: Head = groups["head"].module(gather("head", params["head"]), c.dtype)
-        return model.mask_padding(head(x_BTD, embedding), c.vocab_size)
+        return mask_padding(head(x_BTD, embedding), c.vocab_size)

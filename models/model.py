@@ -1,9 +1,9 @@
 """What the trainer sees of a model: parameter specs, init and loss. Nothing here knows a mesh.
 
-Parameters are plain nested dicts with one top-level key for each place of use, `embed`, `layers` (every leaf stacked,
-`[L, ...]`) and `head`. A model calls `gather(name, tree)` at each place, for `layers` inside the rematerialised scan
-body with one layer's slice, and gets back the whole parameters of that place; on one device `gather` is
-`lambda name, tree: tree`.
+Parameters are plain nested dicts with one top-level key for each place of use: `embed`, `layers` (every leaf stacked,
+`[L, ...]`) and `head` of a transformer, each block of a ResNet. A model calls `gather(name, tree)` at each place, for
+`layers` inside the rematerialised scan body with one layer's slice, and gets back the whole parameters of that place;
+on one device `gather` is `lambda name, tree: tree`.
 """
 
 import math
@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from models.settings import TransformerConfig
+from models.settings import ModelConfig
 from sharding.spec import ParamSpec
 
 Params = dict[str, Any]
+Batch = Mapping[str, Array]
 Gather = Callable[[str, Any], Any]
 Module = TypeVar("Module", bound=nnx.Module)
 MASKED_LOGIT = -1e30
@@ -67,25 +68,31 @@ class Group(Generic[Module]):
 
 @dataclass(frozen=True)
 class Model(ABC):
-    """A transformer: its config and, by `groups`, its parameters."""
+    """A model: its config and, by `groups`, its parameters."""
 
-    config: TransformerConfig
+    config: ModelConfig
 
     @cached_property
     def groups(self) -> dict[str, Group[Any]]:
         """The parameter groups by their top-level key; each model has its own."""
         raise NotImplementedError
 
-    @property
     @abstractmethod
-    def num_lookup_params(self) -> int:
-        """Parameters that are only looked up, never multiplied with."""
+    def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
+        """Returns the sum over what is predicted of weight times cross-entropy in nats, a float32 scalar.
+
+        `batch` holds the arrays of the rows (`DataConfig.row_arrays`), `weights` among them.
+        """
+
+    def evaluate(self, params: Params, batch: Batch, gather: Gather) -> dict[str, Array]:
+        """Returns the weighted sums that a validation needs, by name: `loss`, and what else the model measures."""
+        return {"loss": self.loss(params, batch, gather)}
 
     @abstractmethod
-    def loss(self, params: Params, batch: Mapping[str, Array], gather: Gather) -> Array:
-        """Returns the sum over the tokens of weight times cross-entropy in nats, a float32 scalar.
+    def flops_per_row(self, shape: tuple[int, ...]) -> float:
+        """Returns the floating-point operations a row, forward and backward; `shape` is that of a row's input.
 
-        `batch` holds `tokens` `[B, T]` and `targets` `[B, T]`, ids, and `weights` `[B, T]`, float32.
+        What rematerialisation computes again does not count.
         """
 
     def param_specs(self) -> Params:
@@ -99,67 +106,51 @@ class Model(ABC):
 
     @cached_property
     def num_params(self) -> int:
-        """Parameters, the padding rows of the vocabulary included."""
+        """Parameters, the padding of a vocabulary or of classes included."""
         specs = jax.tree.leaves(self.param_specs(), is_leaf=lambda x: isinstance(x, ParamSpec))
         return sum(math.prod(spec.shape) for spec in specs)
 
-    def flops_per_token(self, seq_len: int) -> float:
-        """Returns the floating-point operations a token, forward and backward, in sequences of `seq_len` tokens.
 
-        `6 N + 12 L D T` for N parameters that are multiplied with, L layers, D hidden, T tokens: 2 operations a
-        parameter forward, 4 backward; scores and their use cost `4 T D` a layer forward, not halved for causality
-        (Chowdhery et al. 2022, arXiv 2204.02311, B). What rematerialisation computes again does not count. For
-        `N = 12 L D^2 + V D` it is the MiCS paper's `96 T l L h^2 (1 + l/6h + V/16Lh)` without its recomputation.
-        """
-        c = self.config
-        return 6 * (self.num_params - self.num_lookup_params) + 12 * c.num_layers * c.hidden * seq_len
+def rematerialise(body: Callable[..., Any], policy: str, *, in_scan: bool = False) -> Callable[..., Any]:
+    """Returns a layer of which the backward pass computes again what `policy` says; `in_scan` if it is a scan's body.
 
-    def run_layers(self, params: Params, x_BTD: Array, gather: Gather, *args: Array | None) -> Array:
-        """Returns `x` after all layers, each gathered where it is used; `args` go to every layer."""
-        layers = self.groups["layers"]
-
-        def body(x_BTD: Array, values: Params) -> tuple[Array, None]:
-            block = layers.module(gather("layers", values), self.config.dtype)
-            return block(x_BTD, *args), None
-
-        return jax.lax.scan(rematerialise(body, self.config.remat), x_BTD, params["layers"])[0]
-
-
-def rematerialise(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    """Returns a scan body of which the backward pass computes again what `policy` says.
-
-    `full`: all but the carry; `dots`: all but the products with weights; `none`: nothing, so that gathered parameters
+    `full`: all but its inputs; `dots`: all but the products with weights; `none`: nothing, so that gathered parameters
     are kept as well.
     """
+    prevent_cse = not in_scan  # a scan already keeps the two computations apart
     match policy:
         case "none":
             return body
         case "full":
-            return jax.checkpoint(body, prevent_cse=False)  # a scan already keeps the two computations apart
+            return jax.checkpoint(body, prevent_cse=prevent_cse)
         case "dots":
-            saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-            return jax.checkpoint(body, prevent_cse=False, policy=saved)
+            return jax.checkpoint(body, prevent_cse=prevent_cse, policy=_is_product_with_weights)
         case _:
             raise ValueError(f"model.remat = {policy!r}: choose one of full, dots, none")
 
 
-def mask_padding(logits_BTV: Array, vocab_size: int) -> Array:
-    """Returns float32 logits in which the padding ids, those from `vocab_size` on, have no chance."""
-    logits_BTV = logits_BTV.astype(jnp.float32)
-    if logits_BTV.shape[-1] == vocab_size:
-        return logits_BTV
-    return jnp.where(jnp.arange(logits_BTV.shape[-1])[None, None] < vocab_size, logits_BTV, MASKED_LOGIT)
+def _is_product_with_weights(primitive: Any, *args: Any, **how: Any) -> bool:
+    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **how)
+    return primitive is jax.lax.conv_general_dilated_p or dots
 
 
-def cross_entropy(logits_BTV: Array, targets_BT: Array, weights_BT: Array) -> Array:
-    """Returns the sum of `weights * -log softmax(logits)[targets]`.
+def mask_padding(logits: Array, num_ids: int) -> Array:
+    """Returns float32 logits `[..., V]` in which the padding ids, those from `num_ids` on, have no chance."""
+    logits = logits.astype(jnp.float32)
+    if logits.shape[-1] == num_ids:
+        return logits
+    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) < num_ids, logits, MASKED_LOGIT)
+
+
+def cross_entropy(logits: Array, targets: Array, weights: Array) -> Array:
+    """Returns the sum of `weights * -log softmax(logits)[targets]` for `[..., V]` logits, `[...]` targets and weights.
 
     The target's logit is picked by comparison instead of by index: it fuses into the reductions over V, its gradient
     is no scatter, and it stays local when V is split over devices. Only `exp(logits - max)` is kept for the backward
     pass.
     """
-    shifted_BTV = logits_BTV - jax.lax.stop_gradient(jnp.max(logits_BTV, axis=-1, keepdims=True))
-    log_total_BT = jnp.log(jnp.sum(jnp.exp(shifted_BTV), axis=-1))
-    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])[None, None]
-    target_BT = jnp.sum(jnp.where(is_target_BTV, shifted_BTV, 0.0), axis=-1)
-    return jnp.sum(weights_BT * (log_total_BT - target_BT))
+    shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    log_total = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
+    is_target = targets[..., None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+    target = jnp.sum(jnp.where(is_target, shifted, 0.0), axis=-1)
+    return jnp.sum(weights * (log_total - target))

@@ -37,6 +37,11 @@ class Codec(Protocol):
         """The length of a row is a multiple of this."""
         ...
 
+    @property
+    def sparse(self) -> bool:
+        """Whether it leaves values out, which are then decoded as zeros."""
+        ...
+
     def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
         """Returns the payload of rows of values; `key` is for random rounding."""
         ...

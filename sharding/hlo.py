@@ -164,8 +164,8 @@ def _attribute(line: str, key: str) -> str:
 def _collective(line: str, kind: str, started: bool, shape: MeshShape, times: int, depth: int) -> Collective:
     result = line.split(" = ", 1)[1].split(kind + ("-start(" if started else "("))[0]
     tensors = [(dtype, prod(int(d) for d in dims.split(",") if d)) for dtype, dims in _SHAPE.findall(result)]
-    if started and kind in ("all-gather", "collective-permute"):  # (operands, results, context)
-        real = [t for t in tensors if t[0] not in ("u32", "token")] or tensors
+    if started and kind != "all-reduce":  # (operands, results, context)
+        real = [t for t in tensors if t != ("u32", 1)] or tensors
         tensors = real[len(real) // 2 :]
     groups = _groups(line, kind, shape.num_devices)
     size = len(groups[0])

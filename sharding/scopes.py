@@ -63,6 +63,10 @@ class ShardingConfig:
         return STRATEGIES[self.strategy]
 
 
+class WorldTooSmallError(ValueError):
+    """A partition group needs more nodes than there are."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """A mesh shape and the three scopes on it, each a tuple of axes in CHUNK_ORDER (axes of size 1 left out)."""
@@ -154,9 +158,19 @@ def _scope_size(name: str, scope: str | int, *, num_nodes: int, local: int, tens
         raise ValueError(f"sharding.{name}={scope}: a scope is none, node, all or a number of devices")
     devices = int(scope)
     if devices % tensor or devices // tensor not in legal:
+        group = f"a partition group of {devices} devices ({name})"
+        nodes, cut = divmod(devices, local * tensor)
+        if nodes > num_nodes and not cut:
+            missing = nodes - num_nodes
+            raise WorldTooSmallError(
+                f"{group} needs {nodes} nodes of {local * tensor}, and {num_nodes} {'is' if num_nodes == 1 else 'are'} "
+                f"here; start it with {missing} more, or set a smaller group"
+            )
+        whole = num_nodes // nodes * nodes if nodes and not cut else 0
         raise ValueError(
-            f"a partition group of {devices} devices ({name}) does not fit {num_nodes} nodes of {local * tensor}"
+            f"{group} does not fit {num_nodes} nodes of {local * tensor}"
             f"{f' with tensor={tensor}' if tensor > 1 else ''}; {', '.join(str(p * tensor) for p in legal)} do"
+            f"{f'; or start {whole} nodes, the others are spares' if whole else ''}"
         )
     return devices // tensor
 

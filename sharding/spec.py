@@ -20,8 +20,9 @@ TENSOR_DIMS = ("mlp", "heads", "kv_heads", "vocab")
 class ParamSpec:
     """Shape, dtype and dim names of one parameter.
 
-    `dims` names every dim of `shape` (`layers`, `embed`, `mlp`, `heads`, `kv_heads`, `vocab`, `position`, `norm`):
-    a stack of layers has `layers` first; `mlp`, `heads`, `kv_heads` and `vocab` may be split over the `tensor` axis.
+    `dims` names every dim of `shape` (of transformers `layers`, `embed`, `mlp`, `heads`, `kv_heads`, `vocab`,
+    `position`, `norm`): a stack of layers has `layers` first; `mlp`, `heads`, `kv_heads` and `vocab` may be split over
+    the `tensor` axis.
     `replicate` is the only way to keep a whole copy on every device of a partition group.
     """
 
@@ -88,6 +89,12 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
             f"scope, or declare the parameter with replicate=True"
         )
     return Placement(dim=dim, tensor_dim=tensor_dim, ndim=len(spec.shape))
+
+
+def has_tensor_dims(specs: PyTree) -> bool:
+    """Whether the `tensor` axis splits any parameter of a tree of ParamSpecs."""
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+    return any(dim in TENSOR_DIMS for spec in leaves for dim in spec.dims)
 
 
 def place_all(specs: PyTree, layout: Layout) -> PyTree:

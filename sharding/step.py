@@ -19,6 +19,7 @@ PyTree = Any
 Batch = Mapping[str, jax.Array]  # each [accum, rows, ...], rows over the data axes
 Gather = Callable[[str, PyTree], PyTree]
 Loss = Callable[[PyTree, Batch, Gather], jax.Array]  # the weighted sum of the losses of the rows given
+Measures = Callable[[PyTree, Batch, Gather], dict[str, jax.Array]]  # weighted sums over the rows given, by name
 
 
 REPLICATED = PartitionSpec()
@@ -106,19 +107,26 @@ class Sharded:
 
 
 def build_train_step(
-    loss: Loss, sharded: Sharded, tx: Transform, watch: Callable[[PyTree], dict[str, jax.Array]]
+    loss: Loss,
+    sharded: Sharded,
+    tx: Transform,
+    watch: Callable[[PyTree], dict[str, jax.Array]],
+    drift: Callable[[PyTree], PyTree | None] = lambda opt_state: None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """Returns `step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
     Every array of the batch is `[accum, rows, ...]`, `weights` is among them, and the loss is the weighted mean over
     the whole of it, whatever the number of devices (rows of weight zero fill up). The metrics are the loss and what
-    `watch` picks from the optimizer's state.
+    `watch` picks from the optimizer's state. Where `drift` finds `[R, ...]` in it, a replica's gradient is that at the
+    parameters plus its drift.
     """
     auto = sharded.layout.partitioner == "auto"
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        gradients = auto_gradients if auto else manual_gradients
-        grads_R, value = gradients(loss, sharded, state.params, batch)
+        if auto:
+            grads_R, value = auto_gradients(loss, sharded, state.params, batch)
+        else:
+            grads_R, value = manual_gradients(loss, sharded, state.params, batch, drift(state.opt_state))
         params = sharded.constrain(state.params, sharded.layout.optimizer)
         updates, opt_state = tx.update(grads_R, state.opt_state, params)
         updated = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
@@ -129,35 +137,37 @@ def build_train_step(
     return step
 
 
-def build_eval_step(loss: Loss, sharded: Sharded) -> Callable[[PyTree, Batch], tuple[jax.Array, jax.Array]]:
-    """Returns `evaluate(params, batch) -> (sum of the weighted losses, sum of the weights)`."""
+def build_eval_step(measures: Measures, sharded: Sharded) -> Callable[[PyTree, Batch], dict[str, jax.Array]]:
+    """Returns `evaluate(params, batch) -> sums`: those of `measures` over all rows, and `weight`, of the weights."""
 
-    def evaluate(params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        def rows_sum(params: PyTree, batch: Batch, gather: Gather) -> jax.Array:
-            return jnp.sum(lax.map(lambda micro: loss(params, micro, gather), dict(batch)))
+    def evaluate(params: PyTree, batch: Batch) -> dict[str, jax.Array]:
+        def rows_sums(params: PyTree, batch: Batch, gather: Gather) -> dict[str, jax.Array]:
+            return jax.tree.map(jnp.sum, lax.map(lambda micro: measures(params, micro, gather), dict(batch)))
 
         if sharded.layout.partitioner == "auto":
-            value = rows_sum(params, batch, auto_gather(sharded))
+            sums = rows_sums(params, batch, auto_gather(sharded))
         else:
             gather = layer_gather(sharded.as_stored)
-            value = run_manual(sharded, lambda p, b: lax.psum(rows_sum(p, b, gather), sharded.layout.data_axes))(
+            sums = run_manual(sharded, lambda p, b: lax.psum(rows_sums(p, b, gather), sharded.layout.data_axes))(
                 params, batch
             )
-        return value, jnp.sum(batch["weights"])
+        return sums | {"weight": jnp.sum(batch["weights"])}
 
     return evaluate
 
 
-def run_manual(sharded: Sharded, function: Callable[..., Any], out_specs: Any = REPLICATED) -> Callable[..., Any]:
-    """Returns `function(params, batch, *scalars)` run on local shards and rows, the data axes manual."""
+def run_manual(
+    sharded: Sharded, function: Callable[..., Any], out_specs: Any = REPLICATED, more_specs: tuple[Any, ...] = ()
+) -> Callable[..., Any]:
+    """Returns `function(params, batch, *more)` run on local shards and rows, the data axes manual."""
 
-    def run(params: PyTree, batch: PyTree, *scalars: jax.Array) -> Any:
+    def run(params: PyTree, batch: PyTree, *more: Any) -> Any:
         param_specs = pspecs(sharded.placements, sharded.layout.parameters, tensor=False)
-        in_specs = (param_specs, sharded.batch_spec, *(REPLICATED for _ in scalars))
+        in_specs = (param_specs, sharded.batch_spec, *more_specs)
         mapped = jax.shard_map(
             function, mesh=sharded.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(DATA_AXES)
         )
-        return mapped(params, batch, *scalars)
+        return mapped(params, batch, *more)
 
     return run
 
@@ -165,16 +175,21 @@ def run_manual(sharded: Sharded, function: Callable[..., Any], out_specs: Any = 
 # ------------------------------------------------------------------------------------------------ micro-steps
 
 
-def manual_gradients(loss: Loss, sharded: Sharded, params: PyTree, batch: Batch) -> tuple[PyTree, jax.Array]:
+def manual_gradients(
+    loss: Loss, sharded: Sharded, params: PyTree, batch: Batch, drift_R: PyTree | None = None
+) -> tuple[PyTree, jax.Array]:
     """Returns the gradients `[R, ...]`, one for each replica and reduced inside its group, and the loss.
 
-    Hop two remains to be done: the mean over R (MiCS section 3.4).
+    Hop two remains to be done: the mean over R (MiCS section 3.4). With `drift_R` each replica is at
+    `params + drift_R[r]`.
     """
     layout = sharded.layout
 
-    def micro_steps(params: PyTree, batch: Batch, total: jax.Array) -> tuple[PyTree, jax.Array]:
+    def micro_steps(params: PyTree, batch: Batch, total: jax.Array, drift_R: PyTree) -> tuple[PyTree, jax.Array]:
         if layout.two_hop:  # the types now differ between replicas: autodiff sums nothing over them
             params = jax.tree.map(lambda x: vary(x, layout.data_axes), params)
+        if drift_R is not None:
+            params = jax.tree.map(lambda x, d: x + vary(d[0], layout.data_axes), params, drift_R)
         kept = gather_tree(sharded, sharded.placements, params) if layout.gather == "step" else params
         inter = tuple(axis for axis in layout.parameters if axis in INTER_AXES)
         intra = tuple(axis for axis in layout.parameters if axis not in INTER_AXES)
@@ -207,8 +222,9 @@ def manual_gradients(loss: Loss, sharded: Sharded, params: PyTree, batch: Batch)
         (grads, value), _ = lax.scan(micro_step, carry, (jnp.arange(micros), dict(batch)))
         return jax.tree.map(lambda g: g[None] * layout.num_replicas, grads), lax.psum(value, layout.data_axes)
 
-    out_specs = (gradient_specs(sharded, tensor=False), REPLICATED)
-    return run_manual(sharded, micro_steps, out_specs)(params, batch, jnp.sum(batch["weights"]))
+    specs_R = gradient_specs(sharded, tensor=False)
+    run = run_manual(sharded, micro_steps, (specs_R, REPLICATED), (REPLICATED, None if drift_R is None else specs_R))
+    return run(params, batch, jnp.sum(batch["weights"]), drift_R)
 
 
 def auto_gradients(loss: Loss, sharded: Sharded, params: PyTree, batch: Batch) -> tuple[PyTree, jax.Array]:

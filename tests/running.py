@@ -37,6 +37,7 @@ SMALL: dict[str, Any] = {
     "batch.global_size": 16,
     "batch.micro_size": 1,
     "checkpoint.every": 5,
+    "elastic.snapshot_every": 0,  # tests/test_snapshots_*.py
     "eval.every": 0,
     "eval.num_batches": 1,
     "sample.length": 0,

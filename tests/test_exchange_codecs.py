@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
 from compression.exchange import exchange
+from compression.statistics import statistics
 from optimizers import guarded
 from sharding import hlo
 from sharding.collectives import Codec
@@ -170,7 +171,7 @@ def test_the_program_sends_the_payload_and_no_more(name: str) -> None:
     """Between nodes hop two has collectives of bytes alone, of the size that the codec claims."""
     sharded = workload.sharded("decoder", **LAYOUTS["mics(2)"])
     codec = CODECS[name]
-    compiled = train(sharded, codec, 1)[2]
+    _, state, compiled = train(sharded, codec, 1)
     collectives = [c for c in hlo.read_collectives(compiled.as_text(), sharded.layout.shape) if c.label == "hop_two"]
     crossing = [c for c in collectives if set(c.axes) & set(INTER_AXES) and c.payload_bytes > 100]
     assert {c.kind for c in crossing} == {"all-to-all", "all-gather"}
@@ -181,6 +182,20 @@ def test_the_program_sends_the_payload_and_no_more(name: str) -> None:
     claimed = codec.payload_bytes(size + -size % padding)
     moved = sum(c.inter_bytes * c.times for c in crossing)
     assert 2 * claimed * (replicas - 1) / replicas <= moved <= 2.05 * claimed * (replicas - 1) / replicas
+    told = statistics(state.opt_state)
+    given = {"all-to-all": 1, "all-gather": replicas}  # the payload of a gather is the whole that comes out
+    assert told["hop_two_payload_bytes"] == sum(c.payload_bytes / given[c.kind] for c in crossing)
+    assert told["hop_two_ratio"] == pytest.approx(4 * codec.multiple / codec.payload_bytes(codec.multiple))
+
+
+def test_the_fraction_that_two_bits_send() -> None:
+    """Of the first encoding: the values that reach the threshold."""
+    sharded = workload.sharded("decoder", nodes=2, per_node=1, strategy="ddp")
+    _, _, state = run(sharded, CODECS["two_bit"], 1)
+    grads = [x / 2 for x in jax.tree.leaves(gradients(sharded, 0)[1])]
+    reach = np.mean(np.concatenate([np.abs(x).reshape(-1) >= 0.01 for x in grads]))
+    assert 0.1 < reach < 0.9
+    assert statistics(state)["hop_two_fraction_sent"] == pytest.approx(reach, rel=0.01)
 
 
 @pytest.mark.parametrize(("name", "bad"), [("int8", np.inf), ("one_bit", np.nan)])

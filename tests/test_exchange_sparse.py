@@ -4,13 +4,15 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import workload
 from test_exchange_codecs import LAYOUT_PARAMS, LAYOUTS, gradients
 
-from compression.dgc import DGCConfig, dgc
+from compression.dgc import DGCConfig, _largest, dgc
 from compression.power_sgd import power_sgd
+from compression.statistics import statistics
 from sharding import hlo
 from sharding.mesh import INTER_AXES
 from sharding.step import Sharded
@@ -90,6 +92,30 @@ def test_dgc_loses_nothing_in_any_layout(layout: str) -> None:
         assert sent < 0.5 if is_matrix(name, out[0][name]) else sent == 1
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_sampling_finds_large_values(seed: int) -> None:
+    """Of 20000 values the 200 largest are wanted, and a tenth tells which are large."""
+    size = np.abs(np.random.default_rng(seed).standard_t(3, 20_000)).astype(np.float32)
+    key = jax.random.key(seed)
+    chosen, found = (np.asarray(x) for x in _largest(jnp.asarray(size), key, 200, 0.1))
+    sent = chosen[found]
+    assert len(np.unique(sent)) == len(sent) > 100
+    sample = size[np.asarray(jax.random.randint(key, (2000,), 0, 20_000))]
+    threshold = np.sort(sample)[-20]
+    passing = np.flatnonzero(size >= threshold)[:400]  # no more are looked at
+    assert set(sent) == set(passing[np.argsort(-size[passing])][:200])
+
+
+def test_sampled_dgc_loses_nothing() -> None:
+    sharded = workload.sharded("decoder", **LAYOUTS["mics(2)"])
+    out, state = run(sharded, dgc(sharded, SPECS, replace(DGC, momentum=0.0, sampled=0.3)), 3)
+    came = [named(gradients(sharded, step)[1]) for step in range(3)]
+    unsent = named(state.unsent["residual"])
+    for name in came[0]:
+        everything = sum(grads[name].mean(0) for grads in came)
+        np.testing.assert_allclose(sum(o[name] for o in out) + unsent[name].sum(0), everything, atol=2e-6)
+
+
 def orthonormal(p: np.ndarray) -> np.ndarray:
     q = p.copy()
     for i in range(p.shape[1]):
@@ -153,6 +179,10 @@ def test_training(layout: str, method: str) -> None:
     crossing = sum(c.inter_bytes * c.times for c in found if c.label == "hop_two" and set(c.axes) & set(INTER_AXES))
     held = 4 * sum(x.size for x in jax.tree.leaves(state.params)) / sharded.layout.shape.size(sharded.layout.gradients)
     assert crossing < held / sharded.layout.shape.tensor
+    told = statistics(state.opt_state)
+    values = held / 4 / sharded.layout.shape.tensor
+    assert told["hop_two_payload_bytes"] < 4 * values and told["hop_two_ratio"] > 1
+    assert (told["hop_two_fraction_sent"] == 1) == (method == "power_sgd")
     if method == "dgc":
         for residual in jax.tree.leaves((state.opt_state.exchange.unsent, state.opt_state.exchange.velocity)):
             assert residual.addressable_shards[0].data.shape[0] == 1

@@ -238,7 +238,7 @@ def test_strangers_are_sent_away() -> None:
 @pytest.mark.parametrize("silence_s", [0.5, 90.0])
 def test_a_bound_that_cannot_be_kept(silence_s: float) -> None:
     with pytest.raises(ValueError, match="must be from 1 to 60"):
-        ElasticConfig(silence_s=silence_s)
+        ElasticConfig(silence_s=silence_s, snapshot_every=0, memory_dir="/dev/shm")
 
 
 def run_two(workdir: Path) -> list[subprocess.Popen[str]]:

@@ -74,6 +74,26 @@ def test_asynchronous_pairs_count_once_and_by_their_result() -> None:
     assert [(c.kind, c.num_elements) for c in found] == [("all-gather", 20), ("all-reduce", 10), ("reduce-scatter", 20)]
 
 
+@pytest.mark.parametrize(
+    ("line", "dtype", "elements"),
+    [
+        ("((u8[4,9]{1,0}), u8[4,9]{1,0}) all-to-all-start(%p), replica_groups=%s, dimensions={0}", "u8", 36),
+        ("((f32[2,8]{1,0}), f32[1,8]{1,0}) reduce-scatter-start(%p), replica_groups=%s, to_apply=%add", "f32", 16),
+        (
+            "((f32[1,6], f32[1,4]), (f32[2,6], f32[2,4])) all-gather-start(%p, %q), replica_groups=%s, dimensions={0}",
+            "f32",
+            20,
+        ),
+        ("(f32[8], f32[8], u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}", "f32", 8),
+    ],
+)
+def test_what_gpus_start_counts_by_its_results(line: str, dtype: str, elements: int) -> None:
+    """XLA:GPU writes operands and results of a started collective in one tuple."""
+    groups = "{{0,1},{2,3},{4,5},{6,7}}"
+    (c,) = read_collectives(module("%s = " + line.replace("%s", groups)), SHAPE)
+    assert (c.dtype, c.num_elements) == (dtype, elements)
+
+
 LOOP = """%body.1 (x: f32[8]) -> f32[8] {{
   %ag = f32[8]{{0}} all-gather(%x), replica_groups=[4,2]<=[8], dimensions={{0}}
 }}

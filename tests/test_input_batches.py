@@ -21,6 +21,9 @@ def dataset() -> Dataset:
         seq_len=8,
         objective="masked",
         mask_rate=0.3,
+        image_size=8,
+        channels=1,
+        augment="none",
         prefetch=2,
     )
     return load(config, "train", seed=4)
@@ -70,10 +73,10 @@ def test_rows_beyond_the_global_batch_are_zeros_of_weight_zero(dataset):
 class Failing:
     """A data set whose example 7 cannot be read."""
 
-    seq_len = 8
+    threads = 1
 
     def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
+        self.dataset, self.row_arrays = dataset, dataset.row_arrays
 
     def __getitem__(self, i: int):
         if i == 7:
@@ -97,7 +100,7 @@ def test_batches_are_prepared_ahead_and_no_further_than_asked(dataset):
     read = []
 
     class Recording:
-        seq_len = 8
+        row_arrays, threads = dataset.row_arrays, 1
 
         def __getitem__(self, i):
             read.append((i, threading.current_thread() is threading.main_thread()))

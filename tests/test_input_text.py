@@ -43,6 +43,7 @@ def corpus(tmp_path: Path) -> Path:
 
 def settings(corpus: Path | str, **changes: Any) -> DataConfig:
     base = {"source": "folder", "path": str(corpus), "tokenizer": "bytes", "tokenizer_path": "", "seq_len": 1}
+    base |= {"image_size": 8, "channels": 1, "augment": "none"}
     return DataConfig(**{**base, "objective": "masked", "mask_rate": 0.15, "prefetch": 2, **changes})
 
 
@@ -125,7 +126,7 @@ def test_a_warm_start_does_not_import_tfds_and_is_fast(cache_folder):
     program = (
         "import sys, time; from input_pipeline import *; start = time.perf_counter();"
         "d = load(DataConfig(source='stdlib_text', path='', tokenizer='bytes', tokenizer_path='', seq_len=64,"
-        "objective='masked', mask_rate=0.15, prefetch=2), 'train', 0);"
+        "image_size=8, channels=1, augment='none', objective='masked', mask_rate=0.15, prefetch=2), 'train', 0);"
         "print(d.fingerprint, 'tensorflow_datasets' in sys.modules, time.perf_counter() - start)"
     )
     fingerprint, imported, seconds = run(program).split()
@@ -153,7 +154,8 @@ def test_two_processes_may_prepare_at_the_same_time(cache_folder):
     program = (
         "from input_pipeline import *;"
         "print(*(load(DataConfig(source='stdlib_text', path='', tokenizer='bytes', tokenizer_path='', seq_len=64,"
-        "objective='causal', mask_rate=0.15, prefetch=2), split, 0).fingerprint for split in ('train', 'validation')))"
+        "image_size=8, channels=1, augment='none', objective='causal', mask_rate=0.15, prefetch=2), split, 0)"
+        ".fingerprint for split in ('train', 'validation')))"
     )
     processes = [
         subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)

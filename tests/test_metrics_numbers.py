@@ -20,31 +20,31 @@ def test_step_timer_against_numpy() -> None:
     rng = np.random.default_rng(0)
     steps = np.cumsum(rng.integers(1, 4, size=50))
     times = np.cumsum(rng.uniform(0.05, 0.2, size=50))
-    timer = StepTimer(tokens_per_step=8192, flops_per_step=3e12, peak_flops_per_s=8 * 989.5e12)
+    timer = StepTimer(8192, "tokens", flops_per_step=3e12, peak_flops_per_s=8 * 989.5e12)
     got = [timer.done(int(step), float(time)) for step, time in zip(steps, times, strict=True)]
     assert got[0] is None
     measured = [one for one in got if one is not None]
     step_times = np.diff(times) / np.diff(steps)
     np.testing.assert_allclose([one.step_time_s for one in measured], step_times, rtol=1e-12)
-    np.testing.assert_allclose([one.tokens_per_s for one in measured], 8192 / step_times, rtol=1e-12)
+    np.testing.assert_allclose([one.per_s for one in measured], 8192 / step_times, rtol=1e-12)
     np.testing.assert_allclose([one.mfu or 0 for one in measured], 3e12 / (step_times * 8 * 989.5e12), rtol=1e-12)
     assert measured[0].scalars().keys() == {"step_time_s", "tokens_per_s", "mfu"}
 
 
 def test_step_timer_leaves_pauses_out_once() -> None:
-    timer = StepTimer(tokens_per_step=10)
+    timer = StepTimer(10, "examples")
     timer.pause(5.0)  # before the clock starts: nothing to leave it out of
     timer.done(1, 100.0)
     timer.pause(2.0)
     timer.pause(1.0)
     times = [timer.done(step, time) for step, time in ((2, 104.0), (3, 105.0))]
     assert [one and one.step_time_s for one in times] == [1.0, 1.0]
-    assert times[0] is not None and times[0].mfu is None and "mfu" not in times[0].scalars()
+    assert times[0] is not None and times[0].scalars() == {"step_time_s": 1.0, "examples_per_s": 10.0}
 
 
 def test_a_step_that_took_no_time_is_an_error() -> None:
     with pytest.raises(ValueError, match="step_time_s is 0"):
-        throughput(step_time_s=0.0, tokens_per_step=1)
+        throughput(step_time_s=0.0, per_step=1, unit="tokens")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def make_log(folder: Path, *, enabled: bool) -> RunLog:
         start_step=0,
         num_steps=3,
         log_every=1,
-        timer=StepTimer(10),
+        timer=StepTimer(10, "tokens"),
         files={},
         constants={},
         count_wire=True,

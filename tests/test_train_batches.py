@@ -44,6 +44,7 @@ def check_batches(out: Path, num_processes: int, global_size: int) -> None:
     """Checks that the shards of all processes are, together, the rows of the data set."""
     files = [dict(np.load(out / f"{i}.npz")) for i in range(num_processes)]
     config = {"source": "synthetic", "path": "", "tokenizer": "bytes", "tokenizer_path": "", "seq_len": 32}
+    config |= {"image_size": 8, "channels": 1, "augment": "none"}
     dataset = load(DataConfig(**config, objective="causal", mask_rate=0.15, prefetch=4), "train", 0)
     for first, step in TIMES:
         for name in ("tokens", "targets", "weights"):

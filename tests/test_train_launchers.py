@@ -156,7 +156,7 @@ def test_launchers_on_two_hosts(variables: str, tmp_path: Path) -> None:
 
 def test_variables_of_any_launcher(tmp_path: Path) -> None:
     """The three flags' variables join, the number of devices replaces the config's 8, and nobody's name is asked."""
-    unneeded = "import elastic.meeting; del elastic.meeting._own_address"
+    unneeded = "import elastic.meeting; del elastic.meeting.own_address"
     coordinator = f"127.0.0.1:{free_port()}"
     common = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "1"}
     started = [start(arguments(tmp_path), first=unneeded, **common, JAX_PROCESS_ID=i) for i in ("0", "1")]

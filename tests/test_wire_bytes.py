@@ -13,6 +13,7 @@ from benchmarks.names import Cluster, link_bytes, sharding_of
 
 pytestmark = [IGNORED, EMULATED, pytest.mark.slow]
 CLUSTER = Cluster(nodes=2, devices_per_node=2)
+LAYERS, HIDDEN = 6, 256
 CONTROL_BYTES = 20_000  # a step: heartbeats, jax's coordination, acknowledgements of a step that is short here
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3 flat", "zero3", "mics(2)", "mics(2) two-hop off", "node/node/all")
 
@@ -20,7 +21,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3 flat", "zero3", "mics(2)", "mics(2
 def carried_and_formula(name: str, tmp_path: Path, **changes: object) -> tuple[list[float], float]:
     """Trains on the emulated nodes; returns what node 0 sent and received a step, and the bytes of the formula."""
     # Layers of 3 MB: gloo's all-reduce of 1 MB goes out in packets of 3 KB, whose headers alone are 2.7 %.
-    model = {"model__hidden": 256, "model__intermediate": 1024, "model__num_layers": 6}
+    model = {"model__hidden": HIDDEN, "model__intermediate": 1024, "model__num_layers": LAYERS}
     sharding = {f"sharding__{key}": value for key, value in sharding_of(name).items()}
     changes = model | sharding | {"num_steps": 4, "checkpoint__every": 0, "batch__global_size": 8} | changes
     command = ["env", f"XLA_FLAGS={XLA_FLAGS}", sys.executable, str(TRAIN), *arguments(tmp_path / "run", **changes)]
@@ -48,3 +49,27 @@ def test_codecs_make_hop_two_smaller(codec: str, times: float, tmp_path: Path) -
     carried, formula = carried_and_formula("mics(2)", tmp_path, compression__hop_two=codec)
     for found in carried:
         assert found < 1.02 * formula / times + CONTROL_BYTES, (found, formula / found)
+
+
+def test_dgc_makes_the_matrices_250_times_smaller(tmp_path: Path) -> None:
+    """All that is counted, but the vectors, which stay dense: by the formula 1333 / R times for R nodes.
+
+    An all-reduce of N values sends 2 (R-1)/R 4 N bytes, the all-gather of N/1000 values of 6 bytes (R-1) 6 N/1000.
+    """
+    settings = {"compression__hop_two": "dgc", "compression__sparsity": 0.999, "optimizer__name": "sgd"}
+    carried, formula = carried_and_formula("mics(2)", tmp_path, **settings)
+    vectors = link_bytes("mics(2)", CLUSTER, model_bytes=4 * (2 * LAYERS + 1) * HIDDEN, accum=2)
+    for found in carried:
+        assert (formula - vectors) / (found - vectors) > 250, (found, formula, vectors)
+
+
+def test_zero_plus_plus_sends_a_quarter_of_zero3_in_bf16(tmp_path: Path) -> None:
+    """0.75 M against 3 M, M being the model's bytes in bf16: a gather in int8 and a reduce-scatter in int4.
+
+    ZeRO-3, whose three passes in f32 are found on the wire above, has half of that in bf16.
+    """
+    codecs = {"gather_inter": "int8", "hop_one_inter": "int4", "hop_one_intra": "int4"}
+    settings = {"sharding__gather": "node"} | {f"compression__{key}": codec for key, codec in codecs.items()}
+    carried, formula = carried_and_formula("zero3", tmp_path, **settings)
+    for found in carried:
+        assert found < 0.27 * formula / 2, (found, formula)

@@ -12,7 +12,8 @@ import optax
 import models
 from compression.exchange import exchange
 from configs import base
-from optimizers import guarded, watched
+from experiment import watch
+from optimizers import guarded
 from sharding.collectives import PLAIN, Wire
 from sharding.mesh import find_nodes, make_mesh
 from sharding.scopes import ShardingConfig, make_layout
@@ -26,7 +27,9 @@ SGD = dict(learning_rate=0.5, momentum=0.9, weight_decay=0.01)
 @cache
 def model(kind: str, num_layers: int = 2) -> models.Model:
     """A model with every kind of parameter: stacked matrices and vectors, an embedding, a head."""
-    section = (base.decoder() if kind == "decoder" else base.encoder()).to_dict()
+    section = base.MODELS[kind]().to_dict()
+    if kind == "resnet":
+        return models.build(section | dict(stage_blocks=(1, 1), width=8, norm_groups=2))
     section |= dict(num_layers=num_layers, hidden=16, intermediate=32, num_heads=4, max_len=SEQ_LEN)
     section |= dict(vocab_size=40, vocab_multiple=16)
     if kind == "decoder":
@@ -40,9 +43,13 @@ def params(kind: str, num_layers: int = 2) -> Any:
 
 
 @cache
-def batch(rows: int = ROWS) -> Mapping[str, np.ndarray]:
+def batch(rows: int = ROWS, kind: str = "decoder") -> Mapping[str, np.ndarray]:
     """Rows of different weights; the weights differ so much that a mean of means would be another number."""
     rng = np.random.default_rng(0)
+    if kind == "resnet":
+        images = rng.normal(size=(rows, 8, 8, 1)).astype(np.float32)
+        weights = rng.random(rows, dtype=np.float32) * (np.arange(rows) % 5 > 0)
+        return {"images": images, "labels": np.arange(rows, dtype=np.int32) % 10, "weights": weights.astype(np.float32)}
     tokens = rng.integers(0, 40, (rows, SEQ_LEN + 1)).astype(np.int32)
     weights = rng.random((rows, SEQ_LEN), dtype=np.float32) * (np.arange(rows)[:, None] % 5 > 0)
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights.astype(np.float32)}
@@ -58,7 +65,7 @@ def single_device_losses(kind: str, rows: int = ROWS) -> np.ndarray:
     """The losses of five steps: the whole batch at once on one device, momentum SGD written out."""
     p = params(kind)
     velocity = jax.tree.map(jnp.zeros_like, p)
-    data = {name: jnp.asarray(x) for name, x in batch(rows).items()}
+    data = {name: jnp.asarray(x) for name, x in batch(rows, kind).items()}
 
     @jax.jit
     def step(p: Any, velocity: Any) -> Any:
@@ -104,8 +111,8 @@ def sharded(
     )
 
 
-def put_batch(sh: Sharded, accumulation: int, rows: int = ROWS) -> Any:
-    """The batch as `[accum, rows, T]`, filled up with rows of weight zero."""
+def put_batch(sh: Sharded, accumulation: int, rows: int = ROWS, kind: str = "decoder") -> Any:
+    """The batch as `[accum, rows, ...]`, filled up with rows of weight zero."""
     per_micro = -(-rows // accumulation)
     per_micro += -per_micro % sh.layout.shape.num_data_devices
 
@@ -116,7 +123,7 @@ def put_batch(sh: Sharded, accumulation: int, rows: int = ROWS) -> Any:
             padded.reshape(accumulation, per_micro, *x.shape[1:]), jax.NamedSharding(sh.mesh, sh.batch_spec)
         )
 
-    return {name: place(x) for name, x in batch(rows).items()}
+    return {name: place(x) for name, x in batch(rows, kind).items()}
 
 
 def compiled_step(
@@ -127,6 +134,7 @@ def compiled_step(
     rows: int = ROWS,
     tx: Any = None,
     hop_two: Any = None,
+    drift: Any = lambda opt_state: None,
     num_layers: int = 2,
 ):
     """Returns the compiled step, its first state and its batch."""
@@ -134,9 +142,9 @@ def compiled_step(
     shapes = jax.eval_shape(lambda: new_state(kind, tx, num_layers))
     shardings = state_shardings(sh, shapes)
     state = jax.block_until_ready(jax.jit(lambda: new_state(kind, tx, num_layers), out_shardings=shardings)())
-    data = put_batch(sh, accumulation, rows)
+    data = put_batch(sh, accumulation, rows, kind)
     step = jax.jit(
-        build_train_step(model(kind, num_layers).loss, sh, tx, watched),
+        build_train_step(model(kind, num_layers).loss, sh, tx, watch, drift),
         donate_argnums=0,
         out_shardings=(shardings, None),
     )

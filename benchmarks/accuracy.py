@@ -1,0 +1,189 @@
+"""What hop two's codecs cost in accuracy: a decoder on text and a classifier of images, 4 replicas, several seeds.
+
+    python -m benchmarks.accuracy [--tasks=text,digits] [--methods=dense,int8] [--seeds=3]
+
+Trains what is missing, in this process (the parts of train.py, and 4 virtual devices that are a node each), adds a line
+a run to benchmarks/results/accuracy.jsonl and writes the tables of docs/compression.md.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import jax
+
+from benchmarks.strategies import machine
+from configs import base, door
+from configs import digits as digits_config
+from evaluation import Validator
+from experiment import make_experiment
+from input_pipeline import Batches, load
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "accuracy.jsonl"
+PAGE = ROOT / "docs" / "compression.md"
+BEGIN, END = "<!-- benchmarks/accuracy.py writes from here -->", "<!-- to here -->"
+REPLICAS = 4
+THRESHOLDS = {"text": 1e-3, "digits": 1e-3}  # of two_bit: about the size of the gradients
+SGD = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1}
+ADAMW = {"optimizer.name": "adamw", "optimizer.learning_rate": 4e-3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to do hop two, and the dense run that it is to be compared with."""
+
+    overrides: dict[str, Any]
+    against: str
+
+
+def hop_two(name: str, **more: Any) -> dict[str, Any]:
+    """Returns the overrides of a codec."""
+    return {"compression.hop_two": name} | {f"compression.{key}": value for key, value in more.items()}
+
+
+def methods(task: str) -> dict[str, Method]:
+    """Returns the rows of a task's table; each optimizer has a dense row, named by it."""
+    steps = text_config().num_steps if task == "text" else digits_config.get_config().num_steps
+    threshold = THRESHOLDS[task]
+    both = {
+        "int8": hop_two("int8"),
+        "int4": hop_two("int4"),
+        "int4, no feedback": hop_two("int4", error_feedback=False),
+        "two_bit": hop_two("two_bit", threshold=threshold),
+        "one_bit": hop_two("one_bit"),
+        "one_bit, no feedback": hop_two("one_bit", error_feedback=False),
+        "power_sgd, rank 4": hop_two("power_sgd", rank=4),
+        "delayed": {"compression.delayed": True},
+        "DiLoCo, 10 steps": {"local_sgd.inner_steps": 10},
+    }
+    adamw = {"bf16": hop_two("bf16")} | both | {"one_bit_adam": hop_two("one_bit_adam", warmup_steps=steps // 5)}
+    warmup_steps = steps // 10
+    sgd = {key: both[key] for key in ("two_bit", "one_bit", "one_bit, no feedback")} | {
+        "dgc, 99 %": hop_two("dgc", sparsity=0.99, warmup_steps=warmup_steps),
+        "dgc, 99.9 %": hop_two("dgc", sparsity=0.999, warmup_steps=warmup_steps),
+        "dgc, 99 %, sampled": hop_two("dgc", sparsity=0.99, warmup_steps=warmup_steps, sampled=0.1),
+    }
+    if task == "digits":  # trained by SGD, as it is usual; Adam for its own codec alone
+        sgd, adamw = {"bf16": hop_two("bf16")} | both | sgd, {"one_bit_adam": adamw["one_bit_adam"]}
+    rows = {}
+    for name, optimizer, ways in (("AdamW", ADAMW, adamw), ("SGD", SGD, sgd)):
+        rows[f"dense, {name}"] = Method(overrides=optimizer, against=f"dense, {name}")
+        for way, overrides in ways.items():
+            rows[f"{way}, {name}"] = Method(overrides=optimizer | overrides, against=f"dense, {name}")
+    return rows
+
+
+def text_config() -> door.Config:
+    """A decoder of 0.1 M parameters on the standard library's sources: 1000 steps of 16 rows of 64 bytes."""
+    config: door.Config = base.get_config()
+    config.num_steps = 1000
+    config.data.seq_len = config.model.max_len = 64
+    config.model.update({"num_layers": 2, "hidden": 64, "intermediate": 192, "remat": "none"})
+    config.batch.update({"global_size": 16, "micro_size": 4})
+    config.optimizer.warmup_steps = 50
+    config.eval.num_batches = 32
+    return config
+
+
+def config_of(task: str, overrides: dict[str, Any], seed: int) -> door.Config:
+    """Returns the config of a run: data parallel, each of 4 nodes a replica."""
+    config: door.Config = text_config() if task == "text" else digits_config.get_config()
+    config.mesh.update({"num_cpu_devices": REPLICAS, "devices_per_node": 1})
+    config.sharding.update({"strategy": "ddp", "partition_size": 0})
+    config.optimizer.update({"clip_norm": 0.0})
+    config.seed = seed
+    config.update_from_flattened_dict(overrides)
+    return config
+
+
+def train(config: door.Config) -> dict[str, float]:
+    """Trains to the end; returns the validation, and hop two's numbers at the end."""
+    experiment = make_experiment(config)
+    data, validation_data = (load(experiment.data, split, config.seed) for split in ("train", "validation"))
+    step_fn, state, metrics = experiment.compile_train_step(), experiment.init_state(), {}
+    size = experiment.batch.global_size
+    with Batches(data, global_size=size, rows=experiment.local_rows, start_step=0, prefetch=4) as batches:
+        for _ in range(config.num_steps):
+            state, metrics = experiment.settled(step_fn(state, experiment.to_devices(next(batches))))
+    validation = Validator(experiment, validation_data, config.eval.num_batches)(state.params).scalars()
+    kept = ("loss", "skipped_steps", "hop_two_ratio", "hop_two_fraction_sent", "residual_norm")
+    return validation | {key: float(metrics[key]) for key in kept if key in metrics}
+
+
+def main() -> int:
+    """Trains what is missing and writes the tables."""
+    parser = argparse.ArgumentParser(description="Measures what codecs cost in accuracy.", allow_abbrev=False)
+    parser.add_argument("--tasks", default=",".join(THRESHOLDS))
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", REPLICAS)
+    for seed in range(options.seeds):
+        for task in options.tasks.split(","):
+            for name, method in methods(task).items():
+                key = {"task": task, "method": name, "seed": seed}
+                if any(key.items() <= line.items() for line in recorded()):
+                    continue
+                line = (
+                    key | train(config_of(task, method.overrides, seed)) | {"overrides": method.overrides} | machine()
+                )
+                with RESULTS.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                print(f"{task}, {name}, seed {seed}: {line['validation_loss']:.4f}", flush=True)
+                jax.clear_caches()
+    write_tables(recorded())
+    return 0
+
+
+def recorded() -> list[dict[str, Any]]:
+    """Returns all lines of the record."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def write_tables(lines: list[dict[str, Any]]) -> None:
+    """Writes the tables into docs/compression.md, between its two marks."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    tables = "\n\n".join(table(task, [line for line in lines if line["task"] == task]) for task in THRESHOLDS)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}")
+
+
+def table(task: str, lines: list[dict[str, Any]]) -> str:
+    """Returns the table of a task: a row a method, beside the dense runs with the same optimizer."""
+    classifies = task == "digits"
+    heads = [task, "times smaller", "validation loss", *(["accuracy"] if classifies else []), "to dense"]
+    out = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    runs = {name: [line for line in lines if line["method"] == name] for name in methods(task)}
+    for name, method in methods(task).items():
+        if not runs[name] or not runs[method.against]:
+            continue
+        of, dense = losses(runs[name]), losses(runs[method.against])
+        cells = [name, f"{runs[name][-1].get('hop_two_ratio', 1.0):.3g}", spread(of, ".3f")]
+        cells += [spread([line["validation_accuracy"] for line in runs[name]], ".1%")] if classifies else []
+        out.append(f"| {' | '.join([*cells, '' if name == method.against else compared(of, dense)])} |")
+    return "\n".join(out)
+
+
+def losses(runs: list[dict[str, Any]]) -> list[float]:
+    """Returns the final validation losses."""
+    return [line["validation_loss"] for line in runs]
+
+
+def spread(values: list[float], form: str) -> str:
+    """Returns `mean (lowest to highest)`."""
+    return f"{mean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def compared(values: list[float], dense: list[float]) -> str:
+    """Returns how far a method's mean is from the dense one, and whether it is above all dense runs."""
+    outside = "" if mean(values) <= max(dense) else ", outside"
+    return f"{mean(values) - mean(dense):+.3f}{outside}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

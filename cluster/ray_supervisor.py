@@ -1,0 +1,153 @@
+"""`Supervisor`: starts the program on one node, watches it, and keeps a warm one for the next start. A Ray actor.
+
+Nothing here knows Ray, which calls the methods in several threads (`ACTOR_OPTIONS`).
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+STANDBY = Path(__file__).with_name("ray_standby.py")
+KEPT_LINES = 1000  # of the program's output, until they are asked for
+# What another launcher told the node: the flags replace it, and what only some nodes have would make them disagree.
+OTHERS_WORDS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_NUM_CPU_DEVICES")
+BAD_INPUT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class News:
+    """What happened on a node since it was last asked, and how things are now."""
+
+    generation: int  # the last one that was started here
+    code: int | None  # how its process ended (negative: by a signal), None if it runs
+    lines: list[str]  # of output
+    is_leaving: bool  # the node was asked to go: SIGTERM
+    is_warm: bool  # a process has been started for the next generation
+    free_port: int
+
+
+class Supervisor:
+    """Runs the program of one node: one process at a time, in a process group of its own."""
+
+    def __init__(self, command: Sequence[str], folder: str, environment: Mapping[str, str]) -> None:
+        """`command` is a Python, its program, and the arguments that all nodes have in common."""
+        self._command, self._folder = command, folder
+        self._environment = {k: v for k, v in os.environ.items() if k not in OTHERS_WORDS} | dict(environment)
+        self._changed = threading.Condition()
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._generation: int = 0
+        self._code: int | None = 0
+        self._told: tuple[int, int | None] | None = None  # of these
+        self._running: subprocess.Popen[str] | None = None
+        self._spare: subprocess.Popen[str] | None = None
+        self._is_leaving = False
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+        self.warm_up()
+
+    def start(self, generation: int, arguments: Sequence[str]) -> None:
+        """Starts the program for a generation, with these arguments behind the common ones."""
+        with self._changed:
+            self._generation, self._code = generation, None
+        if self._spare and self._spare.poll() is not None:  # it was killed while it waited
+            self._spare.communicate()
+            self._spare = None
+        self.warm_up()
+        process, self._spare = self._spare, None
+        if process is None:
+            self._end(generation, BAD_INPUT)
+            return
+        self._running = process
+        threading.Thread(target=self._watch, args=(process, generation), daemon=True).start()
+        with contextlib.suppress(OSError):  # if it has ended, `_watch` says how
+            print(json.dumps([*self._command[2:], *arguments]), file=process.stdin, flush=True)
+
+    def warm_up(self) -> None:
+        """Starts the process of the next generation, up to where it waits for its arguments, if there is none."""
+        if self._spare:
+            return
+        try:
+            self._spare = subprocess.Popen(
+                [self._command[0], "-u", str(STANDBY), self._command[1]],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                cwd=self._folder,
+                env=self._environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._say(f"error: {self._command[0]} in {self._folder}: {error.strerror}; every node needs the same files")
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the program, if it runs; SIGKILL also goes to what it started."""
+        process = self._running
+        if process and process.poll() is None:
+            if number == signal.SIGKILL:
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
+
+    def news(self, wait_s: float) -> News:
+        """Returns the news as soon as there are any, or after `wait_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lines or self._told != (self._generation, self._code), wait_s)
+            self._told = (self._generation, self._code)
+            lines = [self._lines.popleft() for _ in range(len(self._lines))]
+            return News(
+                generation=self._generation,
+                code=self._code,
+                lines=lines,
+                is_leaving=self._is_leaving,
+                is_warm=self._spare is not None,
+                free_port=_free_port(),
+            )
+
+    def _watch(self, process: subprocess.Popen[str], generation: int) -> None:
+        """Passes the output on, until the process has ended: its children may hold the pipe open."""
+        reading = threading.Thread(target=self._read, args=(process,), daemon=True)
+        reading.start()
+        code = process.wait()
+        reading.join(1.0)
+        assert process.stdin
+        with contextlib.suppress(OSError):  # if it took not even its arguments
+            process.stdin.close()
+        self._end(generation, code)
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout
+        with process.stdout:
+            for line in process.stdout:
+                self._say(line.rstrip("\n"))
+
+    def _say(self, line: str) -> None:
+        with self._changed:
+            self._lines.append(line)
+            self._changed.notify_all()
+
+    def _end(self, generation: int, code: int) -> None:
+        with self._changed:
+            if generation == self._generation:
+                self._code = code
+                self._changed.notify_all()
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._is_leaving = True
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]

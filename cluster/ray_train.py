@@ -1,0 +1,248 @@
+"""`Engine`: runs a program on a Ray cluster, generation after generation, on the nodes that are there."""
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.ray_plan import RESUMABLE, Limits, Patience, Progress, World, choose, judge, read_progress
+
+if TYPE_CHECKING:  # it needs Ray
+    from cluster.ray_members import Member, Members
+
+STOP_S = 60.0  # for the program to stop in good order once it was asked to
+LAST_S = 15.0  # for the others, when the first process has stopped as it was asked to
+FAILED_S = 4.0  # for the others, when a process failed or a node is lost: to say what they know
+KILL_S = 3.0  # for a supervisor to tell that the kill was done
+STARTING_S = 10.0  # for a supervisor to answer, before training starts without it
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """One start of the program: its world, how its processes ended, and until when they may run."""
+
+    number: int
+    world: World
+    since_s: float  # of the event that led to it
+    codes: dict[str, int | None] = field(default_factory=dict)
+    why_stopped: str = ""  # it was asked to
+    kill_at_s: float = float("inf")
+    killed_s: float = float("inf")
+    progress: Progress = field(default_factory=Progress)
+    first_step_done: bool = False
+
+    @property
+    def running(self) -> list[str]:
+        """Returns the nodes whose processes run, as far as it is known."""
+        return [node for node in self.world.nodes if node not in self.codes]
+
+
+class Engine:
+    """Starts the program on the largest world there is, again whenever that changes, until it is finished."""
+
+    def __init__(self, members: "Members", limits: Limits, patience: Patience, workdir: Path | None) -> None:
+        self._members, self._limits, self._patience, self._workdir = members, limits, patience, workdir
+        self._previous: tuple[str, ...] = ()
+        self._hosts: dict[str, str] = {}  # of nodes that are gone too
+        self._signals = 0
+        self._event_s = time.monotonic()
+        self._last_words: dict[str, str] = {}  # of each node
+
+    def run(self) -> int:
+        """Returns the exit code: 0 finished, 75 stopped but resumable, else that of the program's error."""
+        number = 0
+        with self._signals_noted():
+            while (world := self._await_world()) is not None:
+                number += 1
+                generation = Generation(number=number, world=world, since_s=self._event_s)
+                self._train(generation)
+                verdict = judge(generation.codes)
+                if verdict.code != RESUMABLE:
+                    where = f" on {self._hosts[verdict.node]}" if verdict.node else ""
+                    said = f": {self._last_words.get(verdict.node, '')}" if verdict.code else ""
+                    say(f"generation {number} ended{where} with exit code {verdict.code}{said}")
+                    return verdict.code
+                step = read_progress(self._workdir).step
+                say(f"generation {number} stopped at step {step}: {self._codes(generation)}")
+                if not generation.why_stopped and self._patience.is_over(step):
+                    said = next((self._last_words[n] for n in generation.codes if n in self._last_words), "nothing")
+                    say(f"error: {self._patience.failures} failures in a row without a new step; it said: {said}")
+                    return 1
+                self._previous = world.nodes
+        say("stopped; the same command goes on")
+        return RESUMABLE
+
+    # -------------------------------------------------------------------------------------------- between generations
+
+    def _await_world(self) -> World | None:
+        """Waits for enough nodes, and for those that are just coming; None if this program was asked to stop."""
+        self._said = ""
+        until_s = time.monotonic() + STARTING_S
+        while not self._signals:
+            self._turn()
+            self._members.give_back()
+            world = self._choose()
+            starting = [m.host for m in self._members.by_node.values() if not m.answers]
+            if world.nodes and (not starting or time.monotonic() > until_s):
+                return world
+            if world.missing:
+                until_s = time.monotonic() + STARTING_S
+                self._say_once(f"waiting for {world.missing} more nodes; there: {self._names(world.spares) or 'none'}")
+        return None
+
+    def _choose(self) -> World:
+        there = [m.node for m in self._members.by_node.values() if m.answers and not self._members.is_going(m)]
+        return choose(there, self._previous, self._limits)
+
+    # --------------------------------------------------------------------------------------------------- a generation
+
+    def _train(self, generation: Generation) -> None:
+        """Starts the program on every node, and returns when no process of it runs any more."""
+        nodes = generation.world.nodes
+        members = [self._members.by_node[node] for node in nodes]
+        assert members[0].news
+        coordinator = f"{members[0].address}:{members[0].news.free_port}"
+        spares = [*map(self._name, generation.world.spares), *self._members.spare_hosts]
+        named = f"{len(nodes)} nodes: {self._names(nodes)}; spares: {', '.join(spares) or 'none'}"
+        say(f"generation {generation.number}: {named}")
+        generation.progress = read_progress(self._workdir)
+        for index, member in enumerate(members):
+            ranks = [f"--coordinator={coordinator}", f"--num_processes={len(nodes)}", f"--process_id={index}"]
+            member.start(generation.number, ranks)
+        self._previous = nodes
+        while generation.running:
+            self._turn(generation)
+            for node in generation.running:
+                if node not in self._members.by_node:
+                    self._note_end(generation, node, None)
+            self._note_first_step(generation)
+            self._stop_if_needed(generation)
+            self._kill_if_late(generation)
+
+    def _turn(self, generation: Generation | None = None) -> None:
+        """Takes news from the supervisors: output, and how processes ended."""
+        for member in self._members.turn():
+            self._hosts[member.node] = member.host
+            self._print(member, generation)
+            if generation:
+                self._note_news(generation, member)
+
+    def _note_news(self, generation: Generation, member: "Member") -> None:
+        news = member.news
+        is_its = news and news.generation == generation.number and member.node in generation.running
+        if news and is_its and news.code is not None:
+            self._note_end(generation, member.node, news.code)
+
+    def _note_end(self, generation: Generation, node: str, code: int | None) -> None:
+        if not generation.codes:
+            if not generation.why_stopped:
+                self._event_s = time.monotonic()
+                if code:
+                    say(f"{self._name(node)}: the program ended {_how(code)}")
+            patience_s = LAST_S if code == 0 or (generation.why_stopped and code == RESUMABLE) else FAILED_S
+            generation.kill_at_s = min(generation.kill_at_s, time.monotonic() + patience_s)
+        generation.codes[node] = code
+
+    def _stop_if_needed(self, generation: Generation) -> None:
+        """Asks the program to stop if the world is to change: one process tells the others."""
+        if not generation.why_stopped and not generation.codes and (why := self._why_stop(generation)):
+            self._event_s = time.monotonic()
+            generation.why_stopped = why
+            generation.kill_at_s = time.monotonic() + STOP_S
+            say(f"{why}: the program is asked to stop")
+            self._members.by_node[generation.running[0]].send(signal.SIGTERM)
+        if self._signals > 1:
+            generation.kill_at_s = 0.0
+
+    def _why_stop(self, generation: Generation) -> str:
+        if self._signals:
+            return "a signal"
+        for node in generation.running:
+            member = self._members.by_node[node]
+            if self._members.is_going(member):
+                return f"{member.host} is to go"
+        starting = [m for m in self._members.by_node.values() if m.news is None]
+        if not starting and generation.first_step_done:  # one after the other: a start that is stopped wins nothing
+            better = self._choose()
+            new = [node for node in better.nodes if node not in generation.world.nodes]
+            if len(better.nodes) > len(generation.world.nodes):
+                return f"{self._names(new)} joined"
+        return ""
+
+    def _kill_if_late(self, generation: Generation) -> None:
+        now_s = time.monotonic()
+        if now_s > generation.kill_at_s and generation.killed_s == float("inf"):
+            generation.killed_s = now_s
+            for node in generation.running:
+                self._members.by_node[node].send(signal.SIGKILL)
+        if now_s > generation.killed_s + KILL_S:
+            for node in generation.running:
+                self._members.drop(node, "does not answer")
+                generation.codes[node] = None
+
+    def _note_first_step(self, generation: Generation) -> None:
+        """Says how long it took to the first finished step: then the machine has time to prepare the next start."""
+        if generation.first_step_done:
+            return
+        before, now = generation.progress, read_progress(self._workdir)
+        generation.progress = now
+        if now.size_bytes > before.size_bytes:
+            generation.first_step_done = True
+            took_s = time.monotonic() - generation.since_s
+            say(f"generation {generation.number}: step {now.step} is done, {took_s:.1f} s after the event")
+            for member in self._members.by_node.values():
+                member.warm_up()
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def _print(self, member: "Member", generation: Generation | None) -> None:
+        assert member.news
+        first = generation.world.nodes[0] if generation else None
+        for line in member.news.lines:
+            self._last_words[member.node] = line
+            print(line if member.node == first else f"[{member.host}] {line}", flush=True)
+
+    def _say_once(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            say(text)
+
+    def _codes(self, generation: Generation) -> str:
+        return ", ".join(f"{self._name(node)} {_how(code)}" for node, code in generation.codes.items())
+
+    def _name(self, node: str) -> str:
+        return self._hosts.get(node, node)
+
+    def _names(self, nodes: tuple[str, ...] | list[str]) -> str:
+        return ", ".join(map(self._name, nodes))
+
+    @contextlib.contextmanager
+    def _signals_noted(self) -> Iterator[None]:
+        """Lets SIGTERM and SIGINT stop the program in good order; the second one ends it."""
+
+        def note(*_: object) -> None:
+            self._signals += 1
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def say(text: str) -> None:
+    """Prints what happened, and when."""
+    now_s = time.time()
+    clock = time.strftime("%H:%M:%S", time.localtime(now_s))
+    print(f"{clock}.{int(now_s * 10) % 10} {text}", file=sys.stderr, flush=True)
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "lost"
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with {code}"

@@ -1,0 +1,122 @@
+"""Local SGD and DiLoCo (Douillard et al. 2023, arXiv 2311.08105): replicas meet only every H steps.
+
+    inner   each replica moves from the shared parameters by an optimizer of its own: drift <- drift + update
+    outer   every H steps: the mean of -drift over the replicas is the gradient of Nesterov's SGD on the parameters,
+            and the drifts start again from zero
+
+With an outer learning rate of 1 and no momentum the parameters become the replicas' mean: local SGD (arXiv 1805.09767).
+The outer gradient goes through hop two, codec and all, once in H steps.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from sharding.scopes import Layout
+
+PyTree = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGDConfig:
+    """The `local_sgd` section of a config (meanings: configs/base.py). Raises ValueError for an impossible value."""
+
+    inner_steps: int
+    outer_learning_rate: float
+    outer_momentum: float
+
+    def __post_init__(self) -> None:
+        if self.inner_steps < 0:
+            raise ValueError(f"local_sgd.inner_steps={self.inner_steps} must be at least 0 (0: off)")
+        if not self.outer_learning_rate > 0:
+            raise ValueError(f"local_sgd.outer_learning_rate={self.outer_learning_rate} must be above 0")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"local_sgd.outer_momentum={self.outer_momentum} must be at least 0 and below 1")
+
+    def check(self, layout: Layout, num_steps: int) -> None:
+        """Raises ValueError if a run cannot be trained so."""
+        if not layout.replica_axes:
+            raise ValueError(
+                "local_sgd needs replicas, and there is one partition group alone; set local_sgd.inner_steps=0, or "
+                "choose a smaller group (with sharding.partitioner=manual)"
+            )
+        if not layout.parameters == layout.gradients == layout.optimizer:
+            raise ValueError(
+                "local_sgd needs a whole optimizer in each replica: sharding.strategy=ddp, hsdp or mics (the same scope "
+                "for parameters, gradients and optimizer state)"
+            )
+        if num_steps % self.inner_steps:
+            raise ValueError(
+                f"num_steps={num_steps} must be a multiple of local_sgd.inner_steps={self.inner_steps}, or the last "
+                "steps would be lost"
+            )
+
+
+class LocalState(NamedTuple):
+    """State of `local_sgd`; of arrays `[R, ...]` under a key `local` the mean over R counts."""
+
+    step: jax.Array  # int32 []: inner steps done
+    inner: PyTree  # {"local": [R, ...]}
+    drift: PyTree  # {"local": [R, ...]}: how far each replica is from the shared parameters
+    outer: PyTree
+    exchange: PyTree
+
+
+def drift(opt_state: PyTree) -> PyTree | None:
+    """Returns how far each replica is from the shared parameters, `[R, ...]`; None without local SGD."""
+    return opt_state.inner.drift["local"] if isinstance(opt_state.inner, LocalState) else None
+
+
+def local_sgd(
+    exchange: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
+    config: LocalSGDConfig,
+    replicas: int,
+) -> optax.GradientTransformation:
+    """Returns the transform of gradients `[R, ...]` that moves the shared parameters every `inner_steps` steps.
+
+    The gradients are those at `params + drift`, each replica's own. Every transform of `inner` sees one replica alone.
+    """
+    outer = optax.sgd(config.outer_learning_rate, config.outer_momentum or None, nesterov=True)
+
+    def spread(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *jnp.shape(x))), tree)
+
+    def init(params: PyTree) -> LocalState:
+        return LocalState(
+            step=jnp.zeros((), jnp.int32),
+            inner={"local": spread(inner.init(params))},
+            drift={"local": spread(jax.tree.map(jnp.zeros_like, params))},
+            outer=outer.init(params),
+            exchange=exchange.init(params),
+        )
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, LocalState]:
+        assert params is not None
+        own_R = jax.tree.map(lambda p, d_R: p[None] + d_R, params, state.drift["local"])
+        moves_R, inner_state = jax.vmap(inner.update)(updates, state.inner["local"], own_R)
+        drift_R = jax.tree.map(jnp.add, state.drift["local"], moves_R)
+        step = optax.safe_increment(state.step)
+
+        def meet() -> tuple[PyTree, ...]:
+            mean, exchanged = exchange.update(jax.tree.map(jnp.negative, drift_R), state.exchange, params)
+            moves, outer_state = outer.update(mean, state.outer, params)
+            return moves, jax.tree.map(jnp.zeros_like, drift_R), outer_state, exchanged
+
+        def go_on() -> tuple[PyTree, ...]:
+            return jax.tree.map(jnp.zeros_like, params), drift_R, state.outer, state.exchange
+
+        moves, drift_R, outer_state, exchanged = lax.cond(step % config.inner_steps == 0, meet, go_on)
+        return moves, LocalState(
+            step=step,
+            inner={"local": inner_state},
+            drift={"local": drift_R},
+            outer=outer_state,
+            exchange=exchanged,
+        )
+
+    return optax.GradientTransformation(init, update)

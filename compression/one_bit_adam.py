@@ -1,0 +1,77 @@
+"""1-bit Adam (Tang et al. 2021, arXiv 2102.02888): after a warm-up of plain Adam, hop two sends momenta in one bit.
+
+    first W steps   g averaged in f32, m and v as in Adam
+    then            v stays as it is; m <- the mean over replicas of  b1 m + (1 - b1) g,  one bit a value with feedback
+
+Momenta change less from step to step than gradients, so their signs tell more. What is handed on is Adam's direction:
+the optimizer behind multiplies by the learning rate and decays weights.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from compression.exchange import ExchangeState, exchange
+from sharding.collectives import Codec
+from sharding.step import Sharded
+
+PyTree = Any
+
+
+class OneBitAdamState(NamedTuple):
+    """State of `one_bit_adam`."""
+
+    step: jax.Array  # int32 []: steps done
+    mu: PyTree
+    nu: PyTree  # of the warm-up's last step, from there on
+    exchange: ExchangeState
+
+
+def one_bit_adam(
+    sharded: Sharded, codec: Codec, *, warmup_steps: int, b1: float, b2: float, eps: float
+) -> optax.GradientTransformation:
+    """Returns hop two by 1-bit Adam: gradients `[R, ...]` to Adam's direction, in the optimizer's scope.
+
+    ValueError without a warm-up, and where the optimizer's scope is not the gradients': each replica updates the whole
+    momentum of its gradient.
+    """
+    layout = sharded.layout
+    if warmup_steps < 1:
+        raise ValueError(
+            f"compression.warmup_steps={warmup_steps}: one_bit_adam needs its variances from a warm-up; 15 to 20 % of "
+            "num_steps (1-bit Adam's advice)"
+        )
+    if layout.optimizer != layout.gradients:
+        raise ValueError(
+            "compression.hop_two=one_bit_adam needs the optimizer state where the gradients are: sharding.strategy=ddp, "
+            "hsdp or mics"
+        )
+    dense, coded = exchange(sharded), exchange(sharded, codec)
+
+    def init(params: PyTree) -> OneBitAdamState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return OneBitAdamState(step=jnp.zeros((), jnp.int32), mu=zeros, nu=zeros, exchange=coded.init(params))
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, OneBitAdamState]:
+        def warm_up() -> tuple[PyTree, PyTree, ExchangeState]:
+            mean, _ = dense.update(updates, optax.EmptyState(), params)
+            mu = optax.tree.update_moment(mean, state.mu, b1, 1)
+            return mu, optax.tree.update_moment(mean, state.nu, b2, 2), state.exchange
+
+        def compressed() -> tuple[PyTree, PyTree, ExchangeState]:
+            own_R = jax.tree.map(lambda g_R, m: b1 * m[None] + (1 - b1) * g_R, updates, state.mu)
+            mu, exchanged = coded.update(own_R, state.exchange, params)
+            return mu, state.nu, exchanged
+
+        mu, nu, exchanged = lax.cond(state.step < warmup_steps, warm_up, compressed)
+        step = optax.safe_increment(state.step)
+        first = optax.tree.bias_correction(mu, b1, step)
+        second = optax.tree.bias_correction(nu, b2, jnp.minimum(step, warmup_steps))
+        # one bit has no zero: what never had a gradient would move by a scale over eps
+        direction = jax.tree.map(lambda m, v: jnp.where(v > 0, m / (jnp.sqrt(v) + eps), 0), first, second)
+        return direction, OneBitAdamState(step=step, mu=mu, nu=nu, exchange=exchanged)
+
+    return optax.GradientTransformation(init, update)

@@ -1,0 +1,55 @@
+"""What hop two hands to the collectives between nodes, and what it keeps back: for the metrics."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from sharding.collectives import vary
+
+PyTree = Any
+
+
+class Sent(NamedTuple):
+    """Counts of one device and one exchange, f32 scalars; in the state of a hop two."""
+
+    payload_bytes: jax.typing.ArrayLike
+    num_values: jax.typing.ArrayLike  # that the payload stands for
+    num_sent: jax.typing.ArrayLike  # of those, the ones that are not left out
+
+
+def nothing_sent() -> Sent:
+    """Returns the counts before the first exchange."""
+    return Sent(*(jnp.zeros(()) for _ in Sent._fields))
+
+
+def added(counts: Sequence[Sent], axes: tuple[str, ...]) -> Sent:
+    """Returns the counts of several collectives together, the mean over the devices of `axes`."""
+    totals = (sum(column) for column in zip(*counts, strict=True))
+    return Sent(*(lax.pmean(vary(x, axes), axes) if isinstance(x, jax.Array) else jnp.float32(x) for x in totals))
+
+
+def statistics(opt_state: PyTree) -> dict[str, jax.Array]:
+    """Returns what hop two sent and keeps back, found anywhere in an optimizer's state; nothing if it has no codec.
+
+    The payload of a device, how many times more its values take in f32, the share of them that is not left out, and
+    the norm of all residuals.
+    """
+    sent = next((x for x in jax.tree.leaves(opt_state, is_leaf=_is_sent) if _is_sent(x)), None)
+    if sent is None:
+        return {}
+    payload_bytes, num_values, num_sent = map(jnp.asarray, sent)
+    found = {
+        "hop_two_payload_bytes": payload_bytes,
+        "hop_two_ratio": 4 * num_values / jnp.maximum(payload_bytes, 1),
+        "hop_two_fraction_sent": num_sent / jnp.maximum(num_values, 1),
+    }
+    kept = [x for path, x in jax.tree_util.tree_leaves_with_path(opt_state) if "residual" in str(path)]
+    return found | ({"residual_norm": optax.tree.norm(kept)} if kept else {})
+
+
+def _is_sent(x: Any) -> bool:
+    return isinstance(x, Sent)

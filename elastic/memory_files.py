@@ -1,0 +1,273 @@
+"""The files of the memory tier: what a node keeps of the state on its RAM disk, whole or not at all.
+
+    DIR/mics-jax-UID/RUN_ID/2-0-a.data     attempt 2, process 0, slot a (or b): boxes of arrays, one after the other
+    DIR/mics-jax-UID/RUN_ID/2-0-a.json     what they are; written last, removed before the data is written over
+
+A process writes to its two slots in turns, so that a kill in the middle of one leaves the other. The folders are the
+user's alone (0700): nobody else can read a snapshot or plant one. The hashes are there against damage.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from checkpointing.manifest import Leaf
+from elastic.boxes import Box
+
+_FORMAT = 1
+_SLOTS = ("a", "b")
+_NAME = re.compile(r"[0-9]+-[0-9]+-[ab]")
+_HASHING_THREADS = 4
+_COPY_BYTES = 64 << 20  # copied to a file at a time
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A box, and where its bytes are in the data file."""
+
+    box: Box
+    offset: int
+    size: int
+    crc32: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What a pair of files holds: boxes of the arrays of one step."""
+
+    name: str  # of the files
+    run_id: str
+    attempt: int
+    step: int
+    data: dict[str, Any]  # the position in the data
+    config: dict[str, Any]
+    tree: tuple[Leaf, ...]  # every array of the state, with the shape of the whole
+    pieces: tuple[Piece, ...]
+
+    @property
+    def dtypes(self) -> dict[str, np.dtype]:
+        return {leaf.path: np.dtype(jnp.dtype(leaf.dtype)) for leaf in self.tree}
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the same for `from_json`, a piece in one list."""
+        places = {leaf.path: i for i, leaf in enumerate(self.tree)}
+        pieces = [[places[p.box.path], p.box.start, p.box.shape, p.offset, p.size, p.crc32] for p in self.pieces]
+        return asdict(replace(self, pieces=())) | {"pieces": pieces}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Generation":
+        """Returns what `as_json` described. ValueError, KeyError or TypeError for anything else."""
+        tree = tuple(Leaf(path=x["path"], shape=tuple(x["shape"]), dtype=x["dtype"]) for x in content["tree"])
+        pieces = tuple(
+            Piece(
+                box=Box(path=tree[leaf].path, start=tuple(start), shape=tuple(shape)),
+                offset=offset,
+                size=size,
+                crc32=crc32,
+            )
+            for leaf, start, shape, offset, size, crc32 in content["pieces"]
+        )
+        return cls(**(content | {"tree": tree, "pieces": pieces}))
+
+
+class MemoryFolder:
+    """The folder of one run on this node."""
+
+    def __init__(self, memory_dir: str | Path, run_id: str) -> None:
+        """Makes it where it is missing. ValueError if it is, or could become, somebody else's."""
+        self.parent = Path(memory_dir).absolute() / f"mics-jax-{os.getuid()}"
+        self.run_id = run_id
+        if not self.parent.parent.is_dir():
+            raise ValueError(
+                f"elastic.memory_dir={memory_dir} is not a folder of this machine; name its RAM disk, or turn the "
+                "memory tier off by elastic.snapshot_every=0"
+            )
+        _check_parent(self.parent.parent)
+        for folder in (self.parent, self.path):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            _check_private(folder)
+
+    @property
+    def path(self) -> Path:
+        return self.parent / self.run_id
+
+    @property
+    def identity(self) -> str:
+        """Returns what only processes that see this same folder have in common; host names need not differ."""
+        found = self.path.stat()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{found.st_dev}/{found.st_ino}"
+
+    def generations(self) -> tuple[list[Generation], list[str]]:
+        """Returns what is whole by its description, and a line for each description that is damaged."""
+        found, damaged = [], []
+        for file in sorted(self.path.glob("*.json")):
+            try:
+                found.append(self._read(file))
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                damaged.append(f"{file.name} is damaged ({' '.join(str(error).split())})")
+        return found, damaged
+
+    def damaged(self, generation: Generation) -> list[Piece]:
+        """Returns the pieces whose bytes do not match their hash."""
+        try:
+            hashes = self.hashes(generation)
+        except OSError:  # a file that is shorter, or gone
+            return list(generation.pieces)
+        return [piece for piece, crc32 in zip(generation.pieces, hashes, strict=True) if piece.crc32 != crc32]
+
+    def hashes(self, generation: Generation) -> list[int]:
+        """Returns the hash of the bytes of each piece, as they are in the file."""
+        if not generation.pieces:
+            return []
+        content = np.memmap(self._data_file(generation.name), np.uint8, mode="r").data
+        with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+            return list(pool.map(lambda p: zlib.crc32(content[p.offset : p.offset + p.size]), generation.pieces))
+
+    def read(self, generation: Generation, piece: Piece) -> np.ndarray:
+        """Returns the array in a box; it shows the file, so copy it before the slot is written again."""
+        dtype = generation.dtypes[piece.box.path]
+        file = self._data_file(generation.name)
+        return (
+            np.memmap(file, np.uint8, mode="r", offset=piece.offset, shape=(piece.size,))
+            .view(dtype)
+            .reshape(piece.box.shape)
+        )
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Deletes generations."""
+        for name in names:
+            for ending in ("json", "data"):  # in this order: never a description of what is gone
+                (self.path / f"{name}.{ending}").unlink(missing_ok=True)
+
+    def names(self) -> set[str]:
+        """Returns the generations that have a file here, whole or not."""
+        return {file.stem for file in self.path.iterdir() if _NAME.fullmatch(file.stem)}
+
+    def remove_all(self) -> None:
+        """Deletes the run's folder."""
+        shutil.rmtree(self.path, ignore_errors=True)  # another process of this node may do the same
+
+    def commit(self, generation: Generation) -> Generation:
+        """Hashes the data of a generation and makes it whole; returns it with the hashes."""
+        pieces = zip(generation.pieces, self.hashes(generation), strict=True)
+        generation = replace(generation, pieces=tuple(replace(piece, crc32=crc32) for piece, crc32 in pieces))
+        partial = self.path / f"{generation.name}.partial"
+        partial.unlink(missing_ok=True)
+        with open(partial, "xb", opener=_private) as file:
+            file.write(_encode(generation))
+        partial.rename(self.path / f"{generation.name}.json")
+        return generation
+
+    def _read(self, file: Path) -> Generation:
+        digest, _, body = file.read_bytes().partition(b"\n")
+        if hashlib.sha256(body).hexdigest().encode() != digest:
+            raise ValueError("it does not match its own hash")
+        content = json.loads(body)
+        if content.pop("format") != _FORMAT:
+            raise ValueError("another version of the program wrote it")
+        generation = Generation.from_json(content)
+        if (generation.run_id, generation.name) != (self.run_id, file.stem):
+            raise ValueError(f"it is {generation.name} of run {generation.run_id}")
+        return generation
+
+    def _data_file(self, name: str) -> Path:
+        return self.path / f"{name}.data"
+
+
+class Slots:
+    """The two places of what one process keeps, on its own node or on its partner's."""
+
+    def __init__(self, folder: MemoryFolder, attempt: int, owner: int) -> None:
+        self._folder, self._names = folder, [f"{attempt}-{owner}-{slot}" for slot in _SLOTS]
+        self._next, self.one_is_whole = 0, False
+
+    def open(self) -> "SlotFile":
+        """Returns the file to write to: never that of the newest whole generation."""
+        return SlotFile(self._folder.path, self._names[self._next])
+
+    def committed(self) -> None:
+        """Notes that what was written to the open slot is whole."""
+        self._next, self.one_is_whole = 1 - self._next, True
+
+
+class SlotFile:
+    """A data file that is written over from its start; a context manager. What an error leaves takes no memory."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name, self._offset = name, 0
+        (folder / f"{name}.json").unlink(missing_ok=True)
+        # It is not made anew: memory that a file has already is written ten times faster.
+        self._file = open(folder / f"{name}.data", "r+b", buffering=0, opener=_private)  # noqa: SIM115
+
+    def __enter__(self) -> "SlotFile":
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        try:
+            self._file.truncate(0 if kind else self._offset)
+        finally:
+            self._file.close()
+
+    def append(self, box: Box, content: np.ndarray) -> Piece:
+        """Writes an array; OSError if there is no room."""
+        piece = Piece(box=box, offset=self._offset, size=content.nbytes)
+        self.write(as_bytes(content))
+        return piece
+
+    def write(self, content: memoryview) -> None:
+        """Writes bytes."""
+        while content:
+            written = self._file.write(content[:_COPY_BYTES])
+            assert written
+            self._offset += written
+            content = content[written:]
+
+
+def as_bytes(array: np.ndarray) -> memoryview:
+    """Returns the bytes of an array in C order."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _encode(generation: Generation) -> bytes:
+    body = json.dumps({"format": _FORMAT, **generation.as_json()}, sort_keys=True).encode()
+    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+
+
+def _check_parent(folder: Path) -> None:
+    """Raises ValueError if others may replace what we make in `folder`."""
+    found = folder.stat()
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+        raise ValueError(
+            f"elastic.memory_dir={folder} can be written by others, who could replace snapshots; chmod +t it, or name "
+            "another folder"
+        )
+
+
+def _check_private(folder: Path) -> None:
+    """Raises ValueError unless it is a folder, ours, that nobody else can look into."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _OTHERS:
+        raise ValueError(
+            f"{folder} is not a folder of this user alone (mode 0700), so snapshots in it could be read or planted; "
+            "remove it, or set elastic.memory_dir to another folder"
+        )

@@ -1,0 +1,69 @@
+"""The labelled images of any TFDS data set, by name."""
+
+import hashlib
+import io
+from typing import TYPE_CHECKING, Any
+
+from input_pipeline import tfds_records
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class TfdsImages:
+    """The images of a split of the TFDS data set `name`, prepared by TFDS first if it is not.
+
+    Its splits: those of `tfds_records.range_of`. Its image and label: the features `image` and `label`, or else the
+    only features that are an image and a class.
+    Raises ValueError for a data set that TFDS does not know or cannot prepare or read, or without one of these.
+    """
+
+    threads = 16  # reading and decoding let go of Python's lock
+
+    def __init__(self, name: str, data_dir: str, split: str) -> None:
+        import tensorflow_datasets as tfds
+
+        builder = tfds_records.prepared_builder(name, data_dir)
+        features = builder.info.features
+        self._image = _only_feature(name, features, "image", tfds.features.Image)
+        self._label = _only_feature(name, features, "label", tfds.features.ClassLabel)
+        self.num_classes: int = features[self._label].num_classes
+        self._name = name
+        self._split, self._start, self._stop = tfds_records.range_of(name, builder.info.splits, split)
+        decoders = {self._image: tfds.decode.SkipDecoding()}  # they are cut out before they are arrays
+        self._records = tfds_records.data_source(name, builder, self._split, decoders)
+        here = builder.info.splits[self._split]
+        rule = f"{builder.info.full_name} {self._image} {self._label} {split} {here.shard_lengths} {here.num_bytes}"
+        self.content = hashlib.sha256(rule.encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, number: int) -> "tuple[Image, int]":
+        from PIL import Image
+
+        try:
+            record = self._records[self._start + number]
+            image = Image.open(io.BytesIO(record[self._image]))
+            image.load()
+            return image, int(record[self._label])
+        except Exception as error:  # damaged files raise anything at all
+            raise ValueError(
+                f"tfds:{self._name}: record {self._start + number} of {self._split} cannot be read "
+                f"({tfds_records.first_line(error)})"
+            ) from error
+
+
+def _only_feature(name: str, features: Any, wanted: str, kind: type) -> str:
+    """Returns the feature `wanted` if it is of a kind, else the only one of that kind."""
+    found = [key for key, feature in features.items() if isinstance(feature, kind)]
+    if wanted in found:
+        return wanted
+    if len(found) == 1:
+        return found[0]
+    listing = ", ".join(f"{key} ({type(feature).__name__})" for key, feature in features.items())
+    problem = f"no {wanted}" if not found else f"{len(found)} features of that kind and none is called '{wanted}'"
+    raise ValueError(
+        f"data.source is 'tfds:{name}': data.objective='classify' needs an image and a class: it has {problem}; its "
+        f"features are {listing}"
+    )

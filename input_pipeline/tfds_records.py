@@ -1,0 +1,67 @@
+"""The records of any TFDS data set, by name: prepared if they are not, split, and read one by one."""
+
+from pathlib import Path
+from typing import Any
+
+from input_pipeline import cache
+from input_pipeline.config import nearest
+from input_pipeline.folder import VALIDATION_SHARE
+
+VALIDATION_SPLITS = ("validation", "valid", "test")
+
+
+def prepared_builder(name: str, data_dir: str) -> Any:
+    """Returns the builder of a data set that is prepared. ValueError if TFDS does not know it or cannot prepare it."""
+    import tensorflow_datasets as tfds
+
+    where = str(Path(data_dir).expanduser()) if data_dir else None
+    try:
+        builder = tfds.builder(name, data_dir=where)
+        if not builder.is_prepared():
+            with cache.lock(cache.cache_dir() / f".tfds-{name.replace('/', '-')}.lock"):
+                builder = tfds.builder(name, data_dir=where, file_format="array_record")
+                builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
+        return builder
+    except tfds.core.DatasetNotFoundError as error:
+        known = tfds.list_builders(with_community_datasets=False)
+        raise ValueError(
+            f"data.source is 'tfds:{name}': TFDS knows no such data set, and there is none in "
+            f"{where or 'its default data_dir'} (data.path).{nearest(name, known)}"
+        ) from error
+    except Exception as error:  # a builder is other people's code: it raises anything at all
+        raise ValueError(
+            f"data.source is 'tfds:{name}': TFDS cannot prepare it ({type(error).__name__}: {first_line(error)})"
+        ) from error
+
+
+def data_source(name: str, builder: Any, split: str, decoders: Any = None) -> Any:
+    """Returns the records of a TFDS split by number. ValueError if they cannot be read in any order."""
+    try:
+        return builder.as_data_source(split=split, decoders=decoders)
+    except Exception as error:
+        raise ValueError(
+            f"data.source is 'tfds:{name}': no random access to {builder.data_dir} ({first_line(error)}); "
+            "prepare it with file_format='array_record'"
+        ) from error
+
+
+def range_of(name: str, splits: Any, split: str) -> tuple[str, int, int]:
+    """Returns (TFDS split, first record, end) for our split.
+
+    `train` is train. Validation is the first of `validation`, `valid`, `test` that there is; if there is none, the last
+    5 % of the records of train (at least one), which then are not in train.
+    """
+    if "train" not in splits:
+        raise ValueError(f"data.source is 'tfds:{name}': it has no split 'train', only {', '.join(splits)}")
+    validation = next((other for other in VALIDATION_SPLITS if other in splits), None)
+    if validation:
+        chosen = "train" if split == "train" else validation
+        return chosen, 0, splits[chosen].num_examples
+    count = splits["train"].num_examples
+    cut = count - max(1, round(count * VALIDATION_SHARE))
+    return ("train", 0, cut) if split == "train" else ("train", cut, count)
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of what an error says."""
+    return (str(error).strip().splitlines() or ["no message"])[0]

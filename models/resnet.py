@@ -1,0 +1,273 @@
+"""A residual network that classifies images (He et al. 2015, arXiv 1512.03385), version 1, with group normalisation.
+
+- Version 1: each convolution is followed by its norm, the sum of a block by ReLU, and a bottleneck that halves the
+  image does so in its first 1x1 convolution, as in the paper's table 1 and gluoncv's `resnet50_v1` (v1.5, which is
+  often called ResNet-50 too, does it in the 3x3 and takes 6 % more FLOPs). Shortcuts that change shape are 1x1
+  convolutions (option B).
+- GroupNorm (Wu & He 2018, arXiv 1803.08494) where the paper has batch norm: the mean and variance of a batch would make
+  the loss of a step depend on how many rows a device and a micro-step have. The parameters are as many.
+- The last norm of each block starts with scale 0, so that a new block is its shortcut (Goyal et al. 2017, arXiv
+  1706.02677, 5.1; Wu & He, 4.1).
+
+Each block is a place of use of its own: gathered, and computed again in the backward pass, by itself. Their shapes
+differ, so they are no scan.
+
+Shapes: B batch, H height, W width, C channels, V classes (padded).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from models import settings
+from models.block import normal
+from models.model import Batch, Gather, Group, Model, Params, cross_entropy, mask_padding, rematerialise
+
+NORM_EPS = 1e-5
+EXPANSION = {"basic": 1, "bottleneck": 4}  # channels that a block hands on, by those inside it
+LAYOUT = ("NHWC", "OIHW", "NHWC")  # a kernel has its outputs first: they are what shards cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetConfig(settings.ModelConfig):
+    """The settings of a ResNet; the meaning of each is in `configs/base.py`."""
+
+    channels: int
+    num_classes: int
+    class_multiple: int
+    stem: str
+    block: str
+    stage_blocks: tuple[int, ...]
+    width: int
+    norm_groups: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "stage_blocks", tuple(self.stage_blocks))  # a list, if the config was JSON before
+        settings.require(len(self.stage_blocks) > 0, "stage_blocks", self.stage_blocks, "name at least one stage")
+        for count in self.stage_blocks:
+            settings.require_count("stage_blocks", count)
+        settings.require_one_of("stem", self.stem, ("conv7_pool", "conv3"))
+        settings.require_one_of("block", self.block, tuple(EXPANSION))
+        fix = f"groups must divide model.width = {self.width}"
+        settings.require(self.width % self.norm_groups == 0, "norm_groups", self.norm_groups, fix)
+
+    @property
+    def stem_conv(self) -> "ConvConfig":
+        """The convolution of the stem."""
+        kernel, stride = (7, 2) if self.stem == "conv7_pool" else (3, 1)
+        return ConvConfig(kernel=kernel, inputs=self.channels, outputs=self.width, stride=stride)
+
+    @property
+    def blocks(self) -> dict[str, "BlockConfig"]:
+        """The blocks in order, by name: each stage has twice the channels of the one before on half the side."""
+        found, inputs = {}, self.width
+        for stage, count in enumerate(self.stage_blocks):
+            for i in range(count):
+                stride = 2 if stage > 0 and i == 0 else 1
+                block = BlockConfig(kind=self.block, inputs=inputs, width=self.width * 2**stage, stride=stride)
+                found[f"stage{stage + 1}_block{i}"] = block
+                inputs = block.outputs
+        return found
+
+    @property
+    def padded_classes(self) -> int:
+        """Columns of the head: `num_classes` rounded up to a multiple of `class_multiple`."""
+        return -(-self.num_classes // self.class_multiple) * self.class_multiple
+
+    @property
+    def features(self) -> int:
+        """Channels that the last block hands to the head."""
+        return self.width * 2 ** (len(self.stage_blocks) - 1) * EXPANSION[self.block]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvConfig:
+    """A square convolution, padded so that only its stride changes the size of an image."""
+
+    kernel: int
+    inputs: int  # channels
+    outputs: int
+    stride: int = 1
+
+    def size_after(self, size: int) -> int:
+        """Returns the side of the image that it makes of one of side `size`."""
+        return -(-size // self.stride)
+
+    def products(self, size: int) -> int:
+        """Returns its multiplications on an image of side `size`."""
+        return self.kernel**2 * self.inputs * self.outputs * self.size_after(size) ** 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """A residual block."""
+
+    kind: str  # basic | bottleneck
+    inputs: int  # channels
+    width: int  # channels inside
+    stride: int
+
+    @property
+    def outputs(self) -> int:
+        """Channels that it hands on."""
+        return self.width * EXPANSION[self.kind]
+
+    @property
+    def branch(self) -> dict[str, ConvConfig]:
+        """The convolutions of the residual branch, in order."""
+        kernels = (3, 3) if self.kind == "basic" else (1, 3, 1)
+        widths = [self.inputs, *(self.width for _ in kernels[1:]), self.outputs]
+        return {
+            f"conv{i}": ConvConfig(
+                kernel=kernel, inputs=widths[i], outputs=widths[i + 1], stride=self.stride if i == 0 else 1
+            )
+            for i, kernel in enumerate(kernels)
+        }
+
+    @property
+    def shortcut(self) -> ConvConfig | None:
+        """The projection of the shortcut, where the shape changes."""
+        if self.stride == 1 and self.inputs == self.outputs:
+            return None
+        return ConvConfig(kernel=1, inputs=self.inputs, outputs=self.outputs, stride=self.stride)
+
+    def products(self, size: int) -> int:
+        """Returns its multiplications on an image of side `size`."""
+        total = self.shortcut.products(size) if self.shortcut else 0
+        for conv in self.branch.values():
+            total += conv.products(size)
+            size = conv.size_after(size)
+        return total
+
+
+class ConvNorm(nnx.Module):
+    """A convolution without bias, and its group norm (statistics in float32)."""
+
+    def __init__(self, config: ConvConfig, num_groups: int, key: Array, *, scale: float = 1.0) -> None:
+        c = config
+        self.config, self.num_groups = config, num_groups
+        shape, dims = (c.outputs, c.inputs, c.kernel, c.kernel), ("channels_out", "channels_in", "height", "width")
+        self.weight = normal(key, shape, dims, (2 / (c.inputs * c.kernel**2)) ** 0.5)  # He et al., arXiv 1502.01852
+        self.scale = nnx.Param(jnp.full(c.outputs, scale), dims=("norm",))
+        self.bias = nnx.Param(jnp.zeros(c.outputs), dims=("norm",))
+
+    def __call__(self, x_BHWC: Array) -> Array:
+        c = self.config
+        padding = ((c.kernel // 2, c.kernel // 2),) * 2
+        y_BHWC = lax.conv_general_dilated(
+            x_BHWC, self.weight[...], (c.stride, c.stride), padding, dimension_numbers=LAYOUT
+        )
+        y = y_BHWC.astype(jnp.float32).reshape(*y_BHWC.shape[:3], self.num_groups, -1)
+        y = y - jnp.mean(y, axis=(1, 2, 4), keepdims=True)
+        y = y * lax.rsqrt(jnp.mean(y * y, axis=(1, 2, 4), keepdims=True) + NORM_EPS)
+        return y.reshape(y_BHWC.shape).astype(x_BHWC.dtype) * self.scale[None, None, None] + self.bias[None, None, None]
+
+
+class Stem(nnx.Module):
+    """The first convolution; for large images 7x7 and max pooling, which leave a quarter of the side."""
+
+    def __init__(self, config: ResNetConfig, key: Array) -> None:
+        self.pools = config.stem == "conv7_pool"
+        self.conv = ConvNorm(config.stem_conv, config.norm_groups, key)
+
+    def __call__(self, x_BHWC: Array) -> Array:
+        x_BHWC = jax.nn.relu(self.conv(x_BHWC))
+        if not self.pools:
+            return x_BHWC
+        padding = ((0, 0), (1, 1), (1, 1), (0, 0))
+        return lax.reduce_window(x_BHWC, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)
+
+
+class Block(nnx.Module):
+    """`relu(shortcut(x) + branch(x))`."""
+
+    def __init__(self, config: BlockConfig, num_groups: int, key: Array) -> None:
+        self.config = config
+        last = list(config.branch)[-1]
+        keys = iter(jax.random.split(key, 4))
+        for name, conv in config.branch.items():
+            setattr(self, name, ConvNorm(conv, num_groups, next(keys), scale=0.0 if name == last else 1.0))
+        self.shortcut = ConvNorm(config.shortcut, num_groups, next(keys)) if config.shortcut else None
+
+    def __call__(self, x_BHWC: Array) -> Array:
+        first, *more = self.config.branch
+        y_BHWC = getattr(self, first)(x_BHWC)
+        for name in more:
+            y_BHWC = getattr(self, name)(jax.nn.relu(y_BHWC))
+        return jax.nn.relu(y_BHWC + (x_BHWC if self.shortcut is None else self.shortcut(x_BHWC)))
+
+
+class Head(nnx.Module):
+    """The mean over the image, and a matrix `[C, V]` with bias."""
+
+    def __init__(self, config: ResNetConfig, key: Array) -> None:
+        shape = (config.features, config.padded_classes)
+        self.weight = normal(key, shape, ("channels_in", "classes"), 0.01)  # as Goyal et al. 2017, 5.1
+        self.bias = nnx.Param(jnp.zeros(config.padded_classes), dims=("classes",))
+
+    def __call__(self, x_BHWC: Array) -> Array:
+        return jnp.mean(x_BHWC, axis=(1, 2)) @ self.weight[...] + self.bias[None]
+
+
+@dataclass(frozen=True)
+class ResNet(Model):
+    """A classifier of images."""
+
+    config: ResNetConfig
+
+    @cached_property
+    def groups(self) -> dict[str, Group[Any]]:
+        """The parameter groups by their top-level key, in the order in which they are used."""
+        c = self.config
+        blocks = {
+            name: Group(lambda key, block=block: Block(block, c.norm_groups, key)) for name, block in c.blocks.items()
+        }
+        return {"stem": Group(lambda key: Stem(c, key)), **blocks, "head": Group(lambda key: Head(c, key))}
+
+    def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
+        """Returns the sum over the images of weight times cross-entropy in nats, a float32 scalar.
+
+        `batch` holds `images` `[B, H, W, C]`, float32, `labels` `[B]`, ids, and `weights` `[B]`, float32.
+        """
+        return cross_entropy(self.logits(params, batch["images"], gather), batch["labels"], batch["weights"])
+
+    def evaluate(self, params: Params, batch: Batch, gather: Gather) -> dict[str, Array]:
+        """Returns the weighted sums `loss` and `correct`, the images whose label is the likeliest class."""
+        logits_BV = self.logits(params, batch["images"], gather)
+        right_B = jnp.argmax(logits_BV, axis=-1) == batch["labels"]
+        return {
+            "loss": cross_entropy(logits_BV, batch["labels"], batch["weights"]),
+            "correct": jnp.sum(batch["weights"] * right_B),
+        }
+
+    def logits(self, params: Params, images_BHWC: Array, gather: Gather) -> Array:
+        """Returns float32 logits `[B, V]`; padding classes have no chance."""
+        x = images_BHWC.astype(self.config.dtype)
+        for name, group in self.groups.items():
+
+            def run(values: Params, x: Array, name: str = name, group: Group[Any] = group) -> Array:
+                return group.module(gather(name, values), self.config.dtype)(x)
+
+            x = rematerialise(run, self.config.remat)(params[name], x)
+        return mask_padding(x, self.config.num_classes)
+
+    def flops_per_row(self, shape: tuple[int, ...]) -> float:
+        """Returns the floating-point operations of an image `[H, W, C]`, forward and backward.
+
+        6 a multiplication: with its addition 2 forward, and 4 backward. Norms and the like do not count, nor what
+        rematerialisation computes again.
+        """
+        c, size = self.config, shape[0]
+        total = c.stem_conv.products(size)
+        size = c.stem_conv.size_after(size)
+        size = -(-size // 2) if c.stem == "conv7_pool" else size
+        for block in c.blocks.values():
+            total += block.products(size)
+            size = -(-size // block.stride)
+        return 6 * (total + c.features * c.padded_classes)

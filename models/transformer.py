@@ -1,0 +1,59 @@
+"""What decoder and encoder share: a stack of layers that is scanned, a padded vocabulary, and the FLOPs of a token."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import jax
+from jax import Array
+
+from models.model import Batch, Gather, Model, Params, cross_entropy, rematerialise
+from models.settings import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Transformer(Model):
+    """A stack of layers between an embedding and a head."""
+
+    config: TransformerConfig
+
+    @property
+    @abstractmethod
+    def num_lookup_params(self) -> int:
+        """Parameters that are only looked up, never multiplied with."""
+
+    @abstractmethod
+    def logits(self, params: Params, tokens_BT: Array, gather: Gather) -> Array:
+        """Returns float32 logits `[B, T, V]` of the token to predict at each position."""
+
+    def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
+        """Returns the sum over the tokens of weight times cross-entropy in nats, a float32 scalar.
+
+        `batch` holds `tokens` `[B, T]` and `targets` `[B, T]`, ids, and `weights` `[B, T]`, float32.
+        """
+        return cross_entropy(self.logits(params, batch["tokens"], gather), batch["targets"], batch["weights"])
+
+    def flops_per_row(self, shape: tuple[int, ...]) -> float:
+        """Returns the floating-point operations of a sequence `[T]`, forward and backward."""
+        (seq_len,) = shape
+        return self.flops_per_token(seq_len) * seq_len
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Returns the floating-point operations a token, forward and backward, in sequences of `seq_len` tokens.
+
+        `6 N + 12 L D T` for N parameters that are multiplied with, L layers, D hidden, T tokens: 2 operations a
+        parameter forward, 4 backward; scores and their use cost `4 T D` a layer forward, not halved for causality
+        (Chowdhery et al. 2022, arXiv 2204.02311, B). What rematerialisation computes again does not count. For
+        `N = 12 L D^2 + V D` it is the MiCS paper's `96 T l L h^2 (1 + l/6h + V/16Lh)` without its recomputation.
+        """
+        c = self.config
+        return 6 * (self.num_params - self.num_lookup_params) + 12 * c.num_layers * c.hidden * seq_len
+
+    def run_layers(self, params: Params, x_BTD: Array, gather: Gather, *args: Array | None) -> Array:
+        """Returns `x` after all layers, each gathered where it is used; `args` go to every layer."""
+        layers = self.groups["layers"]
+
+        def body(x_BTD: Array, values: Params) -> tuple[Array, None]:
+            block = layers.module(gather("layers", values), self.config.dtype)
+            return block(x_BTD, *args), None
+
+        return jax.lax.scan(rematerialise(body, self.config.remat, in_scan=True), x_BTD, params["layers"])[0]

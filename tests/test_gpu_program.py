@@ -1,0 +1,115 @@
+"""The step as XLA compiles it for H100s, 4 nodes of 2: what crosses nodes is as narrow and as little as claimed."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from compiling import HIDDEN, LAYERS, MLP
+from running import ROOT
+
+from compression.by_config import CompressionConfig, make_codec
+from configs import base
+from sharding.hlo import Collective
+from sharding.mesh import INTER_AXES
+
+WHEELS = ROOT / ".venv" / "h100"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not WHEELS.exists(), reason="XLA for GPUs is not installed: make .venv/h100/installed"),
+]
+NODES, DEVICES, ACCUM = 4, 2, 2
+VECTORS = (2 * LAYERS + 1) * HIDDEN
+EMBEDDING = 256 * HIDDEN  # the head is the same
+IN_LAYERS = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * MLP + 2 * HIDDEN)
+SIZE = IN_LAYERS + EMBEDDING + HIDDEN
+COMPRESSION = CompressionConfig(**base.get_config().compression)
+ZERO3 = {"sharding.strategy": "zero3", "sharding.partition_size": 0}
+
+
+def compiled_for_h100(changes: dict[str, Any]) -> list[Collective]:
+    """Returns the collectives, but those of losses and norms; mics(2), unless that is changed."""
+    flags = "--xla_backend_optimization_level=0 --xla_gpu_autotune_level=0"
+    variables = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{WHEELS}:{ROOT}", "XLA_FLAGS": flags}
+    command = [sys.executable, str(ROOT / "tests" / "compiling.py"), json.dumps(changes)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = [Collective(**collective) for collective in json.loads(done.stdout)]
+    return [c for c in found if c.payload_bytes > 100]
+
+
+def crossing(collectives: list[Collective]) -> list[Collective]:
+    return [c for c in collectives if set(c.axes) & set(INTER_AXES)]
+
+
+def claimed(codec: str, rows: int, size: int) -> int:
+    """Returns the bytes of rows that have `size` values together, each of them filled up."""
+    made = make_codec(codec, COMPRESSION)
+    assert made is not None
+    row = size // rows
+    return rows * made.payload_bytes(row + -row % made.multiple)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "two_bit", "one_bit"])
+def test_hop_two_sends_the_payload(codec: str) -> None:
+    """An all-to-all and an all-gather of bytes: nothing was decoded before it was sent."""
+    found = crossing(compiled_for_h100({"compression.hop_two": codec}))
+    assert [(c.kind, c.label, c.dtype, c.times) for c in found] == [
+        ("all-to-all", "hop_two", "u8", 1),
+        ("all-gather", "hop_two", "u8", 1),
+    ]
+    assert [c.payload_bytes for c in found] == 2 * [claimed(codec, NODES, SIZE // DEVICES)]
+
+
+def test_dgc_sends_values_and_places() -> None:
+    """A thousandth of each matrix, 6 bytes a value and 4 for the block; vectors as they are."""
+    found = crossing(compiled_for_h100({"compression.hop_two": "dgc", "optimizer.name": "sgd"}))
+    matrices = [EMBEDDING, *(4 * [LAYERS * HIDDEN**2]), *(3 * [LAYERS * HIDDEN * MLP])]
+    sent = sum(6 * round(size / DEVICES / 1000) + 4 for size in matrices)
+    assert sum(c.payload_bytes for c in found if c.dtype == "u8") <= NODES * sent
+    assert {c.kind for c in found if c.dtype == "u8"} == {"all-gather"}
+    assert sum(c.payload_bytes for c in found if c.dtype != "u8") == 4 * VECTORS / DEVICES
+
+
+def test_power_sgd_sends_factors() -> None:
+    found = crossing(compiled_for_h100({"compression.hop_two": "power_sgd"}))
+    factors = 2 * (LAYERS * (4 * 2 * HIDDEN + 3 * (HIDDEN + MLP)) + 256 + HIDDEN)
+    assert {c.kind for c in found} == {"all-reduce"}
+    assert 0 <= sum(c.num_elements * c.times for c in found) - factors - VECTORS / DEVICES < 10
+
+
+@pytest.mark.parametrize("gather", ["layer", "node"])
+def test_zero_plus_plus_sends_the_payload(gather: str) -> None:
+    """Gathers in int8, hop one in int4, on both levels; layers are gathered twice a micro-step, or all once."""
+    codecs = {"gather_inter": "int8", "gather_intra": "int8", "hop_one_inter": "int4", "hop_one_intra": "int4"}
+    coded = {f"compression.{key}": codec for key, codec in codecs.items()}
+    found = compiled_for_h100(ZERO3 | {"sharding.gather": gather} | coded)
+    assert {(c.kind, c.label, c.dtype) for c in found} == {
+        ("all-gather", "gather", "u8"),
+        ("all-to-all", "hop_one", "u8"),
+    }
+    parts = [(1, SIZE)] if gather == "node" else [(2 * LAYERS, IN_LAYERS // LAYERS), (1, SIZE - IN_LAYERS)]
+    gathers = sum(times * claimed("int8", NODES, size // DEVICES) for times, size in parts)
+    scatters = sum(-(-times // 2) * claimed("int4", NODES, size // DEVICES) for times, size in parts)
+    for label, wanted in (("gather", gathers), ("hop_one", scatters)):
+        assert sum(c.payload_bytes * c.times for c in crossing(found) if c.label == label) == ACCUM * wanted
+
+
+# bytes that a device sends between nodes, by the formulas of docs/concepts.md; embedding and head are gathered once
+PLAIN = {
+    "mics(2)": ({}, 2 * 4 * SIZE / DEVICES),
+    "zero3": (ZERO3, ACCUM * 4 * (3 * IN_LAYERS + 2 * (SIZE - IN_LAYERS)) / DEVICES),
+    "zero3 in bf16": (
+        ZERO3 | {"model.compute_dtype": "bfloat16"},
+        ACCUM * 2 * (3 * IN_LAYERS + 2 * (SIZE - IN_LAYERS)) / DEVICES,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_without_codecs_the_formula_is_sent(name: str) -> None:
+    changes, payload_bytes = PLAIN[name]
+    found = crossing(compiled_for_h100(changes))
+    assert sum(c.inter_bytes * c.times for c in found) == payload_bytes * (NODES - 1) / NODES

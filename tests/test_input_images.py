@@ -1,0 +1,238 @@
+"""Labelled images: the digits, TFDS data sets made here, what is cut out of an image, and the batches of them."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from configs import base
+from input_pipeline import Batches, DataConfig, load
+from input_pipeline.images import centre_box, pixels, random_box
+
+DIGITS: dict[str, Any] = base.get_config().data.to_dict() | {"source": "digits", "objective": "classify"}
+
+
+def settings(**changes: Any) -> DataConfig:
+    return DataConfig(**DIGITS | changes)
+
+
+def one_line(message: str):
+    return pytest.raises(ValueError, match=message + r"[^\n]*\Z")
+
+
+# ---------------------------------------------------------------------------------------------------- the digits
+
+
+def test_the_two_splits_are_all_digits_once_with_their_labels() -> None:
+    found = load_digits()
+    labels = {}
+    for image, label in zip(found.images, found.target, strict=True):
+        labels.setdefault(image.astype(int).tobytes(), []).append(int(label))
+    seen = []
+    for split, count in (("train", 1437), ("validation", 360)):
+        dataset = load(settings(), split, seed=3)
+        assert len(dataset) == count
+        for i in range(count):
+            example = dataset[i]
+            assert example["images"].dtype == np.float32 and example["images"].shape == (8, 8, 1)
+            assert example["labels"].dtype == np.int32 and example["weights"] == 1
+            values = np.round((example["images"][..., 0] + 1) * 8)  # 0 to 16, as scikit-learn has them
+            np.testing.assert_allclose(values / 8 - 1, example["images"][..., 0], atol=0.51 / 127.5)
+            assert int(example["labels"]) in labels[values.astype(int).tobytes()]
+            seen.append(values.astype(int).tobytes())
+    assert sorted(seen) == sorted(image.astype(int).tobytes() for image in found.images)
+
+
+def test_the_split_is_the_same_for_every_seed_and_the_order_is_not() -> None:
+    def images(seed: int, split: Any, epoch: int = 0) -> list[bytes]:
+        dataset = load(settings(), split, seed)
+        return [dataset[epoch * len(dataset) + i]["images"].tobytes() for i in range(len(dataset))]
+
+    orders = [images(0, "validation"), images(1, "validation"), images(0, "validation", epoch=1)]
+    assert len({tuple(sorted(order)) for order in orders}) == 1 and len({tuple(order) for order in orders}) == 3
+
+
+def test_batches_of_images_and_their_padding() -> None:
+    dataset = load(settings(), "validation", 0)
+    with Batches(dataset, global_size=100, rows=[99, 3, 100], start_step=3, prefetch=0, end=360) as batches:
+        batch = next(batches)
+    assert {name: (x.shape, x.dtype.name) for name, x in batch.items()} == {
+        "images": ((3, 8, 8, 1), "float32"),
+        "labels": ((3,), "int32"),
+        "weights": ((3,), "float32"),
+    }
+    assert batch["weights"].tolist() == [0, 1, 0]  # example 399 is beyond the end, row 100 is none of the batch
+    np.testing.assert_array_equal(batch["images"][1], dataset[303]["images"])
+    assert batch["labels"][1] == dataset[303]["labels"] and not batch["images"][[0, 2]].any()
+
+
+def test_fingerprints_tell_what_is_seen() -> None:
+    prints = [load(settings(**changes), "train", 0).fingerprint for changes in ({}, {"image_size": 9}, {"channels": 3})]
+    prints.append(load(settings(augment="crop_flip"), "train", 0).fingerprint)
+    prints.append(load(settings(), "validation", 0).fingerprint)
+    assert len(set(prints)) == 5
+    assert load(settings(prefetch=1), "train", 7).fingerprint == prints[0]
+
+
+# -------------------------------------------------------------------------------------------- parts of an image
+
+
+def ramp(width: int, height: int) -> Image.Image:
+    """Red grows to the right, green downwards, by one a pixel; blue is 255 in the left half."""
+    x, y = np.meshgrid(np.arange(width), np.arange(height))
+    return Image.fromarray(np.stack([x, y, 255 * (x < width / 2)], axis=-1).astype(np.uint8))
+
+
+def test_pixels_are_those_of_the_box() -> None:
+    values = (pixels(ramp(200, 100), (20, 40, 100, 80), size=10, channels=3) + 1) * 127.5
+    np.testing.assert_allclose(values[..., 0], np.broadcast_to(20 + 8 * np.arange(10) + 3.5, (10, 10)), atol=1.0)
+    np.testing.assert_allclose(values[..., 1], np.broadcast_to(40 + 4 * np.arange(10) + 1.5, (10, 10)).T, atol=1.0)
+    grey = pixels(Image.new("RGB", (4, 4), (255, 255, 255)), (0, 0, 4, 4), size=4, channels=1)
+    assert grey.shape == (4, 4, 1) and np.all(grey == 1)
+
+
+def test_random_boxes_have_the_published_sizes_and_forms() -> None:
+    chances = np.random.default_rng(0).random((2000, 10, 4))
+    boxes = np.array([random_box(500, 400, chance) for chance in chances])
+    left, top, right, bottom = boxes.T
+    assert min(left.min(), top.min()) >= 0 and right.max() <= 500 and bottom.max() <= 400
+    shares, forms = (right - left) * (bottom - top) / (500 * 400), (right - left) / (bottom - top)
+    assert 0.08 <= shares.min() < 0.09 and 0.95 < shares.max() <= 1
+    assert 3 / 4 <= forms.min() < 0.76 and 1.31 < forms.max() <= 4 / 3 + 1e-9
+    assert abs(np.mean(left / (500 - right + left)) - 0.5) < 0.02  # anywhere, as likely as not
+    assert random_box(1000, 10, np.full((10, 4), 0.99)) == centre_box(1000, 10, 1.0) == (495, 0, 505, 10)
+
+
+def test_augmentation_depends_on_seed_and_example_alone_and_validation_has_none() -> None:
+    config = settings(augment="crop_flip")
+    train, again, other = (load(config, "train", seed) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(train[7]["images"], again[7]["images"])
+    labels_of = lambda dataset, examples: [int(dataset[i]["labels"]) for i in examples]
+    plain = load(settings(), "train", 0)
+    assert labels_of(train, range(50)) == labels_of(plain, range(50)) != labels_of(other, range(50))
+    # the second epoch shows the same images otherwise cut
+    number = train._images
+    first = {train[i]["images"].tobytes() for i in range(len(number))}
+    assert not first & {train[len(number) + i]["images"].tobytes() for i in range(100)}
+    validation, whole = load(config, "validation", 0), load(settings(), "validation", 0)
+    centre = validation._images[0][0].resize((8, 8), Image.Resampling.BILINEAR, (0.5, 0.5, 7.5, 7.5))
+    expected = np.asarray(centre, np.float32)[..., None] / 127.5 - 1
+    assert any(np.array_equal(validation[i]["images"], expected) for i in range(len(whole)))
+
+
+def test_half_of_the_examples_are_mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("input_pipeline.images.random_box", lambda width, height, chances: (0, 0, width, height))
+    augmented, plain = load(settings(augment="crop_flip"), "train", 0), load(settings(), "train", 0)
+    mirrored = [np.array_equal(augmented[i]["images"], plain[i]["images"][:, ::-1]) for i in range(400)]
+    same = [np.array_equal(augmented[i]["images"], plain[i]["images"]) for i in range(400)]
+    assert all(a or b for a, b in zip(mirrored, same, strict=True)) and 160 < sum(mirrored) < 240
+
+
+# ------------------------------------------------------------------------------------------------ TFDS data sets
+
+
+class InputPictures(tfds.core.GeneratorBasedBuilder):
+    """Pictures of one colour; splits and features are chosen by config."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    PICTURE, KIND = tfds.features.Image(shape=(None, None, 3), encoding_format="png"), tfds.features.ClassLabel
+    LAYOUTS = {
+        "split": ({"train": 6, "test": 2, "validation": 3}, {"image": PICTURE, "label": KIND(num_classes=4)}),
+        "plain": ({"train": 40}, {"photo": PICTURE, "kind": KIND(names=["a", "b"]), "note": tfds.features.Text()}),
+        "no_class": ({"train": 4}, {"image": PICTURE}),
+        "two": ({"train": 4}, {"left": PICTURE, "right": PICTURE, "label": KIND(num_classes=2)}),
+    }
+    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in LAYOUTS]
+
+    @property
+    def layout(self) -> Any:
+        return self.LAYOUTS[str(self.builder_config and self.builder_config.name)]
+
+    def _info(self):
+        features = tfds.features.FeaturesDict(self.layout[1])
+        return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+    def _split_generators(self, dl_manager):
+        return {split: self._generate_examples(count) for split, count in self.layout[0].items()}
+
+    def _generate_examples(self, count):  # pyright: ignore
+        for place in range(count):
+            file = io.BytesIO()
+            Image.new("RGB", (30, 20), (5 * place, 0, 255)).save(file, "png")
+            values = {"label": place % 2, "kind": place % 2, "note": ""}
+            yield place, {key: values.get(key, io.BytesIO(file.getvalue())) for key in self.layout[1]}
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
+    tfds.disable_progress_bar()
+    return str(tmp_path / "tfds")
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "reds", "classes"),
+    [
+        ("split", "train", range(0, 30, 5), 4),
+        ("split", "validation", range(0, 15, 5), 4),
+        ("plain", "train", range(0, 190, 5), 2),
+        ("plain", "validation", (190, 195), 2),
+    ],
+)
+def test_images_of_a_data_set(data_dir: str, name: str, split: Any, reds: Any, classes: int) -> None:
+    config = settings(source=f"tfds:input_pictures/{name}", path=data_dir, image_size=16, channels=3)
+    dataset = load(config, split, 0)
+    examples = [dataset[i] for i in range(len(dataset))]
+    colours = [np.round((x["images"][3, 4] + 1) * 127.5).astype(int).tolist() for x in examples]
+    assert sorted(colours) == [[red, 0, 255] for red in reds]
+    assert all(x["labels"] == colour[0] // 5 % 2 for x, colour in zip(examples, colours, strict=True))
+    assert dataset.num_classes == classes and {x["images"].shape for x in examples} == {(16, 16, 3)}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_class", r"needs an image and a class: it has no label; its features are image \(Image\)"),
+        ("two", "2 features of that kind and none is called 'image'; its features are .*left"),
+    ],
+)
+def test_bad_data_sets_get_one_clear_line(data_dir: str, name: str, message: str) -> None:
+    with one_line(message):
+        load(settings(source=f"tfds:input_pictures/{name}", path=data_dir), "train", 0)
+
+
+def test_damaged_records_are_an_error(data_dir: str) -> None:
+    config = settings(source="tfds:input_pictures/split", path=data_dir)
+    load(config, "train", 0)
+    file = next(Path(data_dir).rglob("*train*array_record*"))
+    content = bytearray(file.read_bytes())
+    place = content.index(b"IDAT")
+    content[place : place + 40] = bytes(40)
+    file.write_bytes(content)
+    dataset = load(config, "train", 0)
+    with one_line("tfds:input_pictures/split: record . of train cannot be read"):
+        [dataset[i] for i in range(6)]
+
+
+# ------------------------------------------------------------------------------------------------- bad settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective": "causal"}, "data.objective is 'causal', which data.source='digits' .*: set it to 'classify'"),
+        ({"source": "stdlib_text"}, "data.objective is 'classify', which data.source='stdlib_text' .* to 'causal' or"),
+        ({"augment": "crop"}, r"data.augment is 'crop': choose none, crop_flip. Did you mean 'crop_flip'\?"),
+        ({"image_size": 0}, "data.image_size is 0"),
+        ({"channels": 4}, r"data.channels is 4: 1 \(grey\) or 3"),
+        ({"path": "images"}, "data.path is 'images' but data.source='digits' reads no path"),
+    ],
+)
+def test_settings_that_cannot_work(changes: dict[str, Any], message: str) -> None:
+    with one_line(message):
+        settings(**changes)

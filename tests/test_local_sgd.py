@@ -1,0 +1,148 @@
+"""Replicas that meet every few steps, against replicas written out on one device; and hop two one boundary late."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import workload
+
+from compression.delayed import delayed
+from compression.exchange import exchange
+from compression.local_sgd import LocalSGDConfig, drift, local_sgd
+from optimizers import guarded
+from sharding import hlo
+from sharding.step import Sharded
+
+LEARNING_RATE = 0.3
+OUTER = {"diloco": dict(outer_learning_rate=0.7, outer_momentum=0.9), "mean": dict(outer_learning_rate=1.0, outer_momentum=0.0)}
+
+
+def inner() -> optax.GradientTransformation:
+    """Clipping and momentum: what a replica does by itself is not what all would do together."""
+    return optax.chain(optax.clip_by_global_norm(0.8), optax.sgd(LEARNING_RATE, 0.9))
+
+
+def config(inner_steps: int, outer: str) -> LocalSGDConfig:
+    return LocalSGDConfig(inner_steps=inner_steps, **OUTER[outer])
+
+
+def train(sharded: Sharded, settings: LocalSGDConfig, steps: int) -> tuple[np.ndarray, Any, Any]:
+    tx = local_sgd(exchange(sharded), inner(), settings, sharded.layout.num_replicas)
+    step, state, data = workload.compiled_step("decoder", sharded, hop_two=optax.identity(), tx=tx, drift=drift)
+    losses, state, _ = workload.run_steps(step, state, data, steps)
+    return losses, state, step
+
+
+def replicas_written_out(parts: list[np.ndarray], settings: LocalSGDConfig, steps: int) -> tuple[list[float], Any]:
+    """Returns the losses and the shared parameters; `parts` are the rows of each replica."""
+    data = {name: jnp.asarray(x) for name, x in workload.batch().items()}
+    total = data["weights"].sum()
+
+    @jax.jit
+    def value_and_grad(p: Any, rows: jax.Array) -> Any:
+        def loss(p: Any) -> jax.Array:
+            return workload.model("decoder").loss(p, {k: x[rows] for k, x in data.items()}, lambda name, t: t) / total
+
+        return jax.value_and_grad(loss)(p)
+
+    shared = workload.params("decoder")
+    velocity = jax.tree.map(np.zeros_like, shared)  # the outer one
+    moving, momenta = [shared] * len(parts), [velocity] * len(parts)
+    losses = []
+    for step in range(steps):
+        value = 0.0
+        for r, rows in enumerate(parts):
+            loss, grads = value_and_grad(moving[r], rows)
+            value += float(loss)
+            grads = jax.tree.map(lambda g: len(parts) * np.asarray(g), grads)
+            norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(grads)))
+            grads = jax.tree.map(lambda g, norm=norm: g * min(1, 0.8 / norm), grads)
+            momenta[r] = jax.tree.map(lambda m, g: 0.9 * m + g, momenta[r], grads)
+            moving[r] = jax.tree.map(lambda p, m: p - LEARNING_RATE * m, moving[r], momenta[r])
+        losses.append(value)
+        if (step + 1) % settings.inner_steps == 0:
+            mean = jax.tree.map(lambda *ps: sum(ps) / len(ps), *moving)
+            outer = jax.tree.map(lambda p, q: p - q, shared, mean)
+            mu = settings.outer_momentum
+            velocity = jax.tree.map(lambda v, g: mu * v + g, velocity, outer)
+            ahead = jax.tree.map(lambda v, g: mu * v + g, velocity, outer)  # Nesterov
+            shared = jax.tree.map(lambda p, g: p - settings.outer_learning_rate * g, shared, ahead)
+            moving = [shared] * len(parts)
+    return losses, shared
+
+
+def rows_of_replicas(sharded: Sharded, accumulation: int = 2) -> list[np.ndarray]:
+    """Returns which rows of the batch each replica trains on."""
+    rows = np.arange(workload.ROWS).reshape(accumulation, -1)
+    placed = jax.device_put(rows, jax.NamedSharding(sharded.mesh, sharded.batch_spec))
+    by_device = {shard.device: np.asarray(shard.data).reshape(-1) for shard in placed.addressable_shards}
+    numbers = jnp.arange(sharded.layout.num_replicas)
+    spec = jax.sharding.PartitionSpec(sharded.layout.replica_axes)
+    found: dict[int, list[np.ndarray]] = {}
+    for shard in jax.device_put(numbers, jax.NamedSharding(sharded.mesh, spec)).addressable_shards:
+        found.setdefault(int(shard.data[0]), []).append(by_device[shard.device])
+    return [np.concatenate(found[r]) for r in range(len(found))]
+
+
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("layout", [dict(strategy="mics", partition_size=2), dict(nodes=2, strategy="ddp")])
+def test_replicas_written_out(layout: dict[str, Any], outer: str) -> None:
+    sharded, settings = workload.sharded("decoder", **layout), config(3, outer)
+    losses, state, _ = train(sharded, settings, 7)
+    wanted, shared = replicas_written_out(rows_of_replicas(sharded), settings, 7)
+    np.testing.assert_allclose(losses, wanted, rtol=2e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), state.params, shared)
+
+
+def test_nothing_but_numbers_crosses_nodes_between_meetings() -> None:
+    """All of hop two stands in one branch, which is taken every few steps."""
+    sharded = workload.sharded("decoder", strategy="mics", partition_size=2)
+    _, state, step = train(sharded, config(2, "diloco"), 1)
+    found = hlo.read_collectives(step.as_text(), sharded.layout.shape)
+    crossing = [c for c in found if c.inter_bytes and c.label != "hop_two"]
+    tensors = len(jax.tree.leaves(state.params))
+    assert crossing and max(c.num_elements for c in crossing) <= tensors  # norms
+    kept = jax.tree.leaves(state.opt_state.inner.drift)
+    assert all(x.addressable_shards[0].data.shape[0] == 1 for x in kept)  # a replica's own
+
+
+def test_delayed_gradients_are_one_step_old() -> None:
+    """Momentum SGD on one device, written out, with the gradients of the step before."""
+    sharded = workload.sharded("decoder", strategy="mics", partition_size=2)
+    hop = delayed(exchange(sharded), sharded.layout.num_replicas)
+    step, state, data = workload.compiled_step("decoder", sharded, hop_two=hop, tx=optax.sgd(0.5, 0.9))
+    losses, _, _ = workload.run_steps(step, state, data, 5)
+    whole = {name: jnp.asarray(x) for name, x in workload.batch().items()}
+
+    def mean_loss(p: Any) -> jax.Array:
+        return workload.model("decoder").loss(p, whole, lambda name, t: t) / whole["weights"].sum()
+
+    value_and_grad = jax.jit(jax.value_and_grad(mean_loss))
+    params = workload.params("decoder")
+    velocity = waiting = jax.tree.map(jnp.zeros_like, params)
+    wanted = []
+    for _ in range(5):
+        loss, grads = value_and_grad(params)
+        velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, waiting)
+        params = jax.tree.map(lambda p, v: p - 0.5 * v, params, velocity)
+        wanted.append(float(loss))
+        waiting = grads
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+
+
+def test_what_waits_survives_a_gradient_that_is_not_finite() -> None:
+    sharded = workload.sharded("decoder", strategy="mics", partition_size=2)
+    params = workload.params("decoder")
+    tx = guarded(delayed(exchange(sharded), 4), optax.sgd(1.0))
+    good = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), params)
+    bad = jax.tree.map(lambda g: g.at[(2,) * g.ndim].set(jnp.inf) if min(g.shape) > 2 else g, good)
+    update = jax.jit(tx.update)
+    _, state = update(good, tx.init(params), params)
+    moves, state = update(bad, state, params)
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(moves)) and int(state.skipped) == 1
+    moves, state = update(good, state, params)
+    assert all((np.asarray(x) == -1).all() for x in jax.tree.leaves(moves)) and int(state.skipped) == 1

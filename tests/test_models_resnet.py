@@ -1,0 +1,239 @@
+"""The ResNet against a plain numpy one, published sizes, and the step's strategies."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import workload
+from jax.extend.core import jaxprs_in_params
+from test_strategies import STRATEGIES
+
+import models
+from configs import base, resnet50
+from models.model import Params
+from sharding.hlo import read_collectives
+
+
+def whole(name: str, tree: Params) -> Params:
+    return tree
+
+
+def build(**changes: Any) -> models.ResNet:
+    model = models.build(base.resnet().to_dict() | changes)
+    assert isinstance(model, models.ResNet)
+    return model
+
+
+def random_params(model: models.Model) -> Params:
+    """Parameters of which none is zero or one."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda spec: rng.normal(0.1, 0.4, spec.shape).astype(np.float32), model.param_specs())
+
+
+# ------------------------------------------------------------------------------------------------ against numpy
+
+
+def conv(x: np.ndarray, w: np.ndarray, stride: int) -> np.ndarray:
+    """`x` is one image `[H, W, C]`, `w` is `[O, C, k, k]`: a sum over the places of the kernel."""
+    k, (height, width) = w.shape[2], x.shape[:2]
+    x = np.pad(x, ((k // 2, k // 2), (k // 2, k // 2), (0, 0)))
+    shifted = [(x[i : i + height, j : j + width], w[:, :, i, j].T) for i in range(k) for j in range(k)]
+    return sum(part @ taps for part, taps in shifted)[::stride, ::stride]
+
+
+def conv_norm(x: np.ndarray, p: Params, groups: int, stride: int = 1) -> np.ndarray:
+    y = np.stack(np.split(conv(x, p["weight"].astype(float), stride), groups, axis=2))
+    y = (y - y.mean((1, 2, 3), keepdims=True)) / np.sqrt(y.var((1, 2, 3), keepdims=True) + 1e-5)
+    return np.concatenate(y, axis=2) * p["scale"] + p["bias"]
+
+
+def relu(x: np.ndarray) -> np.ndarray:
+    return np.maximum(x, 0)
+
+
+def pool(x: np.ndarray) -> np.ndarray:
+    x = np.pad(x, ((1, 1), (1, 1), (0, 0)), constant_values=-np.inf)
+    size = (x.shape[0] - 1) // 2
+    return np.stack([[x[2 * i : 2 * i + 3, 2 * j : 2 * j + 3].max((0, 1)) for j in range(size)] for i in range(size)])
+
+
+def reference(params: Params, x: np.ndarray, c: models.ResNetConfig) -> np.ndarray:
+    """Returns the logits of one image."""
+    large = c.stem == "conv7_pool"
+    x = relu(conv_norm(x.astype(float), params["stem"]["conv"], c.norm_groups, 2 if large else 1))
+    x = pool(x) if large else x
+    for stage, count in enumerate(c.stage_blocks):
+        for i in range(count):
+            p, stride = params[f"stage{stage + 1}_block{i}"], 2 if stage and not i else 1
+            y = relu(conv_norm(x, p["conv0"], c.norm_groups, stride))
+            if c.block == "bottleneck":
+                y = relu(conv_norm(y, p["conv1"], c.norm_groups))
+            y = conv_norm(y, p["conv2" if c.block == "bottleneck" else "conv1"], c.norm_groups)
+            x = relu(y + (conv_norm(x, p["shortcut"], c.norm_groups, stride) if "shortcut" in p else x))
+    return (x.mean((0, 1)) @ params["head"]["weight"] + params["head"]["bias"])[: c.num_classes]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(stage_blocks=(1, 1), width=4, norm_groups=2, remat="none"),
+        dict(block="bottleneck", stage_blocks=(1, 1), width=4, norm_groups=2, channels=3),
+        dict(stem="conv7_pool", stage_blocks=(1,), width=4, norm_groups=4, remat="dots"),
+    ],
+    ids=["basic", "bottleneck", "large stem"],
+)
+def test_logits_loss_and_hits_equal_numpy(changes: dict[str, Any]) -> None:
+    model = build(**changes)
+    c, params, rng = model.config, random_params(model), np.random.default_rng(1)
+    images = rng.normal(size=(5, 15, 15, c.channels)).astype(np.float32)  # an odd side: padding must be alike
+    expected = np.stack([reference(params, image, c) for image in images])
+    batch: Any = {"images": images, "labels": np.arange(5, dtype=np.int32), "weights": rng.random(5, dtype=np.float32)}
+    batch["labels"][:2] = expected[:2].argmax(-1)
+
+    logits = jax.jit(lambda p: model.logits(p, images, whole))(params)
+    np.testing.assert_allclose(logits[:, :10], expected, rtol=2e-4, atol=2e-4)
+    assert logits.shape == (5, 16) and np.all(logits[:, 10:] < -1e20)
+
+    sums = jax.jit(lambda p: model.evaluate(p, batch, whole))(params)
+    losses = np.log(np.exp(expected).sum(-1)) - expected[np.arange(5), batch["labels"]]
+    np.testing.assert_allclose(sums["loss"], np.sum(batch["weights"] * losses), rtol=1e-4)
+    hits = expected.argmax(-1) == batch["labels"]
+    assert 2 <= hits.sum() < 5
+    np.testing.assert_allclose(sums["correct"], np.sum(batch["weights"] * hits), rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(lambda p: model.loss(p, batch, whole))(params), sums["loss"], rtol=1e-6)
+
+
+def test_the_loss_of_an_image_does_not_depend_on_its_batch() -> None:
+    model = workload.model("resnet")
+    params, batch = random_params(model), workload.batch(6, "resnet")
+    loss = jax.jit(lambda batch: model.loss(params, batch, whole))
+    alone = [loss({name: x[i : i + 1] for name, x in batch.items()}) for i in range(6)]
+    np.testing.assert_allclose(loss(batch), sum(alone), rtol=1e-5)
+
+
+def test_a_new_block_is_its_shortcut() -> None:
+    """Goyal et al. 2017, 5.1: the branches add nothing yet, and learn from the second step on."""
+    model = build(stage_blocks=(2,), width=8)
+    params = jax.jit(model.init)(jax.random.key(0))
+    logits = jax.jit(lambda p: model.logits(p, images, whole))
+    images = workload.batch(3, "resnet")["images"]
+    without = {name: jax.tree.map(np.zeros_like, p) if "block" in name else p for name, p in params.items()}
+    np.testing.assert_array_equal(logits(params), logits(without))
+    assert {float(p["conv1"]["scale"].max()) for name, p in params.items() if "block" in name} == {0.0}
+    weights = [x for p in params.values() for x in jax.tree.leaves(p) if x.ndim == 4]
+    for w in weights:  # He et al. 2015: variance 2 / fan-in
+        np.testing.assert_allclose(np.var(w) * w[0].size, 2.0, rtol=0.5)
+
+
+# --------------------------------------------------------------------------------------------- published sizes
+
+
+def products(model: models.ResNet, size: int) -> int:
+    """Multiplications of the convolutions and of the head, from the traced program instead of from the config."""
+    shape = jax.ShapeDtypeStruct((1, size, size, model.config.channels), "float32")
+    params = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    jaxpr = jax.make_jaxpr(lambda p, x: model.logits(p, x, whole))(params, shape)
+
+    def equations(jaxpr: Any) -> Any:
+        for equation in jaxpr.eqns:
+            yield equation
+            for inner in jaxprs_in_params(equation.params):
+                yield from equations(inner)
+
+    total = 0
+    for equation in equations(jaxpr.jaxpr):
+        if equation.primitive.name in ("conv_general_dilated", "dot_general"):
+            right, out = equation.invars[1].aval.shape, equation.outvars[0].aval.shape
+            total += math.prod(out) * (math.prod(right[1:]) if len(right) == 4 else right[0])
+    return total
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameters", "billions"),
+    [  # gluoncv's and torchvision's parameters (group norm has as many as batch norm); He et al. 2015, table 1
+        (dict(block="basic", stage_blocks=(2, 2, 2, 2)), 11_689_512, 1.8),
+        (dict(block="basic", stage_blocks=(3, 4, 6, 3)), 21_797_672, 3.6),
+        (dict(block="bottleneck", stage_blocks=(3, 4, 6, 3)), 25_557_032, 3.8),
+        (dict(block="bottleneck", stage_blocks=(3, 4, 23, 3)), 44_549_160, 7.6),
+    ],
+    ids=["18", "34", "50", "101"],
+)
+def test_parameters_and_flops_of_the_published_networks(
+    changes: dict[str, Any], parameters: int, billions: float
+) -> None:
+    section = resnet50.get_config().model.to_dict() | changes | dict(class_multiple=1)
+    model = models.build(section)
+    assert isinstance(model, models.ResNet)
+    assert model.num_params == parameters
+    forward = model.flops_per_row((224, 224, 3)) / 3  # backward takes twice as much
+    assert forward == 2 * products(model, 224)
+    assert math.isclose(forward / 2e9, billions, rel_tol=0.04)
+
+
+def test_flops_of_small_images() -> None:
+    model = build()
+    assert model.flops_per_row((8, 8, 1)) == 6 * products(model, 8)
+
+
+# -------------------------------------------------------------------------------------------------- strategies
+
+
+def test_zero3_gathers_block_by_block_and_loses_nothing() -> None:
+    """XLA:CPU merges the gathers of forward and backward pass (on GPUs both are there): one a micro-step, not two."""
+    sh = workload.sharded("resnet", strategy="zero3", hierarchical=False)
+    step, state, data = workload.compiled_step("resnet", sh, accumulation=2)
+    got: Counter = Counter()
+    for c in read_collectives(step.as_text(), sh.layout.shape):
+        if c.label in ("gather", "hop_one"):
+            got[c.label, c.num_elements] += c.times
+    expected: Counter = Counter()
+    specs = workload.model("resnet").param_specs()
+    assert list(specs) == ["stem", "stage1_block0", "stage2_block0", "head"]
+    for tree in specs.values():
+        elements = sum(math.prod(s.shape) for s in jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "dims")))
+        expected += Counter({("gather", elements): 2, ("hop_one", elements): 2})
+    assert got == expected
+    losses = workload.run_steps(step, state, data, workload.NUM_STEPS)[0]
+    np.testing.assert_allclose(losses, workload.single_device_losses("resnet"), rtol=1e-5)
+    assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [
+        ("mics4", {"rows": 13, "gather": "node"}),
+        pytest.param("zero2", {"two_hop": False}, marks=pytest.mark.slow),
+        pytest.param("node-node-all", {"gather": "step"}, marks=pytest.mark.slow),
+        pytest.param("hsdp", {"partitioner": "auto"}, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_equal_a_single_device(strategy: str, how: dict[str, Any]) -> None:
+    rows = how.get("rows", workload.ROWS)
+    sh = workload.sharded("resnet", **STRATEGIES[strategy], **{key: how[key] for key in how if key != "rows"})
+    got = workload.losses("resnet", sh, rows=rows)
+    np.testing.assert_allclose(got, workload.single_device_losses("resnet", rows), rtol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"block": "basics"}, ["model.block", "'basics'", "basic, bottleneck"]),
+        ({"stem": "conv5"}, ["model.stem", "'conv5'", "conv7_pool, conv3"]),
+        ({"stage_blocks": ()}, ["model.stage_blocks", "at least one stage"]),
+        ({"stage_blocks": (1, 0)}, ["model.stage_blocks", "0", "above zero"]),
+        ({"norm_groups": 5}, ["model.norm_groups", "5", "model.width = 16"]),
+        ({"compute_dtype": "float16"}, ["model.compute_dtype", "bfloat16"]),
+        ({"hidden": 3}, ["model.hidden is not a key"]),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_value_and_what_would_work(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        build(**changes)
+    message = str(error.value)
+    assert all(word in message for word in words) and "\n" not in message, message

@@ -1,0 +1,268 @@
+"""The engine's generations, with supervisors that are told what happens to them: no Ray, no processes."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from cluster import ray_train
+from cluster.ray_plan import Limits, Patience
+from cluster.ray_supervisor import News
+from cluster.ray_train import Engine
+
+Story = Callable[["Members"], Iterator[object]]
+
+
+@dataclass(eq=False)
+class Member:
+    """A node whose program does what the story says."""
+
+    host: str
+    cluster: "Members"
+    answers: bool = True
+    is_leaving: bool = False
+    ignores: bool = False  # signals
+    generation: int = 0
+    code: int | None = 0
+    arguments: Sequence[str] = ()
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def node(self) -> str:
+        return self.host
+
+    @property
+    def address(self) -> str:
+        return f"ip-{self.host}"
+
+    @property
+    def news(self) -> News:
+        return News(
+            generation=self.generation,
+            code=self.code,
+            lines=self.lines,
+            is_leaving=self.is_leaving,
+            is_warm=True,
+            free_port=4000,
+        )
+
+    def start(self, generation: int, arguments: Sequence[str]) -> None:
+        self.generation, self.code, self.arguments = generation, None, arguments
+
+    def send(self, number: int) -> None:
+        self.cluster.sent.append((self.host, number))
+        if self.ignores:
+            return
+        if number == signal.SIGTERM:  # all agree on a step
+            self.cluster.end_all(75)
+        elif self.code is None:
+            self.code = -number
+
+    def warm_up(self) -> None:
+        self.cluster.warmed += 1
+
+
+class Members:
+    """Stands for `ray_members.Members`; the story goes on by one `yield` a turn."""
+
+    def __init__(self, hosts: str, story: Story, workdir: Path) -> None:
+        self.by_node: dict[str, Member] = {}
+        self.spare_hosts: list[str] = []
+        self.draining: set[str] = set()
+        self.sent: list[tuple[str, int]] = []
+        self.dropped: list[str] = []
+        self.warmed = self.size = 0
+        self.metrics = workdir / "metrics.jsonl"
+        for host in hosts:
+            self.join(host)
+        self._story = story(self)
+
+    def join(self, host: str) -> None:
+        self.by_node[host] = Member(host, self)
+
+    def end_all(self, code: int) -> None:
+        for member in self.by_node.values():
+            if member.code is None and not member.ignores:
+                member.code = code
+
+    def step(self, step: int) -> None:
+        with self.metrics.open("a") as file:
+            file.write(f'{{"step": {step}}}\n')
+
+    def turn(self) -> list[Member]:
+        assert next(self._story, "over") != "over", "the engine goes on after the end of the story"
+        return list(self.by_node.values())
+
+    def is_going(self, member: Member) -> bool:
+        return member.node in self.draining or member.is_leaving
+
+    def give_back(self) -> None:
+        for member in [m for m in self.by_node.values() if self.is_going(m)]:
+            self.drop(member.node, "")
+
+    def drop(self, node: str, why: str) -> None:
+        self.dropped.append(node)
+        del self.by_node[node]
+
+    def world(self) -> str:
+        """Returns the hosts whose program runs, in the order of their processes, if those are all."""
+        there = [m for m in self.by_node.values() if m.code is None]
+        count = f"--num_processes={len(there)}"
+        if any(m.arguments[1] != count for m in there):
+            return "some have ended"
+        return "".join(m.host for m in sorted(there, key=lambda m: m.arguments[2]))
+
+
+def play(
+    hosts: str, story: Story, workdir: Path, *, least: int = 1, most: int = 4, group: int = 1, max_failures: int = 5
+) -> tuple[int, Members]:
+    """Runs an engine through a story; returns its exit code."""
+    members = Members(hosts, story, workdir)
+    limits = Limits(min_nodes=least, max_nodes=most, nodes_per_group=group)
+    engine = Engine(members, limits, Patience(max_failures=max_failures), workdir)  # pyright: ignore[reportArgumentType]
+    return engine.run(), members
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("STOP_S", "LAST_S", "FAILED_S", "KILL_S", "STARTING_S"):
+        monkeypatch.setattr(ray_train, name, 0.05)
+
+
+def until(condition: Callable[[], object]) -> Iterator[None]:
+    """Lets turns pass until something is so."""
+    deadline_s = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+        yield
+
+
+def test_a_node_joins_and_another_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def story(cluster: Members) -> Iterator[object]:
+        yield from until(lambda: cluster.world() == "ab")
+        assert cluster.by_node["b"].arguments[0] == "--coordinator=ip-a:4000"
+        cluster.join("c")
+        yield from (None for _ in range(10))
+        assert not cluster.sent  # a start is not stopped
+        cluster.step(1)
+        yield from until(lambda: cluster.world() == "abc")
+        assert cluster.sent == [("a", signal.SIGTERM)] and cluster.warmed == 3
+        cluster.draining.add("b")
+        yield from until(lambda: cluster.world() == "ac")
+        assert cluster.dropped == ["b"]
+        cluster.by_node["a"].is_leaving = True
+        yield from until(lambda: cluster.world() == "c")
+        cluster.end_all(0)
+        yield
+
+    assert play("ab", story, tmp_path)[0] == 0
+    said = capsys.readouterr().err
+    assert "generation 2: 3 nodes: a, b, c; spares: none" in said and "c joined" in said
+    assert "generation 1: step 1 is done" in said
+
+
+def test_a_lost_node_ends_the_generation_and_a_spare_helps(tmp_path: Path) -> None:
+    def story(cluster: Members) -> Iterator[object]:
+        yield from until(lambda: cluster.world() == "abcd")
+        cluster.by_node["a"].ignores = cluster.by_node["d"].ignores = True  # they hang in a collective
+        cluster.drop("b", "")
+        yield from until(lambda: ("a", signal.SIGKILL) in cluster.sent)
+        cluster.by_node["a"].code, cluster.by_node["a"].ignores = (
+            -9,
+            False,
+        )  # d does not even answer: its supervisor ends
+        yield from until(lambda: cluster.dropped == ["b", "d"])
+        yield from until(lambda: cluster.world() == "ac")
+        cluster.step(1)
+        cluster.join("f")
+        yield from until(lambda: cluster.world() == "acef")
+        cluster.end_all(0)
+        yield
+
+    code, cluster = play("abcde", story, tmp_path, least=2, group=2)
+    assert code == 0
+    assert ("b", signal.SIGKILL) not in cluster.sent
+
+
+def test_a_cut_node_is_left_out(tmp_path: Path) -> None:
+    """Ray says that it is alive, but its supervisor is silent: the others go on, and it joins when it answers."""
+
+    def story(cluster: Members) -> Iterator[object]:
+        yield from until(lambda: cluster.world() == "abc")
+        cut = cluster.by_node["b"]
+        cut.answers, cut.ignores = False, True
+        cluster.end_all(75)
+        yield from until(lambda: cluster.world() == "ac")
+        cluster.step(1)
+        cluster.join("b")
+        yield from until(lambda: cluster.world() == "acb")
+        cluster.end_all(0)
+        yield
+
+    assert play("abc", story, tmp_path)[0] == 0
+
+
+def test_a_world_that_is_too_small_says_what_it_waits_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def story(cluster: Members) -> Iterator[object]:
+        yield from (None for _ in range(5))
+        assert cluster.world() == ""
+        cluster.join("b")
+        yield from until(lambda: cluster.world() == "ab")
+        cluster.end_all(0)
+        yield
+
+    assert play("a", story, tmp_path, least=2, group=2)[0] == 0
+    assert capsys.readouterr().err.count("waiting for 1 more nodes; there: a") == 1
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_an_error_of_the_program_ends_all(code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def story(cluster: Members) -> Iterator[object]:
+        yield from until(lambda: cluster.world() == "ab")
+        cluster.by_node["b"].lines = ["error: no such key"]
+        cluster.by_node["b"].code = code
+        yield
+        cluster.by_node["b"].lines = []
+        cluster.end_all(75)
+        yield
+
+    assert play("ab", story, tmp_path)[0] == code
+    captured = capsys.readouterr()
+    assert "[b] error: no such key" in captured.out and "on b with exit code" in captured.err
+
+
+def test_failures_without_progress_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def story(cluster: Members) -> Iterator[object]:
+        for step in (1, 2, 2, 2):
+            yield from until(lambda: cluster.world() == "ab")
+            cluster.step(step)
+            yield from (None for _ in range(3))
+            cluster.by_node["a"].code = -signal.SIGSEGV
+            cluster.by_node["a"].lines = ["it crashed"]
+            yield
+            cluster.by_node["a"].lines = []
+            cluster.end_all(75)
+            yield
+
+    assert play("ab", story, tmp_path, max_failures=1)[0] == 1
+    assert "2 failures in a row without a new step; it said: it crashed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_sigterm_stops_it_in_good_order(hangs: bool, tmp_path: Path) -> None:
+    def story(cluster: Members) -> Iterator[object]:
+        yield from until(lambda: cluster.world() == "ab")
+        cluster.by_node["b"].ignores = hangs
+        signal.raise_signal(signal.SIGTERM)
+        yield from until(lambda: cluster.sent)
+        yield from until(lambda: not hangs or cluster.dropped == ["b"])
+        while True:
+            yield
+
+    code, cluster = play("ab", story, tmp_path)
+    assert code == 75 and cluster.sent[0] == ("a", signal.SIGTERM)
+    assert (("b", signal.SIGKILL) in cluster.sent) == hangs

@@ -1,0 +1,94 @@
+"""Which nodes make up a world, what the end of a generation means, and how often it may fail: no Ray."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.ray import main
+from cluster.ray_plan import Limits, Patience, choose, judge, read_progress
+
+
+def limits(least: int, most: int, group: int = 1) -> Limits:
+    return Limits(min_nodes=least, max_nodes=most, nodes_per_group=group)
+
+
+@pytest.mark.parametrize(
+    ("there", "previous", "group", "nodes", "spares"),
+    [
+        ("abc", "", 1, "abc", ""),
+        ("abcde", "", 1, "abcd", "e"),  # at most 4
+        ("abc", "", 2, "ab", "c"),  # whole groups only
+        ("bacd", "abcd", 2, "abcd", ""),  # the order stays
+        ("acd", "abcd", 2, "cd", "a"),  # the whole group goes on, the node that lost its partner waits
+        ("acde", "abcd", 2, "cdae", ""),  # and the newcomer joins it
+        ("ad", "abcd", 2, "ad", ""),  # two halves make a whole
+        ("cd", "abcd", 2, "cd", ""),
+        ("xyabd", "abcd", 2, "abdx", "y"),
+    ],
+)
+def test_the_largest_world_of_whole_groups(there: str, previous: str, group: int, nodes: str, spares: str) -> None:
+    world = choose(list(there), list(previous), limits(group, 4, group))
+    assert ("".join(world.nodes), "".join(world.spares), world.missing) == (nodes, spares, 0)
+
+
+def test_a_world_that_is_too_small_waits() -> None:
+    world = choose(["a"], ["a", "b", "c", "d"], limits(4, 4, 2))
+    assert (world.nodes, world.spares, world.missing) == ((), ("a",), 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--min_nodes=1 --max_nodes=4 --nodes_per_group=2", "--min_nodes=1 must be a multiple of --nodes_per_group=2"),
+        ("--min_nodes=4 --max_nodes=2", "--min_nodes=4 is more than --max_nodes=2"),
+        ("--min_nodes=0 --max_nodes=2", "--min_nodes=0 must be"),
+        ("--min_nodes=1 --max_nodes=2 --nodes_per_group=0", "--nodes_per_group=0 must be 1 or more"),
+        ("--min_nodes=1 --max_nodes=2 --max_failures=-1", "must be 0 or more"),
+        ("--max_nodes=2", "--min_nodes"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ray", *arguments.split(), "--", "python3", "train.py"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["", "-- python3", "-- python3 -m train", "-- python3 none.py", "-- none train.py"])
+def test_a_program_must_be_there(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ray", "--min_nodes=1", "--max_nodes=2", *command.split()]) == 2
+    assert "program" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([0, 0], 0),
+        ([75, 75], 75),
+        ([75, -9], 75),
+        ([None, 0], 75),  # a node was lost at the end: the next generation finds the run finished, or finishes it
+        ([-6, -9], 75),  # jax aborted
+        ([75, 2], 2),
+        ([1, 75], 1),
+        ([134, 75], 75),  # a shell's word for an abort
+    ],
+)
+def test_what_the_end_means(codes: list[int | None], code: int) -> None:
+    assert judge({str(i): c for i, c in enumerate(codes)}).code == code
+
+
+def test_the_node_of_an_error_is_named() -> None:
+    assert judge({"a": 75, "b": 1, "c": None}).node == "b"
+
+
+def test_patience_counts_failures_without_a_new_step() -> None:
+    patience = Patience(max_failures=2)
+    assert [patience.is_over(step) for step in (5, 5, 4, 6, 6, 6)] == [False] * 6
+    assert patience.is_over(6)
+
+
+def test_progress_is_the_last_whole_line(tmp_path: Path) -> None:
+    assert read_progress(None).step == read_progress(tmp_path).step == 0
+    text = "".join(json.dumps({"step": step}) + "\n" for step in (1, 2)) + '{"step": 3'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert (read_progress(tmp_path).step, read_progress(tmp_path).size_bytes) == (2, len(text))

@@ -1,0 +1,144 @@
+"""The supervisor of a node, called as Ray would, and the process that waits for its arguments."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.ray_supervisor import STANDBY, News, Supervisor
+
+WAIT_S = 60
+# Says that it is imported, then does what its arguments say; SIGTERM makes it stop in good order.
+PROGRAM = """
+import os, signal, sys, time
+print("imported as", __name__)
+def main(argv):
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+    print("started with", *argv[1:])
+    if "--wait" in argv:
+        time.sleep(1000)
+    return int(argv[1])
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+@pytest.fixture
+def supervisor(program: Path) -> Iterator[Supervisor]:
+    before = signal.getsignal(signal.SIGTERM)
+    supervisor = Supervisor([sys.executable, str(program), "3"], str(program.parent), {"SEEN": "yes"})
+    yield supervisor
+    signal.signal(signal.SIGTERM, before)
+    for process in (supervisor._running, supervisor._spare):
+        if process and process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def collect(supervisor: Supervisor, text: str = "", *, ended: bool = False) -> tuple[News, list[str]]:
+    """Waits for a line with a text, or for the end of the program; returns the last news and all lines."""
+    lines: list[str] = []
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        news = supervisor.news(0.2)
+        lines += news.lines
+        if (news.code is not None) if ended else any(text in line for line in lines):
+            return news, lines
+    raise AssertionError(f"no {text or 'end'} in {lines}")
+
+
+def test_a_program_is_imported_before_it_is_started(supervisor: Supervisor) -> None:
+    # the spare's output is read from its start on
+    supervisor.start(1, ["--process_id=0"])
+    news, lines = collect(supervisor, ended=True)
+    assert lines == ["imported as standby", "imported as __main__", "started with 3 --process_id=0"]
+    assert (news.generation, news.code, news.is_warm) == (1, 3, False)
+    supervisor.warm_up()
+    assert supervisor.news(0.0).is_warm
+
+
+def test_a_signal_ends_it_and_the_next_generation_starts(supervisor: Supervisor) -> None:
+    supervisor.start(1, ["--wait"])
+    collect(supervisor, "started")
+    supervisor.send(signal.SIGTERM)
+    assert collect(supervisor, ended=True)[0].code == 75
+    supervisor.start(2, ["--wait"])  # no spare: the imports cost their time
+    news, _ = collect(supervisor, "started")
+    assert (news.generation, news.code) == (2, None)
+    supervisor.send(signal.SIGKILL)
+    assert collect(supervisor, ended=True)[0].code == -signal.SIGKILL
+
+
+def test_a_killed_spare_is_replaced(supervisor: Supervisor) -> None:
+    assert supervisor._spare
+    supervisor._spare.kill()
+    supervisor._spare.wait(WAIT_S)
+    supervisor._spare.communicate()
+    supervisor.start(1, [])
+    assert collect(supervisor, ended=True)[0].code == 3
+
+
+def test_news_of_an_end_come_at_once(supervisor: Supervisor) -> None:
+    supervisor.start(1, ["--wait"])
+    collect(supervisor, "started")
+    supervisor.news(0.0)
+    supervisor.send(signal.SIGKILL)
+    assert supervisor.news(WAIT_S).code == -signal.SIGKILL
+
+
+def test_sigterm_says_that_the_node_goes(supervisor: Supervisor) -> None:
+    assert not supervisor.news(0.0).is_leaving
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert supervisor.news(0.0).is_leaving
+
+
+def test_words_of_other_launchers_are_not_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PROCESS_ID", "3")
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "7")
+    path = tmp_path / "program.py"
+    path.write_text("import os\nprint(sorted(k for k in os.environ if k.startswith('JAX_')))\n")
+    before = signal.getsignal(signal.SIGTERM)
+    supervisor = Supervisor([sys.executable, str(path)], str(tmp_path), {"JAX_PLATFORMS": "cpu"})
+    signal.signal(signal.SIGTERM, before)
+    supervisor.start(1, [])
+    _, lines = collect(supervisor, ended=True)
+    assert lines[0] == "['JAX_PLATFORMS']"
+
+
+def test_a_missing_python_is_a_mistake(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    supervisor = Supervisor([str(tmp_path / "python"), "train.py"], str(tmp_path), {})
+    signal.signal(signal.SIGTERM, before)
+    supervisor.start(1, [])
+    news, lines = collect(supervisor, ended=True)
+    assert news.code == 2 and "No such file" in lines[0]
+
+
+def standby(program: Path) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-u", str(STANDBY), str(program)], stdin=pipe, stdout=pipe, text=True)
+
+
+def test_nothing_stays_when_the_supervisor_is_gone(program: Path) -> None:
+    """A waiting one ends; a running one stops in good order."""
+    waiting = standby(program)
+    assert waiting.communicate(timeout=WAIT_S)[0] == "imported as standby\n" and waiting.returncode == 0
+    running = standby(program)
+    assert running.stdin and running.stdout
+    print(json.dumps(["0", "--wait"]), file=running.stdin, flush=True)
+    assert any("started" in line for line in iter(running.stdout.readline, ""))
+    running.communicate(timeout=WAIT_S)  # closes its stdin
+    assert running.returncode == 75

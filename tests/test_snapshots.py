@@ -1,0 +1,333 @@
+"""Snapshots in memory, in one process: what comes back, what is not used, and what another user may not do."""
+
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from checkpointing import CheckpointConfig, Checkpointer, Restored, manifest
+from elastic.snapshots import AUTOMATIC, Pace, Snapshots
+
+SHAPES = {"w": (16, 6), "t": (3, 8), "b": (5,), "h": (8, 3), "empty": (8, 0), "step": ()}
+SPECS = {"w": ("a", "b"), "t": (None, "a"), "h": ("a",), "empty": ("a",)}
+
+
+def values_of(step: int) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(step)
+    values = {name: generator.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+    return values | {"h": values["h"].astype(jnp.bfloat16), "step": np.array(step, np.int32)}
+
+
+def shardings(a: int, b: int) -> dict[str, NamedSharding]:
+    mesh = Mesh(np.array(jax.devices()[: a * b]).reshape(a, b), ("a", "b"))
+    return {name: NamedSharding(mesh, PartitionSpec(*SPECS.get(name, ()))) for name in SHAPES}
+
+
+def state_of(step: int, a: int = 4, b: int = 2) -> dict[str, jax.Array]:
+    return jax.device_put(values_of(step), shardings(a, b))
+
+
+def abstract(a: int = 4, b: int = 2) -> Any:
+    state = state_of(0)
+    where = shardings(a, b)
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name]) for name, x in state.items()}
+
+
+class Run:
+    """A run in one directory, whose attempts follow each other."""
+
+    def __init__(self, tmp_path: Path, name: str = "run") -> None:
+        self.workdir, self.memory = tmp_path / name, tmp_path
+        self.said: list[str] = []
+
+    def attempt(self) -> Snapshots:
+        return Snapshots(self.workdir, str(self.memory), 1, report=self.said.append)
+
+    def restore(self, wanted: Any = None) -> Restored | None:
+        with self.checkpoints() as checkpointer, self.attempt() as snapshots:
+            return snapshots.restore(wanted or abstract(), checkpointer)
+
+    def checkpoints(self) -> Checkpointer:
+        config = CheckpointConfig(every=1, keep_last=9)
+        return Checkpointer(self.workdir / "checkpoints", config, report=self.said.append)
+
+    def keep(self, *steps: int, make: Callable[[int], Any] = state_of) -> None:
+        """An attempt that starts where the memory is, keeps some steps and is killed."""
+        with self.checkpoints() as checkpointer, self.attempt() as snapshots:
+            restored = snapshots.restore(jax.tree.map(lambda x: as_shape(x), make(steps[0])), checkpointer)
+            snapshots.begin(restored.step if restored else 0)
+            for step in steps:
+                keep(snapshots, step, make(step))
+
+    def save(self, *steps: int) -> None:
+        with self.checkpoints() as checkpointer:
+            for step in steps:
+                checkpointer.save(step, state_of(step), data={"step": step}, config={})
+
+    def files(self, ending: str) -> list[Path]:
+        """The files of this run with an ending, that of the newest snapshot last."""
+        found = self.memory.glob(f"mics-jax-*/{self.run_id}/*.{ending}")
+        return sorted(found, key=lambda file: file.stat().st_mtime_ns)
+
+    @property
+    def run_id(self) -> str:
+        return json.loads((self.workdir / "attempts.json").read_text())["run_id"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def as_shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def keep(snapshots: Snapshots, step: int, state: Any) -> None:
+    snapshots.save(step, state, data={"step": step}, config={"elastic": {}, "seed": 1})
+
+
+def check(restored: Restored | None, step: int, source: str = "memory (1 of 1 node had it)") -> None:
+    assert restored is not None and restored.step == step and restored.source == source
+    assert restored.data == {"step": step}
+    for name, value in values_of(step).items():
+        got = np.asarray(restored.state[name])
+        assert (got.dtype, got.shape, got.tobytes()) == (value.dtype, value.shape, value.tobytes()), name
+
+
+@pytest.mark.parametrize(("a", "b"), [(4, 2), (2, 2), (8, 1), (1, 1)])
+def test_any_mesh_bit_by_bit(run: Run, a: int, b: int) -> None:
+    run.keep(1, 2, 3)
+    wanted = abstract(a, b)
+    restored = run.restore(wanted)
+    check(restored, 3)
+    assert restored and all(restored.state[name].sharding == x.sharding for name, x in wanted.items())
+    assert run.said == []
+
+
+def test_the_state_may_be_donated_at_once(run: Run) -> None:
+    """And is donated in place: a snapshot holds no device memory."""
+    change = jax.jit(lambda x: jax.tree.map(lambda y: y + 1, x), donate_argnums=0)
+    big = jax.device_put(np.ones((8, 1 << 15), np.float32), shardings(8, 1)["h"])
+    with run.attempt() as snapshots:
+        snapshots.begin(0)
+        for step in (1, 2, 3):
+            before = [shard.data.unsafe_buffer_pointer() for shard in big.addressable_shards]
+            keep(snapshots, step, {"x": big})
+            big = jax.block_until_ready(change(big))
+            assert before == [shard.data.unsafe_buffer_pointer() for shard in big.addressable_shards]
+    restored = run.restore({"x": as_shape(big)})
+    assert restored and restored.step == 3 and (np.asarray(restored.state["x"]) == 3).all()
+
+
+def test_each_shard_is_written_once_and_two_steps_stay(run: Run) -> None:
+    run.keep(1, 2, 3, 4)
+    num_bytes = sum(value.nbytes for value in values_of(0).values())
+    assert [file.stat().st_size for file in run.files("data")] == [num_bytes] * 2
+    assert sorted(json.loads(file.read_bytes().split(b"\n")[1])["step"] for file in run.files("json")) == [3, 4]
+
+
+@pytest.mark.parametrize("ending", ["data", "json"])
+@pytest.mark.parametrize("how", ["flip", "cut", "delete"])
+def test_damage_leaves_the_step_before(run: Run, ending: str, how: str) -> None:
+    run.keep(1, 2)
+    file = run.files(ending)[-1]
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    match how:
+        case "flip":
+            file.write_bytes(content)
+        case "cut":
+            file.write_bytes(content[:-1])
+        case "delete":
+            file.unlink()
+    check(run.restore(), 1)
+    silent = (ending, how) == ("json", "delete")  # a snapshot that was in the making
+    assert len(run.said) == (not silent) and all(file.stem in line and "not used" in line for line in run.said)
+
+
+def test_nothing_there(run: Run) -> None:
+    assert run.restore() is None and run.said == []
+
+
+def test_snapshots_of_other_runs(run: Run, tmp_path: Path) -> None:
+    run.keep(1, 2)
+    other = Run(tmp_path, "other")
+    assert other.restore() is None
+    copy = Run(tmp_path, "copy")
+    shutil.copytree(run.workdir, copy.workdir)
+    assert copy.restore() is None
+    assert len(copy.said) == 1 and "is a copy of another run's directory" in copy.said[0]
+    planted = run.files("json")[-1]
+    copy.keep(1)
+    shutil.copy(planted, copy.files("json")[-1])
+    assert copy.restore() is None and f"of run {run.run_id}" in copy.said[-1]
+    check(run.restore(), 2)
+
+
+def test_another_model(run: Run) -> None:
+    run.keep(1)
+    wanted = abstract() | {"b": jax.ShapeDtypeStruct((6,), np.float32, sharding=shardings(4, 2)["b"])}
+    assert run.restore(wanted) is None
+    assert len(run.said) == 1 and "another model: b is float32[5]" in run.said[0]
+
+
+def test_the_newer_of_memory_and_checkpoints(run: Run) -> None:
+    run.save(1, 2)
+    run.keep(3)
+    check(run.restore(), 3)
+    run.save(3)
+    check(run.restore(), 3)
+    run.save(4)
+    check(run.restore(), 4, source="its checkpoint")
+    (run.workdir / "checkpoints" / "4" / "data" / "metadata").write_text("{}")
+    check(run.restore(), 3)
+    assert len(run.said) == 1 and "step 3 is used instead" in run.said[0]
+    assert manifest.step_numbers(run.workdir / "checkpoints") == [1, 2, 3]
+
+
+def test_a_later_attempt_that_began_earlier_counts(run: Run, tmp_path: Path) -> None:
+    """A node that was away comes back with steps of a history that the run has left."""
+    run.keep(4, 5)
+    away = tmp_path / "away"
+    shutil.copytree(run.files("json")[0].parent, away)
+    run.files("json")[-1].unlink()
+    run.keep(5)  # from step 4
+    shutil.copytree(away, run.files("json")[0].parent, dirs_exist_ok=True)
+    assert len(run.files("json")) == 3
+    check(run.restore(), 5)
+    newest = max(run.files("json"), key=lambda file: file.name)
+    newest.unlink()
+    check(run.restore(), 4)
+    run.keep(5)
+    assert {file.name.split("-")[0] for file in run.files("json")} == {"0", "2"}  # the step restored from stays
+    run.keep(6, 7)
+    assert {file.name.split("-")[0] for file in run.files("json")} == {"3"}
+
+
+@contextmanager
+def files_no_larger_than(num_bytes: int) -> Iterator[None]:
+    """Makes every write beyond `num_bytes` of a file fail in this process, as on a disk without room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("room", [0, 300, 900])  # for nothing, a part of the data, the data but not its description
+def test_no_room(run: Run, room: int) -> None:
+    with run.attempt() as snapshots:
+        snapshots.begin(0)
+        keep(snapshots, 1, state_of(1))
+        snapshots.wait()
+        with files_no_larger_than(room):
+            for step in (2, 3):
+                keep(snapshots, step, state_of(step))
+                snapshots.wait()
+        assert len(run.said) == 1 and "warning: the snapshot of step 2" in run.said[0], run.said
+        assert "File too large" in run.said[0] and "elastic.memory_dir" in run.said[0]
+        check(run.restore(), 1)
+        keep(snapshots, 4, state_of(4))
+    check(run.restore(), 4)
+    assert len(run.said) == 1
+
+
+def test_nobody_else_can_look_in(run: Run) -> None:
+    before = os.umask(0)
+    try:
+        run.keep(1)
+    finally:
+        os.umask(before)
+    folder = run.files("data")[0].parent
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700] * 2
+    assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600] * 2
+
+
+@pytest.mark.parametrize("how", ["readable", "link", "no folder", "somebody else's", "replaceable"])
+def test_folders_of_others_are_refused(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    run.keep(1)
+    folder = run.files("data")[0].parent
+    expected = "is not a folder of this user alone"
+    match how:
+        case "readable":
+            folder.chmod(0o750)
+        case "link":
+            moved = folder.parent.rename(tmp_path / "elsewhere")
+            folder.parent.symlink_to(moved)
+        case "no folder":
+            shutil.rmtree(folder)
+            folder.write_text("")
+        case "somebody else's":
+            name, me = folder.parent.name, os.getuid() + 1
+            folder.parent.rename(tmp_path / name.replace(str(os.getuid()), str(me)))
+            monkeypatch.setattr(os, "getuid", lambda: me)
+        case "replaceable":
+            tmp_path.chmod(0o777)
+            expected = "can be written by others"
+    with pytest.raises(ValueError, match=expected):
+        run.attempt()
+    if how == "replaceable":
+        tmp_path.chmod(0o1777)
+        check(run.restore(), 1)
+
+
+def test_no_such_memory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"elastic.memory_dir=.*/no is not a folder .* elastic.snapshot_every=0"):
+        Snapshots(tmp_path / "run", str(tmp_path / "no"), 1)
+
+
+@pytest.mark.parametrize(("name", "replicas"), [("residual", 2), ("residual", 3), ("local", 2)])
+def test_other_numbers_of_replicas(run: Run, name: str, replicas: int) -> None:
+    value = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
+    state = {"opt": {name: jax.device_put(value, shardings(4, 2)["w"])}}
+    run.keep(1, make=lambda step: state)
+    mesh = Mesh(np.array(jax.devices()[:replicas]), "a")
+    wanted = jax.ShapeDtypeStruct((replicas, 8), np.float32, sharding=NamedSharding(mesh, PartitionSpec("a")))
+    restored = run.restore({"opt": {name: wanted}})
+    assert restored
+    got = np.asarray(restored.state["opt"][name])
+    merge = np.sum if name == "residual" else np.mean
+    assert got.shape == (replicas, 8) and (got == got[0]).all()
+    np.testing.assert_allclose(merge(got, axis=0), merge(value, axis=0), rtol=1e-5, atol=1e-6)
+
+
+def test_a_finished_run_leaves_nothing(run: Run) -> None:
+    with run.attempt() as snapshots:
+        snapshots.begin(0)
+        keep(snapshots, 1, state_of(1))
+        folder = run.memory / f"mics-jax-{os.getuid()}"
+        assert len(list(folder.iterdir())) == 1
+        snapshots.end(finished=True)
+    assert list(folder.iterdir()) == []
+
+
+def test_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 1 s and snapshots of 0.05 s: every third costs less than 2 %, every second more."""
+    now_s = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now_s)
+    assert [Pace(3).due(step) for step in range(7)] == [True, False, False] * 2 + [True]
+    assert not any(Pace(0).due(step) for step in range(9))
+    pace = Pace(AUTOMATIC)
+    for step in (11, 12, 13, 14):
+        assert pace.due(step)
+        now_s += 1.0
+        pace.pauses(step)
+        pace.agree()
+        cost_s = 9.0 if step < 13 else 0.05  # the first ones take longer
+        now_s += cost_s
+        pace.goes_on()
+        pace.cost(cost_s)
+    assert [step for step in range(15, 24) if pace.due(step)] == [15, 18, 21]

@@ -1,0 +1,115 @@
+"""A program is killed while it keeps a snapshot: the one before is whole.
+
+Run as a program (`python tests/test_snapshots_crash.py DIR MOMENT`) this file is the victim.
+"""
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from checkpointing import CheckpointConfig, Checkpointer
+from elastic import memory_files
+from elastic.snapshots import Snapshots
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZE = 1 << 22  # numbers: it takes about as long to write as to hash
+KILLED_AT = 4
+
+
+def state_of(step: int) -> dict[str, jax.Array]:
+    mesh = Mesh(np.array(jax.devices()), "a")
+    return {"w": jax.device_put(np.full(SIZE, step, np.float32), NamedSharding(mesh, PartitionSpec("a")))}
+
+
+def snapshots_of(directory: Path) -> Snapshots:
+    def damaged(line: str) -> None:
+        raise AssertionError(line)
+
+    return Snapshots(directory / "run", str(directory), 1, report=damaged)
+
+
+def restored_step(snapshots: Snapshots, directory: Path) -> int:
+    """Restores, and returns the step after checking that all of the state is of that step."""
+    wanted = {"w": jax.ShapeDtypeStruct((SIZE,), jnp.float32, sharding=state_of(0)["w"].sharding)}
+    with Checkpointer(directory / "run" / "checkpoints", CheckpointConfig(every=0, keep_last=1)) as checkpointer:
+        restored = snapshots.restore(wanted, checkpointer)
+    if restored is None:
+        return 0
+    assert (np.asarray(restored.state["w"]) == restored.step).all()
+    return restored.step
+
+
+def start(directory: Path, moment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, str(directory), moment]
+    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": ""}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.parametrize("moment", ["data", "description"])
+def test_killed_in_the_middle(tmp_path: Path, moment: str) -> None:
+    with start(tmp_path, moment) as victim:
+        assert victim.stdout
+        assert f"in the middle of {KILLED_AT}\n" in iter(victim.stdout.readline, "")
+        victim.kill()
+    with snapshots_of(tmp_path) as snapshots:
+        assert restored_step(snapshots, tmp_path) == KILLED_AT - 1
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    """What was committed is never lost."""
+    chance = random.Random(0)
+    for _ in range(8):
+        with start(tmp_path, "any") as victim:
+            assert victim.stdout
+            lines = [victim.stdout.readline() for _ in range(3)]
+            time.sleep(chance.uniform(0, 0.03))
+            victim.kill()
+            committed = int([*lines, *victim.stdout.readlines()][-1])
+        with snapshots_of(tmp_path) as snapshots:
+            assert committed <= restored_step(snapshots, tmp_path) <= committed + 2
+
+
+def keep_without_pause(directory: Path, moment: str) -> None:
+    with snapshots_of(directory) as snapshots:
+        first = restored_step(snapshots, directory) + 1
+        snapshots.begin(first - 1)
+        for step in range(first, first + 10_000):
+            if step == KILLED_AT and moment != "any":
+                snapshots.wait()
+                wait_in_the_middle_of(moment)
+            snapshots.save(step, state_of(step), data={"step": step}, config={})
+            print(step - 1, flush=True)  # is committed
+
+
+def wait_in_the_middle_of(moment: str) -> None:
+    """Makes this process wait for its end half way through the data, or when the description is not in its place."""
+
+    def wait() -> None:
+        print(f"in the middle of {KILLED_AT}", flush=True)
+        time.sleep(600)
+
+    if moment == "data":
+        write = memory_files.SlotFile.write
+
+        def write_half(self: Any, content: memoryview) -> None:
+            write(self, content[: len(content) // 2])
+            wait()
+
+        memory_files.SlotFile.write = write_half
+    else:
+        memory_files.Path.rename = lambda *_: wait()
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    keep_without_pause(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,277 @@
+"""Two processes with a memory each, as on two nodes: copies of a partner, boxes that are fetched, one voice.
+
+Run as a program (`python tests/test_snapshots_processes.py PORT RANK DIR`) this file is one of the two.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from running import free_port
+from test_snapshots import files_no_larger_than
+
+from checkpointing import CheckpointConfig, Checkpointer, Restored
+from checkpointing.agreement import wait_for_all
+from elastic import recovery, snapshots
+from elastic.snapshots import Snapshots
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPES = {"w": (16, 4), "b": (5,), "residual": (2, 8), "t": (3, 8)}
+SPECS = {"w": ("node", "device"), "residual": ("node",), "t": (None, "device")}  # t is whole on each node
+BYTES_ALONE = 16 * 4 * 4 + 2 * 8 * 4
+BYTES = BYTES_ALONE + 5 * 4 + 3 * 8 * 4
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    port = str(free_port())
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    variables = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    variables["XLA_FLAGS"] = "--xla_cpu_collective_timeout_seconds=60 --xla_backend_optimization_level=0"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, port, str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=variables,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+
+
+def values_of(step: int, replicas: int = 2) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(step)
+    values = {name: generator.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+    if replicas != 2:
+        values["residual"] = np.tile(values["residual"].sum(0) / replicas, (replicas, 1))
+    return values
+
+
+def shardings(across: str) -> dict[str, NamedSharding]:
+    """Two nodes of two devices; `across` them, or with the devices in another order."""
+    devices = np.array(jax.devices()).reshape(2, 2)
+    mesh = Mesh(devices if across == "nodes" else devices.T, ("node", "device"))
+    return {name: NamedSharding(mesh, PartitionSpec(*SPECS.get(name, ()))) for name in SHAPES}
+
+
+def place(values: dict[str, np.ndarray], across: str = "nodes") -> dict[str, jax.Array]:
+    where = shardings(across)
+    return {
+        name: jax.make_array_from_callback(value.shape, where[name], lambda index, value=value: value[index])
+        for name, value in values.items()
+    }
+
+
+class Node:
+    """One of the two: what it does, the other one does too."""
+
+    def __init__(self, rank: int, directory: Path) -> None:
+        self.rank, self.directory, self.said = rank, directory, list[str]()
+        self.run = self.node = 0
+
+    def new_run(self) -> None:
+        self.run += 1
+
+    def lost(self, rank: int) -> None:
+        """The node of a process is replaced by one whose memory is empty."""
+        self.node += rank == self.rank
+
+    @property
+    def memory(self) -> Path:
+        path = self.directory / f"run{self.run}-rank{self.rank}-node{self.node}"
+        path.mkdir(exist_ok=True)
+        return path
+
+    def bytes_kept(self) -> list[int]:
+        return sorted(file.stat().st_size for file in self.memory.rglob("*.data"))
+
+    def attempt(self, memory: Path | None = None) -> Snapshots:
+        workdir = self.directory / f"run{self.run}"
+        return Snapshots(workdir, str(memory or self.memory), 1, report=self.said.append)
+
+    def checkpoints(self) -> Checkpointer:
+        folder = self.directory / f"run{self.run}" / "checkpoints"
+        return Checkpointer(folder, CheckpointConfig(every=1, keep_last=9), report=self.said.append)
+
+    def keep(self, *steps: int, memory: Path | None = None) -> None:
+        with self.checkpoints() as checkpointer, self.attempt(memory) as memory_tier:
+            restored = memory_tier.restore(abstract(place(values_of(0))), checkpointer)
+            memory_tier.begin(restored.step if restored else 0)
+            for step in steps:
+                memory_tier.save(step, place(values_of(step)), data={"step": step}, config={"seed": 1})
+            memory_tier.wait()
+
+    def restore(self, across: str = "nodes", replicas: int = 2) -> Restored | None:
+        with self.checkpoints() as checkpointer, self.attempt() as memory_tier:
+            restored = memory_tier.restore(abstract(place(values_of(0, replicas), across)), checkpointer)
+            wait_for_all("restored")  # or the other may ask a service that is closed: in a run it is open to the end
+        return restored
+
+    def take_said(self) -> list[str]:
+        said, self.said = self.said, []
+        return said
+
+
+def abstract(state: dict[str, jax.Array]) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def check(restored: Restored | None, step: int, source: str, replicas: int = 2) -> None:
+    assert restored is not None and (restored.step, restored.source) == (step, source)
+    assert restored.data == {"step": step}
+    for name, value in values_of(step, replicas).items():
+        for shard in restored.state[name].addressable_shards:
+            same = np.array_equal if replicas == 2 or name != "residual" else np.allclose
+            assert same(np.asarray(shard.data), value[shard.index]), name
+
+
+def a_lost_node(node: Node) -> None:
+    """Either one: the partner has what it alone held, and the newcomer fetches all."""
+    for lost in (0, 1):
+        node.new_run()
+        node.keep(1, 2, 3)
+        own = BYTES - BYTES_ALONE // 2
+        assert node.bytes_kept() == [BYTES_ALONE // 2] * 2 + [own] * 2, node.bytes_kept()
+        node.lost(lost)
+        check(node.restore(), 3, "memory (1 of 2 nodes had it)")
+    check(node.restore(replicas=4), 3, "memory (1 of 2 nodes had it)", replicas=4)
+    node.lost(0)
+    node.lost(1)
+    assert node.restore() is None and node.take_said() == []
+
+
+def another_mesh(node: Node) -> None:
+    node.new_run()
+    node.keep(1, 2)
+    check(node.restore("devices"), 2, "memory (2 of 2 nodes had it)")
+    node.keep(3)
+    check(node.restore("devices"), 3, "memory (2 of 2 nodes had it)")
+
+
+def two_processes_of_a_node(node: Node) -> None:
+    """What both hold is written once, by turns, and nothing goes to a partner."""
+    node.new_run()
+    shared = node.directory / "shared"
+    shared.mkdir(exist_ok=True)
+    node.keep(1, 2, 3, memory=shared)
+    wait_for_all("written")
+    sizes = [file.stat().st_size for file in shared.rglob("*.data")]
+    assert len(sizes) == 4 and sum(sizes) == 2 * BYTES, sizes
+    wait_for_all("looked")
+
+
+def copies_that_differ(node: Node) -> None:
+    """What is whole on both nodes is not the same in the newest step: the one before it counts."""
+    node.new_run()
+    node.keep(1)
+    with node.attempt() as memory_tier:
+        memory_tier.begin(0)
+        memory_tier.save(1, place(values_of(1)), data={"step": 1}, config={"seed": 1})
+        torn = place(values_of(2) | {"t": values_of(2)["t"] + node.rank})
+        memory_tier.save(2, torn, data={"step": 2}, config={"seed": 1})
+        memory_tier.wait()
+    check(node.restore(), 1, "memory (2 of 2 nodes had it)")
+    said = node.take_said()
+    assert len(said) == (node.rank == 0) and all("step 2" in x and "a part of t differ" in x for x in said), said
+
+
+def no_room_on_one(node: Node) -> None:
+    """Neither for its own part of a step nor for the copy of its partner, which hears of it: the step before counts."""
+    node.new_run()
+    with node.attempt() as memory_tier:
+        memory_tier.begin(0)
+        memory_tier.save(2, place(values_of(2)), data={"step": 2}, config={"seed": 1})
+        memory_tier.wait()
+        with files_no_larger_than(100) if node.rank == 1 else nullcontext():
+            memory_tier.save(3, place(values_of(3)), data={"step": 3}, config={"seed": 1})
+            memory_tier.wait()
+        said = node.take_said()
+        assert len(said) == 1 and "snapshot of step 3" in said[0] and "File too large" in said[0], said
+        check(node.restore(), 2, "memory (2 of 2 nodes had it)")
+        memory_tier.save(4, place(values_of(4)), data={"step": 4}, config={"seed": 1})
+        memory_tier.wait()
+    check(node.restore(), 4, "memory (2 of 2 nodes had it)")
+
+
+def a_fetch_that_fails(node: Node) -> None:
+    """In one process: all take the checkpoint."""
+    node.new_run()
+    node.keep(1, 2)
+    with node.checkpoints() as checkpointer:
+        checkpointer.save(1, place(values_of(1)), data={"step": 1}, config={})
+    node.lost(1)
+    connection = recovery.Connection
+
+    def refused(*_: object) -> None:
+        raise OSError("a firewall")
+
+    if node.rank == 1:
+        recovery.Connection = refused
+    check(node.restore(), 1, "its checkpoint")
+    recovery.Connection = connection
+    said = node.take_said()
+    assert len(said) == (node.rank == 0) and all("process 1" in x and "a firewall" in x for x in said), said
+    check(node.restore(), 2, "memory (1 of 2 nodes had it)")
+
+
+def a_stranger(node: Node) -> None:
+    """Gets nothing from the service without the token."""
+    node.new_run()
+    with node.attempt() as memory_tier:
+        memory_tier.begin(0)
+        memory_tier.save(1, place(values_of(1)), data={"step": 1}, config={"seed": 1})
+        memory_tier.wait()
+        for token, known in (("0" * 32, False), (memory_tier._token, True)):
+            connection = snapshots.Connection(memory_tier._addresses[node.rank], token)
+            try:
+                part = next(k.box for k in memory_tier._kept if k.box.path == "t")
+                number = next(i for i, k in enumerate(memory_tier._kept) if k.box == part)
+                got = connection.get(f"0-{node.rank}-a", number, part, np.dtype(np.float32))
+                assert known and np.array_equal(got, values_of(1)["t"][part.within(part)[0], part_columns(part)])
+            except OSError as error:
+                assert not known, error
+            finally:
+                connection.close()
+        wait_for_all("asked")
+
+
+def part_columns(part: Any) -> slice:
+    return slice(part.start[1], part.start[1] + part.shape[1])
+
+
+def one_of_two(arguments: Sequence[str]) -> None:
+    port, rank, directory = arguments
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(rank), initialization_timeout=60)
+    node = Node(int(rank), Path(directory))
+    for scenario in (
+        a_lost_node,
+        another_mesh,
+        two_processes_of_a_node,
+        copies_that_differ,
+        no_room_on_one,
+        a_fetch_that_fails,
+        a_stranger,
+    ):
+        print(scenario.__name__, flush=True)
+        scenario(node)
+    print(json.dumps("done"), flush=True)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    one_of_two(sys.argv[1:])

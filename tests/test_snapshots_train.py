@@ -1,0 +1,148 @@
+"""train.py with the memory tier: a run that is killed goes on from its last snapshot as if nothing had happened."""
+
+import json
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from running import (
+    IGNORED,
+    arguments,
+    check_same_end,
+    finish,
+    losses,
+    manifest,
+    rows,
+    run_here,
+    start,
+    start_together,
+    steps_logged,
+    stop_after,
+    wait_until,
+)
+
+pytestmark = IGNORED
+RESUMABLE = 75
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    assert run_here(*arguments(workdir)) == 0
+    return workdir
+
+
+def with_memory(workdir: Path, memory: Path, every: int = 1, **changes: object) -> list[str]:
+    memory.mkdir(exist_ok=True)
+    return arguments(workdir, elastic__snapshot_every=every, elastic__memory_dir=memory, **changes)
+
+
+def files(memory: Path) -> list[str]:
+    return sorted(path.suffix for path in memory.rglob("*") if path.is_file())
+
+
+def test_killed_and_resumed_from_memory(tmp_path: Path, undisturbed: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """SIGKILL while it trains; the run that goes on is the undisturbed one to the last bit."""
+    memory, run = tmp_path / "memory", tmp_path / "run"
+    args = with_memory(run, memory, every=3)
+    process = start(args, pause_s=0.5)
+    wait_until(lambda: steps_logged(run) >= 7, process)
+    process.kill()
+    finish(process)
+    done = len(losses(run))
+    assert 7 <= done < 10
+    shutil.rmtree(run / "checkpoints")
+    capfd.readouterr()
+    assert run_here(*args) == 0
+    began_at = json.loads((run / "attempts.json").read_text())["began_at"]
+    assert began_at in ([0, 6], [0, 9])
+    again = f"from memory (1 of 1 node had it); steps done again: {done - began_at[1]}"
+    assert f"resumed at step {began_at[1]} of 10 in {run}, {again}" in capfd.readouterr().out
+    check_same_end(run, undisturbed)
+    assert files(memory) == []
+    assert next(row["step"] for row in rows(run) if "snapshot_s" in row) == 4  # that of step 3
+
+
+def test_stopped_and_resumed_from_memory(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step that no snapshot was due at; it is in a checkpoint too, should the node go away."""
+    memory, run = tmp_path / "memory", tmp_path / "run"
+    args = with_memory(run, memory, every=100)
+    stop_after(monkeypatch, 7)
+    assert run_here(*args) == RESUMABLE
+    monkeypatch.undo()
+    done = len(losses(run))
+    assert manifest(run, done)["step"] == done and files(memory) == [".data", ".json"]
+    (run / "checkpoints" / str(done) / "data" / "metadata").unlink()  # it is not even looked at
+    assert run_here(*args, "--config.elastic.snapshot_every=1") == 0
+    assert f"resumed at step {done} of 10" in capsys.readouterr().out
+    check_same_end(run, undisturbed)
+
+
+def test_stopped_again_before_a_step(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was restored from memory gets its checkpoint then."""
+    memory, run = tmp_path / "memory", tmp_path / "run"
+    args = with_memory(run, memory)
+    stop_after(monkeypatch, 4)
+    assert run_here(*args) == RESUMABLE
+    monkeypatch.undo()
+    done = len(losses(run))
+    shutil.rmtree(run / "checkpoints")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("elastic.interruption.Interruption.requested", lambda self: True)
+        assert run_here(*args) == RESUMABLE
+    assert manifest(run, done)["step"] == done
+    shutil.rmtree(memory / next(memory.iterdir()).name)
+    assert run_here(*args) == 0
+    assert f"resumed at step {done} of 10 in" in capsys.readouterr().out
+    check_same_end(run, undisturbed)
+
+
+def test_memory_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = with_memory(tmp_path / "run", tmp_path / "memory")
+    assert run_here(*args, f"--config.elastic.memory_dir={tmp_path / 'none'}") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: elastic.memory_dir=") and error.count("\n") == 1
+    assert run_here(*args, "--config.elastic.snapshot_every=-2") == 2
+    assert "elastic.snapshot_every=-2 must be at least -1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_are_killed(tmp_path: Path, undisturbed: Path) -> None:
+    """All shards are on one node each (zero3): the partner's copies bring back a node that was lost."""
+    memory, run = [tmp_path / "memory0", tmp_path / "memory1"], tmp_path / "run"
+    args = with_memory(run, memory[0], sharding__strategy="zero3", sharding__partition_size=0)
+    memory[1].mkdir()
+
+    def start_two(pause_s: float) -> list[subprocess.Popen[str]]:
+        return start_together(args, 2, devices=2, pause_s=pause_s, first=OWN_MEMORY.format(tmp_path=tmp_path))
+
+    two = start_two(0.3)
+    wait_until(lambda: steps_logged(run) >= 7, two[0])
+    for process in two:
+        process.send_signal(signal.SIGKILL)
+    finish(*two)
+    done = len(losses(run))
+    shutil.rmtree(memory[1])
+    memory[1].mkdir()
+    shutil.rmtree(run / "checkpoints")
+    outcomes = finish(*start_two(0.0))
+    assert [code for code, _, _ in outcomes] == [0, 0], outcomes
+    assert "from memory (1 of 2 nodes had it)" in outcomes[0][1]
+    resumed = int(outcomes[0][1].split("resumed at step ")[1].split()[0])
+    assert done - 1 <= resumed <= done + 1
+    np.testing.assert_allclose(losses(run), losses(undisturbed), rtol=1e-5)
+
+
+# Each of two processes on this host takes a memory of its own, as on two nodes.
+OWN_MEMORY = """
+for flag in sys.argv:
+    if flag.startswith("--process_id="):
+        sys.argv.append("--config.elastic.memory_dir={tmp_path}/memory" + flag[-1])
+"""

@@ -1,0 +1,120 @@
+"""A classifier as a run of train.py: what it measures, against a sum by hand; what does not fit; that it learns."""
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from running import IGNORED, ROOT, arrays, before_report, finish, losses, rows, run_here, start
+
+import models
+from configs import digits
+from input_pipeline import DataConfig, load
+
+pytestmark = IGNORED
+SMALL: dict[str, Any] = {
+    "num_steps": 4,
+    "model.stage_blocks": "(1,1)",
+    "model.width": 8,
+    "model.norm_groups": 2,
+    "optimizer.name": "adamw",
+    "optimizer.learning_rate": 0.02,
+    "optimizer.warmup_steps": 1,
+    "eval.every": 0,
+    "batch.micro_size": 32,
+    "mesh.num_cpu_devices": 2,
+    "mesh.devices_per_node": 1,
+}
+
+
+def arguments(workdir: Path, **changes: Any) -> list[str]:
+    keys = SMALL | {key.replace("__", "."): value for key, value in changes.items()}
+    flags = [f"--config.{key}={value}" for key, value in keys.items()]
+    return [f"--config={ROOT}/configs/digits.py", f"--workdir={workdir}", *flags]
+
+
+def test_accuracy_and_loss_are_those_of_every_validation_image_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """360 images in batches of 64: the last is part padding."""
+    assert run_here(*arguments(tmp_path, num_steps=20), compile_once=False) == 0
+    config = json.loads((tmp_path / "config.json").read_text())
+    model = models.build(config["model"])
+    assert isinstance(model, models.ResNet)
+    params: Any = {}
+    for name, value in arrays(tmp_path, 20).items():
+        if name.startswith("params."):
+            *path, last = name.split(".")[1:]
+            place = params
+            for key in path:
+                place = place.setdefault(key, {})
+            place[last] = value
+    data = load(DataConfig(**config["data"]), "validation", 0)
+    examples = [data[i] for i in range(360)]
+    logits = jax.jit(lambda p, x: model.logits(p, x, lambda name, tree: tree))(
+        params, np.stack([x["images"] for x in examples])
+    )
+    labels = np.stack([x["labels"] for x in examples])
+    logits = np.asarray(logits, np.float64)[:, :10]
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    last = rows(tmp_path)[-1]
+    accuracy = np.mean(logits.argmax(-1) == labels)
+    assert abs(accuracy - 0.1) > 0.02  # not one answer for all
+    assert last["validation_accuracy"] == pytest.approx(accuracy, abs=1e-6)
+    assert last["validation_loss"] == pytest.approx(-log_p[np.arange(360), labels].mean(), rel=1e-4)
+    assert last["examples_per_s"] > 0 and "tokens_per_s" not in last and "validation_bits_per_byte" not in last
+    out = capsys.readouterr().out
+    said = f"{last['validation_accuracy']:.2%}"
+    assert f"step 20: validation loss {last['validation_loss']:.4f} nats an image, accuracy {said}" in out
+    assert re.search(r"validation accuracy +\d+\.\d %", out) and not (tmp_path / "sample.txt").exists()
+    page = (tmp_path / "report.html").read_text()
+    assert "<h2>Accuracy</h2>" in page and "Bits per byte" not in page and "Examples/s" in page
+
+
+def test_a_run_that_is_interrupted_goes_on_with_the_same_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"checkpoint__every": 2, "model__stage_blocks": "(1,)"}
+    assert run_here(*arguments(tmp_path / "whole", **changes)) == 0
+    with monkeypatch.context() as patched:
+        before_report(patched, 2, lambda: signal.raise_signal(signal.SIGTERM))
+        assert run_here(*arguments(tmp_path / "cut", **changes)) == 75
+    assert run_here(*arguments(tmp_path / "cut", **changes)) == 0
+    assert "resumed at step 2 of 4" in capsys.readouterr().out
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data__objective": "causal"}, "data.objective is 'causal', which data.source='digits'"),
+        ({"data__objective": "causal", "data__source": "synthetic"}, "model.kind=resnet; it must be classify"),
+        ({"data__channels": 3}, "data.channels=3 differs from model.channels=1"),
+        ({"model__num_classes": 9}, "model.num_classes=9 is smaller than the 10 classes .* set model.num_classes=10"),
+        ({"mesh__tensor": 2}, "mesh.tensor=2 cannot split a resnet; set mesh.tensor=1"),
+        ({"model__widht": 64}, "model.widht is not a key; the nearest is model.width"),
+        ({"model__width": 12, "model__norm_groups": 5}, "model.norm_groups = 5"),
+        ({"model__norm_groups": 0}, "model.norm_groups = 0: give a whole number above zero"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    tmp_path: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(*arguments(tmp_path, **changes), compile_once=False) == 2
+    err = capsys.readouterr().err
+    assert re.search(message, err) and err.startswith("error: ") and err.count("\n") == 1, err
+
+
+@pytest.mark.slow
+def test_the_digits_are_learned(tmp_path: Path) -> None:
+    config = digits.get_config()
+    [(code, _, err)] = finish(
+        start([f"--config={ROOT}/configs/digits.py", f"--workdir={tmp_path}", "--config.checkpoint.every=0"])
+    )
+    assert code == 0, err
+    last = rows(tmp_path)[-1]
+    assert last["step"] == config.num_steps and last["validation_accuracy"] > 0.97
