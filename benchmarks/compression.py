@@ -114,10 +114,10 @@ def codec_times(name: str) -> dict[str, Any]:
 
 
 def timed(function: Any, *arguments: jax.Array) -> float:
-    """Returns the seconds of the fastest of 25 calls, after one: others may use the machine too."""
+    """Returns the seconds of the fastest of 100 calls, after one: others may use the machine too."""
     jax.block_until_ready(function(*arguments))
     times = []
-    for _ in range(25):
+    for _ in range(100):
         before = time.perf_counter()
         jax.block_until_ready(function(*arguments))
         times.append(time.perf_counter() - before)
@@ -199,7 +199,7 @@ def codec_table(lines: list[dict[str, Any]]) -> str:
         rows.append(f"| {line['codec']} | {' | '.join(cells)} | {of_exchange_s / exchange_s:.1f} |")
     return "\n".join(
         [
-            f"## {4 * VALUES / 1e6:.0f} MB, on all cores\n\nThe fastest of 25. Shares are of what 1 Gbit/s saves "
+            f"## {4 * VALUES / 1e6:.0f} MB, on all cores\n\nThe fastest of 100. Shares are of what 1 Gbit/s saves "
             f"with values that travel once, or {SENT_TIMES} times in an exchange between 4 nodes. An exchange encodes "
             "all values and their sum, decodes both again for the residual, and what arrives twice; the link is not in "
             "its time. `pays below`: the rate at which the link would carry what is saved in that time. Most of a "

@@ -114,7 +114,6 @@ class Members:
             self.drop(node, "is lost: Ray says that the node is dead")
         able = [n for n in alive.values() if n["Resources"].get("CPU") and n["NodeID"] not in self._unusable]
         others = [n for n in able if n["NodeID"] not in self.by_node and n["NodeID"] not in self.draining]
-        others.sort(key=lambda n: n["NodeManagerAddress"])
         wanted = max(0, self._max_nodes - sum(not self.is_going(member) for member in self.by_node.values()))
         for node in others[:wanted]:
             self._add(node)

@@ -95,8 +95,9 @@ class Engine:
         return None
 
     def _choose(self) -> World:
-        there = [m.node for m in self._members.by_node.values() if m.answers and not self._members.is_going(m)]
-        return choose(there, self._previous, self._limits)
+        there = [m for m in self._members.by_node.values() if m.answers and not self._members.is_going(m)]
+        there.sort(key=lambda member: member.address)
+        return choose([member.node for member in there], self._previous, self._limits)
 
     # --------------------------------------------------------------------------------------------------- a generation
 

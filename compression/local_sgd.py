@@ -100,7 +100,7 @@ def local_sgd(
         own_R = jax.tree.map(lambda p, d_R: p[None] + d_R, params, state.drift["local"])
         moves_R, inner_state = jax.vmap(inner.update)(updates, state.inner["local"], own_R)
         drift_R = jax.tree.map(jnp.add, state.drift["local"], moves_R)
-        step = optax.safe_increment(state.step)
+        step = state.step + 1
 
         def meet() -> tuple[PyTree, ...]:
             mean, exchanged = exchange.update(jax.tree.map(jnp.negative, drift_R), state.exchange, params)

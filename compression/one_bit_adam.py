@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from compression.exchange import ExchangeState, exchange
+from compression.exchange import exchange
 from sharding.collectives import Codec
 from sharding.step import Sharded
 
@@ -27,7 +27,7 @@ class OneBitAdamState(NamedTuple):
     step: jax.Array  # int32 []: steps done
     mu: PyTree
     nu: PyTree  # of the warm-up's last step, from there on
-    exchange: ExchangeState
+    exchange: PyTree  # of the exchange with the codec: its residuals
 
 
 def one_bit_adam(
@@ -56,18 +56,18 @@ def one_bit_adam(
         return OneBitAdamState(step=jnp.zeros((), jnp.int32), mu=zeros, nu=zeros, exchange=coded.init(params))
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, OneBitAdamState]:
-        def warm_up() -> tuple[PyTree, PyTree, ExchangeState]:
+        def warm_up() -> tuple[PyTree, PyTree, PyTree]:
             mean, _ = dense.update(updates, optax.EmptyState(), params)
             mu = optax.tree.update_moment(mean, state.mu, b1, 1)
             return mu, optax.tree.update_moment(mean, state.nu, b2, 2), state.exchange
 
-        def compressed() -> tuple[PyTree, PyTree, ExchangeState]:
+        def compressed() -> tuple[PyTree, PyTree, PyTree]:
             own_R = jax.tree.map(lambda g_R, m: b1 * m[None] + (1 - b1) * g_R, updates, state.mu)
             mu, exchanged = coded.update(own_R, state.exchange, params)
             return mu, state.nu, exchanged
 
         mu, nu, exchanged = lax.cond(state.step < warmup_steps, warm_up, compressed)
-        step = optax.safe_increment(state.step)
+        step = state.step + 1
         first = optax.tree.bias_correction(mu, b1, step)
         second = optax.tree.bias_correction(nu, b2, jnp.minimum(step, warmup_steps))
         # one bit has no zero: what never had a gradient would move by a scale over eps

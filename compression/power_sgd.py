@@ -112,9 +112,7 @@ def power_sgd(sharded: Sharded, specs: PyTree, rank: int) -> optax.GradientTrans
             shape = (matrix.shape[0], *matrix.shape[2:], rank) if matrix else ()
             factors.append(jax.random.normal(jax.random.key(i), shape) if matrix else ())
         residual = [jnp.zeros((layout.num_replicas, *p.shape), jnp.float32) for p in leaves]
-        return PowerSGDState(
-            factors=tree.unflatten(factors), residual=tree.unflatten(residual), sent=nothing_sent()
-        )
+        return PowerSGDState(factors=tree.unflatten(factors), residual=tree.unflatten(residual), sent=nothing_sent())
 
     def exchange_shards(
         grads_R: list[jax.Array], kept_R: list[jax.Array], factors: list[Any]

@@ -31,12 +31,12 @@ for task in "${tasks[@]}"; do
 done
 exit "$highest"
 """
-SCONTROL = '#!/bin/bash\necho "$@" >> "$RECORD"\n'
+RECORD = '#!/bin/bash\necho "$(basename "$0") $@" >> "$RECORD"\n'
 
 
 def run_sbatch(folder: Path, program: str, **environment: str) -> tuple[int, str]:
-    """Runs the script's body with `program` for what a user writes into it; returns (exit code, what scontrol got)."""
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+    """Runs the script's body with `program` for what a user writes into it; returns (exit code, requests to SLURM)."""
+    for name, text in (("srun", SRUN), ("scontrol", RECORD), ("scancel", RECORD)):
         (folder / name).write_text(text)
         (folder / name).chmod(stat.S_IRWXU)
     script, edited = re.subn(r"^program=\(.*?\)[^\n)]*$", f"program=({program})", SBATCH.read_text(), flags=re.M | re.S)
@@ -69,7 +69,14 @@ def run_sbatch(folder: Path, program: str, **environment: str) -> tuple[int, str
 def test_sbatch_requeues_what_can_go_on(codes: str, restarts: int, code: int, requeued: bool, tmp_path: Path) -> None:
     program = f"bash -c 'codes=({codes}); exit ${{codes[SLURM_PROCID]}}'"
     outcome = run_sbatch(tmp_path, program, SLURM_RESTART_COUNT=str(restarts))
-    assert outcome == (code, "requeue 4711\n" if requeued else "")
+    assert outcome == (code, "scontrol requeue 4711\n" if requeued else "")
+
+
+@pytest.mark.parametrize(("code", "cancelled"), [(75, False), (0, True), (2, True)])
+def test_an_array_of_jobs_ends_with_the_run(code: int, cancelled: bool, tmp_path: Path) -> None:
+    """Its next task is the restart; when there is nothing to go on with, the tasks that wait are cancelled."""
+    outcome = run_sbatch(tmp_path, f"bash -c 'exit {code}'", SLURM_ARRAY_JOB_ID="4700")
+    assert outcome == (code, "scancel --state=PENDING 4700\n" if cancelled else "")
 
 
 def test_sbatch_directives_come_first() -> None:

@@ -36,8 +36,12 @@ def test_every_config_builds_its_model(name: str) -> None:
     config = load(name)
     model = models.build(config.model)
     specs = model.param_specs()
-    assert list(specs) == ["embed", "layers", "head"]
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+    if config.model.kind == "resnet":
+        assert {"stem", "stage1_block0", "head"} <= set(specs) and config.data.objective == "classify"
+        assert config.data.channels == config.model.channels
+        return
+    assert list(specs) == ["embed", "layers", "head"]
     assert all(isinstance(spec, ParamSpec) and set(spec.dims) <= DIMS for spec in leaves)
     for spec in jax.tree.leaves(specs["layers"], is_leaf=lambda x: isinstance(x, ParamSpec)):
         assert spec.dims[0] == "layers" and spec.shape[0] == config.model.num_layers
@@ -84,7 +88,7 @@ def test_flops_count_no_parameters_that_are_only_looked_up() -> None:
     ("changes", "words"),
     [
         ({"num_head": 4}, ["num_head ", "num_heads"]),
-        ({"kind": "decodr"}, ["model.kind", "'decodr'", "decoder, encoder"]),
+        ({"kind": "decodr"}, ["model.kind", "'decodr'", "decoder, encoder, resnet"]),
         ({"num_heads": 5}, ["model.num_heads", "5", "128", "nearest that does is 4"]),
         ({"num_kv_heads": 3}, ["model.num_kv_heads", "3", "model.num_heads = 4"]),
         ({"num_heads": 128, "num_kv_heads": 128}, ["model.num_heads", "128", "even"]),
