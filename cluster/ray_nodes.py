@@ -43,9 +43,10 @@ def main(argv: Sequence[str]) -> int:
     while answers(head) is not True:
         time.sleep(0.1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # through the end of the context: the node is drained
-    with ray_node([f"--address={head}:{PORT}", "--num-cpus=1"]) as node:
-        while node.poll() is None and answers(head) is not False:
-            time.sleep(1.0)
+    while answers(head) is not False:  # a node that was cut off for long, and is dead for Ray, joins again
+        with ray_node([f"--address={head}:{PORT}", "--num-cpus=1"]) as node:
+            while node.poll() is None and answers(head) is not False:
+                time.sleep(1.0)
     return 0
 
 

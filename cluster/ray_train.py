@@ -18,6 +18,7 @@ STOP_S = 60.0  # for the program to stop in good order once it was asked to
 LAST_S = 15.0  # for the others, when the first process has stopped as it was asked to
 FAILED_S = 4.0  # for the others, when a process failed or a node is lost: to say what they know
 KILL_S = 3.0  # for a supervisor to tell that the kill was done
+SETTLED_S = 60.0  # after which a generation counts as started, even if its metrics tell of no step
 STARTING_S = 10.0  # for a supervisor to answer, before training starts without it
 
 
@@ -33,7 +34,8 @@ class Generation:
     kill_at_s: float = float("inf")
     killed_s: float = float("inf")
     progress: Progress = field(default_factory=Progress)
-    first_step_done: bool = False
+    started_s: float = field(default_factory=time.monotonic)
+    is_settled: bool = False  # it has finished a step, as far as it is known
 
     @property
     def running(self) -> list[str]:
@@ -167,7 +169,7 @@ class Engine:
             if self._members.is_going(member):
                 return f"{member.host} is to go"
         starting = [m for m in self._members.by_node.values() if m.news is None]
-        if not starting and generation.first_step_done:  # one after the other: a start that is stopped wins nothing
+        if not starting and generation.is_settled:  # one after the other: a start that is stopped wins nothing
             better = self._choose()
             new = [node for node in better.nodes if node not in generation.world.nodes]
             if len(better.nodes) > len(generation.world.nodes):
@@ -187,16 +189,18 @@ class Engine:
 
     def _note_first_step(self, generation: Generation) -> None:
         """Says how long it took to the first finished step: then the machine has time to prepare the next start."""
-        if generation.first_step_done:
+        if generation.is_settled:
             return
         before, now = generation.progress, read_progress(self._workdir)
         generation.progress = now
         if now.size_bytes > before.size_bytes:
-            generation.first_step_done = True
             took_s = time.monotonic() - generation.since_s
             say(f"generation {generation.number}: step {now.step} is done, {took_s:.1f} s after the event")
-            for member in self._members.by_node.values():
-                member.warm_up()
+        elif time.monotonic() < generation.started_s + SETTLED_S:
+            return
+        generation.is_settled = True
+        for member in self._members.by_node.values():
+            member.warm_up()
 
     # ------------------------------------------------------------------------------------------------------- messages
 

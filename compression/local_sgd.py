@@ -46,8 +46,8 @@ class LocalSGDConfig:
             )
         if not layout.parameters == layout.gradients == layout.optimizer:
             raise ValueError(
-                "local_sgd needs a whole optimizer in each replica: sharding.strategy=ddp, hsdp or mics (the same scope "
-                "for parameters, gradients and optimizer state)"
+                "local_sgd needs a whole optimizer in each replica: sharding.strategy=ddp, hsdp or mics (one scope for "
+                "parameters, gradients and optimizer state)"
             )
         if num_steps % self.inner_steps:
             raise ValueError(

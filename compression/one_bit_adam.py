@@ -46,8 +46,8 @@ def one_bit_adam(
         )
     if layout.optimizer != layout.gradients:
         raise ValueError(
-            "compression.hop_two=one_bit_adam needs the optimizer state where the gradients are: sharding.strategy=ddp, "
-            "hsdp or mics"
+            "compression.hop_two=one_bit_adam needs the optimizer state where the gradients are: "
+            "sharding.strategy=ddp, hsdp or mics"
         )
     dense, coded = exchange(sharded), exchange(sharded, codec)
 

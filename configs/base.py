@@ -137,9 +137,9 @@ def get_config(arg: str = "") -> ConfigDict:
             "error_feedback": True,  # what encoding lost is added to the next step's gradients
             "sparsity": 0.999,  # dgc: share of the values that are not sent
             "sampled": 1.0,  # dgc: share of the values that tells which are large; 1: all of them, exactly
-            "warmup_steps": 0,  # dgc: steps until it has its sparsity, from 0.75 on; one_bit_adam: steps of plain Adam
+            "warmup_steps": 0,  # dgc: steps from a sparsity of 0.75 to its own; one_bit_adam: steps of plain Adam
             "rank": 2,  # power_sgd: columns of the factors
-            "delayed": False,  # hop two runs beside the next step's compute; the optimizer acts on gradients one step old
+            "delayed": False,  # hop two works on the gradients of the step before, beside the compute
         }
     )
     config.local_sgd = ConfigDict(

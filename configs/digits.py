@@ -5,7 +5,7 @@
 1437 images of 8 x 8 pixels to learn from, 360 to validate on, the same ones for every run.
 
 Hardware: any machine with 2 CPU cores.
-Expected: a minute, a validation loss of 0.069 nats per image and 98.6 % of the images right (355 of 360).
+Expected: a minute, a validation loss of 0.069 nats per image and 98.6 % of the images right (seed 1: 98.1 %).
 """
 
 from ml_collections import ConfigDict

@@ -36,6 +36,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.sharding.partition_size = 2
     config.optimizer.update({"learning_rate": 3e-4, "schedule": "constant", "warmup_steps": 0})
     config.checkpoint.every = 0
+    config.elastic.snapshot_every = 0
     config.eval.update({"every": 0, "num_batches": 1})
     config.sample.length = 0
     return config

@@ -158,19 +158,18 @@ def _scope_size(name: str, scope: str | int, *, num_nodes: int, local: int, tens
         raise ValueError(f"sharding.{name}={scope}: a scope is none, node, all or a number of devices")
     devices = int(scope)
     if devices % tensor or devices // tensor not in legal:
-        group = f"a partition group of {devices} devices ({name})"
+        group, sizes = f"a partition group of {devices} devices ({name})", ", ".join(str(p * tensor) for p in legal)
         nodes, cut = divmod(devices, local * tensor)
         if nodes > num_nodes and not cut:
-            missing = nodes - num_nodes
             raise WorldTooSmallError(
-                f"{group} needs {nodes} nodes of {local * tensor}, and {num_nodes} {'is' if num_nodes == 1 else 'are'} "
-                f"here; start it with {missing} more, or set a smaller group"
+                f"{group} needs {nodes} nodes of {local * tensor}, {nodes - num_nodes} more than are here; without "
+                f"them choose another size; {sizes} do"
             )
-        whole = num_nodes // nodes * nodes if nodes and not cut else 0
+        spares = num_nodes % nodes if nodes and not cut else 0
         raise ValueError(
             f"{group} does not fit {num_nodes} nodes of {local * tensor}"
-            f"{f' with tensor={tensor}' if tensor > 1 else ''}; {', '.join(str(p * tensor) for p in legal)} do"
-            f"{f'; or start {whole} nodes, the others are spares' if whole else ''}"
+            f"{f' with tensor={tensor}' if tensor > 1 else ''}"
+            f"{f': {spares} would be spare, start it without' if spares else ''}; {sizes} do"
         )
     return devices // tensor
 

@@ -220,11 +220,17 @@ def manual_gradients(
         carry = (zeros, vary(jnp.zeros(()), layout.data_axes))
         micros = batch["weights"].shape[0]
         (grads, value), _ = lax.scan(micro_step, carry, (jnp.arange(micros), dict(batch)))
+        grads = sharded.map(lambda p, g: g if p.dim is not None else same_on_all(g, layout.gradients), grads)
         return jax.tree.map(lambda g: g[None] * layout.num_replicas, grads), lax.psum(value, layout.data_axes)
 
     specs_R = gradient_specs(sharded, tensor=False)
     run = run_manual(sharded, micro_steps, (specs_R, REPLICATED), (REPLICATED, None if drift_R is None else specs_R))
     return run(params, batch, jnp.sum(batch["weights"]), drift_R)
+
+
+def same_on_all(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns `x`, equal on all devices of `axes`, with a type that says so; it is small where there is an axis."""
+    return lax.pmean(vary(x, axes), axes) if axes else x
 
 
 def auto_gradients(loss: Loss, sharded: Sharded, params: PyTree, batch: Batch) -> tuple[PyTree, jax.Array]:

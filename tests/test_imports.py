@@ -10,7 +10,7 @@ MAY_IMPORT = {
     "configs": "",
     "sharding": "",
     "models": "configs sharding",
-    "compression": "sharding",
+    "compression": "sharding optimizers",
     "optimizers": "sharding",
     "input_pipeline": "",
     "checkpointing": "sharding",

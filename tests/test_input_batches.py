@@ -125,7 +125,7 @@ def test_the_time_waited_is_that_of_the_last_next(dataset):
     gate = threading.Event()
 
     class Slow:
-        seq_len = 8
+        row_arrays, threads = dataset.row_arrays, 1
 
         def __getitem__(self, i):
             if i == 1:

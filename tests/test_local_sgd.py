@@ -18,7 +18,10 @@ from sharding import hlo
 from sharding.step import Sharded
 
 LEARNING_RATE = 0.3
-OUTER = {"diloco": dict(outer_learning_rate=0.7, outer_momentum=0.9), "mean": dict(outer_learning_rate=1.0, outer_momentum=0.0)}
+OUTER = {
+    "diloco": dict(outer_learning_rate=0.7, outer_momentum=0.9),
+    "mean": dict(outer_learning_rate=1.0, outer_momentum=0.0),
+}
 
 
 def inner() -> optax.GradientTransformation:
@@ -52,7 +55,11 @@ def replicas_written_out(parts: list[np.ndarray], settings: LocalSGDConfig, step
     shared = workload.params("decoder")
     velocity = jax.tree.map(np.zeros_like, shared)  # the outer one
     moving, momenta = [shared] * len(parts), [velocity] * len(parts)
-    losses = []
+    losses, mu = [], settings.outer_momentum
+
+    def faster(velocity: Any, grads: Any) -> Any:
+        return jax.tree.map(lambda v, g: mu * v + g, velocity, grads)
+
     for step in range(steps):
         value = 0.0
         for r, rows in enumerate(parts):
@@ -67,9 +74,8 @@ def replicas_written_out(parts: list[np.ndarray], settings: LocalSGDConfig, step
         if (step + 1) % settings.inner_steps == 0:
             mean = jax.tree.map(lambda *ps: sum(ps) / len(ps), *moving)
             outer = jax.tree.map(lambda p, q: p - q, shared, mean)
-            mu = settings.outer_momentum
-            velocity = jax.tree.map(lambda v, g: mu * v + g, velocity, outer)
-            ahead = jax.tree.map(lambda v, g: mu * v + g, velocity, outer)  # Nesterov
+            velocity = faster(velocity, outer)
+            ahead = faster(velocity, outer)  # Nesterov
             shared = jax.tree.map(lambda p, g: p - settings.outer_learning_rate * g, shared, ahead)
             moving = [shared] * len(parts)
     return losses, shared

@@ -220,6 +220,10 @@ def test_losses_equal_a_single_device(strategy: str, how: dict[str, Any]) -> Non
 # --------------------------------------------------------------------------------------------------- bad input
 
 
+def test_a_config_that_was_json_has_lists() -> None:
+    assert build(stage_blocks=[1, 2]) == build(stage_blocks=(1, 2))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

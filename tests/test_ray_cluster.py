@@ -38,7 +38,7 @@ if __name__ == "__main__":
     train.Batches.__next__ = slow_next_batch
     sys.exit(train.main(sys.argv))
 """
-CHANGES = {"num_steps": 100, "checkpoint__every": 4, "mesh__devices_per_node": 1, "sharding__partition_size": 1}
+CHANGES = {"num_steps": 70, "checkpoint__every": 4, "mesh__devices_per_node": 1, "sharding__partition_size": 1}
 
 
 @pytest.fixture

@@ -206,6 +206,29 @@ def test_a_cut_node_is_left_out(tmp_path: Path) -> None:
     assert play("abc", story, tmp_path)[0] == 0
 
 
+def test_a_silent_supervisor_is_not_waited_for(tmp_path: Path) -> None:
+    def story(cluster: Members) -> Iterator[object]:
+        cluster.by_node["b"].answers = False
+        yield from until(lambda: cluster.world() == "ac")
+        cluster.end_all(0)
+        yield
+
+    assert play("abc", story, tmp_path)[0] == 0
+
+
+def test_a_run_without_metrics_grows_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_train, "SETTLED_S", 0.05)
+
+    def story(cluster: Members) -> Iterator[object]:
+        yield from until(lambda: cluster.world() == "a")
+        cluster.join("b")
+        yield from until(lambda: cluster.world() == "ab")
+        cluster.end_all(0)
+        yield
+
+    assert play("a", story, tmp_path)[0] == 0
+
+
 def test_a_world_that_is_too_small_says_what_it_waits_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def story(cluster: Members) -> Iterator[object]:
         yield from (None for _ in range(5))

@@ -1,12 +1,16 @@
 """Which nodes make up a world, what the end of a generation means, and how often it may fail: no Ray."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from cluster.ray import main
 from cluster.ray_plan import Limits, Patience, choose, judge, read_progress
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def limits(least: int, most: int, group: int = 1) -> Limits:
@@ -58,6 +62,16 @@ def test_mistakes_are_one_line(arguments: str, message: str, capsys: pytest.Capt
 def test_a_program_must_be_there(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ray", "--min_nodes=1", "--max_nodes=2", *command.split()]) == 2
     assert "program" in capsys.readouterr().err
+
+
+def test_ray_is_needed_to_run_and_not_to_import(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "import sys, cluster.ray, cluster.ray_train, cluster.ray_supervisor; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60).returncode == 0
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["ray", "--min_nodes=1", "--max_nodes=2", "--", "python3", "train.py"]) == 2
+    assert "requirements-ray.txt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

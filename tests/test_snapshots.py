@@ -156,6 +156,14 @@ def test_damage_leaves_the_step_before(run: Run, ending: str, how: str) -> None:
     assert len(run.said) == (not silent) and all(file.stem in line and "not used" in line for line in run.said)
 
 
+def test_a_description_that_was_changed(run: Run) -> None:
+    run.keep(1, 2)
+    file = run.files("json")[-1]
+    file.write_bytes(file.read_bytes().replace(b'"step": 2', b'"step": 7'))
+    check(run.restore(), 1)
+    assert len(run.said) == 1 and "does not match its own hash" in run.said[0]
+
+
 def test_nothing_there(run: Run) -> None:
     assert run.restore() is None and run.said == []
 
@@ -194,6 +202,19 @@ def test_the_newer_of_memory_and_checkpoints(run: Run) -> None:
     check(run.restore(), 3)
     assert len(run.said) == 1 and "step 3 is used instead" in run.said[0]
     assert manifest.step_numbers(run.workdir / "checkpoints") == [1, 2, 3]
+
+
+def test_what_was_not_restored_goes(run: Run) -> None:
+    """So that no more than two snapshots of the state are there at a time."""
+    for checkpoints, left in (((), 1), ((3,), 0)):
+        run.keep(1, 2)
+        run.save(*checkpoints)
+        with run.checkpoints() as checkpointer, run.attempt() as snapshots:
+            restored = snapshots.restore(abstract(), checkpointer)
+            assert restored
+            assert len(run.files("data")) == 2
+            snapshots.begin(restored.step)
+        assert len(run.files("data")) == len(run.files("json")) == left
 
 
 def test_a_later_attempt_that_began_earlier_counts(run: Run, tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ def test_killed_in_the_middle(tmp_path: Path, moment: str) -> None:
         assert victim.stdout
         assert f"in the middle of {KILLED_AT}\n" in iter(victim.stdout.readline, "")
         victim.kill()
+    assert len(list(tmp_path.glob("mics-jax-*/*/*.data"))) == 2
+    assert len(list(tmp_path.glob("mics-jax-*/*/*.json"))) == 1  # nothing describes what is half written
     with snapshots_of(tmp_path) as snapshots:
         assert restored_step(snapshots, tmp_path) == KILLED_AT - 1
 

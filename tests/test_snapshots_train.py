@@ -98,19 +98,22 @@ def test_stopped_again_before_a_step(
         patched.setattr("elastic.interruption.Interruption.requested", lambda self: True)
         assert run_here(*args) == RESUMABLE
     assert manifest(run, done)["step"] == done
-    shutil.rmtree(memory / next(memory.iterdir()).name)
+    shutil.rmtree(next(memory.iterdir()))
+    assert run_here(*args, "--config.sharding.partition_size=16") == RESUMABLE  # it may get its nodes back
     assert run_here(*args) == 0
     assert f"resumed at step {done} of 10 in" in capsys.readouterr().out
     check_same_end(run, undisturbed)
 
 
-def test_memory_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = with_memory(tmp_path / "run", tmp_path / "memory")
     assert run_here(*args, f"--config.elastic.memory_dir={tmp_path / 'none'}") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: elastic.memory_dir=") and error.count("\n") == 1
     assert run_here(*args, "--config.elastic.snapshot_every=-2") == 2
     assert "elastic.snapshot_every=-2 must be at least -1" in capsys.readouterr().err
+    assert run_here(*args, "--config.sharding.partition_size=16") == 2
+    assert "needs 8 nodes of 2, 4 more than are here" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Every strategy gives the losses of a single device that knows no sharding, to 1e-5 relative in f32."""
 
 import itertools
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -102,6 +103,16 @@ def test_a_batch_that_the_devices_do_not_divide_gives_the_same_losses(rows: int,
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 8), (8, 1), (2, 4), (1, 2)])
 def test_losses_do_not_depend_on_the_shape_of_the_cluster(nodes: int, per_node: int) -> None:
     sh = workload.sharded("decoder", nodes=nodes, per_node=per_node, strategy="hsdp")
+    np.testing.assert_allclose(workload.losses("decoder", sh), workload.single_device_losses("decoder"), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "how", [dict(strategy="zero3"), dict(strategy="zero2"), dict(strategy="mics", partition_size=4)]
+)
+def test_parameters_that_are_kept_whole(how: dict) -> None:
+    """ParamSpec(replicate=True), here of all that is not a matrix."""
+    sh = workload.sharded("decoder", **how)
+    sh = replace(sh, placements=sh.map(lambda p: p if p.ndim == 3 else replace(p, dim=None)))
     np.testing.assert_allclose(workload.losses("decoder", sh), workload.single_device_losses("decoder"), rtol=1e-5)
 
 

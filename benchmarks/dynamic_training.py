@@ -1,0 +1,173 @@
+"""Dynamic Training: a classifier on a number of nodes that changes all the time, beside one on fixed nodes; and prices.
+
+    python -m benchmarks.dynamic_training [--seeds=3] [--steps=300] [--report]
+
+For each seed trains configs/digits.py three times: on 4 nodes of 2 devices; with 1 to 4 nodes by turns; and on 4 nodes
+with smaller micro-batches, a control that differs from the first run by its rounding alone. At the end of a phase the
+run gets a SIGTERM, stops at a step with exit code 75, and is started again in the same directory with another number of
+devices. The nodes are played by one process. Adds a line a run to
+benchmarks/results/dynamic_training.jsonl (the same command again runs only what is missing), simulates the prices
+(benchmarks/dynamic_training_cost.py) and writes docs/dynamic_training.md.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import dynamic_training_report
+from benchmarks.dynamic_training_cost import NODES
+from benchmarks.strategies import machine
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "dynamic_training.jsonl"
+CONFIG = "configs/digits.py"
+DEVICES_PER_NODE = 2
+PHASES = 8
+EXIT_RESUMABLE = 75
+EXTRA = {"control": ("--config.batch.micro_size=4",)}  # 2 micro-steps a step instead of 1
+PHASE_S = 1800  # a phase takes a minute; more on a busy machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Training on some nodes up to a step."""
+
+    nodes: int
+    until: int
+
+
+def fixed(steps: int) -> list[Phase]:
+    """Returns the one phase of a run on all nodes."""
+    return [Phase(nodes=NODES, until=steps)]
+
+
+def fluctuating(seed: int, steps: int) -> list[Phase]:
+    """Returns phases of equal length: every number of nodes twice, never the same one after another."""
+    chance, nodes = random.Random(seed), list[int]()
+    while len(nodes) < PHASES:
+        turn = chance.sample(range(1, NODES + 1), NODES)
+        if not nodes or turn[0] != nodes[-1]:
+            nodes += turn
+    return [Phase(nodes=n, until=steps * (i + 1) // PHASES) for i, n in enumerate(nodes)]
+
+
+def main() -> int:
+    """Trains what is missing and writes the page; returns 1 if a run failed."""
+    parser = argparse.ArgumentParser(description="Reproduces Dynamic Training on the digits.", allow_abbrev=False)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--report", action="store_true", help="only write the page from what is recorded")
+    options = parser.parse_args()
+    for seed in range(0 if options.report else options.seeds):
+        for kind in dynamic_training_report.KINDS:
+            if failed(kind, seed, options.steps):
+                return 1
+    dynamic_training_report.write(recorded())
+    return 0
+
+
+def failed(kind: str, seed: int, steps: int) -> bool:
+    """Trains and records a run, if that is not done; says if it failed."""
+    key = {"kind": kind, "seed": seed, "steps": steps}
+    if any(key.items() <= line.items() for line in recorded()):
+        return False
+    phases = fluctuating(seed, steps) if kind == "fluctuating" else fixed(steps)
+    flags = [f"--config.seed={seed}", f"--config.num_steps={steps}", *EXTRA.get(kind, ())]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            line = key | train(Path(folder) / "run", flags, phases) | machine()
+        except RuntimeError as error:
+            print(f"{kind}, seed {seed}: {error}", file=sys.stderr)
+            return True
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(f"{kind}, seed {seed}: {line['validations'][-1]}", flush=True)
+    return False
+
+
+def recorded() -> list[dict[str, Any]]:
+    """Returns all lines of the record."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def train(workdir: Path, overrides: Sequence[str], phases: Sequence[Phase]) -> dict[str, Any]:
+    """Trains through all phases; returns what happened. RuntimeError if a phase does not end as it should."""
+    flags = [f"--config={CONFIG}", *overrides, "--config.checkpoint.every=0"]  # one is made when a phase ends
+    starts: list[dict[str, Any]] = []
+    for phase in phases:
+        print(f"{phase.nodes} nodes until step {phase.until}", flush=True)
+        output = run_phase(workdir, [*flags, *mesh_flags(phase.nodes)], phase, last=phase is phases[-1])
+        said = re.search(r"^(?:starting|resumed) at step (\d+) .*$", output, re.MULTILINE)
+        if not said:
+            raise RuntimeError(f"train.py does not say where it begins: {output[-500:]}")
+        line = said[0].replace(str(workdir), "DIR")
+        starts.append({"nodes": phase.nodes, "begun": int(said[1]), "ended": len(rows(workdir)), "said": line})
+    found = rows(workdir)
+    kept = ("step", "validation_loss", "validation_accuracy")
+    return {
+        "starts": starts,
+        "steps_again": sum(a["ended"] - b["begun"] for a, b in itertools.pairwise(starts)),
+        "losses": [row["loss"] for row in found],
+        "validations": [{key: row[key] for key in kept} for row in found if "validation_loss" in row],
+        "command": " ".join(("python train.py", *flags)),
+    }
+
+
+def mesh_flags(nodes: int) -> list[str]:
+    """Returns the flags of a run on some nodes, each a partition group."""
+    keys = {"mesh.num_cpu_devices": nodes * DEVICES_PER_NODE, "mesh.devices_per_node": DEVICES_PER_NODE}
+    keys |= {"sharding.strategy": "mics", "sharding.partition_size": DEVICES_PER_NODE}
+    return [f"--config.{key}={value}" for key, value in keys.items()]
+
+
+def run_phase(workdir: Path, flags: Sequence[str], phase: Phase, *, last: bool) -> str:
+    """Runs train.py up to the end of a phase and returns what it printed."""
+    command = [sys.executable, "train.py", *flags, f"--workdir={workdir}"]
+    with tempfile.TemporaryFile("w+") as output:
+        with subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as process:
+            try:
+                if not last:
+                    wait_for_rows(workdir, phase.until - 2, process)  # a row is written when the next step is done
+                    process.send_signal(signal.SIGTERM)  # while the last step of the phase runs
+                code = process.wait(timeout=PHASE_S)
+            except subprocess.TimeoutExpired as error:
+                raise RuntimeError(str(error)) from error
+            finally:
+                process.kill()
+        output.seek(0)
+        text = output.read()
+    if code != (0 if last else EXIT_RESUMABLE):
+        raise RuntimeError(f"exit code {code}: {text[-1000:]}")
+    return text
+
+
+def wait_for_rows(workdir: Path, count: int, process: subprocess.Popen[bytes]) -> None:
+    """Waits until so many steps are logged, or the process has ended. RuntimeError after half an hour."""
+    file, deadline = workdir / "metrics.jsonl", time.monotonic() + PHASE_S
+    while process.poll() is None and (not file.exists() or file.read_bytes().count(b"\n") < count):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"step {count} was not reached in {PHASE_S} s")
+        time.sleep(0.02)
+
+
+def rows(workdir: Path) -> list[dict[str, Any]]:
+    """Returns the lines of metrics.jsonl, a step each. RuntimeError if one is missing or there twice."""
+    found = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    if [row["step"] for row in found] != list(range(1, len(found) + 1)):
+        raise RuntimeError(f"{workdir / 'metrics.jsonl'} does not hold each step once")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

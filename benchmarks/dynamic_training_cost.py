@@ -1,0 +1,156 @@
+"""What a run costs, and how long it takes, on spot nodes that come and go: a simulation beside a fixed cluster."""
+
+import heapq
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+NODES = 4  # of the fixed cluster
+RUN_S = 24 * 3600.0  # that it takes there
+SEEDS = 20
+# A step of the same rows on 4 nodes takes 15.4 s, 12.8 s of them computing: mics(2) at 1gbit, docs/strategies.md.
+STEP_S, COMPUTE_S = 15.4, 12.8
+# Training stands still for so long; the aims of docs/elasticity.md, until benchmarks/elastic.py has measured them.
+JOINED_S = 20.0
+ANNOUNCED_S = 15.0
+KILLED_S = 40.0  # with the step that is done again
+FROM_CHECKPOINT_S = 40.0  # the first nodes after none
+UNANNOUNCED = 0.1  # of the preemptions come as a kill: the notice was missed, or the machine died. Assumed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """Published prices of a machine of 8 GPUs, in dollars an hour (Linux)."""
+
+    on_demand: float
+    spot: float
+    zone: str
+
+
+# SkyPilot's catalogue of AWS prices: github.com/skypilot-org/skypilot-catalog, catalogs/v4/aws/vms.csv at 0dbb44e5
+PRICES = {
+    "p3.16xlarge": Price(on_demand=24.48, spot=8.0726, zone="us-east-1c"),
+    "p4d.24xlarge": Price(on_demand=32.7726, spot=13.3597, zone="us-east-1a"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Market:
+    """How long a spot node stays, and how long it takes to get one back: means of exponential distributions."""
+
+    up_s: float
+    down_s: float
+
+
+# Assumed, of the size of what github.com/skypilot-org/spot-traces shows for 4 V100 nodes in August 2023.
+MARKETS = {
+    "calm": Market(up_s=24 * 3600, down_s=0.5 * 3600),
+    "busy": Market(up_s=4 * 3600, down_s=0.75 * 3600),
+    "scarce": Market(up_s=2 * 3600, down_s=2 * 3600),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes that are always there, and the most spot nodes beside them."""
+
+    on_demand: int
+    spot: int
+
+
+LARGER = "1 on demand, up to 7 spot"
+CLUSTERS = {
+    "1 on demand, up to 3 spot": Cluster(on_demand=1, spot=NODES - 1),
+    "up to 4 spot": Cluster(on_demand=0, spot=NODES),
+    LARGER: Cluster(on_demand=1, spot=2 * NODES - 1),
+    "up to 8 spot": Cluster(on_demand=0, spot=2 * NODES),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """From a time on there are so many spot nodes; training stands still for a while."""
+
+    time_s: float
+    spot: int
+    pause_s: float
+
+
+def trace(market: Market, slots: int, seed: int) -> Iterator[Change]:
+    """Yields the changes of a market without end: each slot has a node or waits for one, by itself."""
+    chance = random.Random(f"{slots} {seed}")
+    has_node = [chance.random() < market.up_s / (market.up_s + market.down_s) for _ in range(slots)]
+
+    def duration_s(slot: int) -> float:
+        return chance.expovariate(1 / (market.up_s if has_node[slot] else market.down_s))
+
+    yield Change(time_s=0.0, spot=sum(has_node), pause_s=0.0)
+    due = [(duration_s(slot), slot) for slot in range(slots)]
+    heapq.heapify(due)
+    while True:
+        time_s, slot = due[0]
+        pause_s = JOINED_S
+        if has_node[slot]:
+            pause_s = KILLED_S if chance.random() < UNANNOUNCED else ANNOUNCED_S
+        has_node[slot] = not has_node[slot]
+        heapq.heapreplace(due, (time_s + duration_s(slot), slot))
+        yield Change(time_s=time_s, spot=sum(has_node), pause_s=pause_s)
+
+
+def speed(nodes: int) -> float:
+    """Returns the speed of training relative to one node, at the same global batch.
+
+    The rows are shared out, and each node sends (n - 1) / n of what one ring all-reduce carries: on n nodes a step
+    takes (1 + x * (n - 1)) / n of the time on one, with x from the measured step on 4.
+    """
+    x = (STEP_S / COMPUTE_S - 1) / (NODES - 1)
+    return nodes / (1 + x * (nodes - 1)) if nodes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run took: its time, and the time that nodes were paid for."""
+
+    time_s: float
+    on_demand_s: float
+    spot_s: float
+    changes: int
+
+    def dollars(self, price: Price) -> float:
+        return (self.on_demand_s * price.on_demand + self.spot_s * price.spot) / 3600
+
+
+def simulate(changes: Iterator[Change], on_demand: int, work_s: float) -> Outcome:
+    """Returns what a run takes that needs `work_s` seconds on one node; nodes are paid for while training waits."""
+    spot = next(changes).spot  # at the beginning
+    now_s = resumes_s = done_s = spot_s = 0.0
+    count = 0
+    for change in changes:
+        rate, begins_s = speed(on_demand + spot), max(now_s, resumes_s)
+        if rate and begins_s + (work_s - done_s) / rate <= change.time_s:
+            break
+        done_s += rate * max(0.0, change.time_s - begins_s)
+        spot_s += spot * (change.time_s - now_s)
+        resumes_s = max(resumes_s, change.time_s + (change.pause_s if rate else FROM_CHECKPOINT_S))
+        now_s, spot, count = change.time_s, change.spot, count + 1
+    end_s = max(now_s, resumes_s) + (work_s - done_s) / speed(on_demand + spot)
+    spot_s += spot * (end_s - now_s)
+    return Outcome(time_s=end_s, on_demand_s=on_demand * end_s, spot_s=spot_s, changes=count)
+
+
+def simulated() -> list[dict[str, Any]]:
+    """Returns a line a market and cluster: time and cost relative to the fixed cluster, for each seed."""
+    work_s = RUN_S * speed(NODES)
+    lines = []
+    for market_name, market in MARKETS.items():
+        for name, cluster in CLUSTERS.items():
+            runs = [simulate(trace(market, cluster.spot, seed), cluster.on_demand, work_s) for seed in range(SEEDS)]
+            costs = {
+                machine: [run.dollars(price) / (NODES * RUN_S / 3600 * price.on_demand) for run in runs]
+                for machine, price in PRICES.items()
+            }
+            times = [run.time_s / RUN_S for run in runs]
+            changes = [run.changes for run in runs]
+            lines.append({"market": market_name, "cluster": name, "times": times, "costs": costs, "changes": changes})
+    return lines

@@ -1,0 +1,233 @@
+"""The page of benchmarks/dynamic_training.py: tables and a picture from its record and the simulated prices."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from benchmarks import dynamic_training_cost as cost
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "dynamic_training.md"
+PICTURE = ROOT / "docs" / "images" / "dynamic_training.png"
+KINDS = ("fixed", "fluctuating", "control")
+SAME = 1e-5  # losses that differ by less, relatively
+IMAGES = 360  # of the validation
+Line = dict[str, Any]
+
+
+def write(lines: Sequence[Line]) -> None:
+    """Writes docs/dynamic_training.md and its picture; a seed counts when all of its runs are recorded."""
+    by_seed = [runs_of(lines, seed) for seed in sorted({line["seed"] for line in lines})]
+    seeds = [runs for runs in by_seed if len(runs) == len(KINDS)]
+    sections = [INTRO]
+    if seeds:
+        draw(seeds, PICTURE)
+        sections.append(accuracy_section(seeds))
+    PAGE.write_text("\n\n".join([*sections, cost_section(cost.simulated())]) + "\n")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+def runs_of(lines: Sequence[Line], seed: int) -> dict[str, Line]:
+    """Returns the runs of a seed by their kind."""
+    return {line["kind"]: line for line in lines if line["seed"] == seed}
+
+
+INTRO = """# Dynamic Training
+
+Written by `python -m benchmarks.dynamic_training` from `benchmarks/results/dynamic_training.jsonl` and a simulation
+(`benchmarks/dynamic_training_cost.py`).
+
+AWS's Dynamic Training (an MXNet fork of 2018) let hosts join and leave a run at the ends of epochs, at a fixed global
+batch. Here they may at any step. Two questions: is the model as good, and what does it save? The figures quoted for the
+original, 15 to 50 % cheaper and 15 to 30 % faster, are in no text that we could find (of its announcement only the
+beginning was). They stand beside ours **unverified**."""
+
+
+# ------------------------------------------------------------------------------------------------- accuracy
+
+
+def accuracy_section(seeds: Sequence[dict[str, Line]]) -> str:
+    """Returns the table of the runs, and what it says."""
+    about = seeds[0]["fluctuating"]
+    commits = sorted({line["commit"][:7] for runs in seeds for line in runs.values()})
+    return "\n\n".join(
+        [
+            "## The same accuracy on 1 to 4 nodes\n\n"
+            f"A ResNet on scikit-learn's digits, {IMAGES} of them for validation; MiCS with a group a node, 2 devices "
+            f"each. Once on 4 nodes to the end (`fixed`); once on another number of nodes every {about['steps']} / "
+            f"{len(about['starts'])} steps (`fluctuating`): a SIGTERM, exit code 75, the same command with other "
+            "devices. The global batch stays. All runs of a seed see the same examples in the same order; sums over 2, "
+            "4, 6 or 8 devices and 1, 2 or 4 micro-steps are rounded differently. What rounding does to this training "
+            "by itself says the third run (`control`): the fixed one with micro-batches of 4 instead of 8.",
+            f"The command is `{about['command']}` with the mesh's devices; {about['machine']}, jax {about['jax']}, "
+            f"commit {', '.join(commits)}. The nodes are virtual devices of one process: what several processes do "
+            "when they lose one is in docs/elasticity.md.",
+            accuracy_table(seeds),
+            verdict(seeds),
+            f"![Nodes and validation accuracy](images/{PICTURE.name})",
+        ]
+    )
+
+
+def accuracy_table(seeds: Sequence[dict[str, Line]]) -> str:
+    """Returns a row a run: what the restarts lost, the validation at the end, and how long the losses are the same."""
+    head = ["seed", "run", "nodes", "restarts", "steps done again", "accuracy", "validation loss"]
+    head += [f"first step whose loss is not that of `fixed` to {SAME:.0e}", "largest difference before"]
+    rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for runs in seeds:
+        for kind in KINDS:
+            line, end = runs[kind], runs[kind]["validations"][-1]
+            cells = [str(line["seed"]), kind, " ".join(str(start["nodes"]) for start in line["starts"])]
+            cells += [str(len(line["starts"]) - 1), str(line["steps_again"])]
+            cells += [f"{end['validation_accuracy']:.2%}", f"{end['validation_loss']:.4f}"]
+            step, before = same_until(runs["fixed"]["losses"], line["losses"])
+            cells += ["", ""] if kind == "fixed" else [str(step or "none"), f"{before:.0e}"]
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def same_until(losses: Sequence[float], others: Sequence[float]) -> tuple[int | None, float]:
+    """Returns the first step whose losses differ, None if there is none, and the largest difference before it."""
+    apart = [abs(a - b) / a for a, b in zip(losses, others, strict=True)]
+    first = next((i for i, difference in enumerate(apart) if difference > SAME), None)
+    return None if first is None else first + 1, max(apart[:first], default=0.0)
+
+
+def verdict(seeds: Sequence[dict[str, Line]]) -> str:
+    """Returns the mean accuracies, and the largest differences in images."""
+    found = {kind: [runs[kind]["validations"][-1]["validation_accuracy"] for runs in seeds] for kind in KINDS}
+    means = ", ".join(f"{kind} {mean(found[kind]):.2%}" for kind in KINDS)
+    apart = {
+        kind: max(abs(a - b) * IMAGES for a, b in zip(found["fixed"], found[kind], strict=True)) for kind in KINDS[1:]
+    }
+    return (
+        f"Mean accuracy: {means}. In the same seed `fluctuating` is at most {apart['fluctuating']:.0f} of {IMAGES} "
+        f"images from `fixed`, `control` at most {apart['control']:.0f}."
+    )
+
+
+def draw(seeds: Sequence[dict[str, Line]], file: Path) -> None:
+    """Draws a column a seed: nodes above, validation accuracy below."""
+    figure, panels = plt.subplots(
+        2, len(seeds), figsize=(4 * len(seeds), 4.4), sharex=True, sharey="row", layout="constrained", squeeze=False
+    )
+    for (above, below), runs in zip(panels.T, seeds, strict=True):
+        moving = runs["fluctuating"]
+        ends = [start["ended"] for start in moving["starts"]]
+        above.stairs(
+            [start["nodes"] for start in moving["starts"]], [0, *ends], linewidth=1.5, color="C1", baseline=None
+        )
+        above.axhline(cost.NODES, color="0.6", linewidth=1, linestyle="--")
+        above.set_title(f"seed {moving['seed']}", fontsize=10)
+        for kind, style in (
+            ("fixed", {"color": "0.6", "linewidth": 4}),
+            ("fluctuating", {"color": "C1", "marker": "o"}),
+        ):
+            found = runs[kind]["validations"]
+            accuracy = [100 * row["validation_accuracy"] for row in found]
+            below.plot([row["step"] for row in found], accuracy, label=kind, **style)
+        for end in ends[:-1]:
+            below.axvline(end, color="0.85", linewidth=0.8, zorder=0)
+        below.set_xlabel("step")
+    panels[0][0].set_ylabel("nodes")
+    panels[0][0].set_yticks(range(cost.NODES + 1))
+    panels[1][0].set_ylabel("validation accuracy, %")
+    panels[1][0].legend(frameon=False, loc="lower right")
+    for axes in panels.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+# ---------------------------------------------------------------------------------------------------- prices
+
+
+def cost_section(lines: Sequence[Line]) -> str:
+    """Returns what was assumed, and the table of time and cost."""
+    return "\n\n".join(
+        [
+            "## What it saves: a simulation\n\n"
+            f"A run that takes {cost.RUN_S / 3600:.0f} hours on {cost.NODES} fixed nodes on demand, on clusters with "
+            "spot nodes instead. Nothing here ran on a cloud; what goes in are the prices and the assumptions below.",
+            price_table(),
+            "Source of the prices: SkyPilot's catalogue of AWS prices (github.com/skypilot-org/skypilot-catalog, "
+            "`catalogs/v4/aws/vms.csv` at 0dbb44e5, which bears no date). Spot prices differ between zones: 30 to 40 % "
+            "of the price on demand for p3.16xlarge in the same file, 30 to 51 % for p4d.24xlarge in us-east-1.",
+            assumptions(),
+            cost_table(lines),
+            "Times and costs are relative to the fixed cluster: mean of "
+            f"{cost.SEEDS} seeds of the trace (lowest to highest). What is not in the model: spot nodes that go all at "
+            "once (they did in the traces; here each goes by itself), prices that move, storage and traffic, and steps "
+            "that are lost when the last node of a cluster without nodes on demand is killed without notice.",
+            conclusion(lines),
+        ]
+    )
+
+
+def price_table() -> str:
+    """Returns the prices."""
+    rows = ["| machine | zone | on demand, $/h | spot, $/h | spot / on demand |", "|---|---|---|---|---|"]
+    for name, price in cost.PRICES.items():
+        cells = [name, price.zone, f"{price.on_demand:.2f}", f"{price.spot:.2f}", f"{price.spot / price.on_demand:.0%}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def assumptions() -> str:
+    """Returns the list of what the simulation takes for granted."""
+    markets = "; ".join(
+        f"{name}: a node stays {market.up_s / 3600:g} h and comes back after {market.down_s / 3600:g} h"
+        for name, market in cost.MARKETS.items()
+    )
+    speeds = ", ".join(f"{cost.speed(nodes) / cost.speed(1):.2f} on {nodes}" for nodes in (2, 4, 8))
+    return "\n".join(
+        [
+            f"- Markets ({markets}; exponential, means). Assumed, of the size of what "
+            "github.com/skypilot-org/spot-traces has for 4 V100 nodes in August 2023: us-west-2c was interrupted a few "
+            "times a day, for minutes to hours; us-east-1f had nodes for less than half of the time.",
+            f"- Speed at the same global batch: 1 on one node, {speeds}, from our step of {cost.STEP_S} s on 4 "
+            f"emulated nodes at 1 Gbit/s, {cost.COMPUTE_S} s of it computing (docs/strategies.md).",
+            f"- Training stands still for {cost.JOINED_S:.0f} s when a node joins, {cost.ANNOUNCED_S:.0f} s when one "
+            f"leaves with notice, {cost.KILLED_S:.0f} s without (assumed: {cost.UNANNOUNCED:.0%} of them), and "
+            f"{cost.FROM_CHECKPOINT_S:.0f} s after there was none. These are the aims of the elastic engine, not yet "
+            "measured. Nodes are paid for meanwhile.",
+        ]
+    )
+
+
+def cost_table(lines: Sequence[Line]) -> str:
+    """Returns time and cost of every cluster in every market, and the published ranges."""
+    machines = list(cost.PRICES)
+    head = ["market", "cluster", "changes", "time", *(f"cost, {name}" for name in machines)]
+    rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    rows.append(f"| any | {cost.NODES} on demand (fixed) | 0 | 1 |{' 1 |' * len(machines)}")
+    for line in lines:
+        cells = [line["market"], line["cluster"], f"{mean(line['changes']):.0f}", spread(line["times"])]
+        rows.append(f"| {' | '.join([*cells, *(spread(line['costs'][name]) for name in machines)])} |")
+    rows.append(f"| | Dynamic Training, as quoted (unverified) | | 0.70 to 0.85 |{' 0.50 to 0.85 |' * len(machines)}")
+    return "\n".join(rows)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Returns `0.71 (0.66 to 0.75)`."""
+    return f"{mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def conclusion(lines: Sequence[Line]) -> str:
+    """Returns the means in words: what the larger clusters save, by market."""
+    said = []
+    for line in lines:
+        if line["cluster"] == cost.LARGER:
+            cheaper = sorted(1 - mean(costs) for costs in line["costs"].values())
+            faster = 1 - mean(line["times"])
+            said.append(f"{line['market']}: {cheaper[0]:.0%} to {cheaper[-1]:.0%} cheaper and {faster:.0%} faster")
+    return (
+        f"With {cost.LARGER}: {'; '.join(said)}. Clusters that never have more nodes than the fixed one are cheaper "
+        "and slower. Faster comes from more nodes, which cost less each, and is gone where the market is scarce."
+    )
