@@ -10,7 +10,7 @@ train: $(VENV)/installed  ## trains the quickstart: a byte-level model on 8 virt
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-all: $(VENV)/installed $(VENV)/h100/installed
+test-all: $(VENV)/installed $(VENV)/h100/installed $(VENV)/ray-installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow or not slow"
 
 lint: $(VENV)/installed
@@ -32,6 +32,10 @@ $(VENV)/installed: requirements.txt requirements-dev.txt constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mics-jax needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt -c constraints.txt
+	touch $@
+
+$(VENV)/ray-installed: requirements-ray.txt constraints.txt | $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c constraints.txt
 	touch $@
 
 $(VENV)/h100/installed: requirements-h100.txt | $(VENV)/installed  ## XLA for GPUs, 0.5 GB: it compiles without one

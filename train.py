@@ -335,7 +335,8 @@ def train(run: Run, interruption: Interruption, heartbeat: Heartbeat) -> int:
         sample = run.sample(state.params) if finished and run.sample.wanted else None
         run.checkpointer.wait()
         run.snapshots.end(finished=finished)
-        mesh_png = drawing.mesh_png(ex.sharded.layout) if jax.process_index() == 0 else None
+        # a picture takes a second, and who is asked to stop has few
+        mesh_png = drawing.mesh_png(ex.sharded.layout) if finished and jax.process_index() == 0 else None
         log.close("finished" if finished else "interrupted", sample=sample, mesh_png=mesh_png)
         if not finished:
             log.say(f"stopped at step {step}; run the same command again to go on")

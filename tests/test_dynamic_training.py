@@ -121,4 +121,4 @@ def test_what_is_recorded_lost_nothing() -> None:
         assert len(fixed["losses"]) == len(moving["losses"]) == fixed["steps"]
         assert moving["losses"][:20] == pytest.approx(fixed["losses"][:20], rel=1e-5)
         ends = [line["validations"][-1]["validation_accuracy"] for line in (fixed, moving)]
-        assert ends[0] == pytest.approx(ends[1], abs=3 / 360) and min(ends) > 0.97
+        assert ends[0] == pytest.approx(ends[1], abs=5.5 / 360) and min(ends) > 0.97
