@@ -108,7 +108,9 @@ def verdict(seeds: Sequence[dict[str, Line]]) -> str:
     }
     return (
         f"Mean accuracy: {means}. In the same seed `fluctuating` is at most {apart['fluctuating']:.0f} of {IMAGES} "
-        f"images from `fixed`, `control` at most {apart['control']:.0f}."
+        f"images from `fixed`, `control` at most {apart['control']:.0f}. Once losses differ in the sixth digit, two "
+        "runs soon are different trainings of the same quality; the control, which has no restart, leaves `fixed` in "
+        "the same way."
     )
 
 

@@ -16,6 +16,7 @@ from benchmarks.dynamic_training_cost import (
     speed,
     trace,
 )
+from benchmarks.dynamic_training_report import same_until
 
 HOUR_S = 3600.0
 PRICE = Price(on_demand=10.0, spot=3.0, zone="")
@@ -109,8 +110,14 @@ def test_the_phases_change_between_one_and_four_nodes(seed: int) -> None:
     assert ends[-1] == 300 and all(b - a in (37, 38) for a, b in itertools.pairwise(ends))
 
 
+def test_losses_are_the_same_until_a_step() -> None:
+    assert same_until([2.0, 4.0, 8.0, 1.0], [2.0, 4.00002, 8.8, 1.0]) == (3, pytest.approx(5e-6))
+    assert same_until([2.0, 4.0], [2.0, 4.0]) == (None, 0.0)
+    assert same_until([2.0], [3.0]) == (1, 0.0)
+
+
 def test_what_is_recorded_lost_nothing() -> None:
-    """Fluctuating runs went over 1 to 4 nodes, did no step again, and began with the losses of the fixed ones."""
+    """Fluctuating runs had 1 to 4 nodes and did no step again; for two phases they had the fixed ones' losses."""
     lines = {(line["kind"], line["seed"]): line for line in recorded()}
     seeds = {seed for kind, seed in lines if kind == "fluctuating"}
     assert len(seeds) >= 3
@@ -119,6 +126,6 @@ def test_what_is_recorded_lost_nothing() -> None:
         assert {start["nodes"] for start in moving["starts"]} == {1, 2, 3, 4} and moving["steps_again"] == 0
         assert [s["ended"] for s in moving["starts"][:-1]] == [s["begun"] for s in moving["starts"][1:]]
         assert len(fixed["losses"]) == len(moving["losses"]) == fixed["steps"]
-        assert moving["losses"][:20] == pytest.approx(fixed["losses"][:20], rel=1e-5)
+        assert moving["losses"][:75] == pytest.approx(fixed["losses"][:75], rel=1e-5)
         ends = [line["validations"][-1]["validation_accuracy"] for line in (fixed, moving)]
-        assert ends[0] == pytest.approx(ends[1], abs=5.5 / 360) and min(ends) > 0.97
+        assert ends[0] == pytest.approx(ends[1], abs=0.015) and min(ends) > 0.97

@@ -28,8 +28,9 @@ MAY_IMPORT = {
     "benchmarks": EVERYTHING,
     "sharding.table": EVERYTHING,
     "cluster.probe": "cluster elastic metrics sharding",
+    "elastic.chaos": "checkpointing cluster elastic metrics",
 }
-PROGRAMS = {"train", "sweep", "benchmarks", "sharding.table", "cluster.probe"}
+PROGRAMS = {"train", "sweep", "benchmarks", "sharding.table", "cluster.probe", "elastic.chaos"}
 # part: what of others' it must not import
 FORBIDDEN = {
     "configs": "jax flax optax",

@@ -1,0 +1,175 @@
+"""The kill matrix: what each kind of event costs a run on 4 emulated nodes under Ray, in steps and in seconds.
+
+    python -m benchmarks.elastic [--repetitions=1] [--only=preempt,kill_node] [--workdir=runs/benchmarks/elastic]
+    python -m benchmarks.elastic --report
+
+One run of configs/elastic.py (6.4 M parameters, mics(2), a snapshot every step) on 4 nodes of 2 devices with links of
+1 Gbit/s, started by `python -m cluster.ray`; the events come one after the other (elastic/chaos/faults.py), each when
+the run is on all nodes again. Adds a line an event to benchmarks/results/elastic.jsonl and writes
+docs/elasticity_measured.md; needs root, or user namespaces (docs/emulation.md).
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.strategies import machine
+from elastic.chaos.faults import RECOVERY_S, suffer
+from elastic.chaos.plan import Event
+from elastic.chaos.run import ROOT, ElasticRun, RunError
+
+RESULTS = ROOT / "benchmarks" / "results" / "elastic.jsonl"
+PAGE = ROOT / "docs" / "elasticity_measured.md"
+CONFIG = "configs/elastic.py"
+NODES, DEVICES_PER_NODE, RATE = 4, 2, "1gbit"
+CALM_STEPS = 3  # between the recovery from an event and the next one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A line of the matrix: an event, and what it may cost."""
+
+    title: str
+    kind: str
+    process: int
+    lost: str  # the aim, in words
+    seconds: float | None  # to the next finished step; None: any time
+    detection: bool = False  # the time until it is noticed comes on top
+
+
+MATRIX = (
+    Case(title="announced preemption of a node", kind="preempt", process=2, lost="0", seconds=15),
+    Case(title="a node joins", kind="join", process=0, lost="0", seconds=20),
+    Case(title="announced preemption of the coordinator's node", kind="preempt", process=0, lost="0", seconds=15),
+    Case(title="a node joins", kind="join", process=0, lost="0", seconds=20),
+    Case(title="SIGKILL of a node", kind="kill_node", process=1, lost="1", seconds=30),
+    Case(title="a node joins", kind="join", process=0, lost="0", seconds=20),
+    Case(title="SIGKILL of the coordinator's node", kind="kill_node", process=0, lost="1", seconds=40),
+    Case(title="a node joins", kind="join", process=0, lost="0", seconds=20),
+    Case(title="SIGSTOP of a process", kind="freeze_process", process=1, lost="1", seconds=30, detection=True),
+    Case(title="SIGKILL during a snapshot", kind="kill_in_snapshot", process=3, lost="1", seconds=40),
+    Case(title="SIGKILL during a checkpoint", kind="kill_in_checkpoint", process=2, lost="1", seconds=40),
+    Case(title="cut link", kind="cut", process=2, lost="1", seconds=30, detection=True),
+    Case(title="SIGSTOP of a node", kind="freeze_node", process=1, lost="1", seconds=30, detection=True),
+    Case(title="all nodes killed", kind="kill_all", process=0, lost="back to the checkpoint", seconds=None),
+)
+
+
+def main() -> int:
+    """Runs what was asked for, records it and writes the page; returns 1 if a run failed."""
+    parser = argparse.ArgumentParser(description="Measures what events cost an elastic run.", allow_abbrev=False)
+    parser.add_argument("--repetitions", type=int, default=1)
+    parser.add_argument("--only", default="", help="kinds of events, with commas; a node that goes needs a `join`")
+    parser.add_argument("--workdir", type=Path, default=Path("runs/benchmarks/elastic"))
+    parser.add_argument("--report", action="store_true", help="only write the page from what is recorded")
+    options = parser.parse_args()
+    kinds = [kind for kind in options.only.split(",") if kind]
+    cases = [case for case in MATRIX if not kinds or case.kind in kinds]
+    try:
+        for repetition in range(0 if options.report else options.repetitions):
+            measure(options.workdir / str(repetition), cases)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if RESULTS.exists():
+            PAGE.write_text(page(recorded()))
+    return 0
+
+
+def measure(folder: Path, cases: Sequence[Case]) -> None:
+    """Runs the cases in one run and records each."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with ElasticRun(folder, [f"--config={CONFIG}"], nodes=NODES, devices_per_node=DEVICES_PER_NODE, rate=RATE) as run:
+        for case in cases:
+            await_all(run)
+            load = os.getloadavg()[0]
+            outcome = suffer(run, Event(kind=case.kind, process=case.process, pause_steps=CALM_STEPS))
+            line = {"title": case.title, **asdict(outcome), "load": load, "after": os.getloadavg()[0]}
+            line |= {"command": shlex.join(["python", "-m", "benchmarks.elastic", *sys.argv[1:]]), **machine()}
+            RESULTS.parent.mkdir(exist_ok=True)
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(f"{case.title}: {outcome.next_step_s:.1f} s, {outcome.lost_steps} steps lost", flush=True)
+    if left := run.left():
+        raise RunError(f"left of the cluster: {'; '.join(left)}")
+
+
+def await_all(run: ElasticRun) -> None:
+    """Waits until all nodes that there are, train."""
+    run.wait(lambda: run.is_settled and len(run.world) == len(run.alive), "training on all nodes", RECOVERY_S)
+
+
+def recorded() -> list[dict[str, Any]]:
+    """Returns all lines of the record."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()]
+
+
+# ---------------------------------------------------------------------------------------------------------- page
+
+
+def page(lines: Sequence[dict[str, Any]]) -> str:
+    """Returns docs/elasticity_measured.md."""
+    cases = {case.title: case for case in MATRIX}  # a title once
+    rows = [row(case, [line for line in lines if line["title"] == case.title]) for case in cases.values()]
+    loads = [line["load"] for line in lines]
+    commits = sorted({line["commit"][:7] for line in lines})
+    return f"""# What events cost an elastic run
+
+    python -m benchmarks.elastic
+
+Decoder of 6.4 M parameters (`{CONFIG}`), mics(2), {NODES} emulated nodes of {DEVICES_PER_NODE} devices, links of \
+{RATE}, a snapshot every step, a checkpoint every 20, `elastic.silence_s` of 10; Ray ([engines](elasticity_engines.md)).
+{lines[0]["machine"]} for all nodes and for Ray, busy with other programs too: load average {min(loads):.0f} to \
+{max(loads):.0f}. Commit {", ".join(commits)} and what belongs to this page. Written by the command above.
+
+Seconds are from the event to the first finished step of the next start: the median, and the number of events. `noticed`
+is when the run, or Ray, first said that something was wrong; `ended` when all processes had; `started` when the next
+start began; `restored` when it had compiled, and had the state. Lost are finished steps that were done again.
+
+| event | aim: lost, seconds | lost | seconds | noticed | ended | started | restored | state from |
+|---|---|---|---|---|---|---|---|---|
+{chr(10).join(row for row in rows if row)}
+
+{RULES}"""
+
+
+RULES = """\
+`detection` in an aim is the time of `noticed`. A preemption is SIGTERM to what keeps Ray up on the node. SIGKILL and
+SIGSTOP of a node are of all its processes, and a killed node's memory is gone with it. A cut link is healed, and a
+stopped node goes on, after 30 s. A joining node is timed from the start of an empty node on: Ray's own start and the
+imports are part of it. `all nodes killed` is timed from the first kill on, and as many empty nodes are started at once.
+"""
+
+
+def row(case: Case, lines: Sequence[dict[str, Any]]) -> str:
+    """Returns a line of the table, "" for an event that was not measured."""
+    if not lines:
+        return ""
+    aim = "any time" if case.seconds is None else f"{case.seconds:g} s{' + detection' if case.detection else ''}"
+    lost = sorted({line["lost_steps"] for line in lines})
+    phases = [
+        middle([line["phases"][name] for line in lines]) for name in ("noticed", "stopped", "started", "restored")
+    ]
+    sources = sorted({line["source"].partition(" (")[0] for line in lines})
+    times = f"{middle([line['next_step_s'] for line in lines])} ({len(lines)})"
+    cells = [case.title, f"{case.lost}, {aim}", ", ".join(map(str, lost)), times, *phases, ", ".join(sources)]
+    return f"| {' | '.join(cells)} |"
+
+
+def middle(values: Sequence[float | None]) -> str:
+    """Returns the median of what was measured."""
+    known = [value for value in values if value is not None]
+    return f"{median(known):.1f}" if known else "-"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

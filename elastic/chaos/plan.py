@@ -1,0 +1,49 @@
+"""Which events happen, to whom and when: a seed makes the same plan every time."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+# kind: how many more nodes there are after it
+NODES_AFTER = {
+    "sigterm": 0,  # to a process: all stop in good order and go on
+    "preempt": -1,  # SIGTERM to what runs on a node: it is drained, and goes
+    "kill_process": 0,  # SIGKILL
+    "kill_node": -1,  # SIGKILL to all processes of a node; its memory is gone
+    "cut": 0,  # of a node's link, for a while
+    "freeze_process": 0,  # SIGSTOP
+    "freeze_node": 0,  # SIGSTOP to all processes of a node, for a while
+    "kill_in_snapshot": 0,  # SIGKILL to a process that is writing one
+    "kill_in_checkpoint": 0,  # SIGKILL to a process while a checkpoint is written
+    "kill_all": 0,  # all nodes; as many new ones come
+    "join": 1,  # a node more
+}
+DECK = Counter(dict.fromkeys(NODES_AFTER, 1) | {"join": 2})  # as many nodes come as go
+PAUSE_STEPS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What happens to the node of a process, so many steps after the run has recovered from the event before."""
+
+    kind: str
+    process: int  # of the world at that time; 0 has the coordinator
+    pause_steps: int
+
+
+def make_plan(seed: int, count: int, *, nodes: int, min_nodes: int) -> list[Event]:
+    """Returns `count` events for a run that starts on `nodes`, of which at least `min_nodes` are always there.
+
+    Kinds are drawn like cards, so that all occur equally often, as far as the number of nodes allows.
+    """
+    chance, there, deck, plan = random.Random(seed), nodes, Counter[str](), list[Event]()
+    while len(plan) < count:
+        possible = [kind for kind in sorted(deck.elements()) if min_nodes <= there + NODES_AFTER[kind] <= nodes]
+        if not possible:
+            deck += DECK
+            continue
+        kind = chance.choice(possible)
+        deck -= Counter([kind])
+        plan.append(Event(kind=kind, process=chance.randrange(there), pause_steps=chance.randint(1, PAUSE_STEPS)))
+        there += NODES_AFTER[kind]
+    return plan

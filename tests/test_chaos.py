@@ -1,0 +1,159 @@
+"""Chaos: the plan that a seed makes, what is read of a log, the comparison, and a small run with real events."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from emulating import EMULATED
+from running import ROOT, XLA_FLAGS
+
+from checkpointing import CheckpointConfig, Checkpointer
+from elastic.chaos.faults import KINDS, MOMENTS
+from elastic.chaos.plan import NODES_AFTER, Event, make_plan
+from elastic.chaos.run import NOTICED, ElasticRun
+from elastic.chaos.same import compare_losses, compare_parameters
+
+TIMEOUT_S = 600
+# What a run said; the steps of its metrics are set between the lines.
+LOG = """\
+10:51:55.3 generation 1: 3 nodes: node2, node1, node3; spares: none
+starting at step 0 of 100 in runs/x
+10:52:03.4 generation 1: step 1 is done, 20.0 s after the event
+error: process 1 on node1 died (the connection closed without a goodbye); last completed step: 7 (process 0, 2)
+10:52:04.4 generation 1 stopped at step 8: node1 by SIGKILL, node2 with 75, node3 with 75
+10:52:05.6 generation 2: 2 nodes: node3, node2; spares: none
+resumed at step 5 of 100 in runs/x, from memory (2 of 2 nodes had it); steps done again: 3
+10:52:09.9 generation 2: step 6 is done, 5.5 s after the event
+"""
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_plan_has_all_kinds_and_its_victims_exist(seed: int) -> None:
+    plan = make_plan(seed, 30, nodes=4, min_nodes=2)
+    assert plan == make_plan(seed, 30, nodes=4, min_nodes=2) != make_plan(seed + 1, 30, nodes=4, min_nodes=2)
+    assert {event.kind for event in plan} == set(NODES_AFTER)
+    there = 4
+    for event in plan:
+        assert 0 <= event.process < there and event.pause_steps > 0
+        there += {"preempt": -1, "kill_node": -1, "join": 1}.get(event.kind, 0)
+        assert 2 <= there <= 4
+
+
+def test_every_kind_is_known_to_all() -> None:
+    assert set(KINDS) == set(NODES_AFTER) and set(MOMENTS) < set(KINDS)
+    assert {event.process for event in make_plan(0, 30, nodes=4, min_nodes=2)} == {0, 1, 2, 3}
+
+
+def a_run(folder: Path) -> ElasticRun:
+    return ElasticRun(folder, [], nodes=3, devices_per_node=2, rate="none")
+
+
+def test_the_log_tells_the_world_and_what_was_lost(tmp_path: Path) -> None:
+    run, lines = a_run(tmp_path), LOG.splitlines(keepends=True)
+    (tmp_path / "log").touch()
+    run.workdir.mkdir()
+    with (tmp_path / "log").open("ab", buffering=0) as log, (tmp_path / "log").open("rb") as run._log:
+        log.write("".join(lines[:3])[:-5].encode())  # the last line is not whole
+        run.look()
+        assert (run.generation, run.world, run.is_settled, run.lost_steps) == (1, (2, 1, 3), False, 0)
+        log.write("".join(lines[:4])[len("".join(lines[:3])) - 5 :].encode())
+        run.look()
+        assert run.is_settled and run.step == 0
+        (run.workdir / "metrics.jsonl").write_text('{"step": 7}\n{"step": 8}\n')
+        log.write("".join(lines[4:6]).encode())
+        run.look()
+        assert (run.generation, run.world, run.is_settled, run.step) == (2, (3, 2), False, 8)
+        log.write("".join(lines[6:]).encode())
+        (run.workdir / "metrics.jsonl").write_text('{"step": 5}\n{"step": 6}\n')
+        run.look()
+    assert (run.is_settled, run.lost_steps, run.source) == (True, 3, "memory (2 of 2 nodes had it)")
+    noticed = [i for i, line in enumerate(lines) if NOTICED.search(line)]
+    assert noticed == [3]
+    assert run.since(run.said[3].at_s, re.compile("generation 2: step")) is not None
+    assert run.since(time.monotonic(), NOTICED) is None
+
+
+def test_what_is_left_is_found(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    name = next(word for word in run._command if word.startswith("--name="))
+    process = subprocess.Popen([sys.executable, "-c", "input()", name], stdin=subprocess.PIPE)
+    try:
+        assert [text.split(":")[0] for text in run._left()] == [f"process {process.pid}"]
+    finally:
+        process.kill()
+        process.communicate()
+    assert run.left() == []
+
+
+def write_losses(folder: Path, losses: list[float]) -> Path:
+    folder.mkdir(exist_ok=True)
+    rows = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def test_losses_are_compared_step_by_step(tmp_path: Path) -> None:
+    reference = write_losses(tmp_path / "a", [4.0, 2.0, 1.0])
+    found = compare_losses(write_losses(tmp_path / "b", [4.00004, 2.00004, 1.0]), reference)
+    assert found.where == "step 2" and found.difference == pytest.approx(2e-5)
+    assert np.isnan(compare_losses(write_losses(tmp_path / "b", [4.1, float("nan"), 1.0]), reference).difference)
+    with pytest.raises(ValueError, match="has 2 losses"):
+        compare_losses(write_losses(tmp_path / "b", [4.0, 2.0]), reference)
+
+
+def write_checkpoint(folder: Path, step: int, weights: np.ndarray) -> Path:
+    state = {"params": {"w": jax.numpy.asarray(weights)}, "opt_state": jax.numpy.zeros(2)}
+    with Checkpointer(folder / "checkpoints", CheckpointConfig(every=1, keep_last=1)) as checkpointer:
+        checkpointer.save(step, state, data={}, config={})
+    return folder
+
+
+def test_parameters_are_compared(tmp_path: Path) -> None:
+    one = write_checkpoint(tmp_path / "a", 3, np.array([0.0, -2.0, 1.0], np.float32))
+    two = write_checkpoint(tmp_path / "b", 3, np.array([0.0001, -2.0, 1.0], np.float32))
+    found = compare_parameters(two, one)
+    assert found.where == "params.w at step 3" and found.difference == pytest.approx(5e-5)
+    assert compare_parameters(one, one).difference == 0
+    with pytest.raises(ValueError, match="different steps"):
+        compare_parameters(write_checkpoint(tmp_path / "c", 4, np.zeros(3, np.float32)), one)
+
+
+def chaos(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "elastic.chaos", *args],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, "XLA_FLAGS": XLA_FLAGS},
+    )
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    for args, said in (
+        (["--rate=fast"], "rate"),
+        (["--nodes=1"], "--nodes must be 2 or more"),
+        ([f"--reference={tmp_path}"], "is not a run"),
+    ):
+        done = chaos(*args, f"--workdir={tmp_path}")
+        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+@EMULATED
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs Ray: pip install -r requirements-ray.txt")
+def test_three_events_leave_no_trace(tmp_path: Path) -> None:
+    done = chaos("--nodes=3", "--events=3", "--seed=0", f"--workdir={tmp_path}", "--", "--config.num_steps=250")
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    planned: list[Event] = make_plan(0, 3, nodes=3, min_nodes=2)
+    assert [event["kind"] for event in events] == [event.kind for event in planned]
+    assert "allowed: 1e-05" in done.stdout and "nothing is left" in done.stdout
