@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import models
 from compression.by_config import CompressionConfig, behind, make_hop_two, make_wires
-from compression.local_sgd import LocalSGDConfig, drift, local_sgd
+from compression.local_sgd import LocalSGDConfig, LocalState, drift, local_sgd
 from compression.statistics import statistics
 from configs.door import Config, settings
 from input_pipeline import DataConfig
@@ -264,23 +264,24 @@ def make_tx(
 ) -> optax.GradientTransformation:
     """Returns hop two and the optimizer behind it, or around it with local SGD. ValueError for what does not fit."""
     hop_two = make_hop_two(compression, sharded, specs, optimizer)
-    rest, wrap = behind(compression, optimizer), None
+    rest = behind(compression, optimizer)
+    make = partial(make_optimizer, rest, config.num_steps, specs, local=on_each_device(sharded.mesh))
     local = settings(LocalSGDConfig, config.local_sgd, "local_sgd")
-    if local.inner_steps:
-        local.check(sharded.layout, config.num_steps)
-        if rest is not optimizer or compression.delayed or optimizer.name == "muon":
-            raise ValueError(
-                "local_sgd keeps an optimizer in each replica: it goes with no compression.hop_two that is one itself "
-                f"({compression.hop_two}), nor with compression.delayed or optimizer.name=muon"
-            )
-        exchange, hop_two = hop_two, optax.identity()
-        wrap = partial(local_sgd, exchange, config=local, replicas=sharded.layout.num_replicas)
-    return make_optimizer(rest, config.num_steps, specs, hop_two, on_each_device(sharded.mesh), wrap)
+    if not local.inner_steps:
+        return make(hop_two)
+    local.check(sharded.layout, config.num_steps)
+    if rest is not optimizer or compression.delayed or optimizer.name == "muon":
+        raise ValueError(
+            "local_sgd keeps an optimizer in each replica: it goes with no compression.hop_two that is one itself "
+            f"({compression.hop_two}), nor with compression.delayed or optimizer.name=muon"
+        )
+    return local_sgd(hop_two, make(optax.identity()), local, sharded.layout.num_replicas)
 
 
 def watch(opt_state: Any) -> dict[str, jax.Array]:
-    """Returns the scalars of the optimizer's state that a run reports."""
-    return watched(opt_state) | statistics(opt_state)
+    """Returns the scalars of the optimizer's state that a run reports; with local SGD the highest of all replicas."""
+    guard = opt_state.inner["local"] if isinstance(opt_state, LocalState) else opt_state
+    return {name: jnp.max(x) for name, x in watched(guard).items()} | statistics(opt_state)
 
 
 def on_each_device(mesh: Mesh) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -101,11 +101,8 @@ def make_optimizer(
     specs: PyTree,
     exchange: Transform,
     local: Local = lambda function: function,
-    wrap: Callable[[Transform], Transform] | None = None,
 ) -> Transform:
     """Returns the whole chain on `[R, ...]` gradients: exchange, guard, clipping, the optimizer.
-
-    With `wrap` (local SGD) the clipping and the optimizer are what it makes of them.
 
     `specs` is the tree of ParamSpecs; it decides which parameters decay and which are matrices. `local` makes a
     function run on whole arrays, on each device by itself; on one device there is nothing to do.
@@ -116,8 +113,7 @@ def make_optimizer(
     else:
         tx = per_layer(lambda specs: _optimizer(config, schedule, specs, local), specs)
     clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
-    tx = optax.chain(*clip, tx)
-    return guarded(exchange, wrap(tx) if wrap else tx)
+    return guarded(exchange, optax.chain(*clip, tx))
 
 
 def _optimizer(config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree, local: Local) -> Transform:
@@ -131,7 +127,8 @@ def _optimizer(config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree,
             return optax.adamw(schedule, c.b1, c.b2, c.eps, weight_decay=decay, mask=mask)
         case "sgd":
             coupled = optax.add_decayed_weights(decay, mask)
-            return optax.chain(coupled, optax.trace(c.momentum), optax.scale_by_learning_rate(schedule))
+            momentum = [optax.trace(c.momentum)] if c.momentum else []
+            return optax.chain(coupled, *momentum, optax.scale_by_learning_rate(schedule))
         case "lamb":
             return optax.lamb(schedule, c.b1, c.b2, c.eps, weight_decay=decay, mask=mask)
         case "lars":

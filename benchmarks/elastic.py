@@ -1,12 +1,14 @@
 """The kill matrix: what each kind of event costs a run on 4 emulated nodes under Ray, in steps and in seconds.
 
     python -m benchmarks.elastic [--repetitions=1] [--only=preempt,kill_node] [--workdir=runs/benchmarks/elastic]
+    python -m benchmarks.elastic --chaos=runs/chaos
     python -m benchmarks.elastic --report
 
 One run of configs/elastic.py (6.4 M parameters, mics(2), a snapshot every step) on 4 nodes of 2 devices with links of
 1 Gbit/s, started by `python -m cluster.ray`; the events come one after the other (elastic/chaos/faults.py), each when
-the run is on all nodes again. Adds a line an event to benchmarks/results/elastic.jsonl and writes
-docs/elasticity_measured.md; needs root, or user namespaces (docs/emulation.md).
+the run is on all nodes again. `--chaos` takes the numbers of a finished `python -m elastic.chaos` instead. Adds a line
+an event (and one for chaos) to benchmarks/results/elastic.jsonl and writes docs/elasticity_measured.md; needs root, or
+user namespaces (docs/emulation.md).
 """
 
 import argparse
@@ -15,6 +17,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,11 +28,14 @@ from benchmarks.strategies import machine
 from elastic.chaos.faults import RECOVERY_S, suffer
 from elastic.chaos.plan import Event
 from elastic.chaos.run import ROOT, ElasticRun, RunError
+from elastic.chaos.same import compare_losses, compare_parameters
+from metrics.run_files import read_run
 
 RESULTS = ROOT / "benchmarks" / "results" / "elastic.jsonl"
 PAGE = ROOT / "docs" / "elasticity_measured.md"
 CONFIG = "configs/elastic.py"
 NODES, DEVICES_PER_NODE, RATE = 4, 2, "1gbit"
+CHAOS = "chaos"  # the title of its lines
 CALM_STEPS = 3  # between the recovery from an event and the next one
 
 
@@ -69,12 +75,16 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--only", default="", help="kinds of events, with commas; a node that goes needs a `join`")
     parser.add_argument("--workdir", type=Path, default=Path("runs/benchmarks/elastic"))
+    parser.add_argument("--chaos", type=Path, help="the --workdir of a finished run of elastic.chaos, to be recorded")
+    parser.add_argument("--reference", type=Path, help="... and what it was compared with (default: in its --workdir)")
     parser.add_argument("--report", action="store_true", help="only write the page from what is recorded")
     options = parser.parse_args()
     kinds = [kind for kind in options.only.split(",") if kind]
     cases = [case for case in MATRIX if not kinds or case.kind in kinds]
     try:
-        for repetition in range(0 if options.report else options.repetitions):
+        if options.chaos:
+            add(chaos(options.chaos, options.reference or options.chaos / "reference"))
+        for repetition in range(0 if options.report or options.chaos else options.repetitions):
             measure(options.workdir / str(repetition), cases)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -94,10 +104,7 @@ def measure(folder: Path, cases: Sequence[Case]) -> None:
             load = os.getloadavg()[0]
             outcome = suffer(run, Event(kind=case.kind, process=case.process, pause_steps=CALM_STEPS))
             line = {"title": case.title, **asdict(outcome), "load": load, "after": os.getloadavg()[0]}
-            line |= {"command": shlex.join(["python", "-m", "benchmarks.elastic", *sys.argv[1:]]), **machine()}
-            RESULTS.parent.mkdir(exist_ok=True)
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            add(line | {"command": shlex.join(["python", "-m", "benchmarks.elastic", *sys.argv[1:]]), **machine()})
             print(f"{case.title}: {outcome.next_step_s:.1f} s, {outcome.lost_steps} steps lost", flush=True)
     if left := run.left():
         raise RunError(f"left of the cluster: {'; '.join(left)}")
@@ -106,6 +113,30 @@ def measure(folder: Path, cases: Sequence[Case]) -> None:
 def await_all(run: ElasticRun) -> None:
     """Waits until all nodes that there are, train."""
     run.wait(lambda: run.is_settled and len(run.world) == len(run.alive), "training on all nodes", RECOVERY_S)
+
+
+def chaos(folder: Path, reference: Path) -> dict[str, Any]:
+    """Returns the line of a run of elastic.chaos."""
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    run = read_run(folder / "run")
+    losses, parameters = compare_losses(run.run_dir, reference), compare_parameters(run.run_dir, reference)
+    return {
+        "title": CHAOS,
+        "steps": len(run.rows),
+        "loss_difference": losses.difference,
+        "parameter_difference": parameters.difference,
+        "events": [{key: event[key] for key in ("kind", "process", "next_step_s", "lost_steps")} for event in events],
+        "load": median(event["load"] for event in events),
+        "command": shlex.join(["python", "-m", "elastic.chaos", f"--workdir={folder}"]),
+        **machine(),
+    }
+
+
+def add(line: dict[str, Any]) -> None:
+    """Adds a line to the record."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -118,18 +149,55 @@ def recorded() -> list[dict[str, Any]]:
 
 def page(lines: Sequence[dict[str, Any]]) -> str:
     """Returns docs/elasticity_measured.md."""
+    matrix = [line for line in lines if line["title"] != CHAOS]
+    return f"{TITLE}\n{matrix_page(matrix)}{chaos_page([line for line in lines if line['title'] == CHAOS])}"
+
+
+def matrix_page(lines: Sequence[dict[str, Any]]) -> str:
+    """Returns the section about the kill matrix, "" if nothing of it was measured."""
+    if not lines:
+        return ""
     cases = {case.title: case for case in MATRIX}  # a title once
     rows = [row(case, [line for line in lines if line["title"] == case.title]) for case in cases.values()]
-    loads = [line["load"] for line in lines]
-    commits = sorted({line["commit"][:7] for line in lines})
-    return f"""# What events cost an elastic run
+    return MATRIX_PAGE.format(rows="\n".join(filter(None, rows)), **about(lines))
 
+
+def about(lines: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Returns where and with what the lines were measured."""
+    loads, commits = [line["load"] for line in lines], sorted({line["commit"][:7] for line in lines})
+    return {
+        "load": f"{min(loads):.0f} to {max(loads):.0f}",
+        "machine": lines[0]["machine"],
+        "commit": ", ".join(commits),
+    }
+
+
+def chaos_page(lines: Sequence[dict[str, Any]]) -> str:
+    """Returns the section about the newest run of elastic.chaos, "" if there is none."""
+    if not lines:
+        return ""
+    line, by_kind = lines[-1], defaultdict[str, list[dict[str, Any]]](list)
+    for event in line["events"]:
+        by_kind[event["kind"]].append(event)
+    rows = []
+    for kind, events in sorted(by_kind.items()):
+        times = [event["next_step_s"] for event in events]
+        lost = ", ".join(str(event["lost_steps"]) for event in events)
+        rows.append(f"| `{kind}` | {len(events)} | {middle(times)} | {max(times):.1f} | {lost} |")
+    numbers = {key: f"{line[f'{key}_difference']:.1g}" for key in ("loss", "parameter")}
+    return CHAOS_PAGE.format(
+        rows="\n".join(rows), steps=line["steps"], count=len(line["events"]), **numbers, **about([line])
+    )
+
+
+TITLE = "# What events cost an elastic run\n"
+MATRIX_PAGE = f"""\
     python -m benchmarks.elastic
 
-Decoder of 6.4 M parameters (`{CONFIG}`), mics(2), {NODES} emulated nodes of {DEVICES_PER_NODE} devices, links of \
+Decoder of 6.4 M parameters (`{CONFIG}`), mics(2), {NODES} emulated nodes of {DEVICES_PER_NODE} devices, links of
 {RATE}, a snapshot every step, a checkpoint every 20, `elastic.silence_s` of 10; Ray ([engines](elasticity_engines.md)).
-{lines[0]["machine"]} for all nodes and for Ray, busy with other programs too: load average {min(loads):.0f} to \
-{max(loads):.0f}. Commit {", ".join(commits)} and what belongs to this page. Written by the command above.
+{{machine}} for all nodes and for Ray, busy with other programs too: load average {{load}}. Commit {{commit}} and what
+belongs to this page.
 
 Seconds are from the event to the first finished step of the next start: the median, and the number of events. `noticed`
 is when the run, or Ray, first said that something was wrong; `ended` when all processes had; `started` when the next
@@ -137,16 +205,27 @@ start began; `restored` when it had compiled, and had the state. Lost are finish
 
 | event | aim: lost, seconds | lost | seconds | noticed | ended | started | restored | state from |
 |---|---|---|---|---|---|---|---|---|
-{chr(10).join(row for row in rows if row)}
+{{rows}}
 
-{RULES}"""
-
-
-RULES = """\
 `detection` in an aim is the time of `noticed`. A preemption is SIGTERM to what keeps Ray up on the node. SIGKILL and
 SIGSTOP of a node are of all its processes, and a killed node's memory is gone with it. A cut link is healed, and a
 stopped node goes on, after 30 s. A joining node is timed from the start of an empty node on: Ray's own start and the
 imports are part of it. `all nodes killed` is timed from the first kill on, and as many empty nodes are started at once.
+"""
+CHAOS_PAGE = """
+## Chaos
+
+    XLA_FLAGS=--xla_backend_optimization_level=0 python -m elastic.chaos -- --config.num_steps={steps}
+
+{count} random events in one run of {steps} steps (`configs/elastic.py:tiny`, else as above), the next one a few steps
+after the run has recovered; the seed is 0. The run ended by itself, and no process or namespace was left. Beside the
+undisturbed run, which was one process with 8 devices, the largest relative difference of a step's loss is {loss}, that
+of a parameter {parameter} (of the largest value in its array); 1e-5 is allowed. {machine}, load average {load}, commit
+{commit}. What the kinds are: `elastic/chaos/plan.py`.
+
+| kind | events | seconds to the next step: median | longest | steps lost, each |
+|---|---|---|---|---|
+{rows}
 """
 
 

@@ -102,7 +102,7 @@ def as_saved(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeD
     if shape == wanted.shape:
         return wanted
     assert isinstance(wanted.sharding, NamedSharding)
-    first, *rest = wanted.sharding.spec
+    first, *rest = tuple(wanted.sharding.spec) or (None,)
     try:
         NamedSharding(wanted.sharding.mesh, PartitionSpec(first)).shard_shape(shape[:1])
     except ValueError:  # the old replicas do not divide by the new ones
@@ -119,6 +119,7 @@ def shared_out(array: jax.Array, wanted: jax.ShapeDtypeStruct, *, keep_sum: bool
 
     def share(x: jax.Array) -> jax.Array:
         one = jnp.sum(x, axis=0) / (wanted.shape[0] if keep_sum else x.shape[0])
+        one = jnp.round(one) if jnp.issubdtype(wanted.dtype, jnp.integer) else one
         return jnp.broadcast_to(one.astype(wanted.dtype), wanted.shape)
 
     return jax.jit(share, out_shardings=wanted.sharding)(array)

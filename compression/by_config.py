@@ -126,7 +126,9 @@ def behind(config: CompressionConfig, optimizer: OptimizerConfig) -> OptimizerCo
             f"compression.hop_two=one_bit_adam averages momenta, and no gradient is there to be clipped to "
             f"optimizer.clip_norm={optimizer.clip_norm}; set that to 0"
         )
-    return replace(optimizer, name="sgd", momentum=0.0, clip_norm=0.0)
+    # dgc: the decay of p does not pass through the momentum any more, which would make it 1 / (1 - m) times stronger
+    decay = optimizer.weight_decay / (1 - optimizer.momentum) if wanted == "sgd" else optimizer.weight_decay
+    return replace(optimizer, name="sgd", momentum=0.0, clip_norm=0.0, weight_decay=decay)
 
 
 def make_wires(config: CompressionConfig, layout: Layout) -> tuple[Wire, Wire]:

@@ -20,6 +20,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from compression.exchange import not_finite
 from compression.statistics import Sent, added, nothing_sent
 from sharding.collectives import all_gather_chunks, reduce_scatter_chunks, vary
 from sharding.mesh import INTER_AXES
@@ -98,6 +99,7 @@ def dgc(sharded: Sharded, specs: PyTree, config: DGCConfig) -> optax.GradientTra
         out, unsent, velocity, counts = [], [], [], []
         scale = _clip_scale(sharded, [g[0] for g in grads_R], config.clip_norm) / layout.num_replicas
         stage, key = config.stage(step), jax.random.fold_in(jax.random.key(0), step)
+        poison = not_finite([g[0] for g in grads_R], layout.replica_axes)
         for is_sparse, grad, v_R, u_R in zip(sparse, grads_R, unsent_R, velocity_R, strict=True):
             share = grad[0].astype(jnp.float32) * scale
             if not is_sparse:
@@ -113,9 +115,8 @@ def dgc(sharded: Sharded, specs: PyTree, config: DGCConfig) -> optax.GradientTra
             most = [max(1, round(v.size * (1 - sparsity))) for sparsity in config.stages]
             send = [partial(_send_largest, count=n, axes=inter, sampled=config.sampled) for n in most]
             total, sent = lax.switch(stage, send, v, jax.random.fold_in(key, len(out)))
-            num_sent = jnp.asarray(most)[stage]
-            counts.append(Sent(_payload_bytes(num_sent, v.size), v.size, num_sent))
-            out.append(_whole(total, intra, share.shape))
+            counts.append(Sent(_payload_bytes(jnp.asarray(most)[stage], v.size), v.size, jnp.sum(sent)))
+            out.append(_whole(total, intra, share.shape) + poison)
             unsent.append(_placed(jnp.where(sent, 0, v), intra, share.shape)[None])
             velocity.append(_placed(jnp.where(sent, 0, u), intra, share.shape)[None])
         return out_group.slice(out), unsent, velocity, added(counts, sharded.mesh.axis_names)
@@ -198,7 +199,7 @@ def _largest(size: jax.Array, key: jax.Array, count: int, sampled: float) -> tup
         return lax.top_k(size, count)[1], jnp.ones(count, bool)
     some = size[jax.random.randint(key, (max(1, round(size.size * sampled)),), 0, size.size)]
     threshold = lax.top_k(some, max(1, round(count * some.size / size.size)))[0][-1]
-    candidates = jnp.nonzero(size >= threshold, size=2 * count, fill_value=size.size)[0]
+    candidates = jnp.nonzero((size >= threshold) & (size > 0), size=2 * count, fill_value=size.size)[0]
     values, places = lax.top_k(size.at[candidates].get(mode="fill", fill_value=-1.0), count)
     return jnp.where(values >= 0, candidates[places], 0), values >= 0
 

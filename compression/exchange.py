@@ -136,7 +136,7 @@ def _exchange_shards(
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), members[0])
         key = jax.random.fold_in(key, lax.axis_index(layout.replica_axes + cut_by))
         route = Route(codec=codec, scatter=scatter, gather=gather, over_gloo=sharded.over_gloo)
-        poison = _not_finite([xs[i] for i in members], layout.replica_axes)
+        poison = not_finite([xs[i] for i in members], layout.replica_axes)
         for bucket in buckets(members, [x.nbytes for x in xs], over_gloo=sharded.over_gloo):
             degree = layout.shape.size(scatter)
             rows = [split(xs[i], placements[i].dim, degree) if cut else xs[i][None] for i in bucket]
@@ -160,7 +160,7 @@ def _kinds(placements: Sequence[Placement], scope: tuple[str, ...]) -> list[tupl
     return [(members, axes) for (_, axes), members in kinds.items()]
 
 
-def _not_finite(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> jax.Array:
+def not_finite(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> jax.Array:
     """Returns NaN if a value is not finite on any device of `axes`, else 0: codecs would make numbers of it."""
     bad = sum(jnp.sum(~jnp.isfinite(x), dtype=jnp.float32) for x in xs)
     return jnp.where(lax.psum(bad, axes) > 0, jnp.nan, 0.0)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from compression.statistics import silent
 from sharding.scopes import Layout
 
 PyTree = Any
@@ -68,7 +69,7 @@ class LocalState(NamedTuple):
 
 def drift(opt_state: PyTree) -> PyTree | None:
     """Returns how far each replica is from the shared parameters, `[R, ...]`; None without local SGD."""
-    return opt_state.inner.drift["local"] if isinstance(opt_state.inner, LocalState) else None
+    return opt_state.drift["local"] if isinstance(opt_state, LocalState) else None
 
 
 def local_sgd(
@@ -79,7 +80,8 @@ def local_sgd(
 ) -> optax.GradientTransformation:
     """Returns the transform of gradients `[R, ...]` that moves the shared parameters every `inner_steps` steps.
 
-    The gradients are those at `params + drift`, each replica's own. Every transform of `inner` sees one replica alone.
+    The gradients are those at `params + drift`, each replica's own. Every transform of `inner` sees one replica alone,
+    and a guard in it skips the steps of that one.
     """
     outer = optax.sgd(config.outer_learning_rate, config.outer_momentum or None, nesterov=True)
 
@@ -108,7 +110,7 @@ def local_sgd(
             return moves, jax.tree.map(jnp.zeros_like, drift_R), outer_state, exchanged
 
         def go_on() -> tuple[PyTree, ...]:
-            return jax.tree.map(jnp.zeros_like, params), drift_R, state.outer, state.exchange
+            return jax.tree.map(jnp.zeros_like, params), drift_R, state.outer, silent(state.exchange)
 
         moves, drift_R, outer_state, exchanged = lax.cond(step % config.inner_steps == 0, meet, go_on)
         return moves, LocalState(

@@ -15,6 +15,7 @@ import optax
 from jax import lax
 
 from compression.exchange import exchange
+from compression.statistics import dense_sent
 from sharding.collectives import Codec
 from sharding.step import Sharded
 
@@ -59,7 +60,8 @@ def one_bit_adam(
         def warm_up() -> tuple[PyTree, PyTree, PyTree]:
             mean, _ = dense.update(updates, optax.EmptyState(), params)
             mu = optax.tree.update_moment(mean, state.mu, b1, 1)
-            return mu, optax.tree.update_moment(mean, state.nu, b2, 2), state.exchange
+            nu = optax.tree.update_moment(mean, state.nu, b2, 2)
+            return mu, nu, state.exchange._replace(sent=dense_sent(sharded, state.mu))
 
         def compressed() -> tuple[PyTree, PyTree, PyTree]:
             own_R = jax.tree.map(lambda g_R, m: b1 * m[None] + (1 - b1) * g_R, updates, state.mu)
@@ -71,7 +73,7 @@ def one_bit_adam(
         first = optax.tree.bias_correction(mu, b1, step)
         second = optax.tree.bias_correction(nu, b2, jnp.minimum(step, warmup_steps))
         # one bit has no zero: what never had a gradient would move by a scale over eps
-        direction = jax.tree.map(lambda m, v: jnp.where(v > 0, m / (jnp.sqrt(v) + eps), 0), first, second)
+        direction = jax.tree.map(lambda m, v: jnp.where(v == 0, 0, m / (jnp.sqrt(v) + eps)), first, second)
         return direction, OneBitAdamState(step=step, mu=mu, nu=nu, exchange=exchanged)
 
     return optax.GradientTransformation(init, update)

@@ -74,20 +74,27 @@ class Matrix:
         p = self.total(jnp.einsum("lmn,lnr->lmr", m, local_q.reshape(m.shape[0], m.shape[2], -1)), rows)
         p = self.local(orthogonalised(p), rows)
         new_q = jnp.einsum("lmn,lmr->lnr", m, p).reshape(local_q.shape)
-        q = self.total(new_q, columns)
-        mine = self.local(q, columns).reshape(m.shape[0], m.shape[2], -1)
-        return jnp.einsum("lmr,lnr->lmn", p, mine).reshape(block.shape), q
+        sent = self.total(new_q, columns)
+        mine = self.local(sent, columns).reshape(m.shape[0], m.shape[2], -1)
+        # from a Q of zeros no power iteration would ever come back
+        lives = jnp.any(sent != 0, axis=tuple(range(1, sent.ndim - 1)), keepdims=True)
+        return jnp.einsum("lmr,lnr->lmn", p, mine).reshape(block.shape), jnp.where(lives, sent, q)
 
 
 def orthogonalised(p: jax.Array) -> jax.Array:
-    """Returns `[..., m, r]` with orthonormal columns that span the same, by Gram and Schmidt; zeros stay zeros."""
+    """Returns `[..., m, r]` with orthonormal columns that span the same, by Gram and Schmidt.
+
+    Twice: of a column that depends on those before it, rounding is left the first time, and nothing the second.
+    """
     columns: list[jax.Array] = []
     for i in range(p.shape[-1]):
         column = p[..., i]
-        for other in columns:
-            column = column - jnp.sum(column * other, axis=-1, keepdims=True) * other
-        norm = jnp.linalg.norm(column, axis=-1, keepdims=True)
-        columns.append(jnp.where(norm > 0, column / jnp.where(norm > 0, norm, 1), 0))
+        for least in (0.0, 0.5):
+            for other in columns:
+                column = column - jnp.sum(column * other, axis=-1, keepdims=True) * other
+            norm = jnp.linalg.norm(column, axis=-1, keepdims=True)
+            column = jnp.where(norm > least, column / jnp.where(norm > least, norm, 1), 0)
+        columns.append(column)
     return jnp.stack(columns, axis=-1)
 
 

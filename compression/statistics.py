@@ -1,14 +1,17 @@
 """What hop two hands to the collectives between nodes, and what it keeps back: for the metrics."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import NamedSharding
 
 from sharding.collectives import vary
+from sharding.step import Sharded
 
 PyTree = Any
 
@@ -24,6 +27,19 @@ class Sent(NamedTuple):
 def nothing_sent() -> Sent:
     """Returns the counts before the first exchange."""
     return Sent(*(jnp.zeros(()) for _ in Sent._fields))
+
+
+def silent(state: PyTree) -> PyTree:
+    """Returns the state of a hop two that had no turn in this step."""
+    return jax.tree.map(lambda x: nothing_sent() if _is_sent(x) else x, state, is_leaf=_is_sent)
+
+
+def dense_sent(sharded: Sharded, params: PyTree) -> Sent:
+    """Returns the counts of an exchange of gradients in f32: all that a device has."""
+    specs = sharded.map(lambda p: p.pspec(sharded.layout.gradients))
+    shapes = jax.tree.map(lambda x, spec: NamedSharding(sharded.mesh, spec).shard_shape(x.shape), params, specs)
+    num_values = jnp.float32(sum(map(prod, jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple)))))
+    return Sent(4 * num_values, num_values, num_values)
 
 
 def added(counts: Sequence[Sent], axes: tuple[str, ...]) -> Sent:
@@ -47,7 +63,8 @@ def statistics(opt_state: PyTree) -> dict[str, jax.Array]:
         "hop_two_ratio": 4 * num_values / jnp.maximum(payload_bytes, 1),
         "hop_two_fraction_sent": num_sent / jnp.maximum(num_values, 1),
     }
-    kept = [x for path, x in jax.tree_util.tree_leaves_with_path(opt_state) if "residual" in str(path)]
+    paths = jax.tree_util.tree_leaves_with_path(opt_state)
+    kept = [x for path, x in paths if "residual" in str(path) and "velocity" not in str(path)]
     return found | ({"residual_norm": optax.tree.norm(kept)} if kept else {})
 
 

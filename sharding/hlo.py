@@ -117,7 +117,7 @@ def _walk(
 ) -> list[Collective]:
     """Returns the collectives of a computation and of all that it calls, `times` executions of it a step.
 
-    Every branch of a conditional counts: an upper bound.
+    Of a conditional the branch that sends most counts: an upper bound.
     """
     found: list[Collective] = []
     for line in computations.get(computation, ()):
@@ -135,10 +135,15 @@ def _walk(
                 trips = _trip_count(line, computations)
                 found += [replace(c, times=c.times * trips * times) for c in inside]
         else:
-            for several, one in _CALLED.findall(line):
-                for name in (several or one).split(","):
-                    found += _walk(name.strip().lstrip("%"), computations, shape, times=times, depth=depth)
+            names = [name for several, one in _CALLED.findall(line) for name in (several or one).split(",")]
+            called = [_walk(name.strip().lstrip("%"), computations, shape, times=times, depth=depth) for name in names]
+            counted = [max(called, key=_total)] if kind == "conditional" and called else called
+            found += [c for collectives in counted for c in collectives]
     return found
+
+
+def _total(collectives: Sequence[Collective]) -> tuple[float, float]:
+    return sum(c.inter_bytes * c.times for c in collectives), sum(c.intra_bytes * c.times for c in collectives)
 
 
 def _trip_count(line: str, computations: dict[str, list[str]]) -> int:

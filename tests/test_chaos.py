@@ -15,8 +15,9 @@ import pytest
 from emulating import EMULATED
 from running import ROOT, XLA_FLAGS
 
+from benchmarks import elastic as benchmark
 from checkpointing import CheckpointConfig, Checkpointer
-from elastic.chaos.faults import KINDS, MOMENTS
+from elastic.chaos.faults import KINDS, MOMENTS, _open_slots
 from elastic.chaos.plan import NODES_AFTER, Event, make_plan
 from elastic.chaos.run import NOTICED, ElasticRun
 from elastic.chaos.same import compare_losses, compare_parameters
@@ -93,6 +94,17 @@ def test_what_is_left_is_found(tmp_path: Path) -> None:
     assert run.left() == []
 
 
+def test_a_snapshot_in_the_making_is_seen(tmp_path: Path) -> None:
+    slots = tmp_path / "mics-jax-0" / "run"
+    slots.mkdir(parents=True)
+    is_open = _open_slots(tmp_path)
+    for name in ("0-1-a.data", "0-1-a.json", "0-1-b.data", "0-1-b.json"):
+        (slots / name).touch()
+        assert is_open() == name.endswith(".data")
+    (slots / "0-1-a.json").unlink()
+    assert is_open()
+
+
 def write_losses(folder: Path, losses: list[float]) -> Path:
     folder.mkdir(exist_ok=True)
     rows = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, 1)]
@@ -124,6 +136,27 @@ def test_parameters_are_compared(tmp_path: Path) -> None:
     assert compare_parameters(one, one).difference == 0
     with pytest.raises(ValueError, match="different steps"):
         compare_parameters(write_checkpoint(tmp_path / "c", 4, np.zeros(3, np.float32)), one)
+
+
+def test_the_kill_matrix_keeps_four_nodes() -> None:
+    there = benchmark.NODES
+    for case in benchmark.MATRIX:
+        assert case.process < there
+        there += {"preempt": -1, "kill_node": -1, "join": 1}.get(case.kind, 0)
+        assert there in (3, 4) and (there == 4 or case.kind in ("preempt", "kill_node"))
+
+
+def test_the_page_has_what_was_measured() -> None:
+    where = {"load": 3.0, "machine": "2 CPU cores", "commit": "abcdef0123"}
+    phases = {"noticed": 1.0, "stopped": None, "started": 2.0, "restored": 3.0}
+    killed = {"title": "SIGKILL of a node", "lost_steps": 1, "phases": phases, "source": "memory (3 of 3)", **where}
+    page = benchmark.page([{**killed, "next_step_s": 20.0}, {**killed, "next_step_s": 21.0}])
+    assert "| SIGKILL of a node | 1, 30 s | 1 | 20.5 (2) | 1.0 | - | 2.0 | 3.0 | memory |" in page
+    assert "a node joins" not in page and "Chaos" not in page and "abcdef0 " in page
+    event = {"kind": "cut", "next_step_s": 9.0, "lost_steps": 2}
+    random = {"title": "chaos", "steps": 50, "loss_difference": 2.3e-7, "parameter_difference": 5e-7, **where}
+    page = benchmark.page([{**random, "events": [event, {**event, "next_step_s": 10.0, "lost_steps": 0}]}])
+    assert "| `cut` | 2 | 9.5 | 10.0 | 2, 0 |" in page and "2e-07" in page and "SIGKILL of a node |" not in page
 
 
 def chaos(*args: str) -> subprocess.CompletedProcess[str]:

@@ -23,7 +23,7 @@ def state_of(changes: dict[str, Any]) -> GuardState:
 
 
 def test_what_the_keys_build() -> None:
-    assert isinstance(state_of(LOCAL).inner, LocalState)
+    assert isinstance(state_of(LOCAL), LocalState)
     assert isinstance(state_of(ONE_BIT_ADAM).exchange, OneBitAdamState)
     late = state_of({"compression.delayed": True, "compression.hop_two": "int8"}).exchange
     assert isinstance(late, DelayedState) and jax.tree.leaves(late.exchange.residual)

@@ -1,8 +1,10 @@
 """Hop two with a codec: what is handed on and kept, the bytes in the compiled program, and every layout it has."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -10,7 +12,11 @@ import workload
 from jax.sharding import NamedSharding, PartitionSpec
 
 from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
+from compression.delayed import delayed
+from compression.dgc import DGCConfig, dgc
 from compression.exchange import exchange
+from compression.one_bit_adam import one_bit_adam
+from compression.power_sgd import power_sgd
 from compression.statistics import statistics
 from optimizers import guarded
 from sharding import hlo
@@ -41,6 +47,7 @@ LAYOUT_PARAMS = [
     pytest.param(name, marks=() if name in ("mics(2)", "none/node/4") else pytest.mark.slow) for name in LAYOUTS
 ]
 STEPS = 4
+SPECS = workload.model("decoder").param_specs()
 
 
 def gradients(sharded: Sharded, seed: int) -> tuple[Any, Any]:
@@ -98,6 +105,16 @@ def test_every_codec_telescopes_and_is_near(name: str) -> None:
         assert np.abs(both[0] - both[STEPS]).max() < bound
 
     jax.tree.map(check, state.residual, *out, *means)
+
+
+@pytest.mark.parametrize("layout", ["mics(2)", "none/node/4"])
+def test_without_a_codec_it_is_the_plain_mean(layout: str) -> None:
+    """Bit by bit: with numbers whose sums round nowhere, in whatever order."""
+    sharded = workload.sharded("decoder", **LAYOUTS[layout])
+    grads, whole = gradients(sharded, 0)
+    small = jax.tree.map(lambda g: jnp.round(g * 1024) / 64, grads)
+    out, _ = jax.jit(exchange(sharded).update)(small, optax.EmptyState())
+    jax.tree.map(lambda x, g: np.testing.assert_array_equal(x, (np.round(g * 1024) / 64).mean(0)), out, whole)
 
 
 def test_two_nodes_are_numpy() -> None:
@@ -198,11 +215,27 @@ def test_the_fraction_that_two_bits_send() -> None:
     assert statistics(state)["hop_two_fraction_sent"] == pytest.approx(reach, rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "bad"), [("int8", np.inf), ("one_bit", np.nan)])
+HOPS: dict[str, Callable[[Sharded], Any]] = {
+    "none": exchange,
+    "int8": lambda sh: exchange(sh, CODECS["int8"]),
+    "one_bit": lambda sh: exchange(sh, CODECS["one_bit"]),
+    "dgc": lambda sh: dgc(sh, SPECS, DGCConfig(sparsity=0.99, warmup_steps=0, momentum=0.9, clip_norm=0.0)),
+    "dgc, sampled": lambda sh: dgc(
+        sh, SPECS, DGCConfig(sparsity=0.99, warmup_steps=0, momentum=0.9, clip_norm=0.0, sampled=0.3)
+    ),
+    "power_sgd": lambda sh: power_sgd(sh, SPECS, 2),
+    "one_bit_adam": lambda sh: one_bit_adam(sh, CODECS["one_bit"], warmup_steps=1, b1=0.9, b2=0.95, eps=1e-8),
+    "one_bit_adam, warm-up": lambda sh: one_bit_adam(sh, CODECS["one_bit"], warmup_steps=9, b1=0.9, b2=0.95, eps=1e-8),
+    "delayed": lambda sh: delayed(exchange(sh, CODECS["int8"]), 4),
+}
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("name", HOPS)
 def test_what_is_not_finite_is_not_kept(name: str, bad: float) -> None:
     """One bad value on one replica: the guard skips the step, and the residuals are those of before."""
     sharded = workload.sharded("decoder", **LAYOUTS["mics(2)"])
-    tx = guarded(exchange(sharded, CODECS[name]), optax.sgd(1.0))
+    tx = guarded(HOPS[name](sharded), optax.sgd(1.0))
     params = workload.params("decoder")
     update = jax.jit(tx.update)
     grads, _ = gradients(sharded, 0)

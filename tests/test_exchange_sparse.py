@@ -158,6 +158,36 @@ def test_power_sgd_is_its_algorithm_in_any_layout(layout: str) -> None:
     assert compressed >= 4
 
 
+@pytest.mark.parametrize("layout", ["mics(2)", "none/node/4"])
+def test_power_sgd_sends_what_has_its_rank(layout: str) -> None:
+    """A matrix of rank 1 comes through whole with rank 4; the factors' other columns find nothing."""
+    sharded = workload.sharded("decoder", **LAYOUTS[layout])
+    grads, _ = gradients(sharded, 0)
+    flat = jax.tree.map(lambda g: jnp.ones_like(g) * 0.01, grads)
+    out, _ = jax.jit(power_sgd(sharded, SPECS, 4).update)(
+        flat, power_sgd(sharded, SPECS, 4).init(workload.params("decoder"))
+    )
+    jax.tree.map(lambda x: np.testing.assert_allclose(x, 0.01, rtol=1e-4), out)
+
+
+def test_power_sgd_comes_back_from_a_gradient_of_zeros() -> None:
+    """As the first ones of a residual branch that starts at scale 0, and of delayed hops, are."""
+    sharded = workload.sharded("decoder", **LAYOUTS["mics(2)"])
+    tx = power_sgd(sharded, SPECS, 2)
+    grads, _ = gradients(sharded, 0)
+    update = jax.jit(tx.update)
+    _, state = update(jax.tree.map(jnp.zeros_like, grads), tx.init(workload.params("decoder")))
+    out, _ = update(grads, state)
+    assert all(np.asarray(x).any() for x in jax.tree.leaves(out))
+
+
+def test_sampling_looks_past_zeros() -> None:
+    """As in an embedding, of which a few rows alone were used."""
+    size = jnp.zeros(10_000).at[-50:].set(1.0)
+    chosen, found = _largest(size, jax.random.key(0), 100, 0.1)
+    assert set(np.asarray(chosen)[np.asarray(found)]) == set(range(9_950, 10_000))
+
+
 @pytest.mark.parametrize("method", ["dgc", pytest.param("power_sgd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "layout", ["none/node/4", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tensor", "mics(2)"))]

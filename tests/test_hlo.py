@@ -119,10 +119,12 @@ def test_loops_multiply_by_their_trip_count(known: str) -> None:
 @pytest.mark.parametrize(
     "branches", ["branch_computations={%first, %second}", "true_computation=%first, false_computation=%second"]
 )
-def test_every_branch_of_a_conditional_counts(branches: str) -> None:
-    more = "\n".join(f"%{name} (x: f32[8]) -> f32[8] {{\n  {all_reduce('{}')}\n}}\n" for name in ("first", "second"))
+def test_the_branch_of_a_conditional_that_sends_most_counts(branches: str) -> None:
+    larger = all_reduce("{}").replace("[100]", "[200]")
+    bodies = {"first": all_reduce("{}"), "second": f"{larger}\n  {all_reduce('{}')}"}
+    more = "\n".join(f"%{name} (x: f32[8]) -> f32[8] {{\n  {body}\n}}\n" for name, body in bodies.items())
     line = f"%c = f32[8] conditional(%i, %p, %p), {branches}"
-    assert len(read_collectives(module(line, more=more), SHAPE)) == 2
+    assert [c.num_elements for c in read_collectives(module(line, more=more), SHAPE)] == [200, 100]
 
 
 def test_a_loop_that_nobody_can_count_is_an_error() -> None:

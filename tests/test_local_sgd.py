@@ -1,5 +1,6 @@
 """Replicas that meet every few steps, against replicas written out on one device; and hop two one boundary late."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import workload
 from compression.delayed import delayed
 from compression.exchange import exchange
 from compression.local_sgd import LocalSGDConfig, drift, local_sgd
+from experiment import watch
 from optimizers import guarded
 from sharding import hlo
 from sharding.step import Sharded
@@ -33,9 +35,13 @@ def config(inner_steps: int, outer: str) -> LocalSGDConfig:
     return LocalSGDConfig(inner_steps=inner_steps, **OUTER[outer])
 
 
+def chain(sharded: Sharded, settings: LocalSGDConfig, hop_two: Any = None) -> optax.GradientTransformation:
+    each = guarded(optax.identity(), inner())
+    return local_sgd(hop_two or exchange(sharded), each, settings, sharded.layout.num_replicas)
+
+
 def train(sharded: Sharded, settings: LocalSGDConfig, steps: int) -> tuple[np.ndarray, Any, Any]:
-    tx = local_sgd(exchange(sharded), inner(), settings, sharded.layout.num_replicas)
-    step, state, data = workload.compiled_step("decoder", sharded, hop_two=optax.identity(), tx=tx, drift=drift)
+    step, state, data = workload.compiled_step("decoder", sharded, chain=chain(sharded, settings), drift=drift)
     losses, state, _ = workload.run_steps(step, state, data, steps)
     return losses, state, step
 
@@ -105,15 +111,32 @@ def test_replicas_written_out(layout: dict[str, Any], outer: str) -> None:
 
 
 def test_nothing_but_numbers_crosses_nodes_between_meetings() -> None:
-    """All of hop two stands in one branch, which is taken every few steps."""
+    """All of hop two stands in one branch, which is taken at the second step."""
     sharded = workload.sharded("decoder", strategy="mics", partition_size=2)
     _, state, step = train(sharded, config(2, "diloco"), 1)
     found = hlo.read_collectives(step.as_text(), sharded.layout.shape)
     crossing = [c for c in found if c.inter_bytes and c.label != "hop_two"]
     tensors = len(jax.tree.leaves(state.params))
     assert crossing and max(c.num_elements for c in crossing) <= tensors  # norms
-    kept = jax.tree.leaves(state.opt_state.inner.drift)
+    computations = {text.split(" ", 1)[0]: text for text in step.as_text().split("\n\n")}
+    holders = {name for name, text in computations.items() if re.search(r"all-reduce.*hop_two", text)}
+    branches = set(re.findall(r"branch_computations=\{([^}]*)\}", step.as_text())[0].split(", "))
+    assert holders and holders <= branches
+    kept = jax.tree.leaves(state.opt_state.drift)
     assert all(x.addressable_shards[0].data.shape[0] == 1 for x in kept)  # a replica's own
+
+
+def test_a_replica_skips_a_step_by_itself() -> None:
+    """Its gradient is not finite; the others move, and all meet at the mean."""
+    sharded, settings = workload.sharded("decoder", strategy="mics", partition_size=2), config(1, "mean")
+    params = workload.params("decoder")
+    tx = local_sgd(exchange(sharded), guarded(optax.identity(), optax.sgd(1.0)), settings, 4)
+    good = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), params)
+    bad = jax.tree.map(lambda g: g.at[2].set(jnp.nan), good)
+    moves, state = jax.jit(tx.update)(bad, tx.init(params), params)
+    jax.tree.map(lambda x: np.testing.assert_allclose(x, -0.75, rtol=1e-5), moves)  # three of four
+    assert list(state.inner["local"].skipped) == [0, 0, 1, 0]
+    assert float(watch(state)["skipped_steps"]) == 1
 
 
 def test_delayed_gradients_are_one_step_old() -> None:

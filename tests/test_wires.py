@@ -86,10 +86,9 @@ def crossing_bytes(found: list[hlo.Collective]) -> float:
 
 def test_the_program_sends_bytes() -> None:
     """Every large collective of a coded level is of bytes, the others of floats."""
-    for c in collectives(sharded(ZERO_PLUS_PLUS)):
-        if c.payload_bytes < 200:
-            continue
-        assert c.label in ("gather", "hop_one"), c
+    large = [c for c in collectives(sharded(ZERO_PLUS_PLUS)) if c.payload_bytes >= 200]
+    assert {c.label for c in large} == {"gather", "hop_one"} and {c.dtype for c in large} == {"u8", "f32"}
+    for c in large:
         coded = bool(set(c.axes) & set(INTER_AXES)) or c.label == "hop_one"
         assert c.dtype == ("u8" if coded else "f32"), c
 

@@ -134,11 +134,12 @@ def compiled_step(
     rows: int = ROWS,
     tx: Any = None,
     hop_two: Any = None,
+    chain: Any = None,
     drift: Any = lambda opt_state: None,
     num_layers: int = 2,
 ):
     """Returns the compiled step, its first state and its batch."""
-    tx = guarded(hop_two or exchange(sh), tx or sgd())
+    tx = chain or guarded(hop_two or exchange(sh), tx or sgd())
     shapes = jax.eval_shape(lambda: new_state(kind, tx, num_layers))
     shardings = state_shardings(sh, shapes)
     state = jax.block_until_ready(jax.jit(lambda: new_state(kind, tx, num_layers), out_shardings=shardings)())

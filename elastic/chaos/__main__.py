@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
             devices_per_node=options.devices_per_node,
             rate=options.rate,
         )
-        is_good = disturb(run, options) and is_same(run.workdir, reference)
+        is_clean = disturb(run, options)  # compared in any case
+        is_good = is_same(run.workdir, reference) and is_clean
         print("the same as the undisturbed run, and nothing is left" if is_good else "NOT as it must be", flush=True)
         return 0 if is_good else 1
     except RunError as error:
@@ -126,7 +127,11 @@ def is_same(run: Path, reference: Path) -> bool:
     """Says how far two runs are apart, and returns whether that is within the tolerance."""
     from elastic.chaos.same import compare_losses, compare_parameters  # jax, which the run may not wait for
 
-    losses, parameters = compare_losses(run, reference), compare_parameters(run, reference)
+    try:
+        losses, parameters = compare_losses(run, reference), compare_parameters(run, reference)
+    except ValueError as error:
+        print(error, flush=True)
+        return False
     print(f"largest relative difference: losses {losses}, parameters {parameters}; allowed: {TOLERANCE:g}", flush=True)
     return losses.difference <= TOLERANCE and parameters.difference <= TOLERANCE
 

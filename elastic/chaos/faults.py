@@ -14,6 +14,7 @@ from elastic.chaos.run import BEGINS, FIRST_STEP, GENERATION, NOTICED, STOPPED, 
 RECOVERY_S = 300.0
 AWAY_S = 30.0  # that a cut or frozen node is away: longer than it takes to be missed
 LOOK_S = 0.5  # between looks at the log, while a moment of milliseconds is awaited
+BRIEF_S = 0.0005
 MOMENT_S = 180.0
 
 
@@ -186,6 +187,7 @@ def _await(run: ElasticRun, process: int, watch: Callable[[int], Callable[[], bo
             if time.monotonic() > look_again_s:
                 run.look()
                 look_again_s = time.monotonic() + LOOK_S
+            time.sleep(BRIEF_S)
     run.wait(lambda: False, what, 0.0)
     raise AssertionError("it raises")
 

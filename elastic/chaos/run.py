@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.1
 END_S = 180.0  # for the cluster to end, when the run has
 NOTHING_LEFT_S = 10.0  # for the kernel to take the namespaces apart
+NAMESPACES = ("pid", "net", "mnt")  # that a node has of its own
 JOIN = [sys.executable, "-m", "cluster.ray_nodes"]
 GENERATION = re.compile(r"^\S+ generation (\d+): \d+ nodes: (.*); spares: ")
 FIRST_STEP = re.compile(r"^\S+ generation (\d+): step \d+ is done")
@@ -59,7 +61,7 @@ class ElasticRun:
         self._unread = b""
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._programs: dict[int, int] = {}  # of this generation
-        self._namespaces: set[str] = set()
+        self._namespaces: dict[str, int] = {}  # of the nodes, held open: the kernel would give their numbers away again
         cluster = [f"--name={self._name}", f"--nodes={nodes + 1}", f"--devices_per_node={devices_per_node}"]
         cluster += [f"--rate={rate}", f"--workdir={folder / 'nodes'}"]
         engine = ["--min_nodes=1", f"--max_nodes={nodes}", f"--devices_per_node={devices_per_node}"]
@@ -69,6 +71,7 @@ class ElasticRun:
         self._command += [sys.executable, "-m", "cluster.ray", *engine, "--", *train]
 
     def __enter__(self) -> Self:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through __exit__
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "log").open("wb") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
@@ -102,6 +105,7 @@ class ElasticRun:
             self.generation, self.is_settled = int(found[1]), False
             self.world = tuple(int(host.removeprefix("node")) for host in found[2].split(", "))
             self._programs.clear()
+            self._inits()  # notes their namespaces
         elif FIRST_STEP.search(said.text):
             self.is_settled = True
         elif STOPPED.search(said.text):
@@ -183,30 +187,38 @@ class ElasticRun:
         return found
 
     def _inits(self) -> dict[int, int]:
-        """Returns process 1 of each node; -1 is the switch. Notes their namespaces, which are to be gone in the end."""
+        """Returns process 1 of each node (-1: the switch), and notes their namespaces, which are to go in the end."""
         hosts, inits = str((self.folder / "nodes" / "hosts").resolve()), {}
         for pid in _pids():
             words = _arguments(pid)
             if hosts in words and any(word.endswith("node_init.py") for word in words):
                 name = words[words.index(hosts) - 1]
                 inits[-1 if name == "switch" else int(name.removeprefix("node"))] = pid
-                self._namespaces |= {_namespace(pid, kind) for kind in ("pid", "net", "mnt")}
+                self._hold(pid)
         return inits
 
+    def _hold(self, pid: int) -> None:
+        for kind in NAMESPACES:
+            name = _namespace(pid, kind)
+            if name not in ("", _namespace(os.getpid(), kind), *self._namespaces):
+                with contextlib.suppress(OSError):  # gone in between
+                    self._namespaces[name] = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
+
     def left(self) -> list[str]:
-        """Returns what is left of the cluster when it has ended: processes in its namespaces, or with its folder."""
+        """Returns what is left of the cluster when it has ended: processes in its namespaces, or with its name."""
         deadline_s = time.monotonic() + NOTHING_LEFT_S
-        while left := [*self._left()]:
-            if time.monotonic() > deadline_s:
-                break
+        while (left := [*self._left()]) and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
+        for namespace in self._namespaces.values():
+            os.close(namespace)
+        self._namespaces.clear()
         return left
 
     def _left(self) -> Iterator[str]:
         for pid in _pids():
             words = _arguments(pid)
-            namespaces = {_namespace(pid, kind) for kind in ("pid", "net", "mnt")}
-            if pid != os.getpid() and (namespaces & self._namespaces or f"--name={self._name}" in words):
+            namespaces = {_namespace(pid, kind) for kind in NAMESPACES}
+            if pid != os.getpid() and (namespaces & self._namespaces.keys() or f"--name={self._name}" in words):
                 yield f"process {pid}: {' '.join(words)[:120]}"
 
 
