@@ -78,7 +78,8 @@ def methods(task: str) -> dict[str, Method]:
         "dgc, 99 %, sampled": hop_two("dgc", sparsity=0.99, warmup_steps=warmup_steps, sampled=0.1),
     }
     if task == "digits":  # trained by SGD, as it is usual; Adam for its own codec alone
-        sgd, adamw = {"bf16": hop_two("bf16")} | both | sgd, {"one_bit_adam": one_bit_adam}
+        codecs = {key: both[key] for key in ("int8", "int4", "power_sgd, rank 4")}
+        sgd, adamw = codecs | sgd, {"one_bit_adam": one_bit_adam}
     rows = {}
     for name, optimizer, ways in (("AdamW", ADAMW, adamw), ("SGD", SGD, sgd)):
         rows[f"dense, {name}"] = Method(overrides=optimizer, against=f"dense, {name}")
