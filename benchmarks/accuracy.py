@@ -72,14 +72,14 @@ def methods(task: str) -> dict[str, Method]:
     one_bit_adam = hop_two("one_bit_adam", warmup_steps=round(steps * WARM_UP))
     adamw = {"bf16": hop_two("bf16")} | both | {"one_bit_adam": one_bit_adam}
     warmup_steps = steps // 10
-    sgd = {key: both[key] for key in ("two_bit", "one_bit", "one_bit, no feedback")} | {
+    sgd = {
+        "one_bit": both["one_bit"],
         "dgc, 99 %": hop_two("dgc", sparsity=0.99, warmup_steps=warmup_steps),
         "dgc, 99.9 %": hop_two("dgc", sparsity=0.999, warmup_steps=warmup_steps),
-        "dgc, 99 %, sampled": hop_two("dgc", sparsity=0.99, warmup_steps=warmup_steps, sampled=0.1),
     }
     if task == "digits":  # trained by SGD, as it is usual; Adam for its own codec alone
-        codecs = {key: both[key] for key in ("int8", "int4", "power_sgd, rank 4")}
-        sgd, adamw = codecs | sgd, {"one_bit_adam": one_bit_adam}
+        names = ("int8", "int4", "two_bit", "one_bit", "one_bit, no feedback", "power_sgd, rank 4")
+        sgd, adamw = {name: both[name] for name in names} | sgd, {"one_bit_adam": one_bit_adam}
     rows = {}
     for name, optimizer, ways in (("AdamW", ADAMW, adamw), ("SGD", SGD, sgd)):
         rows[f"dense, {name}"] = Method(overrides=optimizer, against=f"dense, {name}")
