@@ -30,7 +30,7 @@ BEGIN, END = "<!-- benchmarks/accuracy.py writes from here -->", "<!-- to here -
 REPLICAS = 4
 WARM_UP = 0.2  # of one_bit_adam: share of the steps
 THRESHOLDS = {"text": 1e-3, "digits": 1e-3}  # of two_bit: about the size of the gradients
-SGD = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1}
+SGD = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1, "optimizer.weight_decay": 5e-4}
 ADAMW = {"optimizer.name": "adamw", "optimizer.learning_rate": 4e-3}
 
 

@@ -125,8 +125,9 @@ def chaos(folder: Path, reference: Path) -> dict[str, Any]:
         "steps": len(run.rows),
         "loss_difference": losses.difference,
         "parameter_difference": parameters.difference,
-        "events": [{key: event[key] for key in ("kind", "process", "next_step_s", "lost_steps")} for event in events],
-        "load": median(event["load"] for event in events),
+        "events": [
+            {key: event[key] for key in ("kind", "process", "next_step_s", "lost_steps", "load")} for event in events
+        ],
         "command": shlex.join(["python", "-m", "elastic.chaos", f"--workdir={folder}"]),
         **machine(),
     }
@@ -159,12 +160,13 @@ def matrix_page(lines: Sequence[dict[str, Any]]) -> str:
         return ""
     cases = {case.title: case for case in MATRIX}  # a title once
     rows = [row(case, [line for line in lines if line["title"] == case.title]) for case in cases.values()]
-    return MATRIX_PAGE.format(rows="\n".join(filter(None, rows)), **about(lines))
+    return MATRIX_PAGE.format(rows="\n".join(rows), **about(lines))
 
 
 def about(lines: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Returns where and with what the lines were measured."""
-    loads, commits = [line["load"] for line in lines], sorted({line["commit"][:7] for line in lines})
+    loads = [line["load"] for line in lines]
+    commits = sorted({line["commit"][:7] + line.get("patch", "") for line in lines})  # and what was changed in it
     return {
         "load": f"{min(loads):.0f} to {max(loads):.0f}",
         "machine": lines[0]["machine"],
@@ -186,7 +188,11 @@ def chaos_page(lines: Sequence[dict[str, Any]]) -> str:
         rows.append(f"| `{kind}` | {len(events)} | {middle(times)} | {max(times):.1f} | {lost} |")
     numbers = {key: f"{line[f'{key}_difference']:.1g}" for key in ("loss", "parameter")}
     return CHAOS_PAGE.format(
-        rows="\n".join(rows), steps=line["steps"], count=len(line["events"]), **numbers, **about([line])
+        rows="\n".join(rows),
+        steps=line["steps"],
+        count=len(line["events"]),
+        **numbers,
+        **about([{**line, **event} for event in line["events"]]),
     )
 
 
@@ -230,10 +236,10 @@ of a parameter {parameter} (of the largest value in its array); 1e-5 is allowed.
 
 
 def row(case: Case, lines: Sequence[dict[str, Any]]) -> str:
-    """Returns a line of the table, "" for an event that was not measured."""
-    if not lines:
-        return ""
+    """Returns a line of the table."""
     aim = "any time" if case.seconds is None else f"{case.seconds:g} s{' + detection' if case.detection else ''}"
+    if not lines:
+        return f"| {case.title} | {case.lost}, {aim} | not measured |{' |' * 6}"
     lost = sorted({line["lost_steps"] for line in lines})
     phases = [
         middle([line["phases"][name] for line in lines]) for name in ("noticed", "stopped", "started", "restored")

@@ -32,6 +32,7 @@ error: process 1 on node1 died (the connection closed without a goodbye); last c
 10:52:04.4 generation 1 stopped at step 8: node1 by SIGKILL, node2 with 75, node3 with 75
 10:52:05.6 generation 2: 2 nodes: node3, node2; spares: none
 resumed at step 5 of 100 in runs/x, from memory (2 of 2 nodes had it); steps done again: 3
+first step done after 3.1 s
 10:52:09.9 generation 2: step 6 is done, 5.5 s after the event
 """
 
@@ -76,6 +77,7 @@ def test_the_log_tells_the_world_and_what_was_lost(tmp_path: Path) -> None:
         (run.workdir / "metrics.jsonl").write_text('{"step": 5}\n{"step": 6}\n')
         run.look()
     assert (run.is_settled, run.lost_steps, run.source) == (True, 3, "memory (2 of 2 nodes had it)")
+    assert run.settled_s == run.said[7].at_s < run.said[8].at_s  # train.py itself says it first
     noticed = [i for i, line in enumerate(lines) if NOTICED.search(line)]
     assert noticed == [3]
     assert run.since(run.said[3].at_s, re.compile("generation 2: step")) is not None
@@ -152,8 +154,9 @@ def test_the_page_has_what_was_measured() -> None:
     killed = {"title": "SIGKILL of a node", "lost_steps": 1, "phases": phases, "source": "memory (3 of 3)", **where}
     page = benchmark.page([{**killed, "next_step_s": 20.0}, {**killed, "next_step_s": 21.0}])
     assert "| SIGKILL of a node | 1, 30 s | 1 | 20.5 (2) | 1.0 | - | 2.0 | 3.0 | memory |" in page
-    assert "a node joins" not in page and "Chaos" not in page and "abcdef0 " in page
-    event = {"kind": "cut", "next_step_s": 9.0, "lost_steps": 2}
+    assert "| a node joins | 0, 20 s | not measured | | | | | | |" in page
+    assert "Chaos" not in page and "abcdef0 " in page
+    event = {"kind": "cut", "next_step_s": 9.0, "lost_steps": 2, "load": 4.0}
     random = {"title": "chaos", "steps": 50, "loss_difference": 2.3e-7, "parameter_difference": 5e-7, **where}
     page = benchmark.page([{**random, "events": [event, {**event, "next_step_s": 10.0, "lost_steps": 0}]}])
     assert "| `cut` | 2 | 9.5 | 10.0 | 2, 0 |" in page and "2e-07" in page and "SIGKILL of a node |" not in page

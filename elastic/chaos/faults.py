@@ -1,7 +1,6 @@
 """The kinds of events: each is a small function on an `ElasticRun` and one of its nodes; `suffer` measures one."""
 
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic.chaos.plan import Event
-from elastic.chaos.run import BEGINS, FIRST_STEP, GENERATION, NOTICED, STOPPED, ElasticRun
+from elastic.chaos.run import BEGINS, GENERATION, NOTICED, STOPPED, ElasticRun
 
 RECOVERY_S = 300.0
 AWAY_S = 30.0  # that a cut or frozen node is away: longer than it takes to be missed
@@ -62,7 +61,7 @@ def suffer(run: ElasticRun, event: Event) -> Outcome:
         nodes_after=len(run.world),
         at_step=at_step,
         lost_steps=run.lost_steps - lost,
-        next_step_s=_last(run, start_s, FIRST_STEP),
+        next_step_s=run.settled_s - start_s,
         phases={name: run.since(start_s, pattern) for name, pattern in phases.items()},
         starts=run.generation - generation,
         source=run.source,
@@ -73,10 +72,6 @@ def settle(run: ElasticRun) -> None:
     """Waits until the run has finished a step on at least two nodes, or on all that are there."""
     enough = lambda: run.is_settled and len(run.world) >= min(2, len(run.alive))
     run.wait(enough, "finished step", RECOVERY_S)
-
-
-def _last(run: ElasticRun, start_s: float, pattern: re.Pattern[str]) -> float:
-    return max(said.at_s for said in run.said if pattern.search(said.text)) - start_s
 
 
 # ------------------------------------------------------------------------------------------------------ kinds

@@ -23,7 +23,7 @@ NOTHING_LEFT_S = 10.0  # for the kernel to take the namespaces apart
 NAMESPACES = ("pid", "net", "mnt")  # that a node has of its own
 JOIN = [sys.executable, "-m", "cluster.ray_nodes"]
 GENERATION = re.compile(r"^\S+ generation (\d+): \d+ nodes: (.*); spares: ")
-FIRST_STEP = re.compile(r"^\S+ generation (\d+): step \d+ is done")
+FIRST_STEP = re.compile(r"^first step done after|^\S+ generation \d+: step \d+ is done")  # train.py's; the engine's
 STOPPED = re.compile(r"^\S+ generation \d+ (stopped|ended)")
 BEGINS = re.compile(r"(?:starting|resumed) at step (\d+) of \d+ in [^,]*(?:, from (.*); steps done again)?")
 NOTICED = re.compile(r"the program ended| is lost: | is asked to stop|^\S+ \S+ does not answer|error: process")
@@ -52,7 +52,7 @@ class ElasticRun:
         """`arguments` are train.py's, but the `--workdir`, which is `folder/run`."""
         self.folder, self.workdir, self.max_nodes = folder, folder / "run", nodes
         self.said: list[Said] = []
-        self.generation, self.is_settled = 0, False  # settled: it has finished a step
+        self.generation, self.is_settled, self.settled_s = 0, False, 0.0  # settled: it has finished a step
         self.world: tuple[int, ...] = ()  # the node of each process
         self.alive = set(range(1, nodes + 1))  # nodes that may train, or will
         self.step, self.lost_steps, self.source = 0, 0, ""
@@ -106,8 +106,8 @@ class ElasticRun:
             self.world = tuple(int(host.removeprefix("node")) for host in found[2].split(", "))
             self._programs.clear()
             self._inits()  # notes their namespaces
-        elif FIRST_STEP.search(said.text):
-            self.is_settled = True
+        elif FIRST_STEP.search(said.text) and not self.is_settled:
+            self.is_settled, self.settled_s = True, said.at_s
         elif STOPPED.search(said.text):
             self.is_settled = False
         elif found := BEGINS.search(said.text):
