@@ -13,7 +13,7 @@ test: $(VENV)/installed
 test-all: $(VENV)/installed $(VENV)/h100/installed $(VENV)/ray-installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow or not slow"
 
-lint: $(VENV)/installed
+lint: $(VENV)/installed $(VENV)/ray-installed  ## types of Ray are checked too
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright

@@ -87,8 +87,10 @@ def test_the_log_tells_the_world_and_what_was_lost(tmp_path: Path) -> None:
 def test_what_is_left_is_found(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     name = next(word for word in run._command if word.startswith("--name="))
-    process = subprocess.Popen([sys.executable, "-c", "input()", name], stdin=subprocess.PIPE)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-uc", "input(1)", name], **pipes)
     try:
+        assert process.stdout and process.stdout.read(1) == b"1"  # before, it may have no command line yet
         assert [text.split(":")[0] for text in run._left()] == [f"process {process.pid}"]
     finally:
         process.kill()
