@@ -197,8 +197,8 @@ def assumptions() -> str:
             f"emulated nodes at 1 Gbit/s, {cost.COMPUTE_S} s of it computing (docs/strategies.md).",
             f"- Training stands still for {cost.JOINED_S:.0f} s when a node joins, {cost.ANNOUNCED_S:.0f} s when one "
             f"leaves with notice, {cost.KILLED_S:.0f} s without (assumed: {cost.UNANNOUNCED:.0%} of them), and "
-            f"{cost.FROM_CHECKPOINT_S:.0f} s after there was none. These are the aims of the elastic engine, not yet "
-            "measured. Nodes are paid for meanwhile.",
+            f"{cost.FROM_CHECKPOINT_S:.0f} s after there was none. The slowest of each kind in "
+            "docs/elasticity_measured.md, on a busy machine. Nodes are paid for meanwhile.",
         ]
     )
 
