@@ -122,7 +122,8 @@ def shared_out(array: jax.Array, wanted: jax.ShapeDtypeStruct, *, keep_sum: bool
         one = jnp.round(one) if jnp.issubdtype(wanted.dtype, jnp.integer) else one
         return jnp.broadcast_to(one.astype(wanted.dtype), wanted.shape)
 
-    return jax.jit(share, out_shardings=wanted.sharding)(array)
+    # one at a time: of two programs in flight on virtual CPU devices the collectives can wait for each other for ever
+    return jax.block_until_ready(jax.jit(share, out_shardings=wanted.sharding)(array))
 
 
 def empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:

@@ -49,7 +49,7 @@ def test_the_defaults_are_accepted_and_every_key_is_needed():
             {"source": "synthetic", "tokenizer": "tiktoken", "tokenizer_path": "v"},
             "'synthetic' works with 'bytes' only",
         ),
-        ({"objective": "mask"}, r"data.objective is 'mask': choose causal, masked. Did you mean 'masked'\?"),
+        ({"objective": "mask"}, r"data.objective is 'mask': choose causal, masked, classify. Did you mean 'masked'\?"),
         ({"seq_len": 0}, "data.seq_len is 0"),
         ({"mask_rate": 0.0}, "data.mask_rate is 0.0"),
         ({"mask_rate": 15.0}, "data.mask_rate is 15.0"),

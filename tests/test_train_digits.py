@@ -24,9 +24,9 @@ SMALL: dict[str, Any] = {
     "optimizer.learning_rate": 1e-3,
     "optimizer.warmup_steps": 1,
     "eval.every": 0,
-    "batch.micro_size": 32,
-    "mesh.num_cpu_devices": 2,
-    "mesh.devices_per_node": 1,
+    "batch.micro_size": 8,
+    "mesh.num_cpu_devices": 0,  # what the tests have
+    "mesh.devices_per_node": 2,
 }
 
 
