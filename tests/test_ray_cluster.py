@@ -47,7 +47,7 @@ def cluster(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     program = tmp_path / "slow_train.py"
     program.write_text(PROGRAM.format(marker=tmp_path / "killed"))
     train = [sys.executable, str(program), *arguments(tmp_path / "run", **CHANGES, mesh__num_cpu_devices=1)]
-    driver = [sys.executable, "-m", "cluster.ray", "--min_nodes=1", "--max_nodes=3", "--devices_per_node=1", "--"]
+    driver = [sys.executable, "-m", "cluster.ray", "--min_nodes=2", "--max_nodes=3", "--devices_per_node=1", "--"]
     emulate = ["cluster.emulate", f"--name={name(tmp_path)}", "--nodes=3", "--devices_per_node=1"]
     command = [sys.executable, "-m", *emulate, f"--workdir={tmp_path}/nodes", "--", sys.executable, "-m"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": XLA_FLAGS}
