@@ -95,6 +95,7 @@ class Snapshots:
             write_attempt(self._workdir, self._attempts, step)
             if self._reader == self._me:
                 self._folder.remove(self._folder.names() - self._used)
+            wait_for_all("begun")  # or it would remove the first snapshot of another process of its node
 
     def due(self, step: int) -> bool:
         """Whether to keep the state after `step`."""

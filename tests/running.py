@@ -107,13 +107,14 @@ def start(
     )
 
 
-def finish(*processes: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
+def finish(*processes: subprocess.Popen[str], timeout_s: float = TIMEOUT_S) -> list[tuple[int, str, str]]:
     """Waits for processes and returns (exit code, stdout, stderr) of each; kills them if one takes too long."""
     try:
-        outputs = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+        outputs = [process.communicate(timeout=timeout_s) for process in processes]
     finally:
         for process in processes:
-            process.kill()
+            with process:  # closes its pipes
+                process.kill()
     return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
 

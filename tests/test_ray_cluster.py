@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from emulating import EMULATED, ctl, running_with
-from running import IGNORED, ROOT, XLA_FLAGS, arguments, losses, run_here
+from running import IGNORED, ROOT, XLA_FLAGS, arguments, finish, losses, start
 
 pytestmark = [
     EMULATED,
@@ -92,5 +92,6 @@ def test_a_run_grows_shrinks_and_survives(cluster: subprocess.Popen[bytes], tmp_
     assert cluster.wait(WAIT_S) == 0, (tmp_path / "log").read_text()
     assert not running_with(str(tmp_path))
 
-    assert run_here(*arguments(tmp_path / "undisturbed", **CHANGES, mesh__num_cpu_devices=2)) == 0
+    [(code, _, err)] = finish(start(arguments(tmp_path / "undisturbed", **CHANGES, mesh__num_cpu_devices=2)))
+    assert code == 0, err
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "undisturbed"), rtol=1e-5)
