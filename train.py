@@ -28,6 +28,7 @@ from checkpointing.agreement import from_process_zero, new_ticket
 from configs import door
 from configs.door import Config
 from elastic import processes
+from elastic.attempts import alone_in
 from elastic.heartbeat import ElasticConfig, Heartbeat
 from elastic.interruption import EXIT_RESUMABLE, Interruption
 from elastic.meeting import meet
@@ -81,9 +82,10 @@ def main(argv: Sequence[str]) -> int:
                     print(f"{workdir} is finished: {config.num_steps} steps are done")
                 return heartbeat.end(0)
             has_begun = (workdir / METRICS_FILE).exists()  # maybe with more nodes: it can go on when they are back
-            checked = check(config, workdir)
-            code = 1
-            return heartbeat.end(train(prepare(checked, started_s), interruption, heartbeat))
+            with alone_in(workdir):
+                checked = check(config, workdir)
+                code = 1
+                return heartbeat.end(train(prepare(checked, started_s), interruption, heartbeat))
         except (ValueError, OSError, CheckpointError, NonFiniteError) as error:
             heartbeat.await_verdict(error)
             code = EXIT_RESUMABLE if has_begun and isinstance(error, WorldTooSmallError) else code

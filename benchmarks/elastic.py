@@ -80,6 +80,8 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="only write the page from what is recorded")
     options = parser.parse_args()
     kinds = [kind for kind in options.only.split(",") if kind]
+    if unknown := set(kinds) - {case.kind for case in MATRIX}:
+        parser.error(f"--only={options.only}: no case of {', '.join(sorted(unknown))}")
     cases = [case for case in MATRIX if not kinds or case.kind in kinds]
     try:
         if options.chaos:

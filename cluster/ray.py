@@ -1,6 +1,6 @@
 """Runs train.py on a Ray cluster, on as many nodes as there are, and goes on when nodes come and go.
 
-    python -m cluster.ray --min_nodes=1 --max_nodes=4 [--nodes_per_group=1] -- python train.py --config=... ...
+    python -m cluster.ray --min_nodes=1 --max_nodes=4 [--nodes_per_group=1] -- python train.py --workdir=... ...
 
 Exit codes: 0 finished; 75 stopped but resumable (SIGTERM, Ctrl-C); 2 a mistake; 1 or the program's own: an error.
 docs/elasticity_engines.md says who does what.
@@ -12,10 +12,10 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from cluster.command_line import OneLineParser, complain
 from cluster.emulate import split
+from cluster.progress import workdir_of
 from cluster.ray_plan import Limits, Patience
 
 
@@ -52,6 +52,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             raise ValueError(f"there is no {path}; give the path of a Python and of its program")
     if options.devices_per_node < 0 or options.max_failures < 0:
         raise ValueError("--devices_per_node and --max_failures must be 0 or more")
+    if not workdir_of(command):
+        raise ValueError("the program has no --workdir=DIR; give one, for its metrics there tell what it has finished")
     return options, command
 
 
@@ -60,13 +62,13 @@ def run(options: argparse.Namespace, limits: Limits, command: Sequence[str]) -> 
     from cluster import ray_members  # it needs Ray
     from cluster.ray_train import Engine, say
 
-    workdirs = [argument.split("=", 1)[1] for argument in command if argument.startswith("--workdir=")]
+    workdir = workdir_of(command)
+    assert workdir
     devices = {"JAX_NUM_CPU_DEVICES": str(options.devices_per_node)} if options.devices_per_node else {}
     ray_members.connect(options.address)
     members = ray_members.Members(limits.max_nodes, command, os.getcwd(), devices, say)
     try:
-        patience = Patience(max_failures=options.max_failures)
-        return Engine(members, limits, patience, Path(workdirs[-1]) if workdirs else None).run()
+        return Engine(members, limits, Patience(max_failures=options.max_failures), workdir).run()
     finally:
         members.close()
         ray_members.disconnect()

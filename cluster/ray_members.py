@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -20,7 +20,7 @@ THREADS = 4  # of a supervisor: one waits for news, the others do what it is tol
 
 @dataclass(kw_only=True)
 class Member:
-    """A node with its supervisor, from its first answer on."""
+    """A node with its supervisor, which has no news before its first answer."""
 
     node: str  # Ray's id
     host: str
@@ -29,6 +29,7 @@ class Member:
     asked: Any  # the answer to come
     news: News | None = None
     heard_s: float = 0.0
+    added_s: float = field(default_factory=time.monotonic)
 
     @property
     def answers(self) -> bool:

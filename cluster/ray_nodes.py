@@ -36,8 +36,12 @@ def main(argv: Sequence[str]) -> int:
     """Runs a Ray node until the head is gone; on node 0 the head and the program, whose exit code it returns."""
     head = os.environ["MASTER_ADDR"]
     if os.environ.get("JAX_PROCESS_ID") == "0":
-        with ray_node(["--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false"]):
+        with ray_node(["--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false"]) as node:
             while answers(head) is not True:
+                if node.poll() is not None:
+                    said = f"error: Ray's head ended with exit code {node.returncode}; is port {PORT} in use?"
+                    print(said, file=sys.stderr)
+                    return 1
                 time.sleep(0.1)
             return run_program(argv[1:], head)
     while answers(head) is not True:

@@ -3,15 +3,10 @@
 A generation is one start of the program on a fixed set of nodes, one process a node; the next one has another set.
 """
 
-import contextlib
-import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 RESUMABLE = 75  # the program stopped in good order, or lost another process: it goes on when it is run again
-TAIL_BYTES = 1 << 16  # of metrics.jsonl: many of its lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,25 +84,3 @@ class Patience:
         self.failures = 0 if step > self.farthest_step else self.failures + 1
         self.farthest_step = max(step, self.farthest_step)
         return self.failures > self.max_failures
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far the metrics of a run go: the newest step in them, and the size of the file."""
-
-    step: int = 0
-    size_bytes: int = 0
-
-
-def read_progress(workdir: Path | None) -> Progress:
-    """Returns how far a run is, by its metrics.jsonl; what cannot be read now counts as nothing."""
-    if workdir:
-        with (
-            contextlib.suppress(OSError, ValueError, KeyError, IndexError),
-            (workdir / "metrics.jsonl").open("rb") as f,
-        ):
-            size_bytes = f.seek(0, os.SEEK_END)
-            f.seek(max(0, size_bytes - TAIL_BYTES))
-            lines = f.read().split(b"\n")[:-1]  # after the last newline is a line that is being written
-            return Progress(step=int(json.loads(lines[-1])["step"]), size_bytes=size_bytes)
-    return Progress()

@@ -58,11 +58,11 @@ class Supervisor:
         """Starts the program for a generation, with these arguments behind the common ones."""
         with self._changed:
             self._generation, self._code = generation, None
-        if self._spare and self._spare.poll() is not None:  # it was killed while it waited
-            self._spare.communicate()
-            self._spare = None
-        self.warm_up()
-        process, self._spare = self._spare, None
+            if self._spare and self._spare.poll() is not None:  # it was killed while it waited
+                self._spare.communicate()
+                self._spare = None
+            self.warm_up()
+            process, self._spare = self._spare, None
         if process is None:
             self._end(generation, BAD_INPUT)
             return
@@ -73,22 +73,24 @@ class Supervisor:
 
     def warm_up(self) -> None:
         """Starts the process of the next generation, up to where it waits for its arguments, if there is none."""
-        if self._spare:
-            return
-        try:
-            self._spare = subprocess.Popen(
-                [self._command[0], "-u", str(STANDBY), self._command[1]],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                cwd=self._folder,
-                env=self._environment,
-                start_new_session=True,
-            )
-        except OSError as error:
-            self._say(f"error: {self._command[0]} in {self._folder}: {error.strerror}; every node needs the same files")
+        with self._changed:  # `start` may run in another thread
+            if self._spare:
+                return
+            try:
+                self._spare = subprocess.Popen(
+                    [self._command[0], "-u", str(STANDBY), self._command[1]],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    cwd=self._folder,
+                    env=self._environment,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                where = f"{self._command[0]} in {self._folder}"
+                self._say(f"error: {where}: {error.strerror}; every node needs the same files")
 
     def send(self, number: int) -> None:
         """Sends a signal to the program, if it runs; SIGKILL also goes to what it started."""

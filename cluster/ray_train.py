@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.ray_plan import RESUMABLE, Limits, Patience, Progress, World, choose, judge, read_progress
+from cluster.progress import Progress, read_progress
+from cluster.ray_plan import RESUMABLE, Limits, Patience, World, choose, judge
 
 if TYPE_CHECKING:  # it needs Ray
     from cluster.ray_members import Member, Members
@@ -18,7 +19,7 @@ STOP_S = 60.0  # for the program to stop in good order once it was asked to
 LAST_S = 15.0  # for the others, when the first process has stopped as it was asked to
 FAILED_S = 4.0  # for the others, when a process failed or a node is lost: to say what they know
 KILL_S = 3.0  # for a supervisor to tell that the kill was done
-SETTLED_S = 60.0  # after which a generation counts as started, even if its metrics tell of no step
+SETTLED_S = 300.0  # after which a generation counts as settled, even if its metrics tell of no step
 STARTING_S = 10.0  # for a supervisor to answer, before training starts without it
 
 
@@ -35,7 +36,8 @@ class Generation:
     killed_s: float = float("inf")
     progress: Progress = field(default_factory=Progress)
     started_s: float = field(default_factory=time.monotonic)
-    is_settled: bool = False  # it has finished a step, as far as it is known
+    has_stepped: bool = False  # it has finished a step, as far as it is known
+    is_settled: bool = False  # it has, or takes so long that others may join at once
 
     @property
     def running(self) -> list[str]:
@@ -46,13 +48,14 @@ class Generation:
 class Engine:
     """Starts the program on the largest world there is, again whenever that changes, until it is finished."""
 
-    def __init__(self, members: "Members", limits: Limits, patience: Patience, workdir: Path | None) -> None:
+    def __init__(self, members: "Members", limits: Limits, patience: Patience, workdir: Path) -> None:
         self._members, self._limits, self._patience, self._workdir = members, limits, patience, workdir
         self._previous: tuple[str, ...] = ()
         self._hosts: dict[str, str] = {}  # of nodes that are gone too
         self._signals = 0
         self._event_s = time.monotonic()
         self._last_words: dict[str, str] = {}  # of each node
+        self._said = ""  # while it waits for nodes
 
     def run(self) -> int:
         """Returns the exit code: 0 finished, 75 stopped but resumable, else that of the program's error."""
@@ -168,7 +171,8 @@ class Engine:
             member = self._members.by_node[node]
             if self._members.is_going(member):
                 return f"{member.host} is to go"
-        starting = [m for m in self._members.by_node.values() if m.news is None]
+        since_s = time.monotonic() - STARTING_S
+        starting = [m for m in self._members.by_node.values() if m.news is None and m.added_s > since_s]
         if not starting and generation.is_settled:  # one after the other: a start that is stopped wins nothing
             better = self._choose()
             new = [node for node in better.nodes if node not in generation.world.nodes]
@@ -189,18 +193,19 @@ class Engine:
 
     def _note_first_step(self, generation: Generation) -> None:
         """Says how long it took to the first finished step: then the machine has time to prepare the next start."""
-        if generation.is_settled:
+        if generation.has_stepped:
             return
         before, now = generation.progress, read_progress(self._workdir)
         generation.progress = now
         if now.size_bytes > before.size_bytes:
+            generation.has_stepped = True
             took_s = time.monotonic() - generation.since_s
             say(f"generation {generation.number}: step {now.step} is done, {took_s:.1f} s after the event")
-        elif time.monotonic() < generation.started_s + SETTLED_S:
-            return
-        generation.is_settled = True
-        for member in self._members.by_node.values():
-            member.warm_up()
+        is_late = time.monotonic() > generation.started_s + SETTLED_S
+        if (generation.has_stepped or is_late) and not generation.is_settled:
+            generation.is_settled = True
+            for member in self._members.by_node.values():
+                member.warm_up()
 
     # ------------------------------------------------------------------------------------------------------- messages
 

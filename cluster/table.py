@@ -1,20 +1,17 @@
 """`Monitor`: the state of the nodes of a job, as rows, as text, and as a live table on a terminal."""
 
 import contextlib
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cluster.job import Job
+from cluster.progress import read_progress, workdir_of
 
 HEADER = ("node", "host", "link", "state", "step", "sent MB/s", "received MB/s")
 SAMPLE_S = 1.0
-TAIL_BYTES = 1 << 16  # of metrics.jsonl: many of its lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +27,7 @@ class Monitor:
 
     def __init__(self, job: Job, command: Sequence[str]) -> None:
         self._job = job
-        workdir = next((arg.split("=", 1)[1] for arg in command if arg.startswith("--workdir=")), None)
-        self._metrics = Path(workdir) / "metrics.jsonl" if workdir else None
+        self._workdir = workdir_of(command)
         self._step = self._newest_step()
         self._before = self._now = self._sample()
 
@@ -69,13 +65,8 @@ class Monitor:
         return (tx - tx_before) / took_s, (rx - rx_before) / took_s
 
     def _newest_step(self) -> str:
-        """Returns the step of the last whole line; what cannot be read now is no reason to end a job."""
-        if self._metrics:
-            with contextlib.suppress(OSError, ValueError, KeyError, IndexError), self._metrics.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-                lines = file.read().split(b"\n")[:-1]  # after the last newline is a line that is being written
-                return str(json.loads(lines[-1])["step"])
-        return "-"
+        step = read_progress(self._workdir).step if self._workdir else 0
+        return str(step) if step else "-"
 
 
 @contextlib.contextmanager

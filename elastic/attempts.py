@@ -1,17 +1,23 @@
 """The attempts of a run: its id, which tells its snapshots from other runs', and the step at which each start began.
 
-`WORKDIR/attempts.json` is read and written by process 0 alone; no clock is in it.
+`WORKDIR/attempts.json` is read and written by process 0 alone; no clock is in it. One attempt at a time.
 """
 
+import errno
 import json
 import secrets
-from collections.abc import Callable
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from checkpointing.agreement import from_process_zero, new_ticket
 
 FILE_NAME = "attempts.json"
+_LAST_S = 90.0  # for an attempt before this one: `cluster.ray_standby` ends one that was left behind after 60 s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,3 +71,36 @@ def write_attempt(workdir: Path, attempts: Attempts, step: int) -> None:
         partial.replace(file)
 
     from_process_zero(new_ticket("attempt"), answer)
+
+
+@contextmanager
+def alone_in(workdir: Path) -> Iterator[None]:
+    """Keeps other programs of this host out of a run's directory while the context is open; every process calls it.
+
+    Waits for one that is about to end. ValueError if it does not. Another host's is not seen: what was cut off there,
+    and will end by itself, must not stop the next attempt here.
+    """
+    with socket.socket(socket.AF_UNIX) as claim:
+        from_process_zero(new_ticket("alone"), lambda: _hold(claim, workdir))
+        yield
+
+
+def _hold(claim: socket.socket, workdir: Path) -> None:
+    """Binds a name that means `workdir`, which the kernel frees when its owner has ended, however that was."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    found, until_s, has_said = workdir.stat(), time.monotonic() + _LAST_S, False
+    while True:
+        try:
+            return claim.bind(f"\0mics-jax/{found.st_dev}/{found.st_ino}")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        if time.monotonic() > until_s:
+            raise ValueError(f"another train.py on this host is in {workdir}; end it, or choose another --workdir")
+        if not has_said:
+            print(
+                f"another train.py on this host is in {workdir}: waiting up to {_LAST_S:g} s for its end",
+                file=sys.stderr,
+            )
+            has_said = True
+        time.sleep(0.2)

@@ -101,5 +101,8 @@ def _read_line(connection: socket.socket, patience_s: float = _LINE_S) -> bytes:
 def own_address() -> str:
     """Returns this node's address where its own name gives one that others can use, else the name."""
     name = socket.gethostname()
-    address = socket.gethostbyname(name)
+    try:
+        address = socket.gethostbyname(name)
+    except socket.gaierror:  # others may know it; those who do not will say so
+        return name
     return name if address.startswith("127.") else address

@@ -127,7 +127,7 @@ class MemoryFolder:
         """Returns the pieces whose bytes do not match their hash."""
         try:
             hashes = self.hashes(generation)
-        except OSError:  # a file that is shorter, or gone
+        except (OSError, ValueError):  # a file that is gone, or empty
             return list(generation.pieces)
         return [piece for piece, crc32 in zip(generation.pieces, hashes, strict=True) if piece.crc32 != crc32]
 
@@ -152,7 +152,7 @@ class MemoryFolder:
     def remove(self, names: Iterable[str]) -> None:
         """Deletes generations."""
         for name in names:
-            for ending in ("json", "data"):  # in this order: never a description of what is gone
+            for ending in ("json", "partial", "data"):  # in this order: never a description of what is gone
                 (self.path / f"{name}.{ending}").unlink(missing_ok=True)
 
     def names(self) -> set[str]:
@@ -161,7 +161,7 @@ class MemoryFolder:
 
     def remove_all(self) -> None:
         """Deletes the run's folder."""
-        shutil.rmtree(self.path, ignore_errors=True)  # another process of this node may do the same
+        shutil.rmtree(self.path, ignore_errors=True)  # what cannot go is no reason to fail a run that is done
 
     def commit(self, generation: Generation) -> Generation:
         """Hashes the data of a generation and makes it whole; returns it with the hashes."""

@@ -37,11 +37,7 @@ class Source:
 class Found:
     """A step that the nodes hold completely between them."""
 
-    step: int
-    attempt: int
-    data: dict[str, Any]
-    config: dict[str, Any]
-    tree: tuple[Leaf, ...]
+    generation: Generation  # one of those that describe it
     sources: Mapping[str, tuple[Source, ...]]  # by path
 
     @property
@@ -68,9 +64,9 @@ def find(
         for line in said["damaged"]:
             report(f"snapshot on {said['host']}: {line}; it is not used")
         for generation in map(Generation.from_json, said["generations"]):
-            by_step[generation.step, generation.attempt] += [
-                Source(process=process, generation=generation, number=i) for i in range(len(generation.pieces))
-            ]
+            for number in range(len(generation.pieces)):  # a process may have none: its description tells nothing
+                source = Source(process=process, generation=generation, number=number)
+                by_step[generation.step, generation.attempt].append(source)
     for step, attempt in sorted(by_step, reverse=True):
         sources = by_step[step, attempt]
         if attempts.is_superseded(attempt, step):
@@ -93,7 +89,7 @@ def load(
     Arrays of another number of replicas are shared out among those that are there, with their sum or mean kept.
     """
     wanted, _ = tree.flatten_abstract(abstract_state)
-    saved = {leaf.path: leaf for leaf in found.tree}
+    saved = {leaf.path: leaf for leaf in found.generation.tree}
     fetch = _Fetch(folder, reader, addresses, token)
     try:
         arrays = []
@@ -228,15 +224,7 @@ def _found(sources: list[Source]) -> Found:
     by_path: dict[str, list[Source]] = defaultdict(list)
     for source in sources:
         by_path[source.piece.box.path].append(source)
-    generation = sources[0].generation
-    return Found(
-        step=generation.step,
-        attempt=generation.attempt,
-        data=generation.data,
-        config=generation.config,
-        tree=generation.tree,
-        sources={path: tuple(found) for path, found in by_path.items()},
-    )
+    return Found(generation=sources[0].generation, sources={path: tuple(found) for path, found in by_path.items()})
 
 
 def _silently(line: str) -> None:

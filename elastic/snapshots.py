@@ -2,7 +2,8 @@
 
 A process writes each box that its node holds once (the processes of a node share the work), and a partner on the next
 node keeps a copy of what no other node has. Writing is the copy to the host: then the state may be donated; hashes, the
-commit and the partner's copy follow in a thread. No process writes over a snapshot before all have a newer one.
+commit and the partner's copy follow in a thread. No process writes over a snapshot before all have a newer one, or have
+failed to keep it.
 """
 
 import math
@@ -80,7 +81,7 @@ class Snapshots:
             return checkpointer.restore(abstract_state)
         _, leaves = tree.flatten_abstract(abstract_state)
         found = find(self._folder, self._reader == self._me, self._attempts, leaves, self._report)
-        restored = checkpointer.restore(abstract_state, newer_than=found.step if found else -1)
+        restored = checkpointer.restore(abstract_state, newer_than=found.generation.step if found else -1)
         if found and restored is None:
             restored = self._load(found, abstract_state)
             if restored:
@@ -150,7 +151,7 @@ class Snapshots:
         """Waits for the last snapshot; those of a run that is finished are deleted."""
         if self._every:
             self.wait()
-            if finished:
+            if finished and self._reader == self._me:  # the others of its node have done all that they do there
                 self._folder.remove_all()
 
     def _copy(self, arrays: dict[str, jax.Array], step: int) -> tuple[str, tuple[Piece, ...]] | None:
@@ -188,7 +189,7 @@ class Snapshots:
 
     def _load(self, found: Found, abstract_state: Any) -> Restored | None:
         """Returns the state of a step in memory; None, and says why, if some process cannot get its part."""
-        error, state = "", None
+        error, state, kept = "", None, found.generation
         try:
             state = load(found, abstract_state, self._folder, self._reader, self._addresses, self._token)
         except OSError as failed:
@@ -196,11 +197,11 @@ class Snapshots:
         errors = [said for said in from_all(new_ticket("loaded"), error) if said]
         if errors:
             if self._me == 0:
-                self._report(f"the snapshots of step {found.step} cannot be fetched ({errors[0]}): not used")
+                self._report(f"the snapshots of step {kept.step} cannot be fetched ({errors[0]}): not used")
             return None
         count, nodes = len({self._nodes[i] for i in found.processes}), len(set(self._nodes))
         source = f"memory ({count} of {nodes} node{'s' if nodes > 1 else ''} had it)"
-        return Restored(step=found.step, state=state, data=found.data, config=found.config, source=source)
+        return Restored(step=kept.step, state=state, data=kept.data, config=kept.config, source=source)
 
     def _finish(self, generation: Generation, begun_s: float) -> None:
         """Hashes and commits what was copied, and gives the partner what no other node has (in a thread)."""

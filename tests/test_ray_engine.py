@@ -23,6 +23,8 @@ class Member:
     host: str
     cluster: "Members"
     answers: bool = True
+    has_begun: bool = True  # its supervisor has; else nothing is known of it
+    added_s: float = field(default_factory=time.monotonic)
     is_leaving: bool = False
     ignores: bool = False  # signals
     generation: int = 0
@@ -39,7 +41,9 @@ class Member:
         return f"ip-{self.host}"
 
     @property
-    def news(self) -> News:
+    def news(self) -> News | None:
+        if not self.has_begun:
+            return None
         return News(
             generation=self.generation,
             code=self.code,
@@ -94,7 +98,7 @@ class Members:
 
     def turn(self) -> list[Member]:
         assert next(self._story, "over") != "over", "the engine goes on after the end of the story"
-        return list(self.by_node.values())
+        return [member for member in self.by_node.values() if member.has_begun]
 
     def is_going(self, member: Member) -> bool:
         return member.node in self.draining or member.is_leaving
@@ -134,7 +138,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def until(condition: Callable[[], object]) -> Iterator[None]:
     """Lets turns pass until something is so."""
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
@@ -216,17 +220,40 @@ def test_a_silent_supervisor_is_not_waited_for(tmp_path: Path) -> None:
     assert play("abc", story, tmp_path)[0] == 0
 
 
-def test_a_run_without_metrics_grows_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_grows_beside_a_node_that_never_begins(tmp_path: Path) -> None:
+    """Another job holds its CPUs: its supervisor waits for them."""
+
+    def story(cluster: Members) -> Iterator[object]:
+        yield from until(lambda: cluster.world() == "a")
+        cluster.step(1)
+        cluster.join("b")
+        cluster.by_node["b"].has_begun = cluster.by_node["b"].answers = False
+        cluster.join("c")
+        yield from until(lambda: cluster.world() == "ac")
+        cluster.end_all(0)
+        yield
+
+    assert play("a", story, tmp_path)[0] == 0
+
+
+def test_a_run_without_metrics_grows_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says of a first step that came late when that was."""
     monkeypatch.setattr(ray_train, "SETTLED_S", 0.05)
 
     def story(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "a")
         cluster.join("b")
         yield from until(lambda: cluster.world() == "ab")
+        yield from until(lambda: cluster.warmed > 2)  # both are settled
+        cluster.step(1)
+        yield
         cluster.end_all(0)
         yield
 
     assert play("a", story, tmp_path)[0] == 0
+    assert "generation 2: step 1 is done" in capsys.readouterr().err
 
 
 def test_a_world_that_is_too_small_says_what_it_waits_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from cluster.progress import read_progress
 from cluster.ray import main
-from cluster.ray_plan import Limits, Patience, choose, judge, read_progress
+from cluster.ray_plan import Limits, Patience, choose, judge
 
 ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = ["--", "python3", "train.py", "--workdir=runs/x"]
 
 
 def limits(least: int, most: int, group: int = 1) -> Limits:
@@ -53,7 +55,7 @@ def test_a_world_that_is_too_small_waits() -> None:
     ],
 )
 def test_mistakes_are_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ray", *arguments.split(), "--", "python3", "train.py"]) == 2
+    assert main(["ray", *arguments.split(), *PROGRAM]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
@@ -64,13 +66,19 @@ def test_a_program_must_be_there(command: str, capsys: pytest.CaptureFixture[str
     assert "program" in capsys.readouterr().err
 
 
+def test_a_program_without_a_workdir_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing would tell its progress from its failures."""
+    assert main(["ray", "--min_nodes=1", "--max_nodes=2", *PROGRAM[:-1]]) == 2
+    assert capsys.readouterr().err.startswith("error: the program has no --workdir=DIR")
+
+
 def test_ray_is_needed_to_run_and_not_to_import(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = "import sys, cluster.ray, cluster.ray_train, cluster.ray_supervisor; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60).returncode == 0
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["ray", "--min_nodes=1", "--max_nodes=2", "--", "python3", "train.py"]) == 2
+    assert main(["ray", "--min_nodes=1", "--max_nodes=2", *PROGRAM]) == 2
     assert "requirements-ray.txt" in capsys.readouterr().err
 
 
@@ -102,7 +110,7 @@ def test_patience_counts_failures_without_a_new_step() -> None:
 
 
 def test_progress_is_the_last_whole_line(tmp_path: Path) -> None:
-    assert read_progress(None).step == read_progress(tmp_path).step == 0
+    assert read_progress(tmp_path).step == 0
     text = "".join(json.dumps({"step": step}) + "\n" for step in (1, 2)) + '{"step": 3'
     (tmp_path / "metrics.jsonl").write_text(text)
     assert (read_progress(tmp_path).step, read_progress(tmp_path).size_bytes) == (2, len(text))

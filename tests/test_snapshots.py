@@ -2,10 +2,10 @@
 
 import json
 import os
-import resource
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import socket
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from test_checkpointing_crash import files_no_larger_than
 
 from checkpointing import CheckpointConfig, Checkpointer, Restored, manifest
+from elastic.meeting import own_address
+from elastic.memory_files import MemoryFolder
 from elastic.snapshots import AUTOMATIC, Pace, Snapshots
 
 SHAPES = {"w": (16, 6), "t": (3, 8), "b": (5,), "h": (8, 3), "empty": (8, 0), "step": ()}
@@ -140,7 +143,7 @@ def test_each_shard_is_written_once_and_two_steps_stay(run: Run) -> None:
 
 
 @pytest.mark.parametrize("ending", ["data", "json"])
-@pytest.mark.parametrize("how", ["flip", "cut", "delete"])
+@pytest.mark.parametrize("how", ["flip", "cut", "empty", "delete"])
 def test_damage_leaves_the_step_before(run: Run, ending: str, how: str) -> None:
     run.keep(1, 2)
     file = run.files(ending)[-1]
@@ -151,6 +154,8 @@ def test_damage_leaves_the_step_before(run: Run, ending: str, how: str) -> None:
             file.write_bytes(content)
         case "cut":
             file.write_bytes(content[:-1])
+        case "empty":
+            file.write_bytes(b"")
         case "delete":
             file.unlink()
     check(run.restore(), 1)
@@ -164,6 +169,15 @@ def test_a_description_that_was_changed(run: Run) -> None:
     file.write_bytes(file.read_bytes().replace(b'"step": 2', b'"step": 7'))
     check(run.restore(), 1)
     assert len(run.said) == 1 and "does not match its own hash" in run.said[0]
+
+
+def test_a_process_that_had_nothing_to_keep(run: Run) -> None:
+    """And was the only one to commit the last step: its description holds nothing."""
+    run.keep(1)
+    (kept,) = MemoryFolder(run.memory, run.run_id).generations()[0]
+    MemoryFolder(run.memory, run.run_id).commit(replace(kept, name="0-1-a", step=2, pieces=()))
+    check(run.restore(), 1)
+    assert run.said == []
 
 
 def test_nothing_there(run: Run) -> None:
@@ -210,13 +224,15 @@ def test_what_was_not_restored_goes(run: Run) -> None:
     """So that no more than two snapshots of the state are there at a time."""
     for checkpoints, left in (((), 1), ((3,), 0)):
         run.keep(1, 2)
+        half_written = run.files("json")[-1].with_name("0-1-a.partial")
+        half_written.touch()
         run.save(*checkpoints)
         with run.checkpoints() as checkpointer, run.attempt() as snapshots:
             restored = snapshots.restore(abstract(), checkpointer)
             assert restored
             assert len(run.files("data")) == 2
             snapshots.begin(restored.step)
-        assert len(run.files("data")) == len(run.files("json")) == left
+        assert len(run.files("data")) == len(run.files("json")) == left and not half_written.exists()
 
 
 def test_a_later_attempt_that_began_earlier_counts(run: Run, tmp_path: Path) -> None:
@@ -236,17 +252,6 @@ def test_a_later_attempt_that_began_earlier_counts(run: Run, tmp_path: Path) -> 
     assert {file.name.split("-")[0] for file in run.files("json")} == {"0", "2"}  # the step restored from stays
     run.keep(6, 7)
     assert {file.name.split("-")[0] for file in run.files("json")} == {"3"}
-
-
-@contextmanager
-def files_no_larger_than(num_bytes: int) -> Iterator[None]:
-    """Makes every write beyond `num_bytes` of a file fail in this process, as on a disk without room."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("room", [0, 300, 900])  # for nothing, a part of the data, the data but not its description
@@ -310,6 +315,16 @@ def test_folders_of_others_are_refused(tmp_path: Path, how: str, monkeypatch: py
 def test_no_such_memory(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"elastic.memory_dir=.*/no is not a folder .* elastic.snapshot_every=0"):
         Snapshots(tmp_path / "run", str(tmp_path / "no"), 1)
+
+
+def test_a_host_whose_name_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is named to the others: they may know it."""
+
+    def unknown(name: str) -> str:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    assert own_address() == socket.gethostname()
 
 
 @pytest.mark.parametrize(("name", "replicas"), [("residual", 2), ("residual", 3), ("local", 2)])

@@ -4,12 +4,15 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from running import (
     IGNORED,
+    ROOT,
     arguments,
     check_same_end,
     finish,
@@ -23,6 +26,8 @@ from running import (
     stop_after,
     wait_until,
 )
+
+from elastic import attempts
 
 pytestmark = IGNORED
 RESUMABLE = 75
@@ -116,6 +121,33 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "needs 8 nodes of 2, 4 more than are here" in capsys.readouterr().err
 
 
+def test_two_in_one_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second one waits a little, then says what is wrong; it takes nothing from the first."""
+    monkeypatch.setattr(attempts, "_LAST_S", 0.3)
+    with attempts.alone_in(tmp_path / "run"):
+        assert run_here(*with_memory(tmp_path / "run", tmp_path / "memory")) == 2
+        waiting, error = capsys.readouterr().err.splitlines()
+        assert "waiting" in waiting and error.startswith("error: another train.py") and "--workdir" in error
+        assert files(tmp_path / "run") == files(tmp_path / "memory") == []
+        with attempts.alone_in(tmp_path / "other"):
+            pass
+    with attempts.alone_in(tmp_path / "run"):
+        pass
+
+
+def test_one_that_ends_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """However it ends."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, **pipes) as first:
+        assert first.stdout and first.stdout.readline() == b"held\n"
+        threading.Timer(0.5, first.kill).start()
+        with attempts.alone_in(tmp_path):
+            assert first.wait(60) == -signal.SIGKILL
+    assert "waiting" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_two_processes_are_killed(tmp_path: Path, undisturbed: Path) -> None:
     """All shards are on one node each (zero3): the partner's copies bring back a node that was lost."""
@@ -148,4 +180,13 @@ OWN_MEMORY = """
 for flag in sys.argv:
     if flag.startswith("--process_id="):
         sys.argv.append("--config.elastic.memory_dir={tmp_path}/memory" + flag[-1])
+"""
+
+HOLD = """
+import sys
+from pathlib import Path
+from elastic.attempts import alone_in
+with alone_in(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
 """

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from cluster.control import ask
-from cluster.ray_plan import read_progress
+from cluster.progress import read_progress
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.1
