@@ -24,6 +24,7 @@ from optimizers import OptimizerConfig, make_optimizer, make_schedule, watched
 from sharding.mesh import find_nodes, make_mesh
 from sharding.scopes import ShardingConfig, make_layout
 from sharding.spec import has_tensor_dims, place_all
+from sharding.state import state_shardings
 from sharding.step import (
     Sharded,
     TrainState,
@@ -32,7 +33,6 @@ from sharding.step import (
     build_train_step,
     layer_gather,
     run_manual,
-    state_shardings,
 )
 
 

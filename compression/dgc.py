@@ -9,6 +9,7 @@ What is handed on has the momentum in it: the optimizer behind is plain SGD. Rep
 and each goes on with its part. Parameters of one dim a layer are averaged as they are, with momentum too.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -18,14 +19,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
 
-from compression.exchange import not_finite
+from compression.shards import Shards, not_finite, on_shards, to_optimizer_scope
 from compression.statistics import Sent, added, nothing_sent
 from sharding.collectives import all_gather_chunks, reduce_scatter_chunks, vary
 from sharding.mesh import INTER_AXES
 from sharding.spec import ParamSpec
-from sharding.step import Sharded, gradient_specs
+from sharding.step import Sharded
 
 PyTree = Any
 Axes = tuple[str, ...]
@@ -73,14 +73,11 @@ def dgc(sharded: Sharded, specs: PyTree, config: DGCConfig) -> optax.GradientTra
     ValueError if nothing of hop two crosses nodes.
     """
     layout = sharded.layout
-    inter = tuple(axis for axis in layout.replica_axes if axis in INTER_AXES)
-    intra = tuple(axis for axis in layout.replica_axes if axis not in INTER_AXES)
-    if not inter:
+    if not any(axis in INTER_AXES for axis in layout.replica_axes):
         raise ValueError("compression.hop_two=dgc has nothing to send: no two replicas are on different nodes")
-    extra = tuple(axis for axis in layout.optimizer if axis not in layout.gradients)
-    out_group = sharded.group(sharded.placements, extra, tensor_is_manual=True)
     all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
     sparse = [len(spec.shape) - ("layers" in spec.dims) > 1 for spec in all_specs]
+    exchange_shards = partial(_exchange_shards, sharded, config, sparse)
 
     def init(params: PyTree) -> DGCState:
         def zeros() -> PyTree:
@@ -93,53 +90,66 @@ def dgc(sharded: Sharded, specs: PyTree, config: DGCConfig) -> optax.GradientTra
             sent=nothing_sent(),
         )
 
-    def exchange_shards(
-        grads_R: list[jax.Array], unsent_R: list[jax.Array], velocity_R: list[jax.Array], step: jax.Array
-    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array], Sent]:
-        out, unsent, velocity, counts = [], [], [], []
-        scale = _clip_scale(sharded, [g[0] for g in grads_R], config.clip_norm) / layout.num_replicas
-        stage, key = config.stage(step), jax.random.fold_in(jax.random.key(0), step)
-        poison = not_finite([g[0] for g in grads_R], layout.replica_axes)
-        for is_sparse, grad, v_R, u_R in zip(sparse, grads_R, unsent_R, velocity_R, strict=True):
-            share = grad[0].astype(jnp.float32) * scale
-            if not is_sparse:
-                u = config.momentum * u_R[0] + share
-                out.append(lax.psum(u, layout.replica_axes))
-                unsent.append(v_R)
-                velocity.append(u[None])
-                counts.append(Sent(4 * u.size, u.size, u.size))
-                continue
-            g, v, u = (_part(x, intra) for x in (share, v_R[0], u_R[0]))
-            u = config.momentum * u + g
-            v = v + u
-            most = [max(1, round(v.size * (1 - sparsity))) for sparsity in config.stages]
-            send = [partial(_send_largest, count=n, axes=inter, sampled=config.sampled) for n in most]
-            total, sent = lax.switch(stage, send, v, jax.random.fold_in(key, len(out)))
-            counts.append(Sent(_payload_bytes(jnp.asarray(most)[stage], v.size), v.size, jnp.sum(sent)))
-            out.append(_whole(total, intra, share.shape) + poison)
-            unsent.append(_placed(jnp.where(sent, 0, v), intra, share.shape)[None])
-            velocity.append(_placed(jnp.where(sent, 0, u), intra, share.shape)[None])
-        return out_group.slice(out), unsent, velocity, added(counts, sharded.mesh.axis_names)
-
     @jax.named_scope("hop_two")
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, DGCState]:
         del params
-        grads, tree = jax.tree.flatten(updates)
-        specs_R = jax.tree.leaves(gradient_specs(sharded), is_leaf=lambda x: isinstance(x, PartitionSpec))
-        out, unsent, velocity, sent = jax.shard_map(
-            exchange_shards,
-            mesh=sharded.mesh,
-            in_specs=(specs_R, specs_R, specs_R, PartitionSpec()),
-            out_specs=([p.pspec(layout.optimizer) for p in out_group.placements], specs_R, specs_R, PartitionSpec()),
-        )(grads, jax.tree.leaves(state.unsent), jax.tree.leaves(state.velocity), state.step)
-        return tree.unflatten(out), DGCState(
-            step=state.step + 1,
-            unsent={"residual": tree.unflatten(unsent)},
-            velocity={"residual": tree.unflatten(velocity)},
-            sent=sent,
+        kept = state.unsent["residual"], state.velocity["residual"]
+        out, unsent, velocity, sent = on_shards(sharded, exchange_shards, updates, *kept, same=state.step)
+        return out, DGCState(
+            step=state.step + 1, unsent={"residual": unsent}, velocity={"residual": velocity}, sent=sent
         )
 
     return optax.GradientTransformation(init, update)
+
+
+def _exchange_shards(
+    sharded: Sharded,
+    config: DGCConfig,
+    sparse: Sequence[bool],
+    step: jax.Array,
+    grads_R: Shards,
+    unsent_R: Shards,
+    velocity_R: Shards,
+) -> tuple[Shards, Shards, Shards, Sent]:
+    """Exchanges this device's shards, those of `sparse` tensors by their largest values."""
+    layout = sharded.layout
+    out, unsent, velocity, counts = [], [], [], []
+    scale = _clip_scale(sharded, [g[0] for g in grads_R], config.clip_norm) / layout.num_replicas
+    key = jax.random.fold_in(jax.random.key(0), step)
+    poison = not_finite([g[0] for g in grads_R], layout.replica_axes)
+    for is_sparse, grad, v_R, u_R in zip(sparse, grads_R, unsent_R, velocity_R, strict=True):
+        share, v, u = grad[0].astype(jnp.float32) * scale, v_R[0], u_R[0]
+        if is_sparse:
+            key_here = jax.random.fold_in(key, len(out))
+            total, v, u, sent = _exchange_sparse(config, config.stage(step), key_here, layout.replica_axes, share, v, u)
+            total += poison
+        else:
+            u = config.momentum * u + share
+            total, sent = lax.psum(u, layout.replica_axes), Sent(4 * u.size, u.size, u.size)
+        out.append(total)
+        unsent.append(v[None])
+        velocity.append(u[None])
+        counts.append(sent)
+    return to_optimizer_scope(sharded, out), unsent, velocity, added(counts, sharded.mesh.axis_names)
+
+
+def _exchange_sparse(
+    config: DGCConfig, stage: jax.Array, key: jax.Array, axes: Axes, share: jax.Array, v: jax.Array, u: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, Sent]:
+    """Returns the sum of what all sent of a tensor, what this replica keeps of `v` and `u`, and counts."""
+    inter = tuple(axis for axis in axes if axis in INTER_AXES)
+    intra = tuple(axis for axis in axes if axis not in INTER_AXES)
+    shape = share.shape
+    share, v, u = (_part(x, intra) for x in (share, v, u))
+    u = config.momentum * u + share
+    v = v + u
+    most = [max(1, round(v.size * (1 - sparsity))) for sparsity in config.stages]
+    send = [partial(_send_largest, count=n, axes=inter, sampled=config.sampled) for n in most]
+    total, sent = lax.switch(stage, send, v, key)
+    num_bytes = jnp.asarray([_payload_bytes(n, v.size) for n in most], jnp.float32)[stage]
+    count = Sent(num_bytes, v.size, jnp.sum(sent).astype(jnp.float32))
+    v, u = (_placed(jnp.where(sent, 0, x), intra, shape) for x in (v, u))
+    return _whole(total, intra, shape), v, u, count
 
 
 def _clip_scale(sharded: Sharded, grads: list[jax.Array], clip_norm: float) -> jax.Array:
@@ -184,7 +194,7 @@ def _send_largest(
     return total, jnp.zeros(v.shape, bool).at[indices].max(found)
 
 
-def _payload_bytes(count: jax.typing.ArrayLike, size: int) -> jax.typing.ArrayLike:
+def _payload_bytes(count: int, size: int) -> int:
     """Returns the bytes that `count` of `size` values take."""
     return 6 * count + 4 * -(-size // BLOCK)
 

@@ -1,20 +1,21 @@
 """Hop two: the mean of `[R, ...]` gradients over the replicas, as an optax transform."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from compression.route import Route
+from compression.shards import Shards, not_finite, on_shards
 from compression.statistics import Sent, added, nothing_sent
 from sharding.collectives import Codec, buckets, join, slice_apart, split
 from sharding.mesh import INTER_AXES
 from sharding.spec import Placement
-from sharding.step import Sharded, gradient_specs
+from sharding.step import Sharded
 
 PyTree = Any
 
@@ -50,6 +51,8 @@ def exchange(
             "smaller partition group (with sharding.two_hop, and sharding.partitioner=manual)"
         )
 
+    exchange_shards = partial(_exchange_shards, sharded, codec)
+
     def init(params: PyTree) -> ExchangeState:
         replicas = layout.num_replicas
         zeros = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), jnp.float32), params) if error_feedback else ()
@@ -58,21 +61,10 @@ def exchange(
     @jax.named_scope("hop_two")
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, ExchangeState]:
         del params
-        grads, tree = jax.tree.flatten(updates)
-        placements = sharded.group(sharded.placements, ()).placements
-        specs_R = jax.tree.leaves(gradient_specs(sharded), is_leaf=lambda x: isinstance(x, PartitionSpec))
-        out, residual, sent = jax.shard_map(
-            lambda grads_R, kept_R, step: _exchange_shards(sharded, codec, placements, grads_R, kept_R, step),
-            mesh=sharded.mesh,
-            in_specs=(specs_R, specs_R if error_feedback else [], PartitionSpec()),
-            out_specs=(
-                [p.pspec(layout.optimizer) for p in placements],
-                specs_R if error_feedback else [],
-                PartitionSpec(),
-            ),
-        )(grads, jax.tree.leaves(state.residual), state.step)
-        residual = tree.unflatten(residual) if error_feedback else ()
-        return tree.unflatten(out), ExchangeState(step=state.step + 1, residual=residual, sent=sent)
+        kept = (state.residual,) if error_feedback else ()
+        out, *kept, sent = on_shards(sharded, exchange_shards, updates, *kept, same=state.step)
+        residual = kept[0] if error_feedback else ()
+        return out, ExchangeState(step=state.step + 1, residual=residual, sent=sent)
 
     return optax.GradientTransformation(init, update)
 
@@ -90,23 +82,16 @@ def _plain(sharded: Sharded) -> optax.GradientTransformation:
     extra, rest = _scopes(sharded)
     group = sharded.group(sharded.placements, extra, tensor_is_manual=True)
 
-    def exchange_shards(grads_R: list[jax.Array]) -> list[jax.Array]:
+    def exchange_shards(same: tuple[()], grads_R: Shards) -> tuple[Shards, tuple[()]]:
         means = [x_R[0] / layout.num_replicas for x_R in grads_R]
-        return [lax.psum(x, rest) if rest else x for x in group.reduce_scatter(means)]
+        return [lax.psum(x, rest) if rest else x for x in group.reduce_scatter(means)], same
 
     @jax.named_scope("hop_two")
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
         if not layout.replica_axes:  # nothing left to exchange: at most a local slice
             return sharded.constrain(jax.tree.map(lambda x: x[0], updates), layout.optimizer), state
-        leaves, tree = jax.tree.flatten(updates)
-        exchanged = jax.shard_map(
-            exchange_shards,
-            mesh=sharded.mesh,
-            in_specs=(jax.tree.leaves(gradient_specs(sharded), is_leaf=lambda x: isinstance(x, PartitionSpec)),),
-            out_specs=[p.pspec(layout.optimizer) for p in group.placements],
-        )(leaves)
-        return tree.unflatten(exchanged), state
+        return on_shards(sharded, exchange_shards, updates)[0], state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -115,18 +100,14 @@ def _plain(sharded: Sharded) -> optax.GradientTransformation:
 
 
 def _exchange_shards(
-    sharded: Sharded,
-    codec: Codec,
-    placements: Sequence[Placement],
-    grads_R: list[jax.Array],
-    kept_R: list[jax.Array],
-    step: jax.Array,
-) -> tuple[list[jax.Array], list[jax.Array], Sent]:
-    """Exchanges this device's shards; returns the shards of the means, and what this replica keeps `[1, ...]`."""
+    sharded: Sharded, codec: Codec, step: jax.Array, grads_R: Shards, *residual_R: Shards
+) -> tuple[Any, ...]:
+    """Exchanges this device's shards; with feedback a residual comes along, and goes back."""
     layout = sharded.layout
+    placements = sharded.group(sharded.placements, ()).placements
     extra, rest = _scopes(sharded)
     xs = [x_R[0].astype(jnp.float32) / layout.num_replicas for x_R in grads_R]
-    if kept_R:
+    for kept_R in residual_R:
         xs = [x + kept[0] for x, kept in zip(xs, kept_R, strict=True)]
     out, kept, counts = list(xs), list(xs), []
     for members, cut_by in _kinds(placements, layout.gradients):
@@ -148,7 +129,7 @@ def _exchange_shards(
                 out[i] = x + poison
                 kept[i] = join(e, placements[i].dim) if cut else e[0]
     out = [x.astype(g.dtype) for x, g in zip(out, grads_R, strict=True)]
-    return out, [x[None] for x in kept if kept_R], added(counts, sharded.mesh.axis_names)
+    return out, *([x[None] for x in kept] for _ in residual_R), added(counts, sharded.mesh.axis_names)
 
 
 def _kinds(placements: Sequence[Placement], scope: tuple[str, ...]) -> list[tuple[list[int], tuple[str, ...]]]:
@@ -158,9 +139,3 @@ def _kinds(placements: Sequence[Placement], scope: tuple[str, ...]) -> list[tupl
         axes = (scope if p.dim is not None else ()) + (("tensor",) if p.tensor_dim is not None else ())
         kinds.setdefault((p.dim is not None, axes), []).append(i)
     return [(members, axes) for (_, axes), members in kinds.items()]
-
-
-def not_finite(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> jax.Array:
-    """Returns NaN if a value is not finite on any device of `axes`, else 0: codecs would make numbers of it."""
-    bad = sum(jnp.sum(~jnp.isfinite(x), dtype=jnp.float32) for x in xs)
-    return jnp.where(lax.psum(bad, axes) > 0, jnp.nan, 0.0)

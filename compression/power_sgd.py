@@ -7,6 +7,7 @@ factors cannot say stays in a residual, without which the method fails.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -14,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
 
+from compression.shards import Shards, on_shards, to_optimizer_scope
 from compression.statistics import Sent, added, nothing_sent
-from sharding.spec import ParamSpec, Placement
-from sharding.step import Sharded, gradient_specs
+from sharding.spec import ParamSpec, Placement, is_placement
+from sharding.step import Sharded
 
 PyTree = Any
 
@@ -107,10 +108,10 @@ def power_sgd(sharded: Sharded, specs: PyTree, rank: int) -> optax.GradientTrans
     layout = sharded.layout
     if not layout.replica_axes:
         raise ValueError("compression.hop_two=power_sgd has nothing to send: every gradient is on one replica alone")
-    extra = tuple(axis for axis in layout.optimizer if axis not in layout.gradients)
-    out_group = sharded.group(sharded.placements, extra, tensor_is_manual=True)
+    placements = jax.tree.leaves(sharded.placements, is_leaf=is_placement)
     all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
-    matrices = [_matrix(spec, p, sharded, rank) for spec, p in zip(all_specs, out_group.placements, strict=True)]
+    matrices = [_matrix(spec, p, sharded, rank) for spec, p in zip(all_specs, placements, strict=True)]
+    exchange_shards = partial(_exchange_shards, sharded, matrices, rank)
 
     def init(params: PyTree) -> PowerSGDState:
         leaves, tree = jax.tree.flatten(params)
@@ -121,48 +122,43 @@ def power_sgd(sharded: Sharded, specs: PyTree, rank: int) -> optax.GradientTrans
         residual = [jnp.zeros((layout.num_replicas, *p.shape), jnp.float32) for p in leaves]
         return PowerSGDState(factors=tree.unflatten(factors), residual=tree.unflatten(residual), sent=nothing_sent())
 
-    def exchange_shards(
-        grads_R: list[jax.Array], kept_R: list[jax.Array], factors: list[Any]
-    ) -> tuple[list[jax.Array], list[jax.Array], list[Any], Sent]:
-        out, kept, new_factors, counts = [], [], [], []
-        for matrix, grad, residual, q in zip(matrices, grads_R, kept_R, factors, strict=True):
-            x = grad[0].astype(jnp.float32) / layout.num_replicas
-            if matrix is None:
-                out.append(lax.psum(x, layout.replica_axes))
-                kept.append(residual)
-                new_factors.append(())
-                counts.append(Sent(4 * x.size, x.size, x.size))
-                continue
-            x = x + residual[0]
-            handed, new_q = matrix.approximate(x if x.ndim == len(matrix.shape) else x[None], q)
-            out.append(handed.reshape(x.shape))
-            kept.append((x - out[-1] / layout.num_replicas)[None])
-            new_factors.append(new_q)
-            counts.append(Sent(4 * matrix.num_sent(rank), x.size, x.size))
-        return out_group.slice(out), kept, new_factors, added(counts, sharded.mesh.axis_names)
-
     @jax.named_scope("hop_two")
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PowerSGDState]:
         del params
-        grads, tree = jax.tree.flatten(updates)
-        specs_R = jax.tree.leaves(gradient_specs(sharded), is_leaf=lambda x: isinstance(x, PartitionSpec))
-        factor_specs = [PartitionSpec() if matrix else () for matrix in matrices]
-        out, residual, factors, sent = jax.shard_map(
-            exchange_shards,
-            mesh=sharded.mesh,
-            in_specs=(specs_R, specs_R, factor_specs),
-            out_specs=(
-                [p.pspec(layout.optimizer) for p in out_group.placements],
-                specs_R,
-                factor_specs,
-                PartitionSpec(),
-            ),
-        )(grads, jax.tree.leaves(state.residual), tree.flatten_up_to(state.factors))
-        return tree.unflatten(out), PowerSGDState(
-            factors=tree.unflatten(factors), residual=tree.unflatten(residual), sent=sent
-        )
+        tree = jax.tree.structure(updates)
+        factors = tree.flatten_up_to(state.factors)
+        out, residual, (factors, sent) = on_shards(sharded, exchange_shards, updates, state.residual, same=factors)
+        return out, PowerSGDState(factors=tree.unflatten(factors), residual=residual, sent=sent)
 
     return optax.GradientTransformation(init, update)
+
+
+def _exchange_shards(
+    sharded: Sharded,
+    matrices: Sequence[Matrix | None],
+    rank: int,
+    factors: list[Any],
+    grads_R: Shards,
+    residual_R: Shards,
+) -> tuple[Shards, Shards, tuple[list[Any], Sent]]:
+    """Exchanges this device's shards, the matrices by their factors."""
+    layout = sharded.layout
+    out, kept, new_factors, counts = [], [], [], []
+    for matrix, grad, residual, q in zip(matrices, grads_R, residual_R, factors, strict=True):
+        x = grad[0].astype(jnp.float32) / layout.num_replicas
+        if matrix is None:
+            out.append(lax.psum(x, layout.replica_axes))
+            kept.append(residual)
+            new_factors.append(())
+            counts.append(Sent(4 * x.size, x.size, x.size))
+            continue
+        x = x + residual[0]
+        handed, new_q = matrix.approximate(x if x.ndim == len(matrix.shape) else x[None], q)
+        out.append(handed.reshape(x.shape))
+        kept.append((x - out[-1] / layout.num_replicas)[None])
+        new_factors.append(new_q)
+        counts.append(Sent(4 * matrix.num_sent(rank), x.size, x.size))
+    return to_optimizer_scope(sharded, out), kept, (new_factors, added(counts, sharded.mesh.axis_names))
 
 
 def _matrix(spec: ParamSpec, placement: Placement, sharded: Sharded, rank: int) -> Matrix | None:

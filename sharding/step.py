@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sharding.collectives import PLAIN, Group, Wire, vary
 from sharding.mesh import DATA_AXES, INTER_AXES
 from sharding.scopes import Layout
-from sharding.spec import Placement, is_placement, path_name, pspecs
+from sharding.spec import Placement, is_placement, pspecs
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]  # each [accum, rows, ...], rows over the data axes
@@ -328,9 +328,8 @@ def to_gradient_scope(sharded: Sharded, grads: PyTree, *, zeros: bool = False) -
     extra = tuple(axis for axis in layout.gradients if axis not in layout.parameters)
     group = sharded.group(sharded.placements, extra, coded=True)
     leaves, tree = jax.tree.flatten(grads)
-    if (
-        layout.two_hop and not zeros and extra
-    ):  # the values came from the compute dtype: nothing is lost in casting back
+    if layout.two_hop and not zeros and extra:
+        # the values came from the compute dtype: nothing is lost in casting back
         summed = group.reduce_scatter([x.astype(sharded.sum_dtype) for x in leaves])
     else:
         summed = group.slice(leaves)
@@ -364,54 +363,3 @@ def _used_placements(sharded: Sharded, name: str) -> PyTree:
     if name != "layers":
         return placements
     return jax.tree.map(Placement.without_layers, placements, is_leaf=is_placement)
-
-
-def by_name(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """Returns the leaves of a tree by their names."""
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)}
-
-
-def owner(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, params: Mapping[str, jax.ShapeDtypeStruct]) -> str:
-    """Returns which parameter an array of the optimizer state belongs to, "" for none.
-
-    The array has the parameter's shape, and its path ends in the parameter's name (without `layers/` where an optimizer
-    acts on each layer by itself).
-    """
-    keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-    names = ["/".join(keys[start:]) for start in range(len(keys))]
-    names += [f"layers/{name}" for name in names]
-    return next((name for name in names if name in params and params[name].shape == x.shape), "")
-
-
-def residual_owner(
-    path: tuple[Any, ...], x: jax.ShapeDtypeStruct, params: Mapping[str, jax.ShapeDtypeStruct], replicas: int
-) -> str:
-    """Returns which parameter an array `[R, ...]` of the optimizer state belongs to, "" for none."""
-    if x.shape[:1] != (replicas,):
-        return ""
-    return owner(path, jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
-
-
-def state_shardings(sharded: Sharded, shapes: TrainState) -> PyTree:
-    """Returns the NamedSharding of every array of a state, given the tree of its shapes.
-
-    An array of the optimizer state that belongs to a parameter is sharded like it, over the optimizer's scope; one with
-    R in front (a residual of hop two) like the gradients; all others (counters, factored moments) are replicated.
-    """
-    layout = sharded.layout
-    placements, params = by_name(sharded.placements, is_leaf=is_placement), by_name(shapes.params)
-    gradients = by_name(gradient_specs(sharded), is_leaf=lambda x: isinstance(x, PartitionSpec))
-    replicated = NamedSharding(sharded.mesh, REPLICATED)
-
-    def place(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
-        if name := owner(path, x, params):
-            return NamedSharding(sharded.mesh, placements[name].pspec(layout.optimizer))
-        if name := residual_owner(path, x, params, layout.num_replicas):
-            return NamedSharding(sharded.mesh, gradients[name])
-        return replicated
-
-    return dataclasses.replace(
-        jax.tree.map(lambda _: replicated, shapes),
-        params=sharded.shardings(sharded.layout.parameters),
-        opt_state=jax.tree_util.tree_map_with_path(place, shapes.opt_state),
-    )

@@ -24,7 +24,7 @@ from experiment import Experiment, make_experiment
 from metrics.units import format_bytes, format_count
 from sharding import drawing
 from sharding.spec import ParamSpec, Placement, is_placement
-from sharding.step import by_name, owner, residual_owner
+from sharding.state import by_name, owner, residual_owner
 
 EXIT_BAD_CONFIG = 2
 SPEC_WIDTH = 35

@@ -1,6 +1,7 @@
 """Hop two with a codec: what is handed on and kept, the bytes in the compiled program, and every layout it has."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -47,13 +48,13 @@ LAYOUT_PARAMS = [
     pytest.param(name, marks=() if name in ("mics(2)", "none/node/4") else pytest.mark.slow) for name in LAYOUTS
 ]
 STEPS = 4
-SPECS = workload.model("decoder").param_specs()
+SPECS = workload.TENSORS
 
 
 def gradients(sharded: Sharded, seed: int) -> tuple[Any, Any]:
     """Random gradients `[R, ...]`, where they belong and as numpy."""
     rng = np.random.default_rng(seed)
-    shapes = workload.params("decoder")
+    shapes = workload.params("tensors")
     replicas = sharded.layout.num_replicas
     whole = jax.tree.map(lambda p: rng.normal(size=(replicas, *p.shape)).astype(np.float32) * 0.02, shapes)
     shardings = jax.tree.map(
@@ -67,7 +68,7 @@ def gradients(sharded: Sharded, seed: int) -> tuple[Any, Any]:
 def run(sharded: Sharded, codec: Codec | None, steps: int = STEPS, *, feedback: bool = True) -> tuple[list, list, Any]:
     """Returns what was handed on by each of some exchanges, the means of what went in, and the state at the end."""
     tx = exchange(sharded, codec, error_feedback=feedback)
-    state = tx.init(workload.params("decoder"))
+    state = tx.init(workload.params("tensors"))
     update = jax.jit(tx.update)
     out, means = [], []
     for step in range(steps):
@@ -82,7 +83,7 @@ def run(sharded: Sharded, codec: Codec | None, steps: int = STEPS, *, feedback: 
 @pytest.mark.parametrize("name", ["int8", "one_bit"])
 def test_what_was_handed_on_and_what_is_kept_is_all_that_came(layout: str, name: str) -> None:
     """Error feedback telescopes, through both encodings."""
-    sharded = workload.sharded("decoder", **LAYOUTS[layout])
+    sharded = workload.sharded("tensors", **LAYOUTS[layout])
     out, means, state = run(sharded, CODECS[name])
 
     def check(residual: jax.Array, *both: np.ndarray) -> None:
@@ -96,7 +97,7 @@ def test_what_was_handed_on_and_what_is_kept_is_all_that_came(layout: str, name:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_every_codec_telescopes_and_is_near(name: str) -> None:
-    sharded = workload.sharded("decoder", **LAYOUTS["mics(2)"])
+    sharded = workload.sharded("tensors", **LAYOUTS["mics(2)"])
     out, means, state = run(sharded, CODECS[name])
     bound = {"bf16": 2e-4, "int8": 1e-3, "int4": 2e-2, "int4 stochastic": 2e-2}.get(name, 1.0)
 
@@ -110,7 +111,7 @@ def test_every_codec_telescopes_and_is_near(name: str) -> None:
 @pytest.mark.parametrize("layout", ["mics(2)", "none/node/4"])
 def test_without_a_codec_it_is_the_plain_mean(layout: str) -> None:
     """Bit by bit: with numbers whose sums round nowhere, in whatever order."""
-    sharded = workload.sharded("decoder", **LAYOUTS[layout])
+    sharded = workload.sharded("tensors", **LAYOUTS[layout])
     grads, whole = gradients(sharded, 0)
     small = jax.tree.map(lambda g: jnp.round(g * 1024) / 64, grads)
     out, _ = jax.jit(exchange(sharded).update)(small, optax.EmptyState())
@@ -119,7 +120,7 @@ def test_without_a_codec_it_is_the_plain_mean(layout: str) -> None:
 
 def test_two_nodes_are_numpy() -> None:
     """Two replicas, one tensor a bucket: encode, swap, sum, encode, swap, written out; three steps with feedback."""
-    sharded = workload.sharded("decoder", nodes=2, per_node=1, strategy="ddp")
+    sharded = workload.sharded("tensors", nodes=2, per_node=1, strategy="ddp")
     block = 32
 
     def round_trip(x: np.ndarray) -> np.ndarray:
@@ -149,16 +150,18 @@ def test_two_nodes_are_numpy() -> None:
 
 
 def test_without_feedback_nothing_is_kept() -> None:
-    sharded = workload.sharded("decoder", **LAYOUTS["mics(2)"])
+    sharded = workload.sharded("tensors", **LAYOUTS["mics(2)"])
     out, _, state = run(sharded, CODECS["two_bit"], 1, feedback=False)
     assert not jax.tree.leaves(state.residual)
     assert {round(float(abs(x)), 4) for leaf in jax.tree.leaves(out) for x in np.unique(leaf)} <= {0.0, 0.01}
 
 
-def train(sharded: Sharded, codec: Codec, steps: int = 3) -> tuple[np.ndarray, Any, Any]:
+@cache
+def train(layout: str, codec: str) -> tuple[np.ndarray, Any, Any]:
     """Returns the losses of a few steps, the state, and the compiled step."""
-    compiled, state, data = workload.compiled_step("decoder", sharded, hop_two=exchange(sharded, codec))
-    losses, state, metrics = workload.run_steps(compiled, state, data, steps)
+    sharded = workload.sharded("decoder", **LAYOUTS[layout])
+    compiled, state, data = workload.compiled_step("decoder", sharded, hop_two=exchange(sharded, CODECS[codec]))
+    losses, state, metrics = workload.run_steps(compiled, state, data, 3)
     residuals = [np.asarray(x) for x in jax.tree.leaves(state.opt_state.exchange.residual)]
     np.testing.assert_allclose(metrics["residual_norm"], np.sqrt(sum((x**2).sum() for x in residuals)), rtol=1e-4)
     return losses, state, compiled
@@ -169,7 +172,7 @@ def train(sharded: Sharded, codec: Codec, steps: int = 3) -> tuple[np.ndarray, A
 def test_every_layout_trains(layout: str, name: str, rtol: float) -> None:
     """The first loss is the dense one, the others near (two bits lag); a device holds its residual and no other's."""
     sharded = workload.sharded("decoder", **LAYOUTS[layout])
-    losses, state, _ = train(sharded, CODECS[name])
+    losses, state, _ = train(layout, name)
     np.testing.assert_allclose(losses[0], workload.single_device_losses("decoder")[0], rtol=1e-5)
     np.testing.assert_allclose(losses, workload.single_device_losses("decoder")[:3], rtol=rtol)
     degree = sharded.layout.shape.size(sharded.layout.gradients) * sharded.layout.shape.tensor
@@ -188,7 +191,7 @@ def test_the_program_sends_the_payload_and_no_more(name: str) -> None:
     """Between nodes hop two has collectives of bytes alone, of the size that the codec claims."""
     sharded = workload.sharded("decoder", **LAYOUTS["mics(2)"])
     codec = CODECS[name]
-    _, state, compiled = train(sharded, codec, 1)
+    _, state, compiled = train("mics(2)", name)
     collectives = [c for c in hlo.read_collectives(compiled.as_text(), sharded.layout.shape) if c.label == "hop_two"]
     crossing = [c for c in collectives if set(c.axes) & set(INTER_AXES) and c.payload_bytes > 100]
     assert {c.kind for c in crossing} == {"all-to-all", "all-gather"}
@@ -207,7 +210,7 @@ def test_the_program_sends_the_payload_and_no_more(name: str) -> None:
 
 def test_the_fraction_that_two_bits_send() -> None:
     """Of the first encoding: the values that reach the threshold."""
-    sharded = workload.sharded("decoder", nodes=2, per_node=1, strategy="ddp")
+    sharded = workload.sharded("tensors", nodes=2, per_node=1, strategy="ddp")
     _, _, state = run(sharded, CODECS["two_bit"], 1)
     grads = [x / 2 for x in jax.tree.leaves(gradients(sharded, 0)[1])]
     reach = np.mean(np.concatenate([np.abs(x).reshape(-1) >= 0.01 for x in grads]))
@@ -218,7 +221,7 @@ def test_the_fraction_that_two_bits_send() -> None:
 HOPS: dict[str, Callable[[Sharded], Any]] = {
     "none": exchange,
     "int8": lambda sh: exchange(sh, CODECS["int8"]),
-    "one_bit": lambda sh: exchange(sh, CODECS["one_bit"]),
+    "two_bit": lambda sh: exchange(sh, CODECS["two_bit"]),  # whose payload cannot say that a value is not finite
     "dgc": lambda sh: dgc(sh, SPECS, DGCConfig(sparsity=0.99, warmup_steps=0, momentum=0.9, clip_norm=0.0)),
     "dgc, sampled": lambda sh: dgc(
         sh, SPECS, DGCConfig(sparsity=0.99, warmup_steps=0, momentum=0.9, clip_norm=0.0, sampled=0.3)
@@ -230,29 +233,31 @@ HOPS: dict[str, Callable[[Sharded], Any]] = {
 }
 
 
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.parametrize("name", HOPS)
-def test_what_is_not_finite_is_not_kept(name: str, bad: float) -> None:
+def test_what_is_not_finite_is_not_kept(name: str) -> None:
     """One bad value on one replica: the guard skips the step, and the residuals are those of before."""
-    sharded = workload.sharded("decoder", **LAYOUTS["mics(2)"])
+    sharded = workload.sharded("tensors", **LAYOUTS["mics(2)"])
     tx = guarded(HOPS[name](sharded), optax.sgd(1.0))
-    params = workload.params("decoder")
+    params = workload.params("tensors")
     update = jax.jit(tx.update)
     grads, _ = gradients(sharded, 0)
     _, before = update(grads, tx.init(params), params)
-    poisoned = jax.tree.map(lambda g: g.at[1].set(g[1].at[(0,) * (g.ndim - 1)].set(bad)), grads)
-    updates, after = update(poisoned, before, params)
-    assert int(after.skipped) == 1
-    assert all(not np.asarray(u).any() for u in jax.tree.leaves(updates))
-    jax.tree.map(np.testing.assert_array_equal, after.exchange, before.exchange)
+    leaves, tree = jax.tree.flatten(grads)
+    for i in range(len(leaves)):
+        bad = [np.nan, np.inf, -np.inf][i % 3]
+        poisoned = [g.at[(1,) + (0,) * (g.ndim - 1)].set(bad) if i == j else g for j, g in enumerate(leaves)]
+        updates, after = update(tree.unflatten(poisoned), before, params)
+        assert int(after.skipped) == 1
+        assert all(not np.asarray(u).any() for u in jax.tree.leaves(updates))
+        jax.tree.map(np.testing.assert_array_equal, after.exchange, before.exchange)
 
 
 @pytest.mark.parametrize("how", [dict(strategy="zero3"), dict(strategy="mics", partition_size=8)])
 def test_a_codec_with_nothing_to_encode(how: dict) -> None:
     with pytest.raises(ValueError, match="compression.hop_two has nothing to encode"):
-        exchange(workload.sharded("decoder", **how), BFloat16())
+        exchange(workload.sharded("tensors", **how), BFloat16())
 
 
 def test_one_node_has_nothing_to_encode() -> None:
     with pytest.raises(ValueError, match="compression.hop_two has nothing to encode"):
-        exchange(workload.sharded("decoder", nodes=1, per_node=8, strategy="ddp"), BFloat16())
+        exchange(workload.sharded("tensors", nodes=1, per_node=8, strategy="ddp"), BFloat16())

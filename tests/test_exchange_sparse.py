@@ -17,7 +17,7 @@ from sharding import hlo
 from sharding.mesh import INTER_AXES
 from sharding.step import Sharded
 
-SPECS = workload.model("decoder").param_specs()
+SPECS = workload.TENSORS
 DGC = DGCConfig(sparsity=0.9, warmup_steps=0, momentum=0.9, clip_norm=0.0)
 
 
@@ -28,7 +28,7 @@ def is_matrix(name: str, x: np.ndarray) -> bool:
 
 def run(sharded: Sharded, tx: Any, steps: int) -> tuple[list[dict[str, np.ndarray]], Any]:
     """Returns what was handed on by each of some exchanges, by name, and the last state."""
-    state, update, out = tx.init(workload.params("decoder")), jax.jit(tx.update), []
+    state, update, out = tx.init(workload.params("tensors")), jax.jit(tx.update), []
     for step in range(steps):
         handed_on, state = update(gradients(sharded, step)[0], state)
         out.append(named(handed_on))
@@ -44,13 +44,12 @@ def named(tree: Any) -> dict[str, np.ndarray]:
     "config",
     [
         DGC,
-        DGCConfig(sparsity=0.9, warmup_steps=0, momentum=0.0, clip_norm=0.5),
         DGCConfig(sparsity=0.99, warmup_steps=9, momentum=0.9, clip_norm=0.5),
     ],
 )
 def test_dgc_is_its_algorithm(config: DGCConfig) -> None:
     """Twenty steps of four workers (section 3 of the paper); vectors are averaged, with momentum."""
-    sharded = workload.sharded("decoder", nodes=4, per_node=1, strategy="ddp")
+    sharded = workload.sharded("tensors", nodes=4, per_node=1, strategy="ddp")
     out, _ = run(sharded, dgc(sharded, SPECS, config), 20)
     stages = [0.75, 0.9375, 0.984375, 0.99] if config.warmup_steps else [config.sparsity]
     velocity: dict[str, np.ndarray] = {}
@@ -81,7 +80,7 @@ def test_dgc_is_its_algorithm(config: DGCConfig) -> None:
 @pytest.mark.parametrize("layout", LAYOUT_PARAMS)
 def test_dgc_loses_nothing_in_any_layout(layout: str) -> None:
     """Without momentum: what was sent and what was not add up to all gradients, replicas inside a node too."""
-    sharded = workload.sharded("decoder", **LAYOUTS[layout])
+    sharded = workload.sharded("tensors", **LAYOUTS[layout])
     out, state = run(sharded, dgc(sharded, SPECS, replace(DGC, momentum=0.0)), 4)
     came = [named(gradients(sharded, step)[1]) for step in range(4)]
     unsent = named(state.unsent["residual"])
@@ -107,7 +106,7 @@ def test_sampling_finds_large_values(seed: int) -> None:
 
 
 def test_sampled_dgc_loses_nothing() -> None:
-    sharded = workload.sharded("decoder", **LAYOUTS["mics(2)"])
+    sharded = workload.sharded("tensors", **LAYOUTS["mics(2)"])
     out, state = run(sharded, dgc(sharded, SPECS, replace(DGC, momentum=0.0, sampled=0.3)), 3)
     came = [named(gradients(sharded, step)[1]) for step in range(3)]
     unsent = named(state.unsent["residual"])
@@ -128,7 +127,7 @@ def orthonormal(p: np.ndarray) -> np.ndarray:
 def test_power_sgd_is_its_algorithm_in_any_layout(layout: str) -> None:
     """The factors are those of whole matrices, however they are cut; two steps with warm start and feedback."""
     rank, steps = 2, 2
-    sharded = workload.sharded("decoder", **LAYOUTS[layout])
+    sharded = workload.sharded("tensors", **LAYOUTS[layout])
     out, state = run(sharded, power_sgd(sharded, SPECS, rank), steps)
     replicas = sharded.layout.num_replicas
     grads = [named(gradients(sharded, step)[1]) for step in range(steps)]
@@ -155,28 +154,28 @@ def test_power_sgd_is_its_algorithm_in_any_layout(layout: str) -> None:
             kept = x - handed / replicas
             np.testing.assert_allclose(out[step][name].reshape(handed.shape), handed, atol=1e-5)
         np.testing.assert_allclose(named(state.residual)[name].reshape(kept.shape), kept, atol=1e-5)
-    assert compressed >= 4
+    assert compressed == 3
 
 
 @pytest.mark.parametrize("layout", ["mics(2)", "none/node/4"])
 def test_power_sgd_sends_what_has_its_rank(layout: str) -> None:
     """A matrix of rank 1 comes through whole with rank 4; the factors' other columns find nothing."""
-    sharded = workload.sharded("decoder", **LAYOUTS[layout])
+    sharded = workload.sharded("tensors", **LAYOUTS[layout])
     grads, _ = gradients(sharded, 0)
     flat = jax.tree.map(lambda g: jnp.ones_like(g) * 0.01, grads)
     out, _ = jax.jit(power_sgd(sharded, SPECS, 4).update)(
-        flat, power_sgd(sharded, SPECS, 4).init(workload.params("decoder"))
+        flat, power_sgd(sharded, SPECS, 4).init(workload.params("tensors"))
     )
     jax.tree.map(lambda x: np.testing.assert_allclose(x, 0.01, rtol=1e-4), out)
 
 
 def test_power_sgd_comes_back_from_a_gradient_of_zeros() -> None:
     """As the first ones of a residual branch that starts at scale 0, and of delayed hops, are."""
-    sharded = workload.sharded("decoder", **LAYOUTS["mics(2)"])
+    sharded = workload.sharded("tensors", **LAYOUTS["mics(2)"])
     tx = power_sgd(sharded, SPECS, 2)
     grads, _ = gradients(sharded, 0)
     update = jax.jit(tx.update)
-    _, state = update(jax.tree.map(jnp.zeros_like, grads), tx.init(workload.params("decoder")))
+    _, state = update(jax.tree.map(jnp.zeros_like, grads), tx.init(workload.params("tensors")))
     out, _ = update(grads, state)
     assert all(np.asarray(x).any() for x in jax.tree.leaves(out))
 
@@ -188,17 +187,17 @@ def test_sampling_looks_past_zeros() -> None:
     assert set(np.asarray(chosen)[np.asarray(found)]) == set(range(9_950, 10_000))
 
 
-@pytest.mark.parametrize("method", ["dgc", pytest.param("power_sgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["power_sgd", pytest.param("dgc", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "layout", ["none/node/4", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tensor", "mics(2)"))]
 )
 def test_training(layout: str, method: str) -> None:
     """Three steps stay near the dense losses, and what crosses nodes is small."""
-    sharded = workload.sharded("decoder", **LAYOUTS[layout])
+    sharded, specs = workload.sharded("decoder", **LAYOUTS[layout]), workload.specs("decoder")
     hop = (
-        dgc(sharded, SPECS, replace(DGC, momentum=0.0, clip_norm=1e3))
+        dgc(sharded, specs, replace(DGC, momentum=0.0, clip_norm=1e3))
         if method == "dgc"
-        else power_sgd(sharded, SPECS, 2)
+        else power_sgd(sharded, specs, 2)
     )
     compiled, state, data = workload.compiled_step("decoder", sharded, hop_two=hop)
     losses, state, _ = workload.run_steps(compiled, state, data, 3)
@@ -221,4 +220,4 @@ def test_training(layout: str, method: str) -> None:
 @pytest.mark.parametrize("how", [dict(strategy="zero3"), dict(nodes=1, per_node=8, strategy="ddp")])
 def test_dgc_with_nothing_to_send(how: dict) -> None:
     with pytest.raises(ValueError, match="compression.hop_two=dgc has nothing to send"):
-        dgc(workload.sharded("decoder", **how), SPECS, DGC)
+        dgc(workload.sharded("tensors", **how), SPECS, DGC)

@@ -1,4 +1,4 @@
-"""Every optimizer against plain optax on unstacked layers, against numpy, and sharded against one device."""
+"""Every optimizer against plain optax on unstacked layers and against numpy; schedules, clipping and the guard."""
 
 import functools
 import math
@@ -6,24 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from ml_collections import ConfigDict
 from optax import contrib
 
-from compression.exchange import exchange
 from configs import base
 from configs.door import settings
-from experiment import make_experiment, on_each_device
 from optimizers import NAMES, GuardState, OptimizerConfig, make_optimizer, make_schedule, watched
-from sharding import hlo
-from sharding.mesh import find_nodes, make_mesh
-from sharding.scopes import ShardingConfig, make_layout
-from sharding.spec import ParamSpec, is_placement, place_all
-from sharding.step import Sharded, TrainState, gradient_specs, state_shardings
+from sharding.spec import ParamSpec
 
 LAYERS, STEPS = 3, 5
 DIMS = {
@@ -318,139 +309,3 @@ def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as error:
         optimizer_config(**{"name": "adamw"} | changes)
     assert said in str(error.value) and "\n" not in str(error.value)
-
-
-# ------------------------------------------------------------------------------------------- sharded on 8 devices
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "mics2": {"strategy": "mics", "partition_size": 2},
-    "zero1": {"strategy": "zero1"},
-    "node, node, all": {"strategy": "custom", "parameters": "node", "gradients": "node", "optimizer": "all"},
-}
-
-
-def make_sharded(layout_name: str) -> Sharded:
-    section = base.get_config().sharding
-    section.unlock()
-    section.update(LAYOUTS[layout_name])
-    layout = make_layout(settings(ShardingConfig, section, "sharding"), num_nodes=4, devices_per_node=2)
-    mesh = make_mesh(layout.shape, find_nodes(jax.devices(), 2))
-    return Sharded(mesh=mesh, layout=layout, placements=place_all(SPECS, layout))
-
-
-@pytest.mark.parametrize("layout_name", LAYOUTS)
-@pytest.mark.parametrize("name", NAMES)
-def test_sharded_equals_one_device(name: str, layout_name: str) -> None:
-    """Gradients `[R, ...]` that differ between replicas, through hop two and the optimizer, three steps."""
-    sharded = make_sharded(layout_name)
-    config, replicas = optimizer_config(name), sharded.layout.num_replicas
-    tx = make_optimizer(config, STEPS, SPECS, exchange(sharded), on_each_device(sharded.mesh))
-    shapes = jax.eval_shape(lambda p: TrainState(step=jnp.zeros((), jnp.int32), params=p, opt_state=tx.init(p)), PARAMS)
-    places = state_shardings(sharded, shapes)
-    scope = sharded.shardings(sharded.layout.optimizer)
-    state = jax.jit(tx.init, out_shardings=places.opt_state)(PARAMS)
-    params = jax.device_put(PARAMS, scope)
-    grad_places = jax.tree.map(lambda spec: NamedSharding(sharded.mesh, spec), gradient_specs(sharded))
-
-    def step(grads_R: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(grads_R, state, params)
-        return optax.apply_updates(params, updates), state
-
-    jitted = jax.jit(step, out_shardings=(scope, places.opt_state))
-    rng = np.random.default_rng(7)
-    for grads in GRADS[:3]:
-        noise_R = jax.tree.map(lambda g: rng.normal(size=(replicas, *g.shape)).astype(np.float32), grads)
-        grads_R = jax.tree.map(lambda g, n: g[None] + n - n.mean(axis=0, keepdims=True), grads, noise_R)
-        params, state = jitted(jax.device_put(grads_R, grad_places), state, params)
-    expected, one_device = run(config, GRADS[:3])
-    close(params, flat(expected), rtol=2e-3 if name == "muon" else 2e-4)
-    assert float(state.grad_norm) == pytest.approx(float(one_device.grad_norm), rel=1e-5)
-    check_places(sharded, shapes, state)
-
-
-def check_places(sharded: Sharded, shapes: TrainState, opt_state: Any) -> None:
-    """Moments lie as their parameter does over the optimizer's scope; counters and factors on every device."""
-    degree = sharded.layout.shape.size(sharded.layout.optimizer)
-    params = {
-        jax.tree_util.keystr(path): (x.shape, p.dim)
-        for (path, x), p in zip(
-            jax.tree_util.tree_leaves_with_path(shapes.params),
-            jax.tree.leaves(sharded.placements, is_leaf=is_placement),
-            strict=True,
-        )
-    }
-    moments = 0
-    for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
-        local = x.addressable_shards[0].data.shape
-        name = jax.tree_util.keystr(path)
-        owner = [value for key, value in params.items() if name.endswith(key.replace("['layers']", ""))]
-        if owner and any(shape == x.shape for shape, _ in owner):
-            dim = next(dim for shape, dim in owner if shape == x.shape)
-            assert local == tuple(n // degree if i == dim else n for i, n in enumerate(x.shape)), name
-            moments += 1
-        else:
-            assert local == x.shape, name
-            assert x.size <= 3 or x.ndim <= 2, name
-    assert moments >= len(params) - 2  # adafactor keeps no moment of what it factors
-
-
-@pytest.mark.parametrize(
-    ("name", "layout_name"),
-    [("lamb", "node, node, all"), ("muon", "mics2"), pytest.param("adafactor", "zero1", marks=pytest.mark.slow)],
-)
-def test_a_model_learns_as_on_one_device(name: str, layout_name: str) -> None:
-    """The whole step of a tiny decoder on eight devices, three times, against a loop without any sharding."""
-    config = tiny_config(name, **LAYOUTS[layout_name])
-    experiment = make_experiment(config)
-    rng = np.random.default_rng(3)
-    batches = []
-    for _ in range(3):
-        tokens = rng.integers(0, 256, (8, 17))
-        batches.append(
-            {
-                "tokens": tokens[:, :-1].astype(np.int32),
-                "targets": tokens[:, 1:].astype(np.int32),
-                "weights": np.ones((8, 16), np.float32),
-            }
-        )
-    state, step = experiment.init_state(), experiment.compile_train_step()
-    params = jax.tree.map(np.asarray, state.params)
-    losses = []
-    for batch in batches:
-        state, metrics = step(state, experiment.to_devices(batch))
-        losses.append(float(metrics["loss"]))
-
-    model = experiment.model
-    tx = make_optimizer(
-        settings(OptimizerConfig, config.optimizer, "optimizer"), config.num_steps, model.param_specs(), no_exchange()
-    )
-
-    @jax.jit
-    def plain(params: Any, opt_state: Any, batch: Any) -> Any:
-        mean = lambda p: model.loss(p, batch, lambda _, tree: tree) / jnp.sum(batch["weights"])
-        value, grads = jax.value_and_grad(mean)(params)
-        updates, opt_state = tx.update(jax.tree.map(lambda g: g[None], grads), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
-
-    opt_state, expected = tx.init(params), []
-    for batch in batches:
-        params, opt_state, value = plain(params, opt_state, batch)
-        expected.append(float(value))
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    layout = experiment.sharded.layout
-    if layout.optimizer == layout.gradients == layout.parameters:  # nothing but hop two crosses between the nodes
-        sent = hlo.bytes_per_step(hlo.read_collectives(step.as_text(), layout.shape))["collective_inter_bytes"]
-        shard_bytes, replicas = 4 * model.num_params / layout.partition_size, layout.num_replicas
-        assert sent == pytest.approx(2 * shard_bytes * (replicas - 1) / replicas, rel=1e-3)
-    assert len({round(loss, 4) for loss in losses}) == 3
-
-
-def tiny_config(name: str, **sharding: Any) -> ConfigDict:
-    config = base.get_config()
-    config.model.update(num_layers=2, hidden=32, intermediate=64, vocab_multiple=64, max_len=16)
-    config.data.seq_len = 16
-    config.batch.update(global_size=8, micro_size=1)
-    config.mesh.devices_per_node = 2
-    config.sharding.update(sharding)
-    config.optimizer.update(name=name, learning_rate=0.02, warmup_steps=2)
-    return config

@@ -41,7 +41,7 @@ def test_a_coded_gather_is_numpy(hierarchical: bool) -> None:
     def gather(x: jax.Array) -> jax.Array:
         return all_gather_chunks(x.reshape(-1), SCOPE, hierarchical=hierarchical, to="invarying", wire=wire)
 
-    got = jax.shard_map(gather, mesh=MESH, in_specs=P(SCOPE), out_specs=P())(chunks)
+    got = jax.jit(jax.shard_map(gather, mesh=MESH, in_specs=P(SCOPE), out_specs=P()))(chunks)
     wanted = rounded(chunks, 8)
     if hierarchical:
         pairs = wanted.reshape(4, 2 * 50)  # of one device after the first level
@@ -59,7 +59,7 @@ def test_a_coded_reduce_scatter_is_numpy(hierarchical: bool) -> None:
         return reduce_scatter_chunks(x[0, 0], SCOPE, hierarchical=hierarchical, wire=wire)
 
     spec = P("shard_inter", "shard_intra")
-    got = jax.shard_map(scatter, mesh=MESH, in_specs=spec, out_specs=P(SCOPE))(given).reshape(8, 50)
+    got = jax.jit(jax.shard_map(scatter, mesh=MESH, in_specs=spec, out_specs=P(SCOPE)))(given).reshape(8, 50)
     if hierarchical:
         in_node = rounded(given.reshape(2, 4, 4, 100), 8).sum(1)  # [inter, intra chunk, 2 N]
         wanted = rounded(in_node.reshape(2, 4, 2, 50), 4).sum(0).reshape(8, 50)

@@ -17,11 +17,22 @@ from optimizers import guarded
 from sharding.collectives import PLAIN, Wire
 from sharding.mesh import find_nodes, make_mesh
 from sharding.scopes import ShardingConfig, make_layout
-from sharding.spec import place_all
-from sharding.step import Sharded, TrainState, build_train_step, state_shardings
+from sharding.spec import ParamSpec, place_all
+from sharding.state import state_shardings
+from sharding.step import Sharded, TrainState, build_train_step
 
 ROWS, SEQ_LEN, NUM_STEPS = 16, 8, 5
 SGD = dict(learning_rate=0.5, momentum=0.9, weight_decay=0.01)
+# what a hop two is given, without a model: matrices of two dims and more, stacked and not, a vector, one kept whole
+TENSORS = {
+    "table": ParamSpec(shape=(48, 16), dims=("vocab", "embed")),
+    "layers": {
+        "up": ParamSpec(shape=(2, 16, 32), dims=("layers", "embed", "mlp")),
+        "kernel": ParamSpec(shape=(2, 16, 3, 8), dims=("layers", "embed", "width", "heads")),
+        "scale": ParamSpec(shape=(2, 16), dims=("layers", "norm")),
+    },
+    "whole": ParamSpec(shape=(10,), dims=("norm",), replicate=True),
+}
 
 
 @cache
@@ -37,8 +48,15 @@ def model(kind: str, num_layers: int = 2) -> models.Model:
     return models.build(section)
 
 
+def specs(kind: str, num_layers: int = 2) -> Any:
+    """The ParamSpecs of a model; `tensors` are TENSORS."""
+    return TENSORS if kind == "tensors" else model(kind, num_layers).param_specs()
+
+
 @cache
 def params(kind: str, num_layers: int = 2) -> Any:
+    if kind == "tensors":
+        return jax.tree.map(lambda s: jnp.ones(s.shape), TENSORS, is_leaf=lambda x: isinstance(x, ParamSpec))
     return jax.jit(model(kind, num_layers).init)(jax.random.key(0))
 
 
@@ -105,7 +123,7 @@ def sharded(
 ) -> Sharded:
     layout = make_layout(sharding_config(**how), num_nodes=nodes, devices_per_node=per_node, tensor=tensor)
     mesh = make_mesh(layout.shape, find_nodes(jax.devices()[: nodes * per_node], per_node))
-    placements = place_all(model(kind, num_layers).param_specs(), layout)
+    placements = place_all(specs(kind, num_layers), layout)
     return Sharded(
         mesh=mesh, layout=layout, placements=placements, compute_dtype=dtype, gathers=gathers, scatters=scatters
     )
@@ -140,22 +158,21 @@ def compiled_step(
 ):
     """Returns the compiled step, its first state and its batch."""
     tx = chain or guarded(hop_two or exchange(sh), tx or sgd())
-    shapes = jax.eval_shape(lambda: new_state(kind, tx, num_layers))
-    shardings = state_shardings(sh, shapes)
-    state = jax.block_until_ready(jax.jit(lambda: new_state(kind, tx, num_layers), out_shardings=shardings)())
+    state = first_state(kind, sh, tx, num_layers)
     data = put_batch(sh, accumulation, rows, kind)
     step = jax.jit(
         build_train_step(model(kind, num_layers).loss, sh, tx, watch, drift),
         donate_argnums=0,
-        out_shardings=(shardings, None),
+        out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),
     )
     return step.lower(state, data).compile(), state, data
 
 
-def new_state(kind: str, tx: Any, num_layers: int) -> TrainState:
-    """Made anew each time: the step donates it, and arrays that are put on other devices may share memory."""
-    p = model(kind, num_layers).init(jax.random.key(0))
-    return TrainState(step=jnp.zeros((), jnp.int32), params=p, opt_state=tx.init(p))
+def first_state(kind: str, sh: Sharded, tx: Any, num_layers: int = 2) -> TrainState:
+    """The state before the first step, where it belongs; copied, because the step donates it."""
+    p = params(kind, num_layers)
+    state = TrainState(step=jnp.zeros((), jnp.int32), params=p, opt_state=tx.init(p))
+    return jax.device_put(jax.tree.map(np.asarray, state), state_shardings(sh, state), may_alias=False)
 
 
 def losses(kind: str, sh: Sharded, **how: Any) -> np.ndarray:

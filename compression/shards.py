@@ -1,0 +1,50 @@
+"""Hop two on the shards of each device: the frame around every method, and what all do about bad values."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from sharding.spec import is_placement
+from sharding.step import Sharded, gradient_specs
+
+PyTree = Any
+Shards = list[jax.Array]
+
+
+def on_shards(
+    sharded: Sharded, function: Callable[..., tuple[Any, ...]], grads: PyTree, *kept: PyTree, same: PyTree = ()
+) -> tuple[Any, ...]:
+    """Runs hop two on each device: `function(same, grads_R, *kept_R)`, with lists of its shards `[1, ...]`.
+
+    `grads` and `kept` are trees `[R, ...]`, `same` is what all devices have alike. The function returns the shards of
+    the means, in the optimizer's scope, those of each tree that is kept, and what all have alike; here the shards come
+    as trees.
+    """
+    leaves, tree = jax.tree.flatten(grads)
+    specs_R = jax.tree.leaves(gradient_specs(sharded))
+    placements = jax.tree.leaves(sharded.placements, is_leaf=is_placement)
+    means = [p.pspec(sharded.layout.optimizer) for p in placements]
+    *trees, same = jax.shard_map(
+        function,
+        mesh=sharded.mesh,
+        in_specs=(PartitionSpec(), specs_R, *(specs_R for _ in kept)),
+        out_specs=(means, *(specs_R for _ in kept), PartitionSpec()),
+    )(same, leaves, *map(jax.tree.leaves, kept))
+    return *map(tree.unflatten, trees), same
+
+
+def to_optimizer_scope(sharded: Sharded, shards: Shards) -> Shards:
+    """Cuts a device's shards in the gradients' scope to those in the optimizer's."""
+    layout = sharded.layout
+    extra = tuple(axis for axis in layout.optimizer if axis not in layout.gradients)
+    return sharded.group(sharded.placements, extra, tensor_is_manual=True).slice(shards)
+
+
+def not_finite(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> jax.Array:
+    """Returns NaN if a value is not finite on any device of `axes`, else 0: codecs would make numbers of it."""
+    bad = sum(jnp.sum(~jnp.isfinite(x), dtype=jnp.float32) for x in xs)
+    return jnp.where(lax.psum(bad, axes) > 0, jnp.nan, 0.0)
