@@ -101,7 +101,7 @@ def _hop_two(
                 clip_norm=optimizer.clip_norm,
                 sampled=config.sampled,
             )
-            return dgc(sharded, specs, found)
+            return dgc(sharded, found)
         case "power_sgd":
             return power_sgd(sharded, specs, config.rank)
         case "one_bit_adam":

@@ -9,7 +9,6 @@ What is handed on has the momentum in it: the optimizer behind is plain SGD. Rep
 and each goes on with its part. Parameters of one dim a layer are averaged as they are, with momentum too.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -24,7 +23,6 @@ from compression.shards import Shards, not_finite, on_shards, to_optimizer_scope
 from compression.statistics import Sent, added, nothing_sent
 from sharding.collectives import all_gather_chunks, reduce_scatter_chunks, vary
 from sharding.mesh import INTER_AXES
-from sharding.spec import ParamSpec
 from sharding.step import Sharded
 
 PyTree = Any
@@ -67,7 +65,7 @@ class DGCConfig:
         return jnp.minimum(step * parts // self.warmup_steps, parts) if parts else jnp.zeros((), jnp.int32)
 
 
-def dgc(sharded: Sharded, specs: PyTree, config: DGCConfig) -> optax.GradientTransformation:
+def dgc(sharded: Sharded, config: DGCConfig) -> optax.GradientTransformation:
     """Returns hop two by DGC: gradients `[R, ...]` to the mean of what was sent, in the optimizer's scope.
 
     ValueError if nothing of hop two crosses nodes.
@@ -75,9 +73,7 @@ def dgc(sharded: Sharded, specs: PyTree, config: DGCConfig) -> optax.GradientTra
     layout = sharded.layout
     if not any(axis in INTER_AXES for axis in layout.replica_axes):
         raise ValueError("compression.hop_two=dgc has nothing to send: no two replicas are on different nodes")
-    all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
-    sparse = [len(spec.shape) - ("layers" in spec.dims) > 1 for spec in all_specs]
-    exchange_shards = partial(_exchange_shards, sharded, config, sparse)
+    exchange_shards = partial(_exchange_shards, sharded, config)
 
     def init(params: PyTree) -> DGCState:
         def zeros() -> PyTree:
@@ -105,21 +101,21 @@ def dgc(sharded: Sharded, specs: PyTree, config: DGCConfig) -> optax.GradientTra
 def _exchange_shards(
     sharded: Sharded,
     config: DGCConfig,
-    sparse: Sequence[bool],
     step: jax.Array,
     grads_R: Shards,
     unsent_R: Shards,
     velocity_R: Shards,
 ) -> tuple[Shards, Shards, Shards, Sent]:
-    """Exchanges this device's shards, those of `sparse` tensors by their largest values."""
+    """Exchanges this device's shards: vectors as they are, of the others the largest values."""
     layout = sharded.layout
     out, unsent, velocity, counts = [], [], [], []
     scale = _clip_scale(sharded, [g[0] for g in grads_R], config.clip_norm) / layout.num_replicas
     key = jax.random.fold_in(jax.random.key(0), step)
     poison = not_finite([g[0] for g in grads_R], layout.replica_axes)
-    for is_sparse, grad, v_R, u_R in zip(sparse, grads_R, unsent_R, velocity_R, strict=True):
+    placements = sharded.group(sharded.placements, ()).placements
+    for placement, grad, v_R, u_R in zip(placements, grads_R, unsent_R, velocity_R, strict=True):
         share, v, u = grad[0].astype(jnp.float32) * scale, v_R[0], u_R[0]
-        if is_sparse:
+        if not placement.is_vector:
             key_here = jax.random.fold_in(key, len(out))
             total, v, u, sent = _exchange_sparse(config, config.stage(step), key_here, layout.replica_axes, share, v, u)
             total += poison

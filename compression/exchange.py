@@ -37,9 +37,11 @@ def exchange(
     Where the optimizer state's scope is wider than the gradients', it reduce-scatters over the difference and
     all-reduces only over what is left (MiCS section 3.4; docs/concepts.md: `2 (M/p) (R-1)/R` bytes a device).
 
-    With a codec, what crosses nodes is encoded (compression/route.py). `error_feedback` adds what encoding lost to the
-    next step's gradients (arXiv 1901.09847): what was handed on so far and the residuals add up to all gradients. What
-    is not finite makes everything that is handed on not finite, for the guard behind it to drop with the residuals.
+    With a codec, what crosses nodes is encoded (compression/route.py), but for parameters of one dim a layer: they are
+    few, and their gradients of another size, so a scale that they share with others would keep one or the other back.
+    `error_feedback` adds what encoding lost to the next step's gradients (arXiv 1901.09847): what was handed on so far
+    and the residuals add up to all gradients. What is not finite makes everything that is handed on not finite, for the
+    guard behind it to drop with the residuals.
     ValueError if there is a codec, and nothing that crosses nodes.
     """
     layout = sharded.layout
@@ -76,15 +78,19 @@ def _scopes(sharded: Sharded) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return extra, tuple(axis for axis in layout.replica_axes if axis not in extra)
 
 
+def _sums(sharded: Sharded, placements: PyTree, xs: Shards) -> Shards:
+    """Returns the sums over the replicas as they are, in the optimizer's scope."""
+    extra, rest = _scopes(sharded)
+    group = sharded.group(placements, extra, tensor_is_manual=True)
+    return [lax.psum(x, rest) if rest else x for x in group.reduce_scatter(xs)]
+
+
 def _plain(sharded: Sharded) -> optax.GradientTransformation:
     """Returns the exchange without a codec."""
     layout = sharded.layout
-    extra, rest = _scopes(sharded)
-    group = sharded.group(sharded.placements, extra, tensor_is_manual=True)
 
     def exchange_shards(same: tuple[()], grads_R: Shards) -> tuple[Shards, tuple[()]]:
-        means = [x_R[0] / layout.num_replicas for x_R in grads_R]
-        return [lax.psum(x, rest) if rest else x for x in group.reduce_scatter(means)], same
+        return _sums(sharded, sharded.placements, [x_R[0] / layout.num_replicas for x_R in grads_R]), same
 
     @jax.named_scope("hop_two")
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
@@ -109,7 +115,11 @@ def _exchange_shards(
     xs = [x_R[0].astype(jnp.float32) / layout.num_replicas for x_R in grads_R]
     for kept_R in residual_R:
         xs = [x + kept[0] for x, kept in zip(xs, kept_R, strict=True)]
-    out, kept, counts = list(xs), list(xs), []
+    out, kept, counts = list(xs), [jnp.zeros_like(x) for x in xs], []
+    vectors = [i for i, p in enumerate(placements) if p.is_vector]
+    for i, total in zip(vectors, _sums(sharded, [placements[i] for i in vectors], [xs[i] for i in vectors])):
+        out[i] = total
+        counts.append(Sent(4 * xs[i].size, xs[i].size, xs[i].size))
     for members, cut_by in _kinds(placements, layout.gradients):
         cut = bool(extra) and placements[members[0]].dim is not None
         scatter, gather = (extra, rest) if cut else ((), layout.replica_axes)
@@ -133,9 +143,11 @@ def _exchange_shards(
 
 
 def _kinds(placements: Sequence[Placement], scope: tuple[str, ...]) -> list[tuple[list[int], tuple[str, ...]]]:
-    """Returns the tensors that are cut over the same axes, which may travel together, and these axes."""
+    """Returns the encoded tensors that are cut over the same axes, which may travel together, and these axes."""
     kinds: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
     for i, p in enumerate(placements):
+        if p.is_vector:
+            continue
         axes = (scope if p.dim is not None else ()) + (("tensor",) if p.tensor_dim is not None else ())
         kinds.setdefault((p.dim is not None, axes), []).append(i)
     return [(members, axes) for (_, axes), members in kinds.items()]

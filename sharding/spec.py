@@ -38,11 +38,20 @@ class ParamSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Which dim of a parameter is partitioned (`dim`) and which over `tensor` (`tensor_dim`); None: neither."""
+    """Which dim of a parameter is partitioned (`dim`) and which over `tensor` (`tensor_dim`); None: neither.
+
+    `stacked` if its first dim is `layers`.
+    """
 
     dim: int | None
     tensor_dim: int | None
     ndim: int
+    stacked: bool = False
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether a layer's slice has one dim, or none."""
+        return self.ndim - self.stacked < 2
 
     def pspec(self, scope: Sequence[str], *, tensor: bool = True) -> PartitionSpec:
         """Returns the spec under `scope` (axes, major first); without the `tensor` axis if `tensor` is False."""
@@ -68,7 +77,7 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
     All three scopes cut the same dim, so that going from one scope to another only joins or splits chunks. A matrix'
     first dim in TENSOR_DIMS goes to `tensor`. ValueError if no dim can be partitioned and the spec does not replicate.
     """
-    shape = layout.shape
+    shape, ndim, stacked = layout.shape, len(spec.shape), "layers" in spec.dims
     tensor_dim = None
     free = [i for i, dim in enumerate(spec.dims) if dim != "layers"]
     if shape.tensor > 1 and len(free) > 1:
@@ -80,7 +89,7 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
             )
     degree = shape.size(layout.optimizer)  # the widest scope
     if degree == 1 or spec.replicate:
-        return Placement(dim=None, tensor_dim=tensor_dim, ndim=len(spec.shape))
+        return Placement(dim=None, tensor_dim=tensor_dim, ndim=ndim, stacked=stacked)
     dim = next((i for i in free if i != tensor_dim and spec.shape[i] and spec.shape[i] % degree == 0), None)
     if dim is None:
         sizes = ", ".join(f"{spec.dims[i]}={spec.shape[i]}" for i in free if i != tensor_dim) or "none left"
@@ -88,7 +97,7 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
             f"{name}: no dim can be cut into {degree} shards ({sizes}); choose sizes that {degree} divides, a smaller "
             f"scope, or declare the parameter with replicate=True"
         )
-    return Placement(dim=dim, tensor_dim=tensor_dim, ndim=len(spec.shape))
+    return Placement(dim=dim, tensor_dim=tensor_dim, ndim=ndim, stacked=stacked)
 
 
 def has_tensor_dims(specs: PyTree) -> bool:

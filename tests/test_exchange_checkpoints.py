@@ -75,7 +75,7 @@ def test_residuals_of_another_hop_two_are_refused(tmp_path: Path) -> None:
 
     def with_dgc(sharded: Sharded) -> optax.GradientTransformation:
         config = DGCConfig(sparsity=0.9, warmup_steps=0, momentum=0.9, clip_norm=0.0)
-        return guarded(dgc(sharded, workload.TENSORS, config), workload.sgd())
+        return guarded(dgc(sharded, config), workload.sgd())
 
     save(tmp_path, first_state(4, with_codec), 1)
     with pytest.raises(ValueError, match="opt_state.exchange.unsent.residual.* is absent in the checkpoint"):

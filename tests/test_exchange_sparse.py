@@ -50,7 +50,7 @@ def named(tree: Any) -> dict[str, np.ndarray]:
 def test_dgc_is_its_algorithm(config: DGCConfig) -> None:
     """Twenty steps of four workers (section 3 of the paper); vectors are averaged, with momentum."""
     sharded = workload.sharded("tensors", nodes=4, per_node=1, strategy="ddp")
-    out, _ = run(sharded, dgc(sharded, SPECS, config), 20)
+    out, _ = run(sharded, dgc(sharded, config), 20)
     stages = [0.75, 0.9375, 0.984375, 0.99] if config.warmup_steps else [config.sparsity]
     velocity: dict[str, np.ndarray] = {}
     unsent: dict[str, np.ndarray] = {}
@@ -81,7 +81,7 @@ def test_dgc_is_its_algorithm(config: DGCConfig) -> None:
 def test_dgc_loses_nothing_in_any_layout(layout: str) -> None:
     """Without momentum: what was sent and what was not add up to all gradients, replicas inside a node too."""
     sharded = workload.sharded("tensors", **LAYOUTS[layout])
-    out, state = run(sharded, dgc(sharded, SPECS, replace(DGC, momentum=0.0)), 4)
+    out, state = run(sharded, dgc(sharded, replace(DGC, momentum=0.0)), 4)
     came = [named(gradients(sharded, step)[1]) for step in range(4)]
     unsent = named(state.unsent["residual"])
     for name in came[0]:
@@ -107,7 +107,7 @@ def test_sampling_finds_large_values(seed: int) -> None:
 
 def test_sampled_dgc_loses_nothing() -> None:
     sharded = workload.sharded("tensors", **LAYOUTS["mics(2)"])
-    out, state = run(sharded, dgc(sharded, SPECS, replace(DGC, momentum=0.0, sampled=0.3)), 3)
+    out, state = run(sharded, dgc(sharded, replace(DGC, momentum=0.0, sampled=0.3)), 3)
     came = [named(gradients(sharded, step)[1]) for step in range(3)]
     unsent = named(state.unsent["residual"])
     for name in came[0]:
@@ -194,11 +194,7 @@ def test_sampling_looks_past_zeros() -> None:
 def test_training(layout: str, method: str) -> None:
     """Three steps stay near the dense losses, and what crosses nodes is small."""
     sharded, specs = workload.sharded("decoder", **LAYOUTS[layout]), workload.specs("decoder")
-    hop = (
-        dgc(sharded, specs, replace(DGC, momentum=0.0, clip_norm=1e3))
-        if method == "dgc"
-        else power_sgd(sharded, specs, 2)
-    )
+    hop = dgc(sharded, replace(DGC, momentum=0.0, clip_norm=1e3)) if method == "dgc" else power_sgd(sharded, specs, 2)
     compiled, state, data = workload.compiled_step("decoder", sharded, hop_two=hop)
     losses, state, _ = workload.run_steps(compiled, state, data, 3)
     dense = workload.single_device_losses("decoder")[:3]
@@ -220,4 +216,4 @@ def test_training(layout: str, method: str) -> None:
 @pytest.mark.parametrize("how", [dict(strategy="zero3"), dict(nodes=1, per_node=8, strategy="ddp")])
 def test_dgc_with_nothing_to_send(how: dict) -> None:
     with pytest.raises(ValueError, match="compression.hop_two=dgc has nothing to send"):
-        dgc(workload.sharded("tensors", **how), SPECS, DGC)
+        dgc(workload.sharded("tensors", **how), DGC)

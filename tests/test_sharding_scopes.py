@@ -194,7 +194,8 @@ def spec(**dims: int) -> ParamSpec:
 
 def test_the_first_dim_that_divides_is_cut_and_layers_never() -> None:
     layout = layout_of("mics", 4, 2, partition_size=4)
-    assert place("w", spec(layers=4, embed=8, mlp=16), layout) == Placement(dim=1, tensor_dim=None, ndim=3)
+    cut = Placement(dim=1, tensor_dim=None, ndim=3, stacked=True)
+    assert place("w", spec(layers=4, embed=8, mlp=16), layout) == cut
     assert place("w", spec(layers=4, embed=6, mlp=16), layout).dim == 2
     assert place("w", spec(vocab=4, embed=6), layout).dim == 0
     assert place("w", spec(layers=8, norm=12), layout).dim == 1
@@ -224,10 +225,12 @@ def test_what_cannot_be_cut_raises_unless_it_says_replicate() -> None:
 
 def test_tensor_dims() -> None:
     layout = layout_of("mics", 2, 4, 2, partition_size=8)  # 4 shards x tensor 2
-    assert place("up", spec(layers=3, embed=8, mlp=16), layout) == Placement(dim=1, tensor_dim=2, ndim=3)
-    assert place("down", spec(layers=3, mlp=16, embed=8), layout) == Placement(dim=2, tensor_dim=1, ndim=3)
+    up, down = (Placement(dim=i, tensor_dim=j, ndim=3, stacked=True) for i, j in ((1, 2), (2, 1)))
+    assert place("up", spec(layers=3, embed=8, mlp=16), layout) == up
+    assert place("down", spec(layers=3, mlp=16, embed=8), layout) == down
     assert place("head", spec(embed=8, vocab=16), layout) == Placement(dim=0, tensor_dim=1, ndim=2)
-    assert place("bias", spec(layers=3, mlp=16), layout) == Placement(dim=1, tensor_dim=None, ndim=2)  # no matrix
+    vector = Placement(dim=1, tensor_dim=None, ndim=2, stacked=True)
+    assert place("bias", spec(layers=3, mlp=16), layout) == vector and vector.is_vector
     assert place("w", spec(embed=8, norm=8), layout).tensor_dim is None
     only = ParamSpec(shape=(3, 16), dims=("embed", "mlp"), replicate=True)
     assert place("w", only, layout) == Placement(dim=None, tensor_dim=1, ndim=2)
