@@ -265,6 +265,11 @@ def make_tx(
     """Returns hop two and the optimizer behind it, or around it with local SGD. ValueError for what does not fit."""
     hop_two = make_hop_two(compression, sharded, specs, optimizer)
     rest = behind(compression, optimizer)
+    if rest is not optimizer and compression.warmup_steps >= config.num_steps:
+        raise ValueError(
+            f"compression.warmup_steps={compression.warmup_steps} is the whole run of num_steps={config.num_steps}: "
+            f"{compression.hop_two} would never send less; set it lower"
+        )
     make = partial(make_optimizer, rest, config.num_steps, specs, local=on_each_device(sharded.mesh))
     local = settings(LocalSGDConfig, config.local_sgd, "local_sgd")
     if not local.inner_steps:

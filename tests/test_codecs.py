@@ -135,6 +135,7 @@ def test_stochastic_rounding_is_unbiased(bits: int) -> None:
         ({"block": 0}, "compression.block=0 must be a multiple of 8"),
         ({"threshold": 0.0}, "compression.threshold=0.0 must be above 0"),
         ({"sparsity": 1.0}, "compression.sparsity=1.0 must be above 0 and below 1"),
+        ({"sparsity": 0.0}, "compression.sparsity=0.0 must be above 0 and below 1"),
         ({"warmup_steps": -1}, "compression.warmup_steps=-1 must be at least 0"),
         ({"rank": 0}, "compression.rank=0 must be at least 1"),
     ],
