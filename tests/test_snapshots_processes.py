@@ -181,8 +181,11 @@ def two_processes_of_a_node(node: Node) -> None:
     check_files(shared, generations=2)
 
 
-def one_of_two_begins_late(node: Node) -> None:
-    """It clears the folder of what is old, not of what the other one of its node writes in the same start."""
+def one_of_two_is_late(node: Node) -> None:
+    """It clears the folder of what is old, not of what the other one of its node writes in the same start.
+
+    At the end it removes the folder, and the other one does not before.
+    """
     node.new_run()
     shared = node.directory / "shared-late"
     shared.mkdir(exist_ok=True)
@@ -194,9 +197,14 @@ def one_of_two_begins_late(node: Node) -> None:
 
     MemoryFolder.names = late
     node.keep(1, memory=shared)
-    MemoryFolder.names = names
-    assert node.take_said() == []
     check_files(shared, generations=1)
+    with node.attempt(shared) as memory_tier:
+        memory_tier.begin(0)
+        memory_tier.save(1, place(values_of(1)), data={"step": 1}, config={"seed": 1})
+        memory_tier.end(finished=True)
+        wait_for_all("ended")
+    MemoryFolder.names = names
+    assert node.take_said() == [] and not list(shared.rglob("*.data"))
 
 
 def check_files(shared: Path, generations: int) -> None:
@@ -290,7 +298,7 @@ SCENARIOS = (
     a_lost_node,
     another_mesh,
     two_processes_of_a_node,
-    one_of_two_begins_late,
+    one_of_two_is_late,
     copies_that_differ,
     no_room_on_one,
     a_fetch_that_fails,
