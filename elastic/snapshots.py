@@ -249,7 +249,7 @@ class Pace:
     def __init__(self, every: int) -> None:
         self._every = every
         self._count = 0  # snapshots
-        self._cost_s = self._step_s = 0.0
+        self._cost_s, self._step_s = 0.0, math.inf
         self._went_on = 0, 0.0  # after which step the training went on, and when
 
     @property
@@ -262,7 +262,8 @@ class Pace:
     def pauses(self, step: int) -> None:
         """Notes that the training pauses for a snapshot after `step`."""
         last_step, at_s = self._went_on
-        self._step_s = (time.perf_counter() - at_s) / max(1, step - last_step)
+        if self._count:  # the shortest time: a validation or a checkpoint between two snapshots is not the step's
+            self._step_s = min(self._step_s, (time.perf_counter() - at_s) / max(1, step - last_step))
         self._went_on = step, at_s
         self._count += 1
 

@@ -361,7 +361,7 @@ def test_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     pace = Pace(AUTOMATIC)
     for step in (11, 12, 13, 14):
         assert pace.due(step)
-        now_s += 1.0
+        now_s += 1.0 if step < 14 else 30.0  # with a validation before it
         pace.pauses(step)
         pace.agree()
         cost_s = 9.0 if step < 13 else 0.05  # the first ones take longer
