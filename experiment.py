@@ -268,7 +268,7 @@ def make_tx(
     if rest is not optimizer and compression.warmup_steps >= config.num_steps:
         raise ValueError(
             f"compression.warmup_steps={compression.warmup_steps} is the whole run of num_steps={config.num_steps}: "
-            f"{compression.hop_two} would never send less; set it lower"
+            f"{compression.hop_two} would never get past its warm-up; set it lower"
         )
     make = partial(make_optimizer, rest, config.num_steps, specs, local=on_each_device(sharded.mesh))
     local = settings(LocalSGDConfig, config.local_sgd, "local_sgd")

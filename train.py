@@ -77,12 +77,13 @@ def main(argv: Sequence[str]) -> int:
             peers = meet(values.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS"))
             heartbeat.start(jax.process_index(), peers, elastic.silence_s)
             code = EXIT_BAD_CONFIG
-            if is_finished(config, workdir):
-                if jax.process_index() == 0:
-                    print(f"{workdir} is finished: {config.num_steps} steps are done")
-                return heartbeat.end(0)
-            has_begun = (workdir / METRICS_FILE).exists()  # maybe with more nodes: it can go on when they are back
+            is_finished(config, workdir)  # says at once what cannot be
             with alone_in(workdir):
+                if is_finished(config, workdir):
+                    if jax.process_index() == 0:
+                        print(f"{workdir} is finished: {config.num_steps} steps are done")
+                    return heartbeat.end(0)
+                has_begun = (workdir / METRICS_FILE).exists()  # maybe with more nodes: it can go on when they are back
                 checked = check(config, workdir)
                 code = 1
                 return heartbeat.end(train(prepare(checked, started_s), interruption, heartbeat))

@@ -53,7 +53,9 @@ class CompressionConfig:
         if not 0 < self.threshold < math.inf:
             raise ValueError(f"compression.threshold={self.threshold} must be above 0")
         if not 0 < self.sparsity < 1:
-            raise ValueError(f"compression.sparsity={self.sparsity} must be above 0 and below 1")
+            raise ValueError(
+                f"compression.sparsity={self.sparsity} must be above 0 and below 1: the share that is not sent"
+            )
         if not 0 < self.sampled <= 1:
             raise ValueError(f"compression.sampled={self.sampled} must be above 0 and at most 1")
         if self.warmup_steps < 0:

@@ -209,7 +209,11 @@ class Heartbeat:
             self._act_at_s, self._exit_at_s = float("inf"), now_s + (0.0 if self._me else _LEAVE_S)
             if verdict.with_stacks:
                 faulthandler.dump_traceback()
-            then = "; the same command goes on from the newest checkpoint" if verdict.code == EXIT_RESUMABLE else ""
+            then = (
+                "; the same command goes on from memory or the newest checkpoint"
+                if verdict.code == EXIT_RESUMABLE
+                else ""
+            )
             said = f"error: {verdict.text}; last completed step: {self._last_steps()}{then}"
             print(said, file=sys.stderr, flush=True)
         if verdict and (now_s >= self._exit_at_s or (self._exit_at_s < float("inf") and self._all_gone())):

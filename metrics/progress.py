@@ -107,7 +107,7 @@ class Progress:
         )
         lines = [Text(no_wrap=True, overflow="ellipsis") for _ in range(2)]
         for label, value in shown(self._scalars):
-            line = lines[label.endswith("nodes")]
+            line = lines[label in ("inside nodes", "between nodes", "hop two")]
             line.append("  " if line else "")
             line.append(f"{label} ", style="dim")
             line.append(value)
@@ -131,6 +131,9 @@ def shown(scalars: Mapping[str, float]) -> list[tuple[str, str]]:
     ):
         if key in scalars:
             pairs.append((label, form(float(scalars[key]))))
+    if scalars.get("hop_two_payload_bytes"):
+        sent = format_bytes(scalars["hop_two_payload_bytes"])
+        pairs.append(("hop two", f"{sent}, {scalars['hop_two_ratio']:.3g} times smaller"))
     if scalars.get("skipped_steps"):
         pairs.append(("skipped", format_count(scalars["skipped_steps"])))
     return pairs

@@ -41,7 +41,9 @@ class ShardingConfig:
                 "sharding.strategy=mics needs sharding.partition_size, the devices that hold one model state"
             )
         if self.strategy != "mics" and self.partition_size:
-            raise ValueError(f"sharding.partition_size={self.partition_size} belongs to mics, not to {self.strategy}")
+            raise ValueError(
+                f"sharding.partition_size={self.partition_size} belongs to mics, not to {self.strategy}; set it to 0"
+            )
         for name, scope in by_hand.items():
             if self.strategy == "custom":
                 if scope == "":

@@ -149,6 +149,23 @@ def test_one_that_ends_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
+def test_a_second_start_of_a_run_that_finishes_meanwhile(tmp_path: Path) -> None:
+    """It finds the run finished, and touches nothing; one of another config is refused without waiting."""
+    args = with_memory(tmp_path / "run", tmp_path)
+    first = start(args, pause_s=1.0)
+    wait_until(lambda: steps_logged(tmp_path / "run") >= 1, first)
+    [(code, _, err)] = finish(start([*args, "--config.seed=3"]))
+    assert code == 2 and "seed was 0 and is 3" in err and "waiting" not in err
+    second = start(args)
+    [(code, _, err)] = finish(first)
+    assert code == 0, err
+    summary = (tmp_path / "run" / "summary.json").read_bytes()
+    [(code, out, err)] = finish(second)
+    assert code == 0 and "is finished: 10 steps are done" in out, err
+    assert (tmp_path / "run" / "summary.json").read_bytes() == summary
+
+
+@pytest.mark.slow
 def test_two_processes_are_killed(tmp_path: Path, undisturbed: Path) -> None:
     """All shards are on one node each (zero3): the partner's copies bring back a node that was lost."""
     memory, run = [tmp_path / "memory0", tmp_path / "memory1"], tmp_path / "run"
