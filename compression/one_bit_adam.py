@@ -4,7 +4,9 @@
     then            v stays as it is; m <- the mean over replicas of  b1 m + (1 - b1) g,  one bit a value with feedback
 
 Momenta change less from step to step than gradients, so their signs tell more. What is handed on is Adam's direction:
-the optimizer behind multiplies by the learning rate and decays weights.
+the optimizer behind multiplies by the learning rate and decays weights. A value's direction stays within Adam's own bound
+(Kingma & Ba 2015, section 2.1), which a variance that no longer grows does not keep: values whose gradients were rare or
+small in the warm-up would leap, by the scale of their block over the root of almost nothing.
 """
 
 from typing import Any, NamedTuple
@@ -51,6 +53,7 @@ def one_bit_adam(
             "sharding.strategy=ddp, hsdp or mics"
         )
     dense, coded = exchange(sharded), exchange(sharded, codec)
+    bound = max(1.0, (1 - b1) / (1 - b2) ** 0.5)
 
     def init(params: PyTree) -> OneBitAdamState:
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -72,8 +75,10 @@ def one_bit_adam(
         step = state.step + 1
         first = optax.tree.bias_correction(mu, b1, step)
         second = optax.tree.bias_correction(nu, b2, jnp.minimum(step, warmup_steps))
-        # one bit has no zero: what never had a gradient would move by a scale over eps
+        # one bit has no zero: what never had a gradient would move all the time
         direction = jax.tree.map(lambda m, v: jnp.where(v == 0, 0, m / (jnp.sqrt(v) + eps)), first, second)
+        limit = jnp.where(state.step < warmup_steps, jnp.inf, bound)
+        direction = jax.tree.map(lambda x: jnp.clip(x, -limit, limit), direction)
         return direction, OneBitAdamState(step=step, mu=mu, nu=nu, exchange=exchanged)
 
     return optax.GradientTransformation(init, update)
