@@ -4,9 +4,9 @@
     then            v stays as it is; m <- the mean over replicas of  b1 m + (1 - b1) g,  one bit a value with feedback
 
 Momenta change less from step to step than gradients, so their signs tell more. What is handed on is Adam's direction:
-the optimizer behind multiplies by the learning rate and decays weights. A value's direction stays within Adam's own bound
-(Kingma & Ba 2015, section 2.1), which a variance that no longer grows does not keep: values whose gradients were rare or
-small in the warm-up would leap, by the scale of their block over the root of almost nothing.
+the optimizer behind multiplies by the learning rate and decays weights. A value's direction stays within Adam's own
+bound (Kingma & Ba 2015, section 2.1), which a variance that no longer grows does not keep: values whose gradients were
+rare or small in the warm-up would leap, by the scale of their block over the root of almost nothing.
 """
 
 from typing import Any, NamedTuple

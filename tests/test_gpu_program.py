@@ -54,13 +54,17 @@ def claimed(codec: str, rows: int, size: int) -> int:
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "two_bit", "one_bit"])
 def test_hop_two_sends_the_payload(codec: str) -> None:
-    """An all-to-all and an all-gather of bytes: nothing was decoded before it was sent."""
+    """An all-to-all and an all-gather of bytes: nothing was decoded before it was sent; vectors as they are."""
     found = crossing(compiled_for_h100({"compression.hop_two": codec}))
+    vectors = [c for c in found if c.kind == "all-reduce"]
+    assert {c.dtype for c in vectors} == {"f32"}
+    assert 0 <= sum(c.num_elements * c.times for c in vectors) - VECTORS / DEVICES < 10  # and whether all is finite
+    found = [c for c in found if c not in vectors]
     assert [(c.kind, c.label, c.dtype, c.times) for c in found] == [
         ("all-to-all", "hop_two", "u8", 1),
         ("all-gather", "hop_two", "u8", 1),
     ]
-    assert [c.payload_bytes for c in found] == 2 * [claimed(codec, NODES, SIZE // DEVICES)]
+    assert [c.payload_bytes for c in found] == 2 * [claimed(codec, NODES, (SIZE - VECTORS) // DEVICES)]
 
 
 def test_dgc_sends_values_and_places() -> None:
