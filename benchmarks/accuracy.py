@@ -55,8 +55,11 @@ class Method:
 
     def times_smaller(self, ratio: float) -> float:
         """Returns how many times fewer bytes hop two sends than in f32, over all steps but dgc's warm-up."""
-        if self.overrides.get("compression.hop_two") == "one_bit_adam":
+        hop_two = self.overrides.get("compression.hop_two")
+        if hop_two == "one_bit_adam":
             return 1 / (WARM_UP + (1 - WARM_UP) / ratio)
+        if hop_two == "dgc":  # everybody gets what everybody sent, where an all-reduce sends everything twice
+            return ratio * 2 / REPLICAS
         return ratio * self.overrides.get("local_sgd.inner_steps", 1)
 
 
