@@ -1,7 +1,7 @@
 """Hop two with a codec: what is handed on and kept, the bytes in the compiled program, and every layout it has."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -254,7 +254,7 @@ HOPS: dict[str, Callable[[Sharded], Any]] = {
     "power_sgd": lambda sh: power_sgd(sh, SPECS, 2),
     "one_bit_adam": lambda sh: one_bit_adam(sh, CODECS["one_bit"], warmup_steps=1, b1=0.9, b2=0.95, eps=1e-8),
     "one_bit_adam, warm-up": lambda sh: one_bit_adam(sh, CODECS["one_bit"], warmup_steps=9, b1=0.9, b2=0.95, eps=1e-8),
-    "delayed": lambda sh: delayed(exchange(sh, CODECS["int8"]), 4),
+    "delayed": lambda sh: delayed(exchange(sh, CODECS["int8"]), sh.layout.num_replicas),
 }
 
 
@@ -275,6 +275,36 @@ def test_what_is_not_finite_is_not_kept(name: str) -> None:
         assert int(after.skipped) == 1
         assert all(not np.asarray(u).any() for u in jax.tree.leaves(updates))
         jax.tree.map(np.testing.assert_array_equal, after.exchange, before.exchange)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_hop_two_runs_in_every_layout(layout: str) -> None:
+    """Three steps: means of the parameters' shapes in the optimizer's scope, off by what is kept, if that is linear."""
+    sharded = workload.sharded("tensors", **LAYOUTS[layout])
+    wanted = sharded.shardings(sharded.layout.optimizer)
+    params = workload.params("tensors")
+    others = {name: HOPS[name] for name in ("dgc", "power_sgd", "one_bit_adam", "delayed")}
+    for name, make in ({name: partial(exchange, codec=codec) for name, codec in CODECS.items()} | others).items():
+        if name.startswith("one_bit_adam") and sharded.layout.optimizer != sharded.layout.gradients:
+            with pytest.raises(ValueError, match="one_bit_adam needs the optimizer state where the gradients are"):
+                make(sharded)
+            continue
+        tx = make(sharded)
+        state, update = tx.init(params), jax.jit(tx.update)
+        handed_on, came = [], []
+        for step in range(3):
+            grads, whole = gradients(sharded, step)
+            out, state = update(grads, state)
+            for x, sharding in zip(jax.tree.leaves(out), jax.tree.leaves(wanted), strict=True):
+                assert sharding.is_equivalent_to(x.sharding, x.ndim), name
+            handed_on.append(jax.tree.map(np.asarray, out))
+            came.append(jax.tree.map(lambda g: g.mean(0), whole))
+        assert all(np.isfinite(x).all() and x.any() for x in jax.tree.leaves(handed_on[-1])), name
+        if name in CODECS:
+            kept = jax.tree.map(lambda r: np.asarray(r).sum(0), state.residual)
+            sums = [jax.tree.map(lambda *xs: sum(xs), *trees) for trees in (handed_on, came)]
+            jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a + b, c, atol=1e-5), sums[0], kept, sums[1])
 
 
 @pytest.mark.parametrize("how", [dict(strategy="zero3"), dict(strategy="mics", partition_size=8)])
