@@ -42,6 +42,7 @@ def test_mics_then_zero3(tmp_path: Path, on_eight: Path, monkeypatch: pytest.Mon
     np.testing.assert_allclose(losses(tmp_path), losses(on_eight), **SAME)
 
 
+@pytest.mark.slow
 def test_a_batch_that_the_devices_do_not_divide(tmp_path: Path) -> None:
     odd = {"batch__global_size": 30, "batch__micro_size": 2, "eval__every": 5}
     eight, one = tmp_path / "eight", tmp_path / "one"

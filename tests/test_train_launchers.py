@@ -154,6 +154,7 @@ def test_launchers_on_two_hosts(variables: str, tmp_path: Path) -> None:
     assert mesh_sizes["replica_inter"] * mesh_sizes["shard_inter"] == 2
 
 
+@pytest.mark.slow
 def test_variables_of_any_launcher(tmp_path: Path) -> None:
     """The three flags' variables join, the number of devices replaces the config's 8, and nobody's name is asked."""
     unneeded = "import elastic.meeting; del elastic.meeting.own_address"

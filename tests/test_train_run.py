@@ -164,6 +164,7 @@ def test_a_signal_before_the_first_step(
     assert captured.err.count("\n") == 1 and captured.err.startswith("stopped at once")
 
 
+@pytest.mark.slow
 def test_ten_steps_are_five_and_a_kill_and_five_more(tmp_path: Path, undisturbed: Path) -> None:
     process = start(arguments(tmp_path), pause_s=0.4)
     wait_until(lambda: (tmp_path / "checkpoints" / "5").exists() and steps_logged(tmp_path) > 5, process)
