@@ -218,12 +218,6 @@ start began; `restored` when it had compiled, and had the state. Lost are finish
 SIGSTOP of a node are of all its processes, and a killed node's memory is gone with it. A cut link is healed, and a
 stopped node goes on, after 30 s. A joining node is timed from the start of an empty node on: Ray's own start and the
 imports are part of it. `all nodes killed` is timed from the first kill on, and as many empty nodes are started at once.
-
-Two aims are missed, those of a preemption and of a join. Between `started` and `restored` each process traces and
-compiles the step, 7 s of processor time (measured alone, in one process): 3 or 4 processes need 10 or 14 s of 2 cores
-for that alone, on top of what comes before and after. With `XLA_FLAGS=--xla_backend_optimization_level=0`, 4 s instead
-of 7, two preemptions took 13 and 21 s and two joins 26 and 29 s. XLA:CPU's programs cannot come from jax's compilation
-cache (`train.py: start_jax` says why); those for GPUs do.
 """
 CHAOS_PAGE = """
 ## Chaos
