@@ -8,10 +8,12 @@ step is not judged here.) A line carries the last step of its sender; what proce
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import json
 import os
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -111,7 +113,8 @@ class Heartbeat:
         self._me, self._silence_s, self._beat_s = me, silence_s, min(_BEAT_S, silence_s / 4)
         self._peers = list(peers)
         if peers:
-            faulthandler.enable()  # should jax abort all the same, it says where
+            _delay_aborts()
+            faulthandler.enable()  # before the delay, an abort says where
             threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
 
     def completed(self, step: int) -> None:
@@ -215,7 +218,8 @@ class Heartbeat:
                 else ""
             )
             said = f"error: {verdict.text}; last completed step: {self._last_steps()}{then}"
-            print(said, file=sys.stderr, flush=True)
+            sys.stderr.write(f"{said}\n")  # at once: jax's threads may print too
+            sys.stderr.flush()
         if verdict and (now_s >= self._exit_at_s or (self._exit_at_s < float("inf") and self._all_gone())):
             _exit(verdict.code)
 
@@ -233,6 +237,15 @@ class Heartbeat:
 
     def _all_gone(self) -> bool:
         return all(peer.gone for peer in self._peers)
+
+
+def _delay_aborts() -> None:
+    """Lets an abort wait for 6 s: when process 0 dies, jax aborts the others, maybe before they have said why they end.
+
+    The handler of SIGABRT is libc's `sleep`: its argument is the number of the signal, 6. Python's would run too late.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
 def _exit(code: int) -> None:
