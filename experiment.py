@@ -141,7 +141,11 @@ class Experiment:
         return self.settled(jax.jit(self._new_state, out_shardings=shardings)(jax.random.key(self.config.seed)))
 
     def compile_train_step(self) -> jax.stages.Compiled:
-        """Compiles `step(state, batch) -> (state, metrics)` for the shapes above; the state is donated."""
+        """Compiles, once, `step(state, batch) -> (state, metrics)` for the shapes above; the state is donated."""
+        return self._train_step
+
+    @cached_property
+    def _train_step(self) -> jax.stages.Compiled:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
         step = build_train_step(self.model.loss, self.sharded, self.tx, watch, drift)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, self._replicated))

@@ -33,6 +33,7 @@ from elastic.heartbeat import ElasticConfig, Heartbeat
 from elastic.interruption import EXIT_RESUMABLE, Interruption
 from elastic.meeting import meet
 from elastic.snapshots import Snapshots
+from elastic.turn import Turn
 from evaluation import EvalConfig, SampleConfig, Sampler, Validation, Validator
 from experiment import Experiment, MeshConfig, make_experiment
 from input_pipeline import Batches, Dataset, TextDataset, load
@@ -64,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0", flag_values=values)
     flags.DEFINE_integer("num_processes", None, "number of processes", flag_values=values)
     flags.DEFINE_integer("process_id", None, "number of this process", flag_values=values)
+    flags.DEFINE_boolean("standby", False, "compile, then wait for SIGUSR1 to process 0 (engines)", flag_values=values)
     flags.DEFINE_boolean("debug", False, "show tracebacks", flag_values=values)
     code, has_begun = EXIT_BAD_CONFIG, False
     heartbeat = Heartbeat()
@@ -72,21 +74,27 @@ def main(argv: Sequence[str]) -> int:
             config = door.parse(argv, values)
             workdir = Path(values.workdir or Path("runs") / door.config_name(values))
             elastic = door.settings(ElasticConfig, config.elastic, "elastic")
+            turn = Turn() if values.standby else None
             start_jax(config, values)
             code = EXIT_RESUMABLE  # a process that is lost before all have met
             peers = meet(values.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS"))
             heartbeat.start(jax.process_index(), peers, elastic.silence_s)
             code = EXIT_BAD_CONFIG
-            is_finished(config, workdir)  # says at once what cannot be
+            if is_finished(config, workdir):
+                return heartbeat.end(0)
+            has_begun = (workdir / METRICS_FILE).exists()  # maybe with more nodes: it can go on when they are back
+            checked = check(config)
+            if turn:
+                checked.experiment.compile_train_step()
+                if not turn.comes(interruption):
+                    return heartbeat.end(EXIT_RESUMABLE)
+                started_s = time.perf_counter()
             with alone_in(workdir):
-                if is_finished(config, workdir):
-                    if jax.process_index() == 0:
-                        print(f"{workdir} is finished: {config.num_steps} steps are done")
+                if is_finished(config, workdir):  # by the one before
                     return heartbeat.end(0)
-                has_begun = (workdir / METRICS_FILE).exists()  # maybe with more nodes: it can go on when they are back
-                checked = check(config, workdir)
+                resumed = resume(checked, workdir)
                 code = 1
-                return heartbeat.end(train(prepare(checked, started_s), interruption, heartbeat))
+                return heartbeat.end(train(prepare(resumed, started_s), interruption, heartbeat))
         except (ValueError, OSError, CheckpointError, NonFiniteError) as error:
             heartbeat.await_verdict(error)
             code = EXIT_RESUMABLE if has_begun and isinstance(error, WorldTooSmallError) else code
@@ -136,6 +144,14 @@ def keep_freed_memory() -> None:
 
 
 def is_finished(config: Config, workdir: Path) -> bool:
+    """Whether `workdir` holds this run and it is done, which is said. ValueError if it holds another run."""
+    done = from_process_zero(new_ticket("finished"), lambda: holds_finished(config, workdir))
+    if done and jax.process_index() == 0:
+        print(f"{workdir} is finished: {config.num_steps} steps are done")
+    return done
+
+
+def holds_finished(config: Config, workdir: Path) -> bool:
     """Whether `workdir` holds this run and it is done. ValueError with the differences if it holds another run."""
     files = read_run(workdir) if (workdir / METRICS_FILE).exists() else RunFiles(run_dir=workdir)
     saved = latest_config(workdir / "checkpoints") or files.config  # if it stopped before its first checkpoint
@@ -152,26 +168,21 @@ def is_finished(config: Config, workdir: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What a user wrote, checked: nothing of it can be wrong from here on."""
+    """What a user wrote, checked against devices and data."""
 
     experiment: Experiment
-    workdir: Path
     train_data: Dataset
     validate: Validator
     sample: Sampler
-    checkpointer: Checkpointer
-    snapshots: Snapshots
-    restored: Restored | None
-    start: int  # steps done before
-    saved: int  # the newest of them with a checkpoint
+    saving: CheckpointConfig
 
     @property
     def config(self) -> Config:
         return self.experiment.config
 
 
-def check(config: Config, workdir: Path) -> Checked:
-    """Checks the config against devices, data and work directory, and restores what is there."""
+def check(config: Config) -> Checked:
+    """Checks the config against devices and data."""
     if config.num_steps < 1 or config.log_every < 1:
         raise ValueError(f"num_steps={config.num_steps} and log_every={config.log_every} must be at least 1")
     evaluation = door.settings(EvalConfig, config.eval, "eval")
@@ -180,23 +191,42 @@ def check(config: Config, workdir: Path) -> Checked:
     experiment = make_experiment(config)
     train_data, validation_data = (load(experiment.data, split, config.seed) for split in ("train", "validation"))
     check_data(experiment, train_data, validation_data)
-    validator = Validator(experiment, validation_data, evaluation.num_batches)
-    sampler = Sampler(experiment, train_data, door.settings(SampleConfig, config.sample, "sample"))
-    elastic = door.settings(ElasticConfig, config.elastic, "elastic")
-    checkpointer = Checkpointer(workdir / "checkpoints", saving)
-    snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every)
-    restored = snapshots.restore(experiment.state_shapes, checkpointer)
-    if restored and restored.data["fingerprint"] != train_data.fingerprint:
-        raise ValueError(
-            f"{workdir} was trained on other data: data.source={experiment.data.source} has changed since "
-            f"step {restored.step}; choose another --workdir"
-        )
     return Checked(
         experiment=experiment,
-        workdir=workdir,
         train_data=train_data,
-        validate=validator,
-        sample=sampler,
+        validate=Validator(experiment, validation_data, evaluation.num_batches),
+        sample=Sampler(experiment, train_data, door.settings(SampleConfig, config.sample, "sample")),
+        saving=saving,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Checked):
+    """And with what its work directory and the nodes' memories hold: nothing can be wrong from here on."""
+
+    workdir: Path
+    checkpointer: Checkpointer
+    snapshots: Snapshots
+    restored: Restored | None
+    start: int  # steps done before
+    saved: int  # the newest of them with a checkpoint
+
+
+def resume(checked: Checked, workdir: Path) -> Resumed:
+    """Restores what there is of the run."""
+    ex = checked.experiment
+    elastic = door.settings(ElasticConfig, ex.config.elastic, "elastic")
+    checkpointer = Checkpointer(workdir / "checkpoints", checked.saving)
+    snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every)
+    restored = snapshots.restore(ex.state_shapes, checkpointer)
+    if restored and restored.data["fingerprint"] != checked.train_data.fingerprint:
+        raise ValueError(
+            f"{workdir} was trained on other data: data.source={ex.data.source} has changed since "
+            f"step {restored.step}; choose another --workdir"
+        )
+    return Resumed(
+        **vars(checked),
+        workdir=workdir,
         checkpointer=checkpointer,
         snapshots=snapshots,
         restored=restored,
@@ -227,7 +257,7 @@ def check_size(experiment: Experiment, dataset: Dataset) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Checked):
+class Run(Resumed):
     """All that training needs, ready."""
 
     step_fn: jax.stages.Compiled
@@ -236,27 +266,27 @@ class Run(Checked):
     log: RunLog
 
 
-def prepare(checked: Checked, started_s: float) -> Run:
+def prepare(resumed: Resumed, started_s: float) -> Run:
     """Compiles the step, initialises the state if none was restored, and starts the log."""
-    ex, start, restored = checked.experiment, checked.start, checked.restored
+    ex, start, restored = resumed.experiment, resumed.start, resumed.restored
     step_fn = ex.compile_train_step()
     state = restored.state if restored else ex.init_state()
     rates = np.asarray(jax.jit(jax.vmap(ex.schedule))(np.arange(ex.config.num_steps)))
-    beginning = how_it_begins(checked)  # the log drops the steps that are done again
-    log = make_log(ex, checked.workdir, start, step_fn, started_s)
+    beginning = how_it_begins(resumed)  # the log drops the steps that are done again
+    log = make_log(ex, resumed.workdir, start, step_fn, started_s)
     log.say(beginning)
-    checked.snapshots.begin(start)
-    return Run(**vars(checked), step_fn=step_fn, state=state, learning_rates=rates, log=log)
+    resumed.snapshots.begin(start)
+    return Run(**vars(resumed), step_fn=step_fn, state=state, learning_rates=rates, log=log)
 
 
-def how_it_begins(checked: Checked) -> str:
+def how_it_begins(resumed: Resumed) -> str:
     """Returns a line: where the run starts, what from, and how many steps are done again."""
-    at = f"step {checked.start} of {checked.config.num_steps} in {checked.workdir}"
-    if not checked.restored:
+    at = f"step {resumed.start} of {resumed.config.num_steps} in {resumed.workdir}"
+    if not resumed.restored:
         return f"starting at {at}"
-    logged = read_run(checked.workdir).rows if (checked.workdir / METRICS_FILE).exists() else ()
-    again = max(0, logged[-1]["step"] - checked.start) if logged else 0
-    return f"resumed at {at}, from {checked.restored.source}; steps done again: {again:.0f}"
+    logged = read_run(resumed.workdir).rows if (resumed.workdir / METRICS_FILE).exists() else ()
+    again = max(0, logged[-1]["step"] - resumed.start) if logged else 0
+    return f"resumed at {at}, from {resumed.restored.source}; steps done again: {again:.0f}"
 
 
 def make_log(experiment: Experiment, workdir: Path, start: int, step_fn: Any, started_s: float) -> RunLog:

@@ -44,6 +44,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--nodes_per_group", type=int, default=1, help="that a partition group spans")
     parser.add_argument("--devices_per_node", type=int, default=0, help="JAX's virtual CPU devices (0: as configured)")
     parser.add_argument("--max_failures", type=int, default=5, help="in a row, without a step that is new")
+    parser.add_argument(
+        "--compile_ahead",
+        action="store_true",
+        help="on a planned change the next start compiles while the last one trains",
+    )
     options = parser.parse_args(ours)
     if len(command) < 2 or not command[1].endswith(".py"):
         raise ValueError("no program; give it after --, such as `-- python train.py --config=...`")
@@ -68,7 +73,8 @@ def run(options: argparse.Namespace, limits: Limits, command: Sequence[str]) -> 
     ray_members.connect(options.address)
     members = ray_members.Members(limits.max_nodes, command, os.getcwd(), devices, say)
     try:
-        return Engine(members, limits, Patience(max_failures=options.max_failures), workdir).run()
+        patience = Patience(max_failures=options.max_failures)
+        return Engine(members, limits, patience, workdir, compile_ahead=options.compile_ahead).run()
     finally:
         members.close()
         ray_members.disconnect()

@@ -40,9 +40,9 @@ class Member:
         """Starts the program; how it went is in the news."""
         self.supervisor.start.remote(generation, list(arguments))
 
-    def send(self, number: int) -> None:
-        """Sends the program a signal."""
-        self.supervisor.send.remote(number)
+    def send(self, generation: int, number: int) -> None:
+        """Sends the program of a generation a signal."""
+        self.supervisor.send.remote(generation, number)
 
     def warm_up(self) -> None:
         """Prepares the next start."""

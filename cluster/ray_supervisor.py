@@ -27,8 +27,7 @@ BAD_INPUT = 2
 class News:
     """What happened on a node since it was last asked, and how things are now."""
 
-    generation: int  # the last one that was started here
-    code: int | None  # how its process ended (negative: by a signal), None if it runs
+    codes: dict[int, int | None]  # of the generations: how its process ended (negative: by a signal), None if it runs
     lines: list[str]  # of output
     is_leaving: bool  # the node was asked to go: SIGTERM
     is_warm: bool  # a process has been started for the next generation
@@ -36,7 +35,7 @@ class News:
 
 
 class Supervisor:
-    """Runs the program of one node: one process at a time, in a process group of its own."""
+    """Runs the program of one node: a process for each generation, in a process group of its own."""
 
     def __init__(self, command: Sequence[str], folder: str, environment: Mapping[str, str]) -> None:
         """`command` is a Python, its program, and the arguments that all nodes have in common."""
@@ -44,10 +43,9 @@ class Supervisor:
         self._environment = {k: v for k, v in os.environ.items() if k not in OTHERS_WORDS} | dict(environment)
         self._changed = threading.Condition()
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._generation: int = 0
-        self._code: int | None = 0
-        self._told: tuple[int, int | None] | None = None  # of these
-        self._running: subprocess.Popen[str] | None = None
+        self._codes: dict[int, int | None] = {}
+        self._told: dict[int, int | None] = {}  # of these
+        self._running: dict[int, subprocess.Popen[str]] = {}
         self._spare: subprocess.Popen[str] | None = None
         self._is_leaving = False
         if threading.current_thread() is threading.main_thread():
@@ -57,7 +55,7 @@ class Supervisor:
     def start(self, generation: int, arguments: Sequence[str]) -> None:
         """Starts the program for a generation, with these arguments behind the common ones."""
         with self._changed:
-            self._generation, self._code = generation, None
+            self._codes[generation] = None
             if self._spare and self._spare.poll() is not None:  # it was killed while it waited
                 self._spare.communicate()
                 self._spare = None
@@ -66,7 +64,7 @@ class Supervisor:
         if process is None:
             self._end(generation, BAD_INPUT)
             return
-        self._running = process
+        self._running[generation] = process
         threading.Thread(target=self._watch, args=(process, generation), daemon=True).start()
         with contextlib.suppress(OSError):  # if it has ended, `_watch` says how
             print(json.dumps([*self._command[2:], *arguments]), file=process.stdin, flush=True)
@@ -92,9 +90,9 @@ class Supervisor:
                 where = f"{self._command[0]} in {self._folder}"
                 self._say(f"error: {where}: {error.strerror}; every node needs the same files")
 
-    def send(self, number: int) -> None:
-        """Sends a signal to the program, if it runs; SIGKILL also goes to what it started."""
-        process = self._running
+    def send(self, generation: int, number: int) -> None:
+        """Sends a signal to the program of a generation, if it runs; SIGKILL also goes to what it started."""
+        process = self._running.get(generation)
         if process and process.poll() is None:
             if number == signal.SIGKILL:
                 os.killpg(process.pid, number)
@@ -104,12 +102,11 @@ class Supervisor:
     def news(self, wait_s: float) -> News:
         """Returns the news as soon as there are any, or after `wait_s`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._lines or self._told != (self._generation, self._code), wait_s)
-            self._told = (self._generation, self._code)
+            self._changed.wait_for(lambda: self._lines or self._told != self._codes, wait_s)
+            self._told = dict(self._codes)
             lines = [self._lines.popleft() for _ in range(len(self._lines))]
             return News(
-                generation=self._generation,
-                code=self._code,
+                codes=dict(self._codes),
                 lines=lines,
                 is_leaving=self._is_leaving,
                 is_warm=self._spare is not None,
@@ -140,9 +137,9 @@ class Supervisor:
 
     def _end(self, generation: int, code: int) -> None:
         with self._changed:
-            if generation == self._generation:
-                self._code = code
-                self._changed.notify_all()
+            self._codes[generation] = code
+            self._running.pop(generation, None)
+            self._changed.notify_all()
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         del number, frame

@@ -21,6 +21,8 @@ FAILED_S = 4.0  # for the others, when a process failed or a node is lost: to sa
 KILL_S = 3.0  # for a supervisor to tell that the kill was done
 SETTLED_S = 300.0  # after which a generation counts as settled, even if its metrics tell of no step
 STARTING_S = 10.0  # for a supervisor to answer, before training starts without it
+LEAVING_S = 15.0  # for the next generation to be ready, when a node is to go: then this one stops all the same
+READY = "ready: waits for its turn"  # what the program says (elastic/turn.py)
 
 
 @dataclass(kw_only=True)
@@ -32,12 +34,14 @@ class Generation:
     since_s: float  # of the event that led to it
     codes: dict[str, int | None] = field(default_factory=dict)
     why_stopped: str = ""  # it was asked to
+    may_prepare: bool = True  # the next one, while it trains
     kill_at_s: float = float("inf")
     killed_s: float = float("inf")
     progress: Progress = field(default_factory=Progress)
     started_s: float = field(default_factory=time.monotonic)
     has_stepped: bool = False  # it has finished a step, as far as it is known
     is_settled: bool = False  # it has, or takes so long that others may join at once
+    is_ready: bool = False  # it has compiled, and waits for its turn
 
     @property
     def running(self) -> list[str]:
@@ -45,11 +49,26 @@ class Generation:
         return [node for node in self.world.nodes if node not in self.codes]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Coming:
+    """A generation that was started while another one trains, and waits for its turn."""
+
+    generation: Generation
+    why: str
+    until_s: float  # it is waited for
+
+
 class Engine:
     """Starts the program on the largest world there is, again whenever that changes, until it is finished."""
 
-    def __init__(self, members: "Members", limits: Limits, patience: Patience, workdir: Path) -> None:
+    def __init__(
+        self, members: "Members", limits: Limits, patience: Patience, workdir: Path, *, compile_ahead: bool = False
+    ) -> None:
+        """With `compile_ahead` a planned change starts the next generation before it stops the one that trains."""
         self._members, self._limits, self._patience, self._workdir = members, limits, patience, workdir
+        self._compile_ahead = compile_ahead
+        self._number = 0  # of the last generation
+        self._coming: Coming | None = None
         self._previous: tuple[str, ...] = ()
         self._hosts: dict[str, str] = {}  # of nodes that are gone too
         self._signals = 0
@@ -59,29 +78,47 @@ class Engine:
 
     def run(self) -> int:
         """Returns the exit code: 0 finished, 75 stopped but resumable, else that of the program's error."""
-        number = 0
-        with self._signals_noted():
-            while (world := self._await_world()) is not None:
-                number += 1
-                generation = Generation(number=number, world=world, since_s=self._event_s)
-                self._train(generation)
-                verdict = judge(generation.codes)
-                if verdict.code != RESUMABLE:
-                    where = f" on {self._hosts[verdict.node]}" if verdict.node else ""
-                    said = f": {self._last_words.get(verdict.node, '')}" if verdict.code else ""
-                    say(f"generation {number} ended{where} with exit code {verdict.code}{said}")
-                    return verdict.code
-                step = read_progress(self._workdir).step
-                say(f"generation {number} stopped at step {step}: {self._codes(generation)}")
-                if not generation.why_stopped and self._patience.is_over(step):
-                    said = next((self._last_words[n] for n in generation.codes if n in self._last_words), "nothing")
-                    say(f"error: {self._patience.failures} failures in a row without a new step; it said: {said}")
-                    return 1
-                self._previous = world.nodes
+        try:
+            with self._signals_noted():
+                return self._run()
+        finally:
+            self._give_up("it is not needed")
+
+    def _run(self) -> int:
+        while (generation := self._take_turn() or self._begin()) is not None:
+            self._train(generation)
+            verdict = judge(generation.codes)
+            if verdict.code != RESUMABLE:
+                where = f" on {self._hosts[verdict.node]}" if verdict.node else ""
+                said = f": {self._last_words.get(verdict.node, '')}" if verdict.code else ""
+                say(f"generation {generation.number} ended{where} with exit code {verdict.code}{said}")
+                return verdict.code
+            step = read_progress(self._workdir).step
+            say(f"generation {generation.number} stopped at step {step}: {self._codes(generation)}")
+            if not generation.why_stopped and self._patience.is_over(step):
+                said = next((self._last_words[n] for n in generation.codes if n in self._last_words), "nothing")
+                say(f"error: {self._patience.failures} failures in a row without a new step; it said: {said}")
+                return 1
         say("stopped; the same command goes on")
         return RESUMABLE
 
     # -------------------------------------------------------------------------------------------- between generations
+
+    def _begin(self) -> Generation | None:
+        """Starts a generation on the nodes that there are, as soon as there are enough; None if asked to stop."""
+        world = self._await_world()
+        return self._start(world, self._event_s) if world else None
+
+    def _start(self, world: World, since_s: float, *options: str) -> Generation:
+        """Starts the program on every node of a world."""
+        self._number += 1
+        members = [self._members.by_node[node] for node in world.nodes]
+        assert members[0].news
+        coordinator = f"{members[0].address}:{members[0].news.free_port}"
+        for index, member in enumerate(members):
+            ranks = [f"--coordinator={coordinator}", f"--num_processes={len(members)}", f"--process_id={index}"]
+            member.start(self._number, [*ranks, *options])
+        return Generation(number=self._number, world=world, since_s=since_s)
 
     def _await_world(self) -> World | None:
         """Waits for enough nodes, and for those that are just coming; None if this program was asked to stop."""
@@ -107,18 +144,12 @@ class Engine:
     # --------------------------------------------------------------------------------------------------- a generation
 
     def _train(self, generation: Generation) -> None:
-        """Starts the program on every node, and returns when no process of it runs any more."""
+        """Follows a generation until no process of it runs any more."""
         nodes = generation.world.nodes
-        members = [self._members.by_node[node] for node in nodes]
-        assert members[0].news
-        coordinator = f"{members[0].address}:{members[0].news.free_port}"
         spares = [*map(self._name, generation.world.spares), *self._members.spare_hosts]
         named = f"{len(nodes)} nodes: {self._names(nodes)}; spares: {', '.join(spares) or 'none'}"
         say(f"generation {generation.number}: {named}")
-        generation.progress = read_progress(self._workdir)
-        for index, member in enumerate(members):
-            ranks = [f"--coordinator={coordinator}", f"--num_processes={len(nodes)}", f"--process_id={index}"]
-            member.start(generation.number, ranks)
+        generation.progress, generation.started_s = read_progress(self._workdir), time.monotonic()
         self._previous = nodes
         while generation.running:
             self._turn(generation)
@@ -126,6 +157,7 @@ class Engine:
                 if node not in self._members.by_node:
                     self._note_end(generation, node, None)
             self._note_first_step(generation)
+            self._check_coming()
             self._stop_if_needed(generation)
             self._kill_if_late(generation)
 
@@ -134,14 +166,9 @@ class Engine:
         for member in self._members.turn():
             self._hosts[member.node] = member.host
             self._print(member, generation)
-            if generation:
-                self._note_news(generation, member)
-
-    def _note_news(self, generation: Generation, member: "Member") -> None:
-        news = member.news
-        is_its = news and news.generation == generation.number and member.node in generation.running
-        if news and is_its and news.code is not None:
-            self._note_end(generation, member.node, news.code)
+            code = _code_of(generation, member) if generation else None
+            if generation and code is not None:
+                self._note_end(generation, member.node, code)
 
     def _note_end(self, generation: Generation, node: str, code: int | None) -> None:
         if not generation.codes:
@@ -154,38 +181,108 @@ class Engine:
         generation.codes[node] = code
 
     def _stop_if_needed(self, generation: Generation) -> None:
-        """Asks the program to stop if the world is to change: one process tells the others."""
-        if not generation.why_stopped and not generation.codes and (why := self._why_stop(generation)):
-            self._event_s = time.monotonic()
-            generation.why_stopped = why
-            generation.kill_at_s = time.monotonic() + STOP_S
-            say(f"{why}: the program is asked to stop")
-            self._members.by_node[generation.running[0]].send(signal.SIGTERM)
+        """Stops the program if the world is to change, or starts the next generation, which is to be ready first."""
         if self._signals > 1:
             generation.kill_at_s = 0.0
+        if generation.why_stopped or generation.codes:
+            return
+        if self._coming:
+            if self._coming.generation.is_ready or time.monotonic() > self._coming.until_s:
+                self._stop(generation, self._coming.why)
+            return
+        why, patience_s = self._why_stop(generation)
+        if why and not (self._compile_ahead and generation.may_prepare and self._prepare(generation, why, patience_s)):
+            self._stop(generation, why)
 
-    def _why_stop(self, generation: Generation) -> str:
+    def _stop(self, generation: Generation, why: str) -> None:
+        """Asks the program to stop: one process tells the others."""
+        self._event_s = time.monotonic()
+        generation.why_stopped = why
+        generation.kill_at_s = time.monotonic() + STOP_S
+        say(f"{why}: the program is asked to stop")
+        self._members.by_node[generation.running[0]].send(generation.number, signal.SIGTERM)
+
+    def _why_stop(self, generation: Generation) -> tuple[str, float]:
+        """Returns why the world is to change ("" if it is not), and how long that can wait."""
         if self._signals:
-            return "a signal"
+            return "a signal", 0.0
         for node in generation.running:
             member = self._members.by_node[node]
             if self._members.is_going(member):
-                return f"{member.host} is to go"
+                return f"{member.host} is to go", LEAVING_S
         since_s = time.monotonic() - STARTING_S
         starting = [m for m in self._members.by_node.values() if m.news is None and m.added_s > since_s]
         if not starting and generation.is_settled:  # one after the other: a start that is stopped wins nothing
             better = self._choose()
             new = [node for node in better.nodes if node not in generation.world.nodes]
             if len(better.nodes) > len(generation.world.nodes):
-                return f"{self._names(new)} joined"
+                return f"{self._names(new)} joined", SETTLED_S
+        return "", 0.0
+
+    # ------------------------------------------------------------------------------------- the next one, started ahead
+
+    def _prepare(self, generation: Generation, why: str, patience_s: float) -> bool:
+        """Starts the next generation while this one trains, and returns whether it can be."""
+        generation.may_prepare = False  # again: if this fails, the next one starts when this one has ended
+        world = self._choose()
+        if not (patience_s and generation.is_settled and world.nodes):
+            return False
+        now_s = time.monotonic()
+        self._coming = Coming(generation=self._start(world, now_s, "--standby"), why=why, until_s=now_s + patience_s)
+        say(f"{why}: generation {self._number} is prepared: {len(world.nodes)} nodes: {self._names(world.nodes)}")
+        return True
+
+    def _check_coming(self) -> None:
+        """Notes when the next generation is ready, and gives it up when it cannot be the next one any more."""
+        if not self._coming:
+            return
+        coming = self._coming.generation
+        if why := "the run is to stop" if self._signals else self._why_not(coming):
+            self._give_up(why)
+            return
+        news = self._members.by_node[coming.world.nodes[0]].news
+        coming.is_ready |= bool(news and READY in news.lines)
+
+    def _why_not(self, coming: Generation) -> str:
+        """Returns why a generation that was started ahead cannot train, "" if it can."""
+        for node in coming.world.nodes:
+            member = self._members.by_node.get(node)
+            if member is None or not member.answers:
+                return f"{self._name(node)} is lost"
+            if self._members.is_going(member):
+                return f"{member.host} is to go"
+            if (code := _code_of(coming, member)) is not None:
+                return f"the program ended {_how(code)} on {member.host}"
         return ""
+
+    def _give_up(self, why: str) -> None:
+        """Ends the generation that waits for its turn, which has touched nothing."""
+        if not self._coming:
+            return
+        coming, self._coming = self._coming.generation, None
+        say(f"generation {coming.number} is given up: {why}")
+        for node in coming.world.nodes:
+            if node in self._members.by_node:
+                self._members.by_node[node].send(coming.number, signal.SIGKILL)
+
+    def _take_turn(self) -> Generation | None:
+        """Lets the generation that waits for its turn train, if there is one."""
+        self._members.give_back()
+        self._check_coming()
+        if not self._coming:
+            return None
+        generation, self._coming = self._coming.generation, None
+        self._members.by_node[generation.world.nodes[0]].send(generation.number, signal.SIGUSR1)
+        return generation
+
+    # -------------------------------------------------------------------------------------------------------- its end
 
     def _kill_if_late(self, generation: Generation) -> None:
         now_s = time.monotonic()
         if now_s > generation.kill_at_s and generation.killed_s == float("inf"):
             generation.killed_s = now_s
             for node in generation.running:
-                self._members.by_node[node].send(signal.SIGKILL)
+                self._members.by_node[node].send(generation.number, signal.SIGKILL)
         if now_s > generation.killed_s + KILL_S:
             for node in generation.running:
                 self._members.drop(node, "does not answer")
@@ -250,6 +347,12 @@ def say(text: str) -> None:
     now_s = time.time()
     clock = time.strftime("%H:%M:%S", time.localtime(now_s))
     print(f"{clock}.{int(now_s * 10) % 10} {text}", file=sys.stderr, flush=True)
+
+
+def _code_of(generation: Generation, member: "Member") -> int | None:
+    """Returns how a generation's process ended on a node, by the latest news; None if it runs, or has none there."""
+    is_its = member.news and member.node in generation.running
+    return member.news.codes.get(generation.number) if member.news and is_its else None
 
 
 def _how(code: int | None) -> str:

@@ -55,7 +55,8 @@ print("ready", flush=True)
 {then}
 """
 WAIT = "time.sleep(60)"
-ABORTS = f"signal.signal(signal.SIGUSR1, lambda *_: ctypes.CDLL(None).abort())\n{WAIT}"  # not os.abort: jax aborts without the GIL
+# Not os.abort: jax's threads do not hold the GIL.
+ABORTS = f"signal.signal(signal.SIGUSR1, lambda *_: ctypes.CDLL(None).abort())\n{WAIT}"
 
 
 def play(ports: Sequence[int], then: dict[int, str] | None = None) -> list[subprocess.Popen[str]]:

@@ -27,9 +27,8 @@ class Member:
     added_s: float = field(default_factory=time.monotonic)
     is_leaving: bool = False
     ignores: bool = False  # signals
-    generation: int = 0
-    code: int | None = 0
-    arguments: Sequence[str] = ()
+    codes: dict[int, int | None] = field(default_factory=dict)  # of the generations
+    arguments: dict[int, Sequence[str]] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
 
     @property
@@ -45,25 +44,37 @@ class Member:
         if not self.has_begun:
             return None
         return News(
-            generation=self.generation,
-            code=self.code,
+            codes=dict(self.codes),
             lines=self.lines,
             is_leaving=self.is_leaving,
             is_warm=True,
             free_port=4000,
         )
 
-    def start(self, generation: int, arguments: Sequence[str]) -> None:
-        self.generation, self.code, self.arguments = generation, None, arguments
+    @property
+    def code(self) -> int | None:
+        """How the program ended that was the last to be told to train; None if it runs."""
+        return self.codes.get(self.cluster.training, 0)
 
-    def send(self, number: int) -> None:
+    @code.setter
+    def code(self, code: int) -> None:
+        self.codes[self.cluster.training] = code
+
+    def start(self, generation: int, arguments: Sequence[str]) -> None:
+        self.codes[generation], self.arguments[generation] = None, arguments
+        if "--standby" not in arguments:
+            self.cluster.training = generation
+
+    def send(self, generation: int, number: int) -> None:
         self.cluster.sent.append((self.host, number))
         if self.ignores:
             return
         if number == signal.SIGTERM:  # all agree on a step
             self.cluster.end_all(75)
-        elif self.code is None:
-            self.code = -number
+        elif number == signal.SIGUSR1:
+            self.cluster.training = generation
+        elif self.codes[generation] is None:
+            self.codes[generation] = -number
 
     def warm_up(self) -> None:
         self.cluster.warmed += 1
@@ -78,7 +89,7 @@ class Members:
         self.draining: set[str] = set()
         self.sent: list[tuple[str, int]] = []
         self.dropped: list[str] = []
-        self.warmed = self.size = 0
+        self.warmed = self.training = 0  # the generation that was told to train
         self.metrics = workdir / "metrics.jsonl"
         for host in hosts:
             self.join(host)
@@ -115,24 +126,33 @@ class Members:
         """Returns the hosts whose program runs, in the order of their processes, if those are all."""
         there = [m for m in self.by_node.values() if m.code is None]
         count = f"--num_processes={len(there)}"
-        if any(m.arguments[1] != count for m in there):
+        if any(m.arguments[self.training][1] != count for m in there):
             return "some have ended"
-        return "".join(m.host for m in sorted(there, key=lambda m: m.arguments[2]))
+        return "".join(m.host for m in sorted(there, key=lambda m: m.arguments[self.training][2]))
 
 
 def play(
-    hosts: str, story: Story, workdir: Path, *, least: int = 1, most: int = 4, group: int = 1, max_failures: int = 5
+    hosts: str,
+    story: Story,
+    workdir: Path,
+    *,
+    least: int = 1,
+    most: int = 4,
+    group: int = 1,
+    max_failures: int = 5,
+    compile_ahead: bool = False,
 ) -> tuple[int, Members]:
     """Runs an engine through a story; returns its exit code."""
     members = Members(hosts, story, workdir)
     limits = Limits(min_nodes=least, max_nodes=most, nodes_per_group=group)
-    engine = Engine(members, limits, Patience(max_failures=max_failures), workdir)  # pyright: ignore[reportArgumentType]
+    patience = Patience(max_failures=max_failures)
+    engine = Engine(members, limits, patience, workdir, compile_ahead=compile_ahead)  # pyright: ignore[reportArgumentType]
     return engine.run(), members
 
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("STOP_S", "LAST_S", "FAILED_S", "KILL_S", "STARTING_S"):
+    for name in ("STOP_S", "LAST_S", "FAILED_S", "KILL_S", "STARTING_S", "LEAVING_S"):
         monkeypatch.setattr(ray_train, name, 0.05)
 
 
@@ -148,7 +168,7 @@ def until(condition: Callable[[], object]) -> Iterator[None]:
 def test_a_node_joins_and_another_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def story(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "ab")
-        assert cluster.by_node["b"].arguments[0] == "--coordinator=ip-a:4000"
+        assert cluster.by_node["b"].arguments[1][0] == "--coordinator=ip-a:4000"
         cluster.join("c")
         yield from (None for _ in range(10))
         assert not cluster.sent  # a start is not stopped
@@ -300,6 +320,111 @@ def test_failures_without_progress_end(tmp_path: Path, capsys: pytest.CaptureFix
 
     assert play("ab", story, tmp_path, max_failures=1)[0] == 1
     assert "2 failures in a row without a new step; it said: it crashed" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------- compile ahead
+
+
+def standing_by(cluster: Members, generation: int) -> str:
+    """Returns the hosts where a generation waits for its turn."""
+    there = [m for m in cluster.by_node.values() if m.codes.get(generation, 0) is None]
+    assert all("--standby" in m.arguments[generation] for m in there)
+    return "".join(m.host for m in there)
+
+
+def test_the_next_generation_compiles_while_the_last_one_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def story(cluster: Members) -> Iterator[object]:
+        yield from until(lambda: cluster.world() == "ab")
+        cluster.join("c")
+        cluster.step(1)
+        yield from until(lambda: standing_by(cluster, 2) == "abc")
+        cluster.by_node["b"].lines = [ray_train.READY]  # it is process 0 that says so
+        yield from (None for _ in range(10))
+        assert cluster.world() == "ab"
+        cluster.step(2)
+        assert not cluster.sent
+        cluster.by_node["a"].lines = [ray_train.READY]
+        yield from until(lambda: cluster.world() == "abc")
+        cluster.by_node["a"].lines = cluster.by_node["b"].lines = []
+        assert cluster.sent == [("a", signal.SIGTERM), ("a", signal.SIGUSR1)]
+        cluster.step(3)
+        cluster.by_node["a"].is_leaving = True
+        yield from until(
+            lambda: standing_by(cluster, 3) == "bc" and cluster.world() == "bc"
+        )  # it is not waited for long
+        assert cluster.dropped == ["a"] and cluster.sent[2:] == [("a", signal.SIGTERM), ("b", signal.SIGUSR1)]
+        cluster.end_all(0)
+        yield
+
+    assert play("ab", story, tmp_path, compile_ahead=True)[0] == 0
+    said = capsys.readouterr().err
+    assert "c joined: generation 2 is prepared: 3 nodes: a, b, c" in said and "generation 2: step 3 is done" in said
+
+
+@pytest.mark.parametrize("what", ["lost", "failed", "going"])
+def test_a_generation_that_cannot_take_its_turn_is_given_up(what: str, tmp_path: Path) -> None:
+    """The change is made all the same: the next one starts when the last one has ended."""
+
+    def story(cluster: Members) -> Iterator[object]:
+        yield from until(lambda: cluster.world() == "ab")
+        cluster.step(1)
+        cluster.join("c")
+        cluster.join("d")
+        yield from until(lambda: standing_by(cluster, 2) == "abcd")
+        if what == "lost":
+            cluster.drop("c", "")
+        elif what == "failed":
+            cluster.by_node["c"].codes[2] = 2
+        else:
+            cluster.by_node["c"].is_leaving = True
+        yield from until(lambda: cluster.world() == ("abcd" if what == "failed" else "abd"))
+        killed = [("a", signal.SIGKILL), ("b", signal.SIGKILL), ("d", signal.SIGKILL)]
+        assert [sent for sent in cluster.sent if sent[0] != "c"] == [*killed, ("a", signal.SIGTERM)]
+        assert "--standby" not in cluster.by_node["a"].arguments[3]
+        cluster.end_all(0)
+        yield
+
+    assert play("ab", story, tmp_path, compile_ahead=True)[0] == 0
+
+
+def test_a_failure_while_the_next_generation_compiles(tmp_path: Path) -> None:
+    def story(cluster: Members) -> Iterator[object]:
+        yield from until(lambda: cluster.world() == "ab")
+        cluster.step(1)
+        cluster.by_node["b"].is_leaving = True
+        yield from until(lambda: standing_by(cluster, 2) == "a")
+        cluster.drop("b", "")
+        cluster.by_node["a"].code = 75
+        yield from until(lambda: cluster.world() == "a")
+        assert cluster.sent == [("a", signal.SIGUSR1)]
+        cluster.end_all(0)
+        yield
+
+    assert play("ab", story, tmp_path, compile_ahead=True)[0] == 0
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_the_end_while_the_next_generation_compiles(code: int, tmp_path: Path) -> None:
+    """The run is finished, or this program is asked to stop."""
+
+    def story(cluster: Members) -> Iterator[object]:
+        yield from until(lambda: cluster.world() == "a")
+        cluster.step(1)
+        cluster.join("b")
+        yield from until(lambda: standing_by(cluster, 2) == "ab")
+        if code:
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            cluster.by_node["a"].code = 0
+        while True:
+            yield
+
+    ended, cluster = play("a", story, tmp_path, compile_ahead=True)
+    assert ended == code
+    killed = {("a", signal.SIGKILL), ("b", signal.SIGKILL)}
+    assert set(cluster.sent) == (killed | {("a", signal.SIGTERM)} if code else killed)
 
 
 @pytest.mark.parametrize("hangs", [False, True])

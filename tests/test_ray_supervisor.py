@@ -42,7 +42,7 @@ def supervisor(program: Path) -> Iterator[Supervisor]:
     supervisor = Supervisor([sys.executable, str(program), "3"], str(program.parent), {"SEEN": "yes"})
     yield supervisor
     signal.signal(signal.SIGTERM, before)
-    for process in (supervisor._running, supervisor._spare):
+    for process in (*supervisor._running.values(), supervisor._spare):
         if process and process.poll() is None:
             process.kill()
             process.communicate()
@@ -55,7 +55,7 @@ def collect(supervisor: Supervisor, text: str = "", *, ended: bool = False) -> t
     while time.monotonic() < deadline_s:
         news = supervisor.news(0.2)
         lines += news.lines
-        if (news.code is not None) if ended else any(text in line for line in lines):
+        if (None not in news.codes.values()) if ended else any(text in line for line in lines):
             return news, lines
     raise AssertionError(f"no {text or 'end'} in {lines}")
 
@@ -65,7 +65,7 @@ def test_a_program_is_imported_before_it_is_started(supervisor: Supervisor) -> N
     supervisor.start(1, ["--process_id=0"])
     news, lines = collect(supervisor, ended=True)
     assert lines == ["imported as standby", "imported as __main__", "started with 3 --process_id=0"]
-    assert (news.generation, news.code, news.is_warm) == (1, 3, False)
+    assert (news.codes, news.is_warm) == ({1: 3}, False)
     supervisor.warm_up()
     assert supervisor.news(0.0).is_warm
 
@@ -73,13 +73,27 @@ def test_a_program_is_imported_before_it_is_started(supervisor: Supervisor) -> N
 def test_a_signal_ends_it_and_the_next_generation_starts(supervisor: Supervisor) -> None:
     supervisor.start(1, ["--wait"])
     collect(supervisor, "started")
-    supervisor.send(signal.SIGTERM)
-    assert collect(supervisor, ended=True)[0].code == 75
+    supervisor.send(1, signal.SIGTERM)
+    assert collect(supervisor, ended=True)[0].codes == {1: 75}
     supervisor.start(2, ["--wait"])  # no spare: the imports cost their time
     news, _ = collect(supervisor, "started")
-    assert (news.generation, news.code) == (2, None)
-    supervisor.send(signal.SIGKILL)
-    assert collect(supervisor, ended=True)[0].code == -signal.SIGKILL
+    assert news.codes == {1: 75, 2: None}
+    supervisor.send(2, signal.SIGKILL)
+    assert collect(supervisor, ended=True)[0].codes[2] == -signal.SIGKILL
+
+
+def test_two_generations_at_a_time(supervisor: Supervisor) -> None:
+    supervisor.start(1, ["--wait"])
+    collect(supervisor, "started")
+    supervisor.start(2, ["--wait"])
+    collect(supervisor, "started")
+    supervisor.send(1, signal.SIGTERM)
+    while supervisor.news(WAIT_S).codes[1] is None:
+        pass
+    assert supervisor.news(0.0).codes == {1: 75, 2: None}
+    supervisor.send(1, signal.SIGKILL)  # it has ended: nothing happens
+    supervisor.send(2, signal.SIGTERM)
+    assert collect(supervisor, ended=True)[0].codes == {1: 75, 2: 75}
 
 
 def test_a_killed_spare_is_replaced(supervisor: Supervisor) -> None:
@@ -88,16 +102,16 @@ def test_a_killed_spare_is_replaced(supervisor: Supervisor) -> None:
     supervisor._spare.wait(WAIT_S)
     supervisor._spare.communicate()
     supervisor.start(1, [])
-    assert collect(supervisor, ended=True)[0].code == 3
+    assert collect(supervisor, ended=True)[0].codes == {1: 3}
 
 
 def test_news_of_an_end_come_at_once(supervisor: Supervisor) -> None:
     supervisor.start(1, ["--wait"])
     collect(supervisor, "started")
     supervisor.news(0.0)
-    supervisor.send(signal.SIGKILL)
+    supervisor.send(1, signal.SIGKILL)
     before_s = time.monotonic()
-    assert supervisor.news(WAIT_S).code == -signal.SIGKILL
+    assert supervisor.news(WAIT_S).codes == {1: -signal.SIGKILL}
     assert time.monotonic() - before_s < WAIT_S / 2
 
 
@@ -126,7 +140,7 @@ def test_a_missing_python_is_a_mistake(tmp_path: Path) -> None:
     signal.signal(signal.SIGTERM, before)
     supervisor.start(1, [])
     news, lines = collect(supervisor, ended=True)
-    assert news.code == 2 and "No such file" in lines[0]
+    assert news.codes == {1: 2} and "No such file" in lines[0]
 
 
 def standby(program: Path) -> subprocess.Popen[str]:

@@ -72,15 +72,15 @@ def check_batches(out: Path, num_processes: int, global_size: int) -> None:
 )
 def test_one_process(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "train", in_place_of_training(str(tmp_path)))
-    monkeypatch.setattr(train, "prepare", as_checked)
+    monkeypatch.setattr(train, "prepare", as_resumed)
     assert run_here(*arguments(tmp_path / "run", **changes), compile_once=False) == 0
     check_batches(tmp_path, 1, changes.get("batch__global_size", 16))
 
 
-def as_checked(checked: train.Checked, started_s: float) -> train.Checked:
+def as_resumed(resumed: train.Resumed, started_s: float) -> train.Resumed:
     """A `train.prepare` that compiles nothing."""
     del started_s
-    return checked
+    return resumed
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def as_checked(checked: train.Checked, started_s: float) -> train.Checked:
 def test_several_processes(count: int, changes: dict[str, Any], tmp_path: Path) -> None:
     args = arguments(tmp_path / "run", **changes)
     first = "import test_train_batches as here\n"
-    first += f"train.prepare, train.train = here.as_checked, here.in_place_of_training({str(tmp_path)!r})"
+    first += f"train.prepare, train.train = here.as_resumed, here.in_place_of_training({str(tmp_path)!r})"
     outcomes = finish(*start_together(args, count, devices=2, first=first))
     assert [code for code, _, _ in outcomes] == [0] * count, outcomes
     check_batches(tmp_path, count, changes.get("batch__global_size", 16))
