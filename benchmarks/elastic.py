@@ -35,6 +35,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "elastic.jsonl"
 PAGE = ROOT / "docs" / "elasticity_measured.md"
 CONFIG = "configs/elastic.py"
 NODES, DEVICES_PER_NODE, RATE = 4, 2, "1gbit"
+PLANNED = ("preempt", "join")
 CHAOS = "chaos"  # the title of its lines
 CALM_STEPS = 3  # between the recovery from an event and the next one
 
@@ -74,6 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measures what events cost an elastic run.", allow_abbrev=False)
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--only", default="", help="kinds of events, with commas; a node that goes needs a `join`")
+    parser.add_argument("--compile_ahead", action="store_true", help="as the option of cluster.ray")
     parser.add_argument("--workdir", type=Path, default=Path("runs/benchmarks/elastic"))
     parser.add_argument("--chaos", type=Path, help="the --workdir of a finished run of elastic.chaos, to be recorded")
     parser.add_argument("--reference", type=Path, help="... and what it was compared with (default: in its --workdir)")
@@ -87,7 +89,7 @@ def main() -> int:
         if options.chaos:
             add(chaos(options.chaos, options.reference or options.chaos / "reference"))
         for repetition in range(0 if options.report or options.chaos else options.repetitions):
-            measure(options.workdir / str(repetition), cases)
+            measure(options.workdir / str(repetition), cases, compile_ahead=options.compile_ahead)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -97,17 +99,33 @@ def main() -> int:
     return 0
 
 
-def measure(folder: Path, cases: Sequence[Case]) -> None:
-    """Runs the cases in one run and records each."""
+def measure(folder: Path, cases: Sequence[Case], *, compile_ahead: bool) -> None:
+    """Runs the cases in one run and records each, but for a join where no node is missing."""
     shutil.rmtree(folder, ignore_errors=True)
-    with ElasticRun(folder, [f"--config={CONFIG}"], nodes=NODES, devices_per_node=DEVICES_PER_NODE, rate=RATE) as run:
+    with ElasticRun(
+        folder,
+        [f"--config={CONFIG}"],
+        nodes=NODES,
+        devices_per_node=DEVICES_PER_NODE,
+        rate=RATE,
+        options=["--compile_ahead"] * compile_ahead,
+    ) as run:
         for case in cases:
             await_all(run)
+            if case.kind == "join" and len(run.alive) == NODES:
+                continue
             load = os.getloadavg()[0]
             outcome = suffer(run, Event(kind=case.kind, process=case.process, pause_steps=CALM_STEPS))
-            line = {"title": case.title, **asdict(outcome), "load": load, "after": os.getloadavg()[0]}
+            line = {
+                "title": case.title,
+                "compile_ahead": compile_ahead,
+                **asdict(outcome),
+                "load": load,
+                "after": os.getloadavg()[0],
+            }
             add(line | {"command": shlex.join(["python", "-m", "benchmarks.elastic", *sys.argv[1:]]), **machine()})
-            print(f"{case.title}: {outcome.next_step_s:.1f} s, {outcome.lost_steps} steps lost", flush=True)
+            times = f"{outcome.next_step_s:.1f} s, without a step for {outcome.pause_s:.1f} s"
+            print(f"{case.title}: {times}, {outcome.lost_steps} steps lost", flush=True)
     if left := run.left():
         raise RunError(f"left of the cluster: {'; '.join(left)}")
 
@@ -153,7 +171,9 @@ def recorded() -> list[dict[str, Any]]:
 def page(lines: Sequence[dict[str, Any]]) -> str:
     """Returns docs/elasticity_measured.md."""
     matrix = [line for line in lines if line["title"] != CHAOS]
-    return f"{TITLE}\n{matrix_page(matrix)}{chaos_page([line for line in lines if line['title'] == CHAOS])}"
+    usual = [line for line in matrix if not line.get("compile_ahead")]
+    chaotic = [line for line in lines if line["title"] == CHAOS]
+    return f"{TITLE}\n{matrix_page(usual)}{ahead_page(matrix)}{chaos_page(chaotic)}"
 
 
 def matrix_page(lines: Sequence[dict[str, Any]]) -> str:
@@ -163,6 +183,26 @@ def matrix_page(lines: Sequence[dict[str, Any]]) -> str:
     cases = {case.title: case for case in MATRIX}  # a title once
     rows = [row(case, [line for line in lines if line["title"] == case.title]) for case in cases.values()]
     return MATRIX_PAGE.format(rows="\n".join(rows), **about(lines))
+
+
+def ahead_page(lines: Sequence[dict[str, Any]]) -> str:
+    """Returns the section about planned changes with and without `--compile_ahead`, "" if it was not measured."""
+    ahead = [line for line in lines if line.get("compile_ahead")]
+    if not ahead:
+        return ""
+    cases, rows = {case.title: case for case in MATRIX if case.kind in PLANNED}, []
+    timed = [line for line in lines if line["title"] in cases and "pause_s" in line]
+    for case in cases.values():
+        for is_ahead in (False, True):
+            these = [line for line in timed if line["title"] == case.title and line["compile_ahead"] == is_ahead]
+            if these:
+                pauses, firsts = ([line[name] for line in these] for name in ("pause_s", "next_step_s"))
+                count = f"{'yes' if is_ahead else 'no'} ({len(these)})"
+                lost = ", ".join(map(str, sorted({line["lost_steps"] for line in these})))
+                rows.append(
+                    f"| {case.title} | {case.seconds:g} s | {count} | {middle(pauses)} | {middle(firsts)} | {lost} |"
+                )
+    return AHEAD_PAGE.format(rows="\n".join(rows), **about(timed))
 
 
 def about(lines: Sequence[dict[str, Any]]) -> dict[str, str]:
@@ -218,6 +258,21 @@ start began; `restored` when it had compiled, and had the state. Lost are finish
 SIGSTOP of a node are of all its processes, and a killed node's memory is gone with it. A cut link is healed, and a
 stopped node goes on, after 30 s. A joining node is timed from the start of an empty node on: Ray's own start and the
 imports are part of it. `all nodes killed` is timed from the first kill on, and as many empty nodes are started at once.
+"""
+AHEAD_PAGE = """
+## Planned changes, compiled ahead
+
+    python -m benchmarks.elastic --only=preempt,join
+    python -m benchmarks.elastic --only=preempt,join --compile_ahead
+
+With `--compile_ahead` ([engines](elasticity_engines.md)) the next start compiles while the last one trains. `pause` is
+the longest time between two finished steps, the later one after the event: what the change costs. `next start` is from
+the event to the first finished step of the next start. Medians, in seconds. {machine}, load average {load}, commit
+{commit}.
+
+| event | aim | ahead | pause | next start | steps lost |
+|---|---|---|---|---|---|
+{rows}
 """
 CHAOS_PAGE = """
 ## Chaos

@@ -29,6 +29,7 @@ class Outcome:
     at_step: int
     lost_steps: int  # finished steps that were done again
     next_step_s: float  # to the first finished step of the next start
+    pause_s: float  # the longest time between two finished steps, from the one before the event on
     phases: dict[str, float | None] = field(default_factory=dict)
     starts: int  # of the program, until one had finished a step
     source: str  # of the state: memory, or a checkpoint
@@ -62,6 +63,7 @@ def suffer(run: ElasticRun, event: Event) -> Outcome:
         at_step=at_step,
         lost_steps=run.lost_steps - lost,
         next_step_s=run.settled_s - start_s,
+        pause_s=run.longest_pause(start_s),
         phases={name: run.since(start_s, pattern) for name, pattern in phases.items()},
         starts=run.generation - generation,
         source=run.source,

@@ -1,6 +1,7 @@
 """`ElasticRun`: train.py on an emulated Ray cluster, seen from outside: its log, its metrics, its processes."""
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -26,7 +27,9 @@ GENERATION = re.compile(r"^\S+ generation (\d+): \d+ nodes: (.*); spares: ")
 FIRST_STEP = re.compile(r"^first step done after|^\S+ generation \d+: step \d+ is done")  # train.py's; the engine's
 STOPPED = re.compile(r"^\S+ generation \d+ (stopped|ended)")
 BEGINS = re.compile(r"(?:starting|resumed) at step (\d+) of \d+ in [^,]*(?:, from (.*); steps done again)?")
-NOTICED = re.compile(r"the program ended| is lost: | is asked to stop|^\S+ \S+ does not answer|error: process")
+NOTICED = re.compile(
+    r"the program ended| is lost: | is asked to stop| is prepared: |^\S+ \S+ does not answer|error: process"
+)
 
 
 class RunError(RuntimeError):
@@ -48,8 +51,17 @@ class ElasticRun:
     is new and does what was put off with `later`; the waiting ones call it all the time.
     """
 
-    def __init__(self, folder: Path, arguments: Sequence[str], *, nodes: int, devices_per_node: int, rate: str) -> None:
-        """`arguments` are train.py's, but the `--workdir`, which is `folder/run`."""
+    def __init__(
+        self,
+        folder: Path,
+        arguments: Sequence[str],
+        *,
+        nodes: int,
+        devices_per_node: int,
+        rate: str,
+        options: Sequence[str] = (),
+    ) -> None:
+        """`arguments` are train.py's, but the `--workdir`, which is `folder/run`; `options` are cluster.ray's."""
         self.folder, self.workdir, self.max_nodes = folder, folder / "run", nodes
         self.said: list[Said] = []
         self.generation, self.is_settled, self.settled_s = 0, False, 0.0  # settled: it has finished a step
@@ -57,6 +69,7 @@ class ElasticRun:
         self.alive = set(range(1, nodes + 1))  # nodes that may train, or will
         self.step, self.lost_steps, self.source = 0, 0, ""
         self._name = f"chaos-{os.getpid()}"
+        self._stepped_s: list[float] = []  # when each finished step was seen
         self._newest = 0  # the newest step of this history of the run
         self._unread = b""
         self._later: list[tuple[float, Callable[[], None]]] = []
@@ -65,7 +78,7 @@ class ElasticRun:
         cluster = [f"--name={self._name}", f"--nodes={nodes + 1}", f"--devices_per_node={devices_per_node}"]
         cluster += [f"--rate={rate}", f"--workdir={folder / 'nodes'}"]
         engine = ["--min_nodes=1", f"--max_nodes={nodes}", f"--devices_per_node={devices_per_node}"]
-        engine += ["--max_failures=20"]
+        engine += ["--max_failures=20", *options]
         train = [sys.executable, "train.py", f"--workdir={self.workdir}", *arguments]
         self._command = [sys.executable, "-m", "cluster.emulate", *cluster, "--", *JOIN]
         self._command += [sys.executable, "-m", "cluster.ray", *engine, "--", *train]
@@ -89,7 +102,9 @@ class ElasticRun:
 
     def look(self) -> None:
         """Reads what is new in the metrics and in the log, and does what is due."""
-        self.step = read_progress(self.workdir).step
+        before, self.step = self.step, read_progress(self.workdir).step
+        if self.step > before:
+            self._stepped_s.append(time.monotonic())
         self._newest = max(self._newest, self.step)
         *lines, self._unread = (self._unread + self._log.read()).split(b"\n")
         for line in lines:
@@ -132,6 +147,11 @@ class ElasticRun:
     def since(self, start_s: float, pattern: re.Pattern[str]) -> float | None:
         """Returns how long after a time the first line came that matches, None if there is none."""
         return next((s.at_s - start_s for s in self.said if s.at_s >= start_s and pattern.search(s.text)), None)
+
+    def longest_pause(self, start_s: float) -> float:
+        """Returns the longest time between two finished steps, of which the second came after a time."""
+        pairs = itertools.pairwise(self._stepped_s)
+        return max((after - before for before, after in pairs if after > start_s), default=0.0)
 
     def finish(self, timeout_s: float) -> int:
         """Does what was put off, waits for the end of the run and its cluster, and returns the exit code."""
