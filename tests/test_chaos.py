@@ -76,8 +76,12 @@ def test_the_log_tells_the_world_and_what_was_lost(tmp_path: Path) -> None:
         log.write("".join(lines[6:]).encode())
         (run.workdir / "metrics.jsonl").write_text('{"step": 5}\n{"step": 6}\n')
         run.look()
+        (run.workdir / "metrics.jsonl").write_text('{"step": 5}\n{"step": 6}\n{"step": 7}\n')
+        run.look()
     assert (run.is_settled, run.lost_steps, run.source) == (True, 3, "memory (2 of 2 nodes had it)")
     assert run.settled_s == run.said[7].at_s < run.said[8].at_s  # train.py itself says it first
+    first, second = run._stepped_s  # of steps 8 and 7; that steps were dropped is not one
+    assert run.longest_pause(first) == second - first > run.longest_pause(second) == 0
     noticed = [i for i, line in enumerate(lines) if NOTICED.search(line)]
     assert noticed == [3]
     assert run.since(run.said[3].at_s, re.compile("generation 2: step")) is not None
@@ -158,6 +162,13 @@ def test_the_page_has_what_was_measured() -> None:
     assert "| SIGKILL of a node | 1, 30 s | 1 | 20.5 (2) | 1.0 | - | 2.0 | 3.0 | memory |" in page
     assert "| a node joins | 0, 20 s | not measured | | | | | | |" in page
     assert "Chaos" not in page and "abcdef0" in page
+    joined = {**killed, "title": "a node joins", "next_step_s": 30.0, "pause_s": 20.0, "compile_ahead": False}
+    assert "compiled ahead" not in benchmark.page([joined])
+    page = benchmark.page([joined, {**joined, "next_step_s": 40.0, "pause_s": 5.0, "compile_ahead": True}])
+    assert "| a node joins | 0, 20 s | 1 | 30.0 (1) |" in page  # the matrix is without
+    assert (
+        "| a node joins | 20 s | no (1) | 20.0 | 30.0 | 1 |\n| a node joins | 20 s | yes (1) | 5.0 | 40.0 | 1 |" in page
+    )
     event = {"kind": "cut", "next_step_s": 9.0, "lost_steps": 2, "load": 4.0}
     random = {"title": "chaos", "steps": 50, "loss_difference": 2.3e-7, "parameter_difference": 5e-7, **where}
     page = benchmark.page([{**random, "events": [event, {**event, "next_step_s": 10.0, "lost_steps": 0}]}])

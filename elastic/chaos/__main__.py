@@ -45,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
             nodes=options.nodes,
             devices_per_node=options.devices_per_node,
             rate=options.rate,
+            options=["--compile_ahead"] * options.compile_ahead,
         )
         is_clean = disturb(run, options)  # compared in any case
         is_good = is_same(run.workdir, reference) and is_clean
@@ -68,6 +69,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--nodes", type=int, default=4, help="that train, at most")
     parser.add_argument("--devices_per_node", type=int, default=2)
     parser.add_argument("--rate", default="1gbit", help="of the links")
+    parser.add_argument("--compile_ahead", action="store_true", help="as the option of cluster.ray")
     parser.add_argument("--workdir", type=Path, default=Path("runs/chaos"))
     parser.add_argument("--reference", type=Path, help="the --workdir of an undisturbed run (default: it is run first)")
     options = parser.parse_args(ours)
