@@ -85,10 +85,11 @@ def main(argv: Sequence[str]) -> int:
             has_begun = (workdir / METRICS_FILE).exists()  # maybe with more nodes: it can go on when they are back
             checked = check(config)
             if turn:
+                code = 1
                 checked.experiment.compile_train_step()
                 if not turn.comes(interruption):
                     return heartbeat.end(EXIT_RESUMABLE)
-                started_s = time.perf_counter()
+                started_s, code = time.perf_counter(), EXIT_BAD_CONFIG
             with alone_in(workdir):
                 if is_finished(config, workdir):  # by the one before
                     return heartbeat.end(0)

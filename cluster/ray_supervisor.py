@@ -28,7 +28,7 @@ class News:
     """What happened on a node since it was last asked, and how things are now."""
 
     codes: dict[int, int | None]  # of the generations: how its process ended (negative: by a signal), None if it runs
-    lines: list[str]  # of output
+    lines: list[tuple[int, str]]  # of output, each with its generation (0: of the supervisor itself)
     is_leaving: bool  # the node was asked to go: SIGTERM
     is_warm: bool  # a process has been started for the next generation
     free_port: int
@@ -42,7 +42,7 @@ class Supervisor:
         self._command, self._folder = command, folder
         self._environment = {k: v for k, v in os.environ.items() if k not in OTHERS_WORDS} | dict(environment)
         self._changed = threading.Condition()
-        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._lines: deque[tuple[int, str]] = deque(maxlen=KEPT_LINES)
         self._codes: dict[int, int | None] = {}
         self._told: dict[int, int | None] = {}  # of these
         self._running: dict[int, subprocess.Popen[str]] = {}
@@ -55,16 +55,18 @@ class Supervisor:
     def start(self, generation: int, arguments: Sequence[str]) -> None:
         """Starts the program for a generation, with these arguments behind the common ones."""
         with self._changed:
+            if generation in self._codes:  # it was killed before it began
+                return
             self._codes[generation] = None
             if self._spare and self._spare.poll() is not None:  # it was killed while it waited
                 self._spare.communicate()
                 self._spare = None
             self.warm_up()
             process, self._spare = self._spare, None
-        if process is None:
-            self._end(generation, BAD_INPUT)
-            return
-        self._running[generation] = process
+            if process is None:
+                self._end(generation, BAD_INPUT)
+                return
+            self._running[generation] = process
         threading.Thread(target=self._watch, args=(process, generation), daemon=True).start()
         with contextlib.suppress(OSError):  # if it has ended, `_watch` says how
             print(json.dumps([*self._command[2:], *arguments]), file=process.stdin, flush=True)
@@ -88,11 +90,14 @@ class Supervisor:
                 )
             except OSError as error:
                 where = f"{self._command[0]} in {self._folder}"
-                self._say(f"error: {where}: {error.strerror}; every node needs the same files")
+                self._say(0, f"error: {where}: {error.strerror}; every node needs the same files")
 
     def send(self, generation: int, number: int) -> None:
         """Sends a signal to the program of a generation, if it runs; SIGKILL also goes to what it started."""
-        process = self._running.get(generation)
+        with self._changed:  # Ray's calls may overtake each other
+            process = self._running.get(generation)
+            if number == signal.SIGKILL and generation not in self._codes:
+                self._end(generation, -number)
         if process and process.poll() is None:
             if number == signal.SIGKILL:
                 os.killpg(process.pid, number)
@@ -115,7 +120,7 @@ class Supervisor:
 
     def _watch(self, process: subprocess.Popen[str], generation: int) -> None:
         """Passes the output on, until the process has ended: its children may hold the pipe open."""
-        reading = threading.Thread(target=self._read, args=(process,), daemon=True)
+        reading = threading.Thread(target=self._read, args=(process, generation), daemon=True)
         reading.start()
         code = process.wait()
         reading.join(1.0)
@@ -124,15 +129,15 @@ class Supervisor:
             process.stdin.close()
         self._end(generation, code)
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
+    def _read(self, process: subprocess.Popen[str], generation: int) -> None:
         assert process.stdout
         with process.stdout:
             for line in process.stdout:
-                self._say(line.rstrip("\n"))
+                self._say(generation, line.rstrip("\n"))
 
-    def _say(self, line: str) -> None:
+    def _say(self, generation: int, line: str) -> None:
         with self._changed:
-            self._lines.append(line)
+            self._lines.append((generation, line))
             self._changed.notify_all()
 
     def _end(self, generation: int, code: int) -> None:

@@ -21,7 +21,9 @@ FAILED_S = 4.0  # for the others, when a process failed or a node is lost: to sa
 KILL_S = 3.0  # for a supervisor to tell that the kill was done
 SETTLED_S = 300.0  # after which a generation counts as settled, even if its metrics tell of no step
 STARTING_S = 10.0  # for a supervisor to answer, before training starts without it
-LEAVING_S = 15.0  # for the next generation to be ready, when a node is to go: then this one stops all the same
+LEAVING_S = 15.0  # for the next generation to be ready when a node is to go: then this one stops all the same
+JOINING_S = 300.0  # when nodes join
+STANDBY = "--standby"  # what tells the program to compile, and to wait
 READY = "ready: waits for its turn"  # what the program says (elastic/turn.py)
 
 
@@ -34,6 +36,7 @@ class Generation:
     since_s: float  # of the event that led to it
     codes: dict[str, int | None] = field(default_factory=dict)
     why_stopped: str = ""  # it was asked to
+    change_s: float = 0.0  # when it was first seen that the world is to change
     may_prepare: bool = True  # the next one, while it trains
     kill_at_s: float = float("inf")
     killed_s: float = float("inf")
@@ -41,7 +44,8 @@ class Generation:
     started_s: float = field(default_factory=time.monotonic)
     has_stepped: bool = False  # it has finished a step, as far as it is known
     is_settled: bool = False  # it has, or takes so long that others may join at once
-    is_ready: bool = False  # it has compiled, and waits for its turn
+    stands_by: bool = False  # it was started ahead, and not told yet that it is its turn
+    is_ready: bool = False  # to be told so: it has compiled
 
     @property
     def running(self) -> list[str]:
@@ -118,7 +122,7 @@ class Engine:
         for index, member in enumerate(members):
             ranks = [f"--coordinator={coordinator}", f"--num_processes={len(members)}", f"--process_id={index}"]
             member.start(self._number, [*ranks, *options])
-        return Generation(number=self._number, world=world, since_s=since_s)
+        return Generation(number=self._number, world=world, since_s=since_s, stands_by=STANDBY in options)
 
     def _await_world(self) -> World | None:
         """Waits for enough nodes, and for those that are just coming; None if this program was asked to stop."""
@@ -156,6 +160,7 @@ class Engine:
             for node in generation.running:
                 if node not in self._members.by_node:
                     self._note_end(generation, node, None)
+            self._let_begin(generation)
             self._note_first_step(generation)
             self._check_coming()
             self._stop_if_needed(generation)
@@ -169,6 +174,15 @@ class Engine:
             code = _code_of(generation, member) if generation else None
             if generation and code is not None:
                 self._note_end(generation, member.node, code)
+            for one in (generation, self._coming and self._coming.generation):
+                if one and member.news and (one.number, READY) in member.news.lines:
+                    one.is_ready = True
+
+    def _let_begin(self, generation: Generation) -> None:
+        """Tells a generation that was started ahead to begin, once it listens."""
+        if generation.stands_by and generation.is_ready:
+            generation.stands_by = False
+            self._members.by_node[generation.world.nodes[0]].send(generation.number, signal.SIGUSR1)
 
     def _note_end(self, generation: Generation, node: str, code: int | None) -> None:
         if not generation.codes:
@@ -191,8 +205,13 @@ class Engine:
                 self._stop(generation, self._coming.why)
             return
         why, patience_s = self._why_stop(generation)
-        if why and not (self._compile_ahead and generation.may_prepare and self._prepare(generation, why, patience_s)):
+        if not why:
+            return
+        generation.change_s = generation.change_s or time.monotonic()
+        if not (self._compile_ahead and patience_s and generation.is_settled and generation.may_prepare):
             self._stop(generation, why)
+        elif not self._starting():  # who takes the place of a node that is to go
+            self._prepare(generation, why, generation.change_s + patience_s)
 
     def _stop(self, generation: Generation, why: str) -> None:
         """Asks the program to stop: one process tells the others."""
@@ -210,44 +229,46 @@ class Engine:
             member = self._members.by_node[node]
             if self._members.is_going(member):
                 return f"{member.host} is to go", LEAVING_S
-        since_s = time.monotonic() - STARTING_S
-        starting = [m for m in self._members.by_node.values() if m.news is None and m.added_s > since_s]
-        if not starting and generation.is_settled:  # one after the other: a start that is stopped wins nothing
+        if not self._starting() and generation.is_settled:  # one after the other: a start that is stopped wins nothing
             better = self._choose()
             new = [node for node in better.nodes if node not in generation.world.nodes]
             if len(better.nodes) > len(generation.world.nodes):
-                return f"{self._names(new)} joined", SETTLED_S
+                return f"{self._names(new)} joined", JOINING_S
         return "", 0.0
+
+    def _starting(self) -> bool:
+        """Whether a node has just come, and its supervisor not answered yet."""
+        since_s = time.monotonic() - STARTING_S
+        return any(m.news is None and m.added_s > since_s for m in self._members.by_node.values())
 
     # ------------------------------------------------------------------------------------- the next one, started ahead
 
-    def _prepare(self, generation: Generation, why: str, patience_s: float) -> bool:
-        """Starts the next generation while this one trains, and returns whether it can be."""
-        generation.may_prepare = False  # again: if this fails, the next one starts when this one has ended
+    def _prepare(self, generation: Generation, why: str, until_s: float) -> None:
+        """Starts the next generation while this one trains; stops this one if there are not enough nodes for it."""
+        generation.may_prepare = False  # again: if it fails, the next one starts when this one has ended
         world = self._choose()
-        if not (patience_s and generation.is_settled and world.nodes):
-            return False
-        now_s = time.monotonic()
-        self._coming = Coming(generation=self._start(world, now_s, "--standby"), why=why, until_s=now_s + patience_s)
+        if not world.nodes:
+            self._stop(generation, why)
+            return
+        self._coming = Coming(generation=self._start(world, time.monotonic(), STANDBY), why=why, until_s=until_s)
         say(f"{why}: generation {self._number} is prepared: {len(world.nodes)} nodes: {self._names(world.nodes)}")
-        return True
 
     def _check_coming(self) -> None:
-        """Notes when the next generation is ready, and gives it up when it cannot be the next one any more."""
-        if not self._coming:
-            return
-        coming = self._coming.generation
-        if why := "the run is to stop" if self._signals else self._why_not(coming):
+        """Gives the next generation up when it cannot be the next one any more."""
+        if self._coming and self._signals:
+            self._give_up("the run is to stop")
+        elif self._coming and (why := self._why_not(self._coming.generation)):
+            nodes = self._coming.generation.world.nodes
             self._give_up(why)
-            return
-        news = self._members.by_node[coming.world.nodes[0]].news
-        coming.is_ready |= bool(news and READY in news.lines)
+            for node in nodes:
+                if node in self._members.by_node:
+                    self._members.by_node[node].warm_up()
 
     def _why_not(self, coming: Generation) -> str:
         """Returns why a generation that was started ahead cannot train, "" if it can."""
         for node in coming.world.nodes:
             member = self._members.by_node.get(node)
-            if member is None or not member.answers:
+            if member is None:
                 return f"{self._name(node)} is lost"
             if self._members.is_going(member):
                 return f"{member.host} is to go"
@@ -266,14 +287,18 @@ class Engine:
                 self._members.by_node[node].send(coming.number, signal.SIGKILL)
 
     def _take_turn(self) -> Generation | None:
-        """Lets the generation that waits for its turn train, if there is one."""
+        """Returns the generation that was started ahead, if it can train now."""
         self._members.give_back()
         self._check_coming()
-        if not self._coming:
-            return None
-        generation, self._coming = self._coming.generation, None
-        self._members.by_node[generation.world.nodes[0]].send(generation.number, signal.SIGUSR1)
-        return generation
+        silent = [
+            member.host
+            for node in (self._coming.generation.world.nodes if self._coming else ())
+            if not (member := self._members.by_node[node]).answers
+        ]
+        if silent:
+            self._give_up(f"{', '.join(silent)} does not answer")
+        coming, self._coming = self._coming, None
+        return coming.generation if coming else None
 
     # -------------------------------------------------------------------------------------------------------- its end
 
@@ -308,10 +333,11 @@ class Engine:
 
     def _print(self, member: "Member", generation: Generation | None) -> None:
         assert member.news
-        first = generation.world.nodes[0] if generation else None
-        for line in member.news.lines:
-            self._last_words[member.node] = line
-            print(line if member.node == first else f"[{member.host}] {line}", flush=True)
+        first = generation and (generation.number, generation.world.nodes[0])
+        for number, line in member.news.lines:
+            if not (self._coming and number == self._coming.generation.number):
+                self._last_words[member.node] = line
+            print(line if (number, member.node) == first else f"[{member.host}] {line}", flush=True)
 
     def _say_once(self, text: str) -> None:
         if text != self._said:

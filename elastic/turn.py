@@ -1,6 +1,7 @@
 """Lets an engine start a run while the last one still trains: it compiles, says so, and waits for its turn."""
 
 import signal
+import sys
 import time
 
 import jax
@@ -22,7 +23,8 @@ class Turn:
     def comes(self, interruption: Interruption) -> bool:
         """Says that all is ready, and waits; False if the run is asked to stop before. Every process must call it."""
         if jax.process_index() == 0:
-            print(READY, flush=True)
+            sys.stdout.write(f"{READY}\n")  # at once: jax's threads may print too
+            sys.stdout.flush()
         while not interruption.requested():
             if from_process_zero(new_ticket("turn"), self._wait):
                 return True

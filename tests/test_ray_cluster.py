@@ -22,15 +22,15 @@ pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs Ray: pip install -r requirements-ray.txt"),
 ]
 WAIT_S = 300
-# train.py with a pause before each step; process 1 is killed once, when the run has grown and is at step 16.
+# train.py with a pause before each step; process 1 is killed once, some steps after the run has grown.
 PROGRAM = """
-import os, signal, sys, time
+import itertools, os, signal, sys, time
 import train
-next_batch = train.Batches.__next__
+next_batch, steps = train.Batches.__next__, itertools.count()
 def slow_next_batch(self):
     time.sleep(0.5)
     is_it = {{"--num_processes=3", "--process_id=1"}} <= set(sys.argv)
-    if self.step >= 16 and is_it and not os.path.exists("{marker}"):
+    if next(steps) >= 8 and is_it and not os.path.exists("{marker}"):
         open("{marker}", "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
     return next_batch(self)
@@ -38,7 +38,7 @@ if __name__ == "__main__":
     train.Batches.__next__ = slow_next_batch
     sys.exit(train.main(sys.argv))
 """
-CHANGES = {"num_steps": 70, "checkpoint__every": 4, "mesh__devices_per_node": 1, "sharding__partition_size": 1}
+CHANGES = {"num_steps": 160, "checkpoint__every": 4, "mesh__devices_per_node": 1, "sharding__partition_size": 1}
 
 
 @pytest.fixture
@@ -47,7 +47,8 @@ def cluster(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     program = tmp_path / "slow_train.py"
     program.write_text(PROGRAM.format(marker=tmp_path / "killed"))
     train = [sys.executable, str(program), *arguments(tmp_path / "run", **CHANGES, mesh__num_cpu_devices=1)]
-    driver = [sys.executable, "-m", "cluster.ray", "--min_nodes=2", "--max_nodes=3", "--devices_per_node=1", "--"]
+    driver = [sys.executable, "-m", "cluster.ray", "--min_nodes=2", "--max_nodes=3", "--devices_per_node=1"]
+    driver += ["--compile_ahead", "--"]
     emulate = ["cluster.emulate", f"--name={name(tmp_path)}", "--nodes=3", "--devices_per_node=1"]
     command = [sys.executable, "-m", *emulate, f"--workdir={tmp_path}/nodes", "--", sys.executable, "-m"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": XLA_FLAGS}
@@ -80,14 +81,15 @@ def test_a_run_grows_shrinks_and_survives(cluster: subprocess.Popen[bytes], tmp_
     await_line(r"generation 1: step \d+ is done", tmp_path, cluster)
     added = f"added-{name(tmp_path)}"  # only to find it
     assert ctl(f"--name={name(tmp_path)}", "add", "--", sys.executable, "-m", "cluster.ray_nodes", added)[0] == 0
-    await_line(r"node3 joined: the program is asked to stop", tmp_path, cluster)
+    await_line(r"node3 joined: generation 2 is prepared: 3 nodes: node1, node2, node3\n", tmp_path, cluster)
+    await_line(r"ready: waits for its turn\n(?:.*\n)*.*node3 joined: the program is asked to stop", tmp_path, cluster)
     await_line(r"generation 1 stopped at step \d+: node\d with 75, node\d with 75\n", tmp_path, cluster)
     await_line(r"generation 2: 3 nodes: node1, node2, node3; spares: none", tmp_path, cluster)
     await_line(r"node2: the program ended by SIGKILL", tmp_path, cluster)
     await_line(r"generation 3: step \d+ is done", tmp_path, cluster)
     (launcher,) = [p for p in running_with(added) if b"ray_nodes" in Path(f"/proc/{p}/cmdline").read_bytes()]
     os.kill(launcher, signal.SIGTERM)  # Ray drains the node
-    await_line(r"node3 is to go: the program is asked to stop", tmp_path, cluster)
+    await_line(r"node3 is to go: generation 4 is prepared: 2 nodes: node1, node2\n", tmp_path, cluster)
     await_line(r"generation 4: 2 nodes: node1, node2; spares: none", tmp_path, cluster)
     assert cluster.wait(WAIT_S) == 0, (tmp_path / "log").read_text()
     assert not running_with(str(tmp_path))

@@ -29,7 +29,8 @@ class Member:
     ignores: bool = False  # signals
     codes: dict[int, int | None] = field(default_factory=dict)  # of the generations
     arguments: dict[int, Sequence[str]] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # that it says at each turn
+    ready: set[int] = field(default_factory=set)  # the generations that have compiled
 
     @property
     def node(self) -> str:
@@ -45,7 +46,8 @@ class Member:
             return None
         return News(
             codes=dict(self.codes),
-            lines=self.lines,
+            lines=[(self.cluster.training, line) for line in self.lines]
+            + [(generation, ray_train.READY) for generation in self.ready],
             is_leaving=self.is_leaving,
             is_warm=True,
             free_port=4000,
@@ -72,6 +74,7 @@ class Member:
         if number == signal.SIGTERM:  # all agree on a step
             self.cluster.end_all(75)
         elif number == signal.SIGUSR1:
+            assert generation in self.ready, "it would be killed"
             self.cluster.training = generation
         elif self.codes[generation] is None:
             self.codes[generation] = -number
@@ -340,21 +343,19 @@ def test_the_next_generation_compiles_while_the_last_one_trains(
         cluster.join("c")
         cluster.step(1)
         yield from until(lambda: standing_by(cluster, 2) == "abc")
-        cluster.by_node["b"].lines = [ray_train.READY]  # it is process 0 that says so
         yield from (None for _ in range(10))
         assert cluster.world() == "ab"
         cluster.step(2)
         assert not cluster.sent
-        cluster.by_node["a"].lines = [ray_train.READY]
+        cluster.by_node["a"].ready.add(2)
         yield from until(lambda: cluster.world() == "abc")
-        cluster.by_node["a"].lines = cluster.by_node["b"].lines = []
         assert cluster.sent == [("a", signal.SIGTERM), ("a", signal.SIGUSR1)]
         cluster.step(3)
         cluster.by_node["a"].is_leaving = True
-        yield from until(
-            lambda: standing_by(cluster, 3) == "bc" and cluster.world() == "bc"
-        )  # it is not waited for long
-        assert cluster.dropped == ["a"] and cluster.sent[2:] == [("a", signal.SIGTERM), ("b", signal.SIGUSR1)]
+        yield from until(lambda: cluster.dropped == ["a"])  # it is not waited for long
+        assert standing_by(cluster, 3) == "bc" and cluster.sent[2:] == [("a", signal.SIGTERM)]
+        cluster.by_node["b"].ready.add(3)
+        yield from until(lambda: cluster.world() == "bc")
         cluster.end_all(0)
         yield
 
@@ -397,12 +398,57 @@ def test_a_failure_while_the_next_generation_compiles(tmp_path: Path) -> None:
         yield from until(lambda: standing_by(cluster, 2) == "a")
         cluster.drop("b", "")
         cluster.by_node["a"].code = 75
+        yield from (None for _ in range(5))
+        assert not cluster.sent
+        cluster.by_node["a"].ready.add(2)
         yield from until(lambda: cluster.world() == "a")
         assert cluster.sent == [("a", signal.SIGUSR1)]
         cluster.end_all(0)
         yield
 
     assert play("ab", story, tmp_path, compile_ahead=True)[0] == 0
+
+
+def test_a_spare_takes_the_place_of_a_node_that_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor is only just starting: the next generation is not prepared without it."""
+    monkeypatch.setattr(ray_train, "STARTING_S", 60.0)
+
+    def story(cluster: Members) -> Iterator[object]:
+        yield from until(lambda: cluster.world() == "ab")
+        cluster.step(1)
+        cluster.by_node["b"].is_leaving = True
+        cluster.join("c")
+        cluster.by_node["c"].has_begun = cluster.by_node["c"].answers = False
+        yield from (None for _ in range(10))
+        assert cluster.world() == "ab" and not cluster.sent
+        cluster.by_node["c"].has_begun = cluster.by_node["c"].answers = True
+        yield from until(lambda: standing_by(cluster, 2) == "ac")
+        cluster.by_node["a"].ready.add(2)
+        yield from until(lambda: cluster.world() == "ac")
+        cluster.end_all(0)
+        yield
+
+    assert play("ab", story, tmp_path, least=2, most=2, compile_ahead=True)[0] == 0
+
+
+def test_a_supervisor_is_silent_when_it_is_the_next_turn(tmp_path: Path) -> None:
+    """It was silent while it compiled too, which does not matter."""
+
+    def story(cluster: Members) -> Iterator[object]:
+        yield from until(lambda: cluster.world() == "a")
+        cluster.step(1)
+        cluster.join("b")
+        yield from until(lambda: standing_by(cluster, 2) == "ab")
+        cluster.by_node["b"].answers = False
+        yield from (None for _ in range(10))
+        assert cluster.world() == "a"
+        cluster.by_node["a"].ready.add(2)
+        yield from until(lambda: cluster.training == 3)
+        assert cluster.world() == "a" and ("b", signal.SIGKILL) in cluster.sent
+        cluster.end_all(0)
+        yield
+
+    assert play("a", story, tmp_path, compile_ahead=True)[0] == 0
 
 
 @pytest.mark.parametrize("code", [0, 75])

@@ -54,7 +54,7 @@ def collect(supervisor: Supervisor, text: str = "", *, ended: bool = False) -> t
     deadline_s = time.monotonic() + WAIT_S
     while time.monotonic() < deadline_s:
         news = supervisor.news(0.2)
-        lines += news.lines
+        lines += [line for _, line in news.lines]
         if (None not in news.codes.values()) if ended else any(text in line for line in lines):
             return news, lines
     raise AssertionError(f"no {text or 'end'} in {lines}")
@@ -88,12 +88,25 @@ def test_two_generations_at_a_time(supervisor: Supervisor) -> None:
     supervisor.start(2, ["--wait"])
     collect(supervisor, "started")
     supervisor.send(1, signal.SIGTERM)
-    while supervisor.news(WAIT_S).codes[1] is None:
-        pass
-    assert supervisor.news(0.0).codes == {1: 75, 2: None}
+    deadline_s = time.monotonic() + WAIT_S
+    while (news := supervisor.news(0.2)).codes[1] is None:
+        assert time.monotonic() < deadline_s
+    assert news.codes == {1: 75, 2: None}
     supervisor.send(1, signal.SIGKILL)  # it has ended: nothing happens
     supervisor.send(2, signal.SIGTERM)
     assert collect(supervisor, ended=True)[0].codes == {1: 75, 2: 75}
+
+
+def test_lines_and_an_early_kill_know_their_generation(supervisor: Supervisor) -> None:
+    supervisor.send(1, signal.SIGKILL)  # overtook the start
+    supervisor.start(1, [])
+    supervisor.start(2, [])
+    lines, deadline_s = list[tuple[int, str]](), time.monotonic() + WAIT_S
+    while (2, "started with 3") not in lines:
+        lines += supervisor.news(0.2).lines
+        assert time.monotonic() < deadline_s
+    assert {generation for generation, _ in lines} == {2}
+    assert collect(supervisor, ended=True)[0].codes == {1: -signal.SIGKILL, 2: 3}
 
 
 def test_a_killed_spare_is_replaced(supervisor: Supervisor) -> None:

@@ -2,29 +2,56 @@
 
 import json
 import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from running import IGNORED, arguments, finish, losses, start, start_together, steps_logged, wait_until
+import pytest
+from running import IGNORED, TIMEOUT_S, arguments, finish, losses, start, start_together, steps_logged, wait_until
 
 from cluster import ray_train
 from elastic.turn import READY
 
 pytestmark = IGNORED
+Process = subprocess.Popen[str]
 
 
 def test_the_engine_knows_the_word() -> None:
     assert ray_train.READY == READY
 
 
-def test_it_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
+@pytest.fixture
+def started() -> Iterator[Callable[[Process], Process]]:
+    """Notes processes, which end with the test."""
+    noted: list[Process] = []
+
+    def note(process: Process) -> Process:
+        noted.append(process)
+        return process
+
+    yield note
+    for process in noted:
+        process.kill()
+        process.communicate()
+
+
+def await_ready(process: Process) -> None:
+    watch = threading.Timer(TIMEOUT_S, process.kill)
+    watch.start()
+    assert process.stdout and READY in iter(lambda: process.stdout.readline().rstrip(), "")
+    watch.cancel()
+
+
+def test_it_goes_on_where_the_last_one_stopped(tmp_path: Path, started: Callable[[Process], Process]) -> None:
     """Two processes wait beside one that trains, and have touched nothing when it stops."""
     (tmp_path / "memory").mkdir(mode=0o700)
     memory = {"elastic__snapshot_every": 1, "elastic__memory_dir": tmp_path / "memory"}
     args = arguments(tmp_path / "run", num_steps=100000, checkpoint__every=0, **memory)
-    old = start([*args, "--config.mesh.num_cpu_devices=2"], pause_s=0.1)
+    old = started(start([*args, "--config.mesh.num_cpu_devices=2"], pause_s=0.1))
     wait_until(lambda: steps_logged(tmp_path / "run") > 0, old)
-    coming = start_together([*args, "--standby"], 2, devices=1, pause_s=0.05)
-    assert coming[0].stdout and READY in iter(lambda: coming[0].stdout.readline().rstrip(), "")
+    coming = [*map(started, start_together([*args, "--standby"], 2, devices=1, pause_s=0.05))]
+    await_ready(coming[0])
     assert len(began_at(tmp_path)) == 1
     before = steps_logged(tmp_path / "run")
     wait_until(lambda: steps_logged(tmp_path / "run") > before, old)
@@ -42,9 +69,9 @@ def test_it_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "run")) > stopped_at
 
 
-def test_it_is_asked_to_stop_before_its_turn(tmp_path: Path) -> None:
-    waiting = start([*arguments(tmp_path / "run"), "--config.mesh.num_cpu_devices=2", "--standby"])
-    assert waiting.stdout and READY in iter(lambda: waiting.stdout.readline().rstrip(), "")
+def test_it_is_asked_to_stop_before_its_turn(tmp_path: Path, started: Callable[[Process], Process]) -> None:
+    waiting = started(start([*arguments(tmp_path / "run"), "--config.mesh.num_cpu_devices=2", "--standby"]))
+    await_ready(waiting)
     waiting.send_signal(signal.SIGTERM)
     ((code, _, err),) = finish(waiting)
     assert code == 75 and not (tmp_path / "run").exists(), err

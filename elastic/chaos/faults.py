@@ -49,7 +49,7 @@ def suffer(run: ElasticRun, event: Event) -> Outcome:
     at_step, grows = run.step, event.kind == "join"
     bigger = lambda: len(run.world) > nodes or len(run.world) == run.max_nodes
     run.wait(
-        lambda: run.generation > generation and run.is_settled and (not grows or bigger()),
+        lambda: run.generation > generation and run.is_settled and run.has_stepped and (not grows or bigger()),
         f"recovery from {event.kind} of node{node}",
         RECOVERY_S,
     )

@@ -70,6 +70,7 @@ class ElasticRun:
         self.step, self.lost_steps, self.source = 0, 0, ""
         self._name = f"chaos-{os.getpid()}"
         self._stepped_s: list[float] = []  # when each finished step was seen
+        self._steps_before = 0  # how many of them were seen before this start began
         self._newest = 0  # the newest step of this history of the run
         self._unread = b""
         self._later: list[tuple[float, Callable[[], None]]] = []
@@ -127,7 +128,7 @@ class ElasticRun:
             self.is_settled = False
         elif found := BEGINS.search(said.text):
             self.lost_steps += max(0, self._newest - int(found[1]))
-            self._newest = int(found[1])
+            self._newest, self._steps_before = int(found[1]), len(self._stepped_s)
             self.source = found[2] or "nothing"
 
     def wait(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
@@ -147,6 +148,11 @@ class ElasticRun:
     def since(self, start_s: float, pattern: re.Pattern[str]) -> float | None:
         """Returns how long after a time the first line came that matches, None if there is none."""
         return next((s.at_s - start_s for s in self.said if s.at_s >= start_s and pattern.search(s.text)), None)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the metrics have a step of this start."""
+        return len(self._stepped_s) > self._steps_before
 
     def longest_pause(self, start_s: float) -> float:
         """Returns the longest time between two finished steps, of which the second came after a time."""
