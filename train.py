@@ -29,7 +29,7 @@ from configs import door
 from configs.door import Config
 from elastic import processes
 from elastic.attempts import alone_in
-from elastic.heartbeat import ElasticConfig, Heartbeat
+from elastic.heartbeat import IN_A_STEP, ElasticConfig, Heartbeat
 from elastic.interruption import EXIT_RESUMABLE, Interruption
 from elastic.meeting import meet
 from elastic.snapshots import Snapshots
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
             start_jax(config, values)
             code = EXIT_RESUMABLE  # a process that is lost before all have met
             peers = meet(values.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS"))
-            heartbeat.start(jax.process_index(), peers, elastic.silence_s)
+            heartbeat.start(jax.process_index(), peers, elastic.silence_s, elastic.stall_s)
             code = EXIT_BAD_CONFIG
             if is_finished(config, workdir):
                 return heartbeat.end(0)
@@ -340,7 +340,9 @@ def train(run: Run, interruption: Interruption, heartbeat: Heartbeat) -> int:
     with log, run.checkpointer, run.snapshots, training_batches(run) as batches:
         while step < config.num_steps and not interruption.requested():
             heartbeat.completed(pending.step - 1 if pending else step)  # `pending` may still be running
+            heartbeat.does("reads a batch")
             batch = ex.to_devices(next(batches))
+            heartbeat.does(IN_A_STEP)
             state, metrics = ex.settled(run.step_fn(state, batch))
             step += 1
             previous, pending = pending, Pending(step=step, metrics=metrics, data_wait_s=batches.wait_s)
@@ -353,6 +355,7 @@ def train(run: Run, interruption: Interruption, heartbeat: Heartbeat) -> int:
             if evaluates or saves or keeps or not ex.runs_ahead:
                 report(run, pending)
                 pending = None
+            heartbeat.does("")  # these have time-outs of their own, or take long
             validation = validate(run, step, state) if evaluates else None
             if keeps:
                 snapshot(run, step, state)

@@ -177,6 +177,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.elastic = ConfigDict(
         {
             "silence_s": 30.0,  # a process that is not heard of for so long ends the run
+            "stall_s": 600.0,  # so does a step, or the reading of a batch, that takes longer
             "snapshot_every": -1,  # steps between snapshots in memory; -1: as costs under 2 % of the time; 0: none
             "memory_dir": "/dev/shm",  # the RAM disk of each node
         }

@@ -3,8 +3,9 @@
 Process 0 holds a TCP connection to every other process, and both ends of each send a line a second, from a thread of
 their own: compiling, restoring or waiting in a collective is not silence. A process that ends says so before it closes
 its connection. Whoever misses another for too long tells all whom it reaches; each prints what happened and ends by
-`os._exit`, because its main thread may be in a collective that never returns. (How long a main thread may take for a
-step is not judged here.) A line carries the last step of its sender; what process 0 passes on, the last steps of all.
+`os._exit`, because its main thread may be in a collective that never returns. A line carries the last step of its
+sender, and what its main thread does; what process 0 passes on, the last steps of all. When no main thread has got any
+further for too long, process 0 ends the run, and says which one keeps the others waiting.
 """
 
 import contextlib
@@ -28,6 +29,7 @@ import jax
 
 from elastic.interruption import EXIT_RESUMABLE
 
+IN_A_STEP = "is in a step"
 _BEAT_S = 1.0
 _GRACE_S = 5.0  # for a process to fail by itself with the error that another one failed with
 _LEAVE_S = 5.0  # for the others to leave before process 0, with which jax's service ends and aborts who is there
@@ -38,6 +40,7 @@ class ElasticConfig:
     """The section `elastic` of the config."""
 
     silence_s: float
+    stall_s: float
     snapshot_every: int  # steps; 0: no snapshots, -1: as many as cost under 2 % of the time
     memory_dir: str
 
@@ -47,6 +50,8 @@ class ElasticConfig:
             raise ValueError(f"elastic.snapshot_every={self.snapshot_every} must be at least -1")
         if not 1 <= self.silence_s <= 60:
             raise ValueError(f"elastic.silence_s={self.silence_s} must be from 1 to 60 (jax aborts after 100 s)")
+        if not self.stall_s >= 1:
+            raise ValueError(f"elastic.stall_s={self.stall_s} must be 1 or more; inf waits for ever")
 
 
 @dataclass(kw_only=True)
@@ -60,6 +65,7 @@ class Peer:
     unsent: bytes = b""
     sending: threading.Lock = field(default_factory=threading.Lock)  # the main thread sends too
     heard_s: float = field(default_factory=time.monotonic)
+    doing: tuple[str, float] = ("", 0.0)  # what its main thread does, and for how many seconds
     said_goodbye: bool = False
     gone: bool = False  # it closed its connection
 
@@ -100,17 +106,19 @@ class Heartbeat:
     """Watches the other processes from a thread; does nothing in a run of one process."""
 
     def __init__(self) -> None:
-        self._me, self._silence_s, self._beat_s = 0, 0.0, _BEAT_S
+        self._me, self._silence_s, self._stall_s, self._beat_s = 0, 0.0, float("inf"), _BEAT_S
         self._peers: list[Peer] = []
         self._own: dict[str, int] = {}  # this process: its last completed step; replaced whole, the threads share it
+        self._doing = ("", 0.0)  # the main thread, and since when; replaced whole too
         self._steps: dict[str, int] = {}  # the same of the others, as far as it is known here
         self._verdict: Verdict | None = None
         self._act_at_s = self._exit_at_s = float("inf")
         self._leaving = False
 
-    def start(self, me: int, peers: Sequence[Peer], silence_s: float) -> None:
+    def start(self, me: int, peers: Sequence[Peer], silence_s: float, stall_s: float) -> None:
         """Starts to watch `peers`: every other process in process 0, process 0 in the others."""
         self._me, self._silence_s, self._beat_s = me, silence_s, min(_BEAT_S, silence_s / 4)
+        self._stall_s = stall_s
         self._peers = list(peers)
         if peers:
             _delay_aborts()
@@ -120,6 +128,10 @@ class Heartbeat:
     def completed(self, step: int) -> None:
         """Notes the last step that this process completed."""
         self._own = {str(self._me): step}
+
+    def does(self, what: str) -> None:
+        """Notes what the main thread does from now on, `reads a batch` for example; "" may take as long as it likes."""
+        self._doing = (what, time.monotonic())
 
     def await_verdict(self, error: BaseException) -> None:
         """If an error may come from the loss of another process, waits for the verdict on it, which ends the program.
@@ -177,10 +189,11 @@ class Heartbeat:
             if time.monotonic() >= next_beat_s:
                 next_beat_s = time.monotonic() + self._beat_s
                 for peer in self._peers:
-                    peer.send(steps=self._own)
+                    peer.send(steps=self._own, doing=self._doing_for())
 
     def _take(self, peer: Peer, message: dict[str, Any]) -> None:
         self._steps |= message.get("steps", {})
+        peer.doing = tuple(message.get("doing", peer.doing))
         peer.said_goodbye |= "goodbye" in message
         if "verdict" in message:
             peer.said_goodbye = True
@@ -198,6 +211,21 @@ class Heartbeat:
             self._conclude(Verdict(text=f"{', '.join(map(str, silent))}: {why}", with_stacks=True))
         for peer in silent:
             peer.gone = True
+        if not self._me:
+            self._judge_main_threads()
+
+    def _judge_main_threads(self) -> None:
+        """Ends the run if none has got any further for too long: those in a step wait for those that are not."""
+        doing = {f"process 0 on {socket.gethostname()}": self._doing_for()}
+        doing |= {str(peer): peer.doing for peer in self._peers}
+        if all(what and for_s > self._stall_s for what, for_s in doing.values()):
+            late = [f"{who} {what}" for who, (what, _) in doing.items() if what != IN_A_STEP]
+            said = ", ".join([*late, f"every {'other ' if late else ''}process {IN_A_STEP}"])
+            self._conclude(Verdict(text=f"no progress for {self._stall_s:g} s: {said}", with_stacks=True))
+
+    def _doing_for(self) -> tuple[str, float]:
+        what, since_s = self._doing
+        return what, time.monotonic() - since_s
 
     def _conclude(self, verdict: Verdict) -> None:
         """Takes the first verdict, and passes it on."""

@@ -49,7 +49,7 @@ def reach():
 heartbeat._GRACE_S = 1.5
 watch = Heartbeat()
 peers = listen() if me == 0 else reach()
-watch.start(me, peers, 2.5)
+watch.start(me, peers, 2.5, 3.0)
 watch.completed(10 + me)
 print("ready", flush=True)
 {then}
@@ -105,6 +105,32 @@ def test_jax_aborts_before_the_loss_is_noticed() -> None:
     time.sleep(0.5)
     players[0].kill()
     check_ended(finish(*players)[1:], f"^error: process 0 on {HOST} died .*; {last_steps(1, 0)}")
+
+
+STEP, READ = f"watch.does(heartbeat.IN_A_STEP)\n{WAIT}", f"watch.does('reads a batch')\n{WAIT}"
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_main_thread_hangs(late: int) -> None:
+    """All are well but one, which the others wait for in a collective."""
+    outcomes = finish(*play([free_port()] * 3, dict.fromkeys(range(3), STEP) | {late: READ}))
+    said = rf"^error: no progress for 3 s: process {late} on {HOST} reads a batch, every other process is in a step; "
+    check_ended(outcomes, said + last_steps(2, 1, 0))
+    assert all("Thread" in err for _, _, err in outcomes)
+
+
+def test_a_collective_hangs() -> None:
+    outcomes = finish(*play([free_port()] * 2, dict.fromkeys(range(2), STEP)))
+    check_ended(outcomes, "^error: no progress for 3 s: every process is in a step; ")
+
+
+def test_what_may_take_long_is_no_hang() -> None:
+    """One of them validates, saves or compiles."""
+    ends = "watch.does('')\ntime.sleep(6)\nprint('still there', flush=True)\nsys.exit(watch.end(0))"
+    outcomes = finish(
+        *play([free_port()] * 2, {0: f"{STEP[: -len(WAIT)]}time.sleep(7)\nsys.exit(watch.end(0))", 1: ends})
+    )
+    assert [code for code, _, _ in outcomes] == [0, 0] and "still there" in outcomes[1][1], outcomes
 
 
 def test_an_abort_for_another_reason() -> None:
@@ -257,7 +283,7 @@ def test_strangers_are_sent_away() -> None:
 @pytest.mark.parametrize("silence_s", [0.5, 90.0])
 def test_a_bound_that_cannot_be_kept(silence_s: float) -> None:
     with pytest.raises(ValueError, match="must be from 1 to 60"):
-        ElasticConfig(silence_s=silence_s, snapshot_every=0, memory_dir="/dev/shm")
+        ElasticConfig(silence_s=silence_s, stall_s=600.0, snapshot_every=0, memory_dir="/dev/shm")
 
 
 def run_two(workdir: Path) -> list[subprocess.Popen[str]]:
@@ -285,6 +311,27 @@ def test_a_real_run(tmp_path: Path, victim: int, number: int) -> None:
     finish(two[victim])
     what = "died" if number == signal.SIGKILL else "silent for 4 s"
     check_ended(outcome, rf"^error: process {victim} on {HOST}:? {what} .*; last completed step: [0-9]+ \(process")
+
+
+HANGS = """
+import sys, time
+import train
+well = train.Batches.__next__
+def hang(self):
+    if self.step == 3 and "--process_id=1" in sys.argv:
+        time.sleep(1000)
+    return well(self)
+train.Batches.__next__ = hang
+"""
+
+
+@pytest.mark.slow
+def test_a_real_run_hangs_in_its_data(tmp_path: Path) -> None:
+    args = arguments(tmp_path, elastic__stall_s=5.0)
+    outcomes = finish(*start_together(args, 2, devices=1, first=HANGS))
+    said = rf"^error: no progress for 5 s: process 1 on {HOST} reads a batch, every other process is in a step; last .*"
+    check_ended(outcomes, said)
+    assert "in hang" in outcomes[1][2]  # the stacks
 
 
 @EMULATED
