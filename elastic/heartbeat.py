@@ -221,7 +221,9 @@ class Heartbeat:
         if all(what and for_s > self._stall_s for what, for_s in doing.values()):
             late = [f"{who} {what}" for who, (what, _) in doing.items() if what != IN_A_STEP]
             said = ", ".join([*late, f"every {'other ' if late else ''}process {IN_A_STEP}"])
-            self._conclude(Verdict(text=f"no progress for {self._stall_s:g} s: {said}", with_stacks=True))
+            self._conclude(
+                Verdict(text=f"no progress for {self._stall_s:g} s (elastic.stall_s): {said}", with_stacks=True)
+            )
 
     def _doing_for(self) -> tuple[str, float]:
         what, since_s = self._doing

@@ -1,0 +1,43 @@
+"""Which nodes of a Ray cluster get a supervisor, with a Ray that says what the test wants."""
+
+from typing import Any
+
+import pytest
+
+from cluster.ray_supervisor import News
+
+ray_members = pytest.importorskip("cluster.ray_members", reason="needs Ray: pip install -r requirements-ray.txt")
+
+
+@pytest.fixture
+def members(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of the nodes a, b and c, at most two."""
+    members = ray_members.Members(2, ["python", "train.py"], ".", {}, print)
+    nodes = [{"NodeID": x, "Alive": True, "Resources": {"CPU": 1.0}, "NodeManagerHostname": x} for x in "abc"]
+
+    def add(node: Any) -> None:
+        name = node["NodeID"]
+        members.by_node[name] = ray_members.Member(node=name, host=name, address=name, supervisor=None, asked=None)
+
+    monkeypatch.setattr(ray_members.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray_members.ray._private.state.state, "get_draining_nodes", lambda: members.drained)
+    monkeypatch.setattr(members, "_add", add)
+    members.drained = {}
+    return members
+
+
+def test_no_more_than_wanted(members: Any) -> None:
+    members._look()
+    assert (list(members.by_node), members.spare_hosts) == (["a", "b"], ["c"])
+    members.drained = {"a": 0}
+    members._look()
+    assert (list(members.by_node), members.spare_hosts) == (["a", "b", "c"], [])
+
+
+def test_a_supervisor_that_never_begins_keeps_no_node_out(members: Any) -> None:
+    members._look()
+    members.by_node["a"].added_s -= ray_members.BEGIN_S + 1
+    members.by_node["b"].news = News(codes={}, lines=[], is_leaving=False, is_warm=True, free_port=1)
+    members.by_node["b"].added_s -= ray_members.BEGIN_S + 1
+    members._look()
+    assert list(members.by_node) == ["a", "b", "c"]
