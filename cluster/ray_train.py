@@ -5,11 +5,11 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.progress import Progress, read_progress
+from cluster.progress import read_progress
+from cluster.ray_generation import Coming, Generation, how
 from cluster.ray_plan import RESUMABLE, Limits, Patience, World, choose, judge
 
 if TYPE_CHECKING:  # it needs Ray
@@ -25,41 +25,6 @@ LEAVING_S = 15.0  # for the next generation to be ready when a node is to go: th
 JOINING_S = 300.0  # when nodes join
 STANDBY = "--standby"  # what tells the program to compile, and to wait
 READY = "ready: waits for its turn"  # what the program says (elastic/turn.py)
-
-
-@dataclass(kw_only=True)
-class Generation:
-    """One start of the program: its world, how its processes ended, and until when they may run."""
-
-    number: int
-    world: World
-    since_s: float  # of the event that led to it
-    codes: dict[str, int | None] = field(default_factory=dict)
-    why_stopped: str = ""  # it was asked to
-    change_s: float = 0.0  # when it was first seen that the world is to change
-    may_prepare: bool = True  # the next one, while it trains
-    kill_at_s: float = float("inf")
-    killed_s: float = float("inf")
-    progress: Progress = field(default_factory=Progress)
-    started_s: float = field(default_factory=time.monotonic)
-    has_stepped: bool = False  # it has finished a step, as far as it is known
-    is_settled: bool = False  # it has, or takes so long that others may join at once
-    stands_by: bool = False  # it was started ahead, and not told yet that it is its turn
-    is_ready: bool = False  # to be told so: it has compiled
-
-    @property
-    def running(self) -> list[str]:
-        """Returns the nodes whose processes run, as far as it is known."""
-        return [node for node in self.world.nodes if node not in self.codes]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Coming:
-    """A generation that was started while another one trains, and waits for its turn."""
-
-    generation: Generation
-    why: str
-    until_s: float  # it is waited for
 
 
 class Engine:
@@ -171,7 +136,7 @@ class Engine:
         for member in self._members.turn():
             self._hosts[member.node] = member.host
             self._print(member, generation)
-            code = _code_of(generation, member) if generation else None
+            code = generation.code_on(member) if generation else None
             if generation and code is not None:
                 self._note_end(generation, member.node, code)
             for one in (generation, self._coming and self._coming.generation):
@@ -189,7 +154,7 @@ class Engine:
             if not generation.why_stopped:
                 self._event_s = time.monotonic()
                 if code:
-                    say(f"{self._name(node)}: the program ended {_how(code)}")
+                    say(f"{self._name(node)}: the program ended {how(code)}")
             patience_s = LAST_S if code == 0 or (generation.why_stopped and code == RESUMABLE) else FAILED_S
             generation.kill_at_s = min(generation.kill_at_s, time.monotonic() + patience_s)
         generation.codes[node] = code
@@ -272,8 +237,8 @@ class Engine:
                 return f"{self._name(node)} is lost"
             if self._members.is_going(member):
                 return f"{member.host} is to go"
-            if (code := _code_of(coming, member)) is not None:
-                return f"the program ended {_how(code)} on {member.host}"
+            if (code := coming.code_on(member)) is not None:
+                return f"the program ended {how(code)} on {member.host}"
         return ""
 
     def _give_up(self, why: str) -> None:
@@ -345,7 +310,7 @@ class Engine:
             say(text)
 
     def _codes(self, generation: Generation) -> str:
-        return ", ".join(f"{self._name(node)} {_how(code)}" for node, code in generation.codes.items())
+        return ", ".join(f"{self._name(node)} {how(code)}" for node, code in generation.codes.items())
 
     def _name(self, node: str) -> str:
         return self._hosts.get(node, node)
@@ -373,15 +338,3 @@ def say(text: str) -> None:
     now_s = time.time()
     clock = time.strftime("%H:%M:%S", time.localtime(now_s))
     print(f"{clock}.{int(now_s * 10) % 10} {text}", file=sys.stderr, flush=True)
-
-
-def _code_of(generation: Generation, member: "Member") -> int | None:
-    """Returns how a generation's process ended on a node, by the latest news; None if it runs, or has none there."""
-    is_its = member.news and member.node in generation.running
-    return member.news.codes.get(generation.number) if member.news and is_its else None
-
-
-def _how(code: int | None) -> str:
-    if code is None:
-        return "lost"
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"with {code}"
