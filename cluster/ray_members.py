@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.ray_supervisor import News, Supervisor
@@ -143,7 +143,7 @@ class Members:
         """Takes an answer and asks again; returns whether there was one. Without, the supervisor is gone."""
         try:
             member.news = ray.get(member.asked)
-        except (RayActorError, ActorUnschedulableError) as error:  # the latter: the node died before it began
+        except (RayActorError, RayTaskError, ActorUnschedulableError) as error:  # the last: it died before it began
             if member.news is None:
                 self._unusable.add(member.node)
             self.drop(member.node, f"is lost: its supervisor ended ({_first_line(error)})")

@@ -6,6 +6,7 @@ Nothing here knows Ray, which calls the methods in several threads (`ACTOR_OPTIO
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ KEPT_LINES = 1000  # of the program's output, until they are asked for
 # What another launcher told the node: the flags replace it, and what only some nodes have would make them disagree.
 OTHERS_WORDS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_NUM_CPU_DEVICES")
 BAD_INPUT = 2
+PORTS = range(20000, 32000)  # above Ray's, below those that Linux gives to connections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +154,9 @@ class Supervisor:
 
 
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return free.getsockname()[1]
+    """Returns a port that no connection is given by chance before the program listens there."""
+    while True:
+        port = random.choice(PORTS)
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("", port))
+            return port

@@ -41,3 +41,23 @@ def test_a_supervisor_that_never_begins_keeps_no_node_out(members: Any) -> None:
     members.by_node["b"].added_s -= ray_members.BEGIN_S + 1
     members._look()
     assert list(members.by_node) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("kind", ["RayActorError", "RayTaskError", "ActorUnschedulableError"])
+def test_a_supervisor_that_fails_is_dropped(kind: str, members: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = {
+        "RayActorError": (),
+        "RayTaskError": ("news", "no memory", OSError()),
+        "ActorUnschedulableError": ("",),
+    }
+    error = getattr(ray_members.ray.exceptions, kind)(*arguments[kind])
+
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ray_members.ray, "get", fail)
+    monkeypatch.setattr(ray_members.ray, "kill", lambda _: None)
+    members._look()
+    assert not members._hear(members.by_node["a"])
+    members._look()
+    assert list(members.by_node) == ["b", "c"]  # it never began on a

@@ -68,6 +68,7 @@ def test_a_program_is_imported_before_it_is_started(supervisor: Supervisor) -> N
     assert (news.codes, news.is_warm) == ({1: 3}, False)
     supervisor.warm_up()
     assert supervisor.news(0.0).is_warm
+    assert 20000 <= news.free_port < 32000  # outside of what Linux gives to connections
 
 
 def test_a_signal_ends_it_and_the_next_generation_starts(supervisor: Supervisor) -> None:
