@@ -212,8 +212,9 @@ def test_what_breaks_the_watch_ends_the_program(
     """Without it, nobody would notice a loss."""
     codes: queue.Queue[int] = queue.Queue()
     monkeypatch.setattr(heartbeat, "_exit", codes.put)
-    monkeypatch.setattr(faulthandler, "enable", lambda: None)  # pytest's own stays
-    Heartbeat().start(0, [pair[0]], 60.0)
+    monkeypatch.setattr(faulthandler, "enable", lambda: None)  # pytest's own stays, and its aborts
+    monkeypatch.setattr(heartbeat, "_delay_aborts", lambda: None)
+    Heartbeat().start(0, [pair[0]], 60.0, 600.0)
     pair[1].connection.sendall(b"no message\n")
     assert codes.get(timeout=30) == 1
     assert "JSONDecodeError" in capfd.readouterr().err
