@@ -197,10 +197,11 @@ def ahead_page(lines: Sequence[dict[str, Any]]) -> str:
             these = [line for line in timed if line["title"] == case.title and line["compile_ahead"] == is_ahead]
             if these:
                 pauses, firsts = ([line[name] for line in these] for name in ("pause_s", "next_step_s"))
+                ended = [line["phases"]["stopped"] for line in these]
                 count = f"{'yes' if is_ahead else 'no'} ({len(these)})"
                 lost = ", ".join(map(str, sorted({line["lost_steps"] for line in these})))
                 rows.append(
-                    f"| {case.title} | {case.seconds:g} s | {count} | {middle(pauses)} | {middle(firsts)} | {lost} |"
+                    f"| {case.title} | {case.seconds:g} s | {count} | {middle(pauses)} | {middle(ended)} | {middle(firsts)} | {lost} |"
                 )
     return AHEAD_PAGE.format(rows="\n".join(rows), **about(timed))
 
@@ -266,12 +267,13 @@ AHEAD_PAGE = """
     python -m benchmarks.elastic --only=preempt,join --compile_ahead
 
 With `--compile_ahead` ([engines](elasticity_engines.md)) the next start compiles while the last one trains. `pause` is
-the longest time between two finished steps, the later one after the event: what the change costs. `next start` is from
-the event to the first finished step of the next start. Medians, in seconds. {machine}, load average {load}, commit
+the longest time between two finished steps, the later one after the event: what the change costs. `ended` is from the
+event to the end of all processes of the last start: so long a node that goes is needed. `next start` is from the event
+to the first finished step of the next start. Medians, in seconds. {machine}, load average {load}, commit
 {commit}.
 
-| event | aim | ahead | pause | next start | steps lost |
-|---|---|---|---|---|---|
+| event | aim | ahead | pause | ended | next start | steps lost |
+|---|---|---|---|---|---|---|
 {rows}
 """
 CHAOS_PAGE = """

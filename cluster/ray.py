@@ -49,6 +49,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         action="store_true",
         help="on a planned change the next start compiles while the last one trains",
     )
+    parser.add_argument(
+        "--notice_s", type=float, default=30.0, help="a node that is to go is there for so long; half of it to compile"
+    )
     options = parser.parse_args(ours)
     if len(command) < 2 or not command[1].endswith(".py"):
         raise ValueError("no program; give it after --, such as `-- python train.py --config=...`")
@@ -57,6 +60,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             raise ValueError(f"there is no {path}; give the path of a Python and of its program")
     if options.devices_per_node < 0 or options.max_failures < 0:
         raise ValueError("--devices_per_node and --max_failures must be 0 or more")
+    if not 0 < options.notice_s < float("inf"):
+        raise ValueError(f"--notice_s={options.notice_s:g} must be more than 0")
     if not workdir_of(command):
         raise ValueError("the program has no --workdir=DIR; give one, for its metrics there tell what it has finished")
     return options, command
@@ -74,7 +79,10 @@ def run(options: argparse.Namespace, limits: Limits, command: Sequence[str]) -> 
     members = ray_members.Members(limits.max_nodes, command, os.getcwd(), devices, say)
     try:
         patience = Patience(max_failures=options.max_failures)
-        return Engine(members, limits, patience, workdir, compile_ahead=options.compile_ahead).run()
+        engine = Engine(
+            members, limits, patience, workdir, compile_ahead=options.compile_ahead, notice_s=options.notice_s
+        )
+        return engine.run()
     finally:
         members.close()
         ray_members.disconnect()

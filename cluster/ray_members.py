@@ -82,7 +82,8 @@ class Members:
         if not by_ref:
             time.sleep(LOOK_S / 2)
             return []
-        answered, _ = ray.wait(list(by_ref), timeout=LOOK_S / 2)
+        ray.wait(list(by_ref), timeout=LOOK_S / 2)  # for one; then all that have answered
+        answered, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0)
         return [by_ref[ref] for ref in answered if self._hear(by_ref[ref])]
 
     def drop(self, node: str, why: str) -> None:

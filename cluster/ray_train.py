@@ -21,8 +21,8 @@ FAILED_S = 4.0  # for the others, when a process failed or a node is lost: to sa
 KILL_S = 3.0  # for a supervisor to tell that the kill was done
 SETTLED_S = 300.0  # after which a generation counts as settled, even if its metrics tell of no step
 STARTING_S = 10.0  # for a supervisor to answer, before training starts without it
-LEAVING_S = 15.0  # for the next generation to be ready when a node is to go: then this one stops all the same
-JOINING_S = 300.0  # when nodes join
+JOINING_S = 300.0  # for a larger generation to be ready; and for any, when it is its turn
+NOTICE_S = 1.0  # for Ray's nodes to be looked at again: a spare may take the place of one that is to go
 STANDBY = "--standby"  # what tells the program to compile, and to wait
 READY = "ready: waits for its turn"  # what the program says (elastic/turn.py)
 
@@ -31,11 +31,21 @@ class Engine:
     """Starts the program on the largest world there is, again whenever that changes, until it is finished."""
 
     def __init__(
-        self, members: "Members", limits: Limits, patience: Patience, workdir: Path, *, compile_ahead: bool = False
+        self,
+        members: "Members",
+        limits: Limits,
+        patience: Patience,
+        workdir: Path,
+        *,
+        compile_ahead: bool = False,
+        notice_s: float = 30.0,
     ) -> None:
-        """With `compile_ahead` a planned change starts the next generation before it stops the one that trains."""
+        """With `compile_ahead` a planned change starts the next generation before it stops the one that trains.
+
+        `notice_s` is how long a node that is to go is there: the next generation gets half of it to be ready.
+        """
         self._members, self._limits, self._patience, self._workdir = members, limits, patience, workdir
-        self._compile_ahead = compile_ahead
+        self._compile_ahead, self._leaving_s = compile_ahead, notice_s / 2
         self._number = 0  # of the last generation
         self._coming: Coming | None = None
         self._previous: tuple[str, ...] = ()
@@ -140,14 +150,21 @@ class Engine:
             if generation and code is not None:
                 self._note_end(generation, member.node, code)
             for one in (generation, self._coming and self._coming.generation):
-                if one and member.news and (one.number, READY) in member.news.lines:
-                    one.is_ready = True
+                if one and member.news:
+                    said = (line for number, line in member.news.lines if number == one.number)
+                    one.is_ready |= any(line.endswith(READY) for line in said)
 
     def _let_begin(self, generation: Generation) -> None:
-        """Tells a generation that was started ahead to begin, once it listens."""
-        if generation.stands_by and generation.is_ready:
+        """Tells a generation that was started ahead to begin, once it listens; ends it if it never does."""
+        if not generation.stands_by:
+            return
+        first = self._members.by_node.get(generation.world.nodes[0])
+        if generation.is_ready and first:
             generation.stands_by = False
-            self._members.by_node[generation.world.nodes[0]].send(generation.number, signal.SIGUSR1)
+            first.send(generation.number, signal.SIGUSR1)
+        elif time.monotonic() > generation.started_s + JOINING_S and generation.kill_at_s == float("inf"):
+            say(f"generation {generation.number} is not ready after {JOINING_S:g} s")
+            generation.kill_at_s = 0.0
 
     def _note_end(self, generation: Generation, node: str, code: int | None) -> None:
         if not generation.codes:
@@ -171,11 +188,12 @@ class Engine:
             return
         why, patience_s = self._why_stop(generation)
         if not why:
+            generation.change_s, generation.may_prepare = 0.0, True
             return
         generation.change_s = generation.change_s or time.monotonic()
         if not (self._compile_ahead and patience_s and generation.is_settled and generation.may_prepare):
             self._stop(generation, why)
-        elif not self._starting():  # who takes the place of a node that is to go
+        elif time.monotonic() > generation.change_s + NOTICE_S and not self._starting():
             self._prepare(generation, why, generation.change_s + patience_s)
 
     def _stop(self, generation: Generation, why: str) -> None:
@@ -193,7 +211,7 @@ class Engine:
         for node in generation.running:
             member = self._members.by_node[node]
             if self._members.is_going(member):
-                return f"{member.host} is to go", LEAVING_S
+                return f"{member.host} is to go", self._leaving_s
         if not self._starting() and generation.is_settled:  # one after the other: a start that is stopped wins nothing
             better = self._choose()
             new = [node for node in better.nodes if node not in generation.world.nodes]
@@ -216,7 +234,7 @@ class Engine:
             self._stop(generation, why)
             return
         self._coming = Coming(generation=self._start(world, time.monotonic(), STANDBY), why=why, until_s=until_s)
-        say(f"{why}: generation {self._number} is prepared: {len(world.nodes)} nodes: {self._names(world.nodes)}")
+        say(f"{why}: generation {self._number} starts ahead: {len(world.nodes)} nodes: {self._names(world.nodes)}")
 
     def _check_coming(self) -> None:
         """Gives the next generation up when it cannot be the next one any more."""

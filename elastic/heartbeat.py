@@ -32,6 +32,7 @@ from elastic.interruption import EXIT_RESUMABLE
 IN_A_STEP = "is in a step"
 _BEAT_S = 1.0
 _GRACE_S = 5.0  # for a process to fail by itself with the error that another one failed with
+_NAMED = 5  # processes, in a message
 _LEAVE_S = 5.0  # for the others to leave before process 0, with which jax's service ends and aborts who is there
 
 
@@ -220,10 +221,11 @@ class Heartbeat:
         doing |= {str(peer): peer.doing for peer in self._peers}
         if all(what and for_s > self._stall_s for what, for_s in doing.values()):
             late = [f"{who} {what}" for who, (what, _) in doing.items() if what != IN_A_STEP]
-            said = ", ".join([*late, f"every {'other ' if late else ''}process {IN_A_STEP}"])
-            self._conclude(
-                Verdict(text=f"no progress for {self._stall_s:g} s (elastic.stall_s): {said}", with_stacks=True)
-            )
+            named = [*late[:_NAMED], *[f"{len(late) - _NAMED} others do not step either"][: len(late) > _NAMED]]
+            if len(late) < len(doing):
+                named.append(f"every {'other ' if late else ''}process {IN_A_STEP}")
+            why = f"no progress for {self._stall_s:g} s (elastic.stall_s): {', '.join(named)}"
+            self._conclude(Verdict(text=why, with_stacks=True))
 
     def _doing_for(self) -> tuple[str, float]:
         what, since_s = self._doing

@@ -126,6 +126,11 @@ def test_a_collective_hangs() -> None:
     check_ended(outcomes, "^error: no progress for 3 s .*: every process is in a step; ")
 
 
+def test_all_wait_for_their_data() -> None:
+    outcomes = finish(*play([free_port()] * 7, dict.fromkeys(range(7), READ)))
+    check_ended(outcomes, rf"(process [0-6] on {HOST} reads a batch, ){{5}}2 others do not step either; last")
+
+
 def test_what_may_take_long_is_no_hang() -> None:
     """One of them validates, saves or compiles."""
     ends = "watch.does('')\ntime.sleep(6)\nprint('still there', flush=True)\nsys.exit(watch.end(0))"

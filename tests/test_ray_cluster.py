@@ -81,7 +81,7 @@ def test_a_run_grows_shrinks_and_survives(cluster: subprocess.Popen[bytes], tmp_
     await_line(r"generation 1: step \d+ is done", tmp_path, cluster)
     added = f"added-{name(tmp_path)}"  # only to find it
     assert ctl(f"--name={name(tmp_path)}", "add", "--", sys.executable, "-m", "cluster.ray_nodes", added)[0] == 0
-    await_line(r"node3 joined: generation 2 is prepared: 3 nodes: node1, node2, node3\n", tmp_path, cluster)
+    await_line(r"node3 joined: generation 2 starts ahead: 3 nodes: node1, node2, node3\n", tmp_path, cluster)
     await_line(r"ready: waits for its turn\n(?:.*\n)*.*node3 joined: the program is asked to stop", tmp_path, cluster)
     await_line(r"generation 1 stopped at step \d+: node\d with 75, node\d with 75\n", tmp_path, cluster)
     await_line(r"generation 2: 3 nodes: node1, node2, node3; spares: none", tmp_path, cluster)
@@ -89,7 +89,7 @@ def test_a_run_grows_shrinks_and_survives(cluster: subprocess.Popen[bytes], tmp_
     await_line(r"generation 3: step \d+ is done", tmp_path, cluster)
     (launcher,) = [p for p in running_with(added) if b"ray_nodes" in Path(f"/proc/{p}/cmdline").read_bytes()]
     os.kill(launcher, signal.SIGTERM)  # Ray drains the node
-    await_line(r"node3 is to go: generation 4 is prepared: 2 nodes: node1, node2\n", tmp_path, cluster)
+    await_line(r"node3 is to go: generation 4 starts ahead: 2 nodes: node1, node2\n", tmp_path, cluster)
     await_line(r"generation 4: 2 nodes: node1, node2; spares: none", tmp_path, cluster)
     assert cluster.wait(WAIT_S) == 0, (tmp_path / "log").read_text()
     assert not running_with(str(tmp_path))

@@ -149,13 +149,14 @@ def play(
     members = Members(hosts, story, workdir)
     limits = Limits(min_nodes=least, max_nodes=most, nodes_per_group=group)
     patience = Patience(max_failures=max_failures)
-    engine = Engine(members, limits, patience, workdir, compile_ahead=compile_ahead)  # pyright: ignore[reportArgumentType]
+    ahead = {"compile_ahead": compile_ahead, "notice_s": 0.1}
+    engine = Engine(members, limits, patience, workdir, **ahead)  # pyright: ignore[reportArgumentType]
     return engine.run(), members
 
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("STOP_S", "LAST_S", "FAILED_S", "KILL_S", "STARTING_S", "LEAVING_S"):
+    for name in ("STOP_S", "LAST_S", "FAILED_S", "KILL_S", "STARTING_S", "NOTICE_S"):
         monkeypatch.setattr(ray_train, name, 0.05)
 
 
@@ -361,7 +362,7 @@ def test_the_next_generation_compiles_while_the_last_one_trains(
 
     assert play("ab", story, tmp_path, compile_ahead=True)[0] == 0
     said = capsys.readouterr().err
-    assert "c joined: generation 2 is prepared: 3 nodes: a, b, c" in said and "generation 2: step 3 is done" in said
+    assert "c joined: generation 2 starts ahead: 3 nodes: a, b, c" in said and "generation 2: step 3 is done" in said
 
 
 @pytest.mark.parametrize("what", ["lost", "failed", "going"])
@@ -390,6 +391,44 @@ def test_a_generation_that_cannot_take_its_turn_is_given_up(what: str, tmp_path:
     assert play("ab", story, tmp_path, compile_ahead=True)[0] == 0
 
 
+def test_another_node_joins_after_one_was_lost(tmp_path: Path) -> None:
+    """What was given up was for a change that is no more: the next change is prepared again."""
+
+    def story(cluster: Members) -> Iterator[object]:
+        yield from until(lambda: cluster.world() == "a")
+        cluster.step(1)
+        cluster.join("b")
+        yield from until(lambda: standing_by(cluster, 2) == "ab")
+        cluster.drop("b", "")
+        yield from until(lambda: ("a", signal.SIGKILL) in cluster.sent)
+        yield from (None for _ in range(10))
+        assert cluster.world() == "a"
+        cluster.join("c")
+        yield from until(lambda: standing_by(cluster, 3) == "ac")
+        cluster.by_node["a"].ready.add(3)
+        yield from until(lambda: cluster.world() == "ac")
+        cluster.end_all(0)
+        yield
+
+    assert play("a", story, tmp_path, compile_ahead=True)[0] == 0
+
+
+def test_a_generation_that_never_gets_ready_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before has been stopped for it."""
+    monkeypatch.setattr(ray_train, "JOINING_S", 0.05)
+
+    def story(cluster: Members) -> Iterator[object]:
+        yield from until(lambda: cluster.world() == "a")
+        cluster.step(1)
+        cluster.join("b")
+        yield from until(lambda: cluster.training == 3)
+        assert cluster.world() == "ab" and cluster.sent.count(("a", signal.SIGKILL)) == 1
+        cluster.end_all(0)
+        yield
+
+    assert play("a", story, tmp_path, compile_ahead=True)[0] == 0
+
+
 def test_a_failure_while_the_next_generation_compiles(tmp_path: Path) -> None:
     def story(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "ab")
@@ -412,11 +451,13 @@ def test_a_failure_while_the_next_generation_compiles(tmp_path: Path) -> None:
 def test_a_spare_takes_the_place_of_a_node_that_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its supervisor is only just starting: the next generation is not prepared without it."""
     monkeypatch.setattr(ray_train, "STARTING_S", 60.0)
+    monkeypatch.setattr(ray_train, "NOTICE_S", 0.5)
 
     def story(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "ab")
         cluster.step(1)
         cluster.by_node["b"].is_leaving = True
+        yield from (None for _ in range(3))  # Ray's nodes are not looked at in every turn
         cluster.join("c")
         cluster.by_node["c"].has_begun = cluster.by_node["c"].answers = False
         yield from (None for _ in range(10))

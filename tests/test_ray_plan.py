@@ -51,6 +51,7 @@ def test_a_world_that_is_too_small_waits() -> None:
         ("--min_nodes=0 --max_nodes=2", "--min_nodes=0 must be"),
         ("--min_nodes=1 --max_nodes=2 --nodes_per_group=0", "--nodes_per_group=0 must be 1 or more"),
         ("--min_nodes=1 --max_nodes=2 --max_failures=-1", "must be 0 or more"),
+        ("--min_nodes=1 --max_nodes=2 --notice_s=0", "--notice_s=0 must be more than 0"),
         ("--max_nodes=2", "--min_nodes"),
     ],
 )

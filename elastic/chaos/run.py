@@ -28,7 +28,7 @@ FIRST_STEP = re.compile(r"^first step done after|^\S+ generation \d+: step \d+ i
 STOPPED = re.compile(r"^\S+ generation \d+ (stopped|ended)")
 BEGINS = re.compile(r"(?:starting|resumed) at step (\d+) of \d+ in [^,]*(?:, from (.*); steps done again)?")
 NOTICED = re.compile(
-    r"the program ended| is lost: | is asked to stop| is prepared: |^\S+ \S+ does not answer|error: process"
+    r"the program ended| is lost: | is asked to stop| starts ahead: |^\S+ \S+ does not answer|error: process"
 )
 
 
