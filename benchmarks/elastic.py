@@ -198,11 +198,10 @@ def ahead_page(lines: Sequence[dict[str, Any]]) -> str:
             if these:
                 pauses, firsts = ([line[name] for line in these] for name in ("pause_s", "next_step_s"))
                 ended = [line["phases"]["stopped"] for line in these]
-                count = f"{'yes' if is_ahead else 'no'} ({len(these)})"
-                lost = ", ".join(map(str, sorted({line["lost_steps"] for line in these})))
-                rows.append(
-                    f"| {case.title} | {case.seconds:g} s | {count} | {middle(pauses)} | {middle(ended)} | {middle(firsts)} | {lost} |"
-                )
+                cells = [case.title, f"{case.seconds:g} s", f"{'yes' if is_ahead else 'no'} ({len(these)})"]
+                cells += map(middle, (pauses, ended, firsts))
+                cells.append(", ".join(map(str, sorted({line["lost_steps"] for line in these}))))
+                rows.append(f"| {' | '.join(cells)} |")
     return AHEAD_PAGE.format(rows="\n".join(rows), **about(timed))
 
 
