@@ -1,7 +1,7 @@
 """The kill matrix: what each kind of event costs a run on 4 emulated nodes under Ray, in steps and in seconds.
 
     python -m benchmarks.elastic [--repetitions=1] [--only=preempt,kill_node] [--workdir=runs/benchmarks/elastic]
-    python -m benchmarks.elastic --chaos=runs/chaos
+    python -m benchmarks.elastic --chaos=runs/chaos [--compile_ahead]
     python -m benchmarks.elastic --report
 
 One run of configs/elastic.py (6.4 M parameters, mics(2), a snapshot every step) on 4 nodes of 2 devices with links of
@@ -87,7 +87,8 @@ def main() -> int:
     cases = [case for case in MATRIX if not kinds or case.kind in kinds]
     try:
         if options.chaos:
-            add(chaos(options.chaos, options.reference or options.chaos / "reference"))
+            reference = options.reference or options.chaos / "reference"
+            add(chaos(options.chaos, reference, compile_ahead=options.compile_ahead))
         for repetition in range(0 if options.report or options.chaos else options.repetitions):
             measure(options.workdir / str(repetition), cases, compile_ahead=options.compile_ahead)
     except RunError as error:
@@ -135,8 +136,8 @@ def await_all(run: ElasticRun) -> None:
     run.wait(lambda: run.is_settled and len(run.world) == len(run.alive), "training on all nodes", RECOVERY_S)
 
 
-def chaos(folder: Path, reference: Path) -> dict[str, Any]:
-    """Returns the line of a run of elastic.chaos."""
+def chaos(folder: Path, reference: Path, *, compile_ahead: bool) -> dict[str, Any]:
+    """Returns the line of a run of elastic.chaos, which had this option."""
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     run = read_run(folder / "run")
     losses, parameters = compare_losses(run.run_dir, reference), compare_parameters(run.run_dir, reference)
@@ -148,6 +149,7 @@ def chaos(folder: Path, reference: Path) -> dict[str, Any]:
         "events": [
             {key: event[key] for key in ("kind", "process", "next_step_s", "lost_steps", "load")} for event in events
         ],
+        "compile_ahead": compile_ahead,
         "command": shlex.join(["python", "-m", "elastic.chaos", f"--workdir={folder}"]),
         **machine(),
     }
@@ -231,6 +233,7 @@ def chaos_page(lines: Sequence[dict[str, Any]]) -> str:
     numbers = {key: f"{line[f'{key}_difference']:.1g}" for key in ("loss", "parameter")}
     return CHAOS_PAGE.format(
         rows="\n".join(rows),
+        ahead=" --compile_ahead" if line.get("compile_ahead") else "",
         steps=line["steps"],
         count=len(line["events"]),
         **numbers,
@@ -278,7 +281,7 @@ to the first finished step of the next start. Medians, in seconds. {machine}, lo
 CHAOS_PAGE = """
 ## Chaos
 
-    XLA_FLAGS=--xla_backend_optimization_level=0 python -m elastic.chaos -- --config.num_steps={steps}
+    XLA_FLAGS=--xla_backend_optimization_level=0 python -m elastic.chaos{ahead} -- --config.num_steps={steps}
 
 {count} random events in one run of {steps} steps (`configs/elastic.py:tiny`, else as above), the next one a few steps
 after the run has recovered; the seed is 0. The run ended by itself, and no process or namespace was left. Beside the
