@@ -1,7 +1,7 @@
 """The kill matrix: what each kind of event costs a run on 4 emulated nodes under Ray, in steps and in seconds.
 
     python -m benchmarks.elastic [--repetitions=1] [--only=preempt,kill_node] [--workdir=runs/benchmarks/elastic]
-    python -m benchmarks.elastic --chaos=runs/chaos [--compile_ahead]
+    python -m benchmarks.elastic --chaos=runs/chaos
     python -m benchmarks.elastic --report
 
 One run of configs/elastic.py (6.4 M parameters, mics(2), a snapshot every step) on 4 nodes of 2 devices with links of
@@ -87,8 +87,7 @@ def main() -> int:
     cases = [case for case in MATRIX if not kinds or case.kind in kinds]
     try:
         if options.chaos:
-            reference = options.reference or options.chaos / "reference"
-            add(chaos(options.chaos, reference, compile_ahead=options.compile_ahead))
+            add(chaos(options.chaos, options.reference or options.chaos / "reference"))
         for repetition in range(0 if options.report or options.chaos else options.repetitions):
             measure(options.workdir / str(repetition), cases, compile_ahead=options.compile_ahead)
     except RunError as error:
@@ -136,10 +135,12 @@ def await_all(run: ElasticRun) -> None:
     run.wait(lambda: run.is_settled and len(run.world) == len(run.alive), "training on all nodes", RECOVERY_S)
 
 
-def chaos(folder: Path, reference: Path, *, compile_ahead: bool) -> dict[str, Any]:
-    """Returns the line of a run of elastic.chaos, which had this option."""
+def chaos(folder: Path, reference: Path) -> dict[str, Any]:
+    """Returns the line of a run of elastic.chaos; its log tells whether it compiled ahead."""
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     run = read_run(folder / "run")
+    compile_ahead = " starts ahead: " in (folder / "log").read_text()
+    ahead = ["--compile_ahead"] * compile_ahead
     losses, parameters = compare_losses(run.run_dir, reference), compare_parameters(run.run_dir, reference)
     return {
         "title": CHAOS,
@@ -150,7 +151,7 @@ def chaos(folder: Path, reference: Path, *, compile_ahead: bool) -> dict[str, An
             {key: event[key] for key in ("kind", "process", "next_step_s", "lost_steps", "load")} for event in events
         ],
         "compile_ahead": compile_ahead,
-        "command": shlex.join(["python", "-m", "elastic.chaos", f"--workdir={folder}"]),
+        "command": shlex.join(["python", "-m", "elastic.chaos", *ahead, f"--workdir={folder}"]),
         **machine(),
     }
 

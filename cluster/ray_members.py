@@ -10,12 +10,11 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.ray_supervisor import News, Supervisor
+from cluster.ray_supervisor import STARTING_S, News, Supervisor
 
 LOOK_S = 0.5  # how often Ray is asked for its nodes
 NEWS_S = 1.0  # a supervisor answers at least so often
 SILENT_S = 5.0
-BEGIN_S = 10.0  # for a supervisor to begin: one that waits longer, for CPUs that others hold, keeps no node out
 THREADS = 4  # of a supervisor: one waits for news, the others do what it is told
 
 
@@ -117,7 +116,7 @@ class Members:
             self.drop(node, "is lost: Ray says that the node is dead")
         able = [n for n in alive.values() if n["Resources"].get("CPU") and n["NodeID"] not in self._unusable]
         others = [n for n in able if n["NodeID"] not in self.by_node and n["NodeID"] not in self.draining]
-        late_s = time.monotonic() - BEGIN_S
+        late_s = time.monotonic() - STARTING_S
         there = [m for m in self.by_node.values() if not self.is_going(m) and (m.news or m.added_s > late_s)]
         wanted = max(0, self._max_nodes - len(there))
         for node in others[:wanted]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from cluster.progress import read_progress
 from cluster.ray_generation import Coming, Generation, how
 from cluster.ray_plan import RESUMABLE, Limits, Patience, World, choose, judge
+from cluster.ray_supervisor import STARTING_S
 
 if TYPE_CHECKING:  # it needs Ray
     from cluster.ray_members import Member, Members
@@ -20,7 +21,6 @@ LAST_S = 15.0  # for the others, when the first process has stopped as it was as
 FAILED_S = 4.0  # for the others, when a process failed or a node is lost: to say what they know
 KILL_S = 3.0  # for a supervisor to tell that the kill was done
 SETTLED_S = 300.0  # after which a generation counts as settled, even if its metrics tell of no step
-STARTING_S = 10.0  # for a supervisor to answer, before training starts without it
 JOINING_S = 300.0  # for a larger generation to be ready; and for any, when it is its turn
 NOTICE_S = 1.0  # for Ray's nodes to be looked at again: a spare may take the place of one that is to go
 STANDBY = "--standby"  # what tells the program to compile, and to wait

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cluster.ray_supervisor import News
+from cluster.ray_supervisor import STARTING_S, News
 
 ray_members = pytest.importorskip("cluster.ray_members", reason="needs Ray: pip install -r requirements-ray.txt")
 
@@ -36,9 +36,9 @@ def test_no_more_than_wanted(members: Any) -> None:
 
 def test_a_supervisor_that_never_begins_keeps_no_node_out(members: Any) -> None:
     members._look()
-    members.by_node["a"].added_s -= ray_members.BEGIN_S + 1
+    members.by_node["a"].added_s -= STARTING_S + 1
     members.by_node["b"].news = News(codes={}, lines=[], is_leaving=False, is_warm=True, free_port=1)
-    members.by_node["b"].added_s -= ray_members.BEGIN_S + 1
+    members.by_node["b"].added_s -= STARTING_S + 1
     members._look()
     assert list(members.by_node) == ["a", "b", "c"]
 

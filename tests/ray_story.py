@@ -1,0 +1,168 @@
+"""An engine of cluster.ray whose supervisors are told what happens to them: no Ray, no processes."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from cluster import ray_train
+from cluster.ray_plan import Limits, Patience
+from cluster.ray_supervisor import News
+from cluster.ray_train import Engine
+
+SHORT = ("STOP_S", "LAST_S", "FAILED_S", "KILL_S", "STARTING_S", "NOTICE_S")
+Story = Callable[["Members"], Iterator[object]]
+
+
+@dataclass(eq=False)
+class Member:
+    """A node whose program does what the story says."""
+
+    host: str
+    cluster: "Members"
+    answers: bool = True
+    has_begun: bool = True  # its supervisor has; else nothing is known of it
+    added_s: float = field(default_factory=time.monotonic)
+    is_leaving: bool = False
+    ignores: bool = False  # signals
+    codes: dict[int, int | None] = field(default_factory=dict)  # of the generations
+    arguments: dict[int, Sequence[str]] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)  # that it says at each turn
+    ready: set[int] = field(default_factory=set)  # the generations that have compiled
+
+    @property
+    def node(self) -> str:
+        return self.host
+
+    @property
+    def address(self) -> str:
+        return f"ip-{self.host}"
+
+    @property
+    def news(self) -> News | None:
+        if not self.has_begun:
+            return None
+        return News(
+            codes=dict(self.codes),
+            lines=[(self.cluster.training, line) for line in self.lines]
+            + [(generation, ray_train.READY) for generation in self.ready],
+            is_leaving=self.is_leaving,
+            is_warm=True,
+            free_port=4000,
+        )
+
+    @property
+    def code(self) -> int | None:
+        """How the program ended that was the last to be told to train; None if it runs."""
+        return self.codes.get(self.cluster.training, 0)
+
+    @code.setter
+    def code(self, code: int) -> None:
+        self.codes[self.cluster.training] = code
+
+    def start(self, generation: int, arguments: Sequence[str]) -> None:
+        self.codes[generation], self.arguments[generation] = None, arguments
+        if "--standby" not in arguments:
+            self.cluster.training = generation
+
+    def send(self, generation: int, number: int) -> None:
+        self.cluster.sent.append((self.host, number))
+        if self.ignores:
+            return
+        if number == signal.SIGTERM:  # all agree on a step
+            self.cluster.end_all(75)
+        elif number == signal.SIGUSR1:
+            assert generation in self.ready, "it would be killed"
+            self.cluster.training = generation
+        elif self.codes[generation] is None:
+            self.codes[generation] = -number
+
+    def warm_up(self) -> None:
+        self.cluster.warmed += 1
+
+
+class Members:
+    """Stands for `ray_members.Members`; the story goes on by one `yield` a turn."""
+
+    def __init__(self, hosts: str, story: Story, workdir: Path) -> None:
+        self.by_node: dict[str, Member] = {}
+        self.spare_hosts: list[str] = []
+        self.draining: set[str] = set()
+        self.sent: list[tuple[str, int]] = []
+        self.dropped: list[str] = []
+        self.warmed = self.training = 0  # the generation that was told to train
+        self.metrics = workdir / "metrics.jsonl"
+        for host in hosts:
+            self.join(host)
+        self._story = story(self)
+
+    def join(self, host: str) -> None:
+        self.by_node[host] = Member(host, self)
+
+    def end_all(self, code: int) -> None:
+        for member in self.by_node.values():
+            if member.code is None and not member.ignores:
+                member.code = code
+
+    def step(self, step: int) -> None:
+        with self.metrics.open("a") as file:
+            file.write(f'{{"step": {step}}}\n')
+
+    def turn(self) -> list[Member]:
+        assert next(self._story, "over") != "over", "the engine goes on after the end of the story"
+        return [member for member in self.by_node.values() if member.has_begun]
+
+    def is_going(self, member: Member) -> bool:
+        return member.node in self.draining or member.is_leaving
+
+    def give_back(self) -> None:
+        for member in [m for m in self.by_node.values() if self.is_going(m)]:
+            self.drop(member.node, "")
+
+    def drop(self, node: str, why: str) -> None:
+        self.dropped.append(node)
+        del self.by_node[node]
+
+    def world(self) -> str:
+        """Returns the hosts whose program runs, in the order of their processes, if those are all."""
+        there = [m for m in self.by_node.values() if m.code is None]
+        count = f"--num_processes={len(there)}"
+        if any(m.arguments[self.training][1] != count for m in there):
+            return "some have ended"
+        return "".join(m.host for m in sorted(there, key=lambda m: m.arguments[self.training][2]))
+
+
+def play(
+    hosts: str,
+    story: Story,
+    workdir: Path,
+    *,
+    least: int = 1,
+    most: int = 4,
+    group: int = 1,
+    max_failures: int = 5,
+    compile_ahead: bool = False,
+    **times_s: float,
+) -> tuple[int, Members]:
+    """Runs an engine through a story, with short times but for those that are given; returns its exit code."""
+    members = Members(hosts, story, workdir)
+    limits = Limits(min_nodes=least, max_nodes=most, nodes_per_group=group)
+    patience = Patience(max_failures=max_failures)
+    ahead = {"compile_ahead": compile_ahead, "notice_s": 0.1}
+    engine = Engine(members, limits, patience, workdir, **ahead)  # pyright: ignore[reportArgumentType]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, time_s in (dict.fromkeys(SHORT, 0.05) | times_s).items():
+            patch.setattr(ray_train, name, time_s)
+        return engine.run(), members
+
+
+def until(condition: Callable[[], object]) -> Iterator[None]:
+    """Lets turns pass until something is so."""
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+        yield
