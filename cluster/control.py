@@ -5,8 +5,8 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import socket
+import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import Any
 
 ANSWER_S = 60.0
 REQUEST_S = 1.0
+REQUEST_BYTES = 1 << 20
+FILES = ("lock", "socket")  # of an emulation
 
 
 def state_root() -> Path:
@@ -27,12 +29,19 @@ def state_root() -> Path:
 
 
 def running() -> list[str]:
-    """Returns the names of the running emulations."""
-    return sorted(path.name for path in state_root().glob("*/") if not _is_free(path))
+    """Returns the names of the running emulations; ValueError if others can write where they are."""
+    root = state_root()
+    if not os.path.lexists(root):
+        return []
+    _check_owner(root)
+    return sorted(path.name for path in root.iterdir() if _is_held(path))
 
 
 def ask(name: str | None, request: dict[str, Any]) -> str:
-    """Returns what the named emulation (or the only one) answers; ValueError if it refuses, or there is none."""
+    """Returns what the named emulation (or the only one) answers.
+
+    ValueError if it refuses, if there is none, or if others can write where they are.
+    """
     names = running()
     if name is None and len(names) == 1:
         name = names[0]
@@ -63,17 +72,18 @@ class Control:
 
     def __enter__(self) -> "Control":
         root = self._folder.parent
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            root.mkdir(mode=0o700, parents=True)
         _check_owner(root)
         with contextlib.ExitStack() as undo:
             with _locked(root / "register"):  # one at a time looks at what the others left
-                for left in filter(_is_free, root.glob("*/")):
-                    shutil.rmtree(left)
+                for left in filter(_is_left_by_the_dead, root.iterdir()):
+                    _remove(left)
                 if self._folder.exists():
                     raise ValueError(f"a cluster named {self._name} is running; end it, or give another --name")
                 self._folder.mkdir()
                 undo.enter_context(_locked(self._folder / "lock"))
-            undo.callback(self._remove)
+            undo.callback(self._leave)
             self._listener = undo.enter_context(socket.socket(socket.AF_UNIX))
             self._listener.bind(str(self._folder / "socket"))
             self._listener.listen()
@@ -84,21 +94,24 @@ class Control:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
-    def _remove(self) -> None:
+    def _leave(self) -> None:
         with _locked(self._folder.parent / "register"):  # who looks meanwhile would take it for one of the dead
-            shutil.rmtree(self._folder)
+            _remove(self._folder)
 
-    def answer(self, handle: Callable[[dict[str, Any]], str]) -> None:
-        """Answers the requests that wait; what `handle` raises is its answer, and no request ends the job."""
+    def answer(self, handle: Callable[[Any], str]) -> None:
+        """Answers the requests that wait, each any JSON value; what `handle` raises is its answer.
+
+        No request ends the job.
+        """
         with contextlib.suppress(BlockingIOError):
             while True:
                 connection, _ = self._listener.accept()
                 with connection, contextlib.suppress(OSError):  # whoever asked went away
                     connection.settimeout(REQUEST_S)
-                    line = connection.makefile().readline()  # cut short if it was killed while it asked
                     try:
+                        line = connection.makefile("rb").readline(REQUEST_BYTES)  # cut short if whoever asks was killed
                         answer = {"said": handle(json.loads(line))}
-                    except (ValueError, LookupError, TypeError, OSError, subprocess.SubprocessError) as error:
+                    except (ValueError, OSError, RecursionError, subprocess.SubprocessError) as error:
                         answer = {"error": str(error)}
                     connection.sendall(json.dumps(answer).encode() + b"\n")
 
@@ -111,16 +124,34 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _check_owner(folder: Path) -> None:
-    """Raises ValueError if others may have made the folder or may write to it: they could answer for us."""
-    about = folder.stat()
-    if about.st_uid != os.geteuid() or about.st_mode & 0o077:
+    """Raises ValueError if others may have made the folder or may write to it: they could answer for us.
+
+    A link is another's folder, wherever it leads: what it leads to is not ours to clean.
+    """
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
         raise ValueError(f"{folder} is not this user's alone; remove it, or set XDG_RUNTIME_DIR to a folder that is")
 
 
-def _is_free(folder: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError), (folder / "lock").open() as file:
+def _is_held(folder: Path) -> bool:
+    """Says whether an emulation lives that has this folder."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), (folder / "lock").open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return False
-    return True
+            return True
+    return False
+
+
+def _is_left_by_the_dead(folder: Path) -> bool:
+    """Says whether a folder is an emulation's, with nothing else in it, and the emulation no longer lives."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return {path.name for path in folder.iterdir()} <= {*FILES} and not _is_held(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Removes an emulation's folder; OSError if anything else is in it."""
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+    folder.rmdir()

@@ -167,22 +167,27 @@ def named_paths(command: Sequence[str]) -> list[Path]:
     return paths
 
 
-def perform(request: dict[str, Any], job: Job, monitor: Monitor) -> str:
-    """Does what a request asks for and returns what to say; ValueError if it cannot be done."""
-    verb, cluster = request["verb"], job.cluster
-    if verb == "status":
-        return monitor.text()
-    if verb == "add":
-        return f"node{job.add(request['command'])} is up"
-    node = request["node"]
+def perform(request: Any, job: Job, monitor: Monitor) -> str:
+    """Does what a request asks for and returns what to say; ValueError if it is none, or cannot be done."""
+    match request:
+        case {"verb": "status"}:
+            return monitor.text()
+        case {"verb": "add", "command": [*command]} if all(isinstance(word, str) for word in command):
+            return f"node{job.add(command)} is up"
+        case {"verb": "slow", "node": int(node), "rate": str(rate)}:
+            job.cluster.slow(_existing(node, job.cluster), rate)
+            return f"node{node} has a link of {rate}"
+        case {"verb": str(verb), "node": int(node)} if verb in NODE_VERBS:
+            getattr(job.cluster, verb)(_existing(node, job.cluster))
+            return f"node{node}: {verb}"
+    raise ValueError("the request is none that this emulation knows; is it of another version?")
+
+
+def _existing(node: int, cluster: Cluster) -> int:
+    """Returns the number of a node; ValueError if there is none."""
     if not 0 <= node < len(cluster.nodes):
         raise ValueError(f"there is no node {node}; they are 0 to {len(cluster.nodes) - 1}")
-    if verb == "slow":
-        cluster.slow(node, request["rate"])
-        return f"node{node} has a link of {request['rate']}"
-    assert verb in NODE_VERBS, verb
-    getattr(cluster, verb)(node)
-    return f"node{node}: {verb}"
+    return node
 
 
 if __name__ == "__main__":

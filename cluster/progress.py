@@ -26,7 +26,8 @@ def workdir_of(command: Sequence[str]) -> Path | None:
 
 def read_progress(workdir: Path) -> Progress:
     """Returns how far a run is, by its metrics.jsonl; what cannot be read now counts as nothing."""
-    with contextlib.suppress(OSError, ValueError, KeyError, IndexError), (workdir / "metrics.jsonl").open("rb") as file:
+    unreadable = (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError)  # or another program's
+    with contextlib.suppress(*unreadable), (workdir / "metrics.jsonl").open("rb") as file:
         size_bytes = file.seek(0, os.SEEK_END)
         file.seek(max(0, size_bytes - TAIL_BYTES))
         lines = file.read().split(b"\n")[:-1]  # after the last newline is a line that is being written

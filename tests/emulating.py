@@ -1,10 +1,13 @@
 """Small programs for the nodes of an emulated cluster, and the reason why there may be none here."""
 
+import contextlib
 import json
+import os
+import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +107,36 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def running_with(text: str) -> list[int]:
-    """Returns the processes of this machine that have a text in their command line."""
+def unique(word: str) -> str:
+    """Returns a name for an emulation that no other on this machine has."""
+    return f"{word}-{secrets.token_hex(4)}"
+
+
+def running_with(*texts: str) -> list[int]:
+    """Returns the processes of this machine that have all of the texts in their command line."""
     found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and text.encode() in (folder / "cmdline").read_bytes():
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # gone in between
+            words = (folder / "cmdline").read_bytes()
+            if all(text.encode() in words for text in texts):
                 found.append(int(folder.name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+    return found
+
+
+@contextlib.contextmanager
+def networks_of(pids: list[int]) -> Iterator[set[str]]:
+    """Gives the names of the processes' networks, and holds these open: the kernel gives a free name to a new one."""
+    with contextlib.ExitStack() as held:
+        files = [held.enter_context(open(f"/proc/{pid}/ns/net")) for pid in pids]
+        yield {os.readlink(f"/proc/self/fd/{file.fileno()}") for file in files}
+
+
+def networks_in_use() -> set[str]:
+    """Returns the names of all networks that a process of this machine is in."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/ns/net"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # gone in between
+            found.add(os.readlink(path))
     return found
 
 

@@ -7,15 +7,31 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from emulating import EMULATED, ROOT, STARTED, ctl, emulate, finish, python, running_with, start_tool, traffic, until
+from emulating import (
+    EMULATED,
+    ROOT,
+    STARTED,
+    ctl,
+    emulate,
+    finish,
+    networks_in_use,
+    networks_of,
+    python,
+    running_with,
+    start_tool,
+    traffic,
+    unique,
+    until,
+)
 from running import IGNORED, TRAIN, XLA_FLAGS, arguments, losses, rows, run_here
 
 from cluster import control
+from cluster.progress import Progress, read_progress
 
 ENVIRONMENT = """
 import json, os
@@ -90,25 +106,26 @@ def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
 
 @EMULATED
 def test_a_killed_emulation_leaves_nothing(tmp_path: Path) -> None:
-    """Its processes and namespaces end with it; the next one removes its name. Another one beside it lives."""
-    other = emulate(tmp_path / "other", SLEEP, "--name=test-lives")
-    process = emulate(tmp_path / "killed", SLEEP, "--name=test-killed")
+    """No process, nor one in its networks; the next one removes its name. Another one beside it lives."""
+    lives, killed = unique("test-lives"), unique("test-killed")
+    other = emulate(tmp_path / "other", SLEEP, f"--name={lives}")
+    process = emulate(tmp_path / "killed", SLEEP, f"--name={killed}")
     assert process.stdout and process.stdout.readline() == "up\n"
     assert other.stdout and other.stdout.readline() == "up\n"
-    namespaces = {os.readlink(f"/proc/{pid}/ns/net") for pid in running_with(str(tmp_path / "killed" / "hosts"))}
-    assert len(namespaces) == 3  # of two nodes and the switch
-    process.kill()
-    finish(process)
-    until(lambda: not running_with(str(tmp_path / "killed")))
-    in_use = {os.readlink(path) for path in Path("/proc").glob("[0-9]*/ns/net") if os.path.lexists(path)}
-    assert not namespaces & in_use
-    assert (control.state_root() / "test-killed").exists() and "test-killed" not in control.running()
+    with networks_of(running_with(str(tmp_path / "killed" / "hosts"))) as networks:
+        assert len(networks & networks_in_use()) == 3  # of two nodes and the switch
+        process.kill()
+        finish(process)
+        until(lambda: not running_with(str(tmp_path / "killed")))
+        assert not networks & networks_in_use()
+        assert not any(network in Path("/proc/self/mountinfo").read_text() for network in networks)
+    assert killed not in control.running()
     assert finish(emulate(tmp_path / "next", "print(1)"))[:2] == (0, "1\n")
-    assert not (control.state_root() / "test-killed").exists()
-    assert "test-lives" in control.running() and other.poll() is None
+    assert not (control.state_root() / killed).exists()
+    assert lives in control.running() and other.poll() is None
     other.terminate()
     assert finish(other)[0] == 128 + signal.SIGTERM
-    assert not (control.state_root() / "test-lives").exists()
+    assert not (control.state_root() / lives).exists()
 
 
 @EMULATED
@@ -119,9 +136,9 @@ def test_ctl(tmp_path: Path) -> None:
     metrics.write_text('{"step": 41}\n{"step": 42}\n{"step"')
     program = RANK + f"while not os.path.exists({str(tmp_path / 'end')!r}): time.sleep(0.05)"
     command = [*python(program), f"--workdir={metrics.parent}"]
-    process = emulate(tmp_path, command, "--rate=1gbit", "--name=test-ctl")
+    me = f"--name={unique('test-ctl')}"
+    process = emulate(tmp_path, command, "--rate=1gbit", me)
     assert process.stdout and process.stdout.readline() == "up\n"
-    me = "--name=test-ctl"
     code, out, _ = ctl(me, "status")
     assert code == 0 and out.splitlines()[1].split() == ["0", "node0", "1gbit", "up", "42", "0.0", "0.0"]
     assert ctl(me, "slow", "0", "5mbit")[:2] == (0, "node0 has a link of 5mbit\n")
@@ -140,33 +157,113 @@ def test_ctl(tmp_path: Path) -> None:
         code, _, err = ctl(me, *words)
         assert code == 2 and err.startswith(f"error: {said}") and err.count("\n") == 1, err
     code, _, err = finish(emulate(tmp_path / "same", "0", me))
-    assert (code, err) == (2, "error: a cluster named test-ctl is running; end it, or give another --name\n")
+    assert (code, err) == (2, f"error: a cluster named {me.partition('=')[2]} is running; end it, or give another --name\n")
     (tmp_path / "end").touch()
     assert finish(process)[0] == 0
 
 
+REQUESTS = [
+    b"",  # whoever asked was killed in between
+    b'{"verb": "sta',
+    b"hello\n",
+    b"{}\n",
+    b"5\n",
+    b'{"verb": "cut"}\n',
+    b'{"verb": "dance", "node": 0}\n',
+    b'{"verb": [], "node": 0}\n',
+    b'{"verb": "cut", "node": "0"}\n',
+    b'{"verb": "slow", "node": 0, "rate": 5}\n',
+    b'{"verb": "add", "command": 5}\n',
+    b'{"verb": "add", "command": [5]}\n',
+    b"\xff\xfe\xff\n",
+    b"[" * 50_000 + b"\n",
+    b"9" * 5_000 + b"\n",
+]
+
+
 @EMULATED
-def test_requests_that_are_cut_off(tmp_path: Path) -> None:
+def test_requests_that_are_none(tmp_path: Path) -> None:
     """A `ctl` that is killed in between, and one that is none of ours, leave the job alone."""
-    name = f"test-cut-off-{os.getpid()}"
+    name = unique("test-requests")
     process = emulate(tmp_path, SLEEP, f"--name={name}")
     assert process.stdout and process.stdout.readline() == "up\n"
-    for said in (b"", b'{"verb": "sta', b"hello\n", b"{}\n", b"5\n", b'{"verb": "cut"}\n'):
+    answers = []
+    for said in REQUESTS:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(control.state_root() / name / "socket"))
             connection.sendall(said)
-    assert ctl(f"--name={name}", "status")[0] == 0
+            connection.shutdown(socket.SHUT_WR)
+            answers.append(connection.makefile().readline())
+    assert [said for said, answer in zip(REQUESTS, answers) if not answer.startswith('{"error": "')] == []
+    assert ctl(f"--name={name}", "status")[1].count("node") == 3  # the header and two nodes: none was added
     process.terminate()
     assert finish(process)[0] == 128 + signal.SIGTERM
 
 
-def test_a_folder_of_others_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever made it could answer for us."""
+def test_metrics_of_another_program_are_no_progress(tmp_path: Path) -> None:
+    """Whatever the program writes there, the table has no step."""
+    for text in ("[]", "5", '{"step": null}', '{"step": 1e999}', '{"step": "x"}', "\xff", "[" * 50_000):
+        (tmp_path / "metrics.jsonl").write_text(text + "\n", encoding="latin-1")
+        assert read_progress(tmp_path) == Progress()
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the emulations of a user are, and nothing yet."""
     monkeypatch.setattr(control, "state_root", lambda: tmp_path / "root")
-    (tmp_path / "root").mkdir()
-    (tmp_path / "root").chmod(0o777)
-    with pytest.raises(ValueError, match="is not this user's alone"), control.Control("mine"):
-        pass
+    return tmp_path / "root"
+
+
+def mine(path: Path) -> None:
+    path.mkdir(mode=0o700)
+
+
+def open_to_all(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o777)
+
+
+def of_another_user(path: Path) -> None:
+    mine(path)
+    os.chown(path, 65534, 65534)
+
+
+def link(path: Path) -> None:
+    mine(path.with_name("home"))
+    path.symlink_to(path.with_name("home"))
+
+
+@pytest.mark.parametrize("make", [open_to_all, link, pytest.param(of_another_user, marks=EMULATED)])
+def test_a_folder_of_others_is_not_used(make: Callable[[Path], None], root: Path) -> None:
+    """Whoever made it could answer for us, or have us delete what a link leads to."""
+    make(root)
+    work = root / "thesis" / "lock"
+    work.parent.mkdir()
+    work.write_text("years")
+    for use in (control.Control("mine").__enter__, control.running, lambda: control.ask("mine", {"verb": "status"})):
+        with pytest.raises(ValueError, match="root is not this user's alone; remove it, or set XDG_RUNTIME_DIR"):
+            use()
+    assert work.read_text() == "years"
+
+
+def test_only_what_an_emulation_left_is_removed(root: Path) -> None:
+    """Its lock and its socket, and nothing that has more in it."""
+    mine(root)
+    for name, files in (("dead", ["lock", "socket"]), ("torn", []), ("other", ["lock", "thesis"])):
+        (root / name).mkdir()
+        for file in files:
+            (root / name / file).touch()
+    (root / "link").symlink_to(root / "other")
+    (root / "file").touch()
+    with control.Control("mine"):
+        assert sorted(path.name for path in root.iterdir()) == ["file", "link", "mine", "other", "register"]
+        assert control.running() == ["mine"]
+    assert sorted(path.name for path in root.iterdir()) == ["file", "link", "other", "register"]
+    assert sorted(path.name for path in (root / "other").iterdir()) == ["lock", "thesis"]
+
+
+def test_nothing_runs_where_nothing_ran(root: Path) -> None:
+    assert control.running() == [] and not root.exists()
 
 
 @EMULATED
