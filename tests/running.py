@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
+from ports import free_port
 
 import train
 from checkpointing import CheckpointConfig, Checkpointer
@@ -123,12 +123,6 @@ def start_together(args: Sequence[str], count: int, devices: int, **options: Any
     port = free_port()
     here = [*args, f"--config.mesh.num_cpu_devices={devices}", f"--coordinator=localhost:{port}"]
     return [start([*here, f"--num_processes={count}", f"--process_id={i}"], **options) for i in range(count)]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:

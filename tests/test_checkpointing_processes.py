@@ -6,7 +6,6 @@ Run as a program (`python tests/test_checkpointing_processes.py PORT RANK DIRS..
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ports import free_port
 
 from checkpointing import CheckpointConfig, Checkpointer, CheckpointError, latest_config, manifest
 
@@ -64,12 +64,9 @@ def test_two_processes_and_one(tmp_path: Path) -> None:
     for directory in (by_one, hopeless):
         (directory / "3" / "data" / "metadata").write_text("{}")
 
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     environment["XLA_FLAGS"] = "--xla_cpu_collective_timeout_seconds=60"
-    arguments = [sys.executable, __file__, str(port)]
+    arguments = [sys.executable, __file__, str(free_port())]
     folders = [str(folder) for folder in (by_one, by_two, hopeless, broken)]
     processes = [
         subprocess.Popen(

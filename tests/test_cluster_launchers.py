@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 from kubernetes import client
-from running import ROOT, XLA_FLAGS, arguments, free_port, losses
+from ports import free_port
+from running import ROOT, XLA_FLAGS, arguments, losses
 
 SBATCH = ROOT / "cluster" / "slurm" / "train.sbatch"
 JOBSET = ROOT / "cluster" / "kubernetes" / "jobset.yaml"
@@ -95,7 +96,8 @@ def test_sbatch_trains(tmp_path: Path) -> None:
     """Two real tasks, joined by SLURM's variables; jax's rule for the port is jobid % 4096 + 61440."""
     args = arguments(tmp_path / "run", mesh__num_cpu_devices=1, mesh__devices_per_node=1)
     program = " ".join([sys.executable, "train.py", *args])
-    outcome = run_sbatch(tmp_path, program, SLURM_JOB_ID=str(free_port() % 4096), XLA_FLAGS=XLA_FLAGS)
+    job = free_port(range(61440, 65536)) - 61440
+    outcome = run_sbatch(tmp_path, program, SLURM_JOB_ID=str(job), XLA_FLAGS=XLA_FLAGS)
     assert outcome == (0, "")
     assert len(losses(tmp_path / "run")) == 10
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["processes"] == 2

@@ -157,7 +157,8 @@ def test_ctl(tmp_path: Path) -> None:
         code, _, err = ctl(me, *words)
         assert code == 2 and err.startswith(f"error: {said}") and err.count("\n") == 1, err
     code, _, err = finish(emulate(tmp_path / "same", "0", me))
-    assert (code, err) == (2, f"error: a cluster named {me.partition('=')[2]} is running; end it, or give another --name\n")
+    said = f"error: a cluster named {me.removeprefix('--name=')} is running; end it, or give another --name\n"
+    assert (code, err) == (2, said)
     (tmp_path / "end").touch()
     assert finish(process)[0] == 0
 

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 from emulating import EMULATED
-from running import ROOT, XLA_FLAGS, finish, free_port
+from ports import free_port
+from running import ROOT, XLA_FLAGS, finish
 
 from cluster.probe import __main__ as probe
 from cluster.probe import measure

@@ -87,7 +87,7 @@ def test_a_run_grows_shrinks_and_survives(cluster: subprocess.Popen[bytes], tmp_
     await_line(r"generation 2: 3 nodes: node1, node2, node3; spares: none", tmp_path, cluster)
     await_line(r"node2: the program ended by SIGKILL", tmp_path, cluster)
     await_line(r"generation 3: step \d+ is done", tmp_path, cluster)
-    (launcher,) = [p for p in running_with(added) if b"ray_nodes" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    (launcher,) = running_with(added, "ray_nodes")
     os.kill(launcher, signal.SIGTERM)  # Ray drains the node
     await_line(r"node3 is to go: generation 4 starts ahead: 2 nodes: node1, node2\n", tmp_path, cluster)
     await_line(r"generation 4: 2 nodes: node1, node2; spares: none", tmp_path, cluster)

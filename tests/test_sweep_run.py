@@ -109,11 +109,13 @@ def test_runs_left_behind_keep_the_directory(tmp_path: Path, capsys: pytest.Capt
     wait_for(tmp_path, ("start", 4), process)
     assert run_sweep(tmp_path, config) == 2
     assert "is in use by another sweep, or by runs that one left behind" in capsys.readouterr().err
-    orphan = int(subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(process.pid)], text=True))
+    number = int(subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(process.pid)], text=True))
+    orphan = os.pidfd_open(number)  # which stays this process, whoever gets its number
     process.kill()
     process.communicate()
     assert run_sweep(tmp_path, config) == 2
-    os.kill(orphan, signal.SIGINT)
+    signal.pidfd_send_signal(orphan, signal.SIGINT)
+    os.close(orphan)
     wait_until_free = time.monotonic() + TIMEOUT_S
     while run_sweep(tmp_path, config) == 2:
         assert time.monotonic() < wait_until_free
