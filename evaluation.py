@@ -33,7 +33,7 @@ class SampleConfig:
 
     def __post_init__(self) -> None:
         for key in ("length", "temperature"):
-            if getattr(self, key) < 0:
+            if not getattr(self, key) >= 0:
                 raise ValueError(f"sample.{key}={getattr(self, key)} must be at least 0")
 
 

@@ -17,11 +17,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster import emulate as emulator
 from cluster.command_line import OneLineParser, complain
 from configs.overrides import Overrides
 from sweeps import slurm
 from sweeps.live import Live
-from sweeps.plan import Run, SweepFile, load_file, plan, points
+from sweeps.plan import Run, SweepFile, describe, load_file, plan, points
 from sweeps.pool import EXIT_RESUMABLE, OUTPUT_FILE, Job, last_error, run_all
 from sweeps.records import Record, State, best, is_finished, metric_text, record
 from sweeps.report import write_report
@@ -71,6 +72,7 @@ def run(
     again. Raises ValueError for a mistake in them, KeyboardInterrupt if it was interrupted.
     """
     runs = plan(config, overrides, workdir=workdir, emulate=emulate)
+    check_emulated(runs)
     with Live(metric) as live:
         jobs = run_all(runs, workers=workers, workdir=workdir, show=live.show)
     if left(jobs):
@@ -104,9 +106,20 @@ def make_sweep(options: argparse.Namespace) -> Sweep:
     runs = plan(options.config, wanted, workdir=workdir, emulate=f"{file.emulate} {options.emulate or ''}")
     if options.slurm is not None and any(run.emulate for run in runs):
         raise ValueError("--slurm and the emulated cluster exclude each other; the sweep sets options of the latter")
+    check_emulated(runs)
     if len(runs) < len(wanted):
         print(f"{len(wanted) - len(runs)} of {len(wanted)} runs have the config of another one and are left out")
     return Sweep(file=file, runs=runs, workdir=workdir, workers=options.workers, slurm=options.slurm)
+
+
+def check_emulated(runs: Iterable[Run]) -> None:
+    """Raises ValueError for options of the emulated cluster that it would refuse."""
+    for run in runs:
+        if run.emulate:
+            try:
+                emulator.parse(run.command[run.command.index("cluster.emulate") + 1 :])
+            except ValueError as error:
+                raise ValueError(f"{describe(run.overrides) or 'the base config'}: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------------ launchers

@@ -23,7 +23,7 @@ from cluster.command_line import OneLineParser, complain
 from cluster.control import Control, ask
 from cluster.job import Job, Outcome
 from cluster.links import Links
-from cluster.nodes import Cluster
+from cluster.nodes import Cluster, check_count
 from cluster.table import Monitor, shown
 
 POLL_S = 0.05
@@ -42,8 +42,7 @@ def main(argv: Sequence[str]) -> int:
         if argv[1:2] == ["ctl"]:
             print(control(argv[2:]))
             return 0
-        options, command = parse(argv[1:])
-        links = Links(rate=options.rate, latency=options.latency, jitter=options.jitter, loss=options.loss)
+        options, links, command = parse(argv[1:])
         program = check_program(command)
         if missing := namespaces.missing_tool():
             raise ValueError(missing)
@@ -58,8 +57,8 @@ def main(argv: Sequence[str]) -> int:
 # ------------------------------------------------------------------------------------------------ command line
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the options and, after `--`, the program with its arguments; ValueError says what is wrong."""
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Links, list[str]]:
+    """Returns the options, the links, and what is after `--`: the program. ValueError says what is wrong."""
     ours, command = split(argv)
     parser = OneLineParser(prog="python -m cluster.emulate", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -76,6 +75,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options = parser.parse_args(ours)
     if not command:
         raise ValueError("no program; give it after --, such as `-- python train.py --config=...`")
+    check_count(options.nodes)
     if options.devices_per_node < 1 or options.processes_per_node < 1:
         raise ValueError("--devices_per_node and --processes_per_node must be 1 or more")
     if options.devices_per_node % options.processes_per_node:
@@ -83,7 +83,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             f"--devices_per_node={options.devices_per_node} must be a multiple of "
             f"--processes_per_node={options.processes_per_node}"
         )
-    return options, command
+    links = Links(rate=options.rate, latency=options.latency, jitter=options.jitter, loss=options.loss)
+    return options, links, command
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -64,8 +64,7 @@ class Cluster:
     """
 
     def __init__(self, nodes: int, links: Links, workdir: Path, shared: Sequence[Path] = ()) -> None:
-        if not 1 <= nodes <= MAX_NODES:
-            raise ValueError(f"--nodes={nodes}: from 1 to {MAX_NODES} have an address")
+        check_count(nodes)
         self.nodes: list[Node] = []
         self.links = links
         self.workdir = workdir.resolve()
@@ -228,6 +227,12 @@ class Cluster:
             os.close(node.network_fd)
         self._switch.wait(END_S)
         self.nodes.clear()
+
+
+def check_count(nodes: int) -> None:
+    """Raises ValueError for a number of nodes that cannot be."""
+    if not 1 <= nodes <= MAX_NODES:
+        raise ValueError(f"--nodes={nodes}: from 1 to {MAX_NODES} have an address")
 
 
 @contextlib.contextmanager

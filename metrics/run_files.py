@@ -152,7 +152,7 @@ def _read_object(path: Path, problems: dict[str, str]) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         problems[path.name] = "is not a JSON object"
@@ -169,7 +169,7 @@ def _read_rows(path: Path, problems: dict[str, str]) -> tuple[Row, ...]:
     for line in data.splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
             rows.append(row)

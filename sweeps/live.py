@@ -103,7 +103,7 @@ def newest(run_dir: Path) -> Mapping[str, Any]:
     for data in tail.splitlines():
         try:
             row = json.loads(data)
-        except ValueError:  # cut by the tail's start, or being written
+        except (ValueError, RecursionError):  # cut by the tail's start, or being written
             continue
         numbers |= row if isinstance(row, dict) else {}
     return numbers

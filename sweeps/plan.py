@@ -13,12 +13,14 @@ from typing import Any
 
 from configs import door
 from configs.overrides import Overrides, product
+from configs.ranges import check_ranges
 
 ROOT = Path(__file__).resolve().parent.parent
 # Options of `python -m cluster.emulate` that a sweep may set; it sets the work directory itself.
 EMULATE_OPTIONS = ("nodes", "devices_per_node", "processes_per_node", "rate", "latency", "jitter", "loss")
 GOALS = ("min", "max")
 PROGRAM = "train.py"
+NAME_BYTES = 100  # of a directory's name, before its hash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,7 @@ def _resolve(config: str, overrides: Overrides, workdir: Path, common: Mapping[s
     base = _short(Path(file).resolve()) + (f":{argument}" if argument else "")
     argv = ["sweep.py", f"--config={file}" + (f":{argument}" if argument else ""), *flags]
     values = door.flat(json.loads(door.parse(argv, door.new_flags(argv)).to_json()))
+    check_ranges(values)
     values |= {f"emulate.{key}": value for key, value in sorted(emulate.items())} | extra
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
     # A run that another choice of sweeps has already named keeps its name.
@@ -192,7 +195,8 @@ def varied(runs: Sequence[Run]) -> list[str]:
 
 
 def _file_name(words: str) -> str:
-    return re.sub(r"[^\w.=,+-]+", "_", words)[:100]
+    """Returns the words as part of a name that file systems take: they count bytes, and want whole characters."""
+    return re.sub(r"[^\w.=,+-]+", "_", words).encode()[:NAME_BYTES].decode(errors="ignore")
 
 
 def _short(path: Path) -> str:

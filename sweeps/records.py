@@ -37,9 +37,9 @@ def is_finished(run: Run) -> bool:
     """Says whether train.py's own summary says so."""
     try:
         summary = json.loads((run.run_dir / "summary.json").read_text())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return False
-    return summary.get("exit_reason") == "finished"
+    return isinstance(summary, dict) and summary.get("exit_reason") == "finished"
 
 
 def record(run: Run, state: State, error: str, metric: str) -> Record:

@@ -65,7 +65,7 @@ def markdown(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str
     header = [*keys, file.metric, "step time", "wall time", "state"]
     lines = [" | ".join(header), " | ".join("---" for _ in header)]
     for record in records:
-        cells = [value.replace("|", "\\|") for value in table_cells(file, record, keys)]
+        cells = [value.replace("|", "\\|").replace("\n", " ") for value in table_cells(file, record, keys)]
         lines.append(" | ".join(f"**{cell}**" if record is winner else cell for cell in cells))
     table = "\n".join(f"| {line} |" for line in lines)
     return f"# {file.path.stem}\n\n{headline(file, records)}\n\n{table}\n"

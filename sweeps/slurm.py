@@ -31,15 +31,20 @@ exit $code
 def write_array(runs: Sequence[Run], workdir: Path, *, options: str, workers: int | None) -> Path:
     """Writes `runs.txt` and `sweep.sbatch` for the runs, and returns the latter.
 
-    `options` are sbatch's (`--partition=gpu --nodes=2`); at most `workers` tasks run at once.
+    `options` are sbatch's (`--partition=gpu --nodes=2`); at most `workers` tasks run at once. ValueError for a line
+    break in them or in the directory: sbatch reads its options line by line.
     """
     workdir = workdir.resolve()
+    for name, value in (("--slurm", options), ("--workdir", str(workdir))):
+        if "\n" in value:
+            raise ValueError(f"a line break in {name}={value!r}: sbatch cannot read it; leave it out")
     for folder in (workdir / "slurm", *(run.run_dir for run in runs)):
         folder.mkdir(parents=True, exist_ok=True)
-    lines = [
-        f"srun {SRUN} {shlex.join(run.command)} >> {shlex.quote(str(run.run_dir / OUTPUT_FILE))} 2>&1\n" for run in runs
-    ]
-    (workdir / RUNS_FILE).write_text("".join(lines))
+    lines = []
+    for run in runs:
+        command, output = " ".join(map(_on_one_line, run.command)), shlex.quote(str(run.run_dir / OUTPUT_FILE))
+        lines.append(f"srun {SRUN} {command} >> {output} 2>&1\n")
+    (workdir / RUNS_FILE).write_text("".join(lines), newline="\n")
     script = workdir / SCRIPT_FILE
     script.write_text(
         SCRIPT.format(
@@ -57,6 +62,14 @@ def write_array(runs: Sequence[Run], workdir: Path, *, options: str, workers: in
         )
     )
     return script
+
+
+def _on_one_line(word: str) -> str:
+    """Returns a word as bash reads it; a line break in it is written `\\n`, since a task is a line."""
+    if "\n" not in word:
+        return shlex.quote(word)
+    escaped = word.replace("\\", r"\\").replace("'", r"\'").replace("\n", r"\n")
+    return f"$'{escaped}'"
 
 
 def submit(script: Path) -> str:

@@ -35,6 +35,7 @@ def log(event):
 signal.signal(signal.SIGINT, lambda *_: (log("signal"), time.sleep(0.3), log("end"), sys.exit(75)))
 earlier = (folder / "started").exists()
 (folder / "started").touch()
+(folder / "arguments.json").write_text(json.dumps(sys.argv[1:]))
 log("start")
 print("config", flags["config"])
 if seed == 1:

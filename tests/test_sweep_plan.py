@@ -29,6 +29,28 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         "sed is not a key",
     ),
     "a word for a number": ("def sweep_x(): return over('seed', ('many',))", [], "seed=many: .*many.*int"),
+    "a rate that is no number": (
+        "def sweep_x(): return over('optimizer.learning_rate', (1e-3, float('nan')))",
+        [],
+        "learning_rate=nan: optimizer.learning_rate=nan must be above 0 and finite",
+    ),
+    "a rate below zero": (
+        "def sweep_x(): return over('optimizer.learning_rate', (-1e-3,))",
+        [],
+        "learning_rate=-0.001: optimizer.learning_rate=-0.001 must be above 0 and finite",
+    ),
+    "a link of no rate": (
+        "def sweep_x(): return over('emulate.rate', ('1gbit', '-5mbit'))",
+        ["--emulate=--nodes=2 --devices_per_node=2"],
+        "rate=-5mbit: --rate=-5mbit: give a number and its unit",
+    ),
+    "too many nodes": (RATES, ["--emulate=--nodes=300 --devices_per_node=2"], "--nodes=300: from 1 to 254"),
+    "nodes without devices": (RATES, ["--emulate=--nodes=2"], "devices_per_node"),
+    "processes that share no devices": (
+        RATES,
+        ["--emulate=--nodes=2 --devices_per_node=2 --processes_per_node=3"],
+        "--devices_per_node=2 must be a multiple of --processes_per_node=3",
+    ),
     "an unknown option of the emulator": (
         "def sweep_x(): return over('emulate.rat', ('1gbit',))",
         [],
@@ -94,6 +116,16 @@ def test_the_content_of_a_config_names_its_run(tmp_path: Path) -> None:
     ]
     assert len({digest, *(n[-8:] for n in other)}) == 8
     assert names(tmp_path, {"seed": 3}, emulate="--rate=1gbit --nodes=2") == [other[3]]
+
+
+def test_a_long_value_is_cut_to_what_a_file_system_takes(tmp_path: Path) -> None:
+    """255 bytes, however many a character has; what is cut off still tells names apart."""
+    long = ["a" * 400, "ü" * 400, "漢" * 400, "漢" * 399, "x" + "😀" * 400]
+    found = names(tmp_path, *({"sample.prompt": prompt} for prompt in long))
+    assert len({*found}) == len(long)
+    for name in found:
+        (tmp_path / "runs" / name / "emulate").mkdir(parents=True)
+    assert found[0].startswith("prompt=" + "a" * 93 + "-") and found[2].startswith("prompt=" + "漢" * 31 + "-")
 
 
 def test_a_run_keeps_the_directory_that_it_has(tmp_path: Path) -> None:

@@ -89,11 +89,12 @@ def test_the_page_is_whole_and_needs_nothing_else(grid: Path) -> None:
 
 
 def test_words_of_users_are_escaped(tmp_path: Path) -> None:
-    body = "def sweep_x(): return over('data.path', ('<b>&', 'a|b'))"
+    body = "def sweep_x(): return over('data.path', ('<b>&', 'a|b', 'c\\nd'))"
     assert run_sweep(tmp_path, sweep_file(tmp_path, body)) == 0
     text = (tmp_path / "runs" / "index.html").read_text()
     assert "<b>" not in text and "&lt;b&gt;&amp;" in text
-    assert "a\\|b" in (tmp_path / "runs" / "results.md").read_text()
+    table = (tmp_path / "runs" / "results.md").read_text()
+    assert "a\\|b" in table and "| c d | " in table
     assert "data.path=_b" not in text and len(list((tmp_path / "runs").glob("path=_b_-*"))) == 1
 
 

@@ -132,6 +132,36 @@ def test_a_program_that_is_killed_is_named(tmp_path: Path) -> None:
     assert [(r.state, r.error) for r in records] == [(State.FAILED, "killed by SIGKILL: half way")]
 
 
+SUMMARIES = ["[]", "null", '"finished"', "[" * 100_000, '{"exit_reason": ["finished"]}', "{", "\xff"]
+
+
+def test_a_summary_of_another_shape_is_that_of_no_finished_run(tmp_path: Path) -> None:
+    """The run is started again, and the sweep goes on."""
+    config = sweep_file(tmp_path, seeds(*range(10, 10 + len(SUMMARIES))))
+    assert run_sweep(tmp_path, config) == 0
+    summaries = sorted((tmp_path / "runs").glob("*/summary.json"))
+    for path, text in zip(summaries, SUMMARIES, strict=True):
+        path.write_text(text, encoding="latin-1")
+    assert run_sweep(tmp_path, config) == 0
+    assert sorted(started(tmp_path)) == sorted([*range(10, 10 + len(SUMMARIES))] * 2)
+    assert {json.loads(path.read_text())["exit_reason"] for path in summaries} == {"finished"}
+
+
+def test_a_run_that_leaves_a_summary_of_another_shape(tmp_path: Path) -> None:
+    """But one of another shape: it is finished by its exit code, and has the numbers of its metrics."""
+    script = tmp_path / "odd.py"
+    for text in SUMMARIES:
+        script.write_text(
+            "import pathlib, sys\nfolder = pathlib.Path(sys.argv[2].partition('=')[2])\n"
+            f"(folder / 'summary.json').write_text({text!r}, encoding='latin-1')\n"
+            "(folder / 'metrics.jsonl').write_text('{\"step\": 1, \"loss\": 2.5}\\n')"
+        )
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(plan, "PROGRAM", str(script))
+            (record,) = sweep.run(sweep_file(tmp_path, ""), [{"seed": 0}], workdir=tmp_path / "runs", metric="loss")
+        assert (record.state, record.metric) == (State.FINISHED, 2.5)
+
+
 def test_programs_get_records_in_their_order(tmp_path: Path) -> None:
     config = sweep_file(tmp_path, "")
     wanted = [{"seed": s, "repetition": r} for r in (0, 1) for s in (8, 7)]

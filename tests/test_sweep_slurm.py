@@ -1,5 +1,6 @@
 """A sweep as a SLURM array: what is submitted, and its tasks run as SLURM would, with programs in SLURM's place."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -92,3 +93,26 @@ def test_without_slurm_it_says_so(
     monkeypatch.setenv("PATH", "/nowhere")
     assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), "--slurm=") == 2
     assert "error: there is no sbatch here; start the sweep where SLURM's commands are\n" in capsys.readouterr().err
+
+
+def test_a_value_reaches_its_task_as_it_is(slurm: Path, tmp_path: Path) -> None:
+    """One line a task, whatever is in a value."""
+    prompts = ("To be,\nor not", "\n", "it's $HOME\n\\n `id` \"\t", "\n' \\' \\\\\n\n", "ünï\ncode", "plain")
+    assert (
+        run_sweep(tmp_path, sweep_file(tmp_path, f"def sweep_x(): return over('sample.prompt', {prompts})"), "--slurm=")
+        == 0
+    )
+    assert len((tmp_path / "runs" / "runs.txt").read_text().split("\n")) == len(prompts) + 1
+    assert [run_task(tmp_path, i + 1) for i in range(len(prompts))] == [0] * len(prompts)
+    given = [json.loads(path.read_text())[-1] for path in (tmp_path / "runs").glob("*/arguments.json")]
+    assert sorted(given) == sorted(f"--config.sample.prompt={prompt}" for prompt in prompts)
+
+
+@pytest.mark.parametrize(("folder", "options"), [("runs", "--comment='a\nb'"), ("run\ns", "")])
+def test_what_would_break_the_script_is_refused(
+    folder: str, options: str, slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [f"--slurm={options}", f"--workdir={tmp_path / folder}"]
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), *flags) == 2
+    assert "a line break in " in capsys.readouterr().err
+    assert not slurm.exists()
