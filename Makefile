@@ -1,13 +1,16 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# The versions tested together with this Python, if it has some of its own; else those of Python 3.11.
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])')
+CONSTRAINTS := $(firstword $(wildcard constraints-py$(VERSION).txt) constraints.txt)
 
 .PHONY: train test test-all lint format constraints clean
 
 train: $(VENV)/installed  ## trains the quickstart: a byte-level model on 8 virtual devices, 4 nodes of 2
 	$(BIN)/python train.py --config=configs/quickstart.py --workdir=runs/quickstart
 
-test: $(VENV)/installed
+test: $(VENV)/installed  ## with another Python: make test PYTHON=python3.12 VENV=.venv-py312
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: $(VENV)/installed $(VENV)/h100/installed $(VENV)/ray-installed
@@ -23,19 +26,19 @@ format: $(VENV)/installed
 	$(BIN)/ruff format .
 
 constraints: $(VENV)/installed  ## writes the installed versions down as the tested ones
-	(echo "# The versions that are tested together (Python 3.11). Regenerate: make constraints"; $(BIN)/pip freeze) > constraints.txt
+	(echo "# The versions that are tested together ($$($(BIN)/python -V)). Regenerate: make constraints"; $(BIN)/pip freeze) > $(CONSTRAINTS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache
 
-$(VENV)/installed: requirements.txt requirements-dev.txt constraints.txt
+$(VENV)/installed: requirements.txt requirements-dev.txt $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mics-jax needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt -c $(CONSTRAINTS)
 	touch $@
 
-$(VENV)/ray-installed: requirements-ray.txt constraints.txt | $(VENV)/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c constraints.txt
+$(VENV)/ray-installed: requirements-ray.txt $(CONSTRAINTS) | $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
 	touch $@
 
 $(VENV)/h100/installed: requirements-h100.txt | $(VENV)/installed  ## XLA for GPUs, 0.5 GB: it compiles without one

@@ -132,10 +132,10 @@ def networks_of(pids: list[int]) -> Iterator[set[str]]:
 
 
 def networks_in_use() -> set[str]:
-    """Returns the names of all networks that a process of this machine is in."""
+    """Returns the names of all networks that a process of this machine is in, of those that we may look at."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/ns/net"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # gone in between
+        with contextlib.suppress(OSError):  # gone in between, or not ours to look at
             found.add(os.readlink(path))
     return found
 
