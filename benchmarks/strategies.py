@@ -6,11 +6,11 @@
     python -m benchmarks.strategies --report
 
 The standard workload (configs/standard.py) on 4 nodes of 2 devices, swept over (repetition, rate, strategy), in
-that order, so that the repetitions of a command are interleaved; the same command again runs only what is missing. `--scale_model`
-chooses the rate so that gathering takes 2.85 times the forward pass under ZeRO-3, as BERT 10B did on p3dn.24xlarge
-(MiCS section 1). `--pytorch` runs ours and then PyTorch's at each rate (benchmarks/pytorch_peer.py, by a Python
-that has torch); `--report` runs nothing. Adds lines to benchmarks/results/strategies.jsonl and writes docs/strategies.md with its pictures; needs root
-(docs/emulation.md).
+that order, so that the repetitions of a command are interleaved; the same command again runs only what is missing.
+`--scale_model` chooses the rate so that, by calculation, gathering takes 2.85 times the forward pass under ZeRO-3, as
+BERT 10B's did on p3dn.24xlarge (MiCS section 1). `--pytorch` runs ours and then PyTorch's at each rate
+(benchmarks/pytorch_peer.py, by a Python that has torch); `--report` runs nothing. Adds lines to
+benchmarks/results/strategies.jsonl and writes docs/strategies.md with its pictures; needs root (docs/emulation.md).
 """
 
 import argparse

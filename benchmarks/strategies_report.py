@@ -64,8 +64,8 @@ def intro(lines: Sequence[Line]) -> str:
     made = "\n".join(f"    {command}" for command in commands(lines))
     return (
         "# Strategies on a slow network, measured\n\n"
-        "The record, `benchmarks/results/strategies.jsonl`, is made by (each runs what is missing; PYTHON has torch)\n\n"
-        f"{made}\n\nand printed by `python -m benchmarks.strategies --report`, which runs nothing.\n\n"
+        "The record, `benchmarks/results/strategies.jsonl`, is made by (each runs what is missing; PYTHON has torch)"
+        f"\n\n{made}\n\nand printed by `python -m benchmarks.strategies --report`, which runs nothing.\n\n"
         "The standard workload (`configs/standard.py`: 25.6 M parameters, f32, AdamW, rematerialised layers, one "
         f"sequence of 256 a device, 4 micro-steps) on {about['nodes']} emulated nodes of {about['devices_per_node']} "
         f"({machines}; jax {about['jax']}; commit {commits}). All nodes share the cores: compare within a table, and "
@@ -102,8 +102,8 @@ def bytes_section(lines: Sequence[Line]) -> str:
             "## Bytes that a node sends to others, a step\n\n"
             "The formula is that of docs/concepts.md (gathers count embedding and head twice, which are gathered once: "
             "0.5 % too much); compiled is read from the program; the wire is node 0's interface, headers and control "
-            "traffic included, the mean over the runs at all rates. `zero3 auto` has no formula: the compiler chose its "
-            "collectives.",
+            "traffic included, the mean over the runs at all rates. `zero3 auto` has no formula: the compiler chose "
+            "its collectives.",
             "\n".join([head, *rows]),
             "![Bytes a step between nodes and inside them](images/strategies_bytes.png)",
         ]
@@ -145,8 +145,8 @@ def time_table(lines: Sequence[Line], rate: str) -> str:
 def scale_section(lines: Sequence[Line]) -> str:
     """Returns the table of the scale model; the paper's ratios are beside it in docs/paper_tables.md."""
     parts = [
-        "## The scale model\n\nLinks at a rate at which, by calculation, the bytes of a flat gather take 2.85 times the "
-        "forward pass (a quarter of a micro-step of `compute only`), as BERT 10B's gather took under ZeRO-3 on "
+        "## The scale model\n\nLinks at a rate at which, by calculation, the bytes of a flat gather take 2.85 times "
+        "the forward pass (a quarter of a micro-step of `compute only`), as BERT 10B's gather took under ZeRO-3 on "
         "p3dn.24xlarge. The MiCS paper's Figures 12 to 15 beside these: docs/paper_tables.md."
     ]
     for rate in rates_of(lines):

@@ -115,9 +115,10 @@ def section(records: Records) -> Section:
         blocks=[
             f"{published.MICS}. The scale model is a small model on 4 emulated nodes of 2 devices, whose links are so "
             "slow that by calculation gathering takes 2.85 times the forward pass under ZeRO-3, as BERT 10B's did in "
-            f"the paper (docs/strategies.md); so ratios are compared, not samples a second.{found}{repeated} Published ratios are those of 4 nodes of 8 GPUs, "
-            "figure 12's of 8 nodes: a group of one node is an eighth of that cluster, a quarter of ours. Our ZeRO-3 "
-            "gathers flat in figures 13b and 15; a single group of all devices gathers hierarchically.",
+            f"the paper (docs/strategies.md); so ratios are compared, not samples a second.{found}{repeated} "
+            "Published ratios are those of 4 nodes of 8 GPUs, figure 12's of 8 nodes: a group of one node is an eighth "
+            "of that cluster, a quarter of ours. Our ZeRO-3 gathers flat in figures 13b and 15; a single group of all "
+            "devices gathers hierarchically.",
             *(comparison(_rows(records, rate)) for rate in rates or [""]),
             " ".join(spans),
             f"![Throughput ratios of figures 12 to 15, published and ours](images/{IMAGE})",

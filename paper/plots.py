@@ -12,7 +12,7 @@ from palette import GRID, INK, SERIES
 
 DPI = 120
 MISSING = "not measured"
-BEHIND_TEXT = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # no line goes through it
+TEXT = {"fontsize": 8, "color": INK, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}  # over lines
 OUTSIDE = "outside upper center"  # a legend there is laid out with the axes, so nothing cuts it
 
 
@@ -64,8 +64,9 @@ def draw_bars(bars: Bars) -> Figure:
         places = [row - 0.4 + height * (i + 0.5) for row in range(len(bars.labels))]
         axes.barh(places, [bar.value if bar else 0.0 for bar in found], height * 0.9, color=colour, label=name)
         for place, bar in zip(places, found, strict=True):
-            text = f" {bar.value:.{bars.digits}f}" if bar else f" {MISSING}"
-            axes.text(bar.high if bar else 0.0, place, text, va="center", fontsize=8, color=INK, bbox=BEHIND_TEXT)
+            text = f"{bar.value:.{bars.digits}f}" if bar else MISSING
+            end = (bar.high if bar else 0.0, place)
+            axes.annotate(text, end, (4, 0), textcoords="offset points", va="center", **TEXT)
             draw_range(axes, bar, place)
     axes.axvline(bars.line, color=INK, linewidth=0.8, linestyle=":", label=bars.line_label or None)
     axes.margins(x=0.1)
