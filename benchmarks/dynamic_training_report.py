@@ -124,8 +124,8 @@ def verdict(seeds: Sequence[dict[str, Line]]) -> str:
     }
     return (
         f"Mean accuracy: {means}. In the same seed `fluctuating` is at most {apart['fluctuating']:.0f} of {IMAGES} "
-        f"images from `fixed`, `control` at most {apart['control']:.0f}: {len(seeds)} seeds show no difference of the "
-        "accuracies, and could not show a small one. The losses are equal up to rounding, which training amplifies: "
+        f"images from `fixed`, `control` at most {apart['control']:.0f}: {len(seeds)} seeds cannot tell "
+        "such differences from chance. The losses are equal up to rounding, which training amplifies: "
         "once they differ in the sixth digit, two runs soon are different trainings. The control, which has no "
         "restart, leaves `fixed` in the same way."
     )
@@ -241,14 +241,13 @@ def measured(lines: Sequence[Line]) -> str:
     said = []
     for what, kinds in STANDSTILLS.items():
         if times := [time for kind in kinds for time in found.get(kind, [])]:
-            said.append(
-                f"{min(times):.0f} to {max(times):.0f} s after {what} ({len(times)} events, {median(times):.0f})"
-            )
+            span, middle = f"{min(times):.0f} to {max(times):.0f} s", f"median {median(times):.0f} s"
+            said.append(f"{span} after {what} ({len(times)} events, {middle})")
+    if not said:
+        return "No event is recorded."
     return (
-        f"Recorded for docs/elasticity_measured.md, without `--compile_ahead`: the next start's first step came "
-        f"{', '.join(said)}; in brackets the median."
-        if said
-        else "No event is recorded."
+        "Recorded for docs/elasticity_measured.md, without `--compile_ahead`: the first step of the next start came "
+        f"{', '.join(said)}."
     )
 
 
@@ -280,6 +279,6 @@ def conclusion(lines: Sequence[Line]) -> str:
             said.append(f"{line['market']}: {cheaper[0]:.0%} to {cheaper[-1]:.0%} cheaper and {faster:.0%} faster")
     return (
         f"With {cost.LARGER}: {'; '.join(said)}. Clusters that never have more nodes than the fixed one are cheaper "
-        "and slower. Faster comes from more nodes, which cost less each, and hardly any of it is left where the market is "
-        "scarce."
+        "and slower. Faster comes from more nodes, which cost less each, and hardly any of it is left where the market "
+        "is scarce."
     )
