@@ -54,3 +54,10 @@ def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> N
     (bar,) = [c for c in axes.containers if isinstance(c, ErrorbarContainer)]
     ((start, end),) = bar.lines[2][0].get_segments()
     assert (start[0], end[0]) == (1.0, 3.0)
+
+
+def test_the_ratios_of_the_readme_are_those_on_the_wire() -> None:
+    text = " ".join((compression_report.ROOT / "README.md").read_text().split())
+    sent = {line["codec"]: line["wire_tx_bytes"] for line in LINES if line["kind"] == "step"}
+    int8, one_bit, dgc = (f"{sent['none'] / sent[name]:.0f} times" for name in ("int8", "one_bit", "dgc"))
+    assert f"second hop {int8} smaller, one bit {one_bit}, DGC {dgc} (on the wire of 4 nodes" in text

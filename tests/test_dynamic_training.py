@@ -180,3 +180,11 @@ def test_nodes_and_accuracies_of_every_seed_are_drawn() -> None:
             assert list(line.get_xdata()) == [row["step"] for row in found]
             assert list(line.get_ydata()) == [100 * row["validation_accuracy"] for row in found]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == list(report.KINDS)
+
+
+def test_concepts_say_when_losses_on_changing_nodes_leave_each_other() -> None:
+    seeds = report.whole_seeds(recorded())
+    first = [report.same_until(runs["fixed"]["losses"], runs["fluctuating"]["losses"])[0] for runs in seeds]
+    assert first == [83, 95, 118]
+    text = " ".join((report.ROOT / "docs" / "concepts.md").read_text().split())
+    assert "on changing nodes from step 83, 95 and 118 on" in text

@@ -218,6 +218,12 @@ def test_figure_16_says_when_losses_leave_each_other(records: Records) -> None:
     assert "by less than 1e-05 in all 300" in mics_figure_16.section(same).markdown()
 
 
+def test_the_readme_and_concepts_say_when_too() -> None:
+    readme, concepts = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/concepts.md"))
+    assert "`mics(2)` leaves `zero3` by more than 1e-5 first at step 150, and by 1.8e-5 at most" in readme
+    assert "under `mics(2)` and `zero3` differ by more than 1e-5 from step 150 on" in concepts
+
+
 def test_the_ablations_are_drawn_with_their_range(records: Records) -> None:
     """Two runs each: 3 and 5 s over 1 and 2 s are 4 / 1.5, from 3 / 2 to 5 / 1."""
     runs = [run("mics(2)", 1.0), run("mics(2)", 2.0), run("mics(8)", 3.0), run("mics(8)", 5.0)]

@@ -168,3 +168,14 @@ def test_bytes_are_drawn_between_nodes_first() -> None:
     for one, left, right in zip(recorded_bytes, between, inside, strict=True):
         assert left.get_width() == right.get_x() == pytest.approx(one["compiled_inter_bytes"] / 1e6)
         assert right.get_width() == pytest.approx(one["compiled_intra_bytes"] / 1e6)
+
+
+def test_the_step_times_of_the_readme_are_the_record_s() -> None:
+    """Ours beside all of PyTorch's, its DDP too, which is faster."""
+    text = " ".join((strategies_report.ROOT / "README.md").read_text().split())
+    names = ("mics(2)", "zero3", "pytorch hsdp", "pytorch zero3", "pytorch ddp", "ddp")
+    runs = {name: strategies_lines.step_time(strategies_lines.runs_of(recorded(), name, "200mbit")) for name in names}
+    seconds = {name: f"{time.value:.0f} s" for name, time in runs.items() if time}
+    assert f"`mics(2)` takes {seconds['mics(2)']} a step, `zero3` {seconds['zero3']}" in text
+    assert f"FSDP2 {seconds['pytorch hsdp']} with hybrid and {seconds['pytorch zero3']} with full sharding" in text
+    assert f"DDP is faster than any of these: {seconds['pytorch ddp']}, our `ddp` {seconds['ddp']}" in text
