@@ -1,9 +1,10 @@
 """What each codec of hop two costs and saves: the time to encode and decode, bytes on the wire, steps on slow links.
 
     python -m benchmarks.compression [--rates=100mbit,1gbit] [--repetitions=1]
+    python -m benchmarks.compression --report
 
 The standard workload (configs/standard.py) under mics(2) with one micro-step, on 4 emulated nodes of 2 devices, swept
-over (repetition, rate, codec); the same command again runs only what is missing. Adds lines to
+over (repetition, rate, codec); the same command again runs only what is missing, `--report` nothing. Adds lines to
 benchmarks/results/compression.jsonl and writes docs/compression_measured.md with its picture; needs root
 (docs/emulation.md).
 """
@@ -20,13 +21,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 from jax.sharding import NamedSharding, PartitionSpec
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 import sweep
+from benchmarks import compression_report
+from benchmarks.compression_report import DEVICES, NODES, VALUES
 from benchmarks.strategies import machine
 from cluster.links import Links
 from compression.by_config import CODECS, CompressionConfig, make_codec
@@ -37,16 +36,11 @@ from sweeps.records import State
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "compression.jsonl"
-PAGE = ROOT / "docs" / "compression_measured.md"
-PICTURE = "compression_step_time.png"
 WORKDIR = Path("runs/benchmarks/compression")
 CONFIG = "configs/standard.py"
 TIMED = (*CODECS[1:], "two_bit", "one_bit")
 NAMES = ("none", *TIMED, "dgc", "power_sgd")
-NODES, DEVICES = 4, 2
-SENT_TIMES = 2 * (NODES - 1) / NODES  # how often values cross a node's link in an exchange
 EXCHANGE = MeshShape(replica_inter=NODES, shard_inter=1, replica_intra=1, shard_intra=1, tensor=1)
-VALUES = 25 * 2**20  # 105 MB of f32
 THRESHOLD = 1e-4  # of two_bit: about the size of this workload's gradients
 
 
@@ -55,7 +49,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Times hop two with every codec.", allow_abbrev=False)
     parser.add_argument("--rates", default="100mbit", help="of the links, as for tc")
     parser.add_argument("--repetitions", type=int, default=1)
+    parser.add_argument("--report", action="store_true", help="only write the page from what is recorded")
     options = parser.parse_args()
+    failed = 0 if options.report else measure(options)
+    compression_report.write(recorded())
+    return 1 if failed else 0
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Times and records what is missing; returns how many runs failed."""
     rates = options.rates.split(",")
     for rate in rates:
         Links(rate=rate)  # ValueError says what is wrong with it
@@ -69,8 +71,7 @@ def main() -> int:
         for rate in rates:
             for name in NAMES:
                 failed += run(name, rate, repetition)
-    write_page(recorded())
-    return 1 if failed else 0
+    return failed
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -158,90 +159,6 @@ def run(name: str, rate: str, repetition: int) -> bool:
     command = shlex.join("python" if word == sys.executable else word for word in record.run.command)
     add(key | found | {"command": command})
     return False
-
-
-# --------------------------------------------------------------------------------------------------- the page
-
-
-def write_page(lines: list[dict[str, Any]]) -> None:
-    """Writes docs/compression_measured.md and its picture."""
-    steps = [line for line in lines if line["kind"] == "step"]
-    rates = sorted({line["rate"] for line in steps}, key=lambda rate: Links(rate=rate).rate_bits())
-    about = lines[-1]
-    commits = ", ".join(sorted({line["commit"][:7] for line in lines}))
-    parts = [
-        "# Hop two with codecs, measured\n\nWritten by `python -m benchmarks.compression` from "
-        "`benchmarks/results/compression.jsonl`: `configs/standard.py` (25.6 M parameters, f32) under mics(2) with one "
-        f"micro-step, on {NODES} emulated nodes of {DEVICES} that share {about['machine']} (jax {about['jax']}, "
-        f"commits {commits}). docs/compression.md says what the codecs are.",
-        codec_table([line for line in lines if line["kind"] == "codec"]),
-        *(step_table(steps, rate) for rate in rates),
-    ]
-    if steps:
-        draw(steps, rates)
-        parts.append(f"![Step time of each codec by link rate](images/{PICTURE})")
-    PAGE.write_text("\n\n".join(parts) + "\n")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
-
-
-def codec_table(lines: list[dict[str, Any]]) -> str:
-    """Returns the table of the codecs alone."""
-    rows = []
-    for line in lines:
-        saved_s = (4 * VALUES - line["payload_bytes"]) * 8 / 1e9
-        once_s, exchange_s, of_exchange_s = (
-            line["encode_s"] + line["decode_s"],
-            line["exchange_s"],
-            saved_s * SENT_TIMES,
-        )
-        cells = [f"{4 * VALUES / line['payload_bytes']:.2f}", f"{line['encode_s']:.3f}", f"{line['decode_s']:.3f}"]
-        cells += [f"{once_s / saved_s:.1%}", f"{exchange_s:.3f}", f"{exchange_s / of_exchange_s:.1%}"]
-        rows.append(f"| {line['codec']} | {' | '.join(cells)} | {of_exchange_s / exchange_s:.1f} |")
-    return "\n".join(
-        [
-            f"## {4 * VALUES / 1e6:.0f} MB, on all cores\n\nThe fastest of 100. Shares are of what 1 Gbit/s saves "
-            f"with values that travel once, or {SENT_TIMES} times in an exchange between 4 nodes. An exchange encodes "
-            "all values and their sum, decodes both again for the residual, and what arrives twice; the link is not in "
-            "its time. `pays below`: the rate at which the link would carry what is saved in that time. Most of a "
-            "decode alone is new memory for its result, 0.026 s for 105 MB here; an exchange decodes while it adds.\n",
-            "| codec | times smaller | encode, s | decode, s | both, share | exchange, s | share | "
-            "pays below, Gbit/s |",
-            "|---|---|---|---|---|---|---|---|",
-            *rows,
-        ]
-    )
-
-
-def step_table(steps: list[dict[str, Any]], rate: str) -> str:
-    """Returns the table of steps at a rate."""
-    found = {name: [line for line in steps if (line["codec"], line["rate"]) == (name, rate)] for name in NAMES}
-    wire = {name: median(line["wire_tx_bytes"] for line in of) for name, of in found.items() if of}
-    times = {name: median(line["step_time_s"] for line in of) for name, of in found.items() if of}
-    rows = [
-        f"| {name} | {wire[name] / 1e6:.2f} | {wire['none'] / wire[name]:.2f} | {times[name]:.2f} | "
-        f"{times['none'] / times[name]:.2f} |"
-        for name in times
-        if "none" in times
-    ]
-    head = "| codec | a node sends, MB a step | none / this | s a step | none / this |\n|---|---|---|---|---|"
-    return "\n".join([f"## Steps at {rate}\n", head, *rows])
-
-
-def draw(steps: list[dict[str, Any]], rates: list[str]) -> None:
-    """Draws the step time of every codec, a bar a rate."""
-    figure, axes = plt.subplots(figsize=(8, 0.45 * len(NAMES) + 1.2), layout="constrained")
-    height = 0.8 / len(rates)
-    for i, rate in enumerate(rates):
-        of = {name: [s["step_time_s"] for s in steps if (s["codec"], s["rate"]) == (name, rate)] for name in NAMES}
-        middle = [median(of[name]) if of[name] else 0.0 for name in NAMES]
-        axes.barh([y + i * height for y in range(len(NAMES))], middle, height, label=rate)
-    axes.set_yticks([y + height * (len(rates) - 1) / 2 for y in range(len(NAMES))], NAMES)
-    axes.invert_yaxis()
-    axes.set_xlabel("s / step")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
-    figure.savefig(ROOT / "docs" / "images" / PICTURE, dpi=110)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

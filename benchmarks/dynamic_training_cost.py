@@ -9,9 +9,10 @@ from typing import Any
 NODES = 4  # of the fixed cluster
 RUN_S = 24 * 3600.0  # that it takes there
 SEEDS = 20
-# A step of the same rows on 4 nodes takes 15.4 s, 12.8 s of them computing: mics(2) at 1gbit, docs/strategies.md.
+# Assumed of a step on 4 nodes: mics(2) at 1gbit beside `compute only` in docs/strategies.md, where all devices shared
+# two cores. So neither is the time of separate nodes, and no speed on 1, 2 or 8 nodes was measured.
 STEP_S, COMPUTE_S = 15.4, 12.8
-# Training stands still for so long: docs/elasticity_measured.md, the slowest of each kind, rounded up.
+# Training stands still for so long. Assumed; the page has what was measured beside it.
 JOINED_S = 40.0
 ANNOUNCED_S = 25.0
 KILLED_S = 40.0
@@ -102,7 +103,7 @@ def speed(nodes: int) -> float:
     """Returns the speed of training relative to one node, at the same global batch.
 
     The rows are shared out, and each node sends (n - 1) / n of what one ring all-reduce carries: on n nodes a step
-    takes (1 + x * (n - 1)) / n of the time on one, with x from the measured step on 4.
+    takes (1 + x * (n - 1)) / n of the time on one, with x from the assumed step on 4.
     """
     x = (STEP_S / COMPUTE_S - 1) / (NODES - 1)
     return nodes / (1 + x * (nodes - 1)) if nodes else 0.0

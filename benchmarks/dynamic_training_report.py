@@ -1,20 +1,21 @@
 """The page of benchmarks/dynamic_training.py: tables and a picture from its record and the simulated prices."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from benchmarks import dynamic_training_cost as cost
+from palette import FILL, GRID, LINE, SERIES
+from paper.plots import OUTSIDE, png
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "dynamic_training.md"
 PICTURE = ROOT / "docs" / "images" / "dynamic_training.png"
+EVENTS = ROOT / "benchmarks" / "results" / "elastic.jsonl"  # of docs/elasticity_measured.md
 KINDS = ("fixed", "fluctuating", "control")
 SAME = 1e-5  # losses that differ by less, relatively
 IMAGES = 360  # of the validation
@@ -23,14 +24,25 @@ Line = dict[str, Any]
 
 def write(lines: Sequence[Line]) -> None:
     """Writes docs/dynamic_training.md and its picture; a seed counts when all of its runs are recorded."""
-    by_seed = [runs_of(lines, seed) for seed in sorted({line["seed"] for line in lines})]
-    seeds = [runs for runs in by_seed if len(runs) == len(KINDS)]
-    sections = [INTRO]
-    if seeds:
-        draw(seeds, PICTURE)
-        sections.append(accuracy_section(seeds))
-    PAGE.write_text("\n\n".join([*sections, cost_section(cost.simulated())]) + "\n")
+    events = [json.loads(line) for line in EVENTS.read_text().splitlines()] if EVENTS.exists() else []
+    PAGE.write_text(page(lines, events))
+    if seeds := whole_seeds(lines):
+        PICTURE.write_bytes(png(draw(seeds)))
     print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+def page(lines: Sequence[Line], events: Sequence[Line]) -> str:
+    """Returns docs/dynamic_training.md; `events` are the lines of EVENTS."""
+    seeds = whole_seeds(lines)
+    made = f"--seeds={len(seeds)} --steps={lines[0]['steps']}" if seeds else "[--seeds=3] [--steps=300]"
+    sections = [INTRO.format(made=made), *([accuracy_section(seeds)] if seeds else [])]
+    return "\n\n".join([*sections, cost_section(cost.simulated(), events)]) + "\n"
+
+
+def whole_seeds(lines: Sequence[Line]) -> list[dict[str, Line]]:
+    """Returns the runs, by kind, of each seed of which all are recorded."""
+    by_seed = [runs_of(lines, seed) for seed in sorted({line["seed"] for line in lines})]
+    return [runs for runs in by_seed if len(runs) == len(KINDS)]
 
 
 def runs_of(lines: Sequence[Line], seed: int) -> dict[str, Line]:
@@ -40,7 +52,11 @@ def runs_of(lines: Sequence[Line], seed: int) -> dict[str, Line]:
 
 INTRO = """# Dynamic Training
 
-Written by `python -m benchmarks.dynamic_training` from `benchmarks/results/dynamic_training.jsonl` and a simulation
+The record, `benchmarks/results/dynamic_training.jsonl`, is made by (it runs what is missing)
+
+    python -m benchmarks.dynamic_training {made}
+
+and printed by `python -m benchmarks.dynamic_training --report`, which trains nothing; prices and times are simulated
 (`benchmarks/dynamic_training_cost.py`).
 
 AWS's Dynamic Training (an MXNet fork of 2018) let hosts join and leave a run at the ends of epochs, at a fixed global
@@ -58,7 +74,7 @@ def accuracy_section(seeds: Sequence[dict[str, Line]]) -> str:
     commits = sorted({line["commit"][:7] for runs in seeds for line in runs.values()})
     return "\n\n".join(
         [
-            "## The same accuracy on 1 to 4 nodes\n\n"
+            "## Accuracy on 1 to 4 nodes\n\n"
             f"A ResNet on scikit-learn's digits, {IMAGES} of them for validation; MiCS with a group a node, 2 devices "
             f"each. Once on 4 nodes to the end (`fixed`); once on another number of nodes every {about['steps']} / "
             f"{len(about['starts'])} steps (`fluctuating`): a SIGTERM, exit code 75, the same command with other "
@@ -108,49 +124,50 @@ def verdict(seeds: Sequence[dict[str, Line]]) -> str:
     }
     return (
         f"Mean accuracy: {means}. In the same seed `fluctuating` is at most {apart['fluctuating']:.0f} of {IMAGES} "
-        f"images from `fixed`, `control` at most {apart['control']:.0f}. Once losses differ in the sixth digit, two "
-        "runs soon are different trainings of the same quality; the control, which has no restart, leaves `fixed` in "
-        "the same way."
+        f"images from `fixed`, `control` at most {apart['control']:.0f}: {len(seeds)} seeds cannot tell "
+        "such differences from chance. The losses are equal up to rounding, which training amplifies: "
+        "once they differ in the sixth digit, two runs soon are different trainings. The control, which has no "
+        "restart, leaves `fixed` in the same way."
     )
 
 
-def draw(seeds: Sequence[dict[str, Line]], file: Path) -> None:
-    """Draws a column a seed: nodes above, validation accuracy below."""
-    figure, panels = plt.subplots(
-        2, len(seeds), figsize=(4 * len(seeds), 4.4), sharex=True, sharey="row", layout="constrained", squeeze=False
-    )
+def draw(seeds: Sequence[dict[str, Line]]) -> Figure:
+    """Draws a column a seed: nodes above, validation accuracy of all runs below."""
+    figure = Figure(figsize=(4 * len(seeds), 4.4), layout="constrained")
+    panels = figure.subplots(2, len(seeds), sharex=True, sharey="row", squeeze=False)
     for (above, below), runs in zip(panels.T, seeds, strict=True):
         moving = runs["fluctuating"]
         ends = [start["ended"] for start in moving["starts"]]
         above.stairs(
-            [start["nodes"] for start in moving["starts"]], [0, *ends], linewidth=1.5, color="C1", baseline=None
+            [start["nodes"] for start in moving["starts"]], [0, *ends], linewidth=1.5, color=SERIES[1], baseline=None
         )
-        above.axhline(cost.NODES, color="0.6", linewidth=1, linestyle="--")
+        above.axhline(cost.NODES, color=LINE, linewidth=1, linestyle="--")
         above.set_title(f"seed {moving['seed']}", fontsize=10)
         for kind, style in (
-            ("fixed", {"color": "0.6", "linewidth": 4}),
-            ("fluctuating", {"color": "C1", "marker": "o"}),
+            ("fixed", {"color": FILL, "linewidth": 4}),
+            ("fluctuating", {"color": SERIES[1], "marker": "o"}),
+            ("control", {"color": SERIES[0], "marker": ".", "linestyle": ":"}),
         ):
             found = runs[kind]["validations"]
             accuracy = [100 * row["validation_accuracy"] for row in found]
             below.plot([row["step"] for row in found], accuracy, label=kind, **style)
         for end in ends[:-1]:
-            below.axvline(end, color="0.85", linewidth=0.8, zorder=0)
+            below.axvline(end, color=GRID, linewidth=0.8, zorder=0)
         below.set_xlabel("step")
     panels[0][0].set_ylabel("nodes")
     panels[0][0].set_yticks(range(cost.NODES + 1))
     panels[1][0].set_ylabel("validation accuracy, %")
-    panels[1][0].legend(frameon=False, loc="lower right")
+    handles, labels = panels[1][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc=OUTSIDE, ncols=len(KINDS), frameon=False)
     for axes in panels.flat:
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
+    return figure
 
 
 # ---------------------------------------------------------------------------------------------------- prices
 
 
-def cost_section(lines: Sequence[Line]) -> str:
+def cost_section(lines: Sequence[Line], events: Sequence[Line]) -> str:
     """Returns what was assumed, and the table of time and cost."""
     return "\n\n".join(
         [
@@ -161,7 +178,7 @@ def cost_section(lines: Sequence[Line]) -> str:
             "Source of the prices: SkyPilot's catalogue of AWS prices (github.com/skypilot-org/skypilot-catalog, "
             "`catalogs/v4/aws/vms.csv` at 0dbb44e5, which bears no date). Spot prices differ between zones: 30 to 40 % "
             "of the price on demand for p3.16xlarge in the same file, 30 to 51 % for p4d.24xlarge in us-east-1.",
-            assumptions(),
+            assumptions(events),
             cost_table(lines),
             "Times and costs are relative to the fixed cluster: mean of "
             f"{cost.SEEDS} seeds of the trace (lowest to highest). What is not in the model: spot nodes that go all at "
@@ -181,8 +198,8 @@ def price_table() -> str:
     return "\n".join(rows)
 
 
-def assumptions() -> str:
-    """Returns the list of what the simulation takes for granted."""
+def assumptions(events: Sequence[Line]) -> str:
+    """Returns the list of what the simulation takes for granted, and what was measured of it."""
     markets = "; ".join(
         f"{name}: a node stays {market.up_s / 3600:g} h and comes back after {market.down_s / 3600:g} h"
         for name, market in cost.MARKETS.items()
@@ -193,13 +210,44 @@ def assumptions() -> str:
             f"- Markets ({markets}; exponential, means). Assumed, of the size of what "
             "github.com/skypilot-org/spot-traces has for 4 V100 nodes in August 2023: us-west-2c was interrupted a few "
             "times a day, for minutes to hours; us-east-1f had nodes for less than half of the time.",
-            f"- Speed at the same global batch: 1 on one node, {speeds}, from our step of {cost.STEP_S} s on 4 "
-            f"emulated nodes at 1 Gbit/s, {cost.COMPUTE_S} s of it computing (docs/strategies.md).",
+            f"- Speed at the same global batch: 1 on one node, {speeds}. Assumed, and measured on no number of nodes: "
+            f"each node computes its share of the rows, and sends what a ring would, with a step of {cost.STEP_S} s on "
+            f"4 nodes of which {cost.COMPUTE_S} s are computing. Those two are from emulated nodes at 1 Gbit/s whose "
+            "devices shared two cores (docs/strategies.md), so nodes of their own would compute faster and spend more "
+            "of a step on the network.",
             f"- Training stands still for {cost.JOINED_S:.0f} s when a node joins, {cost.ANNOUNCED_S:.0f} s when one "
-            f"leaves with notice, {cost.KILLED_S:.0f} s without (assumed: {cost.UNANNOUNCED:.0%} of them), and "
-            f"{cost.FROM_CHECKPOINT_S:.0f} s after there was none. The slowest of each kind in "
-            "docs/elasticity_measured.md, on a busy machine. Nodes are paid for meanwhile.",
+            f"leaves with notice, {cost.KILLED_S:.0f} s without ({cost.UNANNOUNCED:.0%} of them), and "
+            f"{cost.FROM_CHECKPOINT_S:.0f} s after there was none. Assumed. {measured(events)} Nodes are paid for "
+            "meanwhile.",
         ]
+    )
+
+
+STANDSTILLS = {  # what the simulation assumes a time for: kinds of recorded events
+    "a node joined": ("join",),
+    "one left with notice": ("preempt", "sigterm"),
+    "one was killed": ("kill_node",),
+    "all were killed": ("kill_all",),
+}
+
+
+def measured(lines: Sequence[Line]) -> str:
+    """Returns how long the recorded events took, those with a start compiled ahead aside."""
+    found: dict[str, list[float]] = {}
+    for line in lines:
+        if not line.get("compile_ahead"):
+            for event in line.get("events", [line]):  # a line is an event, or a run of many
+                found.setdefault(event["kind"], []).append(event["next_step_s"])
+    said = []
+    for what, kinds in STANDSTILLS.items():
+        if times := [time for kind in kinds for time in found.get(kind, [])]:
+            span, middle = f"{min(times):.0f} to {max(times):.0f} s", f"median {median(times):.0f} s"
+            said.append(f"{span} after {what} ({len(times)} events, {middle})")
+    if not said:
+        return "No event is recorded."
+    return (
+        "Recorded for docs/elasticity_measured.md, without `--compile_ahead`: the first step of the next start came "
+        f"{', '.join(said)}."
     )
 
 
@@ -231,5 +279,6 @@ def conclusion(lines: Sequence[Line]) -> str:
             said.append(f"{line['market']}: {cheaper[0]:.0%} to {cheaper[-1]:.0%} cheaper and {faster:.0%} faster")
     return (
         f"With {cost.LARGER}: {'; '.join(said)}. Clusters that never have more nodes than the fixed one are cheaper "
-        "and slower. Faster comes from more nodes, which cost less each, and is gone where the market is scarce."
+        "and slower. Faster comes from more nodes, which cost less each, and hardly any of it is left where the market "
+        "is scarce."
     )

@@ -216,6 +216,7 @@ def about(lines: Sequence[dict[str, Any]]) -> dict[str, str]:
         "load": f"{min(loads):.0f} to {max(loads):.0f}",
         "machine": lines[0]["machine"],
         "commit": ", ".join(commits),
+        "commands": "\n".join(f"    {command}" for command in dict.fromkeys(line["command"] for line in lines)),
     }
 
 
@@ -244,7 +245,11 @@ def chaos_page(lines: Sequence[dict[str, Any]]) -> str:
 
 TITLE = "# What events cost an elastic run\n"
 MATRIX_PAGE = f"""\
-    python -m benchmarks.elastic
+The record, `benchmarks/results/elastic.jsonl`, is made by these, some of them more than once:
+
+{{commands}}
+
+and printed by `python -m benchmarks.elastic --report`, which runs nothing.
 
 Decoder of 6.4 M parameters (`{CONFIG}`), mics(2), {NODES} emulated nodes of {DEVICES_PER_NODE} devices, links of
 {RATE}, a snapshot every step, a checkpoint every 20, `elastic.silence_s` of 10; Ray ([engines](elasticity_engines.md)).
@@ -266,8 +271,7 @@ imports are part of it. `all nodes killed` is timed from the first kill on, and 
 AHEAD_PAGE = """
 ## Planned changes, compiled ahead
 
-    python -m benchmarks.elastic --only=preempt,join
-    python -m benchmarks.elastic --only=preempt,join --compile_ahead
+{commands}
 
 With `--compile_ahead` ([engines](elasticity_engines.md)) the next start compiles while the last one trains. `pause` is
 the longest time between two finished steps, the later one after the event: what the change costs. `ended` is from the
@@ -283,6 +287,7 @@ CHAOS_PAGE = """
 ## Chaos
 
     XLA_FLAGS=--xla_backend_optimization_level=0 python -m elastic.chaos{ahead} -- --config.num_steps={steps}
+    python -m benchmarks.elastic --chaos=FOLDER    # its --workdir
 
 {count} random events in one run of {steps} steps (`configs/elastic.py:tiny`, else as above), the next one a few steps
 after the run has recovered; the seed is 0. The run ended by itself, and no process or namespace was left. Beside the

@@ -3,13 +3,14 @@
     python -m benchmarks.strategies [--rates=1gbit,200mbit] [--repetitions=2] [--only="mics(2),zero3 flat"]
     python -m benchmarks.strategies --scale_model
     python -m benchmarks.strategies --pytorch=PYTHON
+    python -m benchmarks.strategies --report
 
 The standard workload (configs/standard.py) on 4 nodes of 2 devices, swept over (repetition, rate, strategy), in
-that order, so that repetitions are interleaved; the same command again runs only what is missing. `--scale_model`
-chooses the rate so that gathering takes 2.85 times the forward pass under ZeRO-3, as BERT 10B did on p3dn.24xlarge
-(MiCS section 1). `--pytorch` runs ours and PyTorch's in turn (benchmarks/pytorch_peer.py, by a Python that has
-torch). Adds lines to benchmarks/results/strategies.jsonl and writes docs/strategies.md with its pictures; needs root
-(docs/emulation.md).
+that order, so that the repetitions of a command are interleaved; the same command again runs only what is missing.
+`--scale_model` chooses the rate so that, by calculation, gathering takes 2.85 times the forward pass under ZeRO-3, as
+BERT 10B's did on p3dn.24xlarge (MiCS section 1). `--pytorch` runs ours and then PyTorch's at each rate
+(benchmarks/pytorch_peer.py, by a Python that has torch); `--report` runs nothing. Adds lines to
+benchmarks/results/strategies.jsonl and writes docs/strategies.md with its pictures; needs root (docs/emulation.md).
 """
 
 import argparse
@@ -20,6 +21,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +29,7 @@ from typing import Any
 import sweep
 from benchmarks import strategies_report
 from benchmarks.names import Cluster, link_bytes, remat_of, sharding_of
+from benchmarks.strategies_lines import COMPUTE, PEER, SCALE_MODEL
 from cluster.links import Links
 from metrics.environment import environment
 from sweeps.records import Record, State
@@ -36,10 +39,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "strategies.jsonl"
 WORKDIR = Path("runs/benchmarks/strategies")
 CONFIG = "configs/standard.py"
 CLUSTER = Cluster(nodes=4, devices_per_node=2)
-COMPUTE = "compute only"  # the same rows on the same devices in one process: no network, no sharding
 STANDARD = (COMPUTE, "ddp", "zero1", "zero2", "zero3 flat", "zero3", "hsdp", "mics(1)", "mics(2)", "mics(4)", "mics(8)")
 STANDARD += ("mics(2) two-hop off", "mics(2) kept", "zero3 auto", "node/node/all", "none/node/all")
-SCALE_MODEL = ("mics(2)", "mics(4)", "mics(8)", "mics(4) flat", "mics(2) two-hop off", "zero3", "zero3 flat")
+IN_SCALE_MODEL = ("mics(2)", "mics(4)", "mics(8)", "mics(4) flat", "mics(2) two-hop off", "zero3", "zero3 flat")
 KEY = ("mode", "strategy", "rate", "repetition")  # of a line
 PYTORCH_S = 1800  # a run takes minutes
 GATHER_TO_FORWARD = 2.85  # MiCS section 1, BERT 10B under ZeRO-3
@@ -51,35 +53,47 @@ PYTORCH = ("ddp", "ddp dots", "hsdp", "hsdp kept dots", "zero3")
 
 def main() -> int:
     """Runs what was asked for, records it and writes the page; returns 1 if a run failed."""
+    options = options_of(sys.argv[1:])
+    failed = 0
+    for mode, name, rate, repetition in [] if options.report else planned(options):
+        if name.startswith(PEER):
+            failed += run_pytorch(options.pytorch, name.removeprefix(PEER).strip(), rate, repetition)
+        else:
+            failed += run_ours(mode, name, rate, repetition)
+    if failed:
+        print(f"{failed} runs failed; what they said is in {WORKDIR}", file=sys.stderr)
+        return 1
+    strategies_report.write(recorded())
+    return 0
+
+
+def options_of(words: Sequence[str]) -> argparse.Namespace:
+    """Returns the options of the command line."""
     parser = argparse.ArgumentParser(description="Times every strategy on emulated nodes.", allow_abbrev=False)
     parser.add_argument("--rates", default="1gbit,200mbit", help="of the links, as for tc")
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--only", default="", help="names of strategies, with commas")
     parser.add_argument("--scale_model", action="store_true")
-    parser.add_argument("--pytorch", default="", help="a Python that has torch, to run it in turn with ours")
+    parser.add_argument("--pytorch", default="", help="a Python that has torch, to run it beside ours")
     parser.add_argument("--report", action="store_true", help="only write the page from what is recorded")
-    options = parser.parse_args()
-    if not options.report:
-        names = [name for name in options.only.split(",") if name]
-        names = names or [
-            *(SCALE_MODEL if options.scale_model else OURS_BESIDE_PYTORCH if options.pytorch else STANDARD)
-        ]
-        rates = [scale_model_rate()] if options.scale_model else options.rates.split(",")
-        for rate in rates:
-            Links(rate=rate)  # ValueError says what is wrong with it
-        mode = "scale_model" if options.scale_model else "pytorch" if options.pytorch else "standard"
-        failed = 0
-        for repetition in range(options.repetitions):
-            for rate in rates:
-                for name in names:
-                    failed += run_ours(mode, name, rate, repetition)
-                for name in PYTORCH if options.pytorch else ():
-                    failed += run_pytorch(options.pytorch, name, rate, repetition)
-        if failed:
-            print(f"{failed} runs failed; what they said is in {WORKDIR}", file=sys.stderr)
-            return 1
-    strategies_report.write(recorded())
-    return 0
+    return parser.parse_args(words)
+
+
+def planned(options: argparse.Namespace) -> list[tuple[str, str, str, int]]:
+    """Returns mode, strategy, rate and repetition of each run, in the order in which they come. ValueError: a rate."""
+    mode = SCALE_MODEL if options.scale_model else PEER if options.pytorch else "standard"
+    default = {SCALE_MODEL: IN_SCALE_MODEL, PEER: OURS_BESIDE_PYTORCH}.get(mode, STANDARD)
+    names = [name for name in options.only.split(",") if name] or default
+    rates = [scale_model_rate()] if options.scale_model else options.rates.split(",")
+    for rate in rates:
+        Links(rate=rate)  # ValueError says what is wrong with it
+    theirs = [f"{PEER} {name}" for name in PYTORCH] if options.pytorch else []
+    return [
+        (mode, name, rate, repetition)
+        for repetition in range(options.repetitions)
+        for rate in rates
+        for name in (*names, *theirs)
+    ]
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -92,7 +106,7 @@ def scale_model_rate() -> str:
 
     The rate of earlier runs, if there are some: their times are to be compared.
     """
-    used = [line["rate"] for line in recorded() if line["mode"] == "scale_model"]
+    used = [line["rate"] for line in recorded() if line["mode"] == SCALE_MODEL]
     if used:
         return used[0]
     steps = [line for line in recorded() if line["strategy"] == COMPUTE]
@@ -175,7 +189,7 @@ def add(line: dict[str, Any]) -> None:
 
 def run_pytorch(python: str, name: str, rate: str, repetition: int) -> bool:
     """Runs PyTorch's DDP, hybrid or full sharding on the same emulated cluster and records it; says if it failed."""
-    if any(("pytorch", f"pytorch {name}", rate, repetition) == tuple(line[key] for key in KEY) for line in recorded()):
+    if any((PEER, f"{PEER} {name}", rate, repetition) == tuple(line[key] for key in KEY) for line in recorded()):
         return False
     options = [f"--{key}={value}" for key, value in vars(CLUSTER).items()]
     options += [f"--processes_per_node={CLUSTER.devices_per_node}", f"--rate={rate}"]
@@ -191,7 +205,7 @@ def run_pytorch(python: str, name: str, rate: str, repetition: int) -> bool:
     if not result:
         print(f"pytorch {name} at {rate}: {(done.stderr or done.stdout).strip()[-500:]}", file=sys.stderr)
         return True
-    line = dict(zip(KEY, ("pytorch", f"pytorch {name}", rate, repetition), strict=True))
+    line = dict(zip(KEY, (PEER, f"{PEER} {name}", rate, repetition), strict=True))
     line |= (
         vars(CLUSTER) | json.loads(result[1]) | {"command": f"{Path(python).name} benchmarks/pytorch_peer.py {name}"}
     )

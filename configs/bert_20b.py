@@ -3,8 +3,8 @@
     python train.py --config=configs/bert_20b.py --workdir=runs/bert_20b
 
 Hardware: 2 nodes or more of 8 GPUs with 32 GB each and bfloat16 (the paper: 8 V100 a node, 100 Gbit/s, fp16).
-Expected, in sequences a second (the paper's figure 7): 6.4 / 14.5 / 27.8 / 53.2 on 16 / 32 / 64 / 128 GPUs; on 16 the
-paper had to gather without hierarchy (`--config.sharding.hierarchical=False`) to fit.
+Not run yet. Published, in sequences a second (the paper's figure 7): 6.4 / 14.5 / 27.8 / 53.2 on 16 / 32 / 64 / 128 of
+its GPUs; on 16 the paper had to gather without hierarchy (`--config.sharding.hierarchical=False`) to fit.
 """
 
 from ml_collections import ConfigDict

@@ -3,7 +3,7 @@
     python train.py --config=configs/gpt2_20b.py --workdir=runs/gpt2_20b
 
 Hardware: 2 nodes or more of 8 GPUs with 32 GB each and bfloat16 (the paper: 8 V100 a node, 100 Gbit/s, fp16).
-Expected: by its size close to BERT 20B, 6.4 sequences a second on 16 GPUs and 53.2 on 128.
+Not run yet.
 
 The paper does not state the partition group; it ran on 16 GPUs, the group of BERT 20B, so we take 16.
 """

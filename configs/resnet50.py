@@ -7,7 +7,8 @@ the example's network this one has group norm (models/resnet.py), and the learni
 polynomial.
 
 Hardware: 2 nodes or more of 8 GPUs; the number of nodes may change between restarts.
-Expected: not run yet. Wu & He 2018 (arXiv 1803.08494, table 1) reach 75.9 % with group norm, 76.4 % with batch norm.
+Not run yet. Published for networks of these blocks: Wu & He 2018 (arXiv 1803.08494, table 1) reach 75.9 % with group
+norm, 76.4 % with batch norm.
 """
 
 from ml_collections import ConfigDict

@@ -15,9 +15,11 @@ from metrics.charts import Line, line_chart, trend
 from metrics.report_tables import collective_table, config_facts, facts_table, mesh_picture, strategy_facts
 from metrics.run_files import Results, RunFiles, read_run, results_of, series
 from metrics.units import UNKNOWN, format_bytes, format_count, format_loss, format_percent, format_seconds
+from palette import SERIES, SERIES_ON_DARK
 
 REPORT_FILE = "report.html"
 STYLE_FILE = Path(__file__).with_name("page.css")
+LINES = ("train", "validation", "speed", "wait")  # the series of the page's charts, in the order of the palette
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
@@ -48,9 +50,19 @@ def render(run: RunFiles) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(run.name)}</title>\n<style>\n{STYLE_FILE.read_text(encoding='utf-8')}</style>\n</head>\n"
+        f"<title>{escape(run.name)}</title>\n<style>\n{page_style()}</style>\n</head>\n"
         f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
+
+
+def page_style() -> str:
+    """Returns the style sheet: the colours of the lines for light and dark, and page.css."""
+    light, dark = (
+        " ".join(f"--{name}: {colour};" for name, colour in zip(LINES, colours, strict=False))
+        for colours in (SERIES, SERIES_ON_DARK)
+    )
+    colours = f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+    return colours + STYLE_FILE.read_text(encoding="utf-8")
 
 
 def _header(run: RunFiles, results: Results) -> str:

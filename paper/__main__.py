@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from paper import fsdp, mics_ablations, mics_figure_16, mics_section_3, mics_table_1, three_calls, zero
+from paper.plots import png
 from paper.records import Records, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,20 +31,22 @@ def main() -> int:
         return 2
     (ROOT / "docs" / "paper_tables.md").write_text(text)
     for module in PLOTS:
-        (ROOT / "docs" / "images" / module.IMAGE).write_bytes(module.plot(records))
+        (ROOT / "docs" / "images" / module.IMAGE).write_bytes(png(module.plot(records)))
     print("written: docs/paper_tables.md")
     return 0
 
 
 def document(records: Records) -> str:
     """Returns docs/paper_tables.md."""
-    about = records.about
+    about, steps = records.about, len(next(iter(records.curves.values()))["losses"])
     head = [
         "# The papers' numbers beside ours",
         "Written by `python -m paper` from the records in `benchmarks/results`; do not edit. Every number of ours is "
         "computed from a record or a formula, none is written by hand; published ones are in `paper/published.py`. "
-        f"Compiled programs: `{about['command']}`, commit {about['commit'][:7]}, jax {about['jax']}, virtual CPU "
-        "devices.",
+        f"Compiled programs: commit {about['commit'][:7]}, jax {about['jax']}, virtual CPU devices. `python -m paper` "
+        "runs nothing; the records are made by",
+        f"    {about['command']}\n    python -m benchmarks.fidelity --steps={steps}",
+        "and by the commands that head docs/strategies.md.",
     ]
     return "\n\n".join([*head, *(module.section(records).markdown() for module in SECTIONS)]) + "\n"
 

@@ -1,9 +1,13 @@
 """MiCS figures 12, 13b, 14 and 15 beside the scale model: group size, hierarchy, two hops, and all together."""
 
+from collections import Counter
 from dataclasses import dataclass
+from statistics import median
+
+from matplotlib.figure import Figure
 
 from paper import published
-from paper.plots import Bars, bars_png
+from paper.plots import Bar, Bars, draw_bars, exactly
 from paper.records import Records
 from paper.tables import Row, Section, comparison, fixed
 
@@ -78,10 +82,19 @@ def ratios() -> list[Ratio]:
     ]
 
 
-def measured(records: Records, ratio: Ratio, rate: str) -> float | None:
-    """Returns our ratio of throughputs (the inverse of step times) at a link rate, None if one was not measured."""
-    faster, slower = (records.step_time_s(name, rate) for name in ratio.ours)
-    return slower / faster if faster and slower else None
+def measured(records: Records, ratio: Ratio, rate: str) -> Bar | None:
+    """Returns our ratio of throughputs (the inverse of step times) at a link rate, None if one was not measured.
+
+    The ratio is that of the medians; it goes from that of the extremes one way to that of the extremes the other way.
+    """
+    faster, slower = (records.step_times_s(name, rate) for name in ratio.ours)
+    if not faster or not slower:
+        return None
+    return Bar(
+        value=median(slower) / median(faster),
+        low=min(slower) / max(faster),
+        high=max(slower) / min(faster),
+    )
 
 
 def section(records: Records) -> Section:
@@ -94,14 +107,18 @@ def section(records: Records) -> Section:
     ]
     rates = records.scale_model_rates
     found = "" if rates else " The record has no run of the scale model yet: ours are missing."
+    runs = Counter((run["strategy"], run["rate"]) for run in records.runs if run["mode"] == "scale_model")
+    most = max(runs.values(), default=0)
+    repeated = {0: "", 1: " One run of each of ours: no spread is known."}.get(most, f" Medians of up to {most} runs.")
     return Section(
         title="MiCS figures 12 to 15: throughput on a slow network",
         blocks=[
             f"{published.MICS}. The scale model is a small model on 4 emulated nodes of 2 devices, whose links are so "
-            "slow that gathering takes 2.85 times the forward pass under ZeRO-3, as BERT 10B's did in the paper; so "
-            f"ratios are compared, not samples a second.{found} Published ratios are those of 4 nodes of 8 GPUs, "
-            "figure 12's of 8 nodes: a group of one node is an eighth of that cluster, a quarter of ours. Our ZeRO-3 "
-            "gathers flat in figures 13b and 15; a single group of all devices gathers hierarchically.",
+            "slow that by calculation gathering takes 2.85 times the forward pass under ZeRO-3, as BERT 10B's did in "
+            f"the paper (docs/strategies.md); so ratios are compared, not samples a second.{found}{repeated} "
+            "Published ratios are those of 4 nodes of 8 GPUs, figure 12's of 8 nodes: a group of one node is an eighth "
+            "of that cluster, a quarter of ours. Our ZeRO-3 gathers flat in figures 13b and 15; a single group of all "
+            "devices gathers hierarchically.",
             *(comparison(_rows(records, rate)) for rate in rates or [""]),
             " ".join(spans),
             f"![Throughput ratios of figures 12 to 15, published and ours](images/{IMAGE})",
@@ -114,7 +131,7 @@ def _rows(records: Records, rate: str) -> list[Row]:
         Row(
             what=f"figure {ratio.figure}: {ratio.what}",
             published=ratio.published,
-            ours=measured(records, ratio, rate),
+            ours=bar.value if (bar := measured(records, ratio, rate)) else None,
             how=f"{ratio.ours[0]} / {ratio.ours[1]}{f' at {rate}' if rate else ''}",
             form=times,
         )
@@ -127,10 +144,10 @@ def _span(figure: dict[int, tuple[float, float]]) -> str:
     return f"{times(min(gains))} to {times(max(gains))}"
 
 
-def plot(records: Records) -> bytes:
-    """Returns the PNG: each ratio, published and ours at each rate."""
-    series: dict[str, list[float | None]] = {"published": [ratio.published for ratio in ratios()]}
+def plot(records: Records) -> Figure:
+    """Returns the picture: each ratio, published and ours at each rate, with the range of the repetitions."""
+    series: dict[str, list[Bar | None]] = {"published": [exactly(ratio.published) for ratio in ratios()]}
     for rate in records.scale_model_rates:
         series[f"scale model, {rate}"] = [measured(records, ratio, rate) for ratio in ratios()]
     labels = [f"Figure {ratio.figure}: {ratio.what}" for ratio in ratios()]
-    return bars_png(Bars(labels=labels, series=series, title="Throughput ratio", line=1.0))
+    return draw_bars(Bars(labels=labels, series=series, title="Throughput ratio", line=1.0))

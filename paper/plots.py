@@ -1,15 +1,28 @@
-"""The two pictures: bars of published and our ratios, and loss curves."""
+"""The charts of the pages: groups of bars, each with its value and its range, and curves side by side."""
 
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from matplotlib.figure import Figure
 
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")  # Paul Tol's "bright" scheme, distinct for the colour-blind too
-INK, GRID = "#1f2937", "#d5dae1"
+from palette import GRID, INK, SERIES
+
 DPI = 120
+MISSING = "not measured"
+TEXT = {"fontsize": 8, "color": INK, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}  # over lines
+OUTSIDE = "outside upper center"  # a legend there is laid out with the axes, so nothing cuts it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """What one bar shows: a value, and from which to which its repetitions go; one alone has no error bar."""
+
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +30,11 @@ class Bars:
     """Groups of horizontal bars, one bar a series in each group; None is written as not measured."""
 
     labels: Sequence[str]
-    series: Mapping[str, Sequence[float | None]]
+    series: Mapping[str, Sequence[Bar | None]]
     title: str
-    line: float  # where nothing is gained
+    line: float  # where a dotted line is drawn
+    line_label: str = ""
+    digits: int = 2  # of the values, after the point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,33 +45,58 @@ class Curves:
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 
-def bars_png(bars: Bars) -> bytes:
-    """Returns a PNG of the bars, each with its value."""
+def exactly(value: float | None) -> Bar | None:
+    """Returns the bar of a number that has no repetitions, None for None."""
+    return None if value is None else Bar(value=value, low=value, high=value)
+
+
+def middle(values: Sequence[float]) -> Bar | None:
+    """Returns the bar of the median, with the lowest and the highest value; None if there is none."""
+    return Bar(value=median(values), low=min(values), high=max(values)) if values else None
+
+
+def draw_bars(bars: Bars) -> Figure:
+    """Returns the figure of the bars, each with its value, first on top."""
     height = 0.8 / len(bars.series)
     figure = Figure(figsize=(9, 1.2 + len(bars.labels) * (0.25 + 0.2 * len(bars.series))), layout="constrained")
     axes = figure.add_subplot()
-    for i, ((name, values), colour) in enumerate(zip(bars.series.items(), COLOURS, strict=False)):
+    for i, ((name, found), colour) in enumerate(zip(bars.series.items(), SERIES, strict=False)):
         places = [row - 0.4 + height * (i + 0.5) for row in range(len(bars.labels))]
-        axes.barh(places, [value or 0 for value in values], height * 0.9, color=colour, label=name)
-        for place, value in zip(places, values, strict=True):
-            text = " not measured" if value is None else f" {value:.2f}"
-            axes.text(value or 0, place, text, va="center", fontsize=8, color=INK)
-    axes.axvline(bars.line, color=INK, linewidth=0.8, linestyle=":")
-    axes.set_yticks(range(len(bars.labels)), bars.labels)
-    axes.invert_yaxis()
+        axes.barh(places, [bar.value if bar else 0.0 for bar in found], height * 0.9, color=colour, label=name)
+        for place, bar in zip(places, found, strict=True):
+            text = f"{bar.value:.{bars.digits}f}" if bar else MISSING
+            end = (bar.high if bar else 0.0, place)
+            axes.annotate(text, end, (4, 0), textcoords="offset points", va="center", **TEXT)
+            draw_range(axes, bar, place)
+    axes.axvline(bars.line, color=INK, linewidth=0.8, linestyle=":", label=bars.line_label or None)
     axes.margins(x=0.1)
-    axes.set_xlabel(bars.title)
+    name_bars(axes, bars.labels, bars.title)
+    figure.legend(loc=OUTSIDE, ncols=len(bars.series) + bool(bars.line_label), frameon=False)
+    return figure
+
+
+def draw_range(axes: Any, bar: Bar | None, place: float) -> None:
+    """Draws the error bar of a horizontal bar, if it has a range."""
+    if bar and bar.high > bar.low:
+        ends = [[bar.value - bar.low], [bar.high - bar.value]]
+        axes.errorbar([bar.value], [place], xerr=ends, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
+
+
+def name_bars(axes: Any, labels: Sequence[str], title: str) -> None:
+    """Names rows of horizontal bars, first on top."""
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    axes.set_xlabel(title)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper right", ncols=len(bars.series), frameon=False)
-    return _png(figure)
 
 
-def curves_png(panels: Sequence[Curves], *, x: str, y: str) -> bytes:
-    """Returns a PNG of the panels side by side; later lines are dashed, so that equal ones are both seen."""
+def draw_curves(panels: Sequence[Curves], *, x: str, y: str) -> Figure:
+    """Returns the figure of the panels side by side; later lines are dashed, so that equal ones are both seen."""
     figure = Figure(figsize=(5.5 * len(panels), 3.8), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for i, (label, (xs, ys)) in enumerate(panel.lines.items()):
-            style: dict[str, Any] = {"linewidth": 3.0 - 1.6 * i, "linestyle": ("-", "--")[i], "color": COLOURS[i]}
+            style: dict[str, Any] = {"linewidth": 3.0 - 1.6 * i, "linestyle": ("-", "--")[i], "color": SERIES[i]}
             axes.plot(xs, ys, label=label, **style)
         axes.set_title(panel.title, fontsize=10, color=INK)
         axes.set_xlabel(x)
@@ -64,10 +104,11 @@ def curves_png(panels: Sequence[Curves], *, x: str, y: str) -> bytes:
         axes.grid(color=GRID, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
-    return _png(figure)
+    return figure
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure) -> bytes:
+    """Returns the PNG of a figure; the same figure gives the same bytes."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
     return file.getvalue()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 PARAMETER_BYTES = 4  # parameters and gradients travel in f32 in all records
@@ -84,19 +84,15 @@ class Records:
         """The link rates at which the scale model was run, in the order of the record."""
         return list(dict.fromkeys(run["rate"] for run in self.runs if run["mode"] == "scale_model"))
 
-    def step_time_s(self, strategy: str, rate: str) -> float | None:
-        """Median step time of the scale model's runs of a strategy, None if there are none."""
-        runs = self._runs("scale_model", strategy)
-        times = [run["step_time_s"] for run in runs if run["rate"] == rate]
-        return median(times) if times else None
+    def step_times_s(self, strategy: str, rate: str) -> list[float]:
+        """Step time of each of the scale model's runs of a strategy at a link rate."""
+        key = ("scale_model", strategy, rate)
+        return [run["step_time_s"] for run in self.runs if (run["mode"], run["strategy"], run["rate"]) == key]
 
     def wire_bytes(self, strategy: str) -> float | None:
-        """Mean bytes that a node sent a step in the standard workload, None if it was not run."""
-        sent = [run["wire_tx_bytes"] for run in self._runs("standard", strategy) if run["wire_tx_bytes"] is not None]
+        """Mean bytes that a node sent a step, None if it was not run; every mode runs the standard workload."""
+        sent = [run["wire_tx_bytes"] for run in self.runs if run["strategy"] == strategy and run["wire_tx_bytes"]]
         return fmean(sent) if sent else None
-
-    def _runs(self, mode: str, strategy: str) -> list[dict[str, Any]]:
-        return [run for run in self.runs if (run["mode"], run["strategy"]) == (mode, strategy)]
 
 
 def read_records(folder: Path) -> Records:

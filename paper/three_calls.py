@@ -1,6 +1,8 @@
 """Three calls: is it three times the bandwidth? Collectives and bytes of every strategy, compiled and measured."""
 
-from paper.plots import Bars, bars_png
+from matplotlib.figure import Figure
+
+from paper.plots import Bar, Bars, draw_bars, exactly
 from paper.records import Records, Step
 from paper.tables import NOT_MEASURED, Section, table
 
@@ -24,7 +26,8 @@ def section(records: Records) -> Section:
             f"{steps['ddp'].devices_per_node}, {ACCUM} micro-steps a step. Collectives are executions a step, without "
             "those of a few bytes (losses, norms). Sent by a device is all that it sends, sent by a node what "
             "crosses its link, both from the compiled program; on the wire is what the node's interface counted, "
-            f"headers included{'' if measured else ' (the record has no such run yet)'}.",
+            f"headers included, the mean over the runs at all link rates"
+            f"{'' if measured else ' (the record has no such run yet)'}.",
             table(HEAD, [_cells(step, steps["ddp"], records) for step in steps.values()]),
             _answer(steps, once),
             f"![Bytes of each strategy, over those of ddp](images/{IMAGE})",
@@ -59,15 +62,15 @@ def _answer(steps: dict[str, Step], once: dict[str, Step]) -> str:
     )
 
 
-def plot(records: Records) -> bytes:
-    """Returns the PNG: bytes of a device and of a node over those of ddp, compiled and, where known, measured."""
+def plot(records: Records) -> Figure:
+    """Returns the picture: bytes of a device and of a node over those of ddp, compiled and, where known, measured."""
     steps = [records.step(name, nodes=NODES, accum=ACCUM) for name in STRATEGIES]
-    series: dict[str, list[float | None]] = {
-        "sent by a device, compiled": [step.sent() / steps[0].sent() for step in steps],
-        "sent by a node, compiled": [step.link() / steps[0].link() for step in steps],
+    series: dict[str, list[Bar | None]] = {
+        "sent by a device, compiled": [exactly(step.sent() / steps[0].sent()) for step in steps],
+        "sent by a node, compiled": [exactly(step.link() / steps[0].link()) for step in steps],
     }
     wire, of_ddp = [records.wire_bytes(name) for name in STRATEGIES], records.wire_bytes("ddp")
     if of_ddp:
-        series["sent by a node, on the wire"] = [sent / of_ddp if sent else None for sent in wire]
+        series["sent by a node, on the wire"] = [exactly(sent and sent / of_ddp) for sent in wire]
     title = f"Bytes over those of ddp, {ACCUM} micro-steps a step"
-    return bars_png(Bars(labels=STRATEGIES, series=series, title=title, line=1.0))
+    return draw_bars(Bars(labels=STRATEGIES, series=series, title=title, line=1.0))

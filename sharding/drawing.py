@@ -6,16 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from palette import FILL, INK, LINE, PAPER, SERIES, SOFT
 from sharding.mesh import DATA_AXES
 from sharding.scopes import Layout
 
-# Paul Tol's "bright" scheme, distinct for the colour-blind too
-COLOURS = ("#4477aa", "#ccbb44", "#228833", "#ee6677", "#66ccee", "#aa3377", "#997700", "#99ddbb")
-WHOLE = "#c9ced6"  # not partitioned
-NODE, NODE_EDGE = "#f1f3f6", "#8b95a3"
-GROUP = "#1f2937"
-NETWORK = "#c2410c"
-INK = "#1f2937"
+WHOLE = FILL  # not partitioned
+NODE, NODE_EDGE, GROUP, NETWORK = PAPER, LINE, INK, SERIES[-1]
 TEXT_WIDTH = 100
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
@@ -157,7 +153,7 @@ class _Picture:
         for node in range(self.nodes):
             x, y = self.node_at(node)
             _box(ax, x, y, self.node_width, self.node_height, fc=NODE, ec=NODE_EDGE, lw=1.2, zorder=2)
-            ax.text(x + 1.5 * self.gap, y + 0.28, f"node {node}", fontsize=8.5, color="#4b5563", va="center")
+            ax.text(x + 1.5 * self.gap, y + 0.28, f"node {node}", fontsize=8.5, color=SOFT, va="center")
             for i in range(self.shape.devices_per_node):
                 self._device(ax, node, i)
         if self.framed:
@@ -174,9 +170,7 @@ class _Picture:
         more = f" (the first {self.nodes} shown)" if self.nodes < shape.num_nodes else ""
         ax.text(-0.1, 0.15, _groups(self.layout), fontsize=11.5, weight="bold", color=INK, va="center")
         axes = " x ".join(f"{axis} {size}" for axis, size in shape.sizes.items() if size > 1) or "one device"
-        ax.text(
-            -0.1, 0.55, f"{_count(shape.num_nodes, 'node')}{more}, {axes}", fontsize=8.5, color="#4b5563", va="center"
-        )
+        ax.text(-0.1, 0.55, f"{_count(shape.num_nodes, 'node')}{more}, {axes}", fontsize=8.5, color=SOFT, va="center")
 
     def _device(self, ax: Any, node: int, i: int) -> None:
         x, y = self.device_at(node, i)
@@ -287,8 +281,8 @@ def _colour(shard: int, shards: int) -> Any:
     """Returns the colour of a shard: from a palette if few, along a scale if many."""
     if shards == 1:
         return WHOLE
-    if shards <= len(COLOURS):
-        return COLOURS[shard]
+    if shards <= len(SERIES):
+        return SERIES[shard]
     import matplotlib
 
     return matplotlib.colormaps["viridis"](shard / (shards - 1))

@@ -7,13 +7,14 @@ from html import escape
 from statistics import median
 from typing import Any
 
+from palette import SERIES
 from sweeps.axis import Axis, as_number, axis_of, measured_axis
 from sweeps.plan import text
 from sweeps.records import metric_text
 
 WIDTH, HEIGHT = 560.0, 300.0
 LEFT, RIGHT, TOP, BOTTOM = 66.0, 16.0, 16.0, 52.0
-MAX_LINES = 8  # as many colours as page.css and the report have
+MAX_LINES = len(SERIES)
 DODGE = 9.0  # between the dots of neighbouring lines where x is a word, so that none covers another
 LETTER = 6.6  # width of a tick's letter
 

@@ -9,24 +9,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from metrics.report import REPORT_FILE, STYLE_FILE
+from metrics.report import REPORT_FILE, page_style
 from metrics.units import UNKNOWN, format_seconds
+from palette import SERIES, SERIES_ON_DARK
 from sweeps.charts import MAX_LINES, Point, sweep_chart
 from sweeps.plan import SweepFile, text, varied
 from sweeps.records import Record, State, best, metric_text
 
 CSV_FILE, MARKDOWN_FILE, PAGE_FILE = "results.csv", "results.md", "index.html"
 REPEATS = ("seed", "repetition")  # keys whose values are repetitions of the same: a line is their median
-COLOURS = (  # light, dark
-    ("#2563b8", "#6ea8f7"),
-    ("#c2570c", "#f2a05a"),
-    ("#0f7d6b", "#4cc9b0"),
-    ("#8a5cc7", "#bb9af0"),
-    ("#b02a5b", "#f58ab0"),
-    ("#6b7280", "#a8b0bd"),
-    ("#8a6d00", "#e0c050"),
-    ("#1c2330", "#e4e9f1"),
-)
+COLOURS = tuple(zip(SERIES, SERIES_ON_DARK, strict=True))
 
 
 def write_report(file: SweepFile, records: list[Record], workdir: Path) -> Path:
@@ -114,7 +106,7 @@ def render(file: SweepFile, records: list[Record], keys: Sequence[str], workdir:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(file.path.stem)}</title>\n<style>\n{STYLE_FILE.read_text(encoding='utf-8')}{_colours()}"
+        f"<title>{escape(file.path.stem)}</title>\n<style>\n{page_style()}{_colours()}"
         f"</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
 

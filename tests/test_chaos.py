@@ -155,7 +155,7 @@ def test_the_kill_matrix_keeps_four_nodes() -> None:
 
 
 def test_the_page_has_what_was_measured() -> None:
-    where = {"load": 3.0, "machine": "2 CPU cores", "commit": "abcdef0123"}
+    where = {"load": 3.0, "machine": "2 CPU cores", "commit": "abcdef0123", "command": "python x"}
     phases = {"noticed": 1.0, "stopped": None, "started": 2.0, "restored": 3.0}
     killed = {"title": "SIGKILL of a node", "lost_steps": 1, "phases": phases, "source": "memory (3 of 3)", **where}
     page = benchmark.page([{**killed, "next_step_s": 20.0}, {**killed, "next_step_s": 21.0}])
@@ -184,6 +184,13 @@ def chaos(*args: str) -> subprocess.CompletedProcess[str]:
         timeout=TIMEOUT_S,
         env={**os.environ, "XLA_FLAGS": XLA_FLAGS},
     )
+
+
+def test_the_page_is_what_the_record_gives() -> None:
+    page = benchmark.page(benchmark.recorded())
+    assert benchmark.PAGE.read_text() == page, "run: python -m benchmarks.elastic --report"
+    for command in {line["command"] for line in benchmark.recorded() if line["title"] != benchmark.CHAOS}:
+        assert f"\n    {command}\n" in page
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:

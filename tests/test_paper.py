@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
 
 from benchmarks import compiled, fidelity
 from paper import fsdp, mics_ablations, mics_figure_16, mics_section_3, published, three_calls, zero
@@ -30,9 +33,21 @@ def recorded(case: compiled.Case) -> dict[str, Any]:
     return next(line for line in lines if key.items() <= line.items())
 
 
+def error_bars(figure: Figure) -> list[tuple[float, float]]:
+    """From where to where each error bar goes."""
+    found = [c for c in figure.axes[0].containers if isinstance(c, ErrorbarContainer)]
+    return [(segment[0][0], segment[1][0]) for c in found for segment in c.lines[2][0].get_segments()]
+
+
 def run(strategy: str, step_time_s: float, mode: str = "scale_model", rate: str = "100mbit") -> dict[str, Any]:
     """A line of strategies.jsonl, as far as the tables read it."""
     return {"mode": mode, "strategy": strategy, "rate": rate, "step_time_s": step_time_s, "wire_tx_bytes": 3e8}
+
+
+def drawn(figure: Figure) -> tuple[list[float], list[str]]:
+    """The lengths of all bars, series after series, and the words beside them."""
+    (axes,) = figure.axes
+    return [bar.get_width() for bar in axes.patches], [text.get_text().strip() for text in axes.texts]
 
 
 # ------------------------------------------------------------------------------------------------ the records
@@ -150,7 +165,7 @@ def test_three_calls_counts_a_micro_step_s_collectives(records: Records) -> None
     assert [steps["ddp"].calls(kind) for kind in three_calls.KINDS] == [0, 0, 1]
     # 8 layers gathered twice, embedding and head once, in each of 4 micro-steps; scattered once each
     assert [steps["zero3 flat"].calls(kind) for kind in three_calls.KINDS] == [4 * 18, 4 * 10, 0]
-    some = dataclasses.replace(records, runs=(run("mics(2)", 1.0, mode="standard"),))
+    some = dataclasses.replace(records, runs=(run("mics(2)", 1.0),))  # of the scale model: the same workload
     cells = three_calls._cells(steps["mics(2)"], steps["ddp"], some)
     assert cells[-2:] == ["300.0 MB", f"{3e8 / steps['mics(2)'].link():.3f}"]
     assert three_calls._cells(steps["ddp"], steps["ddp"], some)[-2:] == [NOT_MEASURED] * 2
@@ -185,13 +200,59 @@ def test_the_document_is_what_the_records_give(records: Records) -> None:
     assert (ROOT / "docs" / "paper_tables.md").read_text() == document(records), "run: python -m paper"
 
 
-def test_pictures_are_drawn_with_and_without_measurements(records: Records) -> None:
-    some = dataclasses.replace(
-        records, runs=(run("mics(2)", 1.0), run("mics(8)", 2.0), run("ddp", 1.0, mode="standard"))
-    )
-    for some_records in (dataclasses.replace(records, runs=()), some):
-        assert all(module.plot(some_records).startswith(b"\x89PNG") for module in (mics_ablations, three_calls))
-    assert mics_figure_16.plot(records).startswith(b"\x89PNG")
+def test_the_head_names_the_commands_of_every_record(records: Records) -> None:
+    head = document(records).partition("\n## ")[0]
+    for command in ("python -m benchmarks.compiled", "python -m benchmarks.fidelity --steps=300", "`python -m paper`"):
+        assert command in head
+    assert "docs/strategies.md" in head
+
+
+def test_figure_16_says_when_losses_leave_each_other(records: Records) -> None:
+    """300 steps: the largest relative difference is 1.77e-5, and step 150 is the first beyond 1e-5."""
+    zero3, mics = (np.array(records.curves[name]["losses"]) for name in mics_figure_16.OURS)
+    apart = np.abs(zero3 - mics) / zero3
+    assert apart.max() == pytest.approx(1.77e-5, rel=0.01) and np.argmax(apart > 1e-5) == 149
+    text = mics_figure_16.section(records).markdown()
+    assert "relatively 1.8e-05; by more than 1e-05 first at step 150" in text
+    same = dataclasses.replace(records, curves=dict.fromkeys(mics_figure_16.OURS, records.curves["zero3"]))
+    assert "by less than 1e-05 in all 300" in mics_figure_16.section(same).markdown()
+
+
+def test_the_readme_and_concepts_say_when_too() -> None:
+    readme, concepts = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/concepts.md"))
+    assert "`mics(2)` leaves `zero3` by more than 1e-5 first at step 150, and by 1.8e-5 at most" in readme
+    assert "under `mics(2)` and `zero3` differ by more than 1e-5 from step 150 on" in concepts
+
+
+def test_the_ablations_are_drawn_with_their_range(records: Records) -> None:
+    """Two runs each: 3 and 5 s over 1 and 2 s are 4 / 1.5, from 3 / 2 to 5 / 1."""
+    runs = [run("mics(2)", 1.0), run("mics(2)", 2.0), run("mics(8)", 3.0), run("mics(8)", 5.0)]
+    bars, words = drawn(figure := mics_ablations.plot(dataclasses.replace(records, runs=tuple(runs))))
+    assert bars[:8] == [ratio.published for ratio in mics_ablations.ratios()]
+    assert bars[8] == pytest.approx(4 / 1.5) and bars[9:] == [0.0] * 7
+    assert words[:8] == [f"{ratio.published:.2f}" for ratio in mics_ablations.ratios()]
+    assert words[8:] == ["2.67", *["not measured"] * 7]
+    assert error_bars(figure) == [pytest.approx((1.5, 5.0))]
+
+
+def test_every_call_and_byte_of_three_calls_is_drawn(records: Records) -> None:
+    bars, words = drawn(three_calls.plot(dataclasses.replace(records, runs=())))
+    assert len(bars) == 2 * len(three_calls.STRATEGIES) and bars[0] == 1.0  # without a run there are two series
+    bars, words = drawn(three_calls.plot(records))
+    assert len(bars) == 3 * len(three_calls.STRATEGIES) and "not measured" not in words
+    assert bars[2 * len(three_calls.STRATEGIES) - 1] == pytest.approx(bars[-1], rel=0.01)  # mics(8): compiled, wire
+    assert words[-1] == f"{bars[-1]:.2f}"
+    some = dataclasses.replace(records, runs=(run("ddp", 1.0, mode="standard"),))
+    assert drawn(three_calls.plot(some))[1].count("not measured") == len(three_calls.STRATEGIES) - 1
+
+
+def test_figure_16_is_drawn_from_every_step(records: Records) -> None:
+    left, right = mics_figure_16.plot(records).axes
+    assert [len(line.get_ydata()) for line in left.lines] == [10, 10]
+    assert [list(line.get_ydata()) for line in right.lines] == [
+        records.curves[name]["losses"] for name in mics_figure_16.OURS
+    ]
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["zero3", "mics(2)"]
 
 
 def test_a_missing_record_names_the_command_that_makes_it(tmp_path: Path, records: Records) -> None:

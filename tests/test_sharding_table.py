@@ -3,14 +3,18 @@
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
+import palette
 from configs import base
 from experiment import Experiment, make_experiment
 from sharding import drawing, table
@@ -153,6 +157,19 @@ def test_the_drawing_shows_the_optimizers_shards(experiment: Experiment, state: 
             degree = layout.shape.size(layout.optimizer)
             start = shard.index[1].indices(x.shape[1])[0]
             assert start == held[shard.device.id, 1] * x.shape[1] // degree
+
+
+def test_the_picture_names_every_device_and_has_the_colours_of_their_shards(experiment: Experiment) -> None:
+    layout, axes = experiment.sharded.layout, Figure().add_subplot()
+    drawing._Picture(layout, max_nodes=16).draw(axes)
+    words = [text.get_text() for text in axes.texts]
+    assert [word for word in words if word.startswith("device ")] == [f"device {i}" for i in range(8)]
+    expected: Counter[str] = Counter()
+    for scope in drawing._distinct(layout).values():  # a band each
+        shards, held = layout.shape.size(scope), drawing.holdings(layout, scope)[..., 1].ravel()
+        expected.update(palette.SERIES[shard] if shards > 1 else palette.FILL for shard in held)
+    drawn = Counter(to_hex(patch.get_facecolor()) for patch in axes.patches)
+    assert {colour: drawn[colour] for colour in (*palette.SERIES, palette.FILL) if drawn[colour]} == expected
 
 
 def test_pictures_are_pngs_of_a_sane_size(experiment: Experiment) -> None:

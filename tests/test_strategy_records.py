@@ -1,13 +1,18 @@
-"""What benchmarks/results/strategies.jsonl says was measured: the formula's bytes, and losses that never change."""
+"""What benchmarks/results/strategies.jsonl says was measured, and that page and pictures say no more."""
 
 import itertools
+import shlex
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
 
+from benchmarks import strategies, strategies_lines, strategies_pictures, strategies_report
 from benchmarks.names import Cluster, link_bytes, scopes_of, sharding_of
 from benchmarks.strategies import recorded
+from paper.plots import Bar
 
 CONTROL_BYTES = 500_000  # a step of 10 to 60 s: heartbeats, jax's coordination, acknowledgements
 OURS = [line for line in recorded() if line["wire_tx_bytes"] and not line["strategy"].startswith("pytorch")]
@@ -71,3 +76,106 @@ def test_names() -> None:
         "all",
     ]
     assert sharding_of("zero3 auto")["partitioner"] == "auto"
+
+
+# --------------------------------------------------------------------------------------- the page and its pictures
+
+
+def line(strategy: str, rate: str, steps: list[float], mode: str = "standard") -> dict[str, Any]:
+    """A line of the record, as far as page and pictures read it; 8 MB on the wire."""
+    sizes = dict.fromkeys(("formula_inter_bytes", "compiled_inter_bytes", "compiled_intra_bytes", "wire_tx_bytes"), 8e6)
+    times = {"step_time_s": float(np.median(steps)), "step_times_s": steps}
+    return {"mode": mode, "strategy": strategy, "rate": rate, **times, **sizes}
+
+
+def error_bars(figure: Figure) -> list[tuple[float, float]]:
+    """From where to where each error bar of the first chart goes."""
+    found = [c for c in figure.axes[0].containers if isinstance(c, ErrorbarContainer)]
+    return [(segment[0][0], segment[1][0]) for c in found for segment in c.lines[2][0].get_segments()]
+
+
+def test_the_page_is_what_the_record_gives() -> None:
+    assert strategies_report.PAGE.read_text() == strategies_report.page(recorded()), (
+        "run: python -m benchmarks.strategies --report"
+    )
+
+
+def test_the_commands_on_the_page_plan_exactly_the_recorded_runs() -> None:
+    planned_runs: list[tuple[str, str, str, int]] = []
+    for command in strategies_lines.commands(recorded()):
+        assert f"\n    {command}\n" in strategies_report.PAGE.read_text()
+        words = shlex.split(command)
+        assert words[:3] == ["python", "-m", "benchmarks.strategies"]
+        planned_runs += strategies.planned(strategies.options_of(words[3:]))
+    assert sorted(planned_runs) == sorted(tuple(line[key] for key in strategies.KEY) for line in recorded())
+
+
+def test_commands_tell_runs_that_were_repeated_from_those_that_were_not() -> None:
+    lines = [line("ddp", "1gbit", [1.0]), line("zero3", "1gbit", [1.0]), line("ddp", "1gbit", [1.0])]
+    assert strategies_lines.commands(lines) == [
+        "python -m benchmarks.strategies --rates=1gbit --repetitions=2 --only=ddp",
+        "python -m benchmarks.strategies --rates=1gbit --repetitions=1 --only=zero3",
+    ]
+
+
+def test_a_step_time_is_the_median_of_runs_within_its_steps() -> None:
+    runs = [line("ddp", "1gbit", [1.0, 3.0]), line("ddp", "1gbit", [5.0, 7.0]), line("ddp", "1gbit", [4.0, 4.0])]
+    assert strategies_lines.step_time(runs) == Bar(value=4.0, low=1.0, high=7.0)
+    assert strategies_lines.step_time([]) is None
+    assert strategies_lines.step_spread(runs) == 2.0
+
+
+def test_nothing_is_taken_from_a_step_that_computes_something_else() -> None:
+    lines = [line("compute only", "1gbit", [3.0]), line("ddp", "1gbit", [5.0]), line("ddp dots", "1gbit", [4.0])]
+    assert strategies_lines.above_compute_s(lines, "ddp", "1gbit") == 2.0
+    assert strategies_lines.above_compute_s(lines, "ddp dots", "1gbit") is None
+    assert "| ddp dots | 1 | 4.0 (4.0 to 4.0) | - | - | 0.1 |" in strategies_report.time_table(lines, "1gbit")
+
+
+def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> None:
+    lines = [line("compute only", "1gbit", [1.5]), line("ddp", "1gbit", [2.0, 3.0]), line("zero3", "200mbit", [9.0])]
+    figure = strategies_pictures.draw_step_times(lines)
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["ddp", "zero3"]
+    assert [bar.get_width() for bar in axes.patches] == [2.5, 0.0, 0.0, 9.0]  # at 1gbit, at 200mbit
+    assert [text.get_text().strip() for text in axes.texts] == ["2.5", "not measured", "not measured", "9.0"]
+    assert error_bars(figure) == [(2.0, 3.0)]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["compute only", "1gbit", "200mbit"]
+
+
+def test_shares_are_drawn_whole_beside_the_measured_step() -> None:
+    """1 Gbit/s takes 64 ms for 8 MB: a step that is shorter than compute and link together clips neither."""
+    lines = [line("compute only", "1gbit", [3.0]), line("ddp", "1gbit", [2.0, 4.0]), line("ddp dots", "1gbit", [2.0])]
+    lines += [line("zero3", "1mbit", [50.0])]
+    figure = strategies_pictures.draw_shares(lines)
+    fast, slow = figure.axes
+    bars = [[(bar.get_x(), bar.get_width()) for bar in axes.patches] for axes in (fast, slow)]
+    assert bars[0] == [pytest.approx(bar) for bar in ((0, 3.0), (0, 2.0), (0, 3.0), (3.0, 0.064))]
+    assert bars[1] == [pytest.approx(bar) for bar in ((0, 50.0), (0, 3.0), (3.0, 64.0))]
+    assert [text.get_text().strip() for text in fast.texts] == ["compute only: not measured"]
+    assert slow.get_xlim()[1] > 67 and error_bars(figure) == [(2.0, 4.0)]
+    (legend,) = figure.legends  # of the figure, so that no chart cuts it
+    words = [text.get_text() for text in legend.get_texts()]
+    assert words == ["measured", "compute only", "and the link at its full rate"]
+    figure.draw_without_rendering()
+    box, canvas = legend.get_window_extent(), figure.bbox
+    assert canvas.x0 <= box.x0 and box.x1 <= canvas.x1 and box.y1 <= canvas.y1
+
+
+def test_bytes_are_drawn_between_nodes_first() -> None:
+    figure = strategies_pictures.draw_bytes(recorded_bytes := [one for one in OURS if one["mode"] == "scale_model"])
+    between, inside = figure.axes[0].containers
+    for one, left, right in zip(recorded_bytes, between, inside, strict=True):
+        assert left.get_width() == right.get_x() == pytest.approx(one["compiled_inter_bytes"] / 1e6)
+        assert right.get_width() == pytest.approx(one["compiled_intra_bytes"] / 1e6)
+
+
+def test_the_step_times_of_the_readme_are_the_record_s() -> None:
+    """Ours beside all of PyTorch's, its DDP too, which is faster."""
+    text = " ".join((strategies_report.ROOT / "README.md").read_text().split())
+    names = ("mics(2)", "zero3", "pytorch hsdp", "pytorch zero3", "pytorch ddp", "ddp")
+    runs = {name: strategies_lines.step_time(strategies_lines.runs_of(recorded(), name, "200mbit")) for name in names}
+    seconds = {name: f"{time.value:.0f} s" for name, time in runs.items() if time}
+    assert f"`mics(2)` takes {seconds['mics(2)']} a step, `zero3` {seconds['zero3']}" in text
+    assert f"FSDP2 {seconds['pytorch hsdp']} with hybrid and {seconds['pytorch zero3']} with full sharding" in text
+    assert f"DDP is faster than any of these: {seconds['pytorch ddp']}, our `ddp` {seconds['ddp']}" in text

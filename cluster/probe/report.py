@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 
 from cluster.probe.model import RING_PASSES, LinkFit, Measurement, fit
 from metrics.units import UNKNOWN, format_bytes, format_percent, format_seconds
+from palette import SERIES
 
-COLOURS = dict(zip(RING_PASSES, ("tab:blue", "tab:orange", "tab:green", "tab:red")))
+COLOURS = dict(zip(RING_PASSES, SERIES))
 
 Fits = Mapping[tuple[str, str], LinkFit]  # by level and collective
 

@@ -4,7 +4,7 @@
 
 Hardware: any machine with 2 CPU cores (8 virtual devices as 4 nodes of 2).
 Expected: 5 to 10 minutes. For every model zero3 sends most between nodes, near 4 MB a device and step; hsdp (here mics
-with groups of 2) sends 1.4 to 1.5 MB, as little as zero1. A model's losses agree to six digits: results.csv.
+with groups of 2) sends 1.4 to 1.5 MB, as little as zero1. A model's losses agree up to rounding: results.csv.
 """
 
 from collections.abc import Iterable

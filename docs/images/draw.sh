@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Draws the pictures of this folder again, with the program that draws any config's mesh.
+# Draws every picture of this folder again, from configs and from the records in benchmarks/results; nothing is trained.
+# The pages that the pictures of records belong to are written with them.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+python="${PYTHON:-.venv/bin/python}"
 draw() {
-  "${PYTHON:-.venv/bin/python}" -m sharding.table --config=configs/quickstart.py --png="docs/images/mesh_$1.png" "${@:2}" >/dev/null
+  "$python" -m sharding.table --config=configs/quickstart.py --png="docs/images/mesh_$1.png" "${@:2}" >/dev/null
 }
 draw mics2
 draw mics4 --config.sharding.partition_size=4
@@ -12,3 +14,7 @@ draw ddp --config.sharding.strategy=ddp --config.sharding.partition_size=0
 draw hsdp --config.sharding.strategy=hsdp --config.sharding.partition_size=0 --devices=8 --devices_per_node=4
 draw node_node_all --config.sharding.strategy=custom --config.sharding.partition_size=0 \
   --config.sharding.parameters=node --config.sharding.gradients=node --config.sharding.optimizer=all
+for page in strategies compression dynamic_training; do
+  "$python" -m "benchmarks.$page" --report
+done
+"$python" -m paper

@@ -1,0 +1,63 @@
+"""docs/compression_measured.md and its picture: what the record says, and only runs alike compared."""
+
+import json
+from typing import Any
+
+import pytest
+from matplotlib.container import ErrorbarContainer
+
+from benchmarks import compression_report
+from benchmarks.compression import RESULTS
+
+LINES = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+
+
+def step(codec: str, rate: str, steps: list[float], command: str = "", loss: float = 4.0) -> dict[str, Any]:
+    """A run's line, as far as page and picture read it; it sends 10 bytes, without a codec 40."""
+    sent = 40.0 if codec == "none" else 10.0
+    times = {"step_time_s": sum(steps) / len(steps), "step_times_s": steps, "wire_tx_bytes": sent}
+    return {"kind": "step", "codec": codec, "rate": rate, **times, "losses": [5.0, loss], "command": command}
+
+
+def test_the_page_is_what_the_record_gives() -> None:
+    text = compression_report.page(LINES)
+    assert compression_report.PAGE.read_text() == text, "run: python -m benchmarks.compression --report"
+    assert "\n    python -m benchmarks.compression --rates=100mbit --repetitions=1\n" in text
+    assert "`python -m benchmarks.compression --report`" in text
+
+
+def test_times_of_another_optimizer_are_not_compared_and_a_loss_that_rose_is_named() -> None:
+    sgd = "train.py --config.optimizer.name=sgd"
+    lines = [step("none", "1gbit", [4.0]), step("int8", "1gbit", [1.0, 3.0]), step("dgc", "1gbit", [1.0], sgd, 6.0)]
+    text = compression_report.step_table(lines, "1gbit")
+    assert "| int8 | 1 | adamw | 0.00 | 4.00 | 2.00 (1.00 to 3.00) | 2.00 | 5.000, 4.000 |" in text
+    assert "| dgc | 1 | sgd | 0.00 | 4.00 | 1.00 (1.00 to 1.00) | - | 5.000, 6.000 |" in text
+    assert "dgc ran with sgd, and has no run without a codec to be compared with; the loss of dgc rose." in text
+
+
+def test_the_record_s_dgc_ran_with_another_optimizer_and_its_loss_rose() -> None:
+    (dgc,) = [line for line in LINES if line["kind"] == "step" and line["codec"] == "dgc"]
+    assert compression_report.optimizer_of(dgc) == "sgd" and dgc["losses"][-1] > dgc["losses"][0]
+    assert "the loss of dgc rose" in compression_report.PAGE.read_text()
+
+
+def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> None:
+    lines = [
+        step("none", "1gbit", [4.0]),
+        step("none", "100mbit", [9.0]),
+        step("dgc", "1gbit", [1.0, 3.0], "--config.optimizer.name=sgd"),
+    ]
+    (axes,) = compression_report.draw(lines).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["none", "dgc (sgd)"]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([9.0, 0.0, 4.0, 2.0])  # 100mbit, then 1gbit
+    assert [text.get_text() for text in axes.texts] == ["9.00", "not measured", "4.00", "2.00"]
+    (bar,) = [c for c in axes.containers if isinstance(c, ErrorbarContainer)]
+    ((start, end),) = bar.lines[2][0].get_segments()
+    assert (start[0], end[0]) == (1.0, 3.0)
+
+
+def test_the_ratios_of_the_readme_are_those_on_the_wire() -> None:
+    text = " ".join((compression_report.ROOT / "README.md").read_text().split())
+    sent = {line["codec"]: line["wire_tx_bytes"] for line in LINES if line["kind"] == "step"}
+    int8, one_bit, dgc = (f"{sent['none'] / sent[name]:.0f} times" for name in ("int8", "one_bit", "dgc"))
+    assert f"second hop {int8} smaller, one bit {one_bit}, DGC {dgc} (on the wire of 4 nodes" in text
