@@ -2,8 +2,9 @@
 
 What an optimizer derives from a whole tensor (trust ratios, factors, orthogonalisation) it derives layer by layer, as
 if the layers were not stacked. Muon orthogonalises the matrices between hidden dims, and convolutions as matrices of
-outputs by all else; embeddings, heads, positions, norms and biases get Adam, as its authors advise. Weight decay is decoupled, `learning_rate * weight_decay * p`, except
-where the method itself puts it into the gradient (sgd, lars) or under the trust ratio (lamb).
+outputs by all else; embeddings, heads, positions, norms and biases get Adam, as its authors advise. Weight decay is
+decoupled, `learning_rate * weight_decay * p`, except where the method itself puts it into the gradient (sgd, lars) or
+under the trust ratio (lamb).
 """
 
 import math

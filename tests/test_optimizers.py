@@ -248,7 +248,9 @@ def test_muon_of_a_resnet_orthogonalises_its_convolutions() -> None:
         "head": ParamSpec(shape=(16, 10), dims=("channels_in", "classes")),
     }
     rng = np.random.default_rng(0)
-    params, *grads = [{name: rng.normal(size=s.shape).astype(np.float32) for name, s in specs.items()} for _ in range(4)]
+    params, *grads = [
+        {name: rng.normal(size=s.shape).astype(np.float32) for name, s in specs.items()} for _ in range(4)
+    ]
     c = optimizer_config("muon", clip_norm=0.0, weight_decay=0.0, warmup_steps=0, schedule="constant")
     tx = make_optimizer(c, len(grads), specs, no_exchange())
     state, updates = tx.init(params), {}
