@@ -29,6 +29,7 @@ from configs import door
 from configs.door import Config
 from elastic import processes
 from elastic.attempts import alone_in
+from elastic.entrance import shared_token
 from elastic.heartbeat import IN_A_STEP, ElasticConfig, Heartbeat
 from elastic.interruption import EXIT_RESUMABLE, Interruption
 from elastic.meeting import meet
@@ -57,8 +58,11 @@ class NonFiniteError(RuntimeError):
     """Too many non-finite updates in a row."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the program and returns its exit code; a user's mistake is one line."""
+def main(argv: Sequence[str], *, ends_process: bool = False) -> int:
+    """Runs the program and returns its exit code; a user's mistake is one line.
+
+    With `ends_process` nothing but the end of the process follows: SIGTERM does not change the exit code any more.
+    """
     started_s = time.perf_counter()
     values = door.new_flags(argv)
     flags.DEFINE_string("workdir", None, "the run's directory (default: runs/NAME-OF-CONFIG)", flag_values=values)
@@ -69,15 +73,16 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_boolean("debug", False, "show tracebacks", flag_values=values)
     code, has_begun = EXIT_BAD_CONFIG, False
     heartbeat = Heartbeat()
-    with Interruption() as interruption:
+    with Interruption(to_the_end=ends_process) as interruption:
         try:
             config = door.parse(argv, values)
             workdir = Path(values.workdir or Path("runs") / door.config_name(values))
             elastic = door.settings(ElasticConfig, config.elastic, "elastic")
             turn = Turn() if values.standby else None
             start_jax(config, values)
+            token = shared_token(workdir) if jax.process_count() > 1 else ""
             code = EXIT_RESUMABLE  # a process that is lost before all have met
-            peers = meet(values.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS"))
+            peers = meet(values.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS"), token)
             heartbeat.start(jax.process_index(), peers, elastic.silence_s, elastic.stall_s)
             code = EXIT_BAD_CONFIG
             if is_finished(config, workdir):
@@ -158,13 +163,18 @@ def holds_finished(config: Config, workdir: Path) -> bool:
     saved = latest_config(workdir / "checkpoints") or files.config  # if it stopped before its first checkpoint
     if not saved:
         return False
+    check_same_run(saved, config, workdir)
+    last = workdir / "checkpoints" / str(config.num_steps)
+    return files.summary.get("exit_reason") == "finished" and last.is_dir()
+
+
+def check_same_run(saved: dict[str, Any], config: Config, workdir: Path) -> None:
+    """Raises ValueError with the differences if `saved` is the config of another run than this one."""
     old, new = door.flat(saved), door.flat(json.loads(config.to_json()))
     keys = [key for key in sorted({*old, *new}) if not key.startswith(MAY_CHANGE) and old.get(key) != new.get(key)]
     if keys:
         changes = ", ".join(f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in keys)
         raise ValueError(f"{workdir} holds a run of another config: {changes}; choose another --workdir")
-    last = workdir / "checkpoints" / str(config.num_steps)
-    return files.summary.get("exit_reason") == "finished" and last.is_dir()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +230,8 @@ def resume(checked: Checked, workdir: Path) -> Resumed:
     checkpointer = Checkpointer(workdir / "checkpoints", checked.saving)
     snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every)
     restored = snapshots.restore(ex.state_shapes, checkpointer)
+    if restored:  # what is only in memory, `is_finished` has not seen
+        check_same_run(restored.config, ex.config, workdir)
     if restored and restored.data["fingerprint"] != checked.train_data.fingerprint:
         raise ValueError(
             f"{workdir} was trained on other data: data.source={ex.data.source} has changed since "
@@ -446,4 +458,4 @@ def save(run: Run, step: int, state: TrainState, validation: Validation | None =
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main(sys.argv, ends_process=True))

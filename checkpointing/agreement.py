@@ -61,3 +61,18 @@ def wait_for_all(topic: str) -> None:
     """Returns when every process has come here as often as this one."""
     if jax.process_count() > 1:
         multihost.get_jax_distributed_client().wait_at_barrier(f"checkpointing/{topic}", _TIMEOUT_S * 1000)
+
+
+def hear_all(topic: str, word: str = "") -> list[str]:
+    """Waits as `wait_for_all` does, and returns what those processes said that had something to say.
+
+    Cheaper than `from_all` where most have nothing to say.
+    """
+    ticket = new_ticket(topic)
+    if jax.process_count() == 1:
+        return [word] if word else []
+    client = multihost.get_jax_distributed_client()
+    if word:
+        client.key_value_set(f"{ticket}/{jax.process_index()}", word)
+    wait_for_all(topic)
+    return [said for _, said in client.key_value_dir_get(f"{ticket}/")]

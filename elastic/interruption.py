@@ -17,9 +17,11 @@ class Interruption:
     Before the first `requested()` there is nothing to save: a signal raises KeyboardInterrupt at once. In joined
     processes (even one: a job of 1) jax's preemption service takes SIGTERM over as soon as they are, and Ctrl-C is
     passed on to it: all stop at the same `requested()`, be it the first. A second Ctrl-C raises KeyboardInterrupt.
+    With `to_the_end` SIGTERM is ignored afterwards: the program is over, and keeps its exit code while Python ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, to_the_end: bool = False) -> None:
+        self._to_the_end = to_the_end
         self._asked = 0  # how often `requested()` was called
         self._signalled = False
         self._previous: dict[int, object] = {}
@@ -31,7 +33,8 @@ class Interruption:
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+            ignored = self._to_the_end and number == signal.SIGTERM
+            signal.signal(number, signal.SIG_IGN if ignored else handler)  # pyright: ignore[reportArgumentType]
 
     def requested(self) -> bool:
         """Whether to stop now; in several processes each must ask equally often."""

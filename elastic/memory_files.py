@@ -4,7 +4,8 @@
     DIR/mics-jax-UID/RUN_ID/2-0-a.json     what they are; written last, removed before the data is written over
 
 A process writes to its two slots in turns, so that a kill in the middle of one leaves the other. The folders are the
-user's alone (0700): nobody else can read a snapshot or plant one. The hashes are there against damage.
+user's alone (0700): nobody else can read a snapshot or plant one. If somebody else has made `mics-jax-UID`, another one
+is made beside it. The hashes are there against damage.
 """
 
 import contextlib
@@ -25,9 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpointing.manifest import Leaf
+from elastic.attempts import RUN_ID
 from elastic.boxes import Box
 
-_FORMAT = 1
+_FORMAT = 2
 _SLOTS = ("a", "b")
 _NAME = re.compile(r"[0-9]+-[0-9]+-[ab]")
 _HASHING_THREADS = 4
@@ -51,12 +53,27 @@ class Generation:
 
     name: str  # of the files
     run_id: str
-    attempt: int
+    history: tuple[int, ...]  # the steps at which the attempts began, up to the one that wrote it
+    saved: int  # the newest checkpoint then
     step: int
     data: dict[str, Any]  # the position in the data
     config: dict[str, Any]
     tree: tuple[Leaf, ...]  # every array of the state, with the shape of the whole
     pieces: tuple[Piece, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if its names are not ours: they become names of files."""
+        if not _NAME.fullmatch(self.name) or not RUN_ID.fullmatch(self.run_id) or self.attempt != len(self.history) - 1:
+            raise ValueError(f"{self.name!r} of run {self.run_id!r}, attempts {self.history}, is no snapshot")
+
+    @property
+    def attempt(self) -> int:
+        return int(self.name.split("-")[0])
+
+    @property
+    def owner(self) -> int:
+        """The process that kept it, maybe at its partner."""
+        return int(self.name.split("-")[1])
 
     @property
     def dtypes(self) -> dict[str, np.dtype]:
@@ -81,26 +98,35 @@ class Generation:
             )
             for leaf, start, shape, offset, size, crc32 in content["pieces"]
         )
-        return cls(**(content | {"tree": tree, "pieces": pieces}))
+        return cls(**(content | {"history": tuple(content["history"]), "tree": tree, "pieces": pieces}))
 
 
 class MemoryFolder:
     """The folder of one run on this node."""
 
-    def __init__(self, memory_dir: str | Path, run_id: str) -> None:
-        """Makes it where it is missing. ValueError if it is, or could become, somebody else's."""
-        self.parent = Path(memory_dir).absolute() / f"mics-jax-{os.getuid()}"
+    def __init__(self, memory_dir: str | Path, run_id: str, spare: str) -> None:
+        """Makes it where it is missing. ValueError if it is, or could become, somebody else's.
+
+        `spare` is for the name of the user's folder if somebody else has taken that: the same in all processes of the
+        run, and new at each start.
+        """
         self.run_id = run_id
-        if not self.parent.parent.is_dir():
+        self._memory = Path(memory_dir).absolute()
+        if not self._memory.is_dir():
             raise ValueError(
                 f"elastic.memory_dir={memory_dir} is not a folder of this machine; name its RAM disk, or turn the "
                 "memory tier off by elastic.snapshot_every=0"
             )
-        _check_parent(self.parent.parent)
-        for folder in (self.parent, self.path):
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
-            _check_private(folder)
+        _check_memory(self._memory)
+        name = f"mics-jax-{os.getuid()}"
+        known = [folder.parent for folder in sorted(self._memory.glob(f"{name}-*/{run_id}"))]
+        candidates = [*known, self._memory / name, self._memory / f"{name}-{spare}"]
+        self.parent = next(folder for folder in candidates if _make_private(folder))
+        if not _make_private(self.path):
+            raise ValueError(
+                f"{self.path} is not a folder of this user alone (mode 0700), so snapshots in it could be read or "
+                "planted; remove it, or set elastic.memory_dir to another folder"
+            )
 
     @property
     def path(self) -> Path:
@@ -159,10 +185,6 @@ class MemoryFolder:
         """Returns the generations that have a file here, whole or not."""
         return {file.stem for file in self.path.iterdir() if _NAME.fullmatch(file.stem)}
 
-    def remove_all(self) -> None:
-        """Deletes the run's folder."""
-        shutil.rmtree(self.path, ignore_errors=True)  # what cannot go is no reason to fail a run that is done
-
     def commit(self, generation: Generation) -> Generation:
         """Hashes the data of a generation and makes it whole; returns it with the hashes."""
         pieces = zip(generation.pieces, self.hashes(generation), strict=True)
@@ -190,20 +212,31 @@ class MemoryFolder:
         return self.path / f"{name}.data"
 
 
+def remove_run(memory_dir: str | Path, run_id: str) -> None:
+    """Deletes what this node holds of a run, if anything."""
+    name = f"mics-jax-{os.getuid()}"
+    for folder in [Path(memory_dir, name, run_id), *Path(memory_dir).glob(f"{name}-*/{run_id}")]:
+        if folder.exists() and _is_private(folder.parent) and _is_private(folder):
+            shutil.rmtree(folder, ignore_errors=True)  # what cannot go is no reason to fail a run that is done
+            if folder.parent.name != name:
+                with contextlib.suppress(OSError):  # another process of this node was faster
+                    folder.parent.rmdir()
+
+
 class Slots:
-    """The two places of what one process keeps, on its own node or on its partner's."""
+    """The two places of what one process keeps, on its own node and on its partner's."""
 
     def __init__(self, folder: MemoryFolder, attempt: int, owner: int) -> None:
         self._folder, self._names = folder, [f"{attempt}-{owner}-{slot}" for slot in _SLOTS]
-        self._next, self.one_is_whole = 0, False
+        self._next = 0
 
     def open(self) -> "SlotFile":
-        """Returns the file to write to: never that of the newest whole generation."""
+        """Returns the file to write to: never that of the newest generation that all processes have."""
         return SlotFile(self._folder.path, self._names[self._next])
 
-    def committed(self) -> None:
-        """Notes that what was written to the open slot is whole."""
-        self._next, self.one_is_whole = 1 - self._next, True
+    def turn(self) -> None:
+        """Notes that all processes have what was written to the open slot."""
+        self._next = 1 - self._next
 
 
 class SlotFile:
@@ -253,21 +286,27 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
-def _check_parent(folder: Path) -> None:
+def _check_memory(folder: Path) -> None:
     """Raises ValueError if others may replace what we make in `folder`."""
     found = folder.stat()
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
-        raise ValueError(
-            f"elastic.memory_dir={folder} can be written by others, who could replace snapshots; chmod +t it, or name "
-            "another folder"
-        )
+    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if found.st_uid not in (0, os.getuid()):
+        why, fix = f"belongs to user {found.st_uid}", "name a folder of yours, or of root"
+    elif others_write and not found.st_mode & stat.S_ISVTX:
+        why, fix = "can be written by others", "chmod +t it, or name another folder"
+    else:
+        return
+    raise ValueError(f"elastic.memory_dir={folder} {why}, who could replace snapshots; {fix}")
 
 
-def _check_private(folder: Path) -> None:
-    """Raises ValueError unless it is a folder, ours, that nobody else can look into."""
+def _make_private(folder: Path) -> bool:
+    """Makes a folder where there is none; whether it is ours alone then."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    return _is_private(folder)
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether it is a folder (no link), ours, that nobody else can look into."""
     found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _OTHERS:
-        raise ValueError(
-            f"{folder} is not a folder of this user alone (mode 0700), so snapshots in it could be read or planted; "
-            "remove it, or set elastic.memory_dir to another folder"
-        )
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & _OTHERS

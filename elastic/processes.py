@@ -7,6 +7,8 @@ import sys
 
 import jax
 
+from elastic.addresses import to_listen_at
+
 OPEN_MPI = "OMPI_MCA_orte_hnp_uri"
 SLURM_STEP = ("SLURM_STEP_NODELIST", "SLURM_PROCID")  # srun sets them; sbatch and salloc set SLURM_NTASKS alone
 KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # of an indexed Job or a JobSet
@@ -33,11 +35,17 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
     port = re.fullmatch(r".+:([0-9]+)", coordinator)
     if not port or not 0 < int(port[1]) < 1 << 16:
         raise ValueError(f"--coordinator={coordinator} must be HOST:PORT, of process 0")
+    bind_address = None  # what jax takes: the variable, else all addresses of the machine
     if process_id == 0 and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
-        _check_free(int(port[1]), coordinator)
+        host = to_listen_at(coordinator.rpartition(":")[0])
+        _check_free(host, int(port[1]), coordinator)
+        if host:
+            bind_address = coordinator
     # jax would ask Kubernetes all the same (for the devices of this process), and fail where it may not
     method = "deactivate" if "KUBERNETES_SERVICE_HOST" in os.environ else None
-    jax.distributed.initialize(coordinator, num_processes, process_id, cluster_detection_method=method)
+    jax.distributed.initialize(
+        coordinator, num_processes, process_id, cluster_detection_method=method, coordinator_bind_address=bind_address
+    )
 
 
 def find_launcher() -> str | None:
@@ -56,12 +64,12 @@ def find_launcher() -> str | None:
     return "Kubernetes" if KUBERNETES_INDEX in os.environ else None
 
 
-def _check_free(port: int, coordinator: str) -> None:
+def _check_free(host: str, port: int, coordinator: str) -> None:
     """Raises ValueError if jax's service cannot listen at `port`, or if another run does (gRPC would share it)."""
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last run may linger
         try:
-            probe.bind(("", port))
+            probe.bind((host, port))
         except OSError as error:
             raise ValueError(
                 f"--coordinator={coordinator}: process 0 cannot listen at port {port} of {socket.gethostname()}: "

@@ -47,31 +47,33 @@ class Found:
 
 
 def find(
-    folder: MemoryFolder, reads: bool, attempts: Attempts, wanted: tuple[Leaf, ...], report: Report
+    folder: MemoryFolder, reads: bool, attempts: Attempts, saved: int, wanted: tuple[Leaf, ...], report: Report
 ) -> Found | None:
     """Returns the newest step that is complete and verifies, the same in every process; None if there is none.
 
-    Of each node one process `reads` the folder. `report` gets a line for each snapshot that is passed over, in process
-    0; a step of which a part is missing is not worth one (the newest may have been in the making).
+    Of each node one process `reads` the folder. `saved` is the newest checkpoint. `report` gets a line, in process 0,
+    for each snapshot that is passed over; a step of which a part is missing is not worth one (the newest may have been
+    in the making).
     """
     own, damaged = folder.generations() if reads else ([], [])
     told = {"host": socket.gethostname(), "damaged": damaged, "generations": [x.as_json() for x in own]}
     everyone = from_all(new_ticket("snapshots"), told)
     if jax.process_index() != 0:
         report = _silently
-    by_step: dict[tuple[int, int], list[Source]] = defaultdict(list)
+    by_step: dict[tuple[int, tuple[int, ...]], list[Source]] = defaultdict(list)
     for process, said in enumerate(everyone):
         for line in said["damaged"]:
             report(f"snapshot on {said['host']}: {line}; it is not used")
         for generation in map(Generation.from_json, said["generations"]):
             for number in range(len(generation.pieces)):  # a process may have none: its description tells nothing
                 source = Source(process=process, generation=generation, number=number)
-                by_step[generation.step, generation.attempt].append(source)
-    for step, attempt in sorted(by_step, reverse=True):
-        sources = by_step[step, attempt]
-        if attempts.is_superseded(attempt, step):
-            continue
-        if objection := _disagreement(sources) or _other_model(sources[0].generation.tree, wanted):
+                by_step[generation.step, generation.history].append(source)
+    by_step = {key: found for key, found in by_step.items() if not attempts.have_left(key[1], key[0])}
+    known = max([attempts.saved, *(sources[0].generation.saved for sources in by_step.values())])
+    for step, history in sorted(by_step, reverse=True):
+        sources = by_step[step, history]
+        objection = _set_back(step, saved, known) or _disagreement(sources)
+        if objection := objection or _other_model(sources[0].generation.tree, wanted):
             report(f"the snapshots of step {step} are not used: {objection}")
         elif _is_complete(sources):
             sources = _without_damaged(folder, sources, [said["host"] for said in everyone], report)
@@ -145,7 +147,8 @@ class _Fetch:
         if source.process == self._reader:
             return self._folder.read(source.generation, piece)[part.within(piece.box)]
         if source.process not in self._connections:
-            self._connections[source.process] = Connection(self._addresses[source.process], self._token)
+            address = self._addresses[source.process]
+            self._connections[source.process] = Connection(address, self._token, jax.process_index())
         dtype = source.generation.dtypes[part.path]
         return self._connections[source.process].get(source.generation.name, source.number, part, dtype)
 
@@ -168,6 +171,16 @@ def _is_complete(sources: list[Source]) -> bool:
     for source in sources:
         boxes[source.piece.box.path].add(source.piece.box)
     return bool(sources) and all(covers(boxes[leaf.path], leaf) for leaf in sources[0].generation.tree)
+
+
+def _set_back(step: int, saved: int, known: int) -> str:
+    """Returns why a step came after somebody's wish to go on from checkpoint `saved`; "" if it did not.
+
+    The sign is that a newer one, which was `known`, is gone. An old checkpoint alone is none, nor is the loss of all.
+    """
+    if 0 < saved < min(known, step):
+        return f"the checkpoint of step {known}, which was there, is gone, and that of step {saved} is the newest"
+    return ""
 
 
 def _disagreement(sources: list[Source]) -> str:

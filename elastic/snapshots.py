@@ -2,16 +2,18 @@
 
 A process writes each box that its node holds once (the processes of a node share the work), and a partner on the next
 node keeps a copy of what no other node has. Writing is the copy to the host: then the state may be donated; hashes, the
-commit and the partner's copy follow in a thread. No process writes over a snapshot before all have a newer one, or have
-failed to keep it.
+commit and the partner's copy follow in a thread. No process writes over the newest snapshot that all have before all
+have a newer one.
 """
 
+import json
 import math
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,11 +22,12 @@ import jax
 import numpy as np
 
 from checkpointing import tree
-from checkpointing.agreement import from_all, from_process_zero, new_ticket, wait_for_all
+from checkpointing.agreement import from_all, from_process_zero, hear_all, new_ticket, wait_for_all
 from checkpointing.checkpointer import Checkpointer, Restored, print_to_stderr
-from elastic.attempts import read_attempts, write_attempt
+from elastic.attempts import newest_checkpoint, read_attempts, write_attempts
 from elastic.boxes import Kept, kept_by
-from elastic.memory_files import Generation, MemoryFolder, Piece, Slots
+from elastic.entrance import shared_token
+from elastic.memory_files import Generation, MemoryFolder, Piece, Slots, remove_run
 from elastic.recovery import Found, find, load
 from elastic.transfer import Address, Connection, Service
 
@@ -43,20 +46,22 @@ class Snapshots:
         self, workdir: Path, memory_dir: str, every: int, *, report: Callable[[str], None] = print_to_stderr
     ) -> None:
         """Keeps every `every`-th step (0: none) in `memory_dir`. ValueError if that could be read by others."""
-        self._workdir, self._report, self._every = workdir, report, every
+        self._workdir, self._memory_dir, self._report, self._every = workdir, memory_dir, report, every
         self._me = jax.process_index()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._service: Service | None = None
         self._used: set[str] = set()  # the generations that were restored
         self._kept: list[Kept] = []
-        self._started = self._warned = False  # whether a snapshot was begun, and one failed
+        self._started = self._failed = False  # whether a snapshot was begun, and whether this process failed to keep it
+        self._warned = False
         self.last_step = -1  # of the newest snapshot
         self._pace = Pace(every)
+        self._attempts = read_attempts(workdir, report)
         if not every:
             return
-        self._attempts = read_attempts(workdir, report)
-        self._folder = MemoryFolder(memory_dir, self._attempts.run_id)
+        spare = from_process_zero(new_ticket("spare"), lambda: secrets.token_hex(8))
+        self._folder = MemoryFolder(memory_dir, self._attempts.run_id, spare)
         self._attempt = self._attempts.next
         self._slots = Slots(self._folder, self._attempt, self._me)
         self._meet()
@@ -80,7 +85,8 @@ class Snapshots:
         if not self._every:
             return checkpointer.restore(abstract_state)
         _, leaves = tree.flatten_abstract(abstract_state)
-        found = find(self._folder, self._reader == self._me, self._attempts, leaves, self._report)
+        saved = from_process_zero(new_ticket("newest"), lambda: newest_checkpoint(self._workdir))
+        found = find(self._folder, self._reader == self._me, self._attempts, saved, leaves, self._report)
         restored = checkpointer.restore(abstract_state, newer_than=found.generation.step if found else -1)
         if found and restored is None:
             restored = self._load(found, abstract_state)
@@ -93,7 +99,8 @@ class Snapshots:
     def begin(self, step: int) -> None:
         """Begins the attempt at `step`; all snapshots but the one that was restored go."""
         if self._every:
-            write_attempt(self._workdir, self._attempts, step)
+            began_at = (*self._attempts.began_at, step)
+            self._attempts = write_attempts(self._workdir, replace(self._attempts, began_at=began_at))
             if self._reader == self._me:
                 self._folder.remove(self._folder.names() - self._used)
             wait_for_all("begun")  # or it would remove the first snapshot of another process of its node
@@ -116,13 +123,14 @@ class Snapshots:
         begun_s = time.perf_counter()
         arrays, leaves = tree.flatten_arrays(state)
         self._kept = self._kept or list(kept_by(self._me, self._nodes, arrays, leaves))
-        self._started, self.last_step = True, step
+        self._started, self._failed, self.last_step = True, False, step
         if copied := self._copy(arrays, step):
             name, pieces = copied
             generation = Generation(
                 name=name,
                 run_id=self._attempts.run_id,
-                attempt=self._attempt,
+                history=self._attempts.began_at,
+                saved=self._attempts.saved,
                 step=step,
                 data=data,
                 config=config,
@@ -134,7 +142,7 @@ class Snapshots:
         self._pace.goes_on()
 
     def wait(self) -> None:
-        """Returns when the snapshot in progress is committed in every process."""
+        """Returns when the snapshot in progress is committed in every process, or some have failed to keep it."""
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -142,17 +150,26 @@ class Snapshots:
             raise self._error
         if not self._started:
             return
-        wait_for_all("snapshot")
-        if self._reader == self._me and self._slots.one_is_whole:  # what earlier attempts left is older
+        self._started = False
+        saved = newest_checkpoint(self._workdir) if self._me == 0 else 0
+        has_news = self._failed or saved > self._attempts.saved
+        said = [*map(json.loads, hear_all("snapshot", json.dumps([self._failed, saved]) if has_news else ""))]
+        self._attempts = replace(self._attempts, saved=max([self._attempts.saved, *(saved for _, saved in said)]))
+        if any(failed for failed, _ in said):
+            return  # the next one is written over this one, not over the one before, which all have
+        self._slots.turn()
+        if self._reader == self._me:  # what earlier attempts left is older
             ours = f"{self._attempt}-"
             self._folder.remove(name for name in self._folder.names() if not name.startswith(ours))
 
     def end(self, *, finished: bool) -> None:
-        """Waits for the last snapshot; those of a run that is finished are deleted."""
+        """Waits for the last snapshot; those of a run that is finished are deleted, also if it keeps none any more."""
         if self._every:
             self.wait()
-            if finished and self._reader == self._me:  # the others of its node have done all that they do there
-                self._folder.remove_all()
+            if not finished:
+                write_attempts(self._workdir, self._attempts)
+        if finished and (not self._every or self._reader == self._me):  # the others of its node are done with them
+            remove_run(self._memory_dir, self._attempts.run_id)
 
     def _copy(self, arrays: dict[str, jax.Array], step: int) -> tuple[str, tuple[Piece, ...]] | None:
         """Copies what this process keeps; returns the name of the files and the pieces, None if there is no room."""
@@ -169,23 +186,24 @@ class Snapshots:
 
     def _meet(self) -> None:
         """Tells the other processes where this one runs, and starts to serve them."""
-        self._token = from_process_zero(new_ticket("token"), lambda: secrets.token_hex(16))
         count = jax.process_count()
+        self._token = shared_token(self._workdir) if count > 1 else ""
         if count > 1:
-            self._service = Service(self._folder, self._me, count, self._token)
+            self._service = Service(self._folder, self._attempt, self._me, count, self._token)
         address = vars(self._service.address) if self._service else {}
         told = from_all(new_ticket("nodes"), {"node": self._folder.identity, "address": address})
         self._nodes = [said["node"] for said in told]
         self._addresses = [Address(**said["address"]) for said in told] if self._service else []
         self._reader = self._nodes.index(self._nodes[self._me])
+        if self._service:
+            self._service.keep_for(i for i in range(count) if self._partner(i) == self._me)
 
-    @property
-    def _partner(self) -> int:
+    def _partner(self, process: int) -> int:
         """The process of the next node that keeps copies for this one."""
         nodes = list(dict.fromkeys(self._nodes))
-        mine, other = (nodes[(nodes.index(self._nodes[self._me]) + i) % len(nodes)] for i in (0, 1))
+        mine, other = (nodes[(nodes.index(self._nodes[process]) + i) % len(nodes)] for i in (0, 1))
         of_node = {node: [i for i, there in enumerate(self._nodes) if there == node] for node in (mine, other)}
-        return of_node[other][of_node[mine].index(self._me) % len(of_node[other])]
+        return of_node[other][of_node[mine].index(process) % len(of_node[other])]
 
     def _load(self, found: Found, abstract_state: Any) -> Restored | None:
         """Returns the state of a step in memory; None, and says why, if some process cannot get its part."""
@@ -207,10 +225,9 @@ class Snapshots:
         """Hashes and commits what was copied, and gives the partner what no other node has (in a thread)."""
         try:
             generation = self._folder.commit(generation)
-            self._slots.committed()
             alone = [number for number, kept in enumerate(self._kept) if kept.alone]
             if alone:
-                connection = Connection(self._addresses[self._partner], self._token)
+                connection = Connection(self._addresses[self._partner(self._me)], self._token, self._me)
                 try:
                     connection.put(self._folder, generation, alone)
                 finally:
@@ -222,6 +239,7 @@ class Snapshots:
         self._pace.cost(time.perf_counter() - begun_s)
 
     def _warn(self, step: int, error: OSError) -> None:
+        self._failed = True
         if not self._warned:
             self._warned = True
             where = f"{self._folder.path} on {socket.gethostname()}"

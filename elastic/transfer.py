@@ -1,29 +1,27 @@
 """Carries boxes between the processes of a run: what a restart misses, and the copy that a partner keeps.
 
-A process serves from threads of its own. A connection starts with the run's token, as the heartbeats' do
-(`elastic/meeting.py`); then come requests, a line of JSON each, and bytes where the request or the answer has some.
+A process serves from threads of its own, those that `elastic/entrance.py` lets in. Then come requests, a line of JSON
+each, and bytes where the request or the answer has some. What is malformed ends the connection.
 """
 
 import json
-import secrets
 import socket
-import socketserver
 import threading
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from io import BufferedIOBase
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from elastic.addresses import listen, own_address
 from elastic.boxes import Box
-from elastic.meeting import listen, own_address
-from elastic.memory_files import Generation, MemoryFolder, Slots, as_bytes
+from elastic.entrance import Entrance, introduce
+from elastic.memory_files import Generation, MemoryFolder, SlotFile, as_bytes
 
+_PURPOSE = "transfers"
 _TIMEOUT_S = 60.0  # for a connection, and for each part of an answer
-_TOKEN_LINE_BYTES = 100
 _BLOCK_BYTES = 1 << 20
 
 
@@ -42,31 +40,38 @@ class Address:
 class Service:
     """Serves the boxes in a folder, and keeps copies there, until it is closed."""
 
-    def __init__(self, folder: MemoryFolder, process: int, count: int, token: str) -> None:
+    def __init__(self, folder: MemoryFolder, attempt: int, process: int, count: int, token: str) -> None:
         """Listens for `count` processes at a port that the system chooses."""
-        listener = listen(count)
-        self.address = Address(process=process, host=own_address(), port=listener.getsockname()[1])
-        self._server = _Server(listener, _handler(_Answers(folder), token))
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
-        self._thread.start()
+        host = own_address()
+        listener = listen(host, count)
+        self.address = Address(process=process, host=host, port=listener.getsockname()[1])
+        self._answers = _Answers(folder, attempt)
+        self._entrance = Entrance(listener, token, _PURPOSE, count, self._answers.serve)
+
+    def keep_for(self, processes: Iterable[int]) -> None:
+        """Lets these processes, and no others, have copies kept here."""
+        self._answers.keeps_for = frozenset(processes)
 
     def close(self) -> None:
         """Ends the service."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        self._entrance.close()
 
 
 class Connection:
     """Asks another process for what it keeps."""
 
-    def __init__(self, address: Address, token: str) -> None:
-        """OSError if it cannot be reached."""
+    def __init__(self, address: Address, token: str, me: int) -> None:
+        """Connects as process `me`. OSError if the other one cannot be reached."""
         self._address = address
         with self._explained():
             self._socket = socket.create_connection((address.host, address.port), timeout=_TIMEOUT_S)
+            try:
+                introduce(self._socket, token, _PURPOSE, me, _TIMEOUT_S)
+            except OSError:
+                self._socket.close()
+                raise
+            self._socket.settimeout(_TIMEOUT_S)
             self._file = self._socket.makefile("rwb")
-            self._say_line(token)
 
     def get(self, name: str, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
         """Returns the part `box` of piece `number` of a generation. OSError if it does not come."""
@@ -119,27 +124,29 @@ class Connection:
             raise OSError(f"{self._address}: {error}") from error
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, listener: socket.socket, handler: type[socketserver.BaseRequestHandler]) -> None:
-        super().__init__(("", 0), handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing: the one who asks gets the error, or misses the answer; a stranger's is nobody's."""
-
-
 class _Answers:
     """What a process answers to requests."""
 
-    def __init__(self, folder: MemoryFolder) -> None:
-        self._folder = folder
+    def __init__(self, folder: MemoryFolder, attempt: int) -> None:
+        self._folder, self._attempt = folder, attempt
+        self.keeps_for: frozenset[int] = frozenset()
         self._read: dict[str, Generation] = {}
-        self._slots: dict[tuple[int, int], Slots] = {}
         self._lock = threading.Lock()
+
+    def serve(self, connection: socket.socket, process: int, host: str) -> None:
+        """Answers a process on `host` until it closes the connection, or says what cannot be."""
+        del host
+        with connection, connection.makefile("rwb") as file, suppress(OSError, ValueError, LookupError, TypeError):
+            while line := file.readline():
+                request = json.loads(line)
+                try:
+                    part = self.put(request, process, file) if "put" in request else self.get(request)
+                    answer = {"error": None, "size": part.nbytes, "crc32": zlib.crc32(part)}
+                except (OSError, LookupError) as error:
+                    part, answer = memoryview(b""), {"error": f"{type(error).__name__}: {error}"}
+                file.write(json.dumps(answer).encode() + b"\n")
+                file.write(part)
+                file.flush()
 
     def get(self, request: dict[str, Any]) -> memoryview:
         """Returns the part of a piece that another process wants."""
@@ -152,30 +159,28 @@ class _Answers:
         part = Box(path=piece.box.path, start=tuple(request["start"]), shape=tuple(request["shape"]))
         return as_bytes(self._folder.read(generation, piece)[part.within(piece.box)])
 
-    def put(self, request: dict[str, Any], content: BufferedIOBase) -> None:
-        """Keeps a copy of another process' pieces, which follow in `content`."""
+    def put(self, request: dict[str, Any], sender: int, content: BinaryIO) -> memoryview:
+        """Keeps a copy of the sender's pieces, which follow in `content`. ValueError if it is not ours to keep."""
         sent = Generation.from_json(request["put"])
-        attempt, owner, _ = sent.name.split("-")
-        slots = self._slots.setdefault(
-            (int(attempt), int(owner)), Slots(self._folder, attempt=int(attempt), owner=int(owner))
-        )
+        expected = (self._folder.run_id, self._attempt, sender)
+        if sender not in self.keeps_for or (sent.run_id, sent.attempt, sent.owner) != expected:
+            raise ValueError(f"process {sender} has nothing to keep here as {sent.name} of run {sent.run_id}")
         blocks = _blocks(content, sum(piece.size for piece in sent.pieces))
         try:
-            with slots.open() as file:
+            with SlotFile(self._folder.path, sent.name) as file:
                 for block in blocks:
                     file.write(memoryview(block))
         except OSError:
             for _ in blocks:  # the sender hears of it when it has sent them
                 pass
             raise
-        kept = self._folder.commit(replace(sent, name=file.name))
-        if kept.pieces != sent.pieces:
-            self._folder.remove([kept.name])
+        if self._folder.commit(sent).pieces != sent.pieces:
+            self._folder.remove([sent.name])
             raise OSError("the bytes that came do not match their hash")
-        slots.committed()
+        return memoryview(b"")
 
 
-def _blocks(content: BufferedIOBase, size: int) -> Iterator[bytes]:
+def _blocks(content: BinaryIO, size: int) -> Iterator[bytes]:
     """Yields the next `size` bytes."""
     while size:
         block = content.read(min(size, _BLOCK_BYTES))
@@ -183,32 +188,3 @@ def _blocks(content: BufferedIOBase, size: int) -> Iterator[bytes]:
             raise ConnectionError("the sender closed the connection")
         size -= len(block)
         yield block
-
-
-def _handler(answers: _Answers, token: str) -> type[socketserver.BaseRequestHandler]:
-    class Handler(socketserver.StreamRequestHandler):
-        def handle(self) -> None:
-            self.connection.settimeout(_TIMEOUT_S)
-            if not secrets.compare_digest(self.rfile.readline(_TOKEN_LINE_BYTES), token.encode() + b"\n"):
-                return
-            self.connection.settimeout(None)
-            while line := self.rfile.readline():
-                self._answer(json.loads(line))
-
-        def _answer(self, request: dict[str, Any]) -> None:
-            try:
-                if "put" in request:
-                    answers.put(request, self.rfile)
-                    part = memoryview(b"")
-                else:
-                    part = answers.get(request)
-            except (OSError, LookupError) as error:
-                self._say({"error": f"{type(error).__name__}: {error}"})
-                return
-            self._say({"error": None, "size": part.nbytes, "crc32": zlib.crc32(part)})
-            self.wfile.write(part)
-
-        def _say(self, answer: dict[str, Any]) -> None:
-            self.wfile.write(json.dumps(answer).encode() + b"\n")
-
-    return Handler

@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_checkpointing_crash import files_no_larger_than
 
 from checkpointing import CheckpointConfig, Checkpointer, Restored, manifest
-from elastic.meeting import own_address
-from elastic.memory_files import MemoryFolder
+from elastic.addresses import own_address
+from elastic.memory_files import Generation, MemoryFolder
 from elastic.snapshots import AUTOMATIC, Pace, Snapshots
 
 SHAPES = {"w": (16, 6), "t": (3, 8), "b": (5,), "h": (8, 3), "empty": (8, 0), "step": ()}
@@ -174,8 +174,9 @@ def test_a_description_that_was_changed(run: Run) -> None:
 def test_a_process_that_had_nothing_to_keep(run: Run) -> None:
     """And was the only one to commit the last step: its description holds nothing."""
     run.keep(1)
-    (kept,) = MemoryFolder(run.memory, run.run_id).generations()[0]
-    MemoryFolder(run.memory, run.run_id).commit(replace(kept, name="0-1-a", step=2, pieces=()))
+    folder = MemoryFolder(run.memory, run.run_id, "spare")
+    (kept,) = folder.generations()[0]
+    folder.commit(replace(kept, name="0-1-a", step=2, pieces=()))
     check(run.restore(), 1)
     assert run.said == []
 
@@ -283,9 +284,8 @@ def test_nobody_else_can_look_in(run: Run) -> None:
     assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600] * 2
 
 
-@pytest.mark.parametrize("how", ["readable", "link", "no folder", "somebody else's", "replaceable"])
-def test_folders_of_others_are_refused(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path)
+@pytest.mark.parametrize("how", ["readable", "link", "no folder", "replaceable", "somebody else's memory"])
+def test_folders_of_others_are_refused(run: Run, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run.keep(1)
     folder = run.files("data")[0].parent
     expected = "is not a folder of this user alone"
@@ -293,23 +293,131 @@ def test_folders_of_others_are_refused(tmp_path: Path, how: str, monkeypatch: py
         case "readable":
             folder.chmod(0o750)
         case "link":
-            moved = folder.parent.rename(tmp_path / "elsewhere")
-            folder.parent.symlink_to(moved)
+            folder.symlink_to(folder.rename(run.memory / "elsewhere"))
         case "no folder":
             shutil.rmtree(folder)
             folder.write_text("")
-        case "somebody else's":
-            name, me = folder.parent.name, os.getuid() + 1
-            folder.parent.rename(tmp_path / name.replace(str(os.getuid()), str(me)))
-            monkeypatch.setattr(os, "getuid", lambda: me)
         case "replaceable":
-            tmp_path.chmod(0o777)
+            run.memory.chmod(0o777)
             expected = "can be written by others"
+        case "somebody else's memory":
+            run.memory.chmod(0o1777)
+            status = run.memory.stat()
+            stat = Path.stat
+            others = os.stat_result((*status[:4], os.getuid() + 1, *status[5:]))
+            monkeypatch.setattr(Path, "stat", lambda path, **_: others if path == run.memory else stat(path))
+            expected = f"belongs to user {os.getuid() + 1}"
     with pytest.raises(ValueError, match=expected):
         run.attempt()
     if how == "replaceable":
-        tmp_path.chmod(0o1777)
+        run.memory.chmod(0o1777)
         check(run.restore(), 1)
+
+
+@pytest.mark.parametrize("how", ["link", "file", "readable"])
+def test_a_name_that_somebody_else_has_taken(run: Run, how: str) -> None:
+    """Is passed over; what was kept beside it is found again, also when the name is free, and goes with the run."""
+    name = run.memory / f"mics-jax-{os.getuid()}"
+    match how:
+        case "link":
+            name.symlink_to("/")
+        case "file":
+            name.touch()
+        case "readable":
+            name.mkdir(mode=0o755)
+    run.keep(1)
+    check(run.restore(), 1)
+    folder = run.files("json")[0].parent.parent
+    assert folder != name and folder.stat().st_mode & 0o777 == 0o700 and len(list(run.memory.glob("mics-*"))) == 2
+    name.rmdir() if how == "readable" else name.unlink()
+    check(run.restore(), 1)
+    with run.attempt() as snapshots:
+        snapshots.end(finished=True)
+    assert not list(run.memory.glob("mics-*"))
+
+
+def test_a_run_id_that_is_a_path(run: Run) -> None:
+    """Would have a run delete that folder in the end."""
+    run.keep(1)
+    file = run.workdir / "attempts.json"
+    victim = run.memory / "victim"
+    victim.mkdir(mode=0o700)
+    for run_id in ("../victim", "A" * 16, "0" * 15, 7):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"run_id": run_id}))
+        with pytest.raises(ValueError, match=r"attempts.json is damaged .*; remove it"), run.attempt() as snapshots:
+            snapshots.end(finished=True)
+    assert victim.is_dir()
+
+
+@pytest.mark.parametrize(
+    "change", [{"name": "../0-0-a"}, {"name": "0-0-c"}, {"run_id": "../../home"}, {"name": "1-0-a"}]
+)
+def test_a_description_with_names_of_others(run: Run, change: dict[str, str]) -> None:
+    run.keep(1)
+    (kept,) = MemoryFolder(run.memory, run.run_id, "spare").generations()[0]
+    content = json.loads(json.dumps(kept.as_json()))
+    assert Generation.from_json(content) == kept
+    with pytest.raises(ValueError, match="is no snapshot"):
+        Generation.from_json(content | change)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_checkpoints_are_deleted_to_go_back(run: Run, stops: bool) -> None:
+    """Snapshots that know of them do not bring back what came after; without a checkpoint they are all there is."""
+    with run.attempt() as snapshots:
+        snapshots.begin(0)
+        run.save(1)
+        for step in (2, 3):
+            keep(snapshots, step, state_of(step))
+            run.save(step)
+        keep(snapshots, 4, state_of(4))
+        if stops:
+            run.save(4)
+            snapshots.end(finished=False)
+    check(run.restore(), 4)
+    checkpoints = run.workdir / "checkpoints"
+    shutil.rmtree(checkpoints / "4" if stops else checkpoints / "3")
+    shutil.copytree(checkpoints, run.workdir / "all")
+    shutil.rmtree(checkpoints)
+    check(run.restore(), 4)
+    (run.workdir / "all").rename(checkpoints)
+    newest, gone = (3, 4) if stops else (2, 3)
+    restored = run.restore()
+    assert restored and restored.step == newest
+    said = f"are not used: the checkpoint of step {gone}, which was there, is gone, and that of step {newest} is"
+    assert len(run.said) == 4 - newest and all(said in line for line in run.said)
+
+
+def test_an_older_copy_is_put_back(run: Run, tmp_path: Path) -> None:
+    """Into the same folder: the memory holds steps of starts that it does not know of, one of which it makes again."""
+    run.keep(1)
+    run.save(1)
+    shutil.copytree(run.workdir, tmp_path / "backup")
+    run.keep(2, 3)
+    check(run.restore(), 3)
+    away = tmp_path / "away"
+    shutil.copytree(run.files("json")[0].parent, away)
+    shutil.copytree(tmp_path / "backup", run.workdir, dirs_exist_ok=True)
+    check(run.restore(), 1, source="its checkpoint")
+    run.save(2)
+    with run.checkpoints() as checkpointer, run.attempt() as snapshots:
+        restored = snapshots.restore(abstract(), checkpointer)
+        assert restored and restored.step == 2
+        snapshots.begin(2)
+    shutil.copytree(away, run.memory / f"mics-jax-{os.getuid()}" / run.run_id, dirs_exist_ok=True)
+    check(run.restore(), 2, source="its checkpoint")
+
+
+def test_a_damaged_checkpoint_was_set_aside(run: Run) -> None:
+    """It was there: nobody went back."""
+    run.save(1, 2)
+    run.keep(3)
+    (run.workdir / "checkpoints" / "2" / "data" / "metadata").write_text("{}")
+    shutil.rmtree(run.memory / f"mics-jax-{os.getuid()}")
+    restored = run.restore()
+    assert restored and restored.step == 1
+    run.keep(3)
+    check(run.restore(), 3)
 
 
 def test_no_such_memory(tmp_path: Path) -> None:
@@ -350,6 +458,17 @@ def test_a_finished_run_leaves_nothing(run: Run) -> None:
         assert len(list(folder.iterdir())) == 1
         snapshots.end(finished=True)
     assert list(folder.iterdir()) == []
+
+
+def test_a_run_that_finishes_without_snapshots(run: Run) -> None:
+    """Deletes those of an earlier start."""
+    run.keep(1)
+    assert run.files("data")
+    with Snapshots(run.workdir, str(run.memory), 0) as snapshots:
+        snapshots.end(finished=False)
+        assert run.files("data")
+        snapshots.end(finished=True)
+    assert not run.files("data")
 
 
 def test_pace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,18 +5,21 @@ Run as a program (`python tests/test_snapshots_processes.py PORT RANK DIR`) this
 
 import faulthandler
 import os
+import re
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import multihost
 from running import free_port
 from test_snapshots import files_no_larger_than
 
@@ -248,6 +251,19 @@ def no_room_on_one(node: Node) -> None:
     check(node.restore(), 4, "memory (2 of 2 nodes had it)")
 
 
+def no_room_on_one_for_long(node: Node) -> None:
+    """What all have stays, however often only the other one manages to keep more."""
+    node.new_run()
+    with node.attempt() as memory_tier:
+        memory_tier.begin(0)
+        for step in range(1, 7):
+            with files_no_larger_than(100) if node.rank == 1 and step > 2 else nullcontext():
+                memory_tier.save(step, place(values_of(step)), data={"step": step}, config={"seed": 1})
+                memory_tier.wait()
+            check(node.restore(), min(step, 2), "memory (2 of 2 nodes had it)")
+    assert len(node.take_said()) == 1
+
+
 def a_fetch_that_fails(node: Node) -> None:
     """In one process: all take the checkpoint."""
     node.new_run()
@@ -270,24 +286,69 @@ def a_fetch_that_fails(node: Node) -> None:
 
 
 def a_stranger(node: Node) -> None:
-    """Gets nothing from the service without the token."""
+    """Gets nothing from the service without the token, which is not where jax tells it to anybody."""
     node.new_run()
     with node.attempt() as memory_tier:
         memory_tier.begin(0)
         memory_tier.save(1, place(values_of(1)), data={"step": 1}, config={"seed": 1})
         memory_tier.wait()
-        for token, known in (("0" * 32, False), (memory_tier._token, True)):
-            connection = snapshots.Connection(memory_tier._addresses[node.rank], token)
+        token = (node.directory / f"run{node.run}" / "token").read_text()
+        told = multihost.get_jax_distributed_client().key_value_dir_get("checkpointing/")
+        assert told and not [key for key, value in told if token in value]
+        for guessed, known in (("0" * 64, False), (token, True)):
+            try:
+                connection = snapshots.Connection(memory_tier._addresses[node.rank], guessed, 1 - node.rank)
+            except OSError as error:
+                assert not known and "closed the connection" in str(error), error
+                continue
             try:
                 part = next(k.box for k in memory_tier._kept if k.box.path == "t")
                 number = next(i for i, k in enumerate(memory_tier._kept) if k.box == part)
                 got = connection.get(f"0-{node.rank}-a", number, part, np.dtype(np.float32))
                 assert known and np.array_equal(got, values_of(1)["t"][part.within(part)[0], part_columns(part)])
-            except OSError as error:
-                assert not known, error
             finally:
                 connection.close()
         wait_for_all("asked")
+
+
+def what_a_partner_may_send(node: Node) -> None:
+    """Its own part of this start of this run: no member of the run plants another's."""
+    node.new_run()
+    node.keep(1)
+    with node.attempt() as memory_tier:
+        memory_tier.begin(1)
+        memory_tier.save(2, place(values_of(2)), data={"step": 2}, config={"seed": 1})
+        memory_tier.wait()
+        (own,) = [x for x in memory_tier._folder.generations()[0] if x.name == f"1-{node.rank}-a"]
+        before = sorted(memory_tier._folder.names())
+        other, earlier = f"1-{1 - node.rank}-b", f"0-{node.rank}-b"
+        wrong = [replace(own, name=other), replace(own, name=earlier, history=(0,)), replace(own, run_id="0" * 16)]
+        for planted, me in [*((x, node.rank) for x in wrong), (replace(own, name=other), 1 - node.rank)]:
+            connection = snapshots.Connection(memory_tier._addresses[1 - node.rank], memory_tier._token, me)
+            try:
+                connection.put(memory_tier._folder, planted, [])
+            except OSError as error:
+                assert "closed the connection" in str(error), error
+            else:
+                raise AssertionError(planted.name)
+            finally:
+                connection.close()
+        wait_for_all("planted")
+        assert sorted(memory_tier._folder.names()) == before
+        wait_for_all("looked")
+
+
+def a_work_directory_that_is_not_shared(node: Node) -> None:
+    """All hear of it."""
+    node.new_run()
+    own = node.directory / f"of{node.rank}"
+    try:
+        Snapshots(own, str(node.memory), 1, report=node.said.append)
+    except ValueError as error:
+        said = r"process 1 on .* cannot use .*of1/token: No such file or directory; all processes need the same --work"
+        assert re.search(said, str(error)), error
+    else:
+        raise AssertionError
 
 
 def part_columns(part: Any) -> slice:
@@ -301,8 +362,11 @@ SCENARIOS = (
     one_of_two_is_late,
     copies_that_differ,
     no_room_on_one,
+    no_room_on_one_for_long,
     a_fetch_that_fails,
     a_stranger,
+    what_a_partner_may_send,
+    a_work_directory_that_is_not_shared,
 )
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -88,6 +89,26 @@ def test_stopped_and_resumed_from_memory(
     check_same_end(run, undisturbed)
 
 
+def test_a_snapshot_of_another_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing but the memory says what the run is."""
+    args = with_memory(tmp_path / "run", tmp_path / "memory")
+    stop_after(monkeypatch, 4)
+    assert run_here(*args) == RESUMABLE
+    monkeypatch.undo()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    for file in ("metrics.jsonl", "config.json", "summary.json"):
+        (tmp_path / "run" / file).unlink()
+    kept = files(tmp_path / "memory")
+    capsys.readouterr()
+    assert run_here(*args, "--config.seed=3") == 2
+    error = capsys.readouterr().err
+    said = f"error: {tmp_path / 'run'} holds a run of another config: seed was 0 and is 3; choose another --workdir"
+    assert error.splitlines()[-1] == said and files(tmp_path / "memory") == kept
+    assert run_here(*args) == 0
+
+
 def test_stopped_again_before_a_step(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,11 +151,23 @@ def test_two_in_one_directory(
         assert run_here(*with_memory(tmp_path / "run", tmp_path / "memory")) == 2
         waiting, error = capsys.readouterr().err.splitlines()
         assert "waiting" in waiting and error.startswith("error: another train.py") and "--workdir" in error
-        assert files(tmp_path / "run") == files(tmp_path / "memory") == []
+        lock = tmp_path / "run" / f"lock-{socket.gethostname()}"
+        assert [*(tmp_path / "run").iterdir()] == [lock] and lock.stat().st_mode & 0o777 == 0o600
+        assert files(tmp_path / "memory") == []
         with attempts.alone_in(tmp_path / "other"):
             pass
     with attempts.alone_in(tmp_path / "run"):
         pass
+
+
+def test_a_name_that_any_user_can_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Abstract names of sockets have no owner and no mode."""
+    monkeypatch.setattr(attempts, "_LAST_S", 0.3)
+    found = tmp_path.stat()
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(f"\0mics-jax/{found.st_dev}/{found.st_ino}")
+        with attempts.alone_in(tmp_path):
+            pass
 
 
 def test_one_that_ends_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,21 @@ def test_one_process_of_a_job_stops_too(tmp_path: Path) -> None:
     done = len(losses(tmp_path))
     assert 2 <= done < 10 and f"stopped at step {done}; run the same command again" in out
     assert manifest(tmp_path, done)["step"] == done
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_signals_until_the_very_end(tmp_path: Path, joined: bool) -> None:
+    """An engine that repeats itself does not make a failure of a run that has stopped as it was asked to."""
+    args = arguments(tmp_path, num_steps=100000, mesh__num_cpu_devices=1, mesh__devices_per_node=1)
+    args.append("--config.sharding.partition_size=1")
+    process = start_together(args, 1, devices=1)[0] if joined else start(args)
+    wait_until(lambda: steps_logged(tmp_path) >= 1, process)
+    process.terminate()
+    assert process.stdout and any("stopped at step" in line for line in process.stdout)
+    while process.poll() is None:
+        process.terminate()
+        time.sleep(0.01)
+    assert finish(process)[0][0] == RESUMABLE
 
 
 @pytest.mark.parametrize("joined", [True, False])

@@ -1,0 +1,205 @@
+"""Who may connect to a process of a run: those who know its token; strangers get nothing, and take nothing away."""
+
+import itertools
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from elastic import entrance, processes
+from elastic.addresses import listen, to_listen_at
+from elastic.entrance import STRANGERS, Entrance, admit, introduce, shared_token
+from elastic.heartbeat import Peer
+from elastic.meeting import accept, connect
+
+HOST = socket.gethostname()
+TIMEOUT_S = 60.0
+
+
+class Port:
+    """An entrance, with those that it let in."""
+
+    def __init__(self, token: str = "secret") -> None:
+        self.admitted: queue.Queue[tuple[socket.socket, int, str]] = queue.Queue()
+        listener = listen("127.0.0.1", 2)
+        self.number = listener.getsockname()[1]
+        self.entrance = Entrance(listener, token, "tests", 2, lambda *who: self.admitted.put(who))
+
+    def stranger(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.number), timeout=TIMEOUT_S)
+
+
+@pytest.fixture
+def port() -> Iterator[Port]:
+    port = Port()
+    yield port
+    port.entrance.close()
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Waits for the end of a connection; what comes before it is a challenge."""
+    try:
+        return len(connection.recv(100)) in (0, 33) and connection.recv(100) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_strangers_are_sent_away_from_the_heartbeats() -> None:
+    """A port scan does not become a process of the run, nor hold up those that are; nor does one that waits."""
+    listener = listen("127.0.0.1", 2)
+    port = listener.getsockname()[1]
+    found: list[Peer] = []
+    server = threading.Thread(target=lambda: found.extend(accept(listener, "secret", 2)), daemon=True)
+    server.start()
+    with socket.create_connection(("127.0.0.1", port)):
+        said = (b"GET / HTTP/1.1 \r\n", "gehe\u00ed 1 b c\n".encode(), b"\xff\xfe 1 b c\n", b"1 b", b"x" * 1000)
+        for line in said:
+            with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as stranger:
+                stranger.sendall(line)
+                stranger.shutdown(socket.SHUT_WR)
+                assert is_closed(stranger)
+        with pytest.raises(OSError, match="process 1 cannot reach process 0 at 127.0.0.1:.*closed the connection"):
+            connect("127.0.0.1", port, "guessed", "node-a", 1)
+        peers = [connect("127.0.0.1", port, "secret", "node-a", process) for process in (2, 1)]
+        server.join()
+    assert [(p.process, p.host) for p in found] == [(1, HOST), (2, HOST)] and str(peers[0]) == "process 0 on node-a"
+    for p in (*peers, *found):
+        p.connection.close()
+
+
+def test_strangers_who_only_wait(port: Port) -> None:
+    """The oldest goes when there are too many, so a process of the run always comes in."""
+    crowd = [port.stranger() for _ in range(STRANGERS + 2)]
+    late = [port.stranger() for _ in range(3)]
+    assert all(is_closed(connection) for connection in crowd[:3])
+    with port.stranger() as connection:
+        introduce(connection, "secret", "tests", 1, TIMEOUT_S)
+        admitted, process, host = port.admitted.get(timeout=TIMEOUT_S)
+        assert (process, host) == (1, HOST)
+        admitted.close()
+    crowd[-1].settimeout(0.1)
+    assert len(crowd[-1].recv(100)) == 33
+    with pytest.raises(TimeoutError):  # it may wait on
+        crowd[-1].recv(100)
+    for stranger in (*crowd, *late):
+        stranger.close()
+
+
+def test_a_stranger_who_dawdles(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a time for all that it says, not for each byte."""
+    monkeypatch.setattr(entrance, "_HANDSHAKE_S", 0.5)
+    with port.stranger() as stranger:
+        stranger.settimeout(0.05)
+        for sent in itertools.count():
+            assert sent < 500
+            try:
+                if len(stranger.recv(100)) != 33:
+                    break
+            except TimeoutError:
+                pass
+            except ConnectionResetError:
+                break
+            stranger.send(b"x")
+
+
+def test_the_token_is_not_sent() -> None:
+    """Neither by those who know it nor in what can be said again: to another process, or for another purpose."""
+    token, sent = "0123456789" * 6, b""
+    ends = [socket.socketpair(), socket.socketpair()]
+    (client, one), (two, server) = ends
+
+    def carry(source: socket.socket, target: socket.socket) -> None:
+        nonlocal sent
+        while data := source.recv(1000):
+            sent += data
+            target.sendall(data)
+
+    for pair in ((one, two), (two, one)):
+        threading.Thread(target=carry, args=pair, daemon=True).start()
+    side = threading.Thread(target=introduce, args=(client, token, "tests", 3, TIMEOUT_S))
+    side.start()
+    assert admit(server, token, "tests") == (3, HOST)
+    side.join(TIMEOUT_S)
+    for connection in itertools.chain(*ends):
+        connection.close()
+    assert sent.count(b"\n") == 3 and token.encode() not in sent
+    answer = sent.split(b"\n")[1] + b"\n"
+    for purpose in ("tests", "others"):  # the same answer to another challenge
+        stranger, server = socket.socketpair()
+        with stranger, server:
+            stranger.sendall(answer)
+            with pytest.raises(ConnectionError, match="a stranger"):
+                admit(server, token, purpose)
+
+
+def test_a_server_that_does_not_know_the_token() -> None:
+    """Gets no snapshot from a process of the run: it sends the same proof back."""
+    client, server = socket.socketpair()
+    with client, server:
+        server.sendall(b"0" * 32 + b"\n")
+        echo = threading.Thread(target=lambda: server.sendall(server.recv(1000).split()[-1] + b"\n"))
+        echo.start()
+        with pytest.raises(ConnectionError, match="does not know the run's token"):
+            introduce(client, "secret", "tests", 1, TIMEOUT_S)
+        echo.join()
+
+
+def test_where_a_process_listens() -> None:
+    """At the address that the others have of it, if that is one of this machine; a name may mean another elsewhere."""
+    assert [to_listen_at(host) for host in ("127.0.0.1", "127.0.0.3", "localhost")] == [
+        "127.0.0.1",
+        "127.0.0.3",
+        "127.0.0.1",
+    ]
+    assert [to_listen_at(host) for host in ("192.0.2.1", "a-name", "")] == [""] * 3
+    with listen("127.0.0.3", 1) as narrow, listen("192.0.2.1", 1) as wide:
+        ports = [listener.getsockname()[1] for listener in (narrow, wide)]
+        reached = {(at, port): _reaches(at, port) for at in ("127.0.0.1", "127.0.0.3") for port in ports}
+    assert [at for at, port in reached if port == ports[0] and reached[at, port]] == ["127.0.0.3"]
+    assert [at for at, port in reached if port == ports[1] and reached[at, port]] == ["127.0.0.1", "127.0.0.3"]
+
+
+def _reaches(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((address, port)) == 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "192.0.2.1", "a-name"])
+def test_where_the_service_of_jax_listens(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at all addresses of the machine, where it is known which one the others use."""
+    given: dict[str, object] = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: given.update(options))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        coordinator = f"{host}:{free.getsockname()[1]}"
+    processes.join(coordinator, 2, 0)
+    assert given.pop("coordinator_bind_address") == (coordinator if host in ("127.0.0.1", "localhost") else None)
+    processes.join(coordinator, 2, 1)
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "127.0.0.1:1")
+    assert given["coordinator_bind_address"] is None
+    processes.join(coordinator, 2, 0)
+    assert given["coordinator_bind_address"] is None
+
+
+def test_the_token_of_a_work_directory(tmp_path: Path) -> None:
+    """Is this user's alone, and stays: two starts of a run may be there at a time."""
+    workdir = tmp_path / "a" / "run"
+    token = shared_token(workdir)
+    file = workdir / "token"
+    assert shared_token(workdir) == token == file.read_text() and len(token) == 64
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert shared_token(tmp_path / "b") != token
+    file.chmod(0o640)
+    with pytest.raises(
+        ValueError, match=r"process 0 on .* cannot use .*/token: others may read it \(mode 0640\)"
+    ):
+        shared_token(workdir)
+    file.chmod(0o600)
+    file.write_text("")
+    with pytest.raises(ValueError, match="holds no token; remove it"):
+        shared_token(workdir)
+    with pytest.raises(ValueError, match=r"run/token cannot be made \(Not a directory\); choose another --workdir"):
+        shared_token(file / "run")
