@@ -184,7 +184,7 @@ def table(task: str, lines: list[dict[str, Any]]) -> str:
         ratio = method.times_smaller(runs[name][-1].get("hop_two_ratio", 1.0))
         cells = [name, f"{ratio:.3g}", spread([line["validation_loss"] for line in runs[name]], ".3f")]
         cells += [spread([line["validation_accuracy"] for line in runs[name]], ".1%")] if classifies else []
-        differences = "" if name == method.against else spread(paired(runs[name], runs[method.against]), "+.3f")
+        differences = "" if name == method.against else spread(paired(runs[name], runs[method.against]), "+z.3f")
         out.append(f"| {' | '.join([*cells, differences])} |")
     return "\n".join(out)
 
