@@ -35,10 +35,18 @@ TASKS = ("text", "digits")
 THRESHOLD = 5e-3  # of two_bit: about the size of the gradients' larger values
 SGD = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1, "optimizer.weight_decay": 5e-4}
 ADAMW = {"optimizer.name": "adamw", "optimizer.learning_rate": 4e-3}
+INT4_GATHERS = {  # 2 nodes of 2: the same model, gathered whole for each layer
+    "mesh.devices_per_node": 2,
+    "sharding.strategy": "zero3",
+    "model.remat": "full",
+    "compression.gather_inter": "int4",
+    "compression.gather_intra": "int4",
+    "compression.block": 1024,
+}
 # the rows of each table, by the optimizer that is usual for the task; by the other one what wants it
 BY_ADAMW = {
     "text": ("bf16", "int8", "int4", "int4, no feedback", "one_bit", "one_bit, no feedback", "one_bit_adam")
-    + ("power_sgd, rank 4", "delayed", "DiLoCo, 10 steps"),
+    + ("power_sgd, rank 4", "delayed", "DiLoCo, 10 steps", "int4 gathers, zero3"),
     "digits": ("one_bit_adam",),
 }
 BY_SGD = {
@@ -58,6 +66,8 @@ class Method:
     def times_smaller(self, ratio: float) -> float:
         """Returns how many times fewer bytes than in f32 what is encoded sends, over all steps but dgc's warm-up."""
         hop_two = self.overrides.get("compression.hop_two")
+        if "compression.gather_inter" in self.overrides:
+            return 4 / (1 / 2 + 4 / self.overrides["compression.block"])
         if hop_two == "one_bit_adam":
             return 1 / (WARM_UP + (1 - WARM_UP) / ratio)
         if hop_two == "dgc":  # everybody gets what everybody sent, where an all-reduce sends everything twice
@@ -86,6 +96,7 @@ def methods(task: str) -> dict[str, Method]:
         "delayed": {"compression.delayed": True},
         "DiLoCo, 10 steps": {"local_sgd.inner_steps": 10},
         "one_bit_adam": hop_two("one_bit_adam", warmup_steps=round(steps * WARM_UP)),
+        "int4 gathers, zero3": INT4_GATHERS,
         "dgc, 99 %": hop_two("dgc", sparsity=0.99, warmup_steps=steps // 10),
         "dgc, 99.9 %": hop_two("dgc", sparsity=0.999, warmup_steps=steps // 10),
     }
