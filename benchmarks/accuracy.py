@@ -1,9 +1,11 @@
-"""What hop two's codecs cost in accuracy: a decoder on text and a classifier of images, 4 replicas, several seeds.
+"""What codecs cost in accuracy: a decoder on text and a classifier of images, 4 devices, several seeds.
 
     python -m benchmarks.accuracy [--tasks=text,digits] [--seeds=3]
+    python -m benchmarks.accuracy --seeds=0         # trains nothing, writes the tables alone
 
 Trains what is missing, in this process (the parts of train.py, and 4 virtual devices that are a node each), adds a line
-a run to benchmarks/results/accuracy.jsonl and writes the tables of docs/compression.md.
+a run to benchmarks/results/accuracy.jsonl and writes the tables of docs/compression.md. A line with a key `superseded`,
+which says by what, is of a program that is no more: it stays on the record and is in no table.
 """
 
 import argparse
@@ -33,10 +35,18 @@ TASKS = ("text", "digits")
 THRESHOLD = 5e-3  # of two_bit: about the size of the gradients' larger values
 SGD = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1, "optimizer.weight_decay": 5e-4}
 ADAMW = {"optimizer.name": "adamw", "optimizer.learning_rate": 4e-3}
+INT4_GATHERS = {  # 2 nodes of 2: the same model, gathered whole for each layer
+    "mesh.devices_per_node": 2,
+    "sharding.strategy": "zero3",
+    "model.remat": "full",
+    "compression.gather_inter": "int4",
+    "compression.gather_intra": "int4",
+    "compression.block": 1024,
+}
 # the rows of each table, by the optimizer that is usual for the task; by the other one what wants it
 BY_ADAMW = {
     "text": ("bf16", "int8", "int4", "int4, no feedback", "one_bit", "one_bit, no feedback", "one_bit_adam")
-    + ("power_sgd, rank 4", "delayed", "DiLoCo, 10 steps"),
+    + ("power_sgd, rank 4", "delayed", "DiLoCo, 10 steps", "int4 gathers, zero3"),
     "digits": ("one_bit_adam",),
 }
 BY_SGD = {
@@ -48,14 +58,16 @@ BY_SGD = {
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way to do hop two, and the dense run that it is to be compared with."""
+    """A way to train with fewer bytes, and the dense run that it is to be compared with."""
 
     overrides: dict[str, Any]
     against: str
 
     def times_smaller(self, ratio: float) -> float:
-        """Returns how many times fewer bytes hop two sends than in f32, over all steps but dgc's warm-up."""
+        """Returns how many times fewer bytes than in f32 what is encoded sends, over all steps but dgc's warm-up."""
         hop_two = self.overrides.get("compression.hop_two")
+        if "compression.gather_inter" in self.overrides:
+            return 4 / (1 / 2 + 4 / self.overrides["compression.block"])
         if hop_two == "one_bit_adam":
             return 1 / (WARM_UP + (1 - WARM_UP) / ratio)
         if hop_two == "dgc":  # everybody gets what everybody sent, where an all-reduce sends everything twice
@@ -84,6 +96,7 @@ def methods(task: str) -> dict[str, Method]:
         "delayed": {"compression.delayed": True},
         "DiLoCo, 10 steps": {"local_sgd.inner_steps": 10},
         "one_bit_adam": hop_two("one_bit_adam", warmup_steps=round(steps * WARM_UP)),
+        "int4 gathers, zero3": INT4_GATHERS,
         "dgc, 99 %": hop_two("dgc", sparsity=0.99, warmup_steps=steps // 10),
         "dgc, 99.9 %": hop_two("dgc", sparsity=0.999, warmup_steps=steps // 10),
     }
@@ -140,15 +153,14 @@ def main() -> int:
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", REPLICAS)
+    about = machine()  # the program of these runs, whatever is committed while they run
     for seed in range(options.seeds):
         for task in options.tasks.split(","):
             for name, method in methods(task).items():
                 key = {"task": task, "method": name, "seed": seed}
                 if any(key.items() <= line.items() for line in recorded()):
                     continue
-                line = (
-                    key | train(config_of(task, method.overrides, seed)) | {"overrides": method.overrides} | machine()
-                )
+                line = key | train(config_of(task, method.overrides, seed)) | {"overrides": method.overrides} | about
                 with RESULTS.open("a") as file:
                     file.write(json.dumps(line) + "\n")
                 print(f"{task}, {name}, seed {seed}: {line['validation_loss']:.4f}", flush=True)
@@ -158,8 +170,9 @@ def main() -> int:
 
 
 def recorded() -> list[dict[str, Any]]:
-    """Returns all lines of the record."""
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    """Returns the lines of the record that no later program superseded."""
+    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    return [line for line in lines if "superseded" not in line]
 
 
 def write_tables(lines: list[dict[str, Any]]) -> None:
@@ -171,36 +184,31 @@ def write_tables(lines: list[dict[str, Any]]) -> None:
 
 
 def table(task: str, lines: list[dict[str, Any]]) -> str:
-    """Returns the table of a task: a row a method, beside the dense runs with the same optimizer."""
+    """Returns the table of a task: a row a method, and its losses minus those of the dense runs by the same seed."""
     classifies = task == "digits"
-    heads = [task, "times smaller", "validation loss", *(["accuracy"] if classifies else []), "to dense"]
+    heads = [task, "times smaller", "validation loss", *(["accuracy"] if classifies else []), "minus dense, by seed"]
     out = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     runs = {name: [line for line in lines if line["method"] == name] for name in methods(task)}
     for name, method in methods(task).items():
         if not runs[name] or not runs[method.against]:
             continue
-        of, dense = losses(runs[name]), losses(runs[method.against])
         ratio = method.times_smaller(runs[name][-1].get("hop_two_ratio", 1.0))
-        cells = [name, f"{ratio:.3g}", spread(of, ".3f")]
+        cells = [name, f"{ratio:.3g}", spread([line["validation_loss"] for line in runs[name]], ".3f")]
         cells += [spread([line["validation_accuracy"] for line in runs[name]], ".1%")] if classifies else []
-        out.append(f"| {' | '.join([*cells, '' if name == method.against else compared(of, dense)])} |")
+        differences = "" if name == method.against else spread(paired(runs[name], runs[method.against]), "+z.3f")
+        out.append(f"| {' | '.join([*cells, differences])} |")
     return "\n".join(out)
 
 
-def losses(runs: list[dict[str, Any]]) -> list[float]:
-    """Returns the final validation losses."""
-    return [line["validation_loss"] for line in runs]
+def paired(runs: list[dict[str, Any]], dense: list[dict[str, Any]]) -> list[float]:
+    """Returns the validation losses of a method minus the dense ones, seed by seed: same start, same batches."""
+    of_dense = {line["seed"]: line["validation_loss"] for line in dense}
+    return [line["validation_loss"] - of_dense[line["seed"]] for line in runs if line["seed"] in of_dense]
 
 
 def spread(values: list[float], form: str) -> str:
     """Returns `mean (lowest to highest)`."""
     return f"{mean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
-
-
-def compared(values: list[float], dense: list[float]) -> str:
-    """Returns how far a method's mean is from the dense one, and whether it is above all dense runs."""
-    outside = "" if mean(values) <= max(dense) else ", outside"
-    return f"{mean(values) - mean(dense):+.3f}{outside}"
 
 
 if __name__ == "__main__":

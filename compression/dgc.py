@@ -1,14 +1,16 @@
 """Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887): hop two sends one value in a thousand.
 
-    g <- g min(1, clip / sqrt(N) / |g|)      local clipping, N replicas
+    g <- g min(1, clip sqrt(N) / |g|) / N    this replica's share of the mean, clipped to clip / sqrt(N); N replicas
     u <- m u + g                             momentum correction: what accumulates is the velocity
     v <- v + u
     send the largest |v|, and set v and u to 0 where they were sent: momentum factor masking
 
-What is handed on has the momentum in it: the optimizer behind is plain SGD. Replicas inside a node add up in f32 first,
-and each goes on with its part. Parameters of one dim a layer are averaged as they are, with momentum too.
+The largest are chosen in each layer of each tensor. What is handed on has the momentum in it: the optimizer behind is
+plain SGD. Replicas inside a node add up in f32 first, and each goes on with its part of every layer. Parameters of one
+dim a layer are averaged as they are, with momentum too.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -21,8 +23,9 @@ from jax import lax
 
 from compression.shards import Shards, not_finite, on_shards, to_optimizer_scope
 from compression.statistics import Sent, added, nothing_sent
-from sharding.collectives import all_gather_chunks, reduce_scatter_chunks, vary
+from sharding.collectives import all_gather_chunks, join, reduce_scatter_chunks, split, vary
 from sharding.mesh import INTER_AXES
+from sharding.spec import Placement
 from sharding.step import Sharded
 
 PyTree = Any
@@ -111,14 +114,15 @@ def _exchange_shards(
     out, unsent, velocity, counts = [], [], [], []
     scale = _clip_scale(sharded, [g[0] for g in grads_R], config.clip_norm) / layout.num_replicas
     key = jax.random.fold_in(jax.random.key(0), step)
-    poison = not_finite([g[0] for g in grads_R], layout.replica_axes)
     placements = sharded.group(sharded.placements, ()).placements
-    for placement, grad, v_R, u_R in zip(placements, grads_R, unsent_R, velocity_R, strict=True):
+    poisons = _poisons(placements, [g[0] for g in grads_R], layout.replica_axes)
+    for placement, poison, grad, v_R, u_R in zip(placements, poisons, grads_R, unsent_R, velocity_R, strict=True):
         share, v, u = grad[0].astype(jnp.float32) * scale, v_R[0], u_R[0]
         if not placement.is_vector:
-            key_here = jax.random.fold_in(key, len(out))
+            key_here, layered = jax.random.fold_in(key, len(out)), placement.stacked
+            share, v, u = (x if layered else x[None] for x in (share, v, u))
             total, v, u, sent = _exchange_sparse(config, config.stage(step), key_here, layout.replica_axes, share, v, u)
-            total += poison
+            total, v, u = (x if layered else x[0] for x in (total + poison, v, u))
         else:
             u = config.momentum * u + share
             total, sent = lax.psum(u, layout.replica_axes), Sent(4 * u.size, u.size, u.size)
@@ -129,27 +133,43 @@ def _exchange_shards(
     return to_optimizer_scope(sharded, out), unsent, velocity, added(counts, sharded.mesh.axis_names)
 
 
+def _poisons(placements: Sequence[Placement], grads: list[jax.Array], axes: Axes) -> list[jax.Array]:
+    """Returns NaN or 0 for each tensor: one value for those cut alike, so that copies on an axis stay copies."""
+    kinds = [(p.dim is None, p.tensor_dim is None) for p in placements]
+    found = {
+        kind: not_finite([g for g, other in zip(grads, kinds, strict=True) if other == kind], axes)
+        for kind in dict.fromkeys(kinds)
+    }
+    return [found[kind] for kind in kinds]
+
+
 def _exchange_sparse(
     config: DGCConfig, stage: jax.Array, key: jax.Array, axes: Axes, share: jax.Array, v: jax.Array, u: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, Sent]:
-    """Returns the sum of what all sent of a tensor, what this replica keeps of `v` and `u`, and counts."""
+    """Returns the sum of what all sent of `[layers, ...]`, what this replica keeps of `v` and `u`, and counts."""
     inter = tuple(axis for axis in axes if axis in INTER_AXES)
     intra = tuple(axis for axis in axes if axis not in INTER_AXES)
     shape = share.shape
     share, v, u = (_part(x, intra) for x in (share, v, u))
     u = config.momentum * u + share
     v = v + u
-    most = [max(1, round(v.size * (1 - sparsity))) for sparsity in config.stages]
+    layers, size = v.shape
+    most = [max(1, round(size * (1 - sparsity))) for sparsity in config.stages]
     send = [partial(_send_largest, count=n, axes=inter, sampled=config.sampled) for n in most]
     total, sent = lax.switch(stage, send, v, key)
-    num_bytes = jnp.asarray([_payload_bytes(n, v.size) for n in most], jnp.float32)[stage]
+    num_bytes = jnp.asarray([_payload_bytes(layers * n, v.size) for n in most], jnp.float32)[stage]
     count = Sent(num_bytes, v.size, jnp.sum(sent).astype(jnp.float32))
     v, u = (_placed(jnp.where(sent, 0, x), intra, shape) for x in (v, u))
     return _whole(total, intra, shape), v, u, count
 
 
 def _clip_scale(sharded: Sharded, grads: list[jax.Array], clip_norm: float) -> jax.Array:
-    """Returns by what a replica scales its gradient, before anything is accumulated: to `clip_norm / sqrt(R)`."""
+    """Returns by what a replica scales its gradient, before anything is accumulated.
+
+    The paper (section 3.2, appendix C) clips a worker's share of the mean, G_k = g_k / R, to clip_norm / sqrt(R): a sum
+    of R independent shares of norm x has the norm sqrt(R) x. So |g_k| / R is at most clip_norm / sqrt(R), and the
+    undivided gradient g_k, which we have here, is scaled by min(1, clip_norm sqrt(R) / |g_k|).
+    """
     if not clip_norm:
         return jnp.ones(())
     layout, sizes = sharded.layout, sharded.layout.shape.sizes
@@ -160,18 +180,21 @@ def _clip_scale(sharded: Sharded, grads: list[jax.Array], clip_norm: float) -> j
         copies = prod(sizes[axis] for axis in axes if axis not in cut)  # of the tensor in the sum below
         squares += jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
     norm = jnp.sqrt(lax.psum(vary(squares, axes), axes))
-    return jnp.minimum(1.0, clip_norm / layout.num_replicas**0.5 / norm)
+    return jnp.minimum(1.0, clip_norm * layout.num_replicas**0.5 / norm)
 
 
 def _send_largest(
     v: jax.Array, key: jax.Array, *, count: int, axes: Axes, sampled: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Sends the `count` values of `[N]` that are largest; returns the sum of what all sent, and where this one did.
+    """Sends the `count` largest values of each layer of `[layers, N]`; returns the sum of what all sent, and where.
 
-    A value takes 6 bytes: an f32, and its index in a block of 65536 values; a block takes 4, for the values it has.
+    A value takes 6 bytes: an f32, and its index in a block of 65536 values; a block takes 4, for the values it has. The
+    blocks are of all layers together.
     """
-    chosen, found = _largest(jnp.abs(v), key, count, sampled)
-    order = jnp.argsort(chosen)
+    (layers, size), shape = v.shape, v.shape
+    chosen, found = jax.vmap(partial(_largest, count=count, sampled=sampled), (0, None))(jnp.abs(v), key)
+    chosen, found, v = (chosen + size * jnp.arange(layers)[:, None]).reshape(-1), found.reshape(-1), v.reshape(-1)
+    order, count = jnp.argsort(chosen), layers * count
     indices, found = chosen[order], found[order]
     blocks = -(-v.size // BLOCK)
     in_block = jnp.zeros(blocks, jnp.uint32).at[indices // BLOCK].add(1)
@@ -187,7 +210,7 @@ def _send_largest(
     block = jax.vmap(partial(jnp.searchsorted, side="right"), (0, None))(ends, jnp.arange(count, dtype=jnp.uint32))
     where = block * BLOCK + low.astype(jnp.int32)
     total = jnp.zeros(v.shape, v.dtype).at[where.reshape(-1)].add(values.reshape(-1))
-    return total, jnp.zeros(v.shape, bool).at[indices].max(found)
+    return total.reshape(shape), jnp.zeros(v.shape, bool).at[indices].max(found).reshape(shape)
 
 
 def _payload_bytes(count: int, size: int) -> int:
@@ -198,35 +221,46 @@ def _payload_bytes(count: int, size: int) -> int:
 def _largest(size: jax.Array, key: jax.Array, count: int, sampled: float) -> tuple[jax.Array, jax.Array]:
     """Returns the indices of the `count` largest of `[N]`, and which of them are to be sent.
 
-    With `sampled` below 1 a sample tells from where on a value is large; of the first `2 count` that are, the largest
-    are sent, and if they are fewer than `count`, no others.
+    With `sampled` below 1 a sample tells from where on a value is large. From a random place on, around the end, the
+    first `2 count` that are large are looked at; the largest of them are sent, and if they are fewer than `count`, no
+    others.
     """
     if sampled == 1:
         return lax.top_k(size, count)[1], jnp.ones(count, bool)
-    some = size[jax.random.randint(key, (max(1, round(size.size * sampled)),), 0, size.size)]
+    of_sample, of_start = jax.random.split(key)
+    some = size[jax.random.randint(of_sample, (max(1, round(size.size * sampled)),), 0, size.size)]
     threshold = lax.top_k(some, max(1, round(count * some.size / size.size)))[0][-1]
-    candidates = jnp.nonzero((size >= threshold) & (size > 0), size=2 * count, fill_value=size.size)[0]
-    values, places = lax.top_k(size.at[candidates].get(mode="fill", fill_value=-1.0), count)
-    return jnp.where(values >= 0, candidates[places], 0), values >= 0
+    start = jax.random.randint(of_start, (), 0, size.size)
+    large = jnp.roll((size >= threshold) & (size > 0), -start)
+    places = jnp.nonzero(large, size=2 * count, fill_value=-1)[0]
+    candidates = (places + start) % size.size
+    values, best = lax.top_k(jnp.where(places >= 0, size[candidates], -1.0), count)
+    return jnp.where(values >= 0, candidates[best], 0), values >= 0
 
 
 def _part(x: jax.Array, axes: Axes) -> jax.Array:
-    """Returns this device's part `[n]` of the sum of a tensor over `axes`."""
-    devices = prod(lax.axis_size(axis) for axis in axes)
-    flat = jnp.pad(x.reshape(-1), (0, -x.size % devices))
-    return reduce_scatter_chunks(flat.reshape(devices, -1), axes, hierarchical=True)
+    """Returns this device's part `[layers, n]` of the sum of `[layers, ...]` over `axes`: some of each layer."""
+    devices, layers = prod(lax.axis_size(axis) for axis in axes), x.shape[0]
+    x = x.reshape(layers, -1)
+    rows = split(jnp.pad(x, ((0, 0), (0, -x.shape[1] % devices))), 1, devices)
+    return reduce_scatter_chunks(rows.reshape(devices, -1), axes, hierarchical=True).reshape(layers, -1)
 
 
 def _whole(part: jax.Array, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
     """Returns the tensor whose parts the devices of `axes` have."""
+    parts = part[None]
     if axes:
-        part = all_gather_chunks(part, axes, hierarchical=True, to="invarying")
-    return part.reshape(-1)[: prod(shape)].reshape(shape)
+        parts = all_gather_chunks(part.reshape(-1), axes, hierarchical=True, to="invarying").reshape(-1, *part.shape)
+    return _joined(parts, shape)
 
 
 def _placed(part: jax.Array, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
     """Returns a tensor that is zero but for this device's part."""
     devices = prod(lax.axis_size(axis) for axis in axes)
     mine = lax.axis_index(axes) if axes else 0
-    parts = jnp.zeros((devices, part.size), part.dtype).at[mine].set(part)
-    return parts.reshape(-1)[: prod(shape)].reshape(shape)
+    return _joined(jnp.zeros((devices, *part.shape), part.dtype).at[mine].set(part), shape)
+
+
+def _joined(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the tensor of `shape` whose parts are `[devices, layers, n]`."""
+    return join(parts, 1)[:, : prod(shape[1:])].reshape(shape)

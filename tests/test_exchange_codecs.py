@@ -52,10 +52,10 @@ STEPS = 4
 SPECS = workload.TENSORS
 
 
-def gradients(sharded: Sharded, seed: int) -> tuple[Any, Any]:
+def gradients(sharded: Sharded, seed: int, kind: str = "tensors") -> tuple[Any, Any]:
     """Random gradients `[R, ...]`, where they belong and as numpy."""
     rng = np.random.default_rng(seed)
-    shapes = workload.params("tensors")
+    shapes = workload.params(kind)
     replicas = sharded.layout.num_replicas
     whole = jax.tree.map(lambda p: rng.normal(size=(replicas, *p.shape)).astype(np.float32) * 0.02, shapes)
     shardings = jax.tree.map(

@@ -1,0 +1,42 @@
+"""The tables of benchmarks/accuracy.py: what a method costs is a mean of differences by seed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import accuracy
+
+
+def line(method: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:
+    return {"task": "text", "method": method, "seed": seed, "validation_loss": loss, "hop_two_ratio": 4.0} | more
+
+
+def test_differences_are_those_of_the_same_seed() -> None:
+    """Dense runs from 1.4 to 1.9, in another order: int8 is 0.01 to 0.03 above the one of its own seed."""
+    dense = [line("dense, AdamW", seed, loss) for seed, loss in ((2, 1.9), (0, 1.4), (1, 1.5))]
+    coded = [line("int8, AdamW", seed, loss) for seed, loss in ((0, 1.41), (1, 1.52), (2, 1.93))]
+    header, _, of_dense, of_int8 = accuracy.table("text", dense + coded).splitlines()
+    assert header == "| text | times smaller | validation loss | minus dense, by seed |"
+    assert of_dense == "| dense, AdamW | 4 | 1.600 (1.400 to 1.900) |  |"
+    assert of_int8 == "| int8, AdamW | 4 | 1.620 (1.410 to 1.930) | +0.020 (+0.010 to +0.030) |"
+
+
+def test_a_seed_without_a_dense_run_has_no_difference() -> None:
+    lines = [line("dense, AdamW", 0, 1.4), line("int8, AdamW", 0, 1.3), line("int8, AdamW", 1, 9.0)]
+    assert accuracy.table("text", lines).endswith("| -0.100 (-0.100 to -0.100) |")
+
+
+def test_what_is_superseded_is_in_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is trained again."""
+    lines = [line("dense, AdamW", 0, 1.4, superseded="by another"), line("dense, AdamW", 1, 1.5)]
+    monkeypatch.setattr(accuracy, "RESULTS", tmp_path / "accuracy.jsonl")
+    accuracy.RESULTS.write_text("".join(json.dumps(x) + "\n" for x in lines))
+    assert accuracy.recorded() == lines[1:]
+
+
+def test_the_page_has_the_tables_of_the_record() -> None:
+    page = accuracy.PAGE.read_text()
+    for task in accuracy.TASKS:
+        assert accuracy.table(task, [x for x in accuracy.recorded() if x["task"] == task]) in page
