@@ -8,6 +8,7 @@ On several machines, start it once per process: SLURM, Open MPI and Kubernetes a
 """
 
 import ctypes
+import io
 import json
 import os
 import sys
@@ -64,6 +65,8 @@ def main(argv: Sequence[str], *, ends_process: bool = False) -> int:
     With `ends_process` nothing but the end of the process follows: SIGTERM does not change the exit code any more.
     """
     started_s = time.perf_counter()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr is: no character that a terminal lacks may end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     values = door.new_flags(argv)
     flags.DEFINE_string("workdir", None, "the run's directory (default: runs/NAME-OF-CONFIG)", flag_values=values)
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0", flag_values=values)
