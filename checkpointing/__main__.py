@@ -20,6 +20,9 @@ def verify(directory: Path) -> int:
         except manifest.DamagedError as error:
             all_good = False
             print(f"step {step}: DAMAGED: {error}")
+        except manifest.UnknownFormatError as error:
+            all_good = False
+            print(f"step {step}: UNKNOWN FORMAT: {error}")
         else:
             print(f"step {step}: good: {len(found.files)} files, {_size(found.total_bytes)}")
     if not steps:
@@ -34,6 +37,9 @@ def ls(directory: Path) -> int:
             found = manifest.read(directory / str(step))
         except manifest.DamagedError as error:
             print(f"step {step:>8}  DAMAGED: {error}")
+            continue
+        except manifest.UnknownFormatError as error:
+            print(f"step {step:>8}  UNKNOWN FORMAT: {error}")
             continue
         metrics = " ".join(f"{name}={value:.6g}" for name, value in found.metrics.items())
         print(f"step {step:>8}  {found.saved_at}  {_size(found.total_bytes):>9}  committed  {metrics}".rstrip())
