@@ -1,6 +1,7 @@
 """Trains a sharded model.
 
     python train.py --config=configs/quickstart.py --workdir=runs/quickstart [--config.a.b=value ...]
+    python train.py [--config=configs/quickstart.py] --help    # the flags, and every key of the config
 
 On several machines, start it once per process: SLURM, Open MPI and Kubernetes are recognised, or give `--coordinator`,
 `--num_processes` and `--process_id`. Exit codes: 0 finished; 75 stopped but resumable (run the same command again);
@@ -14,7 +15,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,15 @@ import numpy as np
 from absl import flags
 from jax.experimental import multihost_utils
 
-from checkpointing import CheckpointConfig, Checkpointer, CheckpointError, Restored, latest_config
+from checkpointing import (
+    CheckpointConfig,
+    Checkpointer,
+    CheckpointError,
+    Restored,
+    check_path,
+    latest_config,
+    manifest,
+)
 from checkpointing.agreement import from_process_zero, new_ticket
 from configs import door
 from configs.door import Config
@@ -78,8 +87,12 @@ def main(argv: Sequence[str], *, ends_process: bool = False) -> int:
     heartbeat = Heartbeat()
     with Interruption(to_the_end=ends_process) as interruption:
         try:
+            if door.asks_for_help(argv):
+                print(door.help_text(__doc__, argv, values))
+                return 0
             config = door.parse(argv, values)
             workdir = Path(values.workdir or Path("runs") / door.config_name(values))
+            check_path(workdir)
             elastic = door.settings(ElasticConfig, config.elastic, "elastic")
             turn = Turn() if values.standby else None
             start_jax(config, values)
@@ -111,7 +124,7 @@ def main(argv: Sequence[str], *, ends_process: bool = False) -> int:
             expected = code == EXIT_BAD_CONFIG or isinstance(error, known)
             if not expected or (values.debug if values.is_parsed() else "--debug" in argv):
                 traceback.print_exc()
-            said = " ".join(str(error).split())
+            said = door.one_line(str(error))
             print(f"error: {said}", file=sys.stderr)
             return heartbeat.end(code, failure=said)
         except KeyboardInterrupt:
@@ -120,7 +133,7 @@ def main(argv: Sequence[str], *, ends_process: bool = False) -> int:
         except Exception as error:
             heartbeat.await_verdict(error)
             traceback.print_exc()
-            return heartbeat.end(1, failure=f"{type(error).__name__}: {' '.join(str(error).split())}")
+            return heartbeat.end(1, failure=door.one_line(f"{type(error).__name__}: {error}"))
 
 
 # ----------------------------------------------------------------------------------------------- preparation
@@ -167,17 +180,28 @@ def holds_finished(config: Config, workdir: Path) -> bool:
     if not saved:
         return False
     check_same_run(saved, config, workdir)
-    last = workdir / "checkpoints" / str(config.num_steps)
-    return files.summary.get("exit_reason") == "finished" and last.is_dir()
+    if files.summary.get("exit_reason") != "finished":
+        return False
+    try:
+        manifest.verify(workdir / "checkpoints" / str(config.num_steps))
+    except manifest.DamagedError:  # `resume` says so, and goes on from the step before it
+        return False
+    return True
 
 
-def check_same_run(saved: dict[str, Any], config: Config, workdir: Path) -> None:
+def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> None:
     """Raises ValueError with the differences if `saved` is the config of another run than this one."""
-    old, new = door.flat(saved), door.flat(json.loads(config.to_json()))
-    keys = [key for key in sorted({*old, *new}) if not key.startswith(MAY_CHANGE) and old.get(key) != new.get(key)]
-    if keys:
-        changes = ", ".join(f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in keys)
+    changed = changed_keys(saved, json.loads(config.to_json()))
+    if changed:
+        changes = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changed.items())
         raise ValueError(f"{workdir} holds a run of another config: {changes}; choose another --workdir")
+
+
+def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns the old and the new value of each key in which two configs are of different runs."""
+    old, new = door.flat(saved), door.flat(config)
+    keys = [key for key in sorted({*old, *new}) if not key.startswith(MAY_CHANGE)]
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +210,7 @@ class Checked:
 
     experiment: Experiment
     train_data: Dataset
+    fingerprints: dict[str, str]  # of training and validation data, as checkpoints name them
     validate: Validator
     sample: Sampler
     saving: CheckpointConfig
@@ -208,6 +233,7 @@ def check(config: Config) -> Checked:
     return Checked(
         experiment=experiment,
         train_data=train_data,
+        fingerprints={"fingerprint": train_data.fingerprint, "validation_fingerprint": validation_data.fingerprint},
         validate=Validator(experiment, validation_data, evaluation.num_batches),
         sample=Sampler(experiment, train_data, door.settings(SampleConfig, config.sample, "sample")),
         saving=saving,
@@ -230,16 +256,20 @@ def resume(checked: Checked, workdir: Path) -> Resumed:
     """Restores what there is of the run."""
     ex = checked.experiment
     elastic = door.settings(ElasticConfig, ex.config.elastic, "elastic")
-    checkpointer = Checkpointer(workdir / "checkpoints", checked.saving)
+    check_writable(workdir, workdir / "checkpoints")
+    is_same_run = lambda saved, config: not changed_keys(saved, config)
+    checkpointer = Checkpointer(workdir / "checkpoints", checked.saving, is_same_run=is_same_run)
     snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every)
     restored = snapshots.restore(ex.state_shapes, checkpointer)
     if restored:  # what is only in memory, `is_finished` has not seen
         check_same_run(restored.config, ex.config, workdir)
-    if restored and restored.data["fingerprint"] != checked.train_data.fingerprint:
-        raise ValueError(
-            f"{workdir} was trained on other data: data.source={ex.data.source} has changed since "
-            f"step {restored.step}; choose another --workdir"
-        )
+    for key, now in checked.fingerprints.items():
+        if restored and restored.data.get(key, now) != now:  # earlier versions saved the training data's alone
+            what = "trained" if key == "fingerprint" else "validated"
+            raise ValueError(
+                f"{workdir} was {what} on other data: data.source={ex.data.source} has changed since "
+                f"step {restored.step}; choose another --workdir"
+            )
     return Resumed(
         **vars(checked),
         workdir=workdir,
@@ -249,6 +279,13 @@ def resume(checked: Checked, workdir: Path) -> Resumed:
         start=restored.step if restored else 0,
         saved=from_process_zero(new_ticket("saved"), lambda: checkpointer.latest_step() or 0),
     )
+
+
+def check_writable(*folders: Path) -> None:
+    """Raises ValueError for a folder that is there and cannot be written: it would end the run at its first save."""
+    for folder in folders:
+        if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(f"{folder} cannot be written; change that, or choose another --workdir")
 
 
 def check_data(experiment: Experiment, *datasets: Dataset) -> None:
@@ -440,7 +477,7 @@ def validate(run: Run, step: int, state: TrainState) -> Validation:
 
 def position(run: Run, step: int) -> dict[str, Any]:
     """Returns where a step is in the data."""
-    return {"step": step, "seed": run.config.seed, "fingerprint": run.train_data.fingerprint}
+    return {"step": step, "seed": run.config.seed, **run.fingerprints}
 
 
 def snapshot(run: Run, step: int, state: TrainState) -> None:

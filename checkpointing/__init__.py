@@ -5,7 +5,7 @@ directory from outside. A checkpoint directory:
 
     DIR/100/                step 100: what Orbax wrote (state/, data/, config/) and, committed last, manifest.json
     DIR/unfinished/         saves in progress, and what a killed save left (removed by the next save)
-    DIR/set_aside/100-1/    a step that did not verify: moved here by restore, never deleted by us
+    DIR/set_aside/100-1/    a step that did not verify: moved here, never deleted by us
 
 A step appears in DIR by one rename, after its manifest is on disk: a killed save leaves nothing that looks like a step.
 """
@@ -20,7 +20,9 @@ from checkpointing.retention import CheckpointConfig
 if TYPE_CHECKING:
     from checkpointing.checkpointer import Checkpointer, CheckpointError, Restored
 
-__all__ = ["CheckpointConfig", "CheckpointError", "Checkpointer", "Restored", "latest_config"]
+__all__ = ["CheckpointConfig", "CheckpointError", "Checkpointer", "Restored", "check_path", "latest_config"]
+
+_REFUSED = "*?[\\"  # Orbax takes a path for a pattern of paths, TensorStore takes a backslash for a slash
 
 
 def __getattr__(name: str) -> Any:
@@ -32,11 +34,28 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def check_path(directory: str | Path) -> None:
+    """Raises ValueError for a directory where checkpoints could be saved and not restored, whatever is there."""
+    path = str(Path(directory).absolute())
+    found = [character for character in _REFUSED if character in path]
+    if found:
+        raise ValueError(
+            f"no checkpoint can be restored from {path}, because of {' '.join(found)} in the path; choose a directory "
+            f"whose absolute path has none of {' '.join(_REFUSED)}"
+        )
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"no checkpoint can be saved to {path!a}: the path is not UTF-8; choose a directory whose path is"
+        ) from None
+
+
 def latest_config(directory: str | Path) -> dict[str, Any] | None:
     """Returns the config saved with the newest step whose manifest and config file verify; None if there is no step.
 
     Only these two files are read, so this is fast whatever the size of the state. Raises ValueError if there are
-    steps and none of them has a config that verifies.
+    steps and none of them has a config that verifies, or if the newest is of another version of this program.
     """
     damaged = []
     for step in reversed(_manifest.step_numbers(Path(directory))):

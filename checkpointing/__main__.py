@@ -22,6 +22,9 @@ def verify(directory: Path) -> int:
                 continue  # the run has deleted it meanwhile
             all_good = False
             print(f"step {step}: DAMAGED: {error}")
+        except manifest.UnknownFormatError as error:
+            all_good = False
+            print(f"step {step}: UNKNOWN FORMAT: {error}")
         else:
             print(f"step {step}: good: {len(found.files)} files, {_size(found.total_bytes)}")
     if not steps:
@@ -38,6 +41,9 @@ def ls(directory: Path) -> int:
             if not (directory / str(step)).exists():
                 continue
             print(f"step {step:>8}  DAMAGED: {error}")
+            continue
+        except manifest.UnknownFormatError as error:
+            print(f"step {step:>8}  UNKNOWN FORMAT: {error}")
             continue
         metrics = " ".join(f"{name}={value:.6g}" for name, value in found.metrics.items())
         print(f"step {step:>8}  {found.saved_at}  {_size(found.total_bytes):>9}  committed  {metrics}".rstrip())

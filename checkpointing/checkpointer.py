@@ -5,9 +5,10 @@ process 0 hashes the files, commits the manifest, renames the step into DIR, and
 verifies every file of a step before it loads one.
 """
 
-import itertools
 import json
-import os
+import operator
+import re
+import secrets
 import sys
 import threading
 from collections.abc import Callable
@@ -19,12 +20,12 @@ from typing import Any, Self
 import jax
 import orbax.checkpoint as ocp
 
-from checkpointing import manifest, retention, tree
+from checkpointing import check_path, manifest, retention, tree
 from checkpointing.agreement import from_process_zero, new_ticket
 from checkpointing.quiet import quiet_orbax
 from checkpointing.retention import CheckpointConfig
 
-_attempts = itertools.count(1)  # of this process: no two of its saves share a folder after one has failed
+_ANNOTATION = re.compile(r" \[\w+(\[\d+\])?='([^'\\]|\\.)*'\]")  # TensorStore's: specifications of kilobytes
 
 
 class _Manager(ocp.CheckpointManager):
@@ -67,12 +68,22 @@ class Checkpointer:
     """
 
     def __init__(
-        self, directory: str | Path, config: CheckpointConfig, *, report: Callable[[str], None] = print_to_stderr
+        self,
+        directory: str | Path,
+        config: CheckpointConfig,
+        *,
+        report: Callable[[str], None] = print_to_stderr,
+        is_same_run: Callable[[dict[str, Any], dict[str, Any]], bool] = operator.eq,
     ) -> None:
-        """Opens (and creates) `directory`. `report` gets a line for each damaged step that restore passes over."""
+        """Opens (and creates) `directory`. ValueError for a path that nothing can be restored from.
+
+        `report` gets a line for each damaged step that is passed over. `is_same_run(saved, config)` says whether two
+        configs are of one run.
+        """
+        check_path(directory)
         self.directory = Path(directory).absolute()
         self.config = config
-        self._report = report
+        self._report, self._is_same_run = report, is_same_run
         self._manager: ocp.CheckpointManager | None = None
         self._attempt = ""  # the folder in DIR/unfinished that the manager writes to
         self._thread: threading.Thread | None = None
@@ -108,23 +119,24 @@ class Checkpointer:
         """Starts saving `state` (a pytree of jax.Array), the data position and the config as `step`.
 
         Waits for the save before it, then returns as soon as the arrays are copied to the host: the caller may donate
-        or change them. Raises CheckpointError if the save before it failed, ValueError for a step that exists already
-        or a state that cannot be saved.
+        or change them. A step that an earlier attempt of this run has saved is left as it is. Raises CheckpointError
+        if the save before it failed, ValueError for a step of another run or a state that cannot be saved.
         """
         self.wait()
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"a checkpoint's step must be an integer of at least 0; it is {step!r}")
         arrays, leaves = tree.flatten_arrays(state)
+        data, config = _json_copy("data", data), _json_copy("config", config)
         items = ocp.args.Composite(
-            state=tree.save_arguments(arrays),
-            data=ocp.args.JsonSave(_json_copy("data", data)),
-            config=ocp.args.JsonSave(_json_copy("config", config)),
+            state=tree.save_arguments(arrays), data=ocp.args.JsonSave(data), config=ocp.args.JsonSave(config)
         )
         metrics = {name: float(value) for name, value in (metrics or {}).items()}
         try:
-            attempt = from_process_zero(new_ticket("prepare"), lambda: self._prepare(step))
+            attempt = from_process_zero(new_ticket("prepare"), lambda: self._prepare(step, data, config))
         except (OSError, RuntimeError) as error:
             raise self._failed(step, error) from error
+        if attempt is None:
+            return
         ticket = new_ticket("commit")
         try:
             if self._manager is None or attempt != self._attempt:
@@ -198,17 +210,38 @@ class Checkpointer:
             ),
         )
 
-    def _prepare(self, step: int) -> str:
+    def _prepare(self, step: int, data: dict[str, Any], config: dict[str, Any]) -> str | None:
         """Makes room for a new step and returns the folder in DIR/unfinished to write it in (process 0).
 
-        After a failed save that is a new folder: TensorStore may still be writing into the old one.
+        After a failed save that is a new folder: TensorStore may still be writing into the old one. None if there is
+        nothing to write.
         """
-        if (self.directory / str(step)).exists():
-            raise ValueError(f"step {step} is already saved in {self.directory}: save each step once")
-        attempt = self._attempt if self._manager is not None else f"{os.getpid()}-{next(_attempts)}"
+        if self._is_saved(step, data, config):
+            return None
+        attempt = self._attempt if self._manager is not None else secrets.token_hex(8)
         retention.remove_unfinished(self.directory, keep=attempt)
         (self.directory / manifest.UNFINISHED / attempt).mkdir(parents=True, exist_ok=True)
         return attempt
+
+    def _is_saved(self, step: int, data: dict[str, Any], config: dict[str, Any]) -> bool:
+        """Whether this run has saved `step`, after setting aside one that is damaged. ValueError for another run's.
+
+        An earlier attempt may do that at any time: its process 0 was frozen in a commit, and goes on.
+        """
+        folder = self.directory / str(step)
+        if not folder.exists():
+            return False
+        try:
+            manifest.verify(folder)
+        except manifest.DamagedError as error:
+            self._set_aside([(step, error)], f"step {step} is saved again")
+            return False
+        files = (manifest.DATA_FILE, manifest.CONFIG_FILE)
+        saved_data, saved_config = (json.loads((folder / file).read_text()) for file in files)
+        if saved_data != data or not self._is_same_run(saved_config, config):
+            raise ValueError(f"{folder} is a checkpoint of another run; choose another directory")
+        self._report(f"{folder} was saved by an earlier attempt of this run and verifies: it stays")
+        return True
 
     def _finish(
         self,
@@ -253,10 +286,10 @@ class Checkpointer:
                 damaged.append((step, error))
                 continue
             tree.check_same_model(self.directory / str(step), found.tree, wanted)
-            self._set_aside(damaged, step)
+            self._set_aside(damaged, f"step {step} is used instead")
             return step
         if newer_than >= 0:
-            self._set_aside(damaged, newer_than)
+            self._set_aside(damaged, f"step {newer_than} is used instead")
         elif damaged:
             raise ValueError(
                 f"no checkpoint in {self.directory} verifies ({'; '.join(f'step {s}: {e}' for s, e in damaged)});"
@@ -264,23 +297,20 @@ class Checkpointer:
             )
         return None
 
-    def _set_aside(self, damaged: list[tuple[int, manifest.DamagedError]], used: int) -> None:
+    def _set_aside(self, damaged: list[tuple[int, manifest.DamagedError]], instead: str) -> None:
         for step, error in damaged:
             target = retention.set_aside(self.directory, step)
-            self._report(
-                f"checkpoint {self.directory / str(step)} is damaged ({error}): moved to {target};"
-                f" step {used} is used instead"
-            )
+            self._report(f"checkpoint {self.directory / str(step)} is damaged ({error}): moved to {target}; {instead}")
 
     def _is_committed(self, step: int) -> bool:
         try:
             manifest.read(self.directory / str(step))
-        except manifest.DamagedError:
+        except (manifest.DamagedError, manifest.UnknownFormatError):
             return False
         return True
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
-        reason = " ".join((str(error) or type(error).__name__).split())
+        reason = _ANNOTATION.sub("", " ".join((str(error) or type(error).__name__).split()))
         if len(reason) > 300:  # TensorStore puts the paths first and the cause last
             reason = f"{reason[:100]} ... {reason[-180:]}"
         return CheckpointError(

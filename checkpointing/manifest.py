@@ -2,22 +2,25 @@
 
 Orbax restores flipped bits silently and takes an empty step folder for the newest step. So each step carries a
 `manifest.json`, written last: size and sha256 of every file, path, shape and dtype of every leaf of the state, and a
-hash of the manifest itself. A step without a manifest that verifies does not exist. Standard library only.
+hash of the manifest itself. A step without a manifest that verifies does not exist, and neither does one with a file
+more: Orbax reads some that it finds. Standard library only.
 """
 
 import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 FILE_NAME = "manifest.json"
 CONFIG_FILE = "config/metadata"  # where Orbax's JSON handler puts the items `config` and `data`
 DATA_FILE = "data/metadata"
+STATE_FILE = "state/manifest.ocdbt"  # Orbax writes it last, over what each process wrote
 UNFINISHED = "unfinished"
 SET_ASIDE = "set_aside"
 
@@ -28,6 +31,10 @@ _HASHING_THREADS = 4
 
 class DamagedError(Exception):
     """A step does not verify; the message says which file and what is wrong with it."""
+
+
+class UnknownFormatError(ValueError):
+    """A step is whole, as far as its manifest goes, but another version of this program wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +82,10 @@ def step_numbers(directory: Path) -> list[int]:
 
 
 def build(folder: Path, *, step: int, tree: tuple[Leaf, ...], metrics: dict[str, float]) -> Manifest:
-    """Returns the manifest of the files in `folder`, after forcing each of them to disk."""
+    """Returns the manifest of the files in `folder`, after forcing each of them to disk.
+
+    Raises DamagedError if Orbax did not finish them.
+    """
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILE_NAME)
 
     def describe(path: Path) -> File:
@@ -84,6 +94,7 @@ def build(folder: Path, *, step: int, tree: tuple[Leaf, ...], metrics: dict[str,
 
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         files = tuple(pool.map(describe, paths))
+    _check_finished(files)
     for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
         sync_folder(path)
     saved_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -102,7 +113,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def read(folder: Path) -> Manifest:
-    """Returns the manifest in `folder`, or raises DamagedError. Looks at no other file."""
+    """Returns the manifest in `folder`, or raises DamagedError or UnknownFormatError. Looks at no other file."""
     path = folder / FILE_NAME
     try:
         raw = path.read_bytes()
@@ -113,8 +124,11 @@ def read(folder: Path) -> Manifest:
     damaged = DamagedError(f"{FILE_NAME} is damaged: it does not match its own hash")
     try:
         content = json.loads(raw)
-        if content["format"] != _FORMAT:
-            raise DamagedError(f"{FILE_NAME} has format {content['format']}; this program reads format {_FORMAT}")
+        if content["format"] != _FORMAT and content.pop("sha256") == _hash_of(content):
+            raise UnknownFormatError(
+                f"{path} has format {content['format']} and this program reads format {_FORMAT}: use the version of "
+                "mics-jax that wrote it, or another directory"
+            )
         manifest = Manifest(
             step=content["step"],
             saved_at=content["saved_at"],
@@ -123,25 +137,30 @@ def read(folder: Path) -> Manifest:
             files=tuple(File(**x) for x in content["files"]),
         )
         encoded = _encode(manifest)
+    except UnknownFormatError:
+        raise
     except (ValueError, KeyError, TypeError) as error:
         raise damaged from error
     if encoded != raw:  # byte by byte: the hash is part of the encoding
         raise damaged
     if folder.name.isdecimal() and manifest.step != int(folder.name):
         raise DamagedError(f"{FILE_NAME} belongs to step {manifest.step}")
+    _check_finished(manifest.files)
     return manifest
 
 
 def verify(folder: Path, only: str | None = None) -> Manifest:
     """Returns the manifest of the step in `folder` after comparing every file (or `only` this one) with it.
 
-    Raises DamagedError naming the first file that differs. Reads in small blocks: memory does not grow with the step.
-    Files that the manifest does not know are left alone: nothing in it depends on them.
+    Raises DamagedError naming the first file that differs, or that the manifest does not know, and UnknownFormatError.
+    Reads in small blocks: memory does not grow with the step.
     """
     manifest = read(folder)
     files = [file for file in manifest.files if only in (None, file.path)]
     if only is not None and not files:
         raise DamagedError(f"{only} is not in the manifest")
+    if only is None:
+        _check_nothing_else(folder, files)
     for file in files:  # first what costs nothing
         _check_size(folder, file)
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
@@ -162,9 +181,13 @@ def sync_folder(folder: Path) -> None:
 def _encode(manifest: Manifest) -> bytes:
     """Returns the only bytes that stand for `manifest`, a hash of the rest included."""
     content: dict[str, Any] = {"format": _FORMAT, **asdict(manifest)}
-    body = json.dumps(content, sort_keys=True)
-    content["sha256"] = hashlib.sha256(body.encode()).hexdigest()
+    content["sha256"] = _hash_of(content)
     return (json.dumps(content, sort_keys=True, indent=1) + "\n").encode()
+
+
+def _hash_of(content: dict[str, Any]) -> str:
+    """Returns the hash of a manifest's content, which is the same rule in every format."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _hash_file(path: Path, *, sync: bool = False) -> tuple[str, int]:
@@ -177,6 +200,29 @@ def _hash_file(path: Path, *, sync: bool = False) -> tuple[str, int]:
             digest.update(block)
             size += len(block)
     return digest.hexdigest(), size
+
+
+def _check_finished(files: Sequence[File]) -> None:
+    """Raises DamagedError if a file is not listed without which nothing can be restored."""
+    listed = {file.path for file in files}
+    for path in (STATE_FILE, DATA_FILE, CONFIG_FILE):
+        if path not in listed:
+            raise DamagedError(f"{path} is missing: Orbax did not finish the step")
+
+
+def _check_nothing_else(folder: Path, files: Sequence[File]) -> None:
+    """Raises DamagedError naming a file or folder that is in `folder` and not in the manifest."""
+    known = {FILE_NAME, *(file.path for file in files)}
+    known |= {str(above) for path in known for above in PurePosixPath(path).parents}
+
+    def fail(error: OSError) -> None:
+        raise DamagedError(f"{error.filename} cannot be read ({error.strerror})") from error
+
+    for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        for name in (*folders, *names):
+            path = (Path(parent) / name).relative_to(folder).as_posix()
+            if path not in known:
+                raise DamagedError(f"{path} is not in the manifest: it was put there after the step was saved")
 
 
 def _check_size(folder: Path, file: File) -> None:

@@ -12,7 +12,8 @@ def quiet_orbax() -> None:
     logger = logging.getLogger("absl")
     if any(isinstance(known, _NotFromOrbax) for known in logger.filters):
         return
-    logger.addFilter(_NotFromOrbax())
+    for name in ("absl", "asyncio"):  # asyncio's: of several writes that fail, the caller is told of one
+        logging.getLogger(name).addFilter(_NotFromOrbax())
     hook = sys.unraisablehook
 
     def without_closed_loops(unraisable: "sys.UnraisableHookArgs") -> None:
@@ -28,6 +29,8 @@ class _NotFromOrbax(logging.Filter):
     _folder = str(Path(str(ocp.__file__)).parent)
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if record.name == "asyncio":
+            return self._folder not in record.getMessage()
         if not record.pathname.startswith(self._folder):
             return True
         return record.levelno >= logging.WARNING and not record.exc_info

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from math import isnan, nan
 from pathlib import Path
 
-from checkpointing.manifest import SET_ASIDE, UNFINISHED, DamagedError, Manifest, read, step_numbers
+from checkpointing.manifest import (
+    SET_ASIDE,
+    UNFINISHED,
+    DamagedError,
+    Manifest,
+    UnknownFormatError,
+    read,
+    step_numbers,
+)
 
 BEST_METRIC = "validation_loss"
 
@@ -59,7 +67,7 @@ def remove_old(directory: Path, config: CheckpointConfig) -> list[int]:
     for step in step_numbers(directory):
         try:
             manifests.append(read(directory / str(step)))
-        except DamagedError:
+        except (DamagedError, UnknownFormatError):
             continue  # not a checkpoint, and not ours to delete: `restore` reports it, `verify` shows it
     kept = kept_steps(manifests, config)
     removed = [manifest.step for manifest in manifests if manifest.step not in kept]

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,8 @@ from ml_collections import ConfigDict, config_flags
 from configs import base
 
 Settings = TypeVar("Settings")
+HELP = ("--help", "-help", "-h")
+FIRST, LAST = 600, 300  # characters of an error that are shown
 Config = Any  # an ml_collections.ConfigDict with the keys of configs/base.py, or a section of one
 
 
@@ -26,6 +29,42 @@ def new_flags(argv: Sequence[str] | None = None) -> flags.FlagValues:
         "config", None, "configs/X.py[:arg]", flag_values=values, sys_argv=None if argv is None else list(argv)
     )
     return values
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Whether `argv` (program first) asks how to use the program."""
+    return any(word in HELP for word in argv[1:])
+
+
+def help_text(usage: str, argv: Sequence[str], values: flags.FlagValues) -> str:
+    """Returns the usage, the flags, and the keys with their values: in the config that `argv` gives, else in the base.
+
+    ValueError for mistakes, as in `parse`.
+    """
+    rest = [word for word in argv if word not in HELP]
+    file = _config_file(rest)
+    config = parse(rest, values) if file else base.get_config()
+    names = [(f"--{name}" if values[name].boolean else f"--{name}=...", values[name].help) for name in values]
+    where = f"{file}; configs/base.py says what they mean" if file else "configs/base.py, which says what they mean"
+    keys = flat(config.to_dict()).items()
+    return "\n".join(
+        [
+            usage.strip(),
+            "\nFlags:",
+            *(f"  {name:20} {meaning}" for name, meaning in names),
+            f"\nKeys of the config, with their values in {where}:",
+            *(f"  {shlex.quote(f'--config.{key}={value}')}" for key, value in keys),
+        ]
+    )
+
+
+def one_line(text: str) -> str:
+    """Returns a message as one line without its middle if that is long: what and where come first, what works last."""
+    line = " ".join(text.split())
+    left_out = len(line) - FIRST - LAST
+    if left_out <= 0:
+        return line
+    return f"{line[:FIRST]} [... {left_out} characters, which --debug shows ...] {line[-LAST:]}"
 
 
 def parse(argv: Sequence[str], values: flags.FlagValues) -> Config:

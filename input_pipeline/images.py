@@ -21,7 +21,7 @@ MIN_AREA, MAX_RATIO, ATTEMPTS = 0.08, 4 / 3, 10  # of random crops
 class Images(Protocol):
     """Images by number, in the order of the source."""
 
-    content: str  # changes when any image does
+    content: str  # changes with the images and labels, as far as they are read for it
     num_classes: int
     threads: int  # at most so many are of use to read them
 

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +72,7 @@ def _write(folder: Path, source: TextSource, tokenizer: Tokenizer) -> None:
         "num_tokens": num_tokens,
         "text_bytes": text_bytes,
         "sha256": digest.hexdigest(),
-        "checksum": _checksum(folder / "tokens.bin"),
+        "checksum": checksum([folder / "tokens.bin"]),
     }
     body = json.dumps(meta, indent=1)
     (folder / "meta.json").write_text(body)
@@ -88,16 +89,20 @@ def _defect(folder: Path) -> str:
         size = (folder / "tokens.bin").stat().st_size
         if size != meta["num_tokens"] * np.dtype(meta["dtype"]).itemsize:
             return f"tokens.bin has {size} bytes for {meta['num_tokens']} tokens"
-        if _checksum(folder / "tokens.bin") != meta["checksum"]:
+        if checksum([folder / "tokens.bin"]) != meta["checksum"]:
             return "the content of tokens.bin has changed"
     except (OSError, UnicodeDecodeError) as error:
         return str(error)
     return ""
 
 
-def _checksum(path: Path) -> str:
-    """Returns a hash of the size and of up to CHECKED_BLOCKS evenly spaced blocks, the first and last among them."""
-    size = path.stat().st_size
+def checksum(paths: Sequence[Path]) -> str:
+    """Returns a hash of the files' bytes one after the other: of their number and of up to CHECKED_BLOCKS blocks.
+
+    These are evenly spaced, the first and the last bytes among them.
+    """
+    ends = list(accumulate(path.stat().st_size for path in paths))
+    size = ends[-1]
     digest = hashlib.sha256(str(size).encode())
     count = min(CHECKED_BLOCKS, -(-size // BLOCK_BYTES))
     starts = (
@@ -105,8 +110,11 @@ def _checksum(path: Path) -> str:
         if count < CHECKED_BLOCKS
         else [(size - BLOCK_BYTES) * block // (count - 1) for block in range(count)]
     )
-    with open(path, "rb") as file:
-        for start in starts:
-            file.seek(start)
-            digest.update(file.read(BLOCK_BYTES))
+    for start in starts:
+        for path, begin, end in zip(paths, [0, *ends], ends):
+            low, high = max(start, begin), min(start + BLOCK_BYTES, end)
+            if low < high:
+                with open(path, "rb") as file:
+                    file.seek(low - begin)
+                    digest.update(file.read(high - low))
     return digest.hexdigest()

@@ -2,9 +2,10 @@
 
 import hashlib
 import io
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from input_pipeline import tfds_records
+from input_pipeline import streams, tfds_records
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -14,7 +15,8 @@ class TfdsImages:
     """The images of a split of the TFDS data set `name`, prepared by TFDS first if it is not.
 
     Its splits: those of `tfds_records.range_of`. Its image and label: the features `image` and `label`, or else the
-    only features that are an image and a class.
+    only features that are an image and a class. `content` knows splits of up to 256 MiB whole, larger ones by blocks
+    at 256 places of their files.
     Raises ValueError for a data set that TFDS does not know or cannot prepare or read, or without one of these.
     """
 
@@ -33,7 +35,8 @@ class TfdsImages:
         decoders = {self._image: tfds.decode.SkipDecoding()}  # they are cut out before they are arrays
         self._records = tfds_records.data_source(name, builder, self._split, decoders)
         here = builder.info.splits[self._split]
-        rule = f"{builder.info.full_name} {self._image} {self._label} {split} {here.shard_lengths} {here.num_bytes}"
+        bytes_there = streams.checksum([Path(str(path)) for path in here.filepaths])
+        rule = f"{builder.info.full_name} {self._image} {self._label} {split} {here.shard_lengths} {bytes_there}"
         self.content = hashlib.sha256(rule.encode()).hexdigest()
 
     def __len__(self) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+FIRST, LAST = 600, 300  # characters that are shown of a long error
 Row = Mapping[str, Any]
 
 
@@ -54,7 +55,7 @@ class Results:
     inter_bytes: float | None
     wall_time_s: float | None
     skipped_steps: float | None
-    exit_reason: str | None
+    exit_reason: str | None  # without its middle if it is long
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> RunFiles:
@@ -116,7 +117,7 @@ def results_of(run: RunFiles) -> Results:
         inter_bytes=counted("inter_bytes"),
         wall_time_s=last("wall_time_s"),
         skipped_steps=last("skipped_steps"),
-        exit_reason=None if reason is None else str(reason),
+        exit_reason=None if reason is None else _shortened(str(reason)),
     )
 
 
@@ -134,6 +135,12 @@ def series(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
     """Returns the (step, value) pairs of the lines in which `key` was measured."""
     pairs = ((number(row.get("step")), number(row.get(key))) for row in rows if key in row)
     return [(step, value) for step, value in pairs if step is not None and math.isfinite(step) and value is not None]
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= FIRST + LAST:
+        return text
+    return f"{text[:FIRST]} [... {len(text) - FIRST - LAST} characters, which summary.json has ...] {text[-LAST:]}"
 
 
 def _read_bytes(path: Path, problems: dict[str, str]) -> bytes | None:

@@ -1,7 +1,11 @@
 """No damaged checkpoint is ever restored silently: always back at the newest good step, and the bad one set aside."""
 
+import hashlib
+import json
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,6 +135,57 @@ def test_no_byte_of_the_manifest_is_idle(saved: Path) -> None:
                 manifest.read(newest)
         path.write_bytes(content)
         manifest.read(newest)
+
+
+@pytest.mark.parametrize(
+    "name", ["state/checkpoint", "state/array_metadatas/process_0_copy", "manifest.json.tmp", "config/.hidden"]
+)
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_a_file_that_the_manifest_does_not_know(saved: Path, name: str, kind: str) -> None:
+    """Orbax reads some of them: the state of `state/checkpoint` would win over the saved one."""
+    with undone(saved) as newest:
+        path = newest / name
+        if kind == "file":
+            shutil.copy(newest / "state" / "array_metadatas" / "process_0", path)
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            path.symlink_to(saved / str(GOOD))
+        check_falls_back(saved, f"{name} is not in the manifest")
+
+
+def test_a_file_behind_a_link_that_the_manifest_does_not_know(saved: Path) -> None:
+    with undone(saved) as newest:
+        elsewhere = saved / "elsewhere"
+        (newest / "state").rename(elsewhere)
+        (newest / "state").symlink_to(elsewhere)
+        assert manifest.verify(newest).step == NEWEST
+        (elsewhere / "checkpoint").touch()
+        check_falls_back(saved, "state/checkpoint is not in the manifest")
+
+
+def test_a_newer_format_is_said_and_never_moved(saved: Path) -> None:
+    """The hash of its manifest is good, so it is no damage: without that, it is (see the idle bytes above)."""
+    lines: list[str] = []
+    with undone(saved) as newest:
+        content = json.loads((newest / manifest.FILE_NAME).read_text())
+        del content["sha256"]
+        content |= {"format": 2, "tree": {"of another": "shape"}}
+        content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        (newest / manifest.FILE_NAME).write_text(json.dumps(content))
+        said = f"{NEWEST}/manifest.json has format 2 and this program reads format 1: use the version"
+        for act in (lambda: newest_restored(saved, lines), lambda: latest_config(saved)):
+            with pytest.raises(ValueError, match=said):
+                act()
+        with Checkpointer(saved, CheckpointConfig(every=1, keep_last=1), report=lines.append) as checkpointer:
+            checkpointer.save(30, state_of(30), data={"step": 30}, config={"step": 30})
+            checkpointer.wait()
+            assert checkpointer.steps() == [30]  # the older one of ours went, not that one
+        assert newest.is_dir() and lines == []
+        done = subprocess.run(
+            [sys.executable, "-m", "checkpointing", "verify", str(saved)], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 1 and f"step {NEWEST}: UNKNOWN FORMAT: " in done.stdout and said in done.stdout
 
 
 def test_an_empty_newest_folder(saved: Path) -> None:

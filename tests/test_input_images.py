@@ -1,5 +1,6 @@
 """Labelled images: the digits, TFDS data sets made here, what is cut out of an image, and the batches of them."""
 
+import hashlib
 import io
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from configs import base
-from input_pipeline import Batches, DataConfig, load
+from input_pipeline import Batches, DataConfig, load, streams
+from input_pipeline.dataset import SPLITS
 from input_pipeline.images import centre_box, pixels, random_box
 
 DIGITS: dict[str, Any] = base.get_config().data.to_dict() | {"source": "digits", "objective": "classify"}
@@ -155,6 +157,7 @@ class InputPictures(tfds.core.GeneratorBasedBuilder):
         "two": ({"train": 4}, {"left": PICTURE, "right": PICTURE, "label": KIND(num_classes=2)}),
     }
     BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in LAYOUTS]
+    labels_change = False
 
     @property
     def layout(self) -> Any:
@@ -169,9 +172,10 @@ class InputPictures(tfds.core.GeneratorBasedBuilder):
 
     def _generate_examples(self, count):  # pyright: ignore
         for place in range(count):
+            kind = (place + int(self.labels_change)) % 2
             file = io.BytesIO()
             Image.new("RGB", (30, 20), (5 * place, 0, 255)).save(file, "png")
-            values = {"label": place % 2, "kind": place % 2, "note": ""}
+            values = {"label": kind, "kind": kind, "note": ""}
             yield place, {key: values.get(key, io.BytesIO(file.getvalue())) for key in self.layout[1]}
 
 
@@ -199,6 +203,33 @@ def test_images_of_a_data_set(data_dir: str, name: str, split: Any, reds: Any, c
     assert sorted(colours) == [[red, 0, 255] for red in reds]
     assert all(x["labels"] == colour[0] // 5 % 2 for x, colour in zip(examples, colours, strict=True))
     assert dataset.num_classes == classes and {x["images"].shape for x in examples} == {(16, 16, 3)}
+
+
+def test_fingerprints_of_a_data_set_tell_its_labels(data_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prints(path: str) -> list[str]:
+        config = settings(source="tfds:input_pictures/plain", path=path)
+        return [load(config, split, 0).fingerprint for split in SPLITS]
+
+    before = prints(data_dir)
+    assert prints(data_dir) == prints(f"{data_dir}/prepared/again") == before and before[0] != before[1]
+    monkeypatch.setattr(InputPictures, "labels_change", True)
+    after = prints(f"{data_dir}/changed")
+    assert len({*before, *after}) == 4
+
+
+def test_what_is_read_for_a_fingerprint_is_spread_over_all_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = np.random.default_rng(0).bytes(1000)
+    files = [tmp_path / str(i) for i in range(4)]
+    for file, part in zip(files, (content[:5], content[5:400], b"", content[400:]), strict=True):
+        file.write_bytes(part)
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 10)
+    whole = hashlib.sha256(b"1000" + content).hexdigest()
+    assert streams.checksum(files) == whole
+    monkeypatch.setattr(streams, "CHECKED_BLOCKS", 4)
+    blocks = b"".join(content[start : start + 10] for start in (0, 330, 660, 990))
+    assert streams.checksum(files) == hashlib.sha256(b"1000" + blocks).hexdigest()
 
 
 @pytest.mark.parametrize(

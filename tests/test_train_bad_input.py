@@ -1,14 +1,19 @@
 """What a user can get wrong: exit code 2 and one line that names the thing and what would work."""
 
+import os
+import re
 import shutil
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running import IGNORED, arguments, before_report, losses, run_here, snapshot
+from running import IGNORED, SMALL, arguments, before_report, losses, run_here, snapshot, stop_after
 
 import models
+import train
+from elastic.heartbeat import Heartbeat
+from input_pipeline.folder import validation_names
 
 pytestmark = IGNORED
 
@@ -184,6 +189,118 @@ def test_a_workdir_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert str(file) in error_of(capsys, *arguments(file))
     assert str(file) in error_of(capsys, *arguments(file / "below"))
     assert file.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "run[1]",
+            r"/run\[1\]/run, because of \[ in the path; choose a directory whose absolute path has none of \* \? \[",
+        ),
+        (os.fsdecode(b"run\xff"), "the path is not UTF-8; choose a directory whose path is"),
+    ],
+    ids=["a pattern", "no UTF-8"],
+)
+def test_a_workdir_where_checkpoints_cannot_be(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is refused before anything runs, wherever in the absolute path the reason is."""
+    monkeypatch.setattr(train, "start_jax", lambda *_: pytest.fail("it has begun"))
+    assert_matches(error_of(capsys, *arguments(tmp_path / name / "run")), message)
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    assert_matches(error_of(capsys, *arguments("run")), message)
+    assert not any(Path().iterdir())
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints"])
+def test_a_workdir_that_cannot_be_written(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is refused before the step is compiled, unless there is nothing to do."""
+    args = arguments(tmp_path)
+    with monkeypatch.context() as patched:
+        stop_after(patched, 3)
+        assert run_here(*args) == 75
+    with monkeypatch.context() as patched:  # as on a disk that is mounted read-only, where root cannot write either
+        access = os.access
+        patched.setattr(os, "access", lambda path, mode: path != tmp_path / name and access(path, mode))
+        patched.setattr(train, "prepare", lambda *_: pytest.fail("it has begun"))
+        message = f"{tmp_path / name} cannot be written; change that, or choose another --workdir"
+        assert error_of(capsys, *args) == message
+    assert run_here(*args) == 0
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert run_here(*args) == 0
+
+
+def test_validation_data_that_has_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As training data that has; the same data elsewhere is no change."""
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
+    texts, moved, workdir = tmp_path / "texts", tmp_path / "moved", tmp_path / "run"
+    texts.mkdir()
+    names = [f"{i}.txt" for i in range(4)]
+    (validation,) = validation_names(names)
+    for name in names:
+        (texts / name).write_text(f"{name} " * 1000)
+    args = lambda path: arguments(workdir, data__source="folder", data__path=str(path))
+    with monkeypatch.context() as patched:
+        stop_after(patched, 3)
+        assert run_here(*args(texts)) == 75
+    shutil.copytree(texts, moved)
+    for changed, what in ((validation, "validated"), (next(name for name in names if name != validation), "trained")):
+        text = (texts / changed).read_text()
+        (texts / changed).write_text(text.upper())
+        said = error_of(capsys, *args(texts))
+        assert said == (
+            f"{workdir} was {what} on other data: data.source=folder has changed since step 2; choose another --workdir"
+        )
+        (texts / changed).write_text(text)
+    assert run_here(*args(moved)) == 0
+
+
+def test_help_shows_the_flags_and_the_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--help", "-h"):
+        assert run_here(flag) == 0
+        out = capsys.readouterr().out
+        assert "python train.py --config=configs/quickstart.py --workdir=" in out and "[--config.a.b=value ...]" in out
+        for name in ("config", "workdir", "coordinator", "num_processes", "process_id", "debug"):
+            assert f"\n  --{name}" in out
+        assert {f"--config.{key}" for key in SMALL} <= set(re.findall(r"--config\.[\w.]+", out))
+        assert "\n  --config.optimizer.learning_rate=0.001\n" in out and "quickstart.py;" not in out
+    args = arguments(tmp_path / "run", "digits", seed=7)
+    del args[3:-1]  # keys of another model
+    assert run_here(args[0], "--help", *args[1:]) == 0
+    out = capsys.readouterr().out
+    assert "digits.py; configs/base.py says" in out and "\n  --config.seed=7\n" in out
+    assert "\n  '--config.model.stage_blocks=(1, 1, 1)'\n" in out and "--config.model.positions" not in out
+    assert not (tmp_path / "run").exists()
+    assert "seeed is not a key; the nearest is seed" in error_of(capsys, "--help", args[0], "--config.seeed=3")
+
+
+def test_a_long_error_keeps_its_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = f"model.hidden=32 in {tmp_path}: {'f32[8,8] fusion(...)  ' * 1000}; set model.hidden=64"
+    failures: list[str] = []
+    end = Heartbeat.end
+    monkeypatch.setattr(Heartbeat, "end", lambda *args, failure: failures.append(failure) or end(*args, failure))
+
+    def fail(error: Exception, *args: str) -> str:
+        with monkeypatch.context() as patched:
+            patched.setattr(train, "check", lambda config: (_ for _ in ()).throw(error))
+            assert run_here(*arguments(tmp_path), *args) == (2 if isinstance(error, ValueError) else 1)
+        return capsys.readouterr().err
+
+    said = fail(ValueError(long))
+    assert said.startswith(f"error: model.hidden=32 in {tmp_path}: ") and said.endswith("; set model.hidden=64\n")
+    assert said.count("\n") == 1 and len(said) < 1000
+    left_out = int(re.search(r"\[\.\.\. (\d+) characters, which --debug shows \.\.\.\]", said)[1])
+    assert left_out > 15_000 and long in fail(ValueError(long), "--debug")
+    assert long in fail(RuntimeError(long))  # of jax, for example: with its traceback
+    assert len(failures) == 3 and all(len(failure) < 1000 for failure in failures)  # which all other processes print
 
 
 def test_a_workdir_of_another_run(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,11 @@ def test_a_real_sigterm(tmp_path: Path) -> None:
     assert arrays(tmp_path, step)["step"] == step
 
 
-def test_a_damaged_newest_checkpoint(tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("was_killed", [True, False])
+def test_a_damaged_newest_checkpoint(
+    was_killed: bool, tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run whose last checkpoint is damaged is not finished, even if it once was."""
     args = arguments(tmp_path)
     assert run_here(*args) == 0
     newest = tmp_path / "checkpoints" / "10"
@@ -207,12 +212,25 @@ def test_a_damaged_newest_checkpoint(tmp_path: Path, undisturbed: Path, capsys: 
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
-    (tmp_path / "summary.json").unlink()  # as if it was killed before the end
+    if was_killed:  # before its end
+        (tmp_path / "summary.json").unlink()
     assert run_here(*args) == 0
     captured = capsys.readouterr()
     assert "is damaged" in captured.err and "step 5 is used instead" in captured.err
     assert "resumed at step 5 of 10" in captured.out
     assert (tmp_path / "checkpoints" / "set_aside" / "10-1").is_dir()
+    check_same_end(tmp_path, undisturbed)
+
+
+def test_a_frozen_attempt_that_saves_a_step_beside_the_next_one(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Process 0 of the one before goes on in its commit while this one, on other settings, has not come to the step."""
+    saved = tmp_path / "checkpoints" / "5"
+    before_report(monkeypatch, 3, lambda: shutil.copytree(undisturbed / "checkpoints" / "5", saved))
+    assert run_here(*arguments(tmp_path, eval__num_batches=2)) == 0
+    assert f"{saved} was saved by an earlier attempt of this run and verifies: it stays" in capsys.readouterr().err
+    assert snapshot(saved) == snapshot(undisturbed / "checkpoints" / "5")
     check_same_end(tmp_path, undisturbed)
 
 

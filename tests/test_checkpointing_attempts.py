@@ -1,0 +1,150 @@
+"""Where checkpoints cannot be, and what earlier attempts of the same run left or still do beside a save."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import checkpointing.checkpointer
+from checkpointing import CheckpointConfig, Checkpointer, CheckpointError, manifest
+
+ROOT = Path(__file__).resolve().parent.parent
+KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)
+
+
+def small_state(step: int) -> dict[str, jax.Array]:
+    return {"w": jnp.arange(64.0) + step, "b": jnp.full((3,), step, jnp.int32)}
+
+
+def save_small(checkpointer: Checkpointer, *steps: int) -> None:
+    for step in steps:
+        checkpointer.save(step, small_state(step), data={"step": step}, config={"seed": 1})
+
+
+def check_restores(checkpointer: Checkpointer, step: int) -> None:
+    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), small_state(0))
+    restored = checkpointer.restore(wanted)
+    assert restored is not None and restored.step == step and restored.data == {"step": step}
+    expected = small_state(step)
+    assert all(np.array_equal(np.asarray(restored.state[name]), np.asarray(expected[name])) for name in expected)
+
+
+def files_in(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["run[1]", "a*", "what?", "back\\slash", "run[1]/below"])
+def test_a_path_that_orbax_cannot_restore_from_is_refused(tmp_path: Path, name: str) -> None:
+    character = next(c for c in "[*?\\" if c in name)
+    with pytest.raises(ValueError, match=re.escape(f"no checkpoint can be restored from {tmp_path / name}")) as caught:
+        Checkpointer(tmp_path / name, KEEP_ALL)
+    assert f"because of {character} in the path; choose a directory" in str(caught.value)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_path_that_looks_like_no_pattern_is_none(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "a]{b,c}~ %20#é:1!$&", KEEP_ALL) as checkpointer:
+        save_small(checkpointer, 1)
+        check_restores(checkpointer, 1)
+
+
+def test_a_path_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"udcff.*is not UTF-8; choose a directory whose path is"):
+        Checkpointer(tmp_path / os.fsdecode(b"run\xff"), KEEP_ALL)
+
+
+def test_what_orbax_did_not_merge_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It only warns if it finds nothing to merge, and nobody can restore the rest."""
+    monkeypatch.setattr(checkpointing.checkpointer, "check_path", lambda directory: None)
+    checkpointer = Checkpointer(tmp_path / "run[1]", KEEP_ALL)
+    save_small(checkpointer, 1)
+    with pytest.raises(CheckpointError, match=r"step 1 .*state/manifest\.ocdbt is missing.*newest: None"):
+        checkpointer.wait()
+    assert checkpointer.steps() == []
+
+
+def test_a_step_of_an_earlier_attempt_is_not_saved_again(tmp_path: Path) -> None:
+    """Its process 0 was frozen in a commit: the step appears beside the new attempt, which comes to it later."""
+    lines: list[str] = []
+    with Checkpointer(tmp_path / "frozen", KEEP_ALL) as frozen:
+        save_small(frozen, 15)
+    last = CheckpointConfig(every=1, keep_last=1)
+    with Checkpointer(tmp_path / "run", last, report=lines.append, is_same_run=lambda *_: True) as checkpointer:
+        save_small(checkpointer, 10)
+        checkpointer.wait()
+        (tmp_path / "frozen" / "15").rename(tmp_path / "run" / "15")
+        before = files_in(tmp_path / "run" / "15")
+        checkpointer.save(15, small_state(15), data={"step": 15}, config={"seed": 1, "devices": 2})
+        checkpointer.wait()
+        assert (
+            files_in(tmp_path / "run" / "15") == before and lines[0].count("/15 was saved by an earlier attempt") == 1
+        )
+        save_small(checkpointer, 20)
+        check_restores(checkpointer, 20)
+        assert checkpointer.steps() == [20]
+    assert len(lines) == 1
+
+
+def test_a_damaged_step_of_an_earlier_attempt_is_set_aside_and_saved(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with Checkpointer(tmp_path, KEEP_ALL, report=lines.append) as checkpointer:
+        save_small(checkpointer, 1)
+        checkpointer.wait()
+        (tmp_path / "1" / "data" / "metadata").write_text("{}")
+        save_small(checkpointer, 1)
+        check_restores(checkpointer, 1)
+    assert len(lines) == 1 and "moved to" in lines[0] and lines[0].endswith("step 1 is saved again")
+    assert (tmp_path / manifest.SET_ASIDE / "1-1").is_dir()
+
+
+def test_the_reason_of_tensorstore_is_not_lost_in_its_specifications(tmp_path: Path) -> None:
+    """As tensorstore 0.1 says it on a full disk: the annotations behind the reason are kilobytes."""
+    place = f'local file "{tmp_path}/unfinished/{"0" * 16}/1.orbax-checkpoint-tmp/state.orbax-checkpoint-tmp/'
+    spec = '{\\"context\\":{\\"cache_pool\\":{}},\\"path\\":\\"it\\\'s\\"}' * 20
+    error = ValueError(
+        f'RESOURCE_EXHAUSTED: Error opening "zarr" driver: Error writing "w/.zarray" in {place}": Failed writing: '
+        f'{place}d/2007": Failed to write 45530 bytes to file 14: No space left on device'
+        f" [tensorstore_spec='{spec}'] [tensorstore_spec[1]='{spec}'] [os_error_code='28']"
+    )
+    with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
+        message = str(checkpointer._failed(1, error))
+    assert "No space left on device; the checkpoints before it are unharmed" in message and "spec" not in message
+
+
+def test_a_save_that_was_killed_before_its_rename_is_in_nobodys_way(tmp_path: Path) -> None:
+    """Not even if the next attempt has the same process id, as in a pod, and the first one's step is complete."""
+
+    def attempt(then: str) -> int:
+        command = [sys.executable, __file__, str(tmp_path), then]
+        environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": ""}
+        return subprocess.run(command, capture_output=True, timeout=120, env=environment).returncode
+
+    assert attempt("is killed") == -signal.SIGKILL
+    left = [path.parent.name for path in (tmp_path / manifest.UNFINISHED).glob(f"*/*/{manifest.STATE_FILE}")]
+    assert manifest.step_numbers(tmp_path) == [] and left == ["state"]
+    assert list(tmp_path.rglob(f"{manifest.FILE_NAME}.tmp"))
+    assert attempt("ends") == 0
+    assert not (tmp_path / manifest.UNFINISHED).exists()
+    with Checkpointer(tmp_path, KEEP_ALL, report=pytest.fail) as checkpointer:
+        check_restores(checkpointer, 1)
+
+
+def save_as_process_one(directory: Path, then: str) -> None:
+    """Saves a step; on request it is killed between Orbax's end and the rename, with a temporary file in the step."""
+    pid = os.getpid()
+    os.getpid = lambda: 1
+    if then == "is killed":
+        Path.rename = lambda *_: os.kill(pid, signal.SIGKILL)
+    with Checkpointer(directory, KEEP_ALL) as checkpointer:
+        save_small(checkpointer, 1)
+
+
+if __name__ == "__main__":
+    save_as_process_one(Path(sys.argv[1]), sys.argv[2])
