@@ -103,6 +103,7 @@ def step_table(steps: Sequence[Line], rate: str) -> str:
     others = []
     for name, of in runs.items():
         time, dense, optimizer = step_time(of), step_time(runs.get(DENSE, [])), optimizer_of(of[0])
+        assert time
         comparable = dense is not None and optimizer == optimizer_of(runs[DENSE][0])
         if not comparable:
             others.append(f"; {name} ran with {optimizer}, and has no run without a codec to be compared with")
