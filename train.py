@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     with Interruption() as interruption:
         try:
             if door.asks_for_help(argv):
-                print(door.help_text(__doc__, argv, values))
+                print(door.help_text(__doc__ or "", argv, values))
                 return 0
             config = door.parse(argv, values)
             workdir = Path(values.workdir or Path("runs") / door.config_name(values))
