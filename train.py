@@ -88,7 +88,7 @@ def main(argv: Sequence[str], *, ends_process: bool = False) -> int:
     with Interruption(to_the_end=ends_process) as interruption:
         try:
             if door.asks_for_help(argv):
-                print(door.help_text(__doc__, argv, values))
+                print(door.help_text(__doc__ or "", argv, values))
                 return 0
             config = door.parse(argv, values)
             workdir = Path(values.workdir or Path("runs") / door.config_name(values))

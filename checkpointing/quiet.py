@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import traceback
 from pathlib import Path
 
 import orbax.checkpoint as ocp
@@ -30,7 +31,8 @@ class _NotFromOrbax(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.name == "asyncio":
-            return self._folder not in record.getMessage()
+            raised_in = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
+            return self._folder not in record.getMessage() + raised_in
         if not record.pathname.startswith(self._folder):
             return True
         return record.levelno >= logging.WARNING and not record.exc_info

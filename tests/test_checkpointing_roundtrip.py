@@ -322,8 +322,16 @@ def test_orbax_does_not_talk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         absl_logger.handle(logging.LogRecord("absl", logging.WARNING, tree.ocp.__file__, 1, "matters", None, None))
         for coroutine in (tree.ocp.__file__, "other.py"):  # the second of two writes that failed
             logging.getLogger("asyncio").error("Task exception was never retrieved\nfuture: <at %s:1>", coroutine)
+        for raises in (
+            lambda: tree.ocp.CheckpointManagerOptions(save_interval_steps=-1, max_to_keep=-1),
+            lambda: 1 / 0,
+        ):
+            try:
+                raises()
+            except (ValueError, ZeroDivisionError):
+                logging.getLogger("asyncio").exception("_GatheringFuture exception was never retrieved")
     said = [record.getMessage() for record in caplog.records]
-    assert said[:2] == ["somebody else", "matters"] and len(said) == 3 and "other.py" in said[2]
+    assert said[:2] == ["somebody else", "matters"] and len(said) == 4 and "other.py" in said[2]
 
 
 def test_orbax_itself_reads_what_we_wrote(tmp_path: Path) -> None:
