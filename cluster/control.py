@@ -151,7 +151,8 @@ def _is_left_by_the_dead(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Removes an emulation's folder; OSError if anything else is in it."""
+    """Removes an emulation's folder, or only its own files if anything else is in it."""
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
-    folder.rmdir()
+    if not any(folder.iterdir()):
+        folder.rmdir()

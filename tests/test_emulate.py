@@ -259,7 +259,9 @@ def test_only_what_an_emulation_left_is_removed(root: Path) -> None:
     with control.Control("mine"):
         assert sorted(path.name for path in root.iterdir()) == ["file", "link", "mine", "other", "register"]
         assert control.running() == ["mine"]
-    assert sorted(path.name for path in root.iterdir()) == ["file", "link", "other", "register"]
+        (root / "mine" / "note").touch()
+    assert sorted(path.name for path in root.iterdir()) == ["file", "link", "mine", "other", "register"]
+    assert [path.name for path in (root / "mine").iterdir()] == ["note"]
     assert sorted(path.name for path in (root / "other").iterdir()) == ["lock", "thesis"]
 
 
