@@ -11,6 +11,7 @@ OPEN_MPI = "OMPI_MCA_orte_hnp_uri"
 SLURM_STEP = ("SLURM_STEP_NODELIST", "SLURM_PROCID")  # srun sets them; sbatch and salloc set SLURM_NTASKS alone
 KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # of an indexed Job or a JobSet
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")  # the flags, for any other launcher
+OPEN_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"  # Open MPI 5 sets it, and not the other
 
 
 def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
@@ -41,9 +42,17 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
 
 
 def find_launcher() -> str | None:
-    """Returns what started this process as one of several, by the environment; None if it is on its own."""
+    """Returns what started this process as one of several, by the environment; None if it is on its own.
+
+    ValueError for Open MPI 5, of which jax knows nothing: each process would train on its own, all in one directory.
+    """
     if OPEN_MPI in os.environ:
         return "Open MPI"
+    if os.environ.get(OPEN_MPI_SIZE, "1") != "1":
+        raise ValueError(
+            f"{OPEN_MPI_SIZE}={os.environ[OPEN_MPI_SIZE]}, but {OPEN_MPI} is missing (Open MPI 5): jax cannot join the "
+            "processes by itself; give --coordinator, --num_processes and --process_id (docs/clusters.md)"
+        )
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if tasks != "1":
         if all(name in os.environ for name in SLURM_STEP):

@@ -19,7 +19,14 @@ from elastic import processes
 from sharding import mesh
 
 pytestmark = IGNORED
-NAMES = (processes.OPEN_MPI, processes.KUBERNETES_INDEX, *processes.SLURM_STEP, "SLURM_NTASKS", "SLURM_LOCALID")
+NAMES = (
+    processes.OPEN_MPI,
+    processes.OPEN_MPI_SIZE,
+    processes.KUBERNETES_INDEX,
+    *processes.SLURM_STEP,
+    "SLURM_NTASKS",
+    "SLURM_LOCALID",
+)
 SRUN = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "a,b", "SLURM_PROCID": "0"}
 
 
@@ -38,6 +45,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:1234"}, "Open MPI"),
         ({"OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:1234", "SLURM_NTASKS": "2"}, "Open MPI"),
         ({"JOB_COMPLETION_INDEX": "0"}, "Kubernetes"),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
         ({"JAX_COORDINATOR_ADDRESS": "localhost:1234"}, None),  # does not say how many, and which one
     ],
 )
@@ -63,6 +71,17 @@ def test_a_batch_script_without_srun(
     assert processes.find_launcher() is None
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and err.startswith("SLURM_NTASKS=2, but srun did not start this process")
+
+
+def test_open_mpi_5_is_refused_where_each_process_would_train_on_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")  # and no OMPI_MCA_orte_hnp_uri, which Open MPI 4 sets
+    assert run_here(*arguments(tmp_path / "run")) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: OMPI_COMM_WORLD_SIZE=2, but") and err.count("\n") == 1
+    assert "--coordinator, --num_processes and --process_id" in err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])
