@@ -14,6 +14,8 @@ from metrics.throughput import StepTimer
 from metrics.wire import WireCounter
 from metrics.writer import MetricsWriter
 
+SUMMARY_FILE = "summary.json"
+
 
 class RunLog:
     """The progress bar, `metrics.jsonl`, TensorBoard and the files from which `report.html` is made.
@@ -45,6 +47,7 @@ class RunLog:
             return
         for name, content in files.items():
             write_json(run_dir / f"{name}.json", content)
+        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier start: who is killed leaves none
         self._writer = MetricsWriter(run_dir, resume_step=start_step)
         self._progress = Progress(num_steps, start_step)
         self._wire = WireCounter() if count_wire else None
@@ -116,7 +119,7 @@ class RunLog:
         for row in read_run(self._run_dir).rows:  # what was measured last, also before the run was resumed
             summary |= {name: row[key] for key, name in IN_SUMMARY.items() if key in row}
         summary |= {"exit_reason": exit_reason, "wall_time_s": time.perf_counter() - self._started_s} | self._spent
-        write_json(self._run_dir / "summary.json", summary)
+        write_json(self._run_dir / SUMMARY_FILE, summary)
         if sample is not None:
             print(sample)
         print_summary(self._run_dir)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from metrics import run_log
+from metrics.run_files import read_run, results_of
 from metrics.run_log import RunLog
 from metrics.throughput import StepTimer
 from metrics.wire import WireCounter
@@ -51,6 +52,23 @@ def test_wire_bytes_are_of_the_step_alone(tmp_path: Path, monkeypatch: pytest.Mo
     log.close("finished")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["wire_tx_bytes"] for row in rows] == [100, 200, 300]
+
+
+def test_a_start_ends_the_summary_of_the_one_before(tmp_path: Path) -> None:
+    """What is killed leaves no summary, and must not pass for what an earlier start said of itself."""
+    log = make_log(tmp_path, enabled=True)
+    for step in (1, 2, 3):
+        log.step(step, {"loss": 1.0})
+    log.close("finished")
+    before = results_of(read_run(tmp_path))
+    assert (before.steps, before.exit_reason) == (3, "finished")
+
+    log = make_log(tmp_path, enabled=True)  # its checkpoints were lost
+    log.step(1, {"loss": 2.0})
+    log.step(2, {"loss": 2.0})  # writes the row of step 1
+    after = results_of(read_run(tmp_path))
+    log.close("interrupted")
+    assert (after.steps, after.loss, after.exit_reason) == (1, 2.0, None)
 
 
 def test_a_process_that_logs_nothing(tmp_path: Path) -> None:
