@@ -13,6 +13,7 @@ import jax
 from orbax.checkpoint import multihost
 
 _TIMEOUT_S = 3600  # hashing a large checkpoint takes minutes; a process that died ends the wait long before this
+_KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSError}  # they decide the exit code
 _tickets = itertools.count()
 
 
@@ -24,7 +25,7 @@ def new_ticket(topic: str) -> str:
 def from_process_zero(ticket: str, answer: Callable[[], Any]) -> Any:
     """Returns `answer()` (a JSON value) as computed by process 0; an Exception of it is raised in every process.
 
-    Raises ValueError in the others if it was one in process 0, and RuntimeError with its text otherwise.
+    Raises ValueError or OSError in the others if it was one in process 0, and RuntimeError with its text otherwise.
     """
     if jax.process_count() == 1:
         return answer()
@@ -32,13 +33,14 @@ def from_process_zero(ticket: str, answer: Callable[[], Any]) -> Any:
     if jax.process_index() != 0:
         message = json.loads(client.blocking_key_value_get(ticket, _TIMEOUT_S * 1000))
         if message["error"] is not None:
-            raise (ValueError if message["is_value_error"] else RuntimeError)(message["error"])
+            raise _KINDS.get(message["kind"], RuntimeError)(message["error"])
         return message["value"]
     try:
         value = answer()
     except Exception as error:
         text = str(error) or type(error).__name__
-        message = {"error": text, "is_value_error": isinstance(error, ValueError), "value": None}
+        kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "")
+        message = {"error": text, "kind": kind, "value": None}
         client.key_value_set(ticket, json.dumps(message))
         raise
     client.key_value_set(ticket, json.dumps({"error": None, "value": value}))

@@ -1,0 +1,46 @@
+"""What process 0 finds reaches the others: answers, and errors of the kind that decides the exit code."""
+
+import jax
+import pytest
+
+from checkpointing import agreement
+
+
+class Store:
+    """The key-value store of `jax.distributed`."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str) -> None:
+        self._values[key] = value
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+        del timeout_ms
+        return self._values[key]
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (ValueError("not so"), ValueError),
+        (FileExistsError(17, "File exists", "/a"), OSError),
+        (KeyError("a"), RuntimeError),
+    ],
+)
+def test_an_error_of_process_0_is_one_of_the_same_kind_in_the_others(
+    raised: Exception, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ValueError or an OSError before training ends the program with 2, anything else with 1."""
+    store, ticket = Store(), agreement.new_ticket("test")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(agreement.multihost, "get_jax_distributed_client", lambda: store)
+
+    def answer() -> None:
+        raise raised
+
+    for process, kind in ((0, type(raised)), (1, expected)):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        with pytest.raises(kind) as caught:
+            agreement.from_process_zero(ticket, answer)
+        assert type(caught.value) is kind and str(caught.value) == str(raised)
