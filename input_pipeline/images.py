@@ -78,9 +78,14 @@ class ImageDataset:
 
 
 def pixels(image: "Image", box: Box, *, size: int, channels: int) -> np.ndarray:
-    """Returns the part `box` of an image as float32 [size, size, channels] in [-1, 1], grey or RGB."""
+    """Returns the part `box` of an image as float32 [size, size, channels] in [-1, 1], grey or RGB.
+
+    ValueError for an image of more than 8 bits a channel: Pillow would turn every value above 255 into white.
+    """
     from PIL.Image import Resampling  # here: a run on text needs no Pillow
 
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(f"an image of mode {image.mode} has more than 8 bits a channel; convert the images to 8 bits")
     image = image.convert("RGB" if channels == 3 else "L")
     if image.size != (size, size) or box != whole_box(size, size):
         image = image.resize((size, size), Resampling.BILINEAR, box)

@@ -96,6 +96,13 @@ def test_pixels_are_those_of_the_box() -> None:
     assert grey.shape == (4, 4, 1) and np.all(grey == 1)
 
 
+@pytest.mark.parametrize("mode", ["I;16", "I", "F"])
+def test_images_of_more_than_8_bits_are_refused(mode: str) -> None:
+    """Pillow would cut every value above 255 off, and nearly all of such an image is white then."""
+    with one_line(f"an image of mode {mode}"):
+        pixels(Image.new(mode, (8, 8)), (0, 0, 8, 8), size=8, channels=1)
+
+
 def test_random_boxes_have_the_published_sizes_and_forms() -> None:
     chances = np.random.default_rng(0).random((2000, 10, 4))
     boxes = np.array([random_box(500, 400, chance) for chance in chances])
