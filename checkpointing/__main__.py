@@ -18,6 +18,8 @@ def verify(directory: Path) -> int:
         try:
             found = manifest.verify(directory / str(step))
         except manifest.DamagedError as error:
+            if not (directory / str(step)).exists():
+                continue  # the run has deleted it meanwhile
             all_good = False
             print(f"step {step}: DAMAGED: {error}")
         else:
@@ -33,6 +35,8 @@ def ls(directory: Path) -> int:
         try:
             found = manifest.read(directory / str(step))
         except manifest.DamagedError as error:
+            if not (directory / str(step)).exists():
+                continue
             print(f"step {step:>8}  DAMAGED: {error}")
             continue
         metrics = " ".join(f"{name}={value:.6g}" for name, value in found.metrics.items())

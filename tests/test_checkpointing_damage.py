@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from checkpointing import CheckpointConfig, Checkpointer, latest_config, manifest
+from checkpointing import __main__ as command_line
 
 KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)
 GOOD, NEWEST = 10, 20
@@ -204,3 +205,30 @@ def test_a_step_set_aside_can_be_saved_again(saved: Path) -> None:
             for step in (20, 30):
                 checkpointer.save(step, state_of(step), data={"step": step}, config={"step": step})
         assert newest.is_dir() and newest_restored(saved, []) == 30
+
+
+def test_a_step_that_the_run_deletes_while_others_are_looked_at_is_not_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (10, 20, 30):
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        (folder / "a").write_text("content")
+        manifest.write(folder, manifest.build(folder, step=step, tree=(), metrics={}))
+    real = {"read": manifest.read, "verify": manifest.verify}
+
+    def delete_meanwhile(look: str, step: int) -> None:
+        def delete_and_look(folder: Path) -> manifest.Manifest:
+            if folder.name == str(step):
+                shutil.rmtree(folder)
+            return real[look](folder)
+
+        monkeypatch.setattr(manifest, look, delete_and_look)
+
+    delete_meanwhile("verify", 20)
+    assert command_line.verify(tmp_path) == 0
+    monkeypatch.undo()
+    delete_meanwhile("read", 10)
+    assert command_line.ls(tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0].split()[1] for line in lines] == ["10", "30", "30"] and "DAMAGED" not in str(lines)
