@@ -4,12 +4,14 @@ import abc
 import base64
 import binascii
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 UNKNOWN = "\ufffd"  # what an id without text (the mask, a padded row of the embedding) decodes to
+MAX_RANKS = 1 << 24  # of a tiktoken vocabulary: real ones have up to 200,000; memory goes with the highest
 
 # How GPT-2 cuts text before merging (its tokenizer's source; tiktoken calls it r50k).
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -129,12 +131,18 @@ def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
     for number, line in enumerate(content.splitlines(), start=1):
         try:
             if line:
-                piece, rank = line.split()
-                ranks[base64.b64decode(piece, validate=True)] = int(rank)
+                piece, said = line.split()
+                rank = int(said)
+                if not 0 <= rank < MAX_RANKS:
+                    raise ValueError("out of range")
+                ranks[base64.b64decode(piece, validate=True)] = rank
         except (ValueError, binascii.Error) as error:
             raise ValueError(
                 f"data.tokenizer_path {path} is not a tiktoken vocabulary: line {number} is not 'base64 rank'"
             ) from error
+    twice = [rank for rank, count in Counter(ranks.values()).items() if count > 1]
+    if twice:
+        raise ValueError(f"data.tokenizer_path {path} is not a tiktoken vocabulary: rank {twice[0]} is given twice")
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(

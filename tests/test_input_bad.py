@@ -1,5 +1,6 @@
 """Bad input gets one line that names the setting, its value and what would work."""
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from configs import base
 from input_pipeline import DataConfig, load
 from input_pipeline.dataset import Split
 
+BYTES = b"".join(b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte in range(256))
 DEFAULTS: dict[str, Any] = dict(base.get_config().to_dict()["data"])
 
 
@@ -125,6 +127,9 @@ def test_more_windows_than_can_be_shuffled(monkeypatch):
         ("tiktoken", b"", "is not a whole tiktoken vocabulary: 256 of the 256 single bytes"),
         ("tiktoken", b"YQ== 0\nYg==\n", "is not a tiktoken vocabulary: line 2"),
         ("tiktoken", b"YQ== 0\n!! 1\n", "is not a tiktoken vocabulary: line 2"),
+        ("tiktoken", BYTES + b"dGg= 256\naGU= 256\n", "is not a tiktoken vocabulary: rank 256 is given twice"),
+        ("tiktoken", BYTES + b"dGg= -1\n", "is not a tiktoken vocabulary: line 257"),
+        ("tiktoken", BYTES + b"dGg= 4294967296\n", "is not a tiktoken vocabulary: line 257"),
     ],
 )
 def test_vocabulary_files_that_cannot_be_used(tmp_path, tokenizer, content, message):
