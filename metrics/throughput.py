@@ -33,6 +33,8 @@ PEAK_FLOPS: tuple[tuple[str, float], ...] = (
 def peak_flops(device_kind: str) -> float | None:
     """Returns the peak FLOP/s of one device by the name jax gives it (`NVIDIA H200`), or None where it is not known."""
     words = device_kind.upper().replace("-", " ").split()
+    if "MIG" in words:  # a slice of the device
+        return None
     for pattern, flops in PEAK_FLOPS:
         wanted = pattern.replace("-", " ").split()
         if any(words[i : i + len(wanted)] == wanted for i in range(len(words))):

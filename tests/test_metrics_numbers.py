@@ -70,7 +70,9 @@ def test_peak_of_device_kinds_as_jax_names_them(kind: str, tera: float) -> None:
     assert peak_flops(kind) == tera * 1e12
 
 
-@pytest.mark.parametrize("kind", ["cpu", "", "NVIDIA T400", "NVIDIA L400", "Radeon"])
+@pytest.mark.parametrize(
+    "kind", ["cpu", "", "NVIDIA T400", "NVIDIA L400", "Radeon", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
+)
 def test_an_unknown_device_has_no_peak(kind: str) -> None:
     assert peak_flops(kind) is None
 
