@@ -8,6 +8,7 @@ On several machines, start it once per process: SLURM, Open MPI and Kubernetes a
 """
 
 import ctypes
+import io
 import json
 import os
 import sys
@@ -60,6 +61,8 @@ class NonFiniteError(RuntimeError):
 def main(argv: Sequence[str]) -> int:
     """Runs the program and returns its exit code; a user's mistake is one line."""
     started_s = time.perf_counter()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr is: no character that a terminal lacks may end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     values = door.new_flags(argv)
     flags.DEFINE_string("workdir", None, "the run's directory (default: runs/NAME-OF-CONFIG)", flag_values=values)
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0", flag_values=values)

@@ -1,5 +1,6 @@
 """A run from its start to its end: what it leaves behind, and that stopping it in the middle changes nothing."""
 
+import io
 import json
 import signal
 from pathlib import Path
@@ -90,6 +91,15 @@ def test_the_end_is_made_up_for_if_it_was_lost(tmp_path: Path, undisturbed: Path
     assert summary["steps"] == 10 and summary["final_loss"] == losses(undisturbed)[-1]
     assert (tmp_path / "report.html").exists()
     check_same_end(tmp_path, undisturbed)
+
+
+def test_a_terminal_that_cannot_show_what_a_run_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = io.BytesIO()
+    with monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", io.TextIOWrapper(said, encoding="ascii", write_through=True))
+        assert run_here(*arguments(tmp_path / "r\xe9sum\xe9", sample__length=4, sample__prompt="d\xe9f")) == 0
+    assert b"d\\xe9f" in said.getvalue() and b"r\\xe9sum\\xe9" in said.getvalue()
+    assert (tmp_path / "r\xe9sum\xe9" / "sample.txt").read_text().startswith("d\xe9f")
 
 
 def test_rows_are_logged_at_intervals(tmp_path: Path) -> None:
