@@ -8,7 +8,6 @@ On several machines, start it once per process: SLURM, Open MPI and Kubernetes a
 """
 
 import ctypes
-import io
 import json
 import os
 import sys
@@ -26,6 +25,7 @@ from jax.experimental import multihost_utils
 
 from checkpointing import CheckpointConfig, Checkpointer, CheckpointError, Restored, latest_config
 from checkpointing.agreement import from_process_zero, new_ticket
+from cluster.command_line import escape_output
 from configs import door
 from configs.door import Config
 from elastic import processes
@@ -61,8 +61,7 @@ class NonFiniteError(RuntimeError):
 def main(argv: Sequence[str]) -> int:
     """Runs the program and returns its exit code; a user's mistake is one line."""
     started_s = time.perf_counter()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr is: no character that a terminal lacks may end a run
-        sys.stdout.reconfigure(errors="backslashreplace")
+    escape_output()
     values = door.new_flags(argv)
     flags.DEFINE_string("workdir", None, "the run's directory (default: runs/NAME-OF-CONFIG)", flag_values=values)
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0", flag_values=values)
