@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster import emulate as emulator
-from cluster.command_line import OneLineParser, complain
+from cluster.command_line import OneLineParser, complain, escape_output
 from configs.overrides import Overrides
 from sweeps import slurm
 from sweeps.live import Live
@@ -41,6 +41,7 @@ class Sweep:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the program and returns its exit code; a user's mistake is one line."""
+    escape_output()
     for number in (signal.SIGINT, signal.SIGTERM):  # both like Ctrl-C, also where a shell has it ignored
         signal.signal(number, signal.default_int_handler)
     try:

@@ -9,7 +9,6 @@ On several machines, start it once per process: SLURM, Open MPI and Kubernetes a
 """
 
 import ctypes
-import io
 import json
 import os
 import sys
@@ -35,6 +34,7 @@ from checkpointing import (
     manifest,
 )
 from checkpointing.agreement import from_process_zero, new_ticket
+from cluster.command_line import escape_output
 from configs import door
 from configs.door import Config
 from elastic import processes
@@ -74,8 +74,7 @@ def main(argv: Sequence[str], *, ends_process: bool = False) -> int:
     With `ends_process` nothing but the end of the process follows: SIGTERM does not change the exit code any more.
     """
     started_s = time.perf_counter()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr is: no character that a terminal lacks may end a run
-        sys.stdout.reconfigure(errors="backslashreplace")
+    escape_output()
     values = door.new_flags(argv)
     flags.DEFINE_string("workdir", None, "the run's directory (default: runs/NAME-OF-CONFIG)", flag_values=values)
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0", flag_values=values)

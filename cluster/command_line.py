@@ -1,6 +1,7 @@
 """The command line of our tools: every mistake is one line, and says so by the exit code."""
 
 import argparse
+import io
 import sys
 from typing import NoReturn
 
@@ -13,6 +14,12 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises the mistake."""
         raise ValueError(message)
+
+
+def escape_output() -> None:
+    """Escapes what the terminal's encoding lacks, as stderr does: no character in a program's output may end it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def complain(error: ValueError | OSError) -> int:

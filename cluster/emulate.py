@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import namespaces
-from cluster.command_line import OneLineParser, complain
+from cluster.command_line import OneLineParser, complain, escape_output
 from cluster.control import Control, ask
 from cluster.job import Job, Outcome
 from cluster.links import Links
@@ -38,6 +38,7 @@ NODE_VERBS = {
 
 def main(argv: Sequence[str]) -> int:
     """Runs the program and returns the exit code of the job; a user's mistake is one line."""
+    escape_output()
     try:
         if argv[1:2] == ["ctl"]:
             print(control(argv[2:]))

@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from cluster.command_line import OneLineParser, complain
+from cluster.command_line import OneLineParser, complain, escape_output
 from cluster.emulate import split
 from cluster.progress import workdir_of
 from cluster.ray_plan import Limits, Patience
@@ -21,6 +21,7 @@ from cluster.ray_plan import Limits, Patience
 
 def main(argv: Sequence[str]) -> int:
     """Runs the program and returns the exit code; a user's mistake is one line."""
+    escape_output()
     try:
         options, command = parse(argv[1:])
         limits = Limits(

@@ -105,7 +105,7 @@ def _tiles(results: Results) -> str:
         ("Inside nodes", results.intra_bytes, format_bytes, "per device and step"),
         ("Between nodes", results.inter_bytes, format_bytes, "per device and step"),
         ("Steps", results.steps, format_count, skipped),
-        ("Wall time", results.wall_time_s, format_seconds, None),
+        ("Wall time", results.wall_time_s, format_seconds, "of the last start"),
     )
     cells = []
     for label, value, form, detail in tiles:

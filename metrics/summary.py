@@ -43,7 +43,7 @@ def headline(results: Results) -> list[tuple[str, str]]:
         ("model FLOP/s utilisation", results.mfu, format_percent),
         ("inside nodes, per device and step", results.intra_bytes, format_bytes),
         ("between nodes, per device and step", results.inter_bytes, format_bytes),
-        ("wall time", results.wall_time_s, format_seconds),
+        ("wall time of the last start", results.wall_time_s, format_seconds),
         ("skipped steps", results.skipped_steps or None, format_count),
     ]
     return pairs + [(label, form(value)) for label, value, form in numbers if value is not None]

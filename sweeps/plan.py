@@ -121,11 +121,15 @@ def _resolve(config: str, overrides: Overrides, workdir: Path, common: Mapping[s
     flags = []
     extra = {}
     for key, value in overrides.items():
+        if not isinstance(key, str):
+            raise ValueError(f"{key!r} is not a key; keys are strings")
         if key.startswith("emulate."):
             option = key.removeprefix("emulate.")
             _check_option(option)
             emulate[option] = str(value)
         elif key == "repetition":
+            if not isinstance(value, int | float | str):  # it is in the hash, as JSON
+                raise ValueError(f"repetition must be a number or a string of Python's, not {value!r}")
             extra[key] = value
         elif key != "config":
             flags.append(f"--config.{key}={value}")
@@ -170,7 +174,7 @@ def _check_option(option: str) -> None:
 
 def describe(overrides: Overrides) -> str:
     """Returns `learning_rate=0.001,seed=3`; the last word of a key, if no other key ends with it."""
-    last = [key.split(".")[-1] for key in overrides]
+    last = [str(key).split(".")[-1] for key in overrides]
     names = [word if last.count(word) == 1 else key for word, key in zip(last, overrides)]
     return ",".join(f"{name}={text(value)}" for name, value in zip(names, overrides.values()))
 

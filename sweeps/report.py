@@ -118,7 +118,7 @@ def _tiles(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
     if winner:
         tiles += [(key, text(winner.run.values.get(key, UNKNOWN)), "of the best run") for key in keys]
     spent_s = sum(record.results.wall_time_s or 0.0 for record in records)
-    tiles.append(("Time", format_seconds(spent_s), "of all runs together"))
+    tiles.append(("Time", format_seconds(spent_s), "of the runs' last starts together"))
     cells = (
         f'<div class="tile"><div class="label">{escape(label)}</div><div class="value">{escape(value)}</div>'
         f'<div class="detail">{escape(detail)}</div></div>'

@@ -84,6 +84,13 @@ def test_exit_codes(tmp_path: Path, program: str, code: int, said: str) -> None:
 
 
 @EMULATED
+def test_a_terminal_that_cannot_show_what_the_program_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    program = "import sys; sys.stdout.buffer.write(b'\\xe2\\x94\\x80\\n')"
+    assert finish(emulate(tmp_path, program)) == (0, "\\u2500\n", "")
+
+
+@EMULATED
 def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     ignores = "import signal; signal.signal(signal.SIGTERM, lambda *_: print('no'))\n"
     fails = "if rank == 1: time.sleep(0.5); sys.exit(6)\nwhile True: time.sleep(1)"

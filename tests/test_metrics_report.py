@@ -164,7 +164,7 @@ def test_the_page_has_the_numbers_of_the_run(tmp_path: Path) -> None:
         "Inside nodes | 4.43 MB",
         "Between nodes | 1.65 MB",
         "Steps | 120",
-        "Wall time | 2m 13s",
+        "Wall time | 2m 13s | of the last start",
         "strategy | mics, partition groups of 2 devices",
         "two hop | no",
         "mesh | replica_inter 4, shard_intra 2",

@@ -58,6 +58,12 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     ),
     "an unknown option on the command line": (RATES, ["--emulate=--speed=3"], "emulate.speed is not an option"),
     "an option without a value": (RATES, ["--emulate=--nodes 4"], "'--nodes' of .* must be written --name=value"),
+    "a number for a key": ("def sweep_x(): return over(3, (1, 2))", [], "3 is not a key; keys are strings"),
+    "a repetition that JSON lacks": (
+        "import numpy\ndef sweep_x(): return over('repetition', numpy.arange(2))",
+        [],
+        "repetition=0: repetition must be a number or a string of Python's",
+    ),
     "a sweep that raises": (
         "def sweep_x(): return over('seed', range('a'))",
         [],
