@@ -41,9 +41,9 @@ class SampleConfig:
 class Validation:
     """The result of one validation."""
 
-    loss: float  # nats a token or an image, the mean over the same rows every time
+    loss: float  # nats a token to predict or an image, the mean over the same rows every time
     time_s: float
-    bits_per_byte: float | None = None  # of text
+    bits_per_byte: float | None = None  # of text of which every token is predicted: not a masked model's
     accuracy: float | None = None  # of a classifier: share of the images whose class is the likeliest
 
     def scalars(self) -> dict[str, float]:
@@ -56,6 +56,8 @@ class Validation:
         """What a user is told."""
         if self.accuracy is not None:
             return f"validation loss {self.loss:.4f} nats an image, accuracy {self.accuracy:.2%}"
+        if self.bits_per_byte is None:
+            return f"validation loss {self.loss:.4f} nats a masked token"
         return f"validation loss {self.loss:.4f} nats a token, {self.bits_per_byte:.4f} bits a byte"
 
 
@@ -78,9 +80,12 @@ class Validator:
         weight = sum(float(batch["weight"]) for batch in sums)
         means = {name: sum(float(batch[name]) for batch in sums) / weight for name in sums[0]}
         loss, data = means["loss"], self._data
+        bits_per_byte = None
+        if isinstance(data, TextDataset) and ex.data.objective == "causal":
+            bits_per_byte = loss / math.log(2) / data.bytes_per_token
         return Validation(
             loss=loss,
-            bits_per_byte=loss / math.log(2) / data.bytes_per_token if isinstance(data, TextDataset) else None,
+            bits_per_byte=bits_per_byte,
             accuracy=means.get("correct"),
             time_s=time.perf_counter() - before,
         )

@@ -78,8 +78,9 @@ def one_bit_adam(
         # one bit has no zero: what never had a gradient would move all the time
         direction = jax.tree.map(lambda m, v: jnp.where(v == 0, 0, m / (jnp.sqrt(v) + eps)), first, second)
         limit = jnp.where(state.step < warmup_steps, jnp.inf, bound)
-        # what is not finite stays so, for the guard behind it
-        direction = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x), direction)
+        # for the guard behind it: a moment that is not finite may give a direction of zero
+        poison = jnp.where(jnp.isfinite(optax.tree.sum((mu, nu))), 0.0, jnp.nan)
+        direction = jax.tree.map(lambda x: jnp.clip(x, -limit, limit) + poison, direction)
         return direction, OneBitAdamState(step=step, mu=mu, nu=nu, exchange=exchanged)
 
     return optax.GradientTransformation(init, update)

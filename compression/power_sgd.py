@@ -86,15 +86,18 @@ def orthogonalised(p: jax.Array) -> jax.Array:
     """Returns `[..., m, r]` with orthonormal columns that span the same, by Gram and Schmidt.
 
     Twice: of a column that depends on those before it, rounding is left the first time, and nothing the second.
+    Of any size: each is divided by its largest value, whose square is in range. What is not finite stays so.
     """
     columns: list[jax.Array] = []
+    largest = jnp.max(jnp.abs(p), axis=-2, keepdims=True)
+    p = p / jnp.where(largest == 0, 1, largest)
     for i in range(p.shape[-1]):
         column = p[..., i]
         for least in (0.0, 0.5):
             for other in columns:
                 column = column - jnp.sum(column * other, axis=-1, keepdims=True) * other
             norm = jnp.linalg.norm(column, axis=-1, keepdims=True)
-            column = jnp.where(norm > least, column / jnp.where(norm > least, norm, 1), 0)
+            column = jnp.where(norm <= least, 0, column / jnp.where(norm <= least, 1, norm))
         columns.append(column)
     return jnp.stack(columns, axis=-1)
 

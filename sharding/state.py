@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.spec import is_placement, path_name
 from sharding.step import REPLICATED, Sharded, TrainState, gradient_specs
@@ -43,7 +43,8 @@ def state_shardings(sharded: Sharded, shapes: TrainState) -> PyTree:
     """Returns the NamedSharding of every array of a state, given the tree of its shapes.
 
     An array of the optimizer state that belongs to a parameter is sharded like it, over the optimizer's scope; one with
-    R in front (a residual of hop two) like the gradients; all others (counters, factored moments) are replicated.
+    R in front (a residual of hop two) like the gradients. All others (counters, factored moments) are replicated, but
+    those of a replica by itself, under a key `local`, only inside it.
     """
     layout = sharded.layout
     placements, params = by_name(sharded.placements, is_leaf=is_placement), by_name(shapes.params)
@@ -55,6 +56,8 @@ def state_shardings(sharded: Sharded, shapes: TrainState) -> PyTree:
             return NamedSharding(sharded.mesh, placements[name].pspec(layout.optimizer))
         if name := residual_owner(path, x, params, layout.num_replicas):
             return NamedSharding(sharded.mesh, gradients[name])
+        if jax.tree_util.DictKey("local") in path:
+            return NamedSharding(sharded.mesh, PartitionSpec(layout.replica_axes))
         return replicated
 
     return dataclasses.replace(

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import workload
 from test_exchange_codecs import LAYOUT_PARAMS, LAYOUTS, gradients
@@ -13,6 +14,7 @@ from test_exchange_codecs import LAYOUT_PARAMS, LAYOUTS, gradients
 from compression.dgc import DGCConfig, _largest, dgc
 from compression.power_sgd import power_sgd
 from compression.statistics import statistics
+from optimizers import guarded
 from sharding import hlo
 from sharding.mesh import INTER_AXES
 from sharding.step import Sharded
@@ -246,6 +248,27 @@ def test_power_sgd_comes_back_from_a_gradient_of_zeros() -> None:
     _, state = update(jax.tree.map(jnp.zeros_like, grads), tx.init(workload.params("tensors")))
     out, _ = update(grads, state)
     assert all(np.asarray(x).any() for x in jax.tree.leaves(out))
+
+
+def test_power_sgd_of_a_gradient_of_any_size() -> None:
+    """Small ones come through as others do; one whose norm is out of range is skipped, and nothing of it is kept."""
+    sharded = workload.sharded("tensors", **LAYOUTS["mics(2)"])
+    params, tx = workload.params("tensors"), guarded(power_sgd(sharded, SPECS, 2), optax.sgd(1.0))
+    update = jax.jit(tx.update)
+
+    def moves(size: float) -> tuple[list[dict[str, np.ndarray]], Any]:
+        state, out = tx.init(params), []
+        for step in range(2):
+            move, state = update(jax.tree.map(lambda g: g * size, gradients(sharded, step)[0]), state, params)
+            out.append(named(move))
+        return out, state
+
+    for wanted, got in zip(moves(1.0)[0], moves(1e-12)[0], strict=True):
+        for name, x in wanted.items():
+            np.testing.assert_allclose(got[name] * 1e12, x, rtol=1e-3, atol=1e-5, err_msg=name)
+    out, state = moves(1e24)
+    assert int(state.skipped) == 2 and not any(x.any() for move in out for x in move.values())
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.exchange.residual))
 
 
 def test_sampling_looks_past_zeros() -> None:

@@ -137,6 +137,21 @@ def test_nothing_but_numbers_crosses_nodes_between_meetings() -> None:
     assert all(x.addressable_shards[0].data.shape[0] == 1 for x in kept)  # a replica's own
 
 
+def test_factored_moments_stay_with_their_replica() -> None:
+    """Those of Adafactor have no parameter's shape; between meetings only numbers cross nodes, as with Adam."""
+    sharded, params = workload.sharded("tensors", **LAYOUTS["mics(2)"]), workload.params("tensors")
+    factored = optax.adafactor(0.1, min_dim_size_to_factor=8)
+    tx = local_sgd(exchange(sharded), guarded(optax.identity(), factored), config(3, "diloco"), 4)
+    state = workload.first_state("tensors", sharded, tx).opt_state
+    for x in jax.tree.leaves((state.inner, state.drift)):
+        assert (x.shape[0], x.addressable_shards[0].data.shape[0]) == (4, 1)
+    placed, _ = gradients(sharded, 0)
+    step = jax.jit(tx.update, out_shardings=(None, jax.tree.map(lambda x: x.sharding, state)))
+    found = hlo.read_collectives(step.lower(placed, state, params).compile().as_text(), sharded.layout.shape)
+    crossing = [c for c in found if c.inter_bytes and c.label != "hop_two"]
+    assert all(c.num_elements <= 8 for c in crossing), crossing
+
+
 def test_a_replica_skips_a_step_by_itself() -> None:
     """Its gradient is not finite; the others move, and all meet at the mean."""
     sharded, settings = workload.sharded("tensors", **LAYOUTS["mics(2)"]), config(1, "mean")

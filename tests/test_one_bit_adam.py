@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -14,6 +15,7 @@ from test_exchange_codecs import gradients
 from compression.codecs import OneBit
 from compression.exchange import exchange
 from compression.one_bit_adam import one_bit_adam
+from optimizers import guarded
 from sharding.step import Sharded
 
 CODEC = OneBit(block=32)
@@ -77,6 +79,23 @@ def test_what_never_had_a_gradient_stays() -> None:
     for _ in range(WARMUP + 2):
         moves, state = update(grads, state)
         assert all(np.isfinite(x).all() and not np.asarray(x)[..., 0].any() for x in jax.tree.leaves(moves))
+
+
+@pytest.mark.parametrize("steps", [1, WARMUP + 1])
+def test_what_is_not_finite_is_skipped_where_nothing_would_move(steps: int) -> None:
+    """In the warm-up a square that is out of range, after it a value that never had a gradient, of a vector."""
+    sharded, _, _ = program()
+    hop = one_bit_adam(sharded, CODEC, warmup_steps=WARMUP, b1=B1, b2=B2, eps=EPS)
+    params, tx = workload.params("tensors"), guarded(hop, optax.sgd(1.0))
+    update, state = jax.jit(tx.update), tx.init(workload.params("tensors"))
+    good = gradients(sharded, 0)[0]
+    good = good | {"whole": good["whole"].at[:, 0].set(0.0)}
+    for _ in range(steps):
+        _, state = update(good, state, params)
+    bad = good | {"whole": good["whole"].at[1, 0].set(1e24 if steps < WARMUP else jnp.inf)}
+    moves, after = update(bad, state, params)
+    assert int(after.skipped) == 1 and not any(np.asarray(x).any() for x in jax.tree.leaves(moves))
+    jax.tree.map(np.testing.assert_array_equal, after.exchange, state.exchange)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,31 @@
+"""What a validation says, given the sums of its batches."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs import base
+from evaluation import Validator
+from input_pipeline import DataConfig, load
+
+
+@pytest.mark.parametrize("objective", ["causal", "masked"])
+def test_bits_per_byte_are_those_of_a_model_that_predicts_every_token(objective: str) -> None:
+    """Bytes are the tokens here; a masked model's loss is of the masked ones alone, and says nothing of the text."""
+    section = base.get_config().data.to_dict() | dict(source="synthetic", seq_len=16, objective=objective)
+    data = load(config := DataConfig(**section), "validation", 0)
+    experiment: Any = SimpleNamespace(batch=SimpleNamespace(global_size=4), data=config, settled=lambda sums: sums)
+    validate = Validator(experiment, data, 2)
+    sums = [{"loss": np.float32(6), "weight": np.float32(4)}, {"loss": np.float32(2), "weight": np.float32(1)}]
+    validate._evaluate, validate._batches = lambda params, batch: batch, sums  # pyright: ignore[reportAttributeAccessIssue]
+    result = validate({})
+    assert result.loss == pytest.approx(8 / 5)
+    bits = 8 / 5 / np.log(2)
+    if objective == "causal":
+        assert result.scalars()["validation_bits_per_byte"] == pytest.approx(bits)
+        assert result.said == f"validation loss 1.6000 nats a token, {bits:.4f} bits a byte"
+    else:
+        assert "validation_bits_per_byte" not in result.scalars()
+        assert result.said == "validation loss 1.6000 nats a masked token"
