@@ -1,9 +1,10 @@
 """Optimizers and schedules by name, all of them optax's, behind the exchange and a guard against non-finite gradients.
 
 What an optimizer derives from a whole tensor (trust ratios, factors, orthogonalisation) it derives layer by layer, as
-if the layers were not stacked. Muon orthogonalises the matrices between hidden dims; embeddings, heads, positions,
-norms and biases get Adam, as its authors advise. Weight decay is decoupled, `learning_rate * weight_decay * p`, except
-where the method itself puts it into the gradient (sgd, lars) or under the trust ratio (lamb).
+if the layers were not stacked. Muon orthogonalises the matrices between hidden dims, and convolutions as matrices of
+outputs by all else; embeddings, heads, positions, norms and biases get Adam, as its authors advise. Weight decay is
+decoupled, `learning_rate * weight_decay * p`, except where the method itself puts it into the gradient (sgd, lars) or
+under the trust ratio (lamb).
 """
 
 import math
@@ -137,9 +138,11 @@ def _optimizer(config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree,
             return optax.chain(optax.adafactor(schedule), decoupled)
     assert c.name == "muon"
     labels = _map_specs(lambda spec: "muon" if is_hidden_matrix(spec) else "adam", specs)
-    muon = everywhere(contrib.muon(schedule, beta=c.momentum, eps=c.eps), local)
+    # a tensor without them would get optax's own Adam there
+    dims = _map_specs(lambda spec: _matrix_dims(spec) if is_hidden_matrix(spec) else None, specs)
+    muon = contrib.muon(schedule, beta=c.momentum, eps=c.eps, muon_weight_dimension_numbers=dims)
     adam = optax.nadam(schedule, c.b1, c.b2, c.eps)  # Nesterov's form for both, as in optax's muon
-    return optax.chain(optax.partition({"muon": muon, "adam": adam}, labels), decoupled)
+    return optax.chain(optax.partition({"muon": everywhere(muon, local), "adam": adam}, labels), decoupled)
 
 
 def everywhere(inner: Transform, local: Local) -> Transform:
@@ -163,6 +166,15 @@ def is_matrix(spec: ParamSpec) -> bool:
 def is_hidden_matrix(spec: ParamSpec) -> bool:
     """Whether a parameter is a matrix from hidden to hidden; embeddings and heads know the vocabulary or classes."""
     return is_matrix(spec) and not {"vocab", "classes"} & set(spec.dims)
+
+
+def _matrix_dims(spec: ParamSpec) -> contrib.MuonDimensionNumbers:
+    """Returns which dims of a layer's tensor are summed over in a product: a kernel has its outputs first."""
+    dims = [dim for dim in spec.dims if dim != "layers"]
+    out = dims.index("channels_out") if "channels_out" in dims else len(dims) - 1
+    return contrib.MuonDimensionNumbers(
+        reduction_axis=tuple(i for i in range(len(dims)) if i != out), output_axis=(out,)
+    )
 
 
 def _map_specs(function: Callable[[ParamSpec], Any], specs: PyTree) -> PyTree:

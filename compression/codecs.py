@@ -16,7 +16,10 @@ SCALE_BYTES = 4  # of a block: one f32
 
 @dataclass(frozen=True, kw_only=True)
 class BFloat16:
-    """The upper half of each value: half the bytes, 8 bits of precision, nothing out of range."""
+    """The upper half of each value: half the bytes, 8 bits of precision, nothing out of range.
+
+    What would round to infinity becomes the largest number.
+    """
 
     multiple: int = 1
     sparse: bool = False
@@ -24,6 +27,8 @@ class BFloat16:
     def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
         """Returns two bytes a value."""
         del key
+        largest = float(jnp.finfo(jnp.bfloat16).max)
+        x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
         bits = lax.bitcast_convert_type(lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7), jnp.uint32)
         return _to_bytes((bits >> 16).astype(jnp.uint16))  # a bf16 array would be written out first
 
@@ -139,7 +144,7 @@ class OneBit:
     def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
         """Returns eight signs a byte, the first in the highest bit, then the scales."""
         del key
-        scales = jnp.mean(jnp.abs(_blocks(x, self.block)), axis=-1)
+        scales = jnp.sum(jnp.abs(_blocks(x, self.block)) * (1 / self.block), axis=-1)  # no sum is out of range
         return jnp.concatenate([_pack_bits((x >= 0).astype(jnp.uint8), bits=1), _to_bytes(scales)], axis=-1)
 
     def decode(self, payload: jax.Array) -> jax.Array:

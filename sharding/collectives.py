@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import accumulate
-from math import prod
+from math import lcm, prod
 from typing import Protocol
 
 import jax
@@ -66,6 +66,10 @@ class Wire:
         """Returns the codec of a collective over `axes`."""
         return self.inter if any(axis in INTER_AXES for axis in axes) else self.intra
 
+    def codecs(self, scope: Sequence[str], *, hierarchical: bool) -> list[Codec]:
+        """Returns the codecs that a gather over `scope` passes."""
+        return [codec for axes in levels(scope, hierarchical=hierarchical) if (codec := self.over(axes))]
+
 
 PLAIN = Wire()
 
@@ -109,14 +113,14 @@ def _all_gather(x: jax.Array, axes: tuple[str, ...], to: str) -> jax.Array:
 
 def _coded_all_gather(x: jax.Array, axes: tuple[str, ...], codec: Codec, to: str) -> jax.Array:
     """Gathers what `[...]` becomes by encoding into `[n, ...]` (qwZ, ZeRO++ section 3.1); all get the same."""
-    values = _filled(x.reshape(1, -1), codec)
+    values = _filled(x.reshape(1, -1).astype(jnp.float32), codec.multiple)
     gathered = codec.decode(lax.all_gather(codec.encode(values, _no_key())[0], axes, to=to))
     return gathered[:, : x.size].astype(x.dtype).reshape(-1, *x.shape)
 
 
 def _coded_reduce_scatter(rows: jax.Array, axes: tuple[str, ...], codec: Codec) -> jax.Array:
     """Sums rows `[n, N]` over `axes` in f32, each encoded once; returns this device's (qgZ, ZeRO++ section 3.3)."""
-    sent = codec.encode(_filled(rows, codec), _no_key())
+    sent = codec.encode(_filled(rows.astype(jnp.float32), codec.multiple), _no_key())
     received = all_to_all_rows(sent, axes)
     total = reduce(jnp.add, [codec.decode(row) for row in received])  # a reduction would write all rows out
     return total[: rows.shape[-1]].astype(rows.dtype)
@@ -132,9 +136,9 @@ def _no_key() -> jax.Array:
     return jax.random.key(0)
 
 
-def _filled(rows: jax.Array, codec: Codec) -> jax.Array:
-    """Returns rows in f32 with zeros behind them, to a length that the codec takes."""
-    return jnp.pad(rows.astype(jnp.float32), ((0, 0), (0, -rows.shape[-1] % codec.multiple)))
+def _filled(rows: jax.Array, multiple: int) -> jax.Array:
+    """Returns rows `[n, N]` with zeros behind them, to a length that is a multiple of `multiple`."""
+    return jnp.pad(rows, ((0, 0), (0, -rows.shape[-1] % multiple)))
 
 
 def reduce_scatter_chunks(
@@ -193,10 +197,8 @@ class Group:
 
     def gather(self, shards: Sequence[jax.Array], *, to: str = "varying") -> list[jax.Array]:
         """Returns the full tensors of local `shards`; those without a partitioned dim come back as they are."""
-        collective = partial(
-            all_gather_chunks, scope=self.scope, hierarchical=self.hierarchical, to=to, wire=self.gathers
-        )
-        return self._exchange(_gather_packed, collective, shards)
+        collective = partial(all_gather_chunks, scope=self.scope, hierarchical=self.hierarchical, to=to)
+        return self._exchange(_gather_packed, collective, self.gathers, shards)
 
     def reduce_scatter(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns this device's shards of the sums of full `tensors` over the scope; unpartitioned ones, their sums."""
@@ -207,10 +209,9 @@ class Group:
             scope=self.scope,
             hierarchical=self.hierarchical,
             by_ring=self.over_gloo,
-            wire=self.scatters,
         )
         whole = [lax.psum(x, self.scope) if p.dim is None else x for x, p in zip(tensors, self.placements, strict=True)]
-        return self._exchange(_scatter_packed, collective, whole)
+        return self._exchange(_scatter_packed, collective, self.scatters, whole)
 
     def all_reduce_then_slice(self, tensors: Sequence[jax.Array], over: Sequence[str]) -> list[jax.Array]:
         """Sums full `tensors` over the axes `over`, returns this device's shards: MiCS section 3.4's alternative."""
@@ -224,22 +225,36 @@ class Group:
         ]
 
     def _exchange(
-        self, packed: Callable[..., tuple], collective: Collective, xs: Sequence[jax.Array]
+        self, packed: Callable[..., tuple], collective: Callable[..., jax.Array], wire: Wire, xs: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """Runs `packed` on buckets of the partitioned tensors; those split over `tensor` travel apart."""
+        """Runs `packed` on buckets of the partitioned tensors; those split over `tensor` travel apart.
+
+        So do vectors where there is a codec, as they are: they are few, and of another size than matrices (scales
+        of norms near 1, weights near 0.02). Of the others each begins a block of the codec.
+        """
         out = list(xs)
-        for over_tensor in (False, True) if self.scope else ():
-            members = [
-                i
-                for i, p in enumerate(self.placements)
-                if p.dim is not None and (p.tensor_dim is not None) == over_tensor
-            ]
+        codecs = wire.codecs(self.scope, hierarchical=self.hierarchical)
+        kinds: dict[tuple[bool, bool], list[int]] = {}
+        for i, p in enumerate(self.placements):
+            if p.dim is not None and self.scope:
+                coded = bool(codecs) and not p.is_vector
+                kinds.setdefault((p.tensor_dim is not None, coded), []).append(i)
+        for (over_tensor, coded), members in kinds.items():
             for bucket in buckets(members, [x.nbytes for x in xs], over_gloo=self.over_gloo):
                 places = tuple(self.placements[i] for i in bucket)
-                exchange = partial(packed, places=places, collective=collective, degree=self._degree)
+                exchange = partial(
+                    packed,
+                    places=places,
+                    collective=partial(collective, wire=wire if coded else PLAIN),
+                    degree=self._degree,
+                    multiple=lcm(*(codec.multiple for codec in codecs)) if coded else 1,
+                )
                 if over_tensor and not self.tensor_is_manual:
                     specs = tuple(p.pspec(()) for p in places)
-                    exchange = jax.shard_map(exchange, in_specs=specs, out_specs=specs, axis_names={"tensor"})
+                    # checkpointed, or a rematerialised layer would keep its constants, cut in a way it cannot take back
+                    exchange = jax.checkpoint(
+                        jax.shard_map(exchange, in_specs=specs, out_specs=specs, axis_names={"tensor"})
+                    )
                 for i, x in zip(bucket, exchange(*(xs[i] for i in bucket)), strict=True):
                     out[i] = x
         return out
@@ -260,31 +275,36 @@ def buckets(members: Sequence[int], nbytes: Sequence[int], *, over_gloo: bool) -
 
 
 def _gather_packed(
-    *shards: jax.Array, places: Sequence[Placement], collective: Collective, degree: int
+    *shards: jax.Array, places: Sequence[Placement], collective: Collective, degree: int, multiple: int
 ) -> tuple[jax.Array, ...]:
     """Packs shards into `[N]`, gathers `[p, N]`, slices it apart and joins the chunks of each tensor."""
     del degree
-    chunks = collective(jnp.concatenate([x.reshape(-1) for x in shards]))
-    pieces = slice_apart(chunks, [x.shape for x in shards])
+    chunks = collective(_pack([x.reshape(1, -1) for x in shards], multiple)[0])
+    pieces = slice_apart(chunks, [x.shape for x in shards], multiple)
     return tuple(join(piece, p.dim) for piece, p in zip(pieces, places, strict=True))
 
 
 def _scatter_packed(
-    *tensors: jax.Array, places: Sequence[Placement], collective: Collective, degree: int
+    *tensors: jax.Array, places: Sequence[Placement], collective: Collective, degree: int, multiple: int
 ) -> tuple[jax.Array, ...]:
     """Splits tensors into chunks packed as `[p, N]`, reduce-scatters to `[N]` and slices that apart."""
     rows = [split(x, p.dim, degree) for x, p in zip(tensors, places, strict=True)]
-    summed = collective(jnp.concatenate([row.reshape(degree, -1) for row in rows], axis=1))
-    return tuple(slice_apart(summed, [row.shape[1:] for row in rows]))
+    summed = collective(_pack([row.reshape(degree, -1) for row in rows], multiple))
+    return tuple(slice_apart(summed, [row.shape[1:] for row in rows], multiple))
 
 
-def slice_apart(packed: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-    """Cuts `[..., N]` into a piece `[..., *shape]` for each shape."""
-    ends = list(accumulate(prod(shape) for shape in shapes))
-    starts = [0, *ends[:-1]]
+def _pack(rows: Sequence[jax.Array], multiple: int) -> jax.Array:
+    """Puts rows `[n, N_i]` side by side, each from a multiple of `multiple` on."""
+    return jnp.concatenate([_filled(row, multiple) for row in rows], axis=1)
+
+
+def slice_apart(packed: jax.Array, shapes: Sequence[tuple[int, ...]], multiple: int = 1) -> list[jax.Array]:
+    """Cuts `[..., N]` into a piece `[..., *shape]` for each shape, each from a multiple of `multiple` on."""
+    sizes = [prod(shape) for shape in shapes]
+    starts = accumulate((size + -size % multiple for size in sizes[:-1]), initial=0)
     return [
-        packed[..., start:end].reshape(*packed.shape[:-1], *shape)
-        for start, end, shape in zip(starts, ends, shapes, strict=True)
+        packed[..., start : start + size].reshape(*packed.shape[:-1], *shape)
+        for start, size, shape in zip(starts, sizes, shapes, strict=True)
     ]
 
 

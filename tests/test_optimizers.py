@@ -220,6 +220,53 @@ def test_muon_orthogonalises_hidden_matrices_of_a_layer_and_nothing_else() -> No
             assert np.ptp(np.abs(u)) < 0.05, name
 
 
+def numpy_nesterov(grads: list[np.ndarray], beta: float) -> np.ndarray:
+    """The last direction of Nesterov's momentum as Dozat (2016) corrects its bias."""
+    m = np.zeros_like(grads[0])
+    for g in grads:
+        m = beta * m + (1 - beta) * g
+    return beta * m / (1 - beta ** (len(grads) + 1)) + (1 - beta) * grads[-1] / (1 - beta ** len(grads))
+
+
+def numpy_newton_schulz(x: np.ndarray) -> np.ndarray:
+    """Five quintic steps (Jordan 2024) of a matrix `[inputs, outputs]`, scaled by the root of its shape."""
+    scale = math.sqrt(max(1, x.shape[1] / x.shape[0]))
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return scale * x
+
+
+def test_muon_of_a_resnet_orthogonalises_its_convolutions() -> None:
+    """As matrices of outputs by inputs, height and width, against numpy; all else is Adam of the section's settings."""
+    conv = ("channels_out", "channels_in", "height", "width")
+    specs = {
+        "square": ParamSpec(shape=(8, 4, 3, 3), dims=conv),
+        "shortcut": ParamSpec(shape=(16, 8, 1, 1), dims=conv),
+        "norm": ParamSpec(shape=(8,), dims=("norm",)),
+        "head": ParamSpec(shape=(16, 10), dims=("channels_in", "classes")),
+    }
+    rng = np.random.default_rng(0)
+    params, *grads = [
+        {name: rng.normal(size=s.shape).astype(np.float32) for name, s in specs.items()} for _ in range(4)
+    ]
+    c = optimizer_config("muon", clip_norm=0.0, weight_decay=0.0, warmup_steps=0, schedule="constant")
+    tx = make_optimizer(c, len(grads), specs, no_exchange())
+    state, updates = tx.init(params), {}
+    for g in grads:
+        updates, state = jax.jit(tx.update)(jax.tree.map(lambda x: x[None], g), state, params)
+    for name, spec in specs.items():
+        seen = [g[name].astype(np.float64) for g in grads]
+        if spec.dims == conv:
+            matrix = numpy_nesterov(seen, c.momentum).reshape(spec.shape[0], -1).T
+            expected = numpy_newton_schulz(matrix).T.reshape(spec.shape)
+        else:
+            v = sum((1 - c.b2) * c.b2 ** (2 - i) * g**2 for i, g in enumerate(seen)) / (1 - c.b2**3)
+            expected = numpy_nesterov(seen, c.b1) / (np.sqrt(v) + c.eps)
+        np.testing.assert_allclose(updates[name], -c.learning_rate * expected, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
 def test_weight_decay_is_a_share_of_the_parameter_a_step() -> None:
     """With no gradient, decoupled decay leaves `1 - learning_rate * weight_decay`; masked parameters stay."""
     zero = jax.tree.map(np.zeros_like, GRADS[0])

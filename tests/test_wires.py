@@ -12,8 +12,9 @@ from compression.by_config import CompressionConfig, make_wires
 from compression.codecs import Blockwise
 from configs import base
 from sharding import hlo
-from sharding.collectives import Wire, all_gather_chunks, reduce_scatter_chunks
+from sharding.collectives import Group, Wire, all_gather_chunks, reduce_scatter_chunks
 from sharding.mesh import INTER_AXES
+from sharding.spec import Placement
 from sharding.step import Sharded
 
 BLOCK = 32
@@ -68,6 +69,53 @@ def test_a_coded_reduce_scatter_is_numpy(hierarchical: bool) -> None:
     np.testing.assert_allclose(np.asarray(got), wanted, atol=1e-5)
 
 
+# matrices of sizes that no block divides, the second a thousand times smaller, and a vector, the largest
+SHAPES = {"first": (16, 5), "second": (16, 7), "scale": (16,)}
+GROUP = Group(
+    placements=tuple(Placement(dim=0, tensor_dim=None, ndim=len(shape)) for shape in SHAPES.values()),
+    scope=SCOPE,
+    hierarchical=True,
+    gathers=Wire(inter=INT4, intra=INT4),
+    scatters=Wire(intra=INT4),
+)
+
+
+def tensors(*lead: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    sizes = zip((1.0, 1e-3, 30.0), SHAPES.values(), strict=True)
+    return [(size * rng.normal(size=(*lead, *shape))).astype(np.float32) for size, shape in sizes]
+
+
+def test_a_tensor_is_gathered_in_blocks_of_its_own_and_a_vector_as_it_is() -> None:
+    """Whatever travels beside it; the second level finds the blocks of the first, and loses nothing more."""
+    gather = jax.shard_map(
+        lambda shards: GROUP.gather(shards, to="invarying"), mesh=MESH, in_specs=([P(SCOPE)] * 3,), out_specs=[P()] * 3
+    )
+    first, second, scale = given = tensors()
+    got = jax.jit(gather)(given)
+    for x, wanted in zip(got, (first, second), strict=False):
+        each = rounded(wanted.reshape(8, -1), 4).reshape(wanted.shape)
+        np.testing.assert_allclose(np.asarray(x), each, rtol=1e-5)
+    np.testing.assert_array_equal(np.asarray(got[2]), scale)
+
+
+def test_a_gradient_is_summed_in_blocks_of_its_own_and_a_vector_as_it_is() -> None:
+    """Of hop one; coded inside the node alone, where rows of two chunks are sent."""
+    spec = P("shard_inter", "shard_intra")
+    scatter = jax.shard_map(
+        lambda grads: GROUP.reduce_scatter([g[0, 0] for g in grads]),
+        mesh=MESH,
+        in_specs=([spec] * 3,),
+        out_specs=[P(SCOPE)] * 3,
+    )
+    given = tensors(2, 4)  # [inter, intra, ...]
+    got = jax.jit(scatter)(given)
+    for x, grad in zip(got[:2], given[:2], strict=True):
+        chunks = rounded(grad.reshape(2, 4, 8, -1), 4)
+        np.testing.assert_allclose(np.asarray(x), chunks.sum((0, 1)).reshape(grad.shape[2:]), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(got[2]), given[2].sum((0, 1)), rtol=1e-5, atol=1e-5)
+
+
 ZERO_PLUS_PLUS = dict(gathers=Wire(inter=INT8), scatters=Wire(inter=INT4, intra=INT4))
 
 
@@ -91,6 +139,70 @@ def test_the_program_sends_bytes() -> None:
     for c in large:
         coded = bool(set(c.axes) & set(INTER_AXES)) or c.label == "hop_one"
         assert c.dtype == ("u8" if coded else "f32"), c
+
+
+def test_a_coded_gather_sends_whole_blocks_of_each_matrix_and_vectors_apart() -> None:
+    """Of each of two layers in each micro-step, in zero3: what the codec claims for each matrix, f32 for the norms."""
+    found = collectives(sharded(dict(gathers=Wire(inter=INT8))))
+    crossing = [c for c in found if set(c.axes) & set(INTER_AXES) and c.label == "gather" and c.times == 2 * 2]
+    layer = jax.tree.leaves(workload.specs("decoder")["layers"], is_leaf=lambda x: hasattr(x, "dims"))
+    shards = [int(np.prod(spec.shape[1:])) // 8 for spec in layer if len(spec.shape) > 2]
+    vectors = sum(spec.shape[1] for spec in layer if len(spec.shape) == 2) // 8
+    coded = sum(INT8.payload_bytes(size + -size % BLOCK) for size in shards)
+    assert len(shards) == 7 and any(size % BLOCK for size in shards) and vectors
+    assert {(c.dtype, c.payload_bytes) for c in crossing} == {("u8", 4 * coded), ("f32", 4 * 4 * vectors)}
+
+
+def single_device_loss(params: Any) -> float:
+    data = workload.batch()
+    return float(workload.model("decoder").loss(params, data, lambda name, tree: tree) / data["weights"].sum())
+
+
+def as_gathered(sharding: Sharded, bits: int, degree: int) -> Any:
+    """The parameters, each layer's matrix rounded in `degree` times `tensor` parts: those of a device."""
+    tensor = sharding.layout.shape.tensor
+
+    def round_parts(p: Placement, x: jax.Array) -> np.ndarray:
+        whole = np.array(x)
+        for layer in () if p.is_vector else whole if p.stacked else (whole,):
+            for row in np.split(layer, degree, p.dim - p.stacked):
+                for part in [row] if p.tensor_dim is None else np.split(row, tensor, p.tensor_dim - p.stacked):
+                    part[...] = rounded(part.reshape(-1), bits).reshape(part.shape)
+        return whole
+
+    return sharding.map(round_parts, workload.params("decoder"))
+
+
+# a layer's matrices are cut by `degree` when they are encoded; with tensor=2 a node of 4 is two of its 2
+IN_A_LAYER = {
+    "layer": (4, dict(), "both"),
+    "layer, tensor": (4, dict(tensor=2, nodes=2, per_node=4), "both"),
+    "node, tensor": (2, dict(tensor=2, nodes=2, per_node=4, gather="node"), "intra"),
+    "group in a node, tensor": (2, dict(strategy="mics", partition_size=4, tensor=2, nodes=2, per_node=4), "intra"),
+}
+
+
+QUICK = {("layer, tensor", 4), ("node, tensor", 8)}
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        pytest.param(name, bits, marks=() if (name, bits) in QUICK else pytest.mark.slow)
+        for name in IN_A_LAYER
+        for bits in (8, 4)
+    ],
+)
+def test_a_rematerialised_layer_takes_codecs(name: str, bits: int) -> None:
+    """The first loss is that of a single device with rounded matrices; hop one's codec is in those after it."""
+    degree, how, where = IN_A_LAYER[name]
+    codec = Blockwise(bits=bits, block=BLOCK)
+    wire = Wire(inter=codec, intra=codec) if where == "both" else Wire(intra=codec)
+    how = dict(strategy="mics", partition_size=8 if "tensor" in how else 4) | how
+    sharding = sharded(dict(gathers=wire, scatters=wire), **how)
+    got = workload.losses("decoder", sharding)
+    np.testing.assert_allclose(got[0], single_device_loss(as_gathered(sharding, bits, degree)), rtol=1e-6)
+    np.testing.assert_allclose(got, workload.single_device_losses("decoder"), rtol={8: 3e-3, 4: 0.04}[bits])
 
 
 @pytest.mark.slow
