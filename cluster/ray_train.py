@@ -45,6 +45,7 @@ class Engine:
         `notice_s` is how long a node that is to go is there: the next generation gets half of it to be ready.
         """
         self._members, self._limits, self._patience, self._workdir = members, limits, patience, workdir
+        self._patience.farthest_step = read_progress(workdir).step  # of an engine before this one
         self._compile_ahead, self._leaving_s = compile_ahead, notice_s / 2
         self._number = 0  # of the last generation
         self._coming: Coming | None = None

@@ -97,10 +97,13 @@ class Snapshots:
         return restored
 
     def begin(self, step: int) -> None:
-        """Begins the attempt at `step`; all snapshots but the one that was restored go."""
+        """Begins the attempt at `step`; all snapshots but the one that was restored go.
+
+        An attempt without snapshots is written down too: those of earlier ones are of a history that the run has left.
+        """
+        began_at = (*self._attempts.began_at, step)
+        self._attempts = write_attempts(self._workdir, replace(self._attempts, began_at=began_at))
         if self._every:
-            began_at = (*self._attempts.began_at, step)
-            self._attempts = write_attempts(self._workdir, replace(self._attempts, began_at=began_at))
             if self._reader == self._me:
                 self._folder.remove(self._folder.names() - self._used)
             wait_for_all("begun")  # or it would remove the first snapshot of another process of its node

@@ -162,6 +162,20 @@ def test_failures_without_progress_end(tmp_path: Path, capsys: pytest.CaptureFix
     assert "2 failures in a row without a new step; it said: it crashed" in capsys.readouterr().err
 
 
+def test_steps_of_an_engine_before_are_not_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A program that always fails in a directory that has steps already gets no failure more than in an empty one."""
+
+    def story(cluster: Members) -> Iterator[object]:
+        for _ in range(2):
+            yield from until(lambda: cluster.world() == "a")
+            cluster.by_node["a"].code = -signal.SIGSEGV
+            yield
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    assert play("a", story, tmp_path, max_failures=1)[0] == 1
+    assert "2 failures in a row without a new step" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_sigterm_stops_it_in_good_order(hangs: bool, tmp_path: Path) -> None:
     def story(cluster: Members) -> Iterator[object]:

@@ -255,6 +255,15 @@ def test_a_later_attempt_that_began_earlier_counts(run: Run, tmp_path: Path) -> 
     assert {file.name.split("-")[0] for file in run.files("json")} == {"3"}
 
 
+def test_an_attempt_without_snapshots_counts(run: Run) -> None:
+    """It began at an older step: what the attempt before it had in memory is of another history."""
+    run.keep(5, 6)
+    with run.checkpoints() as checkpointer, Snapshots(run.workdir, str(run.memory), 0) as snapshots:
+        assert snapshots.restore(abstract(), checkpointer) is None
+        snapshots.begin(0)
+    assert run.restore() is None
+
+
 @pytest.mark.parametrize("room", [0, 300, 900])  # for nothing, a part of the data, the data but not its description
 def test_no_room(run: Run, room: int) -> None:
     with run.attempt() as snapshots:
