@@ -149,5 +149,5 @@ def _hold(workdir: Path) -> int:
         time.sleep(0.2)
 
 
-def _from_json(content: dict[str, Any]) -> Attempts:
-    return Attempts(**(content | {"began_at": tuple(content["began_at"])}))
+def _from_json(content: Any) -> Attempts:
+    return Attempts(**{**content, "began_at": tuple(content["began_at"])})

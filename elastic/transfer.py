@@ -11,7 +11,8 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from io import BufferedIOBase
+from typing import Any
 
 import numpy as np
 
@@ -159,7 +160,7 @@ class _Answers:
         part = Box(path=piece.box.path, start=tuple(request["start"]), shape=tuple(request["shape"]))
         return as_bytes(self._folder.read(generation, piece)[part.within(piece.box)])
 
-    def put(self, request: dict[str, Any], sender: int, content: BinaryIO) -> memoryview:
+    def put(self, request: dict[str, Any], sender: int, content: BufferedIOBase) -> memoryview:
         """Keeps a copy of the sender's pieces, which follow in `content`. ValueError if it is not ours to keep."""
         sent = Generation.from_json(request["put"])
         expected = (self._folder.run_id, self._attempt, sender)
@@ -180,7 +181,7 @@ class _Answers:
         return memoryview(b"")
 
 
-def _blocks(content: BinaryIO, size: int) -> Iterator[bytes]:
+def _blocks(content: BufferedIOBase, size: int) -> Iterator[bytes]:
     """Yields the next `size` bytes."""
     while size:
         block = content.read(min(size, _BLOCK_BYTES))
