@@ -226,8 +226,7 @@ def test_the_program_sends_the_payload_and_no_more(name: str) -> None:
     given = {"all-to-all": 1, "all-gather": replicas}  # the payload of a gather is the whole that comes out
     payload_bytes = sum(c.payload_bytes / given[c.kind] for c in crossing)
     assert told["hop_two_payload_bytes"] == payload_bytes + 4 * vectors
-    encoded_ratio = 4 * codec.multiple / codec.payload_bytes(codec.multiple)
-    in_f32 = payload_bytes * encoded_ratio + 4 * vectors
+    in_f32 = 4 * size * (1 + 1 / replicas) + 4 * vectors  # what is encoded, then the part of it that is summed here
     assert told["hop_two_ratio"] == pytest.approx(in_f32 / (payload_bytes + 4 * vectors))
 
 
