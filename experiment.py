@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import models
-from compression.by_config import CompressionConfig, behind, make_hop_two, make_wires
+from compression.by_config import OPTIMIZERS, CompressionConfig, behind, make_hop_two, make_wires
 from compression.local_sgd import LocalSGDConfig, LocalState, drift, local_sgd
 from compression.statistics import statistics
 from configs.door import Config, settings
@@ -140,6 +140,12 @@ class Experiment:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
         return self.settled(jax.jit(self._new_state, out_shardings=shardings)(jax.random.key(self.config.seed)))
 
+    @property
+    def train_step(self) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
+        """The function `step(state, batch) -> (state, metrics)`."""
+        hands_on = "update" if self.config.compression.hop_two in OPTIMIZERS else "grad"
+        return build_train_step(self.model.loss, self.sharded, self.tx, partial(watch, hands_on=hands_on), drift)
+
     def compile_train_step(self) -> jax.stages.Compiled:
         """Compiles, once, `step(state, batch) -> (state, metrics)` for the shapes above; the state is donated."""
         return self._train_step
@@ -147,8 +153,7 @@ class Experiment:
     @cached_property
     def _train_step(self) -> jax.stages.Compiled:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
-        step = build_train_step(self.model.loss, self.sharded, self.tx, watch, drift)
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, self._replicated))
+        jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self._replicated))
         return jitted.lower(self.state_shapes, self.batch_shapes).compile()
 
     def compile_eval_step(self) -> jax.stages.Compiled:
@@ -287,10 +292,13 @@ def make_tx(
     return local_sgd(hop_two, make(optax.identity()), local, sharded.layout.num_replicas)
 
 
-def watch(opt_state: Any) -> dict[str, jax.Array]:
-    """Returns the scalars of the optimizer's state that a run reports; with local SGD the highest of all replicas."""
+def watch(opt_state: Any, *, hands_on: str = "grad") -> dict[str, jax.Array]:
+    """Returns the scalars of the optimizer's state that a run reports; with local SGD the highest of all replicas.
+
+    `hands_on`: what hop two hands on, and the guard takes the norm of, `grad` or `update`.
+    """
     guard = opt_state.inner["local"] if isinstance(opt_state, LocalState) else opt_state
-    return {name: jnp.max(x) for name, x in watched(guard).items()} | statistics(opt_state)
+    return {name: jnp.max(x) for name, x in watched(guard, hands_on=hands_on).items()} | statistics(opt_state)
 
 
 def on_each_device(mesh: Mesh) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

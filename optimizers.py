@@ -66,14 +66,15 @@ class GuardState(NamedTuple):
 
     exchange: PyTree
     inner: PyTree
-    grad_norm: jax.Array  # global norm after hop two, before clipping
+    grad_norm: jax.Array  # global norm of what hop two hands on, before clipping
     skipped_in_a_row: jax.Array
     skipped: jax.Array
 
 
-def watched(state: GuardState) -> dict[str, jax.Array]:
-    """Returns the scalars of the guard that a run reports."""
-    return {"grad_norm": state.grad_norm, "skipped_in_a_row": state.skipped_in_a_row, "skipped_steps": state.skipped}
+def watched(state: GuardState, *, hands_on: str = "grad") -> dict[str, jax.Array]:
+    """Returns the scalars of the guard that a run reports; hop two hands on gradients, `grad`, or an `update`."""
+    counters = {"skipped_in_a_row": state.skipped_in_a_row, "skipped_steps": state.skipped}
+    return {f"{hands_on}_norm": state.grad_norm} | counters
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

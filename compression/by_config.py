@@ -22,6 +22,7 @@ PyTree = Any
 CODECS = ("none", "bf16", "int8", "int4")  # those that are of use without error feedback
 HOP_TWO = (*CODECS, "two_bit", "one_bit", "one_bit_adam", "dgc", "power_sgd")
 ROUNDINGS = ("nearest", "stochastic")
+OPTIMIZERS = {"dgc": "sgd", "one_bit_adam": "adamw"}  # hops two that do an optimizer's work, and hand on its updates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,7 @@ def _hop_two(
 
 def behind(config: CompressionConfig, optimizer: OptimizerConfig) -> OptimizerConfig:
     """Returns the optimizer without what hop two does already. ValueError for one that hop two cannot be a part of."""
-    wanted = {"dgc": "sgd", "one_bit_adam": "adamw"}.get(config.hop_two)
+    wanted = OPTIMIZERS.get(config.hop_two)
     if wanted is None:
         return optimizer
     if optimizer.name != wanted:

@@ -76,8 +76,9 @@ class Route:
 
         mine = lax.axis_index(self.intra) if self.intra else 0
         kept = jnp.zeros_like(parts).at[mine].set(kept.reshape(-1))
-        num_values = rows.size + total.size * (len(payloads) - 1)
-        share = jnp.count_nonzero(decoded) / decoded.size if self.codec.sparse else 1.0  # an f32 sum stops at 2**24
+        in_first = x.size / _size(self.intra)  # without what fills up; the mean of the devices
+        num_values = in_first * (1 + (len(payloads) - 1) / _size(self.inter))
+        share = jnp.count_nonzero(decoded) / in_first if self.codec.sparse else 1.0  # an f32 sum stops at 2**24
         sent = Sent(sum(payload.size for payload in payloads), num_values, num_values * share)
         return whole[: x.shape[-1]], self._chunks(kept, x.shape), sent
 

@@ -20,7 +20,7 @@ class Sent(NamedTuple):
     """Counts of one device and one exchange, f32 scalars; in the state of a hop two."""
 
     payload_bytes: jax.typing.ArrayLike
-    num_values: jax.typing.ArrayLike  # that the payload stands for
+    num_values: jax.typing.ArrayLike  # that the payload stands for, without what fills up blocks
     num_sent: jax.typing.ArrayLike  # of those, the ones that are not left out
 
 
@@ -51,8 +51,8 @@ def added(counts: Sequence[Sent], axes: tuple[str, ...]) -> Sent:
 def statistics(opt_state: PyTree) -> dict[str, jax.Array]:
     """Returns what hop two sent and keeps back, found anywhere in an optimizer's state; nothing if it has no codec.
 
-    The payload of a device, how many times more its values take in f32, the share of them that is not left out, and
-    the norm of all residuals.
+    The payload of a device, with scales and what fills up blocks; how many times more its values, without these, take
+    in f32; the share of them that is not left out; and the norm of all residuals.
     """
     sent = next((x for x in jax.tree.leaves(opt_state, is_leaf=_is_sent) if _is_sent(x)), None)
     if sent is None:

@@ -41,6 +41,21 @@ def test_all_that_is_a_replicas_own_is_on_its_devices_alone() -> None:
         assert own and all(whole[0] == 4 and here[0] == 1 for whole, here in own)
 
 
+DGC = {"compression.hop_two": "dgc", "optimizer.name": "sgd"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"), [({}, "grad_norm"), (ONE_BIT_ADAM, "update_norm"), (DGC, "update_norm")]
+)
+def test_the_norm_of_an_update_is_not_called_a_gradients(changes: dict[str, Any], key: str) -> None:
+    """Of Adam's direction, or of what dgc has accumulated and sends: no gradient is averaged that could have a norm."""
+    config = tiny_config(partition_size=2)
+    config.update_from_flattened_dict(changes)
+    experiment = make_experiment(config)
+    _, metrics = jax.eval_shape(experiment.train_step, experiment.state_shapes, experiment.batch_shapes)
+    assert {name for name in metrics if name in ("grad_norm", "update_norm")} == {key}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -226,9 +226,22 @@ def test_the_program_sends_the_payload_and_no_more(name: str) -> None:
     given = {"all-to-all": 1, "all-gather": replicas}  # the payload of a gather is the whole that comes out
     payload_bytes = sum(c.payload_bytes / given[c.kind] for c in crossing)
     assert told["hop_two_payload_bytes"] == payload_bytes + 4 * vectors
-    encoded_ratio = 4 * codec.multiple / codec.payload_bytes(codec.multiple)
-    in_f32 = payload_bytes * encoded_ratio + 4 * vectors
+    in_f32 = 4 * size * (1 + 1 / replicas) + 4 * vectors  # what is encoded, then the part of it that is summed here
     assert told["hop_two_ratio"] == pytest.approx(in_f32 / (payload_bytes + 4 * vectors))
+
+
+@pytest.mark.parametrize("codec", [Blockwise(bits=8, block=1000), TwoBit(threshold=1e-6, multiple=1000)])
+def test_the_ratio_is_of_the_values_and_not_of_what_fills_up_their_blocks(codec: Codec) -> None:
+    """Two nodes: a row for each of two, then the sum of one of them, in whole blocks of 1000."""
+    sharded = workload.sharded("tensors", nodes=2, per_node=1, strategy="ddp")
+    _, _, state = run(sharded, codec, 1)
+    size = sum(p.size for p in matrices(workload.params("tensors")))
+    vectors = sum(p.size for p in jax.tree.leaves(workload.params("tensors"))) - size
+    assert 2000 < size < 4000  # of each row one block and a part
+    told, payload_bytes = statistics(state), 3 * codec.payload_bytes(2000) + 4 * vectors
+    assert told["hop_two_payload_bytes"] == payload_bytes
+    assert told["hop_two_ratio"] == pytest.approx(4 * (1.5 * size + vectors) / payload_bytes)
+    assert told["hop_two_fraction_sent"] == pytest.approx(1, abs=1e-3)
 
 
 def test_the_fraction_that_two_bits_send() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 import workload
 from jax.sharding import PartitionSpec as P
@@ -15,7 +16,7 @@ from sharding import hlo
 from sharding.collectives import Group, Wire, all_gather_chunks, reduce_scatter_chunks
 from sharding.mesh import INTER_AXES
 from sharding.spec import Placement
-from sharding.step import Sharded
+from sharding.step import Sharded, build_eval_step
 
 BLOCK = 32
 INT8, INT4 = (Blockwise(bits=bits, block=BLOCK) for bits in (8, 4))
@@ -203,6 +204,15 @@ def test_a_rematerialised_layer_takes_codecs(name: str, bits: int) -> None:
     got = workload.losses("decoder", sharding)
     np.testing.assert_allclose(got[0], single_device_loss(as_gathered(sharding, bits, degree)), rtol=1e-6)
     np.testing.assert_allclose(got, workload.single_device_losses("decoder"), rtol={8: 3e-3, 4: 0.04}[bits])
+
+
+def test_validation_is_of_the_parameters_as_they_are_stored() -> None:
+    """Those of a checkpoint, not what a coded gather makes of them."""
+    sharding = sharded(dict(gathers=Wire(inter=INT4, intra=INT4)))
+    state = workload.first_state("decoder", sharding, optax.identity())
+    evaluate = jax.jit(build_eval_step(workload.model("decoder").evaluate, sharding))
+    sums = evaluate(state.params, workload.put_batch(sharding, 1))
+    np.testing.assert_allclose(sums["loss"] / sums["weight"], single_device_loss(workload.params("decoder")), rtol=1e-6)
 
 
 @pytest.mark.slow
