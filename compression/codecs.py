@@ -21,9 +21,9 @@ class BFloat16:
     multiple: int = 1
     sparse: bool = False
 
-    def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
+    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Returns two bytes a value."""
-        del key
+        del key, real
         bits = lax.bitcast_convert_type(lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7), jnp.uint32)
         return _to_bytes((bits >> 16).astype(jnp.uint16))  # a bf16 array would be written out first
 
@@ -54,8 +54,9 @@ class Blockwise:
         """Whole blocks, and two values of 4 bits a byte."""
         return self.block
 
-    def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
+    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Returns the integers, then the scales."""
+        del real  # zeros are no largest value
         most = 2 ** (self.bits - 1) - 1
         blocks = _blocks(x, self.block)
         scales = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) * (1 / most)
@@ -104,9 +105,9 @@ class TwoBit:
     multiple: int = 16
     sparse: bool = True
 
-    def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
+    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Returns four values a byte, the first in the highest bits: 11 is plus, 10 is minus, 00 is nothing."""
-        del key
+        del key, real
         codes = jnp.where(x >= self.threshold, 3, jnp.where(x <= -self.threshold, 2, 0)).astype(jnp.uint8)
         return _pack_bits(codes, bits=2)
 
@@ -136,10 +137,15 @@ class OneBit:
         """Whole blocks."""
         return self.block
 
-    def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
+    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Returns eight signs a byte, the first in the highest bit, then the scales."""
         del key
-        scales = jnp.mean(jnp.abs(_blocks(x, self.block)), axis=-1)
+        sizes = jnp.abs(_blocks(x, self.block))
+        if real is None:
+            scales = jnp.mean(sizes, axis=-1)
+        else:
+            there = _blocks(real, self.block)
+            scales = jnp.sum(jnp.where(there, sizes, 0), axis=-1) / jnp.maximum(jnp.sum(there, axis=-1), 1)
         return jnp.concatenate([_pack_bits((x >= 0).astype(jnp.uint8), bits=1), _to_bytes(scales)], axis=-1)
 
     def decode(self, payload: jax.Array) -> jax.Array:
