@@ -24,9 +24,9 @@ class BFloat16:
     multiple: int = 1
     sparse: bool = False
 
-    def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
+    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Returns two bytes a value."""
-        del key
+        del key, real
         largest = float(jnp.finfo(jnp.bfloat16).max)
         x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
         bits = lax.bitcast_convert_type(lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7), jnp.uint32)
@@ -59,8 +59,9 @@ class Blockwise:
         """Whole blocks, and two values of 4 bits a byte."""
         return self.block
 
-    def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
+    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Returns the integers, then the scales."""
+        del real  # zeros are no largest value
         most = 2 ** (self.bits - 1) - 1
         blocks = _blocks(x, self.block)
         scales = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) * (1 / most)
@@ -109,9 +110,9 @@ class TwoBit:
     multiple: int = 16
     sparse: bool = True
 
-    def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
+    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Returns four values a byte, the first in the highest bits: 11 is plus, 10 is minus, 00 is nothing."""
-        del key
+        del key, real
         codes = jnp.where(x >= self.threshold, 3, jnp.where(x <= -self.threshold, 2, 0)).astype(jnp.uint8)
         return _pack_bits(codes, bits=2)
 
@@ -141,10 +142,16 @@ class OneBit:
         """Whole blocks."""
         return self.block
 
-    def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
+    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Returns eight signs a byte, the first in the highest bit, then the scales."""
         del key
-        scales = jnp.sum(jnp.abs(_blocks(x, self.block)) * (1 / self.block), axis=-1)  # no sum is out of range
+        sizes = jnp.abs(_blocks(x, self.block))
+        if real is None:
+            shares = 1 / self.block
+        else:
+            there = _blocks(real, self.block)
+            shares = there / jnp.maximum(jnp.sum(there, axis=-1, keepdims=True), 1)
+        scales = jnp.sum(sizes * shares, axis=-1)  # the mean, by no sum that is out of range
         return jnp.concatenate([_pack_bits((x >= 0).astype(jnp.uint8), bits=1), _to_bytes(scales)], axis=-1)
 
     def decode(self, payload: jax.Array) -> jax.Array:

@@ -56,7 +56,8 @@ class Route:
         rows = rows.reshape(_size(self.inter), -1)
         first, second = jax.random.split(key)
 
-        payload = self.codec.encode(rows, first)
+        real = self._real(rows.shape, x.shape[-1])
+        payload = self.codec.encode(rows, first, real)
         received = all_to_all_rows(payload, self.inter)
         total = reduce(jnp.add, [self.codec.decode(row) for row in received])  # a reduction would write all rows out
         decoded = self.codec.decode(payload)
@@ -65,7 +66,7 @@ class Route:
 
         whole = total
         if between := _inter(self.gather):
-            payload = self.codec.encode(total, second)
+            payload = self.codec.encode(total, second, real[lax.axis_index(self.inter)])
             payloads.append(payload)
             gathered = all_gather_chunks(payload, between, hierarchical=True, to="invarying")
             whole = self.codec.decode(gathered).reshape(-1)
@@ -88,6 +89,13 @@ class Route:
         x = jnp.pad(x, ((0, 0), (0, -x.shape[-1] % full)))
         x = x.reshape(*self._grid, -1)
         return x.transpose(0, 2, 1, 3, 4).reshape(_size(self.intra), -1)
+
+    def _real(self, shape: tuple[int, ...], size: int) -> jax.Array:
+        """Returns which values of this device's rows `[nodes, n]` are of chunks `[N]`, and not what fills them up."""
+        gather = self._grid[-1]
+        inside = lax.axis_index(_intra(self.gather)) if _intra(self.gather) else 0
+        part = inside * gather + jnp.arange(shape[0]) % gather
+        return part[:, None] * shape[1] + jnp.arange(shape[1])[None] < size
 
     def _chunks(self, parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Undoes `_parts`."""

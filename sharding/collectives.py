@@ -42,8 +42,8 @@ class Codec(Protocol):
         """Whether it leaves values out, which are then decoded as zeros."""
         ...
 
-    def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
-        """Returns the payload of rows of values; `key` is for random rounding."""
+    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
+        """Returns the payload of rows of values; `key` is for random rounding, `real` tells values from padding."""
         ...
 
     def decode(self, payload: jax.Array) -> jax.Array:

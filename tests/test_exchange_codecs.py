@@ -163,6 +163,31 @@ def test_two_nodes_are_numpy() -> None:
         np.testing.assert_allclose(got, arrived[:size], atol=1e-6)
 
 
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_a_scale_of_one_bit_is_of_values_and_not_of_what_fills_a_block_up(per_node: int) -> None:
+    """Two nodes, without feedback: each slice is encoded by both, their sum once more, written out."""
+    sharded = workload.sharded("tensors", nodes=2, per_node=per_node, strategy="ddp")
+    block = 96
+    out, _, _ = run(sharded, OneBit(block=block), 1, feedback=False)
+    replicas = 2 * per_node
+    x = np.concatenate([leaf.reshape(replicas, -1) for leaf in matrices(gradients(sharded, 0)[1])], axis=1) / replicas
+    x = x.reshape(2, per_node, -1).sum(1)  # of each node
+    size = x.shape[1]
+    length = (size + -size % (replicas * block)) // replicas  # of the slice of a device
+
+    def round_trip(piece: np.ndarray) -> np.ndarray:
+        return np.where(piece >= 0, 1, -1) * np.abs(piece).mean()
+
+    wanted = np.zeros(size)
+    for start in range(0, size, length):
+        for first in range(start, min(start + length, size), block):
+            here = slice(first, min(first + block, start + length, size))
+            wanted[here] = round_trip(round_trip(x[0, here]) + round_trip(x[1, here]))
+    assert size % block
+    got = np.concatenate([leaf.reshape(-1) for leaf in matrices(out[0])])
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-8)
+
+
 def test_without_feedback_nothing_is_kept() -> None:
     sharded = workload.sharded("tensors", **LAYOUTS["mics(2)"])
     out, _, state = run(sharded, CODECS["two_bit"], 1, feedback=False)
