@@ -18,7 +18,7 @@ from test_checkpointing_crash import files_no_larger_than
 
 from checkpointing import CheckpointConfig, Checkpointer, Restored, manifest
 from elastic.addresses import own_address
-from elastic.memory_files import Generation, MemoryFolder
+from elastic.memory_files import MemoryFolder
 from elastic.snapshots import AUTOMATIC, Pace, Snapshots
 
 SHAPES = {"w": (16, 6), "t": (3, 8), "b": (5,), "h": (8, 3), "empty": (8, 0), "step": ()}
@@ -282,94 +282,6 @@ def test_no_room(run: Run, room: int) -> None:
     assert len(run.said) == 1
 
 
-def test_nobody_else_can_look_in(run: Run) -> None:
-    before = os.umask(0)
-    try:
-        run.keep(1)
-    finally:
-        os.umask(before)
-    folder = run.files("data")[0].parent
-    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700] * 2
-    assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600] * 2
-
-
-@pytest.mark.parametrize("how", ["readable", "link", "no folder", "replaceable", "somebody else's memory"])
-def test_folders_of_others_are_refused(run: Run, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.keep(1)
-    folder = run.files("data")[0].parent
-    expected = "is not a folder of this user alone"
-    match how:
-        case "readable":
-            folder.chmod(0o750)
-        case "link":
-            folder.symlink_to(folder.rename(run.memory / "elsewhere"))
-        case "no folder":
-            shutil.rmtree(folder)
-            folder.write_text("")
-        case "replaceable":
-            run.memory.chmod(0o777)
-            expected = "can be written by others"
-        case "somebody else's memory":
-            run.memory.chmod(0o1777)
-            status = run.memory.stat()
-            stat = Path.stat
-            others = os.stat_result((*status[:4], os.getuid() + 1, *status[5:]))
-            monkeypatch.setattr(Path, "stat", lambda path, **_: others if path == run.memory else stat(path))
-            expected = f"belongs to user {os.getuid() + 1}"
-    with pytest.raises(ValueError, match=expected):
-        run.attempt()
-    if how == "replaceable":
-        run.memory.chmod(0o1777)
-        check(run.restore(), 1)
-
-
-@pytest.mark.parametrize("how", ["link", "file", "readable"])
-def test_a_name_that_somebody_else_has_taken(run: Run, how: str) -> None:
-    """Is passed over; what was kept beside it is found again, also when the name is free, and goes with the run."""
-    name = run.memory / f"mics-jax-{os.getuid()}"
-    match how:
-        case "link":
-            name.symlink_to("/")
-        case "file":
-            name.touch()
-        case "readable":
-            name.mkdir(mode=0o755)
-    run.keep(1)
-    check(run.restore(), 1)
-    folder = run.files("json")[0].parent.parent
-    assert folder != name and folder.stat().st_mode & 0o777 == 0o700 and len(list(run.memory.glob("mics-*"))) == 2
-    name.rmdir() if how == "readable" else name.unlink()
-    check(run.restore(), 1)
-    with run.attempt() as snapshots:
-        snapshots.end(finished=True)
-    assert not list(run.memory.glob("mics-*"))
-
-
-def test_a_run_id_that_is_a_path(run: Run) -> None:
-    """Would have a run delete that folder in the end."""
-    run.keep(1)
-    file = run.workdir / "attempts.json"
-    victim = run.memory / "victim"
-    victim.mkdir(mode=0o700)
-    for run_id in ("../victim", "A" * 16, "0" * 15, 7):
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"run_id": run_id}))
-        with pytest.raises(ValueError, match=r"attempts.json is damaged .*; remove it"), run.attempt() as snapshots:
-            snapshots.end(finished=True)
-    assert victim.is_dir()
-
-
-@pytest.mark.parametrize(
-    "change", [{"name": "../0-0-a"}, {"name": "0-0-c"}, {"run_id": "../../home"}, {"name": "1-0-a"}]
-)
-def test_a_description_with_names_of_others(run: Run, change: dict[str, str]) -> None:
-    run.keep(1)
-    (kept,) = MemoryFolder(run.memory, run.run_id, "spare").generations()[0]
-    content = json.loads(json.dumps(kept.as_json()))
-    assert Generation.from_json(content) == kept
-    with pytest.raises(ValueError, match="is no snapshot"):
-        Generation.from_json(content | change)
-
-
 @pytest.mark.parametrize("stops", [True, False])
 def test_checkpoints_are_deleted_to_go_back(run: Run, stops: bool) -> None:
     """Snapshots that know of them do not bring back what came after; without a checkpoint they are all there is."""
@@ -427,11 +339,6 @@ def test_a_damaged_checkpoint_was_set_aside(run: Run) -> None:
     assert restored and restored.step == 1
     run.keep(3)
     check(run.restore(), 3)
-
-
-def test_no_such_memory(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"elastic.memory_dir=.*/no is not a folder .* elastic.snapshot_every=0"):
-        Snapshots(tmp_path / "run", str(tmp_path / "no"), 1)
 
 
 def test_a_host_whose_name_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
