@@ -132,11 +132,16 @@ def table_rows(experiment: Experiment) -> list[Row]:
     specs: dict[str, ParamSpec] = by_name(experiment.model.param_specs(), lambda x: isinstance(x, ParamSpec))
     placements: dict[str, Placement] = by_name(sharded.placements, is_placement)
     params: dict[str, jax.ShapeDtypeStruct] = by_name(experiment.state_shapes.params)
-    owned: dict[str, list[jax.ShapeDtypeStruct]] = {name: [] for name in params}
-    rest: list[jax.ShapeDtypeStruct] = []
+    here, whole = (dict.fromkeys([*params, REST], 0) for _ in range(2))  # bytes of the optimizer's state
+    by_replica = False
     for path, leaf in jax.tree_util.tree_leaves_with_path(experiment.state_shapes.opt_state):
-        name = owner(path, leaf, params) or residual_owner(path, leaf, params, layout.num_replicas)
-        owned.get(name, rest).append(leaf)
+        name = owner(path, leaf, params) or residual_owner(path, leaf, params, layout.num_replicas) or REST
+        here[name] += _nbytes(leaf, leaf.sharding)
+        if jax.tree_util.DictKey("local") in path:  # of each replica by itself
+            by_replica = True
+            whole[name] += _nbytes(leaf) // layout.num_replicas
+        elif name == REST or leaf.shape == params[name].shape:  # else a residual, which one device does not have
+            whole[name] += _nbytes(leaf)
     rows = []
     for name, x in params.items():
         gradient = NamedSharding(sharded.mesh, placements[name].pspec(layout.gradients))
@@ -145,16 +150,15 @@ def table_rows(experiment: Experiment) -> list[Row]:
                 name=name,
                 shape=x.shape,
                 spec=_aloud(specs[name], placements[name], experiment),
-                device_bytes=(_nbytes(x, x.sharding), _nbytes(x, gradient), _sum_here(owned[name])),
-                # one device has no replicas, and no residuals
-                whole_bytes=(_nbytes(x), _nbytes(x), sum(_nbytes(y) for y in owned[name] if y.shape == x.shape)),
+                device_bytes=(_nbytes(x, x.sharding), _nbytes(x, gradient), here[name]),
+                whole_bytes=(_nbytes(x), _nbytes(x), whole[name]),
             )
         )
     other = Row(
         name=REST,
-        spec=("whole on every device",),
-        device_bytes=(0, 0, _sum_here(rest)),
-        whole_bytes=(0, 0, sum(map(_nbytes, rest))),
+        spec=("whole in every replica" if by_replica else "whole on every device",),
+        device_bytes=(0, 0, here[REST]),
+        whole_bytes=(0, 0, whole[REST]),
     )
     return [*rows, other]
 
@@ -179,10 +183,6 @@ def _aloud(spec: ParamSpec, placement: Placement, experiment: Experiment) -> tup
 def _nbytes(x: jax.ShapeDtypeStruct, sharding: Sharding | None = None) -> int:
     """Returns the bytes of an array, of one device's shard of it if a sharding is given."""
     return math.prod(sharding.shard_shape(x.shape) if sharding else x.shape) * x.dtype.itemsize
-
-
-def _sum_here(arrays: Sequence[jax.ShapeDtypeStruct]) -> int:
-    return sum(_nbytes(x, x.sharding) for x in arrays)
 
 
 def _times(shape: tuple[int, ...]) -> str:

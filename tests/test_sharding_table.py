@@ -90,6 +90,16 @@ def test_residuals_belong_to_their_parameter() -> None:
         assert row.whole_bytes == before.whole_bytes
 
 
+def test_what_each_replica_keeps_by_itself_counts_once() -> None:
+    """Of local SGD Adam's moments and the drift of one replica, and the outer momentum: four copies."""
+    config = tiny_config(partition_size=2)
+    config.local_sgd.inner_steps = 2
+    *rows, rest = table.table_rows(make_experiment(config))
+    for row in rows:
+        assert row.device_bytes[2] == 4 * row.device_bytes[0] and row.whole_bytes[2] == 4 * row.whole_bytes[0]
+    assert rest.spec == ("whole in every replica",) and 0 < rest.whole_bytes[2] < 100
+
+
 # what each optimizer keeps for a matrix of a layer and for a bias, in copies of the parameter
 COPIES = {"adamw": (2, 2), "lamb": (2, 2), "muon": (1, 2), "adafactor": (0, 1)}
 
