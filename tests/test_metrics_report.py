@@ -14,6 +14,7 @@ import pytest
 
 from metrics.charts import Line, line_chart, nice_ticks, thin_out, trend
 from metrics.report import write_report
+from metrics.run_files import read_run, results_of
 
 UNKNOWN = "\N{EN DASH}"
 
@@ -300,3 +301,14 @@ def test_ticks_are_round_and_inside(low: float, high: float) -> None:
     mantissa = step / 10 ** math.floor(math.log10(step) + 1e-9)
     assert min(abs(mantissa - m) for m in (1, 2, 5, 10)) < 1e-6
     np.testing.assert_allclose(np.diff(ticks), step)
+
+
+def test_a_long_outcome_keeps_its_ends_and_the_file_all_of_it(tmp_path: Path) -> None:
+    reason = f"failed: model.hidden=32: {'f32[8,8] fusion(...) ' * 1000}; set model.hidden=64"
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "summary.json").write_text(json.dumps({"exit_reason": reason}))
+    run = read_run(tmp_path)
+    outcome = results_of(run).exit_reason
+    assert outcome is not None and len(outcome) < 1000 and run.summary["exit_reason"] == reason
+    assert outcome.startswith("failed: model.hidden=32: ") and outcome.endswith("; set model.hidden=64")
+    assert "characters, which summary.json has" in outcome
