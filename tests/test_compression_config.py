@@ -44,9 +44,7 @@ def test_all_that_is_a_replicas_own_is_on_its_devices_alone() -> None:
 DGC = {"compression.hop_two": "dgc", "optimizer.name": "sgd"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "key"), [({}, "grad_norm"), (ONE_BIT_ADAM, "update_norm"), (DGC, "update_norm")]
-)
+@pytest.mark.parametrize(("changes", "key"), [({}, "grad_norm"), (ONE_BIT_ADAM, "update_norm"), (DGC, "update_norm")])
 def test_the_norm_of_an_update_is_not_called_a_gradients(changes: dict[str, Any], key: str) -> None:
     """Of Adam's direction, or of what dgc has accumulated and sends: no gradient is averaged that could have a norm."""
     config = tiny_config(partition_size=2)
