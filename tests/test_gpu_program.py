@@ -87,18 +87,26 @@ def test_power_sgd_sends_factors() -> None:
 
 @pytest.mark.parametrize("gather", ["layer", "node"])
 def test_zero_plus_plus_sends_the_payload(gather: str) -> None:
-    """Gathers in int8, hop one in int4, on both levels; layers are gathered twice a micro-step, or all once."""
+    """Gathers in int8, hop one in int4, on both levels; layers are gathered twice a micro-step, or all once.
+
+    Vectors travel as they are.
+    """
     codecs = {"gather_inter": "int8", "gather_intra": "int8", "hop_one_inter": "int4", "hop_one_intra": "int4"}
     coded = {f"compression.{key}": codec for key, codec in codecs.items()}
     found = compiled_for_h100(ZERO3 | {"sharding.gather": gather} | coded)
     assert {(c.kind, c.label, c.dtype) for c in found} == {
-        ("all-gather", "gather", "u8"),
+        ("all-gather", "gather", "u8"),  # XLA puts the vectors' into these
         ("all-to-all", "hop_one", "u8"),
+        ("reduce-scatter", "hop_one", "f32"),
     }
-    parts = [(1, SIZE)] if gather == "node" else [(2 * LAYERS, IN_LAYERS // LAYERS), (1, SIZE - IN_LAYERS)]
-    gathers = sum(times * claimed("int8", NODES, size // DEVICES) for times, size in parts)
-    scatters = sum(-(-times // 2) * claimed("int4", NODES, size // DEVICES) for times, size in parts)
-    for label, wanted in (("gather", gathers), ("hop_one", scatters)):
+    parts = [(1, SIZE, VECTORS)]
+    if gather == "layer":
+        parts = [(2 * LAYERS, IN_LAYERS // LAYERS, 2 * HIDDEN), (1, SIZE - IN_LAYERS, HIDDEN)]
+    for label, codec, passes in (("gather", "int8", 1), ("hop_one", "int4", 2)):  # hop one is backwards alone
+        wanted = 0
+        for times, size, vectors in parts:
+            row_bytes = claimed(codec, NODES, (size - vectors) // DEVICES) + 4 * vectors // DEVICES
+            wanted += -(-times // passes) * row_bytes
         assert sum(c.payload_bytes * c.times for c in crossing(found) if c.label == label) == ACCUM * wanted
 
 
