@@ -182,7 +182,8 @@ def test_flops_of_small_images() -> None:
 
 
 def test_zero3_gathers_block_by_block_and_loses_nothing() -> None:
-    """XLA:CPU merges the gathers of forward and backward pass (on GPUs both are there): one a micro-step, not two."""
+    """In the forward and in the backward pass; XLA:CPU of jax 0.10 merges the two (on GPUs both are there)."""
+    gathers = 2 if jax.__version_info__ < (0, 11) else 4  # in two micro-steps
     sh = workload.sharded("resnet", strategy="zero3", hierarchical=False)
     step, state, data = workload.compiled_step("resnet", sh, accumulation=2)
     got: Counter = Counter()
@@ -194,7 +195,7 @@ def test_zero3_gathers_block_by_block_and_loses_nothing() -> None:
     assert list(specs) == ["stem", "stage1_block0", "stage2_block0", "head"]
     for tree in specs.values():
         elements = sum(math.prod(s.shape) for s in jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "dims")))
-        expected += Counter({("gather", elements): 2, ("hop_one", elements): 2})
+        expected += Counter({("gather", elements): gathers, ("hop_one", elements): 2})
     assert got == expected
     losses = workload.run_steps(step, state, data, workload.NUM_STEPS)[0]
     np.testing.assert_allclose(losses, workload.single_device_losses("resnet"), rtol=1e-5)
