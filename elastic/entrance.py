@@ -10,6 +10,7 @@ every process reads it.
 """
 
 import contextlib
+import fcntl
 import hmac
 import os
 import re
@@ -51,16 +52,19 @@ def shared_token(workdir: Path) -> str:
 
 
 def _make_token(file: Path) -> None:
-    """Writes a token where there is none; another start may do the same."""
+    """Writes a token where there is none, also if a start was killed before it wrote one; others may do the same."""
     try:
+        if file.exists() and file.stat().st_size:
+            return
         file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    except FileExistsError:
-        return
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise ValueError(f"{file} cannot be made ({error.strerror}); choose another --workdir") from error
-    with open(descriptor, "w") as opened:
-        opened.write(secrets.token_hex(32))
+    with open(descriptor, "r+") as opened:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        if not opened.read():
+            opened.write(secrets.token_hex(32))
 
 
 def _read_token(file: Path) -> str:

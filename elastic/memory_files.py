@@ -216,7 +216,7 @@ def remove_run(memory_dir: str | Path, run_id: str) -> None:
     """Deletes what this node holds of a run, if anything."""
     name = f"mics-jax-{os.getuid()}"
     for folder in [Path(memory_dir, name, run_id), *Path(memory_dir).glob(f"{name}-*/{run_id}")]:
-        if folder.exists() and _is_private(folder.parent) and _is_private(folder):
+        if _is_private(folder.parent) and _is_private(folder):
             shutil.rmtree(folder, ignore_errors=True)  # what cannot go is no reason to fail a run that is done
             if folder.parent.name != name:
                 with contextlib.suppress(OSError):  # another process of this node was faster
@@ -307,6 +307,9 @@ def _make_private(folder: Path) -> bool:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether it is a folder (no link), ours, that nobody else can look into."""
-    found = folder.lstat()
+    """Whether it is there, a folder (no link), ours, and nobody else can look into it."""
+    try:
+        found = folder.lstat()
+    except (FileNotFoundError, PermissionError):
+        return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & _OTHERS

@@ -13,7 +13,6 @@ OPEN_MPI, OPEN_MPI_SIZE = "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"  # Ope
 SLURM_STEP = ("SLURM_STEP_NODELIST", "SLURM_PROCID")  # srun sets them; sbatch and salloc set SLURM_NTASKS alone
 KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # of an indexed Job or a JobSet
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")  # the flags, for any other launcher
-OPEN_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"  # Open MPI 5 sets it, and not the other
 
 
 def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:

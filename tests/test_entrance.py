@@ -196,8 +196,22 @@ def test_the_token_of_a_work_directory(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"process 0 on .* cannot use .*/token: others may read it \(mode 0640\)"):
         shared_token(workdir)
     file.chmod(0o600)
-    file.write_text("")
+    file.write_text("secret")
     with pytest.raises(ValueError, match="holds no token; remove it"):
         shared_token(workdir)
     with pytest.raises(ValueError, match=r"run/token cannot be made \(Not a directory\); choose another --workdir"):
         shared_token(file / "run")
+
+
+def test_a_start_that_was_killed_before_it_wrote_the_token(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    token = shared_token(tmp_path)
+    assert len(token) == 64 and shared_token(tmp_path) == token == file.read_text()
+
+
+def test_two_starts_that_make_the_token_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second waits for the first, and takes its token."""
+    file = tmp_path / "token"
+    monkeypatch.setattr(entrance.fcntl, "flock", lambda *_: file.write_text("1" * 64))
+    assert shared_token(tmp_path) == "1" * 64

@@ -1,5 +1,6 @@
 """The folders and names of snapshots: this user's alone, and nobody can put another in their place."""
 
+import errno
 import json
 import os
 import shutil
@@ -58,8 +59,8 @@ def test_folders_of_others_are_refused(run: Run, how: str, monkeypatch: pytest.M
         check(run.restore(), 1)
 
 
-@pytest.mark.parametrize("how", ["link", "file", "readable"])
-def test_a_name_that_somebody_else_has_taken(run: Run, how: str) -> None:
+@pytest.mark.parametrize("how", ["link", "file", "readable", "closed"])
+def test_a_name_that_somebody_else_has_taken(run: Run, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is passed over; what was kept beside it is found again, also when the name is free, and goes with the run."""
     name = run.memory / f"mics-jax-{os.getuid()}"
     match how:
@@ -69,15 +70,31 @@ def test_a_name_that_somebody_else_has_taken(run: Run, how: str) -> None:
             name.touch()
         case "readable":
             name.mkdir(mode=0o755)
+        case "closed":
+            make_closed(name, monkeypatch)
     run.keep(1)
     check(run.restore(), 1)
     folder = run.files("json")[0].parent.parent
     assert folder != name and folder.stat().st_mode & 0o777 == 0o700 and len(list(run.memory.glob("mics-*"))) == 2
-    name.rmdir() if how == "readable" else name.unlink()
+    if how != "closed":
+        name.rmdir() if how == "readable" else name.unlink()
     check(run.restore(), 1)
     with run.attempt() as snapshots:
         snapshots.end(finished=True)
-    assert not list(run.memory.glob("mics-*"))
+    assert list(run.memory.glob("mics-*")) == ([name] if how == "closed" else [])
+
+
+def make_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a folder of somebody else, who lets nobody look at what is in it: not even root in this test."""
+    folder.mkdir(mode=0o755)
+    stat = Path.stat
+
+    def refuse(path: Path, **options: bool) -> os.stat_result:
+        if folder in path.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
 
 
 def test_no_such_memory(tmp_path: Path) -> None:
