@@ -149,7 +149,7 @@ def _exchange_sparse(
     """Returns the sum of what all sent of `[layers, ...]`, what this replica keeps of `v` and `u`, and counts."""
     inter = tuple(axis for axis in axes if axis in INTER_AXES)
     intra = tuple(axis for axis in axes if axis not in INTER_AXES)
-    shape = share.shape
+    shape, num_values = share.shape, share.size / prod(lax.axis_size(axis) for axis in intra)  # without what fills up
     share, v, u = (_part(x, intra) for x in (share, v, u))
     u = config.momentum * u + share
     v = v + u
@@ -158,7 +158,7 @@ def _exchange_sparse(
     send = [partial(_send_largest, count=n, axes=inter, sampled=config.sampled) for n in most]
     total, sent = lax.switch(stage, send, v, key)
     num_bytes = jnp.asarray([_payload_bytes(layers * n, v.size) for n in most], jnp.float32)[stage]
-    count = Sent(num_bytes, v.size, jnp.sum(sent).astype(jnp.float32))
+    count = Sent(num_bytes, num_values, jnp.sum(sent).astype(jnp.float32))
     v, u = (_placed(jnp.where(sent, 0, x), intra, shape) for x in (v, u))
     return _whole(total, intra, shape), v, u, count
 

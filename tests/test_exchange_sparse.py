@@ -151,6 +151,18 @@ def test_dgc_loses_nothing_in_any_layout(layout: str) -> None:
         assert sent < 0.5 if is_matrix(name, out[0][name]) else sent == 1
 
 
+def test_the_ratio_of_dgc_is_of_the_values_and_not_of_what_fills_up_parts() -> None:
+    """The three devices of a node each have a third of a layer's values, some of them a zero more."""
+    sharded = workload.sharded("tensors", nodes=2, per_node=3, strategy="ddp")
+    shapes = named(workload.params("tensors"))
+    matrices = {name: x for name, x in shapes.items() if is_matrix(name, x)}
+    assert any(x.size % 3 for x in matrices.values())
+    told = statistics(run(sharded, dgc(sharded, DGC), 1)[1])
+    vectors = sum(x.size for x in shapes.values()) - sum(x.size for x in matrices.values())
+    num_values = sum(x.size / 3 for x in matrices.values()) + vectors
+    assert told["hop_two_ratio"] == pytest.approx(4 * num_values / told["hop_two_payload_bytes"])
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_sampling_finds_large_values(seed: int) -> None:
     """Of 20000 values the 200 largest are wanted, and a tenth tells which are large."""
