@@ -267,8 +267,9 @@ def test_a_step_that_the_run_deletes_while_others_are_looked_at_is_not_damage(
 ) -> None:
     for step in (10, 20, 30):
         folder = tmp_path / str(step)
-        folder.mkdir()
-        (folder / "a").write_text("content")
+        for name in (manifest.STATE_FILE, manifest.DATA_FILE, manifest.CONFIG_FILE):
+            (folder / name).parent.mkdir(parents=True)
+            (folder / name).write_text("content")
         manifest.write(folder, manifest.build(folder, step=step, tree=(), metrics={}))
     real = {"read": manifest.read, "verify": manifest.verify}
 
