@@ -3,10 +3,10 @@
     python -m cluster.emulate --nodes=4 --devices_per_node=2 --processes_per_node=2 --rate=1gbit \
         -- PYTHON_WITH_TORCH benchmarks/pytorch_peer.py ddp|hsdp|zero3 [kept] [dots]
 
-One process a device, by torchrun's variables. The same model, batch and optimizer as configs/standard.py: 8 layers of
-512, f32, AdamW, activation checkpointing, one sequence a device, 4 micro-steps. `hsdp` all-reduces between nodes at
-the last micro-step only: MiCS's schedule. `kept`: layers stay gathered for the backward pass; `dots`: products with
-weights are kept for it. Rank 0 prints one line: RESULT and a JSON object.
+One process a device, by torchrun's variables. The kind and size of configs/standard.py: 8 layers of 512, f32, AdamW,
+activation checkpointing, one sequence a device, 4 micro-steps; but random tokens, and no clipping. `hsdp` all-reduces
+between nodes at the last micro-step only: MiCS's schedule. `kept`: layers stay gathered for the backward pass; `dots`:
+products with weights are kept for it. Rank 0 prints one line: RESULT and a JSON object.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false

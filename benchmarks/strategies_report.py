@@ -179,11 +179,12 @@ def pytorch_section(lines: Sequence[Line]) -> str:
     return "\n\n".join(
         [
             "## Beside PyTorch\n\nDDP and FSDP2 on gloo (`benchmarks/pytorch_peer.py`, one process and one thread a "
-            "device), in one session with ours (one process a node), at each rate ours first: same model and batch, "
-            "f32 on the wire and in the sums, layers rematerialised. `kept`: gathered once a micro-step, and not again "
-            "for the backward pass; `dots`: products with weights are kept too, and not computed again. train.py tells "
-            "glibc to keep freed memory; PyTorch's allocator was left as it is. Ratios are their time over ours: below "
-            "1 theirs is faster.",
+            "device), in one session with ours (one process a node), at each rate ours first: models, batches "
+            "and optimizer of the same kind and size, f32 on the wire and in the sums, layers rematerialised. Their "
+            "tokens are random ones and their gradients are not clipped, so losses are not to be compared. `kept`: "
+            "gathered once a micro-step, and not again for the backward pass; `dots`: products with weights are kept "
+            "too, and not computed again. train.py tells glibc to keep freed memory; PyTorch's allocator was left as "
+            "it is. Ratios are their time over ours: below 1 theirs is faster.",
             "\n".join([head, *rows]),
         ]
     )

@@ -3,7 +3,6 @@
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -48,11 +47,6 @@ class Curves:
 def exactly(value: float | None) -> Bar | None:
     """Returns the bar of a number that has no repetitions, None for None."""
     return None if value is None else Bar(value=value, low=value, high=value)
-
-
-def middle(values: Sequence[float]) -> Bar | None:
-    """Returns the bar of the median, with the lowest and the highest value; None if there is none."""
-    return Bar(value=median(values), low=min(values), high=max(values)) if values else None
 
 
 def draw_bars(bars: Bars) -> Figure:

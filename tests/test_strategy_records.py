@@ -170,6 +170,14 @@ def test_bytes_are_drawn_between_nodes_first() -> None:
         assert right.get_width() == pytest.approx(one["compiled_intra_bytes"] / 1e6)
 
 
+def test_the_page_does_not_say_that_pytorch_learns_the_same() -> None:
+    """Its losses stay near the log of the vocabulary, 256: random tokens."""
+    torch = [one for one in recorded() if one["strategy"].startswith("pytorch")]
+    assert all(abs(loss - np.log(256)) < 0.3 for one in torch for loss in one["losses"])
+    section = strategies_report.PAGE.read_text().partition("## Beside PyTorch")[2]
+    assert torch and "losses are not to be compared" in section and "same model and batch" not in section
+
+
 def test_the_step_times_of_the_readme_are_the_record_s() -> None:
     """Ours beside all of PyTorch's, its DDP too, which is faster."""
     text = " ".join((strategies_report.ROOT / "README.md").read_text().split())

@@ -4,7 +4,7 @@
 
 Hardware: any machine with 2 CPU cores, and root or user namespaces for the emulated cluster (docs/emulation.md).
 Expected: 8 minutes. At 1 Gbit/s the sizes are close together; at 50 Mbit/s a step with groups of 2, which stay inside a
-node, takes 0.4 times as long as with larger ones. The losses are the same.
+node, takes 0.4 times as long as with larger ones. The losses agree up to rounding.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Strategies against models: what each strategy sends between nodes in a step, and that the losses are the same.
+"""Strategies against models: what each strategy sends between nodes in a step, and that the losses agree.
 
     python sweep.py --config=configs/sweeps/strategies_by_model.py [--sweep=model,strategy]
 
