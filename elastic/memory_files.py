@@ -140,13 +140,13 @@ class MemoryFolder:
         return f"{boot}/{found.st_dev}/{found.st_ino}"
 
     def generations(self) -> tuple[list[Generation], list[str]]:
-        """Returns what is whole by its description, and a line for each description that is damaged."""
+        """Returns what is whole by its description, and a line for each description that is not used."""
         found, damaged = [], []
         for file in sorted(self.path.glob("*.json")):
             try:
                 found.append(self._read(file))
             except (ValueError, KeyError, TypeError, OSError) as error:
-                damaged.append(f"{file.name} is damaged ({' '.join(str(error).split())})")
+                damaged.append(f"{file.name} is not used: {' '.join(str(error).split())}")
         return found, damaged
 
     def damaged(self, generation: Generation) -> list[Piece]:

@@ -63,7 +63,7 @@ def find(
     by_step: dict[tuple[int, tuple[int, ...]], list[Source]] = defaultdict(list)
     for process, said in enumerate(everyone):
         for line in said["damaged"]:
-            report(f"snapshot on {said['host']}: {line}; it is not used")
+            report(f"snapshot on {said['host']}: {line}")
         for generation in map(Generation.from_json, said["generations"]):
             for number in range(len(generation.pieces)):  # a process may have none: its description tells nothing
                 source = Source(process=process, generation=generation, number=number)

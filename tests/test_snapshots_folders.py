@@ -1,6 +1,7 @@
-"""The folders and names of snapshots: this user's alone, and nobody can put another in their place."""
+"""The folders, names and versions of snapshots: this user's alone, and nobody can put another in their place."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -125,3 +126,17 @@ def test_a_description_with_names_of_others(run: Run, change: dict[str, str]) ->
     assert Generation.from_json(content) == kept
     with pytest.raises(ValueError, match="is no snapshot"):
         Generation.from_json(content | change)
+
+
+def test_a_description_of_another_version(run: Run) -> None:
+    """Is whole, and passed over: the checkpoint is what is left."""
+    run.save(1)
+    run.keep(2)
+    (file,) = run.files("json")
+    content = json.loads(file.read_text().partition("\n")[2])
+    del content["history"]
+    body = json.dumps(content | {"format": 1})
+    file.write_text(f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}")
+    check(run.restore(), 1, source="its checkpoint")
+    (line,) = run.said
+    assert line.endswith(f"{file.name} is not used: another version of the program wrote it")
