@@ -49,6 +49,9 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_integer("devices_per_node", None, "devices of each node", flag_values=values)
     flags.DEFINE_string("png", None, "file for a picture of the mesh", flag_values=values)
     try:
+        if door.asks_for_help(argv):
+            print(door.help_text(__doc__ or "", argv, values))
+            return 0
         config = door.parse(argv, values)
         start_devices(config, values.devices, values.devices_per_node)
         experiment = _described(config)

@@ -267,6 +267,13 @@ def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the load_module")  # ml_collections loads config files with it
+def test_help_shows_the_flags_and_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert table.main(["table", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "python -m sharding.table --config=" in out and "--devices_per_node" in out
+    assert "\n  --config.sharding.partition_size=" in out
+
+
 def test_mistakes_found_before_any_device(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, said in (
         (["--config=configs/no.py"], "configs/no.py"),
