@@ -17,7 +17,7 @@ from cluster import namespaces
 from cluster.nodes import Cluster
 
 ROOT = Path(__file__).resolve().parent.parent
-WAIT_S = 60
+WAIT_S = 180
 STARTED: list[subprocess.Popen[str]] = []
 NEEDED = namespaces.missing_tool() or ("" if namespaces.is_privileged() else "needs root: it makes network namespaces")
 EMULATED = pytest.mark.skipif(bool(NEEDED), reason=NEEDED or "")

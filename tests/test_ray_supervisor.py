@@ -13,7 +13,7 @@ import pytest
 
 from cluster.ray_supervisor import STANDBY, News, Supervisor
 
-WAIT_S = 60
+WAIT_S = 180
 # Says that it is imported, then does what its arguments say; SIGTERM makes it stop in good order.
 PROGRAM = """
 import os, signal, sys, time

@@ -266,7 +266,6 @@ def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and said in done.stderr
 
 
-@pytest.mark.filterwarnings("ignore:the load_module")  # ml_collections loads config files with it
 def test_help_shows_the_flags_and_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert table.main(["table", "--help"]) == 0
     out = capsys.readouterr().out
@@ -274,6 +273,7 @@ def test_help_shows_the_flags_and_the_keys(capsys: pytest.CaptureFixture[str]) -
     assert "\n  --config.sharding.partition_size=" in out
 
 
+@pytest.mark.filterwarnings("ignore:the load_module")  # ml_collections loads config files with it
 def test_mistakes_found_before_any_device(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, said in (
         (["--config=configs/no.py"], "configs/no.py"),
