@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def test_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert "starting at step 0 of 10" in capsys.readouterr().out
     names = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints", "report.html"}
     names |= {"summary.json", "sample.txt", "mesh.png", "collectives.json"}
+    names |= {"attempts.json", f"lock-{socket.gethostname()}"}
     assert {path.name for path in workdir.iterdir()} == names
     first, last = losses(workdir)[0], losses(workdir)[-1]
     assert last < first - 0.5
@@ -96,8 +98,9 @@ def test_the_end_is_made_up_for_if_it_was_lost(tmp_path: Path, undisturbed: Path
 
 def test_a_terminal_that_cannot_show_what_a_run_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = io.BytesIO()
+    terminal = io.TextIOWrapper(said, encoding="ascii", write_through=True)  # closes `said` when nobody holds it
     with monkeypatch.context() as patched:
-        patched.setattr("sys.stdout", io.TextIOWrapper(said, encoding="ascii", write_through=True))
+        patched.setattr("sys.stdout", terminal)
         assert run_here(*arguments(tmp_path / "r\xe9sum\xe9", sample__length=4, sample__prompt="d\xe9f")) == 0
     assert b"d\\xe9f" in said.getvalue() and b"r\\xe9sum\\xe9" in said.getvalue()
     assert (tmp_path / "r\xe9sum\xe9" / "sample.txt").read_text().startswith("d\xe9f")
