@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster import emulate as emulator
-from cluster.command_line import OneLineParser, complain, escape_output
 from configs.overrides import Overrides
+from runtime.command_line import OneLineParser, complain, escape_output
 from sweeps import slurm
 from sweeps.live import Live
 from sweeps.plan import Run, SweepFile, describe, load_file, plan, points

@@ -24,7 +24,27 @@ import numpy as np
 from absl import flags
 from jax.experimental import multihost_utils
 
-from checkpointing import (
+from configs import door
+from configs.door import Config
+from input_pipeline import Batches, Dataset, TextDataset, load
+from metrics.environment import environment
+from metrics.run_files import RunFiles, read_run
+from metrics.run_log import RunLog
+from metrics.throughput import StepTimer, peak_flops
+from metrics.writer import METRICS_FILE
+from runtime import launch
+from runtime.command_line import escape_output
+from runtime.consensus import from_process_zero, new_ticket
+from runtime.handshake import shared_token
+from runtime.heartbeat import IN_A_STEP, ElasticConfig, Heartbeat
+from runtime.interruption import EXIT_RESUMABLE, Interruption
+from runtime.rendezvous import meet
+from runtime.standby import StandbyGate
+from runtime.workdir_lock import workdir_lock
+from sharding import drawing, hlo
+from sharding.scopes import WorldTooSmallError
+from sharding.step import TrainState
+from state import (
     CheckpointConfig,
     Checkpointer,
     CheckpointError,
@@ -33,29 +53,10 @@ from checkpointing import (
     latest_config,
     manifest,
 )
-from checkpointing.agreement import from_process_zero, new_ticket
-from cluster.command_line import escape_output
-from configs import door
-from configs.door import Config
-from elastic import processes
-from elastic.attempts import alone_in
-from elastic.entrance import shared_token
-from elastic.heartbeat import IN_A_STEP, ElasticConfig, Heartbeat
-from elastic.interruption import EXIT_RESUMABLE, Interruption
-from elastic.meeting import meet
-from elastic.snapshots import Snapshots
-from elastic.turn import Turn
-from evaluation import EvalConfig, SampleConfig, Sampler, Validation, Validator
-from experiment import Experiment, MeshConfig, make_experiment
-from input_pipeline import Batches, Dataset, TextDataset, load
-from metrics.environment import environment
-from metrics.run_files import RunFiles, read_run
-from metrics.run_log import RunLog
-from metrics.throughput import StepTimer, peak_flops
-from metrics.writer import METRICS_FILE
-from sharding import drawing, hlo
-from sharding.scopes import WorldTooSmallError
-from sharding.step import TrainState
+from state.snapshots import Snapshots
+from training.experiment import Experiment, MeshConfig, make_experiment
+from training.sampling import SampleConfig, Sampler
+from training.validation import EvalConfig, Validation, Validator
 
 EXIT_BAD_CONFIG = 2
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
@@ -93,7 +94,7 @@ def main(argv: Sequence[str], *, ends_process: bool = False) -> int:
             workdir = Path(values.workdir or Path("runs") / door.config_name(values))
             check_path(workdir)
             elastic = door.settings(ElasticConfig, config.elastic, "elastic")
-            turn = Turn() if values.standby else None
+            turn = StandbyGate() if values.standby else None
             start_jax(config, values)
             token = shared_token(workdir) if jax.process_count() > 1 else ""
             code = EXIT_RESUMABLE  # a process that is lost before all have met
@@ -110,7 +111,7 @@ def main(argv: Sequence[str], *, ends_process: bool = False) -> int:
                 if not turn.comes(interruption):
                     return heartbeat.end(EXIT_RESUMABLE)
                 started_s, code = time.perf_counter(), EXIT_BAD_CONFIG
-            with alone_in(workdir):
+            with workdir_lock(workdir):
                 if is_finished(config, workdir):  # by the one before
                     return heartbeat.end(0)
                 resumed = resume(checked, workdir)
@@ -140,14 +141,14 @@ def main(argv: Sequence[str], *, ends_process: bool = False) -> int:
 
 def start_jax(config: Config, values: flags.FlagValues) -> None:
     """Sets the devices and the compilation cache, and joins the other processes if there are any."""
-    devices = processes.virtual_devices()
+    devices = launch.virtual_devices()
     if devices:  # a launcher starts one process of several: what one process plays alone does not hold
         config.mesh.update({"num_cpu_devices": devices, "devices_per_node": 0})
     if door.settings(MeshConfig, config.mesh, "mesh").num_cpu_devices:
         keep_freed_memory()
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.mesh.num_cpu_devices)
-    processes.join(values.coordinator, values.num_processes, values.process_id)
+    launch.join(values.coordinator, values.num_processes, values.process_id)
     # XLA:CPU does not keep the order of collectives in a program that it loads from the cache (seen in jax 0.10.2):
     # its devices, each in another one, wait for each other for ever.
     if jax.default_backend() != "cpu" or jax.device_count() == 1:
@@ -343,11 +344,11 @@ def how_it_begins(resumed: Resumed) -> str:
 
 def make_log(experiment: Experiment, workdir: Path, start: int, step_fn: Any, started_s: float) -> RunLog:
     """Returns the log of the run, with the collectives of the compiled step."""
-    config, shape = experiment.config, experiment.sharded.layout.shape
+    config, shape = experiment.config, experiment.plan.layout.shape
     collectives = hlo.read_collectives(step_fn.as_text(), shape)
     device = jax.devices()[0]
     peak = peak_flops(device.device_kind)
-    rows, data = experiment.batch.global_size, experiment.data
+    rows, data = experiment.batches.global_size, experiment.data
     unit, units_per_row = ("examples", 1) if data.objective == "classify" else ("tokens", data.seq_len)
     row = next(iter(data.row_arrays.values()))
     return RunLog(
@@ -392,9 +393,9 @@ def train(run: Run, interruption: Interruption, heartbeat: Heartbeat) -> int:
         while step < config.num_steps and not interruption.requested():
             heartbeat.completed(pending.step - 1 if pending else step)  # `pending` may still be running
             heartbeat.does("reads a batch")
-            batch = ex.to_devices(next(batches))
+            batch = ex.batches.to_devices(next(batches))
             heartbeat.does(IN_A_STEP)
-            state, metrics = ex.settled(run.step_fn(state, batch))
+            state, metrics = ex.block(run.step_fn(state, batch))
             step += 1
             previous, pending = pending, Pending(step=step, metrics=metrics, data_wait_s=batches.wait_s)
             if previous:
@@ -403,7 +404,7 @@ def train(run: Run, interruption: Interruption, heartbeat: Heartbeat) -> int:
             evaluates = last or (config.eval.every and step % config.eval.every == 0)
             saves = last or (config.checkpoint.every and step % config.checkpoint.every == 0)
             keeps = not last and run.snapshots.due(step)
-            if evaluates or saves or keeps or not ex.runs_ahead:
+            if evaluates or saves or keeps or not ex.dispatches_asynchronously:
                 report(run, pending)
                 pending = None
             heartbeat.does("")  # these have time-outs of their own, or take long
@@ -424,7 +425,7 @@ def train(run: Run, interruption: Interruption, heartbeat: Heartbeat) -> int:
         run.checkpointer.wait()
         run.snapshots.end(finished=finished)
         # a picture takes a second, and who is asked to stop has few
-        mesh_png = drawing.mesh_png(ex.sharded.layout) if finished and jax.process_index() == 0 else None
+        mesh_png = drawing.mesh_png(ex.plan.layout) if finished and jax.process_index() == 0 else None
         log.close("finished" if finished else "interrupted", sample=sample, mesh_png=mesh_png)
         if not finished:
             log.say(f"stopped at step {step}; run the same command again to go on")
@@ -445,8 +446,8 @@ def training_batches(run: Run) -> Batches:
     ex = run.experiment
     return Batches(
         run.train_data,
-        global_size=ex.batch.global_size,
-        rows=ex.local_rows,
+        global_size=ex.batches.global_size,
+        rows=ex.batches.local_rows,
         start_step=run.start,
         prefetch=ex.data.prefetch,
     )

@@ -21,9 +21,9 @@ import jax
 from benchmarks.strategies import machine
 from configs import base, door
 from configs import digits as digits_config
-from evaluation import Validator
-from experiment import make_experiment
 from input_pipeline import Batches, load
+from training.experiment import make_experiment
+from training.validation import Validator
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "accuracy.jsonl"
@@ -136,10 +136,10 @@ def train(config: door.Config) -> dict[str, float]:
     experiment = make_experiment(config)
     data, validation_data = (load(experiment.data, split, config.seed) for split in ("train", "validation"))
     step_fn, state, metrics = experiment.compile_train_step(), experiment.init_state(), {}
-    size = experiment.batch.global_size
-    with Batches(data, global_size=size, rows=experiment.local_rows, start_step=0, prefetch=4) as batches:
+    size = experiment.batches.global_size
+    with Batches(data, global_size=size, rows=experiment.batches.local_rows, start_step=0, prefetch=4) as batches:
         for _ in range(config.num_steps):
-            state, metrics = experiment.settled(step_fn(state, experiment.to_devices(next(batches))))
+            state, metrics = experiment.block(step_fn(state, experiment.batches.to_devices(next(batches))))
     validation = Validator(experiment, validation_data, config.eval.num_batches)(state.params).scalars()
     kept = ("loss", "skipped_steps", "hop_two_ratio", "hop_two_fraction_sent", "residual_norm")
     return validation | {key: float(metrics[key]) for key in kept if key in metrics}

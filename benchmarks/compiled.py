@@ -22,10 +22,10 @@ import jax
 import models
 from benchmarks.names import sharding_of
 from configs.door import Config
-from experiment import make_experiment
 from metrics.environment import environment
+from planner.table import table_rows
 from sharding import hlo
-from sharding.table import table_rows
+from training.experiment import make_experiment
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "compiled.jsonl"
@@ -113,7 +113,7 @@ def step_record(case: Case) -> dict[str, Any]:
     """
     experiment = make_experiment(config_of(case))
     text = experiment.compile_train_step().as_text() or ""
-    collectives = hlo.read_collectives(text, experiment.sharded.layout.shape)
+    collectives = hlo.read_collectives(text, experiment.plan.layout.shape)
     held = [row.device_bytes for row in table_rows(experiment)]
     parameters, gradients, optimizer = (sum(column) for column in zip(*held, strict=True))
     return {

@@ -5,8 +5,8 @@
     python -m benchmarks.elastic --report
 
 One run of configs/elastic.py (6.4 M parameters, mics(2), a snapshot every step) on 4 nodes of 2 devices with links of
-1 Gbit/s, started by `python -m cluster.ray`; the events come one after the other (elastic/chaos/faults.py), each when
-the run is on all nodes again. `--chaos` takes the numbers of a finished `python -m elastic.chaos` instead. Adds a line
+1 Gbit/s, started by `python -m engines.ray`; the events come one after the other (cluster/chaos/faults.py), each when
+the run is on all nodes again. `--chaos` takes the numbers of a finished `python -m cluster.chaos` instead. Adds a line
 an event (and one for chaos) to benchmarks/results/elastic.jsonl and writes docs/elasticity_measured.md; needs root, or
 user namespaces (docs/emulation.md).
 """
@@ -25,10 +25,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.strategies import machine
-from elastic.chaos.faults import RECOVERY_S, suffer
-from elastic.chaos.plan import Event
-from elastic.chaos.run import ROOT, ElasticRun, RunError
-from elastic.chaos.same import compare_losses, compare_parameters
+from cluster.chaos.faults import RECOVERY_S, inject
+from cluster.chaos.plan import Event
+from cluster.chaos.run import ROOT, ElasticRun, RunError
+from cluster.chaos.same import compare_losses, compare_parameters
 from metrics.run_files import read_run
 
 RESULTS = ROOT / "benchmarks" / "results" / "elastic.jsonl"
@@ -75,9 +75,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measures what events cost an elastic run.", allow_abbrev=False)
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--only", default="", help="kinds of events, with commas; a node that goes needs a `join`")
-    parser.add_argument("--compile_ahead", action="store_true", help="as the option of cluster.ray")
+    parser.add_argument("--compile_ahead", action="store_true", help="as the option of engines.ray")
     parser.add_argument("--workdir", type=Path, default=Path("runs/benchmarks/elastic"))
-    parser.add_argument("--chaos", type=Path, help="the --workdir of a finished run of elastic.chaos, to be recorded")
+    parser.add_argument("--chaos", type=Path, help="the --workdir of a finished run of cluster.chaos, to be recorded")
     parser.add_argument("--reference", type=Path, help="... and what it was compared with (default: in its --workdir)")
     parser.add_argument("--report", action="store_true", help="only write the page from what is recorded")
     options = parser.parse_args()
@@ -115,7 +115,7 @@ def measure(folder: Path, cases: Sequence[Case], *, compile_ahead: bool) -> None
             if case.kind == "join" and len(run.alive) == NODES:
                 continue
             load = os.getloadavg()[0]
-            outcome = suffer(run, Event(kind=case.kind, process=case.process, pause_steps=CALM_STEPS))
+            outcome = inject(run, Event(kind=case.kind, process=case.process, pause_steps=CALM_STEPS))
             line = {
                 "title": case.title,
                 "compile_ahead": compile_ahead,
@@ -136,7 +136,7 @@ def await_all(run: ElasticRun) -> None:
 
 
 def chaos(folder: Path, reference: Path) -> dict[str, Any]:
-    """Returns the line of a run of elastic.chaos; its log tells whether it compiled ahead."""
+    """Returns the line of a run of cluster.chaos; its log tells whether it compiled ahead."""
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     run = read_run(folder / "run")
     compile_ahead = " starts ahead: " in (folder / "log").read_text()
@@ -151,7 +151,7 @@ def chaos(folder: Path, reference: Path) -> dict[str, Any]:
             {key: event[key] for key in ("kind", "process", "next_step_s", "lost_steps", "load")} for event in events
         ],
         "compile_ahead": compile_ahead,
-        "command": shlex.join(["python", "-m", "elastic.chaos", *ahead, f"--workdir={folder}"]),
+        "command": shlex.join(["python", "-m", "cluster.chaos", *ahead, f"--workdir={folder}"]),
         **machine(),
     }
 
@@ -221,7 +221,7 @@ def about(lines: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def chaos_page(lines: Sequence[dict[str, Any]]) -> str:
-    """Returns the section about the newest run of elastic.chaos, "" if there is none."""
+    """Returns the section about the newest run of cluster.chaos, "" if there is none."""
     if not lines:
         return ""
     line, by_kind = lines[-1], defaultdict[str, list[dict[str, Any]]](list)
@@ -286,14 +286,14 @@ to the first finished step of the next start. Medians, in seconds. {machine}, lo
 CHAOS_PAGE = """
 ## Chaos
 
-    XLA_FLAGS=--xla_backend_optimization_level=0 python -m elastic.chaos{ahead} -- --config.num_steps={steps}
+    XLA_FLAGS=--xla_backend_optimization_level=0 python -m cluster.chaos{ahead} -- --config.num_steps={steps}
     python -m benchmarks.elastic --chaos=FOLDER    # its --workdir
 
 {count} random events in one run of {steps} steps (`configs/elastic.py:tiny`, else as above), the next one a few steps
 after the run has recovered; the seed is 0. The run ended by itself, and no process or namespace was left. Beside the
 undisturbed run, which was one process with 8 devices, the largest relative difference of a step's loss is {loss}, that
 of a parameter {parameter} (of the largest value in its array); 1e-5 is allowed. {machine}, load average {load}, commit
-{commit}. What the kinds are: `elastic/chaos/plan.py`.
+{commit}. What the kinds are: `cluster/chaos/plan.py`.
 
 | kind | events | seconds to the next step: median | longest | steps lost, each |
 |---|---|---|---|---|

@@ -37,7 +37,7 @@ class Alternating:
                 self.loop.append(self._per_step())
             self._started = clocks()
             for _ in range(self._steps):
-                self._state, _ = self._run.experiment.settled(self._run.step_fn(self._state, batch))
+                self._state, _ = self._run.experiment.block(self._run.step_fn(self._state, batch))
             jax.block_until_ready(self._state)
             self.bare.append(self._per_step())
             self._started = clocks()

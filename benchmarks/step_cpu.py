@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import experiment
 import train
+from training.experiment import Experiment
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = ("--config=configs/standard.py", "--config.batch.global_size=8", "--config.num_steps=4")
@@ -41,11 +41,11 @@ def main() -> int:
 
 def measured(flags: list[str]) -> int:
     """Runs train.py in this process, with a line for each step of process 0."""
-    settled = experiment.Experiment.settled
+    block = Experiment.block
     marks: list[list[float]] = []
 
-    def observe(self: experiment.Experiment, results: Any) -> Any:
-        results = settled(self, results)
+    def observe(self: Experiment, results: Any) -> Any:
+        results = block(self, results)
         usage = resource.getrusage(resource.RUSAGE_SELF)
         marks.append([time.perf_counter(), usage.ru_utime, usage.ru_stime, usage.ru_minflt])
         if len(marks) > 1 and os.environ["JAX_PROCESS_ID"] == "0":
@@ -53,7 +53,7 @@ def measured(flags: list[str]) -> int:
             print(f"wall {wall_s:.2f} s, user {user_s:.2f} s, system {system_s:.2f} s, page faults {faults:.0f}")
         return results
 
-    experiment.Experiment.settled = observe
+    Experiment.block = observe
     return train.main(["train.py", *flags])
 
 

@@ -12,8 +12,8 @@ import jax
 from benchmarks.names import sharding_of
 from configs import quickstart
 from configs.door import Config
-from experiment import make_experiment
 from sharding import hlo
+from training.experiment import make_experiment
 
 STRATEGIES = (
     "ddp",
@@ -42,7 +42,7 @@ def main() -> None:
         state = jax.tree.leaves(experiment.state_shapes)
         held = sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in state)
         text = experiment.compile_train_step().as_text() or ""
-        sent = hlo.bytes_per_step(hlo.read_collectives(text, experiment.sharded.layout.shape))
+        sent = hlo.bytes_per_step(hlo.read_collectives(text, experiment.plan.layout.shape))
         cells = [held, sent["collective_inter_bytes"], sent["collective_intra_bytes"]]
         print(f"| {name} | " + " | ".join(f"{cell / 1e6:.2f} MB" for cell in cells) + " |", flush=True)
 

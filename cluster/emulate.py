@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from cluster import namespaces
-from cluster.command_line import OneLineParser, complain, escape_output
 from cluster.control import Control, ask
 from cluster.job import Job, Outcome
 from cluster.links import Links
 from cluster.nodes import Cluster, check_count
 from cluster.table import Monitor, shown
+from runtime.command_line import OneLineParser, complain, escape_output, split
 
 POLL_S = 0.05
 NODE_VERBS = {
@@ -86,12 +86,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Links, list[str]]:
         )
     links = Links(rate=options.rate, latency=options.latency, jitter=options.jitter, loss=options.loss)
     return options, links, command
-
-
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns what is before and what is after the first `--`."""
-    at = argv.index("--") if "--" in argv else len(argv)
-    return list(argv[:at]), list(argv[at + 1 :])
 
 
 def check_program(command: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.job import Job
-from cluster.progress import read_progress, workdir_of
+from runtime.progress import read_progress, workdir_of
 
 HEADER = ("node", "host", "link", "state", "step", "sent MB/s", "received MB/s")
 SAMPLE_S = 1.0

@@ -13,10 +13,10 @@ from compression.exchange import exchange
 from compression.one_bit_adam import one_bit_adam
 from compression.power_sgd import power_sgd
 from optimizers import OptimizerConfig
-from sharding.collectives import Codec, Wire, levels
+from sharding.collectives import Codec, LevelCodecs, levels
 from sharding.mesh import INTER_AXES
 from sharding.scopes import Layout
-from sharding.step import Sharded
+from sharding.step import ShardingPlan
 
 PyTree = Any
 CODECS = ("none", "bf16", "int8", "int4")  # those that are of use without error feedback
@@ -80,19 +80,19 @@ def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest
 
 
 def make_hop_two(
-    config: CompressionConfig, sharded: Sharded, specs: PyTree, optimizer: OptimizerConfig
+    config: CompressionConfig, plan: ShardingPlan, specs: PyTree, optimizer: OptimizerConfig
 ) -> optax.GradientTransformation:
     """Returns hop two as the config wants it: gradients `[R, ...]` to one, in the optimizer's scope."""
-    hop_two = _hop_two(config, sharded, specs, optimizer)
+    hop_two = _hop_two(config, plan, specs, optimizer)
     if not config.delayed:
         return hop_two
-    if not sharded.layout.replica_axes:
+    if not plan.layout.replica_axes:
         raise ValueError("compression.delayed has nothing to delay: there is one partition group alone")
-    return delayed(hop_two, sharded.layout.num_replicas)
+    return delayed(hop_two, plan.layout.num_replicas)
 
 
 def _hop_two(
-    config: CompressionConfig, sharded: Sharded, specs: PyTree, optimizer: OptimizerConfig
+    config: CompressionConfig, plan: ShardingPlan, specs: PyTree, optimizer: OptimizerConfig
 ) -> optax.GradientTransformation:
     codec = make_codec(config.hop_two, config, rounding=config.rounding)
     match config.hop_two:
@@ -104,14 +104,14 @@ def _hop_two(
                 clip_norm=optimizer.clip_norm,
                 sampled=config.sampled,
             )
-            return dgc(sharded, found)
+            return dgc(plan, found)
         case "power_sgd":
-            return power_sgd(sharded, specs, config.rank)
+            return power_sgd(plan, specs, config.rank)
         case "one_bit_adam":
             assert codec
             o, warmup_steps = optimizer, config.warmup_steps
-            return one_bit_adam(sharded, codec, warmup_steps=warmup_steps, b1=o.b1, b2=o.b2, eps=o.eps)
-    return exchange(sharded, codec, error_feedback=config.error_feedback)
+            return one_bit_adam(plan, codec, warmup_steps=warmup_steps, b1=o.b1, b2=o.b2, eps=o.eps)
+    return exchange(plan, codec, error_feedback=config.error_feedback)
 
 
 def behind(config: CompressionConfig, optimizer: OptimizerConfig) -> OptimizerConfig:
@@ -134,7 +134,7 @@ def behind(config: CompressionConfig, optimizer: OptimizerConfig) -> OptimizerCo
     return replace(optimizer, name="sgd", momentum=0.0, clip_norm=0.0, weight_decay=decay)
 
 
-def make_wires(config: CompressionConfig, layout: Layout) -> tuple[Wire, Wire]:
+def make_codecs(config: CompressionConfig, layout: Layout) -> tuple[LevelCodecs, LevelCodecs]:
     """Returns the wires of gathers and of hop one (qwZ and qgZ of ZeRO++, arXiv 2306.10209).
 
     ValueError for a codec on a level that the hop does not cross.
@@ -153,7 +153,7 @@ def make_wires(config: CompressionConfig, layout: Layout) -> tuple[Wire, Wire]:
                     f"that hop goes {where}; set it to none"
                 )
             codecs[level] = make_codec(name, config)
-        found[hop] = Wire(**codecs)
+        found[hop] = LevelCodecs(**codecs)
     return found["gather"], found["hop_one"]
 
 

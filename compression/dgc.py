@@ -26,7 +26,7 @@ from compression.statistics import Sent, added, nothing_sent
 from sharding.collectives import all_gather_chunks, join, reduce_scatter_chunks, split, vary
 from sharding.mesh import INTER_AXES
 from sharding.spec import Placement
-from sharding.step import Sharded
+from sharding.step import ShardingPlan
 
 PyTree = Any
 Axes = tuple[str, ...]
@@ -68,15 +68,15 @@ class DGCConfig:
         return jnp.minimum(step * parts // self.warmup_steps, parts) if parts else jnp.zeros((), jnp.int32)
 
 
-def dgc(sharded: Sharded, config: DGCConfig) -> optax.GradientTransformation:
+def dgc(plan: ShardingPlan, config: DGCConfig) -> optax.GradientTransformation:
     """Returns hop two by DGC: gradients `[R, ...]` to the mean of what was sent, in the optimizer's scope.
 
     ValueError if nothing of hop two crosses nodes.
     """
-    layout = sharded.layout
+    layout = plan.layout
     if not any(axis in INTER_AXES for axis in layout.replica_axes):
         raise ValueError("compression.hop_two=dgc has nothing to send: no two replicas are on different nodes")
-    exchange_shards = partial(_exchange_shards, sharded, config)
+    exchange_shards = partial(_exchange_shards, plan, config)
 
     def init(params: PyTree) -> DGCState:
         def zeros() -> PyTree:
@@ -93,7 +93,7 @@ def dgc(sharded: Sharded, config: DGCConfig) -> optax.GradientTransformation:
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, DGCState]:
         del params
         kept = state.unsent["residual"], state.velocity["residual"]
-        out, unsent, velocity, sent = on_shards(sharded, exchange_shards, updates, *kept, same=state.step)
+        out, unsent, velocity, sent = on_shards(plan, exchange_shards, updates, *kept, same=state.step)
         return out, DGCState(
             step=state.step + 1, unsent={"residual": unsent}, velocity={"residual": velocity}, sent=sent
         )
@@ -102,7 +102,7 @@ def dgc(sharded: Sharded, config: DGCConfig) -> optax.GradientTransformation:
 
 
 def _exchange_shards(
-    sharded: Sharded,
+    plan: ShardingPlan,
     config: DGCConfig,
     step: jax.Array,
     grads_R: Shards,
@@ -110,11 +110,11 @@ def _exchange_shards(
     velocity_R: Shards,
 ) -> tuple[Shards, Shards, Shards, Sent]:
     """Exchanges this device's shards: vectors as they are, of the others the largest values."""
-    layout = sharded.layout
+    layout = plan.layout
     out, unsent, velocity, counts = [], [], [], []
-    scale = _clip_scale(sharded, [g[0] for g in grads_R], config.clip_norm) / layout.num_replicas
+    scale = _clip_scale(plan, [g[0] for g in grads_R], config.clip_norm) / layout.num_replicas
     key = jax.random.fold_in(jax.random.key(0), step)
-    placements = sharded.group(sharded.placements, ()).placements
+    placements = plan.group(plan.placements, ()).placements
     poisons = _poisons(placements, [g[0] for g in grads_R], layout.replica_axes)
     for placement, poison, grad, v_R, u_R in zip(placements, poisons, grads_R, unsent_R, velocity_R, strict=True):
         share, v, u = grad[0].astype(jnp.float32) * scale, v_R[0], u_R[0]
@@ -130,7 +130,7 @@ def _exchange_shards(
         unsent.append(v[None])
         velocity.append(u[None])
         counts.append(sent)
-    return to_optimizer_scope(sharded, out), unsent, velocity, added(counts, sharded.mesh.axis_names)
+    return to_optimizer_scope(plan, out), unsent, velocity, added(counts, plan.mesh.axis_names)
 
 
 def _poisons(placements: Sequence[Placement], grads: list[jax.Array], axes: Axes) -> list[jax.Array]:
@@ -163,7 +163,7 @@ def _exchange_sparse(
     return _whole(total, intra, shape), v, u, count
 
 
-def _clip_scale(sharded: Sharded, grads: list[jax.Array], clip_norm: float) -> jax.Array:
+def _clip_scale(plan: ShardingPlan, grads: list[jax.Array], clip_norm: float) -> jax.Array:
     """Returns by what a replica scales its gradient, before anything is accumulated.
 
     The paper (section 3.2, appendix C) clips a worker's share of the mean, G_k = g_k / R, to clip_norm / sqrt(R): a sum
@@ -172,10 +172,10 @@ def _clip_scale(sharded: Sharded, grads: list[jax.Array], clip_norm: float) -> j
     """
     if not clip_norm:
         return jnp.ones(())
-    layout, sizes = sharded.layout, sharded.layout.shape.sizes
-    axes = tuple(axis for axis in sharded.mesh.axis_names if axis not in layout.replica_axes)
+    layout, sizes = plan.layout, plan.layout.shape.sizes
+    axes = tuple(axis for axis in plan.mesh.axis_names if axis not in layout.replica_axes)
     squares = jnp.zeros(())
-    for p, grad in zip(sharded.group(sharded.placements, ()).placements, grads, strict=True):
+    for p, grad in zip(plan.group(plan.placements, ()).placements, grads, strict=True):
         cut = {*(layout.gradients if p.dim is not None else ()), *(("tensor",) if p.tensor_dim is not None else ())}
         copies = prod(sizes[axis] for axis in axes if axis not in cut)  # of the tensor in the sum below
         squares += jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies

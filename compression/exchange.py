@@ -15,7 +15,7 @@ from compression.statistics import Sent, added, nothing_sent
 from sharding.collectives import Codec, buckets, join, slice_apart, split
 from sharding.mesh import INTER_AXES
 from sharding.spec import Placement
-from sharding.step import Sharded
+from sharding.step import ShardingPlan
 
 PyTree = Any
 
@@ -29,7 +29,7 @@ class ExchangeState(NamedTuple):
 
 
 def exchange(
-    sharded: Sharded, codec: Codec | None = None, *, error_feedback: bool = True
+    plan: ShardingPlan, codec: Codec | None = None, *, error_feedback: bool = True
 ) -> optax.GradientTransformation:
     """Returns the transform that takes gradients `[R, ...]` and hands on their mean over R, in the optimizer's scope.
 
@@ -44,16 +44,16 @@ def exchange(
     guard behind it to drop with the residuals.
     ValueError if there is a codec, and nothing that crosses nodes.
     """
-    layout = sharded.layout
+    layout = plan.layout
     if codec is None:
-        return _plain(sharded)
+        return _plain(plan)
     if not any(axis in INTER_AXES for axis in layout.replica_axes):
         raise ValueError(
             "compression.hop_two has nothing to encode: hop two does not cross nodes; set it to none, or choose a "
             "smaller partition group (with sharding.two_hop, and sharding.partitioner=manual)"
         )
 
-    exchange_shards = partial(_exchange_shards, sharded, codec)
+    exchange_shards = partial(_exchange_shards, plan, codec)
 
     def init(params: PyTree) -> ExchangeState:
         replicas = layout.num_replicas
@@ -64,40 +64,40 @@ def exchange(
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, ExchangeState]:
         del params
         kept = (state.residual,) if error_feedback else ()
-        out, *kept, sent = on_shards(sharded, exchange_shards, updates, *kept, same=state.step)
+        out, *kept, sent = on_shards(plan, exchange_shards, updates, *kept, same=state.step)
         residual = kept[0] if error_feedback else ()
         return out, ExchangeState(step=state.step + 1, residual=residual, sent=sent)
 
     return optax.GradientTransformation(init, update)
 
 
-def _scopes(sharded: Sharded) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _scopes(plan: ShardingPlan) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the axes over which hop two cuts, in CHUNK_ORDER, and those over which all keep the same."""
-    layout = sharded.layout
+    layout = plan.layout
     extra = tuple(axis for axis in layout.optimizer if axis not in layout.gradients)
     return extra, tuple(axis for axis in layout.replica_axes if axis not in extra)
 
 
-def _sums(sharded: Sharded, placements: PyTree, xs: Shards) -> Shards:
+def _sums(plan: ShardingPlan, placements: PyTree, xs: Shards) -> Shards:
     """Returns the sums over the replicas as they are, in the optimizer's scope."""
-    extra, rest = _scopes(sharded)
-    group = sharded.group(placements, extra, tensor_is_manual=True)
+    extra, rest = _scopes(plan)
+    group = plan.group(placements, extra, tensor_is_manual=True)
     return [lax.psum(x, rest) if rest else x for x in group.reduce_scatter(xs)]
 
 
-def _plain(sharded: Sharded) -> optax.GradientTransformation:
+def _plain(plan: ShardingPlan) -> optax.GradientTransformation:
     """Returns the exchange without a codec."""
-    layout = sharded.layout
+    layout = plan.layout
 
     def exchange_shards(same: tuple[()], grads_R: Shards) -> tuple[Shards, tuple[()]]:
-        return _sums(sharded, sharded.placements, [x_R[0] / layout.num_replicas for x_R in grads_R]), same
+        return _sums(plan, plan.placements, [x_R[0] / layout.num_replicas for x_R in grads_R]), same
 
     @jax.named_scope("hop_two")
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
         if not layout.replica_axes:  # nothing left to exchange: at most a local slice
-            return sharded.constrain(jax.tree.map(lambda x: x[0], updates), layout.optimizer), state
-        return on_shards(sharded, exchange_shards, updates)[0], state
+            return plan.constrain(jax.tree.map(lambda x: x[0], updates), layout.optimizer), state
+        return on_shards(plan, exchange_shards, updates)[0], state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -106,18 +106,18 @@ def _plain(sharded: Sharded) -> optax.GradientTransformation:
 
 
 def _exchange_shards(
-    sharded: Sharded, codec: Codec, step: jax.Array, grads_R: Shards, *residual_R: Shards
+    plan: ShardingPlan, codec: Codec, step: jax.Array, grads_R: Shards, *residual_R: Shards
 ) -> tuple[Any, ...]:
     """Exchanges this device's shards; with feedback a residual comes along, and goes back."""
-    layout = sharded.layout
-    placements = sharded.group(sharded.placements, ()).placements
-    extra, rest = _scopes(sharded)
+    layout = plan.layout
+    placements = plan.group(plan.placements, ()).placements
+    extra, rest = _scopes(plan)
     xs = [x_R[0].astype(jnp.float32) / layout.num_replicas for x_R in grads_R]
     for kept_R in residual_R:
         xs = [x + kept[0] for x, kept in zip(xs, kept_R, strict=True)]
     out, kept, counts = list(xs), [jnp.zeros_like(x) for x in xs], []
     vectors = [i for i, p in enumerate(placements) if p.is_vector]
-    for i, total in zip(vectors, _sums(sharded, [placements[i] for i in vectors], [xs[i] for i in vectors])):
+    for i, total in zip(vectors, _sums(plan, [placements[i] for i in vectors], [xs[i] for i in vectors])):
         out[i] = total
         counts.append(Sent(4 * xs[i].size, xs[i].size, xs[i].size))
     for members, cut_by in _kinds(placements, layout.gradients):
@@ -126,9 +126,9 @@ def _exchange_shards(
         # copies of a tensor on other devices are to be rounded alike
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), members[0])
         key = jax.random.fold_in(key, lax.axis_index(layout.replica_axes + cut_by))
-        route = Route(codec=codec, scatter=scatter, gather=gather, over_gloo=sharded.over_gloo)
+        route = Route(codec=codec, scatter=scatter, gather=gather, over_gloo=plan.over_gloo)
         poison = not_finite([xs[i] for i in members], layout.replica_axes)
-        for bucket in buckets(members, [x.nbytes for x in xs], over_gloo=sharded.over_gloo):
+        for bucket in buckets(members, [x.nbytes for x in xs], over_gloo=plan.over_gloo):
             degree = layout.shape.size(scatter)
             rows = [split(xs[i], placements[i].dim, degree) if cut else xs[i][None] for i in bucket]
             packed = jnp.concatenate([row.reshape(degree, -1) for row in rows], axis=1)
@@ -139,7 +139,7 @@ def _exchange_shards(
                 out[i] = x + poison
                 kept[i] = join(e, placements[i].dim) if cut else e[0]
     out = [x.astype(g.dtype) for x, g in zip(out, grads_R, strict=True)]
-    return out, *([x[None] for x in kept] for _ in residual_R), added(counts, sharded.mesh.axis_names)
+    return out, *([x[None] for x in kept] for _ in residual_R), added(counts, plan.mesh.axis_names)
 
 
 def _kinds(placements: Sequence[Placement], scope: tuple[str, ...]) -> list[tuple[list[int], tuple[str, ...]]]:

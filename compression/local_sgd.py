@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from compression.statistics import silent
+from compression.statistics import with_zero_counts
 from sharding.scopes import Layout
 
 PyTree = Any
@@ -110,7 +110,7 @@ def local_sgd(
             return moves, jax.tree.map(jnp.zeros_like, drift_R), outer_state, exchanged
 
         def go_on() -> tuple[PyTree, ...]:
-            return jax.tree.map(jnp.zeros_like, params), drift_R, state.outer, silent(state.exchange)
+            return jax.tree.map(jnp.zeros_like, params), drift_R, state.outer, with_zero_counts(state.exchange)
 
         moves, drift_R, outer_state, exchanged = lax.cond(step % config.inner_steps == 0, meet, go_on)
         return moves, LocalState(

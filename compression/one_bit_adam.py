@@ -19,7 +19,7 @@ from jax import lax
 from compression.exchange import exchange
 from compression.statistics import dense_sent
 from sharding.collectives import Codec
-from sharding.step import Sharded
+from sharding.step import ShardingPlan
 
 PyTree = Any
 
@@ -34,14 +34,14 @@ class OneBitAdamState(NamedTuple):
 
 
 def one_bit_adam(
-    sharded: Sharded, codec: Codec, *, warmup_steps: int, b1: float, b2: float, eps: float
+    plan: ShardingPlan, codec: Codec, *, warmup_steps: int, b1: float, b2: float, eps: float
 ) -> optax.GradientTransformation:
     """Returns hop two by 1-bit Adam: gradients `[R, ...]` to Adam's direction, in the optimizer's scope.
 
     ValueError without a warm-up, and where the optimizer's scope is not the gradients': each replica updates the whole
     momentum of its gradient.
     """
-    layout = sharded.layout
+    layout = plan.layout
     if warmup_steps < 1:
         raise ValueError(
             f"compression.warmup_steps={warmup_steps}: one_bit_adam needs its variances from a warm-up; 15 to 20 % of "
@@ -52,7 +52,7 @@ def one_bit_adam(
             "compression.hop_two=one_bit_adam needs the optimizer state where the gradients are: "
             "sharding.strategy=ddp, hsdp or mics"
         )
-    dense, coded = exchange(sharded), exchange(sharded, codec)
+    dense, coded = exchange(plan), exchange(plan, codec)
     bound = max(1.0, (1 - b1) / (1 - b2) ** 0.5)
 
     def init(params: PyTree) -> OneBitAdamState:
@@ -64,7 +64,7 @@ def one_bit_adam(
             mean, _ = dense.update(updates, optax.EmptyState(), params)
             mu = optax.tree.update_moment(mean, state.mu, b1, 1)
             nu = optax.tree.update_moment(mean, state.nu, b2, 2)
-            return mu, nu, state.exchange._replace(sent=dense_sent(sharded, state.mu))
+            return mu, nu, state.exchange._replace(sent=dense_sent(plan, state.mu))
 
         def compressed() -> tuple[PyTree, PyTree, PyTree]:
             own_R = jax.tree.map(lambda g_R, m: b1 * m[None] + (1 - b1) * g_R, updates, state.mu)

@@ -19,7 +19,7 @@ from jax import lax
 from compression.shards import Shards, on_shards, to_optimizer_scope
 from compression.statistics import Sent, added, nothing_sent
 from sharding.spec import ParamSpec, Placement, is_placement
-from sharding.step import Sharded
+from sharding.step import ShardingPlan
 
 PyTree = Any
 
@@ -102,19 +102,19 @@ def orthogonalised(p: jax.Array) -> jax.Array:
     return jnp.stack(columns, axis=-1)
 
 
-def power_sgd(sharded: Sharded, specs: PyTree, rank: int) -> optax.GradientTransformation:
+def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int) -> optax.GradientTransformation:
     """Returns hop two by PowerSGD of rank `rank`: gradients `[R, ...]` to their approximate mean, optimizer's scope.
 
     Parameters of one dim a layer, and matrices that the factors would not make smaller, are averaged as they are.
     ValueError if there are no replicas to average over.
     """
-    layout = sharded.layout
+    layout = plan.layout
     if not layout.replica_axes:
         raise ValueError("compression.hop_two=power_sgd has nothing to send: every gradient is on one replica alone")
-    placements = jax.tree.leaves(sharded.placements, is_leaf=is_placement)
+    placements = jax.tree.leaves(plan.placements, is_leaf=is_placement)
     all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
-    matrices = [_matrix(spec, p, sharded, rank) for spec, p in zip(all_specs, placements, strict=True)]
-    exchange_shards = partial(_exchange_shards, sharded, matrices, rank)
+    matrices = [_matrix(spec, p, plan, rank) for spec, p in zip(all_specs, placements, strict=True)]
+    exchange_shards = partial(_exchange_shards, plan, matrices, rank)
 
     def init(params: PyTree) -> PowerSGDState:
         leaves, tree = jax.tree.flatten(params)
@@ -130,14 +130,14 @@ def power_sgd(sharded: Sharded, specs: PyTree, rank: int) -> optax.GradientTrans
         del params
         tree = jax.tree.structure(updates)
         factors = tree.flatten_up_to(state.factors)
-        out, residual, (factors, sent) = on_shards(sharded, exchange_shards, updates, state.residual, same=factors)
+        out, residual, (factors, sent) = on_shards(plan, exchange_shards, updates, state.residual, same=factors)
         return out, PowerSGDState(factors=tree.unflatten(factors), residual=residual, sent=sent)
 
     return optax.GradientTransformation(init, update)
 
 
 def _exchange_shards(
-    sharded: Sharded,
+    plan: ShardingPlan,
     matrices: Sequence[Matrix | None],
     rank: int,
     factors: list[Any],
@@ -145,7 +145,7 @@ def _exchange_shards(
     residual_R: Shards,
 ) -> tuple[Shards, Shards, tuple[list[Any], Sent]]:
     """Exchanges this device's shards, the matrices by their factors."""
-    layout = sharded.layout
+    layout = plan.layout
     out, kept, new_factors, counts = [], [], [], []
     for matrix, grad, residual, q in zip(matrices, grads_R, residual_R, factors, strict=True):
         x = grad[0].astype(jnp.float32) / layout.num_replicas
@@ -161,19 +161,19 @@ def _exchange_shards(
         kept.append((x - out[-1] / layout.num_replicas)[None])
         new_factors.append(new_q)
         counts.append(Sent(4 * matrix.num_sent(rank), x.size, x.size))
-    return to_optimizer_scope(sharded, out), kept, (new_factors, added(counts, sharded.mesh.axis_names))
+    return to_optimizer_scope(plan, out), kept, (new_factors, added(counts, plan.mesh.axis_names))
 
 
-def _matrix(spec: ParamSpec, placement: Placement, sharded: Sharded, rank: int) -> Matrix | None:
+def _matrix(spec: ParamSpec, placement: Placement, plan: ShardingPlan, rank: int) -> Matrix | None:
     """Returns how a parameter is a stack of matrices; None for vectors, and where the factors would be larger."""
     stacked = int("layers" in spec.dims)
     shape = spec.shape if stacked else (1, *spec.shape)
     rows, columns = shape[1], prod(shape[2:])
     if len(shape) < 3 or rank * (rows + columns) >= rows * columns:
         return None
-    cuts = {placement.dim: sharded.layout.gradients, placement.tensor_dim: ("tensor",)}
+    cuts = {placement.dim: plan.layout.gradients, placement.tensor_dim: ("tensor",)}
     return Matrix(
         shape=shape,
         cuts={dim + 1 - stacked: axes for dim, axes in cuts.items() if dim is not None and axes},
-        replicas=sharded.layout.replica_axes,
+        replicas=plan.layout.replica_axes,
     )

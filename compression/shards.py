@@ -9,14 +9,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from sharding.spec import is_placement
-from sharding.step import Sharded, gradient_specs
+from sharding.step import ShardingPlan, gradient_specs
 
 PyTree = Any
 Shards = list[jax.Array]
 
 
 def on_shards(
-    sharded: Sharded, function: Callable[..., tuple[Any, ...]], grads: PyTree, *kept: PyTree, same: PyTree = ()
+    plan: ShardingPlan, function: Callable[..., tuple[Any, ...]], grads: PyTree, *kept: PyTree, same: PyTree = ()
 ) -> tuple[Any, ...]:
     """Runs hop two on each device: `function(same, grads_R, *kept_R)`, with lists of its shards `[1, ...]`.
 
@@ -25,23 +25,23 @@ def on_shards(
     as trees.
     """
     leaves, tree = jax.tree.flatten(grads)
-    specs_R = jax.tree.leaves(gradient_specs(sharded))
-    placements = jax.tree.leaves(sharded.placements, is_leaf=is_placement)
-    means = [p.pspec(sharded.layout.optimizer) for p in placements]
+    specs_R = jax.tree.leaves(gradient_specs(plan))
+    placements = jax.tree.leaves(plan.placements, is_leaf=is_placement)
+    means = [p.pspec(plan.layout.optimizer) for p in placements]
     *trees, same = jax.shard_map(
         function,
-        mesh=sharded.mesh,
+        mesh=plan.mesh,
         in_specs=(PartitionSpec(), specs_R, *(specs_R for _ in kept)),
         out_specs=(means, *(specs_R for _ in kept), PartitionSpec()),
     )(same, leaves, *map(jax.tree.leaves, kept))
     return *map(tree.unflatten, trees), same
 
 
-def to_optimizer_scope(sharded: Sharded, shards: Shards) -> Shards:
+def to_optimizer_scope(plan: ShardingPlan, shards: Shards) -> Shards:
     """Cuts a device's shards in the gradients' scope to those in the optimizer's."""
-    layout = sharded.layout
+    layout = plan.layout
     extra = tuple(axis for axis in layout.optimizer if axis not in layout.gradients)
-    return sharded.group(sharded.placements, extra, tensor_is_manual=True).slice(shards)
+    return plan.group(plan.placements, extra, tensor_is_manual=True).slice(shards)
 
 
 def not_finite(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> jax.Array:

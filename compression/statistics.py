@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from sharding.collectives import vary
-from sharding.step import Sharded
+from sharding.step import ShardingPlan
 
 PyTree = Any
 
@@ -29,15 +29,15 @@ def nothing_sent() -> Sent:
     return Sent(*(jnp.zeros(()) for _ in Sent._fields))
 
 
-def silent(state: PyTree) -> PyTree:
+def with_zero_counts(state: PyTree) -> PyTree:
     """Returns the state of a hop two that had no turn in this step."""
     return jax.tree.map(lambda x: nothing_sent() if _is_sent(x) else x, state, is_leaf=_is_sent)
 
 
-def dense_sent(sharded: Sharded, params: PyTree) -> Sent:
+def dense_sent(plan: ShardingPlan, params: PyTree) -> Sent:
     """Returns the counts of an exchange of gradients in f32: all that a device has."""
-    specs = sharded.map(lambda p: p.pspec(sharded.layout.gradients))
-    shapes = jax.tree.map(lambda x, spec: NamedSharding(sharded.mesh, spec).shard_shape(x.shape), params, specs)
+    specs = plan.map(lambda p: p.pspec(plan.layout.gradients))
+    shapes = jax.tree.map(lambda x, spec: NamedSharding(plan.mesh, spec).shard_shape(x.shape), params, specs)
     num_values = jnp.float32(sum(map(prod, jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple)))))
     return Sent(4 * num_values, num_values, num_values)
 

@@ -1,7 +1,7 @@
 """A decoder of 6.4 M parameters with short sequences, to see a run survive: a snapshot every step.
 
     python -m benchmarks.elastic
-    python -m elastic.chaos --config=configs/elastic.py:tiny
+    python -m cluster.chaos --config=configs/elastic.py:tiny
 
 `:tiny` has 28 thousand, for many steps in little time. 24 rows a step suit 1 to 4 nodes of 2 devices.
 

@@ -56,7 +56,7 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire:
+class LevelCodecs:
     """The codecs of a hop, between and inside nodes; None: the values as they are."""
 
     inter: Codec | None = None
@@ -71,7 +71,7 @@ class Wire:
         return [codec for axes in levels(scope, hierarchical=hierarchical) if (codec := self.over(axes))]
 
 
-PLAIN = Wire()
+PLAIN = LevelCodecs()
 
 
 def levels(scope: Sequence[str], *, hierarchical: bool) -> list[tuple[str, ...]]:
@@ -87,7 +87,7 @@ def levels(scope: Sequence[str], *, hierarchical: bool) -> list[tuple[str, ...]]
 
 
 def all_gather_chunks(
-    x: jax.Array, scope: Sequence[str], *, hierarchical: bool, to: str = "varying", wire: Wire = PLAIN
+    x: jax.Array, scope: Sequence[str], *, hierarchical: bool, to: str = "varying", wire: LevelCodecs = PLAIN
 ) -> jax.Array:
     """Gathers local chunks `[N]` into `[p, N]`, chunks in CHUNK_ORDER of `scope`."""
     size = x.size
@@ -142,7 +142,7 @@ def _filled(rows: jax.Array, multiple: int) -> jax.Array:
 
 
 def reduce_scatter_chunks(
-    x: jax.Array, scope: Sequence[str], *, hierarchical: bool, by_ring: bool = False, wire: Wire = PLAIN
+    x: jax.Array, scope: Sequence[str], *, hierarchical: bool, by_ring: bool = False, wire: LevelCodecs = PLAIN
 ) -> jax.Array:
     """Sums `[p, N]` over the devices of `scope` and returns this device's chunk `[N]`: the gather, transposed."""
     size = x.shape[-1]
@@ -187,8 +187,8 @@ class Group:
     scope: tuple[str, ...]
     hierarchical: bool
     over_gloo: bool = False  # reduce-scatters are rings of our own, and only small tensors are packed
-    gathers: Wire = PLAIN
-    scatters: Wire = PLAIN
+    gathers: LevelCodecs = PLAIN
+    scatters: LevelCodecs = PLAIN
     tensor_is_manual: bool = False
 
     @property
@@ -225,7 +225,11 @@ class Group:
         ]
 
     def _exchange(
-        self, packed: Callable[..., tuple], collective: Callable[..., jax.Array], wire: Wire, xs: Sequence[jax.Array]
+        self,
+        packed: Callable[..., tuple],
+        collective: Callable[..., jax.Array],
+        wire: LevelCodecs,
+        xs: Sequence[jax.Array],
     ) -> list[jax.Array]:
         """Runs `packed` on buckets of the partitioned tensors; those split over `tensor` travel apart.
 

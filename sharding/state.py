@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.spec import is_placement, path_name
-from sharding.step import REPLICATED, Sharded, TrainState, gradient_specs
+from sharding.step import REPLICATED, ShardingPlan, TrainState, gradient_specs
 
 PyTree = Any
 
@@ -39,29 +39,29 @@ def residual_owner(
     return owner(path, jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
 
 
-def state_shardings(sharded: Sharded, shapes: TrainState) -> PyTree:
+def state_shardings(plan: ShardingPlan, shapes: TrainState) -> PyTree:
     """Returns the NamedSharding of every array of a state, given the tree of its shapes.
 
     An array of the optimizer state that belongs to a parameter is sharded like it, over the optimizer's scope; one with
     R in front (a residual of hop two) like the gradients. All others (counters, factored moments) are replicated, but
     those of a replica by itself, under a key `local`, only inside it.
     """
-    layout = sharded.layout
-    placements, params = by_name(sharded.placements, is_leaf=is_placement), by_name(shapes.params)
-    gradients = by_name(gradient_specs(sharded))
-    replicated = NamedSharding(sharded.mesh, REPLICATED)
+    layout = plan.layout
+    placements, params = by_name(plan.placements, is_leaf=is_placement), by_name(shapes.params)
+    gradients = by_name(gradient_specs(plan))
+    replicated = NamedSharding(plan.mesh, REPLICATED)
 
     def place(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
         if name := owner(path, x, params):
-            return NamedSharding(sharded.mesh, placements[name].pspec(layout.optimizer))
+            return NamedSharding(plan.mesh, placements[name].pspec(layout.optimizer))
         if name := residual_owner(path, x, params, layout.num_replicas):
-            return NamedSharding(sharded.mesh, gradients[name])
+            return NamedSharding(plan.mesh, gradients[name])
         if jax.tree_util.DictKey("local") in path:
-            return NamedSharding(sharded.mesh, PartitionSpec(layout.replica_axes))
+            return NamedSharding(plan.mesh, PartitionSpec(layout.replica_axes))
         return replicated
 
     return dataclasses.replace(
         jax.tree.map(lambda _: replicated, shapes),
-        params=sharded.shardings(sharded.layout.parameters),
+        params=plan.shardings(plan.layout.parameters),
         opt_state=jax.tree_util.tree_map_with_path(place, shapes.opt_state),
     )

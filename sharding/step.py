@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharding.collectives import PLAIN, Group, Wire, vary
+from sharding.collectives import PLAIN, Group, LevelCodecs, vary
 from sharding.mesh import DATA_AXES, INTER_AXES
 from sharding.scopes import Layout
 from sharding.spec import Placement, is_placement, pspecs
@@ -45,15 +45,15 @@ class TrainState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharded:
+class ShardingPlan:
     """A model's parameters on a mesh: their placements, the layout, and the form in which they are gathered."""
 
     mesh: Mesh
     layout: Layout
     placements: PyTree  # of Placement, a tree like the parameters
     compute_dtype: Any = jnp.float32
-    gathers: Wire = PLAIN  # the codecs of the micro-steps' gathers
-    scatters: Wire = PLAIN  # and of hop one
+    gathers: LevelCodecs = PLAIN  # the codecs of the micro-steps' gathers
+    scatters: LevelCodecs = PLAIN  # and of hop one
 
     @property
     def sum_dtype(self) -> Any:
@@ -75,7 +75,7 @@ class Sharded:
         return PartitionSpec(None, self.layout.data_axes or None)
 
     @property
-    def as_stored(self) -> "Sharded":
+    def without_codecs(self) -> "ShardingPlan":
         """The same with gathers that lose nothing: for what is told about the parameters, not how they are trained."""
         return dataclasses.replace(self, gathers=PLAIN)
 
@@ -108,7 +108,7 @@ class Sharded:
 
 def build_train_step(
     loss: Loss,
-    sharded: Sharded,
+    plan: ShardingPlan,
     tx: Transform,
     watch: Callable[[PyTree], dict[str, jax.Array]],
     drift: Callable[[PyTree], PyTree | None] = lambda opt_state: None,
@@ -120,35 +120,35 @@ def build_train_step(
     `watch` picks from the optimizer's state. Where `drift` finds `[R, ...]` in it, a replica's gradient is that at the
     parameters plus its drift.
     """
-    auto = sharded.layout.partitioner == "auto"
+    auto = plan.layout.partitioner == "auto"
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         if auto:
-            grads_R, value = auto_gradients(loss, sharded, state.params, batch)
+            grads_R, value = auto_gradients(loss, plan, state.params, batch)
         else:
-            grads_R, value = manual_gradients(loss, sharded, state.params, batch, drift(state.opt_state))
-        params = sharded.constrain(state.params, sharded.layout.optimizer)
+            grads_R, value = manual_gradients(loss, plan, state.params, batch, drift(state.opt_state))
+        params = plan.constrain(state.params, plan.layout.optimizer)
         updates, opt_state = tx.update(grads_R, state.opt_state, params)
         updated = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
-        params = to_parameter_scope(sharded, updated)
+        params = to_parameter_scope(plan, updated)
         metrics = {"loss": value} | watch(opt_state)
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
     return step
 
 
-def build_eval_step(measures: Measures, sharded: Sharded) -> Callable[[PyTree, Batch], dict[str, jax.Array]]:
+def build_eval_step(measures: Measures, plan: ShardingPlan) -> Callable[[PyTree, Batch], dict[str, jax.Array]]:
     """Returns `evaluate(params, batch) -> sums`: those of `measures` over all rows, and `weight`, of the weights."""
 
     def evaluate(params: PyTree, batch: Batch) -> dict[str, jax.Array]:
         def rows_sums(params: PyTree, batch: Batch, gather: Gather) -> dict[str, jax.Array]:
             return jax.tree.map(jnp.sum, lax.map(lambda micro: measures(params, micro, gather), dict(batch)))
 
-        if sharded.layout.partitioner == "auto":
-            sums = rows_sums(params, batch, auto_gather(sharded))
+        if plan.layout.partitioner == "auto":
+            sums = rows_sums(params, batch, auto_gather(plan))
         else:
-            gather = layer_gather(sharded.as_stored)
-            sums = run_manual(sharded, lambda p, b: lax.psum(rows_sums(p, b, gather), sharded.layout.data_axes))(
+            gather = layer_gather(plan.without_codecs)
+            sums = run_manual(plan, lambda p, b: lax.psum(rows_sums(p, b, gather), plan.layout.data_axes))(
                 params, batch
             )
         return sums | {"weight": jnp.sum(batch["weights"])}
@@ -157,15 +157,15 @@ def build_eval_step(measures: Measures, sharded: Sharded) -> Callable[[PyTree, B
 
 
 def run_manual(
-    sharded: Sharded, function: Callable[..., Any], out_specs: Any = REPLICATED, more_specs: tuple[Any, ...] = ()
+    plan: ShardingPlan, function: Callable[..., Any], out_specs: Any = REPLICATED, more_specs: tuple[Any, ...] = ()
 ) -> Callable[..., Any]:
     """Returns `function(params, batch, *more)` run on local shards and rows, the data axes manual."""
 
     def run(params: PyTree, batch: PyTree, *more: Any) -> Any:
-        param_specs = pspecs(sharded.placements, sharded.layout.parameters, tensor=False)
-        in_specs = (param_specs, sharded.batch_spec, *more_specs)
+        param_specs = pspecs(plan.placements, plan.layout.parameters, tensor=False)
+        in_specs = (param_specs, plan.batch_spec, *more_specs)
         mapped = jax.shard_map(
-            function, mesh=sharded.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(DATA_AXES)
+            function, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(DATA_AXES)
         )
         return mapped(params, batch, *more)
 
@@ -176,33 +176,33 @@ def run_manual(
 
 
 def manual_gradients(
-    loss: Loss, sharded: Sharded, params: PyTree, batch: Batch, drift_R: PyTree | None = None
+    loss: Loss, plan: ShardingPlan, params: PyTree, batch: Batch, drift_R: PyTree | None = None
 ) -> tuple[PyTree, jax.Array]:
     """Returns the gradients `[R, ...]`, one for each replica and reduced inside its group, and the loss.
 
     Hop two remains to be done: the mean over R (MiCS section 3.4). With `drift_R` each replica is at
     `params + drift_R[r]`.
     """
-    layout = sharded.layout
+    layout = plan.layout
 
     def micro_steps(params: PyTree, batch: Batch, total: jax.Array, drift_R: PyTree) -> tuple[PyTree, jax.Array]:
         if layout.two_hop:  # the types now differ between replicas: autodiff sums nothing over them
             params = jax.tree.map(lambda x: vary(x, layout.data_axes), params)
         if drift_R is not None:
             params = jax.tree.map(lambda x, d: x + vary(d[0], layout.data_axes), params, drift_R)
-        kept = gather_tree(sharded, sharded.placements, params) if layout.gather == "step" else params
+        kept = gather_tree(plan, plan.placements, params) if layout.gather == "step" else params
         inter = tuple(axis for axis in layout.parameters if axis in INTER_AXES)
         intra = tuple(axis for axis in layout.parameters if axis not in INTER_AXES)
 
         def micro_loss(kept: PyTree, micro: Batch) -> jax.Array:
             match layout.gather:
                 case "layer":
-                    return loss(kept, micro, layer_gather(sharded)) / total
+                    return loss(kept, micro, layer_gather(plan)) / total
                 case "node":
-                    in_node = gather_tree(sharded, sharded.placements, kept, inter)
-                    return loss(in_node, micro, layer_gather(sharded, intra)) / total
+                    in_node = gather_tree(plan, plan.placements, kept, inter)
+                    return loss(in_node, micro, layer_gather(plan, intra)) / total
                 case "micro_step":
-                    kept = gather_tree(sharded, sharded.placements, kept)
+                    kept = gather_tree(plan, plan.placements, kept)
             return loss(kept, micro, lambda name, tree: tree) / total
 
         def micro_step(carry: tuple[PyTree, jax.Array], item: tuple[jax.Array, Batch]) -> tuple[Any, None]:
@@ -212,19 +212,19 @@ def manual_gradients(
                 used = jax.tree.map(lambda x: lax.optimization_barrier((x, i))[0], kept)
             value, grads = jax.value_and_grad(micro_loss)(used, micro)
             if layout.gather == "step":
-                grads = hop_one(sharded, sharded.placements, grads)
-            grads = to_gradient_scope(sharded, grads)
+                grads = hop_one(plan, plan.placements, grads)
+            grads = to_gradient_scope(plan, grads)
             return jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry, (grads, value)), None
 
-        zeros = to_gradient_scope(sharded, jax.tree.map(jnp.zeros_like, params), zeros=True)
+        zeros = to_gradient_scope(plan, jax.tree.map(jnp.zeros_like, params), zeros=True)
         carry = (zeros, vary(jnp.zeros(()), layout.data_axes))
         micros = batch["weights"].shape[0]
         (grads, value), _ = lax.scan(micro_step, carry, (jnp.arange(micros), dict(batch)))
-        grads = sharded.map(lambda p, g: g if p.dim is not None else same_on_all(g, layout.gradients), grads)
+        grads = plan.map(lambda p, g: g if p.dim is not None else same_on_all(g, layout.gradients), grads)
         return jax.tree.map(lambda g: g[None] * layout.num_replicas, grads), lax.psum(value, layout.data_axes)
 
-    specs_R = gradient_specs(sharded, tensor=False)
-    run = run_manual(sharded, micro_steps, (specs_R, REPLICATED), (REPLICATED, None if drift_R is None else specs_R))
+    specs_R = gradient_specs(plan, tensor=False)
+    run = run_manual(plan, micro_steps, (specs_R, REPLICATED), (REPLICATED, None if drift_R is None else specs_R))
     return run(params, batch, jnp.sum(batch["weights"]), drift_R)
 
 
@@ -233,62 +233,62 @@ def same_on_all(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pmean(vary(x, axes), axes) if axes else x
 
 
-def auto_gradients(loss: Loss, sharded: Sharded, params: PyTree, batch: Batch) -> tuple[PyTree, jax.Array]:
+def auto_gradients(loss: Loss, plan: ShardingPlan, params: PyTree, batch: Batch) -> tuple[PyTree, jax.Array]:
     """Returns the same as `manual_gradients` with R = 1, all collectives chosen by XLA's partitioner."""
-    layout = sharded.layout
+    layout = plan.layout
     total = jnp.sum(batch["weights"])
-    gather = auto_gather(sharded)
+    gather = auto_gather(plan)
 
     def micro_step(carry: tuple[PyTree, jax.Array], micro: Batch) -> tuple[tuple[PyTree, jax.Array], None]:
         value, grads = jax.value_and_grad(lambda p: loss(p, micro, gather) / total)(params)
-        grads = sharded.constrain(grads, layout.gradients)
+        grads = plan.constrain(grads, layout.gradients)
         return jax.tree.map(jnp.add, carry, (grads, value)), None
 
-    zeros = sharded.constrain(jax.tree.map(jnp.zeros_like, params), layout.gradients)
+    zeros = plan.constrain(jax.tree.map(jnp.zeros_like, params), layout.gradients)
     (grads, value), _ = lax.scan(micro_step, (zeros, jnp.zeros(())), dict(batch))
     return jax.tree.map(lambda g: g[None], grads), value
 
 
-def gradient_specs(sharded: Sharded, *, tensor: bool = True) -> PyTree:
+def gradient_specs(plan: ShardingPlan, *, tensor: bool = True) -> PyTree:
     """Returns the specs of the gradients `[R, ...]`."""
-    layout = sharded.layout
-    return sharded.map(lambda p: PartitionSpec(layout.replica_axes or None, *p.pspec(layout.gradients, tensor=tensor)))
+    layout = plan.layout
+    return plan.map(lambda p: PartitionSpec(layout.replica_axes or None, *p.pspec(layout.gradients, tensor=tensor)))
 
 
 # ------------------------------------------------------------------------------------- gathers and hop one
 
 
-def layer_gather(sharded: Sharded, scope: tuple[str, ...] | None = None) -> Gather:
+def layer_gather(plan: ShardingPlan, scope: tuple[str, ...] | None = None) -> Gather:
     """Returns the gather that a model calls at each place of use, over the parameters' scope or a part of it.
 
     Its transpose is hop one.
     """
 
     def gather(name: str, tree: PyTree) -> PyTree:
-        return gather_tree(sharded, _used_placements(sharded, name), tree, scope)
+        return gather_tree(plan, _used_placements(plan, name), tree, scope)
 
     return gather
 
 
-def auto_gather(sharded: Sharded) -> Gather:
+def auto_gather(plan: ShardingPlan) -> Gather:
     """Returns the gather of the automatic partitioner: a constraint to the unpartitioned sharding."""
 
     def whole(p: Placement, x: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(x.astype(sharded.compute_dtype), NamedSharding(sharded.mesh, p.pspec(())))
+        return lax.with_sharding_constraint(x.astype(plan.compute_dtype), NamedSharding(plan.mesh, p.pspec(())))
 
     def gather(name: str, tree: PyTree) -> PyTree:
-        return jax.tree.map(whole, _used_placements(sharded, name), tree, is_leaf=is_placement)
+        return jax.tree.map(whole, _used_placements(plan, name), tree, is_leaf=is_placement)
 
     return gather
 
 
-def gather_tree(sharded: Sharded, placements: PyTree, shards: PyTree, scope: tuple[str, ...] | None = None) -> PyTree:
+def gather_tree(plan: ShardingPlan, placements: PyTree, shards: PyTree, scope: tuple[str, ...] | None = None) -> PyTree:
     """Gathers local shards in one collective a network level, in the compute dtype; backwards it is hop one.
 
     Over the parameters' scope, or over `scope`, the last axes by which the shards are cut.
     """
-    layout = sharded.layout
-    group = sharded.group(placements, layout.parameters if scope is None else scope, coded=True)
+    layout = plan.layout
+    group = plan.group(placements, layout.parameters if scope is None else scope, coded=True)
 
     @jax.custom_vjp
     @jax.named_scope("gather")
@@ -297,23 +297,23 @@ def gather_tree(sharded: Sharded, placements: PyTree, shards: PyTree, scope: tup
 
     gather.defvjp(
         lambda shards: (gather(shards), None),
-        lambda _, grads: (_hop_one_leaves(sharded, group, grads),),
+        lambda _, grads: (_hop_one_leaves(plan, group, grads),),
     )
     leaves, tree = jax.tree.flatten(shards)
-    return tree.unflatten(gather([x.astype(sharded.compute_dtype) for x in leaves]))
+    return tree.unflatten(gather([x.astype(plan.compute_dtype) for x in leaves]))
 
 
-def hop_one(sharded: Sharded, placements: PyTree, grads: PyTree) -> PyTree:
+def hop_one(plan: ShardingPlan, placements: PyTree, grads: PyTree) -> PyTree:
     """Reduce-scatters full gradients inside each partition group (MiCS section 3.4)."""
     leaves, tree = jax.tree.flatten(grads)
-    group = sharded.group(placements, sharded.layout.parameters, coded=True)
-    return tree.unflatten(_hop_one_leaves(sharded, group, leaves))
+    group = plan.group(placements, plan.layout.parameters, coded=True)
+    return tree.unflatten(_hop_one_leaves(plan, group, leaves))
 
 
 @jax.named_scope("hop_one")
-def _hop_one_leaves(sharded: Sharded, group: Group, grads: list[jax.Array]) -> list[jax.Array]:
-    layout = sharded.layout
-    wide = [x.astype(sharded.sum_dtype) for x in grads]
+def _hop_one_leaves(plan: ShardingPlan, group: Group, grads: list[jax.Array]) -> list[jax.Array]:
+    layout = plan.layout
+    wide = [x.astype(plan.sum_dtype) for x in grads]
     if layout.two_hop:
         summed = [vary(x, layout.data_axes) for x in group.reduce_scatter(wide)]
     else:
@@ -322,15 +322,15 @@ def _hop_one_leaves(sharded: Sharded, group: Group, grads: list[jax.Array]) -> l
 
 
 @jax.named_scope("gradient_scope")
-def to_gradient_scope(sharded: Sharded, grads: PyTree, *, zeros: bool = False) -> PyTree:
+def to_gradient_scope(plan: ShardingPlan, grads: PyTree, *, zeros: bool = False) -> PyTree:
     """Reduces gradients from the parameters' scope to their own, each micro-step (ZeRO-2); `zeros` needs no sum."""
-    layout = sharded.layout
+    layout = plan.layout
     extra = tuple(axis for axis in layout.gradients if axis not in layout.parameters)
-    group = sharded.group(sharded.placements, extra, coded=True)
+    group = plan.group(plan.placements, extra, coded=True)
     leaves, tree = jax.tree.flatten(grads)
     if layout.two_hop and not zeros and extra:
         # the values came from the compute dtype: nothing is lost in casting back
-        summed = group.reduce_scatter([x.astype(sharded.sum_dtype) for x in leaves])
+        summed = group.reduce_scatter([x.astype(plan.sum_dtype) for x in leaves])
     else:
         summed = group.slice(leaves)
     if layout.two_hop:
@@ -339,27 +339,27 @@ def to_gradient_scope(sharded: Sharded, grads: PyTree, *, zeros: bool = False) -
 
 
 @jax.named_scope("parameter_scope")
-def to_parameter_scope(sharded: Sharded, params: PyTree) -> PyTree:
+def to_parameter_scope(plan: ShardingPlan, params: PyTree) -> PyTree:
     """Gathers updated parameters from the optimizer state's scope into their own, once a step."""
-    layout = sharded.layout
+    layout = plan.layout
     extra = tuple(axis for axis in layout.optimizer if axis not in layout.parameters)
     if not extra or layout.partitioner == "auto":
-        return sharded.constrain(params, layout.parameters)
+        return plan.constrain(params, layout.parameters)
 
-    group = sharded.group(sharded.placements, extra, tensor_is_manual=True)
+    group = plan.group(plan.placements, extra, tensor_is_manual=True)
     leaves, tree = jax.tree.flatten(params)
     gather = jax.shard_map(
         lambda shards: group.gather(shards, to="invarying"),
-        mesh=sharded.mesh,
+        mesh=plan.mesh,
         in_specs=([p.pspec(layout.optimizer) for p in group.placements],),
         out_specs=[p.pspec(layout.parameters) for p in group.placements],
     )
     return tree.unflatten(gather(leaves))
 
 
-def _used_placements(sharded: Sharded, name: str) -> PyTree:
+def _used_placements(plan: ShardingPlan, name: str) -> PyTree:
     """Returns the placements of what a model gathers under `name`: one layer's slice of the stack `layers`."""
-    placements = sharded.placements[name]
+    placements = plan.placements[name]
     if name != "layers":
         return placements
     return jax.tree.map(Placement.without_layers, placements, is_leaf=is_placement)

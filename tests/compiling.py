@@ -15,8 +15,8 @@ import jax
 from jax.experimental import topologies
 
 from configs import quickstart
-from experiment import make_experiment
 from sharding import hlo
+from training.experiment import make_experiment
 
 TARGET = Path(__file__).parent / "data" / "h100_target_config.txt"
 LAYERS, HIDDEN, MLP = 2, 128, 256
@@ -43,7 +43,7 @@ def main() -> None:
     config = quickstart.get_config()
     config.update_from_flattened_dict(SMALL | json.loads(sys.argv[1]))
     experiment = make_experiment(config)
-    collectives = hlo.read_collectives(experiment.compile_train_step().as_text() or "", experiment.sharded.layout.shape)
+    collectives = hlo.read_collectives(experiment.compile_train_step().as_text() or "", experiment.plan.layout.shape)
     print(json.dumps([asdict(collective) for collective in collectives]))
 
 

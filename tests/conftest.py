@@ -2,8 +2,9 @@
 
 import os
 
-# LLVM's optimiser is most of the time that a test compiles; the program's collectives do not depend on it.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+import fast_compile
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fast_compile.FLAGS}"
 
 import jax
 

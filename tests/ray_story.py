@@ -1,4 +1,4 @@
-"""An engine of cluster.ray whose supervisors are told what happens to them: no Ray, no processes."""
+"""An engine of engines.ray whose supervisors are told what happens to them: no Ray, no processes."""
 
 import signal
 import time
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster import ray_train
-from cluster.ray_plan import Limits, Patience
-from cluster.ray_supervisor import News
-from cluster.ray_train import Engine
+from engines import ray_train
+from engines.ray_plan import Limits, Patience
+from engines.ray_supervisor import News
+from engines.ray_train import Engine
 
 SHORT = ("STOP_S", "LAST_S", "FAILED_S", "KILL_S", "STARTING_S", "NOTICE_S")
 Story = Callable[["Members"], Iterator[object]]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import fast_compile
 import jax
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ from ml_collections import ConfigDict
 from ports import free_port
 
 import train
-from checkpointing import CheckpointConfig, Checkpointer
-from experiment import Experiment, make_experiment
+from state import CheckpointConfig, Checkpointer
+from training.experiment import Experiment, make_experiment
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "train.py"
@@ -45,7 +46,7 @@ SMALL: dict[str, Any] = {
     "optimizer.learning_rate": 0.01,
 }
 # The default 30 minutes would let a test hang; LLVM's optimiser is most of the time that a small program compiles.
-XLA_FLAGS = "--xla_cpu_collective_timeout_seconds=120 --xla_backend_optimization_level=0"
+XLA_FLAGS = f"--xla_cpu_collective_timeout_seconds=120 {fast_compile.FLAGS}"
 
 
 def arguments(workdir: Path | str, config: str = "quickstart", **changes: Any) -> list[str]:

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from checkpointing import agreement
+from state import agreement
 
 
 class Store:

@@ -16,11 +16,11 @@ from emulating import EMULATED
 from running import ROOT, XLA_FLAGS
 
 from benchmarks import elastic as benchmark
-from checkpointing import CheckpointConfig, Checkpointer
-from elastic.chaos.faults import KINDS, MOMENTS, _open_slots
-from elastic.chaos.plan import NODES_AFTER, Event, make_plan
-from elastic.chaos.run import NOTICED, ElasticRun
-from elastic.chaos.same import compare_losses, compare_parameters
+from cluster.chaos.faults import KINDS, MOMENTS, _open_slots
+from cluster.chaos.plan import NODES_AFTER, Event, make_plan
+from cluster.chaos.run import NOTICED, ElasticRun
+from cluster.chaos.same import compare_losses, compare_parameters
+from state import CheckpointConfig, Checkpointer
 
 TIMEOUT_S = 600
 # What a run said; the steps of its metrics are set between the lines.
@@ -177,7 +177,7 @@ def test_the_page_has_what_was_measured() -> None:
 
 def chaos(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "elastic.chaos", *args],
+        [sys.executable, "-m", "cluster.chaos", *args],
         cwd=ROOT,
         text=True,
         capture_output=True,

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import checkpointing.checkpointer
-from checkpointing import CheckpointConfig, Checkpointer, CheckpointError, manifest
+import state.checkpointer
+from state import CheckpointConfig, Checkpointer, CheckpointError, manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)
@@ -62,7 +62,7 @@ def test_a_path_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 
 def test_what_orbax_did_not_merge_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It only warns if it finds nothing to merge, and nobody can restore the rest."""
-    monkeypatch.setattr(checkpointing.checkpointer, "check_path", lambda directory: None)
+    monkeypatch.setattr(state.checkpointer, "check_path", lambda directory: None)
     checkpointer = Checkpointer(tmp_path / "run[1]", KEEP_ALL)
     save_small(checkpointer, 1)
     with pytest.raises(CheckpointError, match=r"step 1 .*state/manifest\.ocdbt is missing.*newest: None"):

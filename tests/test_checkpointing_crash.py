@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from checkpointing import CheckpointConfig, Checkpointer, CheckpointError, manifest
+from state import CheckpointConfig, Checkpointer, CheckpointError, manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 KEEP_TWO = CheckpointConfig(every=1, keep_last=2)

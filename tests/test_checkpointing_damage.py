@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from checkpointing import CheckpointConfig, Checkpointer, latest_config, manifest
-from checkpointing import __main__ as command_line
+from state import CheckpointConfig, Checkpointer, latest_config, manifest
+from state import __main__ as command_line
 
 KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)
 GOOD, NEWEST = 10, 20
@@ -183,7 +183,7 @@ def test_a_newer_format_is_said_and_never_moved(saved: Path) -> None:
             assert checkpointer.steps() == [30]  # the older one of ours went, not that one
         assert newest.is_dir() and lines == []
         done = subprocess.run(
-            [sys.executable, "-m", "checkpointing", "verify", str(saved)], capture_output=True, text=True, timeout=60
+            [sys.executable, "-m", "state", "verify", str(saved)], capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 1 and f"step {NEWEST}: UNKNOWN FORMAT: " in done.stdout and said in done.stdout
 

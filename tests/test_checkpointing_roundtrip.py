@@ -15,7 +15,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from checkpointing import CheckpointConfig, Checkpointer, CheckpointError, latest_config, manifest, retention, tree
+from state import CheckpointConfig, Checkpointer, CheckpointError, latest_config, manifest, retention, tree
 
 KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)
 
@@ -347,7 +347,7 @@ def test_orbax_itself_reads_what_we_wrote(tmp_path: Path) -> None:
 
 def test_command_line_lists_and_verifies_without_jax(tmp_path: Path) -> None:
     def run(command: str, directory: Path = tmp_path) -> tuple[int, list[str]]:
-        code = "import sys, runpy; sys.modules['jax'] = None; runpy.run_module('checkpointing', run_name='__main__')"
+        code = "import sys, runpy; sys.modules['jax'] = None; runpy.run_module('state', run_name='__main__')"
         arguments = [sys.executable, "-c", code, command, str(directory)]
         done = subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=60)
         assert "Traceback" not in done.stderr, done.stderr

@@ -30,7 +30,7 @@ def model_elements() -> int:
 
 
 def read(kind: str = "decoder", **how) -> list[Collective]:
-    sh = workload.sharded(kind, nodes=NODES, per_node=PER_NODE, num_layers=LAYERS, **how)
+    sh = workload.plan(kind, nodes=NODES, per_node=PER_NODE, num_layers=LAYERS, **how)
     step, _, _ = workload.compiled_step(kind, sh, accumulation=ACCUMULATION, num_layers=LAYERS)
     return read_collectives(step.as_text(), sh.layout.shape)
 
@@ -192,7 +192,7 @@ def test_bytes_of_design_6_3(p: int) -> None:
 
 
 def test_bfloat16_gathers_move_half_the_bytes() -> None:
-    sh = workload.sharded("decoder", num_layers=LAYERS, dtype=jnp.bfloat16, strategy="mics", partition_size=2)
+    sh = workload.plan("decoder", num_layers=LAYERS, dtype=jnp.bfloat16, strategy="mics", partition_size=2)
     step, _, _ = workload.compiled_step("decoder", sh, accumulation=ACCUMULATION, num_layers=LAYERS)
     collectives = read_collectives(step.as_text(), sh.layout.shape)
     assert traffic(collectives) == expected_mics(2)

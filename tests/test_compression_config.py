@@ -9,8 +9,8 @@ from test_sharding_table import tiny_config
 from compression.delayed import DelayedState
 from compression.local_sgd import LocalState
 from compression.one_bit_adam import OneBitAdamState
-from experiment import make_experiment
 from optimizers import GuardState
+from training.experiment import make_experiment
 
 LOCAL = {"local_sgd.inner_steps": 2}
 ONE_BIT_ADAM = {"compression.hop_two": "one_bit_adam", "compression.warmup_steps": 2, "optimizer.clip_norm": 0.0}
@@ -50,7 +50,7 @@ def test_the_norm_of_an_update_is_not_called_a_gradients(changes: dict[str, Any]
     config = tiny_config(partition_size=2)
     config.update_from_flattened_dict(changes)
     experiment = make_experiment(config)
-    _, metrics = jax.eval_shape(experiment.train_step, experiment.state_shapes, experiment.batch_shapes)
+    _, metrics = jax.eval_shape(experiment.train_step, experiment.state_shapes, experiment.batches.shapes)
     assert {name for name in metrics if name in ("grad_norm", "update_norm")} == {key}
 
 

@@ -31,7 +31,7 @@ from emulating import (
 from running import IGNORED, TRAIN, XLA_FLAGS, arguments, losses, rows, run_here
 
 from cluster import control
-from cluster.progress import Progress, read_progress
+from runtime.progress import Progress, read_progress
 
 ENVIRONMENT = """
 import json, os

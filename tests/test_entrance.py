@@ -10,11 +10,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from elastic import entrance, processes
-from elastic.addresses import listen, to_listen_at
-from elastic.entrance import STRANGERS, Entrance, admit, introduce, shared_token
-from elastic.heartbeat import Peer
-from elastic.meeting import accept, connect
+from runtime import handshake, launch
+from runtime.addresses import listen, to_listen_at
+from runtime.handshake import STRANGERS, Entrance, admit, introduce, shared_token
+from runtime.heartbeat import Peer
+from runtime.rendezvous import accept, connect
 
 HOST = socket.gethostname()
 TIMEOUT_S = 60.0
@@ -37,7 +37,7 @@ class Port:
 def port() -> Iterator[Port]:
     port = Port()
     yield port
-    port.entrance.close()
+    port.handshake.close()
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -91,7 +91,7 @@ def test_strangers_who_only_wait(port: Port) -> None:
 
 def test_a_stranger_who_dawdles(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has a time for all that it says, not for each byte."""
-    monkeypatch.setattr(entrance, "_HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(handshake, "_HANDSHAKE_S", 0.5)
     with port.stranger() as stranger:
         stranger.settimeout(0.05)
         for sent in itertools.count():
@@ -175,12 +175,12 @@ def test_where_the_service_of_jax_listens(host: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: given.update(options))
     with socket.create_server(("127.0.0.1", 0)) as free:
         coordinator = f"{host}:{free.getsockname()[1]}"
-    processes.join(coordinator, 2, 0)
+    launch.join(coordinator, 2, 0)
     assert given.pop("coordinator_bind_address") == (coordinator if host in ("127.0.0.1", "localhost") else None)
-    processes.join(coordinator, 2, 1)
+    launch.join(coordinator, 2, 1)
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "127.0.0.1:1")
     assert given["coordinator_bind_address"] is None
-    processes.join(coordinator, 2, 0)
+    launch.join(coordinator, 2, 0)
     assert given["coordinator_bind_address"] is None
 
 
@@ -213,5 +213,5 @@ def test_a_start_that_was_killed_before_it_wrote_the_token(tmp_path: Path) -> No
 def test_two_starts_that_make_the_token_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second waits for the first, and takes its token."""
     file = tmp_path / "token"
-    monkeypatch.setattr(entrance.fcntl, "flock", lambda *_: file.write_text("1" * 64))
+    monkeypatch.setattr(handshake.fcntl, "flock", lambda *_: file.write_text("1" * 64))
     assert shared_token(tmp_path) == "1" * 64

@@ -10,25 +10,25 @@ import optax
 import pytest
 import workload
 
-from checkpointing import CheckpointConfig, Checkpointer
 from compression.codecs import OneBit
 from compression.dgc import DGCConfig, dgc
 from compression.exchange import exchange
 from compression.local_sgd import LocalSGDConfig, local_sgd
 from optimizers import guarded
-from sharding.step import Sharded, TrainState
+from sharding.step import ShardingPlan, TrainState
+from state import CheckpointConfig, Checkpointer
 
 CODEC = OneBit(block=32)
 
 
-def first_state(nodes: int, make_chain: Callable[[Sharded], Any]) -> TrainState:
+def first_state(nodes: int, make_chain: Callable[[ShardingPlan], Any]) -> TrainState:
     """Returns the first state of tensors under mics(2)."""
-    sharded = workload.sharded("tensors", nodes=nodes, strategy="mics", partition_size=2)
-    return workload.first_state("tensors", sharded, make_chain(sharded))
+    plan = workload.plan("tensors", nodes=nodes, strategy="mics", partition_size=2)
+    return workload.first_state("tensors", plan, make_chain(plan))
 
 
-def with_codec(sharded: Sharded) -> optax.GradientTransformation:
-    return guarded(exchange(sharded, CODEC), workload.sgd())
+def with_codec(plan: ShardingPlan) -> optax.GradientTransformation:
+    return guarded(exchange(plan, CODEC), workload.sgd())
 
 
 def filled(state: TrainState) -> TrainState:
@@ -60,8 +60,8 @@ def restore(directory: Path, placed: TrainState) -> TrainState:
 
 
 def test_a_resumed_run_is_the_same(tmp_path: Path) -> None:
-    sharded = workload.sharded("decoder", strategy="mics", partition_size=2)
-    step, state, data = workload.compiled_step("decoder", sharded, hop_two=exchange(sharded, CODEC))
+    plan = workload.plan("decoder", strategy="mics", partition_size=2)
+    step, state, data = workload.compiled_step("decoder", plan, hop_two=exchange(plan, CODEC))
     placed = shapes(state)
     _, state, _ = workload.run_steps(step, state, data, 2)
     save(tmp_path, state, 2)
@@ -73,9 +73,9 @@ def test_a_resumed_run_is_the_same(tmp_path: Path) -> None:
 def test_residuals_of_another_hop_two_are_refused(tmp_path: Path) -> None:
     """By name: those of DGC are not an exchange's."""
 
-    def with_dgc(sharded: Sharded) -> optax.GradientTransformation:
+    def with_dgc(plan: ShardingPlan) -> optax.GradientTransformation:
         config = DGCConfig(sparsity=0.9, warmup_steps=0, momentum=0.9, clip_norm=0.0)
-        return guarded(dgc(sharded, config), workload.sgd())
+        return guarded(dgc(plan, config), workload.sgd())
 
     save(tmp_path, first_state(4, with_codec), 1)
     with pytest.raises(ValueError, match="opt_state.exchange.unsent.residual.* is absent in the checkpoint"):
@@ -86,9 +86,9 @@ def test_local_sgd_on_another_number_of_replicas_keeps_the_mean(tmp_path: Path) 
     """Drifts, moments and the counters of schedules."""
     settings = LocalSGDConfig(inner_steps=3, outer_learning_rate=0.7, outer_momentum=0.9)
 
-    def with_local_sgd(sharded: Sharded) -> optax.GradientTransformation:
+    def with_local_sgd(plan: ShardingPlan) -> optax.GradientTransformation:
         each = guarded(optax.identity(), optax.adamw(lambda step: 0.1))
-        return local_sgd(exchange(sharded), each, settings, sharded.layout.num_replicas)
+        return local_sgd(exchange(plan), each, settings, plan.layout.num_replicas)
 
     state = filled(first_state(4, with_local_sgd))
     save(tmp_path, state, 2)

@@ -24,7 +24,7 @@ from sharding import hlo
 from sharding.collectives import Codec
 from sharding.mesh import INTER_AXES
 from sharding.spec import ParamSpec
-from sharding.step import Sharded, gradient_specs
+from sharding.step import ShardingPlan, gradient_specs
 
 CODECS: dict[str, Codec] = {
     "bf16": BFloat16(),
@@ -52,15 +52,15 @@ STEPS = 4
 SPECS = workload.TENSORS
 
 
-def gradients(sharded: Sharded, seed: int, kind: str = "tensors") -> tuple[Any, Any]:
+def gradients(plan: ShardingPlan, seed: int, kind: str = "tensors") -> tuple[Any, Any]:
     """Random gradients `[R, ...]`, where they belong and as numpy."""
     rng = np.random.default_rng(seed)
     shapes = workload.params(kind)
-    replicas = sharded.layout.num_replicas
+    replicas = plan.layout.num_replicas
     whole = jax.tree.map(lambda p: rng.normal(size=(replicas, *p.shape)).astype(np.float32) * 0.02, shapes)
     shardings = jax.tree.map(
-        lambda spec: NamedSharding(sharded.mesh, spec),
-        gradient_specs(sharded),
+        lambda spec: NamedSharding(plan.mesh, spec),
+        gradient_specs(plan),
         is_leaf=lambda x: isinstance(x, PartitionSpec),
     )
     return jax.tree.map(jax.device_put, whole, shardings), whole
@@ -76,14 +76,16 @@ def matrices(tree: Any) -> list[Any]:
     return [x for x, spec in zip(leaves, specs, strict=True) if not is_vector(spec)]
 
 
-def run(sharded: Sharded, codec: Codec | None, steps: int = STEPS, *, feedback: bool = True) -> tuple[list, list, Any]:
+def run(
+    plan: ShardingPlan, codec: Codec | None, steps: int = STEPS, *, feedback: bool = True
+) -> tuple[list, list, Any]:
     """Returns what was handed on by each of some exchanges, the means of what went in, and the state at the end."""
-    tx = exchange(sharded, codec, error_feedback=feedback)
+    tx = exchange(plan, codec, error_feedback=feedback)
     state = tx.init(workload.params("tensors"))
     update = jax.jit(tx.update)
     out, means = [], []
     for step in range(steps):
-        grads, whole = gradients(sharded, step)
+        grads, whole = gradients(plan, step)
         handed_on, state = update(grads, state)
         out.append(jax.tree.map(np.asarray, handed_on))
         means.append(jax.tree.map(lambda g: g.mean(0), whole))
@@ -94,8 +96,8 @@ def run(sharded: Sharded, codec: Codec | None, steps: int = STEPS, *, feedback: 
 @pytest.mark.parametrize("name", ["int8", "one_bit"])
 def test_what_was_handed_on_and_what_is_kept_is_all_that_came(layout: str, name: str) -> None:
     """Error feedback telescopes, through both encodings."""
-    sharded = workload.sharded("tensors", **LAYOUTS[layout])
-    out, means, state = run(sharded, CODECS[name])
+    plan = workload.plan("tensors", **LAYOUTS[layout])
+    out, means, state = run(plan, CODECS[name])
 
     def check(spec: ParamSpec, residual: jax.Array, *both: np.ndarray) -> None:
         handed_on, came = sum(both[:STEPS]), sum(both[STEPS:])
@@ -111,8 +113,8 @@ def test_what_was_handed_on_and_what_is_kept_is_all_that_came(layout: str, name:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_every_codec_telescopes_and_is_near(name: str) -> None:
-    sharded = workload.sharded("tensors", **LAYOUTS["mics(2)"])
-    out, means, state = run(sharded, CODECS[name])
+    plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
+    out, means, state = run(plan, CODECS[name])
     bound = {"bf16": 2e-4, "int8": 1e-3, "int4": 2e-2, "int4 stochastic": 2e-2}.get(name, 1.0)
 
     def check(residual: jax.Array, *both: np.ndarray) -> None:
@@ -125,16 +127,16 @@ def test_every_codec_telescopes_and_is_near(name: str) -> None:
 @pytest.mark.parametrize("layout", ["mics(2)", "none/node/4"])
 def test_without_a_codec_it_is_the_plain_mean(layout: str) -> None:
     """Bit by bit: with numbers whose sums round nowhere, in whatever order."""
-    sharded = workload.sharded("tensors", **LAYOUTS[layout])
-    grads, whole = gradients(sharded, 0)
+    plan = workload.plan("tensors", **LAYOUTS[layout])
+    grads, whole = gradients(plan, 0)
     small = jax.tree.map(lambda g: jnp.round(g * 1024) / 64, grads)
-    out, _ = jax.jit(exchange(sharded).update)(small, optax.EmptyState())
+    out, _ = jax.jit(exchange(plan).update)(small, optax.EmptyState())
     jax.tree.map(lambda x, g: np.testing.assert_array_equal(x, (np.round(g * 1024) / 64).mean(0)), out, whole)
 
 
 def test_two_nodes_are_numpy() -> None:
     """Two replicas, one tensor a bucket: encode, swap, sum, encode, swap, written out; three steps with feedback."""
-    sharded = workload.sharded("tensors", nodes=2, per_node=1, strategy="ddp")
+    plan = workload.plan("tensors", nodes=2, per_node=1, strategy="ddp")
     block = 32
 
     def round_trip(x: np.ndarray) -> np.ndarray:
@@ -142,12 +144,12 @@ def test_two_nodes_are_numpy() -> None:
         scales = np.abs(blocks).max(-1, keepdims=True) * np.float32(1 / 127)
         return (np.round(blocks / np.where(scales > 0, scales, 1)) * scales).reshape(x.shape)
 
-    out, _, _ = run(sharded, CODECS["int8"], 3)
-    size = sum(x[0].size for x in matrices(gradients(sharded, 0)[1]))
+    out, _, _ = run(plan, CODECS["int8"], 3)
+    size = sum(x[0].size for x in matrices(gradients(plan, 0)[1]))
     padded = size + -size % (2 * block)
     kept = np.zeros((2, padded), np.float32)
     for step in range(3):
-        leaves = matrices(gradients(sharded, step)[1])
+        leaves = matrices(gradients(plan, step)[1])
         x = np.zeros((2, padded), np.float32)
         x[:, :size] = np.concatenate([leaf.reshape(2, -1) for leaf in leaves], axis=1) / 2
         x += kept
@@ -166,11 +168,11 @@ def test_two_nodes_are_numpy() -> None:
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_a_scale_of_one_bit_is_of_values_and_not_of_what_fills_a_block_up(per_node: int) -> None:
     """Two nodes, without feedback: each slice is encoded by both, their sum once more, written out."""
-    sharded = workload.sharded("tensors", nodes=2, per_node=per_node, strategy="ddp")
+    plan = workload.plan("tensors", nodes=2, per_node=per_node, strategy="ddp")
     block = 96
-    out, _, _ = run(sharded, OneBit(block=block), 1, feedback=False)
+    out, _, _ = run(plan, OneBit(block=block), 1, feedback=False)
     replicas = 2 * per_node
-    x = np.concatenate([leaf.reshape(replicas, -1) for leaf in matrices(gradients(sharded, 0)[1])], axis=1) / replicas
+    x = np.concatenate([leaf.reshape(replicas, -1) for leaf in matrices(gradients(plan, 0)[1])], axis=1) / replicas
     x = x.reshape(2, per_node, -1).sum(1)  # of each node
     size = x.shape[1]
     length = (size + -size % (replicas * block)) // replicas  # of the slice of a device
@@ -189,8 +191,8 @@ def test_a_scale_of_one_bit_is_of_values_and_not_of_what_fills_a_block_up(per_no
 
 
 def test_without_feedback_nothing_is_kept() -> None:
-    sharded = workload.sharded("tensors", **LAYOUTS["mics(2)"])
-    out, _, state = run(sharded, CODECS["two_bit"], 1, feedback=False)
+    plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
+    out, _, state = run(plan, CODECS["two_bit"], 1, feedback=False)
     assert not jax.tree.leaves(state.residual)
     assert {round(float(abs(x)), 4) for leaf in matrices(out[0]) for x in np.unique(leaf)} <= {0.0, 0.01}
 
@@ -198,8 +200,8 @@ def test_without_feedback_nothing_is_kept() -> None:
 @cache
 def train(layout: str, codec: str) -> tuple[np.ndarray, Any, Any]:
     """Returns the losses of a few steps, the state, and the compiled step."""
-    sharded = workload.sharded("decoder", **LAYOUTS[layout])
-    compiled, state, data = workload.compiled_step("decoder", sharded, hop_two=exchange(sharded, CODECS[codec]))
+    plan = workload.plan("decoder", **LAYOUTS[layout])
+    compiled, state, data = workload.compiled_step("decoder", plan, hop_two=exchange(plan, CODECS[codec]))
     losses, state, metrics = workload.run_steps(compiled, state, data, 3)
     residuals = [np.asarray(x) for x in jax.tree.leaves(state.opt_state.exchange.residual)]
     np.testing.assert_allclose(metrics["residual_norm"], np.sqrt(sum((x**2).sum() for x in residuals)), rtol=1e-4)
@@ -210,17 +212,17 @@ def train(layout: str, codec: str) -> tuple[np.ndarray, Any, Any]:
 @pytest.mark.parametrize(("name", "rtol"), [("int8", 2e-3), pytest.param("two_bit", 0.1, marks=pytest.mark.slow)])
 def test_every_layout_trains(layout: str, name: str, rtol: float) -> None:
     """The first loss is the dense one, the others near (two bits lag); a device holds its residual and no other's."""
-    sharded = workload.sharded("decoder", **LAYOUTS[layout])
+    plan = workload.plan("decoder", **LAYOUTS[layout])
     losses, state, _ = train(layout, name)
     np.testing.assert_allclose(losses[0], workload.single_device_losses("decoder")[0], rtol=1e-5)
     np.testing.assert_allclose(losses, workload.single_device_losses("decoder")[:3], rtol=rtol)
-    degree = sharded.layout.shape.size(sharded.layout.gradients) * sharded.layout.shape.tensor
+    degree = plan.layout.shape.size(plan.layout.gradients) * plan.layout.shape.tensor
     for residual in jax.tree.leaves(state.opt_state.exchange.residual):
         shard = residual.addressable_shards[0].data
         assert shard.shape[0] == 1
     total = sum(x.size for x in jax.tree.leaves(state.opt_state.exchange.residual))
     local = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state.opt_state.exchange.residual))
-    assert local <= 1.1 * total / sharded.layout.num_replicas / degree + 1000
+    assert local <= 1.1 * total / plan.layout.num_replicas / degree + 1000
 
 
 @pytest.mark.parametrize(
@@ -228,10 +230,10 @@ def test_every_layout_trains(layout: str, name: str, rtol: float) -> None:
 )
 def test_the_program_sends_the_payload_and_no_more(name: str) -> None:
     """Between nodes hop two has collectives of bytes, of the size that the codec claims, and vectors as they are."""
-    sharded = workload.sharded("decoder", **LAYOUTS["mics(2)"])
+    plan = workload.plan("decoder", **LAYOUTS["mics(2)"])
     codec = CODECS[name]
     _, state, compiled = train("mics(2)", name)
-    collectives = [c for c in hlo.read_collectives(compiled.as_text(), sharded.layout.shape) if c.label == "hop_two"]
+    collectives = [c for c in hlo.read_collectives(compiled.as_text(), plan.layout.shape) if c.label == "hop_two"]
     crossing = [c for c in collectives if set(c.axes) & set(INTER_AXES)]
     plain = [c for c in crossing if c.kind == "all-reduce"]
     crossing = [c for c in crossing if c not in plain]
@@ -258,8 +260,8 @@ def test_the_program_sends_the_payload_and_no_more(name: str) -> None:
 @pytest.mark.parametrize("codec", [Blockwise(bits=8, block=1000), TwoBit(threshold=1e-6, multiple=1000)])
 def test_the_ratio_is_of_the_values_and_not_of_what_fills_up_their_blocks(codec: Codec) -> None:
     """Two nodes: a row for each of two, then the sum of one of them, in whole blocks of 1000."""
-    sharded = workload.sharded("tensors", nodes=2, per_node=1, strategy="ddp")
-    _, _, state = run(sharded, codec, 1)
+    plan = workload.plan("tensors", nodes=2, per_node=1, strategy="ddp")
+    _, _, state = run(plan, codec, 1)
     size = sum(p.size for p in matrices(workload.params("tensors")))
     vectors = sum(p.size for p in jax.tree.leaves(workload.params("tensors"))) - size
     assert 2000 < size < 4000  # of each row one block and a part
@@ -271,9 +273,9 @@ def test_the_ratio_is_of_the_values_and_not_of_what_fills_up_their_blocks(codec:
 
 def test_the_fraction_that_two_bits_send() -> None:
     """Of the first encoding: the values that reach the threshold; of vectors all."""
-    sharded = workload.sharded("tensors", nodes=2, per_node=1, strategy="ddp")
-    _, _, state = run(sharded, CODECS["two_bit"], 1)
-    grads = matrices(gradients(sharded, 0)[1])
+    plan = workload.plan("tensors", nodes=2, per_node=1, strategy="ddp")
+    _, _, state = run(plan, CODECS["two_bit"], 1)
+    grads = matrices(gradients(plan, 0)[1])
     reach = np.mean(np.concatenate([np.abs(x / 2).reshape(-1) >= 0.01 for x in grads]))
     assert 0.1 < reach < 0.9
     encoded = 1.5 * sum(x[0].size for x in grads)  # all values, then the half that this node has summed
@@ -282,7 +284,7 @@ def test_the_fraction_that_two_bits_send() -> None:
     assert statistics(state)["hop_two_fraction_sent"] == pytest.approx(expected, rel=0.01)
 
 
-HOPS: dict[str, Callable[[Sharded], Any]] = {
+HOPS: dict[str, Callable[[ShardingPlan], Any]] = {
     "none": exchange,
     "int8": lambda sh: exchange(sh, CODECS["int8"]),
     "two_bit": lambda sh: exchange(sh, CODECS["two_bit"]),  # whose payload cannot say that a value is not finite
@@ -300,11 +302,11 @@ HOPS: dict[str, Callable[[Sharded], Any]] = {
 @pytest.mark.parametrize("name", HOPS)
 def test_what_is_not_finite_is_not_kept(name: str) -> None:
     """One bad value on one replica: the guard skips the step, and the residuals are those of before."""
-    sharded = workload.sharded("tensors", **LAYOUTS["mics(2)"])
-    tx = guarded(HOPS[name](sharded), optax.sgd(1.0))
+    plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
+    tx = guarded(HOPS[name](plan), optax.sgd(1.0))
     params = workload.params("tensors")
     update = jax.jit(tx.update)
-    grads, _ = gradients(sharded, 0)
+    grads, _ = gradients(plan, 0)
     _, before = update(grads, tx.init(params), params)
     leaves, tree = jax.tree.flatten(grads)
     for i in range(len(leaves)):
@@ -320,20 +322,20 @@ def test_what_is_not_finite_is_not_kept(name: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_hop_two_runs_in_every_layout(layout: str) -> None:
     """Three steps: means of the parameters' shapes in the optimizer's scope, off by what is kept, if that is linear."""
-    sharded = workload.sharded("tensors", **LAYOUTS[layout])
-    wanted = sharded.shardings(sharded.layout.optimizer)
+    plan = workload.plan("tensors", **LAYOUTS[layout])
+    wanted = plan.shardings(plan.layout.optimizer)
     params = workload.params("tensors")
     others = {name: HOPS[name] for name in ("dgc", "power_sgd", "one_bit_adam", "delayed")}
     for name, make in ({name: partial(exchange, codec=codec) for name, codec in CODECS.items()} | others).items():
-        if name.startswith("one_bit_adam") and sharded.layout.optimizer != sharded.layout.gradients:
+        if name.startswith("one_bit_adam") and plan.layout.optimizer != plan.layout.gradients:
             with pytest.raises(ValueError, match="one_bit_adam needs the optimizer state where the gradients are"):
-                make(sharded)
+                make(plan)
             continue
-        tx = make(sharded)
+        tx = make(plan)
         state, update = tx.init(params), jax.jit(tx.update)
         handed_on, came = [], []
         for step in range(3):
-            grads, whole = gradients(sharded, step)
+            grads, whole = gradients(plan, step)
             out, state = update(grads, state)
             for x, sharding in zip(jax.tree.leaves(out), jax.tree.leaves(wanted), strict=True):
                 assert sharding.is_equivalent_to(x.sharding, x.ndim), name
@@ -349,9 +351,9 @@ def test_every_hop_two_runs_in_every_layout(layout: str) -> None:
 @pytest.mark.parametrize("how", [dict(strategy="zero3"), dict(strategy="mics", partition_size=8)])
 def test_a_codec_with_nothing_to_encode(how: dict) -> None:
     with pytest.raises(ValueError, match="compression.hop_two has nothing to encode"):
-        exchange(workload.sharded("tensors", **how), BFloat16())
+        exchange(workload.plan("tensors", **how), BFloat16())
 
 
 def test_one_node_has_nothing_to_encode() -> None:
     with pytest.raises(ValueError, match="compression.hop_two has nothing to encode"):
-        exchange(workload.sharded("tensors", nodes=1, per_node=8, strategy="ddp"), BFloat16())
+        exchange(workload.plan("tensors", nodes=1, per_node=8, strategy="ddp"), BFloat16())

@@ -17,7 +17,7 @@ from compression.statistics import statistics
 from optimizers import guarded
 from sharding import hlo
 from sharding.mesh import INTER_AXES
-from sharding.step import Sharded
+from sharding.step import ShardingPlan
 
 SPECS = workload.TENSORS
 DGC = DGCConfig(sparsity=0.9, warmup_steps=0, momentum=0.9, clip_norm=0.0)
@@ -28,11 +28,11 @@ def is_matrix(name: str, x: np.ndarray) -> bool:
     return x.ndim - name.startswith("layers") > 1
 
 
-def run(sharded: Sharded, tx: Any, steps: int) -> tuple[list[dict[str, np.ndarray]], Any]:
+def run(plan: ShardingPlan, tx: Any, steps: int) -> tuple[list[dict[str, np.ndarray]], Any]:
     """Returns what was handed on by each of some exchanges, by name, and the last state."""
     state, update, out = tx.init(workload.params("tensors")), jax.jit(tx.update), []
     for step in range(steps):
-        handed_on, state = update(gradients(sharded, step)[0], state)
+        handed_on, state = update(gradients(plan, step)[0], state)
         out.append(named(handed_on))
     return out, state
 
@@ -51,13 +51,13 @@ def named(tree: Any) -> dict[str, np.ndarray]:
 )
 def test_dgc_is_its_algorithm(config: DGCConfig) -> None:
     """Twenty steps of four workers (algorithm 4 of the paper), layer by layer; vectors are averaged, with momentum."""
-    sharded = workload.sharded("tensors", nodes=4, per_node=1, strategy="ddp")
-    out, _ = run(sharded, dgc(sharded, config), 20)
+    plan = workload.plan("tensors", nodes=4, per_node=1, strategy="ddp")
+    out, _ = run(plan, dgc(plan, config), 20)
     stages = [0.75, 0.9375, 0.984375, 0.99] if config.warmup_steps else [config.sparsity]
     velocity: dict[str, np.ndarray] = {}
     unsent: dict[str, np.ndarray] = {}
     for step in range(20):
-        grads = named(gradients(sharded, step)[1])
+        grads = named(gradients(plan, step)[1])
         stage = stages[min(step * 3 // 9, 3)] if config.warmup_steps else stages[0]
         shares = {name: g.astype(np.float64) / 4 for name, g in grads.items()}
         for worker in range(4):  # each clips its share of the mean to thr / sqrt(N)
@@ -90,13 +90,13 @@ def test_clipping_lets_a_sum_of_unlike_gradients_have_the_norm() -> None:
     All far above: what is handed on has the norm `clip_norm`, as with clipping behind a dense exchange. All below
     `clip_norm sqrt(8)`: it is their mean.
     """
-    sharded = workload.sharded("tensors", nodes=8, per_node=1, strategy="ddp")
-    grads, whole = gradients(sharded, 0)
+    plan = workload.plan("tensors", nodes=8, per_node=1, strategy="ddp")
+    grads, whole = gradients(plan, 0)
     norms = np.sqrt(sum(np.square(g.reshape(8, -1)).sum(1) for g in jax.tree.leaves(whole)))
     to = np.linspace(0.5, 4, 8) / norms
     grads, whole = (jax.tree.map(lambda g: g * to.reshape(8, *[1] * (g.ndim - 1)), x) for x in (grads, whole))
     for clip_norm in (0.1, 1.5):
-        tx = dgc(sharded, DGCConfig(sparsity=0.0, warmup_steps=0, momentum=0.0, clip_norm=clip_norm))
+        tx = dgc(plan, DGCConfig(sparsity=0.0, warmup_steps=0, momentum=0.0, clip_norm=clip_norm))
         out, _ = jax.jit(tx.update)(grads, tx.init(workload.params("tensors")))
         if clip_norm == 0.1:
             handed_on = np.sqrt(sum(np.square(np.asarray(x)).sum() for x in jax.tree.leaves(out)))
@@ -109,10 +109,10 @@ def test_clipping_lets_a_sum_of_unlike_gradients_have_the_norm() -> None:
 @pytest.mark.parametrize("layout", ["mics(2)", "none/node/4"])
 def test_layers_are_chosen_from_by_themselves(layout: str, sampled: float) -> None:
     """Gradients of the second layer 16 times smaller: of it the same values are sent, 16 times smaller."""
-    sharded = workload.sharded("tensors", **LAYOUTS[layout])
-    tx = dgc(sharded, replace(DGC, sampled=sampled))
+    plan = workload.plan("tensors", **LAYOUTS[layout])
+    tx = dgc(plan, replace(DGC, sampled=sampled))
     update, state = jax.jit(tx.update), tx.init(workload.params("tensors"))
-    grads, _ = gradients(sharded, 0)
+    grads, _ = gradients(plan, 0)
     of_second = {"layers": jax.tree.map(lambda g: g.at[:, 1].divide(16), grads["layers"])}
     wanted, less = (update(x, state)[0]["layers"] for x in (grads, grads | of_second))
     for name in ("up", "kernel"):
@@ -124,9 +124,9 @@ def test_layers_are_chosen_from_by_themselves(layout: str, sampled: float) -> No
 @pytest.mark.parametrize("how", [LAYOUTS["tensor"], dict(nodes=2, per_node=4, tensor=2, partition_size=4)])
 def test_dgc_with_matrices_that_tensor_does_not_cut(how: dict) -> None:
     """Learned positions, and biases of a layer: beside others they have copies on the axis `tensor`."""
-    sharded = workload.sharded("encoder", **({"strategy": "mics"} | how))
-    grads, whole = gradients(sharded, 0, "encoder")
-    tx = dgc(sharded, replace(DGC, clip_norm=1e3))
+    plan = workload.plan("encoder", **({"strategy": "mics"} | how))
+    grads, whole = gradients(plan, 0, "encoder")
+    tx = dgc(plan, replace(DGC, clip_norm=1e3))
     out, state = jax.jit(tx.update)(grads, tx.init(workload.params("encoder")))
     assert "position" in {dim for spec in jax.tree.leaves(workload.specs("encoder")) for dim in spec.dims}
     jax.tree.map(
@@ -140,9 +140,9 @@ def test_dgc_with_matrices_that_tensor_does_not_cut(how: dict) -> None:
 @pytest.mark.parametrize("layout", LAYOUT_PARAMS)
 def test_dgc_loses_nothing_in_any_layout(layout: str) -> None:
     """Without momentum: what was sent and what was not add up to all gradients, replicas inside a node too."""
-    sharded = workload.sharded("tensors", **LAYOUTS[layout])
-    out, state = run(sharded, dgc(sharded, replace(DGC, momentum=0.0)), 4)
-    came = [named(gradients(sharded, step)[1]) for step in range(4)]
+    plan = workload.plan("tensors", **LAYOUTS[layout])
+    out, state = run(plan, dgc(plan, replace(DGC, momentum=0.0)), 4)
+    came = [named(gradients(plan, step)[1]) for step in range(4)]
     unsent = named(state.unsent["residual"])
     for name in came[0]:
         everything = sum(grads[name].mean(0) for grads in came)
@@ -153,11 +153,11 @@ def test_dgc_loses_nothing_in_any_layout(layout: str) -> None:
 
 def test_the_ratio_of_dgc_is_of_the_values_and_not_of_what_fills_up_parts() -> None:
     """The three devices of a node each have a third of a layer's values, some of them a zero more."""
-    sharded = workload.sharded("tensors", nodes=2, per_node=3, strategy="ddp")
+    plan = workload.plan("tensors", nodes=2, per_node=3, strategy="ddp")
     shapes = named(workload.params("tensors"))
     matrices = {name: x for name, x in shapes.items() if is_matrix(name, x)}
     assert any(x.size % 3 for x in matrices.values())
-    told = statistics(run(sharded, dgc(sharded, DGC), 1)[1])
+    told = statistics(run(plan, dgc(plan, DGC), 1)[1])
     vectors = sum(x.size for x in shapes.values()) - sum(x.size for x in matrices.values())
     num_values = sum(x.size / 3 for x in matrices.values()) + vectors
     assert told["hop_two_ratio"] == pytest.approx(4 * num_values / told["hop_two_payload_bytes"])
@@ -188,9 +188,9 @@ def test_sampling_prefers_no_position() -> None:
 
 
 def test_sampled_dgc_loses_nothing() -> None:
-    sharded = workload.sharded("tensors", **LAYOUTS["mics(2)"])
-    out, state = run(sharded, dgc(sharded, replace(DGC, momentum=0.0, sampled=0.3)), 3)
-    came = [named(gradients(sharded, step)[1]) for step in range(3)]
+    plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
+    out, state = run(plan, dgc(plan, replace(DGC, momentum=0.0, sampled=0.3)), 3)
+    came = [named(gradients(plan, step)[1]) for step in range(3)]
     unsent = named(state.unsent["residual"])
     for name in came[0]:
         everything = sum(grads[name].mean(0) for grads in came)
@@ -209,10 +209,10 @@ def orthonormal(p: np.ndarray) -> np.ndarray:
 def test_power_sgd_is_its_algorithm_in_any_layout(layout: str) -> None:
     """The factors are those of whole matrices, however they are cut; two steps with warm start and feedback."""
     rank, steps = 2, 2
-    sharded = workload.sharded("tensors", **LAYOUTS[layout])
-    out, state = run(sharded, power_sgd(sharded, SPECS, rank), steps)
-    replicas = sharded.layout.num_replicas
-    grads = [named(gradients(sharded, step)[1]) for step in range(steps)]
+    plan = workload.plan("tensors", **LAYOUTS[layout])
+    out, state = run(plan, power_sgd(plan, SPECS, rank), steps)
+    replicas = plan.layout.num_replicas
+    grads = [named(gradients(plan, step)[1]) for step in range(steps)]
     compressed = 0
     for i, (name, first) in enumerate(grads[0].items()):
         layers = first.shape[1] if name.startswith("layers") else 1
@@ -242,20 +242,18 @@ def test_power_sgd_is_its_algorithm_in_any_layout(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["mics(2)", "none/node/4"])
 def test_power_sgd_sends_what_has_its_rank(layout: str) -> None:
     """A matrix of rank 1 comes through whole with rank 4; the factors' other columns find nothing."""
-    sharded = workload.sharded("tensors", **LAYOUTS[layout])
-    grads, _ = gradients(sharded, 0)
+    plan = workload.plan("tensors", **LAYOUTS[layout])
+    grads, _ = gradients(plan, 0)
     flat = jax.tree.map(lambda g: jnp.ones_like(g) * 0.01, grads)
-    out, _ = jax.jit(power_sgd(sharded, SPECS, 4).update)(
-        flat, power_sgd(sharded, SPECS, 4).init(workload.params("tensors"))
-    )
+    out, _ = jax.jit(power_sgd(plan, SPECS, 4).update)(flat, power_sgd(plan, SPECS, 4).init(workload.params("tensors")))
     jax.tree.map(lambda x: np.testing.assert_allclose(x, 0.01, rtol=1e-4), out)
 
 
 def test_power_sgd_comes_back_from_a_gradient_of_zeros() -> None:
     """As the first ones of a residual branch that starts at scale 0, and of delayed hops, are."""
-    sharded = workload.sharded("tensors", **LAYOUTS["mics(2)"])
-    tx = power_sgd(sharded, SPECS, 2)
-    grads, _ = gradients(sharded, 0)
+    plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
+    tx = power_sgd(plan, SPECS, 2)
+    grads, _ = gradients(plan, 0)
     update = jax.jit(tx.update)
     _, state = update(jax.tree.map(jnp.zeros_like, grads), tx.init(workload.params("tensors")))
     out, _ = update(grads, state)
@@ -264,14 +262,14 @@ def test_power_sgd_comes_back_from_a_gradient_of_zeros() -> None:
 
 def test_power_sgd_of_a_gradient_of_any_size() -> None:
     """Small ones come through as others do; one whose norm is out of range is skipped, and nothing of it is kept."""
-    sharded = workload.sharded("tensors", **LAYOUTS["mics(2)"])
-    params, tx = workload.params("tensors"), guarded(power_sgd(sharded, SPECS, 2), optax.sgd(1.0))
+    plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
+    params, tx = workload.params("tensors"), guarded(power_sgd(plan, SPECS, 2), optax.sgd(1.0))
     update = jax.jit(tx.update)
 
     def moves(size: float) -> tuple[list[dict[str, np.ndarray]], Any]:
         state, out = tx.init(params), []
         for step in range(2):
-            move, state = update(jax.tree.map(lambda g: g * size, gradients(sharded, step)[0]), state, params)
+            move, state = update(jax.tree.map(lambda g: g * size, gradients(plan, step)[0]), state, params)
             out.append(named(move))
         return out, state
 
@@ -296,19 +294,19 @@ def test_sampling_looks_past_zeros() -> None:
 )
 def test_training(layout: str, method: str) -> None:
     """Three steps stay near the dense losses, and what crosses nodes is small."""
-    sharded, specs = workload.sharded("decoder", **LAYOUTS[layout]), workload.specs("decoder")
-    hop = dgc(sharded, replace(DGC, momentum=0.0, clip_norm=1e3)) if method == "dgc" else power_sgd(sharded, specs, 2)
-    compiled, state, data = workload.compiled_step("decoder", sharded, hop_two=hop)
+    plan, specs = workload.plan("decoder", **LAYOUTS[layout]), workload.specs("decoder")
+    hop = dgc(plan, replace(DGC, momentum=0.0, clip_norm=1e3)) if method == "dgc" else power_sgd(plan, specs, 2)
+    compiled, state, data = workload.compiled_step("decoder", plan, hop_two=hop)
     losses, state, _ = workload.run_steps(compiled, state, data, 3)
     dense = workload.single_device_losses("decoder")[:3]
     np.testing.assert_allclose(losses[0], dense[0], rtol=1e-5)
     np.testing.assert_allclose(losses, dense, rtol=0.1)
-    found = hlo.read_collectives(compiled.as_text(), sharded.layout.shape)
+    found = hlo.read_collectives(compiled.as_text(), plan.layout.shape)
     crossing = sum(c.inter_bytes * c.times for c in found if c.label == "hop_two" and set(c.axes) & set(INTER_AXES))
-    held = 4 * sum(x.size for x in jax.tree.leaves(state.params)) / sharded.layout.shape.size(sharded.layout.gradients)
-    assert crossing < held / sharded.layout.shape.tensor
+    held = 4 * sum(x.size for x in jax.tree.leaves(state.params)) / plan.layout.shape.size(plan.layout.gradients)
+    assert crossing < held / plan.layout.shape.tensor
     told = statistics(state.opt_state)
-    values = held / 4 / sharded.layout.shape.tensor
+    values = held / 4 / plan.layout.shape.tensor
     assert told["hop_two_payload_bytes"] < 4 * values and told["hop_two_ratio"] > 1
     assert (told["hop_two_fraction_sent"] == 1) == (method == "power_sgd")
     if method == "dgc":
@@ -319,4 +317,4 @@ def test_training(layout: str, method: str) -> None:
 @pytest.mark.parametrize("how", [dict(strategy="zero3"), dict(nodes=1, per_node=8, strategy="ddp")])
 def test_dgc_with_nothing_to_send(how: dict) -> None:
     with pytest.raises(ValueError, match="compression.hop_two=dgc has nothing to send"):
-        dgc(workload.sharded("tensors", **how), DGC)
+        dgc(workload.plan("tensors", **how), DGC)

@@ -20,8 +20,8 @@ from emulating import EMULATED, ctl, emulate, until
 from emulating import finish as finish_emulation
 from running import IGNORED, ROOT, TRAIN, arguments, finish, free_port, start_together, steps_logged, wait_until
 
-from elastic import heartbeat
-from elastic.heartbeat import ElasticConfig, Heartbeat, Peer
+from runtime import heartbeat
+from runtime.heartbeat import ElasticConfig, Heartbeat, Peer
 
 pytestmark = IGNORED
 RESUMABLE = 75
@@ -31,10 +31,10 @@ HOST = socket.gethostname()
 PLAYER = """
 import ctypes, os, signal, socket, sys, threading, time
 from unittest.mock import MagicMock
-sys.modules |= dict.fromkeys(["jax", "jax.experimental", "checkpointing", "checkpointing.agreement"], MagicMock())
-from elastic import heartbeat
-from elastic.heartbeat import Heartbeat
-from elastic.meeting import accept, connect
+sys.modules |= dict.fromkeys(["jax", "jax.experimental", "runtime.consensus"], MagicMock())
+from runtime import heartbeat
+from runtime.heartbeat import Heartbeat
+from runtime.rendezvous import accept, connect
 me, count, port = map(int, sys.argv[1:4])
 def listen():
     return accept(socket.create_server(("localhost", port)), "secret", count - 1)

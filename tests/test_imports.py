@@ -1,60 +1,59 @@
 """Who may import whom (README's tour), by walking the imports of every file: the arrows point one way."""
 
 import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 EVERYTHING = "*"
-# part: what of ours it may import, besides itself
+# package: what of ours it may import, besides itself; a module by its full name where only that one
 MAY_IMPORT = {
     "palette": "",
     "configs": "",
+    "runtime": "",
     "sharding": "palette",
     "models": "configs sharding",
-    "compression": "sharding optimizers",
     "optimizers": "sharding",
+    "compression": "sharding optimizers",
     "input_pipeline": "",
-    "checkpointing": "sharding",
-    "elastic": "checkpointing sharding",
+    "state": "sharding runtime",
     "metrics": "palette",
-    "planner": "configs models sharding compression",
-    "cluster": "",
+    "training": "configs models sharding compression optimizers input_pipeline",
+    "planner": "configs models sharding compression training metrics",
+    "cluster": "runtime metrics sharding state palette",
+    "engines": "runtime",
     "sweeps": "configs metrics palette",
     "paper": "planner configs palette",
-    "experiment": "configs models sharding compression optimizers input_pipeline",
-    "evaluation": "experiment input_pipeline",
-    # programs: nothing imports them, but sweep and tests may start them
     "train": EVERYTHING,
-    "sweep": "cluster configs sweeps",
+    "sweep": "cluster configs runtime sweeps",
     "benchmarks": EVERYTHING,
-    "sharding.table": EVERYTHING,
-    "cluster.probe": "cluster elastic metrics palette sharding",
-    "elastic.chaos": "checkpointing cluster elastic metrics",
 }
-PROGRAMS = {"train", "sweep", "benchmarks", "sharding.table", "cluster.probe", "elastic.chaos"}
-# part: what of others' it must not import
+PROGRAMS = {"train", "sweep", "benchmarks"}  # nothing imports them, but benchmarks; sweep and tests may start them
+# package: what of others' it must not import
 FORBIDDEN = {
     "configs": "jax flax optax",
     "sharding": "flax optax",
     "models": "optax",
     "input_pipeline": "flax optax tensorflow",
-    "metrics": "flax optax",
+    "metrics": "jax flax optax",
     "compression": "flax",
-    "checkpointing": "flax optax",
-    "elastic": "flax optax",
+    "state": "flax optax",
+    "runtime": "flax optax",
+    "cluster": "flax optax",
+    "engines": "jax flax optax",
+    "sweeps": "jax flax optax",
+    "sweep": "jax flax optax",
     "paper": "jax flax optax",
 }
 
 
 def part_of(file: Path) -> str:
-    """Returns the part of a file: the program that it belongs to, or else its top folder or stem."""
-    module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-    return program_of(module) or module.split(".")[0]
-
-
-def program_of(name: str) -> str | None:
-    """Returns the program that a module, or a name in it, belongs to."""
-    return next((p for p in PROGRAMS if name == p or name.startswith(f"{p}.")), None)
+    """Returns the package of a file, or its stem at the root."""
+    return file.relative_to(ROOT).with_suffix("").parts[0]
 
 
 def imports(file: Path) -> list[tuple[int, str]]:
@@ -72,9 +71,8 @@ def imports(file: Path) -> list[tuple[int, str]]:
 def complaint(part: str, name: str) -> str | None:
     """Returns what is wrong with an import of `name` in `part`."""
     top = name.split(".")[0]
-    program = program_of(name)
-    if program and program != part and part != "benchmarks":
-        return f"{program} is a program: start it, do not import it"
+    if top in PROGRAMS and top != part and part != "benchmarks":
+        return f"{top} is a program: start it, do not import it"
     if top in FORBIDDEN.get(part, "").split():
         return f"{part} must not import {top}"
     allowed = MAY_IMPORT[part]
@@ -105,16 +103,31 @@ def test_the_arrows_point_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_packages_form_no_cycle() -> None:
+    used: dict[str, set[str]] = {}
+    for file in our_files():
+        tops = {name.split(".")[0] for _, name in imports(file)}
+        used.setdefault(part_of(file), set()).update(tops & MAY_IMPORT.keys() - {part_of(file)})
+    order = [*TopologicalSorter(used).static_order()]  # CycleError names a cycle
+    assert order.index("sharding") < order.index("state") < order.index("train")
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["cluster.emulate", "cluster.chaos.__main__", "engines.ray", "engines.ray_train", "sweep", "metrics.report"],
+)
+def test_programs_that_start_others_load_no_jax(module: str) -> None:
+    code = f"import sys; import {module}; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
 def test_wrong_arrows_are_found() -> None:
     assert complaint("sharding", "optax.contrib") == "sharding must not import optax"
     assert complaint("models", "sharding.step") is None
     assert complaint("sharding", "models.Decoder") == "sharding may import palette, not models"
     assert complaint("configs", "sharding.mesh") == "configs may import nothing of ours, not sharding"
     assert complaint("optimizers", "compression.exchange") == "optimizers may import sharding, not compression"
-    assert complaint("experiment", "train.main") == "train is a program: start it, do not import it"
-    assert complaint("experiment", "sharding.table") == "sharding.table is a program: start it, do not import it"
-    assert complaint("sharding.table", "experiment.make_experiment") is None
-    assert (
-        part_of(ROOT / "sharding" / "table.py") == "sharding.table" and part_of(ROOT / "sharding/step.py") == "sharding"
-    )
-    assert part_of(ROOT / "experiment.py") == "experiment"
+    assert complaint("training", "train.main") == "train is a program: start it, do not import it"
+    assert complaint("sharding", "training.experiment") == "sharding may import palette, not training"
+    assert complaint("planner", "training.experiment.make_experiment") is None
+    assert part_of(ROOT / "planner" / "table.py") == "planner" and part_of(ROOT / "train.py") == "train"

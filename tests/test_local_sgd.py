@@ -15,10 +15,10 @@ from test_exchange_codecs import gradients
 from compression.delayed import delayed
 from compression.exchange import exchange
 from compression.local_sgd import LocalSGDConfig, drift, local_sgd
-from experiment import watch
 from optimizers import guarded
 from sharding import hlo
-from sharding.step import Sharded
+from sharding.step import ShardingPlan
+from training.experiment import watch
 
 LAYOUTS = {"mics(2)": dict(strategy="mics", partition_size=2), "ddp": dict(nodes=2, strategy="ddp")}
 LEARNING_RATE = 0.3
@@ -37,18 +37,18 @@ def config(inner_steps: int, outer: str) -> LocalSGDConfig:
     return LocalSGDConfig(inner_steps=inner_steps, **OUTER[outer])
 
 
-def chain(sharded: Sharded, settings: LocalSGDConfig) -> optax.GradientTransformation:
+def chain(plan: ShardingPlan, settings: LocalSGDConfig) -> optax.GradientTransformation:
     each = guarded(optax.identity(), inner())
-    return local_sgd(exchange(sharded), each, settings, sharded.layout.num_replicas)
+    return local_sgd(exchange(plan), each, settings, plan.layout.num_replicas)
 
 
 @cache
-def train(layout: str, settings: LocalSGDConfig) -> tuple[Sharded, np.ndarray, Any, Any]:
+def train(layout: str, settings: LocalSGDConfig) -> tuple[ShardingPlan, np.ndarray, Any, Any]:
     """Returns the losses of seven steps, the last state and the compiled step."""
-    sharded = workload.sharded("decoder", **LAYOUTS[layout])
-    step, state, data = workload.compiled_step("decoder", sharded, chain=chain(sharded, settings), drift=drift)
+    plan = workload.plan("decoder", **LAYOUTS[layout])
+    step, state, data = workload.compiled_step("decoder", plan, chain=chain(plan, settings), drift=drift)
     losses, state, _ = workload.run_steps(step, state, data, 7)
-    return sharded, losses, state, step
+    return plan, losses, state, step
 
 
 def replicas_written_out(parts: list[np.ndarray], settings: LocalSGDConfig, steps: int) -> tuple[list[float], Any]:
@@ -92,15 +92,15 @@ def replicas_written_out(parts: list[np.ndarray], settings: LocalSGDConfig, step
     return losses, shared
 
 
-def rows_of_replicas(sharded: Sharded, accumulation: int = 2) -> list[np.ndarray]:
+def rows_of_replicas(plan: ShardingPlan, accumulation: int = 2) -> list[np.ndarray]:
     """Returns which rows of the batch each replica trains on."""
     rows = np.arange(workload.ROWS).reshape(accumulation, -1)
-    placed = jax.device_put(rows, jax.NamedSharding(sharded.mesh, sharded.batch_spec))
+    placed = jax.device_put(rows, jax.NamedSharding(plan.mesh, plan.batch_spec))
     by_device = {shard.device: np.asarray(shard.data).reshape(-1) for shard in placed.addressable_shards}
-    numbers = jnp.arange(sharded.layout.num_replicas)
-    spec = jax.sharding.PartitionSpec(sharded.layout.replica_axes)
+    numbers = jnp.arange(plan.layout.num_replicas)
+    spec = jax.sharding.PartitionSpec(plan.layout.replica_axes)
     found: dict[int, list[np.ndarray]] = {}
-    for shard in jax.device_put(numbers, jax.NamedSharding(sharded.mesh, spec)).addressable_shards:
+    for shard in jax.device_put(numbers, jax.NamedSharding(plan.mesh, spec)).addressable_shards:
         found.setdefault(int(shard.data[0]), []).append(by_device[shard.device])
     return [np.concatenate(found[r]) for r in range(len(found))]
 
@@ -116,16 +116,16 @@ def rows_of_replicas(sharded: Sharded, accumulation: int = 2) -> list[np.ndarray
 )
 def test_replicas_written_out(layout: str, outer: str) -> None:
     settings = config(3, outer)
-    sharded, losses, state, _ = train(layout, settings)
-    wanted, shared = replicas_written_out(rows_of_replicas(sharded), settings, 7)
+    plan, losses, state, _ = train(layout, settings)
+    wanted, shared = replicas_written_out(rows_of_replicas(plan), settings, 7)
     np.testing.assert_allclose(losses, wanted, rtol=2e-5)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), state.params, shared)
 
 
 def test_nothing_but_numbers_crosses_nodes_between_meetings() -> None:
     """All of hop two stands in one branch, which is taken at the third step."""
-    sharded, _, state, step = train("mics(2)", config(3, "diloco"))
-    found = hlo.read_collectives(step.as_text(), sharded.layout.shape)
+    plan, _, state, step = train("mics(2)", config(3, "diloco"))
+    found = hlo.read_collectives(step.as_text(), plan.layout.shape)
     crossing = [c for c in found if c.inter_bytes and c.label != "hop_two"]
     tensors = len(jax.tree.leaves(state.params))
     assert crossing and max(c.num_elements for c in crossing) <= tensors  # norms
@@ -139,24 +139,24 @@ def test_nothing_but_numbers_crosses_nodes_between_meetings() -> None:
 
 def test_factored_moments_stay_with_their_replica() -> None:
     """Those of Adafactor have no parameter's shape; between meetings only numbers cross nodes, as with Adam."""
-    sharded, params = workload.sharded("tensors", **LAYOUTS["mics(2)"]), workload.params("tensors")
+    plan, params = workload.plan("tensors", **LAYOUTS["mics(2)"]), workload.params("tensors")
     factored = optax.adafactor(0.1, min_dim_size_to_factor=8)
-    tx = local_sgd(exchange(sharded), guarded(optax.identity(), factored), config(3, "diloco"), 4)
-    state = workload.first_state("tensors", sharded, tx).opt_state
+    tx = local_sgd(exchange(plan), guarded(optax.identity(), factored), config(3, "diloco"), 4)
+    state = workload.first_state("tensors", plan, tx).opt_state
     for x in jax.tree.leaves((state.inner, state.drift)):
         assert (x.shape[0], x.addressable_shards[0].data.shape[0]) == (4, 1)
-    placed, _ = gradients(sharded, 0)
+    placed, _ = gradients(plan, 0)
     step = jax.jit(tx.update, out_shardings=(None, jax.tree.map(lambda x: x.sharding, state)))
-    found = hlo.read_collectives(step.lower(placed, state, params).compile().as_text(), sharded.layout.shape)
+    found = hlo.read_collectives(step.lower(placed, state, params).compile().as_text(), plan.layout.shape)
     crossing = [c for c in found if c.inter_bytes and c.label != "hop_two"]
     assert all(c.num_elements <= 8 for c in crossing), crossing
 
 
 def test_a_replica_skips_a_step_by_itself() -> None:
     """Its gradient is not finite; the others move, and all meet at the mean."""
-    sharded, settings = workload.sharded("tensors", **LAYOUTS["mics(2)"]), config(1, "mean")
+    plan, settings = workload.plan("tensors", **LAYOUTS["mics(2)"]), config(1, "mean")
     params = workload.params("tensors")
-    tx = local_sgd(exchange(sharded), guarded(optax.identity(), optax.sgd(1.0)), settings, 4)
+    tx = local_sgd(exchange(plan), guarded(optax.identity(), optax.sgd(1.0)), settings, 4)
     good = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), params)
     bad = jax.tree.map(lambda g: g.at[2].set(jnp.nan), good)
     moves, state = jax.jit(tx.update)(bad, tx.init(params), params)
@@ -167,21 +167,21 @@ def test_a_replica_skips_a_step_by_itself() -> None:
 
 def test_delayed_gradients_are_one_step_old() -> None:
     """What is handed on is the mean of what came the step before; the first time, zeros."""
-    sharded = workload.sharded("tensors", **LAYOUTS["mics(2)"])
-    hop = delayed(exchange(sharded), sharded.layout.num_replicas)
+    plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
+    hop = delayed(exchange(plan), plan.layout.num_replicas)
     state, update = hop.init(workload.params("tensors")), jax.jit(hop.update)
     before: Any = jax.tree.map(np.zeros_like, workload.params("tensors"))
     for step in range(3):
-        placed, grads = gradients(sharded, step)
+        placed, grads = gradients(plan, step)
         out, state = update(placed, state)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8), out, before)
         before = jax.tree.map(lambda g: g.mean(0), grads)
 
 
 def test_what_waits_survives_a_gradient_that_is_not_finite() -> None:
-    sharded = workload.sharded("tensors", **LAYOUTS["mics(2)"])
+    plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     params = workload.params("tensors")
-    tx = guarded(delayed(exchange(sharded), 4), optax.sgd(1.0))
+    tx = guarded(delayed(exchange(plan), 4), optax.sgd(1.0))
     good = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), params)
     bad = good | {"table": good["table"].at[2, 2, 2].set(jnp.inf)}
     update = jax.jit(tx.update)

@@ -184,7 +184,7 @@ def test_flops_of_small_images() -> None:
 def test_zero3_gathers_block_by_block_and_loses_nothing() -> None:
     """In the forward and in the backward pass; XLA:CPU of jax 0.10 merges the two (on GPUs both are there)."""
     gathers = 2 if jax.__version_info__ < (0, 11) else 4  # in two micro-steps
-    sh = workload.sharded("resnet", strategy="zero3", hierarchical=False)
+    sh = workload.plan("resnet", strategy="zero3", hierarchical=False)
     step, state, data = workload.compiled_step("resnet", sh, accumulation=2)
     got: Counter = Counter()
     for c in read_collectives(step.as_text(), sh.layout.shape):
@@ -213,7 +213,7 @@ def test_zero3_gathers_block_by_block_and_loses_nothing() -> None:
 )
 def test_losses_equal_a_single_device(strategy: str, how: dict[str, Any]) -> None:
     rows = how.get("rows", workload.ROWS)
-    sh = workload.sharded("resnet", **STRATEGIES[strategy], **{key: how[key] for key in how if key != "rows"})
+    sh = workload.plan("resnet", **STRATEGIES[strategy], **{key: how[key] for key in how if key != "rows"})
     got = workload.losses("resnet", sh, rows=rows)
     np.testing.assert_allclose(got, workload.single_device_losses("resnet", rows), rtol=1e-5)
 

@@ -16,39 +16,39 @@ from compression.codecs import OneBit
 from compression.exchange import exchange
 from compression.one_bit_adam import one_bit_adam
 from optimizers import guarded
-from sharding.step import Sharded
+from sharding.step import ShardingPlan
 
 CODEC = OneBit(block=32)
 B1, B2, EPS, WARMUP, STEPS = 0.9, 0.95, 1e-8, 3, 7
 
 
 @cache
-def program() -> tuple[Sharded, Any, Callable[..., Any]]:
+def program() -> tuple[ShardingPlan, Any, Callable[..., Any]]:
     """Returns the first state of 1-bit Adam under mics(2), and its jitted update."""
-    sharded = workload.sharded("tensors", strategy="mics", partition_size=2)
-    hop = one_bit_adam(sharded, CODEC, warmup_steps=WARMUP, b1=B1, b2=B2, eps=EPS)
-    return sharded, hop.init(workload.params("tensors")), jax.jit(hop.update)
+    plan = workload.plan("tensors", strategy="mics", partition_size=2)
+    hop = one_bit_adam(plan, CODEC, warmup_steps=WARMUP, b1=B1, b2=B2, eps=EPS)
+    return plan, hop.init(workload.params("tensors")), jax.jit(hop.update)
 
 
 def test_the_warm_up_is_adam() -> None:
-    sharded, state, update = program()
+    plan, state, update = program()
     adam = optax.scale_by_adam(B1, B2, EPS)
     wanted_state = adam.init(workload.params("tensors"))
     for step in range(WARMUP):
-        placed, grads = gradients(sharded, step)
+        placed, grads = gradients(plan, step)
         got, state = update(placed, state)
         wanted, wanted_state = adam.update(jax.tree.map(lambda g: g.mean(0), grads), wanted_state)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), got, wanted)
 
 
 def test_after_it_momenta_are_exchanged_and_the_variance_stays() -> None:
-    sharded, state, update = program()
-    coded = exchange(sharded, CODEC)
+    plan, state, update = program()
+    coded = exchange(plan, CODEC)
     kept, send = coded.init(workload.params("tensors")), jax.jit(coded.update)
     mu: Any = jax.tree.map(lambda p: np.zeros(p.shape, np.float32), workload.params("tensors"))
     nu = mu
     for step in range(STEPS):
-        placed, grads = gradients(sharded, step)
+        placed, grads = gradients(plan, step)
         got, state = update(placed, state)
         if step < WARMUP:
             mean = jax.tree.map(lambda g: g.mean(0), grads)
@@ -71,8 +71,8 @@ def test_after_it_momenta_are_exchanged_and_the_variance_stays() -> None:
 
 def test_what_never_had_a_gradient_stays() -> None:
     """One bit has no zero: over the root of a variance that is zero it would be a leap."""
-    sharded, state, update = program()
-    placed, _ = gradients(sharded, 0)
+    plan, state, update = program()
+    placed, _ = gradients(plan, 0)
     grads = jax.tree.map(
         lambda g: jax.device_put(np.ones(g.shape, np.float32) * (np.arange(g.shape[-1]) > 0), g.sharding), placed
     )
@@ -84,11 +84,11 @@ def test_what_never_had_a_gradient_stays() -> None:
 @pytest.mark.parametrize("steps", [1, WARMUP + 1])
 def test_what_is_not_finite_is_skipped_where_nothing_would_move(steps: int) -> None:
     """In the warm-up a square that is out of range, after it a value that never had a gradient, of a vector."""
-    sharded, _, _ = program()
-    hop = one_bit_adam(sharded, CODEC, warmup_steps=WARMUP, b1=B1, b2=B2, eps=EPS)
+    plan, _, _ = program()
+    hop = one_bit_adam(plan, CODEC, warmup_steps=WARMUP, b1=B1, b2=B2, eps=EPS)
     params, tx = workload.params("tensors"), guarded(hop, optax.sgd(1.0))
     update, state = jax.jit(tx.update), tx.init(workload.params("tensors"))
-    good = gradients(sharded, 0)[0]
+    good = gradients(plan, 0)[0]
     good = good | {"whole": good["whole"].at[:, 0].set(0.0)}
     for _ in range(steps):
         _, state = update(good, state, params)
@@ -108,4 +108,4 @@ def test_what_is_not_finite_is_skipped_where_nothing_would_move(steps: int) -> N
 )
 def test_what_cannot_be(layout: dict[str, Any], warmup_steps: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        one_bit_adam(workload.sharded("tensors", **layout), CODEC, warmup_steps=warmup_steps, b1=B1, b2=B2, eps=EPS)
+        one_bit_adam(workload.plan("tensors", **layout), CODEC, warmup_steps=warmup_steps, b1=B1, b2=B2, eps=EPS)

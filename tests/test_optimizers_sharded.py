@@ -14,14 +14,15 @@ from test_optimizers import GRADS, PARAMS, SPECS, STEPS, close, flat, no_exchang
 from compression.exchange import exchange
 from configs import base
 from configs.door import settings
-from experiment import make_experiment, on_each_device
 from optimizers import NAMES, OptimizerConfig, make_optimizer
 from sharding import hlo
 from sharding.mesh import find_nodes, make_mesh
 from sharding.scopes import ShardingConfig, make_layout
 from sharding.spec import is_placement, place_all
 from sharding.state import state_shardings
-from sharding.step import Sharded, TrainState, gradient_specs
+from sharding.step import ShardingPlan, TrainState, gradient_specs
+from training.experiment import make_experiment
+from training.optimizer_chain import on_each_device
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "mics2": {"strategy": "mics", "partition_size": 2},
@@ -30,13 +31,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_sharded(layout_name: str) -> Sharded:
+def make_sharded(layout_name: str) -> ShardingPlan:
     section = base.get_config().sharding
     section.unlock()
     section.update(LAYOUTS[layout_name])
     layout = make_layout(settings(ShardingConfig, section, "sharding"), num_nodes=4, devices_per_node=2)
     mesh = make_mesh(layout.shape, find_nodes(jax.devices(), 2))
-    return Sharded(mesh=mesh, layout=layout, placements=place_all(SPECS, layout))
+    return ShardingPlan(mesh=mesh, layout=layout, placements=place_all(SPECS, layout))
 
 
 # each optimizer and each layout once and more; the others are slow
@@ -53,15 +54,15 @@ QUICK = {*((name, "node, node, all") for name in NAMES), ("muon", "mics2"), ("ad
 )
 def test_sharded_equals_one_device(name: str, layout_name: str) -> None:
     """Gradients `[R, ...]` that differ between replicas, through hop two and the optimizer, three steps."""
-    sharded = make_sharded(layout_name)
-    config, replicas = optimizer_config(name), sharded.layout.num_replicas
-    tx = make_optimizer(config, STEPS, SPECS, exchange(sharded), on_each_device(sharded.mesh))
+    plan = make_sharded(layout_name)
+    config, replicas = optimizer_config(name), plan.layout.num_replicas
+    tx = make_optimizer(config, STEPS, SPECS, exchange(plan), on_each_device(plan.mesh))
     shapes = jax.eval_shape(lambda p: TrainState(step=jnp.zeros((), jnp.int32), params=p, opt_state=tx.init(p)), PARAMS)
-    places = state_shardings(sharded, shapes)
-    scope = sharded.shardings(sharded.layout.optimizer)
+    places = state_shardings(plan, shapes)
+    scope = plan.shardings(plan.layout.optimizer)
     state = jax.jit(tx.init, out_shardings=places.opt_state)(PARAMS)
     params = jax.device_put(PARAMS, scope)
-    grad_places = jax.tree.map(lambda spec: NamedSharding(sharded.mesh, spec), gradient_specs(sharded))
+    grad_places = jax.tree.map(lambda spec: NamedSharding(plan.mesh, spec), gradient_specs(plan))
 
     def step(grads_R: Any, state: Any, params: Any) -> tuple[Any, Any]:
         updates, state = tx.update(grads_R, state, params)
@@ -76,17 +77,17 @@ def test_sharded_equals_one_device(name: str, layout_name: str) -> None:
     expected, one_device = run(config, GRADS[:3])
     close(params, flat(expected), rtol=2e-3 if name == "muon" else 2e-4)
     assert float(state.grad_norm) == pytest.approx(float(one_device.grad_norm), rel=1e-5)
-    check_places(sharded, shapes, state)
+    check_places(plan, shapes, state)
 
 
-def check_places(sharded: Sharded, shapes: TrainState, opt_state: Any) -> None:
+def check_places(plan: ShardingPlan, shapes: TrainState, opt_state: Any) -> None:
     """Moments lie as their parameter does over the optimizer's scope; counters and factors on every device."""
-    degree = sharded.layout.shape.size(sharded.layout.optimizer)
+    degree = plan.layout.shape.size(plan.layout.optimizer)
     params = {
         jax.tree_util.keystr(path): (x.shape, p.dim)
         for (path, x), p in zip(
             jax.tree_util.tree_leaves_with_path(shapes.params),
-            jax.tree.leaves(sharded.placements, is_leaf=is_placement),
+            jax.tree.leaves(plan.placements, is_leaf=is_placement),
             strict=True,
         )
     }
@@ -132,7 +133,7 @@ def test_a_model_learns_as_on_one_device(name: str, layout_name: str) -> None:
     params = jax.tree.map(np.asarray, state.params)
     losses = []
     for batch in batches:
-        state, metrics = step(state, experiment.to_devices(batch))
+        state, metrics = step(state, experiment.batches.to_devices(batch))
         losses.append(float(metrics["loss"]))
 
     model = experiment.model
@@ -152,7 +153,7 @@ def test_a_model_learns_as_on_one_device(name: str, layout_name: str) -> None:
         params, opt_state, value = plain(params, opt_state, batch)
         expected.append(float(value))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    layout = experiment.sharded.layout
+    layout = experiment.plan.layout
     if layout.optimizer == layout.gradients == layout.parameters:  # nothing but hop two crosses between the nodes
         sent = hlo.bytes_per_step(hlo.read_collectives(step.as_text(), layout.shape))["collective_inter_bytes"]
         shard_bytes, replicas = 4 * model.num_params / layout.partition_size, layout.num_replicas

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from cluster.ray_supervisor import STARTING_S, News
+from engines.ray_supervisor import STARTING_S, News
 
-ray_members = pytest.importorskip("cluster.ray_members", reason="needs Ray: pip install -r requirements-ray.txt")
+ray_members = pytest.importorskip("engines.ray_members", reason="needs Ray: pip install -r requirements-ray.txt")
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.progress import read_progress
-from cluster.ray import main
-from cluster.ray_plan import Limits, Patience, choose, judge
+from engines.ray import main
+from engines.ray_plan import Limits, Patience, choose, judge
+from runtime.progress import read_progress
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = ["--", "python3", "train.py", "--workdir=runs/x"]
@@ -76,7 +76,7 @@ def test_a_program_without_a_workdir_is_refused(capsys: pytest.CaptureFixture[st
 def test_ray_is_needed_to_run_and_not_to_import(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = "import sys, cluster.ray, cluster.ray_train, cluster.ray_supervisor; sys.exit('ray' in sys.modules)"
+    program = "import sys, engines.ray, engines.ray_train, engines.ray_supervisor; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60).returncode == 0
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["ray", "--min_nodes=1", "--max_nodes=2", *PROGRAM]) == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.ray_supervisor import STANDBY, News, Supervisor
+from engines.ray_supervisor import STANDBY, News, Supervisor
 
 WAIT_S = 180
 # Says that it is imported, then does what its arguments say; SIGTERM makes it stop in good order.

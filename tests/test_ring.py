@@ -10,7 +10,7 @@ from sharding import hlo
 from sharding.collectives import ALONE_BYTES, Group, reduce_scatter_chunks
 from sharding.mesh import MeshShape, find_nodes, make_mesh
 from sharding.spec import Placement
-from sharding.step import Sharded
+from sharding.step import ShardingPlan
 
 N = 6
 SHAPE = MeshShape(replica_inter=1, shard_inter=4, replica_intra=1, shard_intra=2, tensor=1)
@@ -62,7 +62,7 @@ def test_only_cpus_of_several_processes_use_it() -> None:
             self.devices = np.array(devices)
 
     def over_gloo(*devices: Device) -> bool:
-        return Sharded(mesh=Mesh(*devices), layout=None, placements=None).over_gloo  # pyright: ignore[reportArgumentType]
+        return ShardingPlan(mesh=Mesh(*devices), layout=None, placements=None).over_gloo  # pyright: ignore[reportArgumentType]
 
     assert over_gloo(Device("cpu", 0), Device("cpu", 1))
     assert not over_gloo(Device("cpu", 0), Device("cpu", 0))

@@ -16,9 +16,9 @@ from ml_collections import ConfigDict
 
 import palette
 from configs import base
-from experiment import Experiment, make_experiment
 from sharding import drawing, table
 from sharding.spec import path_name
+from training.experiment import Experiment, make_experiment
 
 ROOT = Path(table.__file__).parents[1]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -129,11 +129,11 @@ def test_bytes_by_formula(experiment: Experiment) -> None:
 
 
 def test_the_drawing_shows_what_the_devices_hold(experiment: Experiment, state: Any) -> None:
-    layout = experiment.sharded.layout
+    layout = experiment.plan.layout
     shape = layout.shape
     held = drawing.holdings(layout).reshape(-1, 3)
-    placements = jax.tree.leaves(experiment.sharded.placements, is_leaf=lambda x: hasattr(x, "pspec"))
-    order = {d.id: i for i, d in enumerate(experiment.sharded.mesh.devices.flat)}
+    placements = jax.tree.leaves(experiment.plan.placements, is_leaf=lambda x: hasattr(x, "pspec"))
+    order = {d.id: i for i, d in enumerate(experiment.plan.mesh.devices.flat)}
     assert list(order.values()) == list(range(8))
     for placement, x in zip(placements, jax.tree.leaves(state.params), strict=True):
         for shard in x.addressable_shards:
@@ -154,7 +154,7 @@ def test_the_drawing_shows_what_the_devices_hold(experiment: Experiment, state: 
 
 
 def test_the_drawing_shows_the_optimizers_shards(experiment: Experiment, state: Any) -> None:
-    layout = experiment.sharded.layout
+    layout = experiment.plan.layout
     held = drawing.holdings(layout, layout.optimizer).reshape(-1, 3)
     moments = [
         x
@@ -170,7 +170,7 @@ def test_the_drawing_shows_the_optimizers_shards(experiment: Experiment, state: 
 
 
 def test_the_picture_names_every_device_and_has_the_colours_of_their_shards(experiment: Experiment) -> None:
-    layout, axes = experiment.sharded.layout, Figure().add_subplot()
+    layout, axes = experiment.plan.layout, Figure().add_subplot()
     drawing._Picture(layout, max_nodes=16).draw(axes)
     words = [text.get_text() for text in axes.texts]
     assert [word for word in words if word.startswith("device ")] == [f"device {i}" for i in range(8)]
@@ -183,7 +183,7 @@ def test_the_picture_names_every_device_and_has_the_colours_of_their_shards(expe
 
 
 def test_pictures_are_pngs_of_a_sane_size(experiment: Experiment) -> None:
-    picture = drawing.mesh_png(experiment.sharded.layout)
+    picture = drawing.mesh_png(experiment.plan.layout)
     assert picture[:8] == PNG and 4_000 < len(picture) < 60_000
     width, height = (int.from_bytes(picture[i : i + 4]) for i in (16, 20))
     assert 400 < width < 1200 and 200 < height < 800
@@ -193,7 +193,7 @@ def test_pictures_are_pngs_of_a_sane_size(experiment: Experiment) -> None:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sharding.table", *arguments]
+    command = [sys.executable, "-m", "planner.table", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -269,7 +269,7 @@ def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
 def test_help_shows_the_flags_and_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert table.main(["table", "--help"]) == 0
     out = capsys.readouterr().out
-    assert "python -m sharding.table --config=" in out and "--devices_per_node" in out
+    assert "python -m planner.table --config=" in out and "--devices_per_node" in out
     assert "\n  --config.sharding.partition_size=" in out
 
 
@@ -298,6 +298,6 @@ def test_groups_are_rectangles(count: int, group: int, most: int, wanted: int) -
 
 def test_text_of_a_large_mesh_stays_narrow() -> None:
     done = make_experiment(tiny_config(partition_size=1, per_node=8))
-    text = drawing.mesh_text(done.sharded.layout)
+    text = drawing.mesh_text(done.plan.layout)
     assert max(map(len, text.splitlines())) <= drawing.TEXT_WIDTH
     assert re.findall(r"\bd(\d) whole", text) == [str(i) for i in range(8)]

@@ -16,10 +16,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_checkpointing_crash import files_no_larger_than
 
-from checkpointing import CheckpointConfig, Checkpointer, Restored, manifest
-from elastic.addresses import own_address
-from elastic.memory_files import MemoryFolder
-from elastic.snapshots import AUTOMATIC, Pace, Snapshots
+from runtime.addresses import own_address
+from state import CheckpointConfig, Checkpointer, Restored, manifest
+from state.memory_files import MemoryFolder
+from state.snapshots import AUTOMATIC, Pace, Snapshots
 
 SHAPES = {"w": (16, 6), "t": (3, 8), "b": (5,), "h": (8, 3), "empty": (8, 0), "step": ()}
 SPECS = {"w": ("a", "b"), "t": (None, "a"), "h": ("a",), "empty": ("a",)}

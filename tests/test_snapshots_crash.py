@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from checkpointing import CheckpointConfig, Checkpointer
-from elastic import memory_files
-from elastic.snapshots import Snapshots
+from state import CheckpointConfig, Checkpointer, memory_files
+from state.snapshots import Snapshots
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = 1 << 22  # numbers: it takes about as long to write as to hash

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from test_snapshots import Run, check
 
-from elastic.memory_files import Generation, MemoryFolder
-from elastic.snapshots import Snapshots
+from state.memory_files import MemoryFolder, SnapshotManifest
+from state.snapshots import Snapshots
 
 
 @pytest.fixture
@@ -123,9 +123,9 @@ def test_a_description_with_names_of_others(run: Run, change: dict[str, str]) ->
     run.keep(1)
     (kept,) = MemoryFolder(run.memory, run.run_id, "spare").generations()[0]
     content = json.loads(json.dumps(kept.as_json()))
-    assert Generation.from_json(content) == kept
+    assert SnapshotManifest.from_json(content) == kept
     with pytest.raises(ValueError, match="is no snapshot"):
-        Generation.from_json(content | change)
+        SnapshotManifest.from_json(content | change)
 
 
 def test_a_description_of_another_version(run: Run) -> None:

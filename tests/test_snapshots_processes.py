@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fast_compile
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -23,11 +24,10 @@ from orbax.checkpoint import multihost
 from running import free_port
 from test_snapshots import files_no_larger_than
 
-from checkpointing import CheckpointConfig, Checkpointer, Restored
-from checkpointing.agreement import wait_for_all
-from elastic import recovery, snapshots
-from elastic.memory_files import MemoryFolder
-from elastic.snapshots import Snapshots
+from runtime.consensus import wait_for_all
+from state import CheckpointConfig, Checkpointer, Restored, recovery, snapshots
+from state.memory_files import MemoryFolder
+from state.snapshots import Snapshots
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {"w": (16, 4), "b": (5,), "residual": (2, 8), "t": (3, 8)}
@@ -44,7 +44,7 @@ def test_two_processes(tmp_path: Path) -> None:
     port = str(free_port())
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     variables = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-    variables["XLA_FLAGS"] = "--xla_cpu_collective_timeout_seconds=60 --xla_backend_optimization_level=0"
+    variables["XLA_FLAGS"] = f"--xla_cpu_collective_timeout_seconds=60 {fast_compile.FLAGS}"
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, port, str(rank), str(tmp_path)],
@@ -296,7 +296,7 @@ def a_stranger(node: Node) -> None:
         memory_tier.save(1, place(values_of(1)), data={"step": 1}, config={"seed": 1})
         memory_tier.wait()
         token = (node.directory / f"run{node.run}" / "token").read_text()
-        told = multihost.get_jax_distributed_client().key_value_dir_get("checkpointing/")
+        told = multihost.get_jax_distributed_client().key_value_dir_get("state/")
         assert told and not [key for key, value in told if token in value]
         for guessed, known in (("0" * 64, False), (token, True)):
             try:

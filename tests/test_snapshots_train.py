@@ -28,7 +28,7 @@ from running import (
     wait_until,
 )
 
-from elastic import attempts
+from runtime import workdir_lock
 
 pytestmark = IGNORED
 RESUMABLE = 75
@@ -121,7 +121,7 @@ def test_stopped_again_before_a_step(
     done = len(losses(run))
     shutil.rmtree(run / "checkpoints")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("elastic.interruption.Interruption.requested", lambda self: True)
+        patched.setattr("runtime.interruption.Interruption.requested", lambda self: True)
         assert run_here(*args) == RESUMABLE
     assert manifest(run, done)["step"] == done
     shutil.rmtree(next(memory.iterdir()))
@@ -146,27 +146,27 @@ def test_two_in_one_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The second one waits a little, then says what is wrong; it takes nothing from the first."""
-    monkeypatch.setattr(attempts, "_LAST_S", 0.3)
-    with attempts.alone_in(tmp_path / "run"):
+    monkeypatch.setattr(workdir_lock, "_WAIT_S", 0.3)
+    with workdir_lock.workdir_lock(tmp_path / "run"):
         assert run_here(*with_memory(tmp_path / "run", tmp_path / "memory")) == 2
         waiting, error = capsys.readouterr().err.splitlines()
         assert "waiting" in waiting and error.startswith("error: another train.py") and "--workdir" in error
         lock = tmp_path / "run" / f"lock-{socket.gethostname()}"
         assert [*(tmp_path / "run").iterdir()] == [lock] and lock.stat().st_mode & 0o777 == 0o600
         assert files(tmp_path / "memory") == []
-        with attempts.alone_in(tmp_path / "other"):
+        with workdir_lock.workdir_lock(tmp_path / "other"):
             pass
-    with attempts.alone_in(tmp_path / "run"):
+    with workdir_lock.workdir_lock(tmp_path / "run"):
         pass
 
 
 def test_a_name_that_any_user_can_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Abstract names of sockets have no owner and no mode."""
-    monkeypatch.setattr(attempts, "_LAST_S", 0.3)
+    monkeypatch.setattr(workdir_lock, "_WAIT_S", 0.3)
     found = tmp_path.stat()
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.bind(f"\0mics-jax/{found.st_dev}/{found.st_ino}")
-        with attempts.alone_in(tmp_path):
+        with workdir_lock.workdir_lock(tmp_path):
             pass
 
 
@@ -176,7 +176,7 @@ def test_one_that_ends_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixtu
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, **pipes) as first:
         assert first.stdout and first.stdout.readline() == b"held\n"
         threading.Timer(0.5, first.kill).start()
-        with attempts.alone_in(tmp_path):
+        with workdir_lock.workdir_lock(tmp_path):
             assert first.wait(60) == -signal.SIGKILL
     assert "waiting" in capsys.readouterr().err
 
@@ -235,8 +235,8 @@ for flag in sys.argv:
 HOLD = """
 import sys
 from pathlib import Path
-from elastic.attempts import alone_in
-with alone_in(Path(sys.argv[1])):
+from runtime.workdir_lock import workdir_lock
+with workdir_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """

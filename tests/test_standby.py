@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from running import IGNORED, TIMEOUT_S, arguments, finish, losses, start, start_together, steps_logged, wait_until
 
-from cluster import ray_train
-from elastic.turn import READY
+from engines import ray_train
+from runtime.standby import READY
 
 pytestmark = IGNORED
 Process = subprocess.Popen[str]

@@ -67,7 +67,7 @@ def name(case: dict) -> str:
 def check(case: dict) -> None:
     case = dict(case)
     strategy, kind, tensor = STRATEGIES[case.pop("strategy")], case.pop("kind"), case.pop("tensor")
-    got = workload.losses(kind, workload.sharded(kind, tensor=tensor, **strategy, **case))
+    got = workload.losses(kind, workload.plan(kind, tensor=tensor, **strategy, **case))
     np.testing.assert_allclose(got, workload.single_device_losses(kind), rtol=1e-5)
 
 
@@ -95,14 +95,14 @@ def test_the_oracle_learns_and_its_batch_tells_rows_apart() -> None:
 
 @pytest.mark.parametrize(("rows", "accumulation"), [(13, 1), (13, 2), (3, 1), (16, 1)])
 def test_a_batch_that_the_devices_do_not_divide_gives_the_same_losses(rows: int, accumulation: int) -> None:
-    sh = workload.sharded("decoder", strategy="mics", partition_size=4)
+    sh = workload.plan("decoder", strategy="mics", partition_size=4)
     got = workload.losses("decoder", sh, rows=rows, accumulation=accumulation)
     np.testing.assert_allclose(got, workload.single_device_losses("decoder", rows), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 8), (8, 1), (2, 4), (1, 2)])
 def test_losses_do_not_depend_on_the_shape_of_the_cluster(nodes: int, per_node: int) -> None:
-    sh = workload.sharded("decoder", nodes=nodes, per_node=per_node, strategy="hsdp")
+    sh = workload.plan("decoder", nodes=nodes, per_node=per_node, strategy="hsdp")
     np.testing.assert_allclose(workload.losses("decoder", sh), workload.single_device_losses("decoder"), rtol=1e-5)
 
 
@@ -111,13 +111,13 @@ def test_losses_do_not_depend_on_the_shape_of_the_cluster(nodes: int, per_node: 
 )
 def test_parameters_that_are_kept_whole(how: dict) -> None:
     """ParamSpec(replicate=True), here of all that is not a matrix."""
-    sh = workload.sharded("decoder", **how)
+    sh = workload.plan("decoder", **how)
     sh = replace(sh, placements=sh.map(lambda p: p if p.ndim == 3 else replace(p, dim=None)))
     np.testing.assert_allclose(workload.losses("decoder", sh), workload.single_device_losses("decoder"), rtol=1e-5)
 
 
 def test_bfloat16_compute_keeps_float32_parameters_and_stays_near() -> None:
-    sh = workload.sharded("decoder", dtype=jax.numpy.bfloat16, strategy="mics", partition_size=4)
+    sh = workload.plan("decoder", dtype=jax.numpy.bfloat16, strategy="mics", partition_size=4)
     step, state, data = workload.compiled_step("decoder", sh)
     state, metrics = step(state, data)
     assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}

@@ -5,19 +5,19 @@ from typing import Any
 
 import pytest
 
-from checkpointing import CheckpointConfig
 from compression.by_config import CompressionConfig
 from compression.local_sgd import LocalSGDConfig
 from configs import base, door
 from configs.ranges import check_ranges
-from elastic.heartbeat import ElasticConfig
-from evaluation import EvalConfig, SampleConfig
-from experiment import BatchConfig, MeshConfig
 from input_pipeline import DataConfig
 from models.decoder import DecoderConfig
 from models.encoder import EncoderConfig
 from models.resnet import ResNetConfig
 from optimizers import OptimizerConfig
+from runtime.heartbeat import ElasticConfig
+from state import CheckpointConfig
+from training.experiment import BatchConfig, MeshConfig
+from training.validation import EvalConfig, SampleConfig
 
 SECTIONS: dict[str, Any] = {
     "data": DataConfig,

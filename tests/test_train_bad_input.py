@@ -12,8 +12,8 @@ from running import IGNORED, SMALL, arguments, before_report, losses, run_here, 
 
 import models
 import train
-from elastic.heartbeat import Heartbeat
 from input_pipeline.folder import validation_names
+from runtime.heartbeat import Heartbeat
 
 pytestmark = IGNORED
 

@@ -11,9 +11,9 @@ import pytest
 from running import IGNORED, arguments, finish, run_here, start_together
 
 import train
-from elastic.heartbeat import Heartbeat
-from elastic.interruption import Interruption
 from input_pipeline import DataConfig, load
+from runtime.heartbeat import Heartbeat
+from runtime.interruption import Interruption
 
 pytestmark = IGNORED
 TIMES = ((0, 0), (0, 1), (1, 1))  # first step of the run (after a restart: 1), step
@@ -28,7 +28,7 @@ def in_place_of_training(out: str) -> Callable[[train.Run, Interruption, Heartbe
         for first in (0, 1):
             with train.training_batches(dataclasses.replace(run, start=first)) as batches:
                 for step in range(first, 2):
-                    for name, x in ex.to_devices(next(batches)).items():
+                    for name, x in ex.batches.to_devices(next(batches)).items():
                         for number, shard in enumerate(x.addressable_shards):
                             place = [cut.indices(size)[:2] for cut, size in zip(shard.index, x.shape, strict=True)]
                             key = f"{first} {step} {name} {number}"

@@ -9,7 +9,7 @@ import pytest
 from running import IGNORED, arguments, arrays, before_report, check_same_end, losses, rows, run_here
 
 import train
-from experiment import Experiment
+from training.experiment import Experiment
 
 pytestmark = IGNORED
 

@@ -15,15 +15,15 @@ from emulating import EMULATED
 from jax.experimental import multihost_utils
 from running import IGNORED, TRAIN, XLA_FLAGS, arguments, finish, free_port, losses, run_here, start, start_together
 
-from elastic import processes
+from runtime import launch
 from sharding import mesh
 
 pytestmark = IGNORED
 NAMES = (
-    processes.OPEN_MPI,
-    processes.OPEN_MPI_SIZE,
-    processes.KUBERNETES_INDEX,
-    *processes.SLURM_STEP,
+    launch.OPEN_MPI,
+    launch.OPEN_MPI_SIZE,
+    launch.KUBERNETES_INDEX,
+    *launch.SLURM_STEP,
     "SLURM_NTASKS",
     "SLURM_LOCALID",
 )
@@ -32,7 +32,7 @@ SRUN = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "a,b", "SLURM_PROCID": "0"}
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*NAMES, "KUBERNETES_SERVICE_HOST", *processes.VARIABLES):
+    for name in (*NAMES, "KUBERNETES_SERVICE_HOST", *launch.VARIABLES):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -57,18 +57,18 @@ def test_launchers(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert processes.find_launcher() == launcher
+    assert launch.find_launcher() == launcher
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("missing", processes.SLURM_STEP)
+@pytest.mark.parametrize("missing", launch.SLURM_STEP)
 def test_a_batch_script_without_srun(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in SRUN.items():
         if name != missing:
             monkeypatch.setenv(name, value)
-    assert processes.find_launcher() is None
+    assert launch.find_launcher() is None
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and err.startswith("SLURM_NTASKS=2, but srun did not start this process")
 
@@ -166,7 +166,7 @@ def test_launchers_on_two_hosts(variables: str, tmp_path: Path) -> None:
     SLURM's coordinator is the first of the node list, Open MPI's the first address; jax chooses the port from the job.
     """
     train = shlex.join([sys.executable, str(TRAIN), *arguments(tmp_path / "run", mesh__devices_per_node=0)])
-    program = f"unset {' '.join(processes.VARIABLES)}; export {variables} XLA_FLAGS={shlex.quote(XLA_FLAGS)}; {train}"
+    program = f"unset {' '.join(launch.VARIABLES)}; export {variables} XLA_FLAGS={shlex.quote(XLA_FLAGS)}; {train}"
     outcome = emulating.finish(emulating.emulate(tmp_path, ["sh", "-c", program, str(tmp_path)]))
     check_joined(tmp_path / "run", [outcome, outcome])
     mesh_sizes = json.loads((tmp_path / "run" / "environment.json").read_text())["mesh"]
@@ -176,7 +176,7 @@ def test_launchers_on_two_hosts(variables: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_variables_of_any_launcher(tmp_path: Path) -> None:
     """The three flags' variables join, the number of devices replaces the config's 8, and nobody's name is asked."""
-    unneeded = "import elastic.meeting; del elastic.meeting.own_address"
+    unneeded = "import runtime.rendezvous; del runtime.rendezvous.own_address"
     coordinator = f"127.0.0.1:{free_port()}"
     common = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "1"}
     started = [start(arguments(tmp_path), first=unneeded, **common, JAX_PROCESS_ID=i) for i in ("0", "1")]
@@ -184,8 +184,8 @@ def test_variables_of_any_launcher(tmp_path: Path) -> None:
 
 
 NO_WAY = """
-from elastic import meeting
-meeting.connect, meeting._ACCEPT_S = lambda *_: time.sleep(1000), 2.0
+from runtime import rendezvous
+rendezvous.connect, rendezvous._ACCEPT_S = lambda *_: time.sleep(1000), 2.0
 """
 
 
@@ -207,9 +207,9 @@ def test_variables_without_the_others(
     """The processes would all train alone, in one directory."""
     for name in given:
         monkeypatch.setenv(name, "1")
-    missing = " and ".join(name for name in processes.VARIABLES if name not in given)
+    missing = " and ".join(name for name in launch.VARIABLES if name not in given)
     assert run_here(*arguments(tmp_path)) == 2
-    together = ", ".join(processes.VARIABLES)
+    together = ", ".join(launch.VARIABLES)
     assert capsys.readouterr().err == f"error: {missing} missing: {together} belong together; set all three\n"
 
 

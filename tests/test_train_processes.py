@@ -24,7 +24,7 @@ from running import (
     wait_until,
 )
 
-from elastic.interruption import Interruption
+from runtime.interruption import Interruption
 
 pytestmark = IGNORED
 RESUMABLE = 75

@@ -29,7 +29,7 @@ from running import (
 )
 
 import train
-from checkpointing.checkpointer import Checkpointer
+from state.checkpointer import Checkpointer
 
 pytestmark = IGNORED
 RESUMABLE = 75
@@ -239,8 +239,8 @@ def test_a_frozen_attempt_that_saves_a_step_beside_the_next_one(
 
 # Steps may run ahead, as on GPUs; says, for each step that is logged, up to which step the batches were taken.
 RUNS_AHEAD = """
-import experiment
-experiment.Experiment.runs_ahead = property(lambda self: True)
+from training.experiment import Experiment
+Experiment.dispatches_asynchronously = property(lambda self: True)
 taken, report, make_batches = [], train.report, train.training_batches
 train.training_batches = lambda run: taken.append(make_batches(run)) or taken[0]
 def report_and_say(run, pending):

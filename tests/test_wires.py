@@ -9,14 +9,14 @@ import pytest
 import workload
 from jax.sharding import PartitionSpec as P
 
-from compression.by_config import CompressionConfig, make_wires
+from compression.by_config import CompressionConfig, make_codecs
 from compression.codecs import Blockwise
 from configs import base
 from sharding import hlo
-from sharding.collectives import Group, Wire, all_gather_chunks, reduce_scatter_chunks
+from sharding.collectives import Group, LevelCodecs, all_gather_chunks, reduce_scatter_chunks
 from sharding.mesh import INTER_AXES
 from sharding.spec import Placement
-from sharding.step import Sharded, build_eval_step
+from sharding.step import ShardingPlan, build_eval_step
 
 BLOCK = 32
 INT8, INT4 = (Blockwise(bits=bits, block=BLOCK) for bits in (8, 4))
@@ -38,7 +38,7 @@ def rounded(x: np.ndarray, bits: int) -> np.ndarray:
 def test_a_coded_gather_is_numpy(hierarchical: bool) -> None:
     """Each level encodes what it gathers; a flat gather between nodes has the codec between nodes."""
     chunks = np.random.default_rng(0).normal(size=(8, 50)).astype(np.float32)
-    wire = Wire(inter=INT8, intra=INT4)
+    wire = LevelCodecs(inter=INT8, intra=INT4)
 
     def gather(x: jax.Array) -> jax.Array:
         return all_gather_chunks(x.reshape(-1), SCOPE, hierarchical=hierarchical, to="invarying", wire=wire)
@@ -55,7 +55,7 @@ def test_a_coded_gather_is_numpy(hierarchical: bool) -> None:
 def test_a_coded_reduce_scatter_is_numpy(hierarchical: bool) -> None:
     """Inside the node first, each level's rows encoded once and summed in f32."""
     given = np.random.default_rng(0).normal(size=(2, 4, 8, 50)).astype(np.float32)  # [inter, intra, chunk, N]
-    wire = Wire(inter=INT4, intra=INT8)
+    wire = LevelCodecs(inter=INT4, intra=INT8)
 
     def scatter(x: jax.Array) -> jax.Array:
         return reduce_scatter_chunks(x[0, 0], SCOPE, hierarchical=hierarchical, wire=wire)
@@ -76,8 +76,8 @@ GROUP = Group(
     placements=tuple(Placement(dim=0, tensor_dim=None, ndim=len(shape)) for shape in SHAPES.values()),
     scope=SCOPE,
     hierarchical=True,
-    gathers=Wire(inter=INT4, intra=INT4),
-    scatters=Wire(intra=INT4),
+    gathers=LevelCodecs(inter=INT4, intra=INT4),
+    scatters=LevelCodecs(intra=INT4),
 )
 
 
@@ -117,14 +117,14 @@ def test_a_gradient_is_summed_in_blocks_of_its_own_and_a_vector_as_it_is() -> No
     np.testing.assert_allclose(np.asarray(got[2]), given[2].sum((0, 1)), rtol=1e-5, atol=1e-5)
 
 
-ZERO_PLUS_PLUS = dict(gathers=Wire(inter=INT8), scatters=Wire(inter=INT4, intra=INT4))
+ZERO_PLUS_PLUS = dict(gathers=LevelCodecs(inter=INT8), scatters=LevelCodecs(inter=INT4, intra=INT4))
 
 
-def sharded(wires: dict[str, Wire], **how: Any) -> Sharded:
-    return workload.sharded("decoder", **({"strategy": "zero3"} | how), **wires)
+def plan(wires: dict[str, LevelCodecs], **how: Any) -> ShardingPlan:
+    return workload.plan("decoder", **({"strategy": "zero3"} | how), **wires)
 
 
-def collectives(sharding: Sharded) -> list[hlo.Collective]:
+def collectives(sharding: ShardingPlan) -> list[hlo.Collective]:
     compiled = workload.compiled_step("decoder", sharding)[0]
     return hlo.read_collectives(compiled.as_text(), sharding.layout.shape)
 
@@ -135,7 +135,7 @@ def crossing_bytes(found: list[hlo.Collective]) -> float:
 
 def test_the_program_sends_bytes() -> None:
     """Every large collective of a coded level is of bytes, the others of floats."""
-    large = [c for c in collectives(sharded(ZERO_PLUS_PLUS)) if c.payload_bytes >= 200]
+    large = [c for c in collectives(plan(ZERO_PLUS_PLUS)) if c.payload_bytes >= 200]
     assert {c.label for c in large} == {"gather", "hop_one"} and {c.dtype for c in large} == {"u8", "f32"}
     for c in large:
         coded = bool(set(c.axes) & set(INTER_AXES)) or c.label == "hop_one"
@@ -144,7 +144,7 @@ def test_the_program_sends_bytes() -> None:
 
 def test_a_coded_gather_sends_whole_blocks_of_each_matrix_and_vectors_apart() -> None:
     """Of each of two layers in each micro-step, in zero3: what the codec claims for each matrix, f32 for the norms."""
-    found = collectives(sharded(dict(gathers=Wire(inter=INT8))))
+    found = collectives(plan(dict(gathers=LevelCodecs(inter=INT8))))
     crossing = [c for c in found if set(c.axes) & set(INTER_AXES) and c.label == "gather" and c.times == 2 * 2]
     layer = jax.tree.leaves(workload.specs("decoder")["layers"], is_leaf=lambda x: hasattr(x, "dims"))
     shards = [int(np.prod(spec.shape[1:])) // 8 for spec in layer if len(spec.shape) > 2]
@@ -159,7 +159,7 @@ def single_device_loss(params: Any) -> float:
     return float(workload.model("decoder").loss(params, data, lambda name, tree: tree) / data["weights"].sum())
 
 
-def as_gathered(sharding: Sharded, bits: int, degree: int) -> Any:
+def as_gathered(sharding: ShardingPlan, bits: int, degree: int) -> Any:
     """The parameters, each layer's matrix rounded in `degree` times `tensor` parts: those of a device."""
     tensor = sharding.layout.shape.tensor
 
@@ -198,9 +198,9 @@ def test_a_rematerialised_layer_takes_codecs(name: str, bits: int) -> None:
     """The first loss is that of a single device with rounded matrices; hop one's codec is in those after it."""
     degree, how, where = IN_A_LAYER[name]
     codec = Blockwise(bits=bits, block=BLOCK)
-    wire = Wire(inter=codec, intra=codec) if where == "both" else Wire(intra=codec)
+    wire = LevelCodecs(inter=codec, intra=codec) if where == "both" else LevelCodecs(intra=codec)
     how = dict(strategy="mics", partition_size=8 if "tensor" in how else 4) | how
-    sharding = sharded(dict(gathers=wire, scatters=wire), **how)
+    sharding = plan(dict(gathers=wire, scatters=wire), **how)
     got = workload.losses("decoder", sharding)
     np.testing.assert_allclose(got[0], single_device_loss(as_gathered(sharding, bits, degree)), rtol=1e-6)
     np.testing.assert_allclose(got, workload.single_device_losses("decoder"), rtol={8: 3e-3, 4: 0.04}[bits])
@@ -208,7 +208,7 @@ def test_a_rematerialised_layer_takes_codecs(name: str, bits: int) -> None:
 
 def test_validation_is_of_the_parameters_as_they_are_stored() -> None:
     """Those of a checkpoint, not what a coded gather makes of them."""
-    sharding = sharded(dict(gathers=Wire(inter=INT4, intra=INT4)))
+    sharding = plan(dict(gathers=LevelCodecs(inter=INT4, intra=INT4)))
     state = workload.first_state("decoder", sharding, optax.identity())
     evaluate = jax.jit(build_eval_step(workload.model("decoder").evaluate, sharding))
     sums = evaluate(state.params, workload.put_batch(sharding, 1))
@@ -219,10 +219,12 @@ def test_validation_is_of_the_parameters_as_they_are_stored() -> None:
 @pytest.mark.parametrize("strategy", [dict(), dict(strategy="mics", partition_size=4), dict(strategy="zero2")])
 @pytest.mark.parametrize("gather", ["layer", "node", "micro_step"])
 def test_training_with_codecs_stays_near(strategy: dict, gather: str) -> None:
-    wires = ZERO_PLUS_PLUS if strategy.get("strategy") != "zero2" else dict(scatters=Wire(inter=INT8, intra=INT8))
-    got = workload.losses("decoder", sharded(wires, gather=gather, **strategy))
+    wires = (
+        ZERO_PLUS_PLUS if strategy.get("strategy") != "zero2" else dict(scatters=LevelCodecs(inter=INT8, intra=INT8))
+    )
+    got = workload.losses("decoder", plan(wires, gather=gather, **strategy))
     np.testing.assert_allclose(got, workload.single_device_losses("decoder"), rtol=0.03)
-    assert (got != workload.losses("decoder", sharded({}, gather=gather, **strategy))).any()
+    assert (got != workload.losses("decoder", plan({}, gather=gather, **strategy))).any()
 
 
 NODE = [
@@ -238,13 +240,13 @@ NODE = [
 @pytest.mark.parametrize("how", NODE, ids=lambda how: "-".join(map(str, how.values())))
 @pytest.mark.parametrize("kind", ["decoder", pytest.param("encoder", marks=pytest.mark.slow)])
 def test_gathering_once_a_node_changes_no_loss(kind: str, how: dict) -> None:
-    got = workload.losses(kind, workload.sharded(kind, gather="node", **how))
+    got = workload.losses(kind, workload.plan(kind, gather="node", **how))
     np.testing.assert_allclose(got, workload.single_device_losses(kind), rtol=1e-5)
 
 
 def test_gathering_once_a_node_crosses_nodes_once() -> None:
     """Between nodes one gather and one reduce-scatter a micro-step, of all layers; two thirds of the bytes (hpZ)."""
-    by_layer, by_node = (collectives(sharded({}, gather=gather)) for gather in ("layer", "node"))
+    by_layer, by_node = (collectives(plan({}, gather=gather)) for gather in ("layer", "node"))
     crossing = [c for c in by_node if set(c.axes) & set(INTER_AXES) and c.payload_bytes > 200]
     assert {(c.label, c.times) for c in crossing} == {("gather", 2), ("hop_one", 2)}
     assert 0.6 < crossing_bytes(by_node) / crossing_bytes(by_layer) < 0.75
@@ -253,8 +255,8 @@ def test_gathering_once_a_node_crosses_nodes_once() -> None:
 @pytest.mark.slow
 def test_zero_plus_plus_crosses_nodes_with_an_eighth() -> None:
     """Of ZeRO-3's three passes in f32: a gather in int8 and a reduce-scatter in int4 (a quarter of bf16's)."""
-    zero3 = crossing_bytes(collectives(sharded({})))
-    coded = crossing_bytes(collectives(sharded(ZERO_PLUS_PLUS, gather="node")))
+    zero3 = crossing_bytes(collectives(plan({})))
+    coded = crossing_bytes(collectives(plan(ZERO_PLUS_PLUS, gather="node")))
     scales = 4 / BLOCK  # bytes a value: with blocks of 1024 it is a hundredth
     params = jax.tree.leaves(workload.specs("decoder"), is_leaf=lambda x: hasattr(x, "dims"))
     vectors = sum(np.prod(spec.shape) for spec in params if "norm" in spec.dims)
@@ -276,13 +278,15 @@ def test_zero_plus_plus_crosses_nodes_with_an_eighth() -> None:
 def test_a_codec_on_a_level_that_is_not_crossed(changes: dict, how: dict, said: str) -> None:
     config = CompressionConfig(**(base.get_config().compression.to_dict() | changes))
     with pytest.raises(ValueError, match=said):
-        make_wires(config, workload.sharded("decoder", **how).layout)
+        make_codecs(config, workload.plan("decoder", **how).layout)
 
 
 def test_wires_by_the_config() -> None:
     changes = {"gather_inter": "int8", "hop_one_inter": "int4", "rounding": "stochastic", "block": 64}
     config = CompressionConfig(**(base.get_config().compression.to_dict() | changes))
-    gathers, scatters = make_wires(config, workload.sharded("decoder", strategy="zero3").layout)
-    assert gathers == Wire(inter=Blockwise(bits=8, block=64)) and scatters == Wire(inter=Blockwise(bits=4, block=64))
+    gathers, scatters = make_codecs(config, workload.plan("decoder", strategy="zero3").layout)
+    assert gathers == LevelCodecs(inter=Blockwise(bits=8, block=64)) and scatters == LevelCodecs(
+        inter=Blockwise(bits=4, block=64)
+    )
     with pytest.raises(ValueError, match="gather_inter=two_bit is not known; one of none, bf16, int8, int4"):
         CompressionConfig(**(base.get_config().compression.to_dict() | {"gather_inter": "two_bit"}))

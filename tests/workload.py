@@ -12,14 +12,14 @@ import optax
 import models
 from compression.exchange import exchange
 from configs import base
-from experiment import watch
 from optimizers import guarded
-from sharding.collectives import PLAIN, Wire
+from sharding.collectives import PLAIN, LevelCodecs
 from sharding.mesh import find_nodes, make_mesh
 from sharding.scopes import ShardingConfig, make_layout
 from sharding.spec import ParamSpec, place_all
 from sharding.state import state_shardings
-from sharding.step import Sharded, TrainState, build_train_step
+from sharding.step import ShardingPlan, TrainState, build_train_step
+from training.experiment import watch
 
 ROWS, SEQ_LEN, NUM_STEPS = 16, 8, 5
 SGD = dict(learning_rate=0.5, momentum=0.9, weight_decay=0.01)
@@ -109,7 +109,7 @@ def sharding_config(**changes: Any) -> ShardingConfig:
     return ShardingConfig(**(section | changes))
 
 
-def sharded(
+def plan(
     kind: str,
     *,
     nodes: int = 4,
@@ -117,19 +117,19 @@ def sharded(
     tensor: int = 1,
     num_layers: int = 2,
     dtype: Any = jnp.float32,
-    gathers: Wire = PLAIN,
-    scatters: Wire = PLAIN,
+    gathers: LevelCodecs = PLAIN,
+    scatters: LevelCodecs = PLAIN,
     **how,
-) -> Sharded:
+) -> ShardingPlan:
     layout = make_layout(sharding_config(**how), num_nodes=nodes, devices_per_node=per_node, tensor=tensor)
     mesh = make_mesh(layout.shape, find_nodes(jax.devices()[: nodes * per_node], per_node))
     placements = place_all(specs(kind, num_layers), layout)
-    return Sharded(
+    return ShardingPlan(
         mesh=mesh, layout=layout, placements=placements, compute_dtype=dtype, gathers=gathers, scatters=scatters
     )
 
 
-def put_batch(sh: Sharded, accumulation: int, rows: int = ROWS, kind: str = "decoder") -> Any:
+def put_batch(sh: ShardingPlan, accumulation: int, rows: int = ROWS, kind: str = "decoder") -> Any:
     """The batch as `[accum, rows, ...]`, filled up with rows of weight zero."""
     per_micro = -(-rows // accumulation)
     per_micro += -per_micro % sh.layout.shape.num_data_devices
@@ -146,7 +146,7 @@ def put_batch(sh: Sharded, accumulation: int, rows: int = ROWS, kind: str = "dec
 
 def compiled_step(
     kind: str,
-    sh: Sharded,
+    sh: ShardingPlan,
     *,
     accumulation: int = 2,
     rows: int = ROWS,
@@ -168,14 +168,14 @@ def compiled_step(
     return step.lower(state, data).compile(), state, data
 
 
-def first_state(kind: str, sh: Sharded, tx: Any, num_layers: int = 2) -> TrainState:
+def first_state(kind: str, sh: ShardingPlan, tx: Any, num_layers: int = 2) -> TrainState:
     """The state before the first step, where it belongs; copied, because the step donates it."""
     p = params(kind, num_layers)
     state = TrainState(step=jnp.zeros((), jnp.int32), params=p, opt_state=tx.init(p))
     return jax.device_put(jax.tree.map(np.asarray, state), state_shardings(sh, state), may_alias=False)
 
 
-def losses(kind: str, sh: Sharded, **how: Any) -> np.ndarray:
+def losses(kind: str, sh: ShardingPlan, **how: Any) -> np.ndarray:
     """The losses of five steps under a strategy."""
     return run_steps(*compiled_step(kind, sh, **how), NUM_STEPS)[0]
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import jax
 
-from cluster.command_line import EXIT_BAD_INPUT, OneLineParser, complain
 from cluster.probe import report
 from cluster.probe.measure import Level, find_levels, measure_sizes
 from cluster.probe.model import RING_PASSES, Measurement
-from elastic import processes
 from metrics.environment import environment
+from runtime import launch
+from runtime.command_line import EXIT_BAD_INPUT, OneLineParser, complain
 
 SIZES = "1k,4k,16k,64k,256k,1m,4m,16m,64m"
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -32,10 +32,10 @@ def main(argv: Sequence[str]) -> int:
         options = parse(argv)
         sizes = parse_sizes(options.sizes)
         options.out.mkdir(parents=True, exist_ok=True)  # before the others wait for this process
-        if devices := processes.virtual_devices():
+        if devices := launch.virtual_devices():
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", devices)
-        processes.join(options.coordinator, options.num_processes, options.process_id)
+        launch.join(options.coordinator, options.num_processes, options.process_id)
         levels = find_levels(options.devices_per_node)
     except (ValueError, OSError) as error:
         complain(error)

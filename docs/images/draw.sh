@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python="${PYTHON:-.venv/bin/python}"
 draw() {
-  "$python" -m sharding.table --config=configs/quickstart.py --png="docs/images/mesh_$1.png" "${@:2}" >/dev/null
+  "$python" -m planner.table --config=configs/quickstart.py --png="docs/images/mesh_$1.png" "${@:2}" >/dev/null
 }
 draw mics2
 draw mics4 --config.sharding.partition_size=4

@@ -1,0 +1,1 @@
+"""Random events against a real run on an emulated Ray cluster: `python -m cluster.chaos`."""

@@ -1,0 +1,141 @@
+"""Does random things to a real run, and checks that it learns the same as one that nobody disturbed.
+
+    python -m cluster.chaos [--config=configs/elastic.py:tiny] [--events=30] [--seed=0] [-- --config.num_steps=...]
+
+The run is `train.py` under `python -m engines.ray` on emulated nodes (docs/emulation.md). Events, which are drawn by
+the seed (cluster/chaos/plan.py), come one after the other, each a few steps after the run has recovered from the one
+before; nobody helps it. At the end the loss of every step and the parameters must be those of the undisturbed run, to
+1e-5, and no process or namespace of the cluster may be left. Exit codes: 0 so it is; 1 it is not; 2 a mistake.
+
+Writes into the work directory: `log` (what the run said), `events.jsonl`, `run` and `reference` (the two runs).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from cluster.chaos.faults import Outcome, inject
+from cluster.chaos.plan import make_plan
+from cluster.chaos.run import ROOT, ElasticRun, RunError
+from cluster.links import Links
+from metrics.run_files import read_run
+from runtime.command_line import OneLineParser, complain, split
+
+TOLERANCE = 1e-5
+MIN_NODES = 2  # an event that takes one leaves one
+END_S = 1800.0  # for what is left to train when all events are over
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the program and returns its exit code; a user's mistake is one line."""
+    try:
+        options, changes = parse(argv[1:])
+        arguments = [f"--config={options.config}", *changes]
+        reference = options.reference or train_undisturbed(options, arguments)
+        run = ElasticRun(
+            options.workdir,
+            arguments,
+            nodes=options.nodes,
+            devices_per_node=options.devices_per_node,
+            rate=options.rate,
+            options=["--compile_ahead"] * options.compile_ahead,
+        )
+        is_clean = disturb(run, options)  # compared in any case
+        is_good = is_same(run.workdir, reference) and is_clean
+        print("the same as the undisturbed run, and nothing is left" if is_good else "NOT as it must be", flush=True)
+        return 0 if is_good else 1
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        return complain(error)
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the options and, after `--`, changes of the config; ValueError says what is wrong."""
+    ours, changes = split(argv)
+    parser = OneLineParser(prog="python -m cluster.chaos", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--config", default="configs/elastic.py:tiny")
+    parser.add_argument("--events", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--nodes", type=int, default=4, help="that train, at most")
+    parser.add_argument("--devices_per_node", type=int, default=2)
+    parser.add_argument("--rate", default="1gbit", help="of the links")
+    parser.add_argument("--compile_ahead", action="store_true", help="as the option of engines.ray")
+    parser.add_argument("--workdir", type=Path, default=Path("runs/chaos"))
+    parser.add_argument("--reference", type=Path, help="the --workdir of an undisturbed run (default: it is run first)")
+    options = parser.parse_args(ours)
+    Links(rate=options.rate)  # ValueError says what is wrong with it
+    if options.nodes < MIN_NODES or options.events < 1 or options.devices_per_node < 1:
+        raise ValueError(f"--nodes must be {MIN_NODES} or more, --events and --devices_per_node 1 or more")
+    if (options.workdir / "run").exists():
+        raise ValueError(f"--workdir={options.workdir} has a run in it; give another one, or delete it")
+    if options.reference and read_run(options.reference).summary.get("exit_reason") != "finished":
+        raise ValueError(f"--reference={options.reference} is not a run that has finished")
+    return options, changes
+
+
+def train_undisturbed(options: argparse.Namespace, arguments: Sequence[str]) -> Path:
+    """Trains in one process, with the devices of all nodes, and returns the work directory."""
+    workdir = options.workdir / "reference"
+    devices = options.nodes * options.devices_per_node
+    flags = [f"--config.mesh.num_cpu_devices={devices}", f"--config.mesh.devices_per_node={options.devices_per_node}"]
+    command = [sys.executable, "train.py", f"--workdir={workdir}", *arguments, *flags]
+    command += ["--config.elastic.snapshot_every=0"]
+    print(f"the undisturbed run: {workdir}", flush=True)
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (options.workdir / "reference.log").open("wb") as log:
+        code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+    if code:
+        raise ValueError(f"the undisturbed run ended with exit code {code}; what it said is in {log.name}")
+    return workdir
+
+
+def disturb(run: ElasticRun, options: argparse.Namespace) -> bool:
+    """Does the events to the run and lets it end; returns whether it finished, with nothing left."""
+    plan = make_plan(options.seed, options.events, nodes=options.nodes, min_nodes=MIN_NODES)
+    with run:
+        for number, event in enumerate(plan, 1):
+            outcome = inject(run, event)
+            print(f"{number:2} {described(outcome)}", flush=True)
+            with (run.folder / "events.jsonl").open("a") as file:
+                file.write(json.dumps(asdict(outcome) | {"load": os.getloadavg()[0]}) + "\n")
+        code = run.finish(END_S)
+    left = run.left()
+    print(f"the run ended with exit code {code} after {run.generation} starts; left: {'; '.join(left) or 'nothing'}")
+    return code == 0 and not left
+
+
+def described(outcome: Outcome) -> str:
+    """Returns an event as a line."""
+    noticed = outcome.phases["noticed"]
+    return (
+        f"{time.strftime('%H:%M:%S')} {outcome.kind} at step {outcome.at_step}, process {outcome.process} of "
+        f"{outcome.nodes_before} (node{outcome.node}): next step after {outcome.next_step_s:.1f} s on "
+        f"{outcome.nodes_after} nodes (noticed after {'-' if noticed is None else f'{noticed:.1f} s'}), "
+        f"{outcome.lost_steps} steps lost, from {outcome.source}"
+    )
+
+
+def is_same(run: Path, reference: Path) -> bool:
+    """Says how far two runs are apart, and returns whether that is within the tolerance."""
+    from cluster.chaos.same import compare_losses, compare_parameters  # jax, which the run may not wait for
+
+    try:
+        losses, parameters = compare_losses(run, reference), compare_parameters(run, reference)
+    except ValueError as error:
+        print(error, flush=True)
+        return False
+    print(f"largest relative difference: losses {losses}, parameters {parameters}; allowed: {TOLERANCE:g}", flush=True)
+    return losses.difference <= TOLERANCE and parameters.difference <= TOLERANCE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,207 @@
+"""The kinds of events: each is a small function on an `ElasticRun` and one of its nodes; `suffer` measures one."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.chaos.plan import Event
+from cluster.chaos.run import BEGINS, GENERATION, NOTICED, STOPPED, ElasticRun
+
+RECOVERY_S = 300.0
+AWAY_S = 30.0  # that a cut or frozen node is away: longer than it takes to be missed
+LOOK_S = 0.5  # between looks at the log, while a moment of milliseconds is awaited
+BRIEF_S = 0.0005
+MOMENT_S = 180.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What an event cost: times in seconds from the event on, None where the log has no such line."""
+
+    kind: str
+    process: int
+    node: int
+    nodes_before: int
+    nodes_after: int
+    at_step: int
+    lost_steps: int  # finished steps that were done again
+    next_step_s: float  # to the first finished step of the next start
+    pause_s: float  # the longest time between two finished steps, from the one before the event on
+    phases: dict[str, float | None] = field(default_factory=dict)
+    starts: int  # of the program, until one had finished a step
+    source: str  # of the state: memory, or a checkpoint
+
+
+def inject(run: ElasticRun, event: Event) -> Outcome:
+    """Waits until the run goes well, does to it what the event says, and returns what that cost."""
+    settle(run)
+    until = run.step + event.pause_steps
+    run.wait(lambda: run.is_settled and run.step >= until, f"step {until}", RECOVERY_S)
+    if event.kind in MOMENTS:
+        node = MOMENTS[event.kind](run, event.process)
+    else:
+        node = run.world[event.process % len(run.world)]
+    nodes, generation, lost, start_s = len(run.world), run.generation, run.lost_steps, time.monotonic()
+    KINDS[event.kind](run, node)
+    at_step, grows = run.step, event.kind == "join"
+    bigger = lambda: len(run.world) > nodes or len(run.world) == run.max_nodes
+    run.wait(
+        lambda: run.generation > generation and run.is_settled and run.has_stepped and (not grows or bigger()),
+        f"recovery from {event.kind} of node{node}",
+        RECOVERY_S,
+    )
+    phases = {"noticed": NOTICED, "stopped": STOPPED, "started": GENERATION, "restored": BEGINS}
+    return Outcome(
+        kind=event.kind,
+        process=event.process % nodes,
+        node=node,
+        nodes_before=nodes,
+        nodes_after=len(run.world),
+        at_step=at_step,
+        lost_steps=run.lost_steps - lost,
+        next_step_s=run.settled_s - start_s,
+        pause_s=run.longest_pause(start_s),
+        phases={name: run.since(start_s, pattern) for name, pattern in phases.items()},
+        starts=run.generation - generation,
+        source=run.source,
+    )
+
+
+def settle(run: ElasticRun) -> None:
+    """Waits until the run has finished a step on at least two nodes, or on all that are there."""
+    enough = lambda: run.is_settled and len(run.world) >= min(2, len(run.alive))
+    run.wait(enough, "finished step", RECOVERY_S)
+
+
+# ------------------------------------------------------------------------------------------------------ kinds
+
+
+def sigterm(run: ElasticRun, node: int) -> None:
+    """Asks one process to stop: all stop."""
+    os.kill(run.program(node), signal.SIGTERM)
+
+
+def preempt(run: ElasticRun, node: int) -> None:
+    """Announces that a node goes, as a cloud does: SIGTERM to its Ray."""
+    run.alive.discard(node)
+    os.kill(run.launcher(node), signal.SIGTERM)
+
+
+def kill_process(run: ElasticRun, node: int) -> None:
+    """Ends a process of the run."""
+    os.kill(run.program(node), signal.SIGKILL)
+
+
+def kill_node(run: ElasticRun, node: int) -> None:
+    """Ends a node with all its processes and its memory."""
+    run.alive.discard(node)
+    run.tell("kill", node)
+
+
+def cut(run: ElasticRun, node: int) -> None:
+    """Cuts a node's link, and heals it later: the node joins again."""
+    run.tell("cut", node)
+    run.later(AWAY_S, lambda: run.tell("heal", node))
+
+
+def freeze_process(run: ElasticRun, node: int) -> None:
+    """Stops a process of the run, for good."""
+    os.kill(run.program(node), signal.SIGSTOP)
+
+
+def freeze_node(run: ElasticRun, node: int) -> None:
+    """Stops all processes of a node, and lets them go on later: the node joins again."""
+    run.tell("stop", node)
+    run.later(AWAY_S, lambda: run.tell("cont", node) if node in run.alive else None)
+
+
+def kill_all(run: ElasticRun, node: int) -> None:
+    """Ends all nodes, and brings up as many new ones; `node` is one of them."""
+    del node
+    killed = sorted(run.alive)
+    for one in killed:
+        kill_node(run, one)
+    for _ in killed:
+        run.add()
+
+
+def join(run: ElasticRun, node: int) -> None:
+    """Brings up one more node."""
+    del node
+    run.add()
+
+
+KINDS: dict[str, Callable[[ElasticRun, int], None]] = {
+    "sigterm": sigterm,
+    "preempt": preempt,
+    "kill_process": kill_process,
+    "kill_node": kill_node,
+    "cut": cut,
+    "freeze_process": freeze_process,
+    "freeze_node": freeze_node,
+    "kill_in_snapshot": kill_process,
+    "kill_in_checkpoint": kill_process,
+    "kill_all": kill_all,
+    "join": join,
+}
+
+
+# ---------------------------------------------------------------------------------------------------- moments
+
+
+def while_writing_a_snapshot(run: ElasticRun, process: int) -> int:
+    """Returns the node of a process, when it has begun to write over a slot of its memory tier."""
+    return _await(run, process, lambda node: _open_slots(run.memory(node)), "snapshot that is being written")
+
+
+def while_writing_a_checkpoint(run: ElasticRun, process: int) -> int:
+    """Returns the node of a process, when a new checkpoint is in progress."""
+    before = _unfinished(run)
+    begun = lambda: bool(_unfinished(run) - before)
+    return _await(run, process, lambda _: begun, "checkpoint that is being written")
+
+
+MOMENTS: dict[str, Callable[[ElasticRun, int], int]] = {
+    "kill_in_snapshot": while_writing_a_snapshot,
+    "kill_in_checkpoint": while_writing_a_checkpoint,
+}
+
+
+def _await(run: ElasticRun, process: int, watch: Callable[[int], Callable[[], bool]], what: str) -> int:
+    """Returns the node of a process when what is watched there is so; looks again at a world that changes."""
+    deadline_s = time.monotonic() + MOMENT_S
+    while time.monotonic() < deadline_s:
+        settle(run)
+        node, generation = run.world[process % len(run.world)], run.generation
+        run.program(node)  # found now: there is no time later
+        is_so, look_again_s = watch(node), 0.0
+        while run.generation == generation and run.is_settled and time.monotonic() < deadline_s:
+            if is_so():
+                return node
+            if time.monotonic() > look_again_s:
+                run.look()
+                look_again_s = time.monotonic() + LOOK_S
+            time.sleep(BRIEF_S)
+    run.wait(lambda: False, what, 0.0)
+    raise AssertionError("it raises")
+
+
+def _open_slots(memory: Path) -> Callable[[], bool]:
+    """Returns what says whether there are data without a description: a snapshot in the making."""
+    folders = [*memory.glob("mics-jax-*/*")]
+
+    def is_open() -> bool:
+        for folder in folders:
+            names = set(os.listdir(folder))
+            if any(name.endswith(".data") and f"{name.removesuffix('.data')}.json" not in names for name in names):
+                return True
+        return False
+
+    return is_open
+
+
+def _unfinished(run: ElasticRun) -> set[Path]:
+    return {*(run.workdir / "checkpoints" / "unfinished").glob("*/*")}

@@ -1,0 +1,271 @@
+"""`ElasticRun`: train.py on an emulated Ray cluster, seen from outside: its log, its metrics, its processes."""
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from cluster.control import ask
+from runtime.progress import read_progress
+
+ROOT = Path(__file__).resolve().parents[2]
+POLL_S = 0.1
+END_S = 180.0  # for the cluster to end, when the run has
+NOTHING_LEFT_S = 10.0  # for the kernel to take the namespaces apart
+NAMESPACES = ("pid", "net", "mnt")  # that a node has of its own
+JOIN = [sys.executable, "-m", "engines.ray_nodes"]
+GENERATION = re.compile(r"^\S+ generation (\d+): \d+ nodes: (.*); spares: ")
+FIRST_STEP = re.compile(r"^first step done after|^\S+ generation \d+: step \d+ is done")  # train.py's; the engine's
+STOPPED = re.compile(r"^\S+ generation \d+ (stopped|ended)")
+BEGINS = re.compile(r"(?:starting|resumed) at step (\d+) of \d+ in [^,]*(?:, from (.*); steps done again)?")
+NOTICED = re.compile(
+    r"the program ended| is lost: | is asked to stop| starts ahead: |^\S+ \S+ does not answer|error: process"
+)
+
+
+class RunError(RuntimeError):
+    """The run ended, or did nothing for too long; the message has its last lines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """A line of the log, and when it was read."""
+
+    at_s: float
+    text: str
+
+
+class ElasticRun:
+    """A run of train.py under `engines.ray` on emulated nodes; node 0 has Ray's head, nodes 1 and up train.
+
+    A context manager; at its end everything of the cluster is ended. Nothing happens but in calls: `look` reads what
+    is new and does what was put off with `later`; the waiting ones call it all the time.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        arguments: Sequence[str],
+        *,
+        nodes: int,
+        devices_per_node: int,
+        rate: str,
+        options: Sequence[str] = (),
+    ) -> None:
+        """`arguments` are train.py's, but the `--workdir`, which is `folder/run`; `options` are engines.ray's."""
+        self.folder, self.workdir, self.max_nodes = folder, folder / "run", nodes
+        self.said: list[Said] = []
+        self.generation, self.is_settled, self.settled_s = 0, False, 0.0  # settled: it has finished a step
+        self.world: tuple[int, ...] = ()  # the node of each process
+        self.alive = set(range(1, nodes + 1))  # nodes that may train, or will
+        self.step, self.lost_steps, self.source = 0, 0, ""
+        self._name = f"chaos-{os.getpid()}"
+        self._stepped_s: list[float] = []  # when each finished step was seen
+        self._steps_before = 0  # how many of them were seen before this start began
+        self._newest = 0  # the newest step of this history of the run
+        self._unread = b""
+        self._later: list[tuple[float, Callable[[], None]]] = []
+        self._programs: dict[int, int] = {}  # of this generation
+        self._namespaces: dict[str, int] = {}  # of the nodes, held open: the kernel would give their numbers away again
+        cluster = [f"--name={self._name}", f"--nodes={nodes + 1}", f"--devices_per_node={devices_per_node}"]
+        cluster += [f"--rate={rate}", f"--workdir={folder / 'nodes'}"]
+        engine = ["--min_nodes=1", f"--max_nodes={nodes}", f"--devices_per_node={devices_per_node}"]
+        engine += ["--max_failures=20", *options]
+        train = [sys.executable, "train.py", f"--workdir={self.workdir}", *arguments]
+        self._command = [sys.executable, "-m", "cluster.emulate", *cluster, "--", *JOIN]
+        self._command += [sys.executable, "-m", "engines.ray", *engine, "--", *train]
+
+    def __enter__(self) -> Self:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through __exit__
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        self._log = (self.folder / "log").open("rb")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.kill()  # its nodes end with it
+        self._process.wait()
+        self._log.close()
+
+    # --------------------------------------------------------------------------------------------------- looking
+
+    def look(self) -> None:
+        """Reads what is new in the metrics and in the log, and does what is due."""
+        before, self.step = self.step, read_progress(self.workdir).step
+        if self.step > before:
+            self._stepped_s.append(time.monotonic())
+        self._newest = max(self._newest, self.step)
+        *lines, self._unread = (self._unread + self._log.read()).split(b"\n")
+        for line in lines:
+            self._take(Said(at_s=time.monotonic(), text=line.decode(errors="replace")))
+        due = [item for item in self._later if item[0] <= time.monotonic()]
+        self._later = [item for item in self._later if item not in due]
+        for _, action in due:
+            action()
+
+    def _take(self, said: Said) -> None:
+        self.said.append(said)
+        if found := GENERATION.search(said.text):
+            self.generation, self.is_settled = int(found[1]), False
+            self.world = tuple(int(host.removeprefix("node")) for host in found[2].split(", "))
+            self._programs.clear()
+            self._inits()  # notes their namespaces
+        elif FIRST_STEP.search(said.text) and not self.is_settled:
+            self.is_settled, self.settled_s = True, said.at_s
+        elif STOPPED.search(said.text):
+            self.is_settled = False
+        elif found := BEGINS.search(said.text):
+            self.lost_steps += max(0, self._newest - int(found[1]))
+            self._newest, self._steps_before = int(found[1]), len(self._stepped_s)
+            self.source = found[2] or "nothing"
+
+    def wait(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+        """Looks until something is so. RunError if the run ends before, or the time is up."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.look() or not condition():
+            if (code := self._process.poll()) is not None:
+                raise RunError(f"the run ended with exit code {code} before {what}; it said:\n{self._last_lines()}")
+            if time.monotonic() > deadline_s:
+                raise RunError(f"no {what} in {timeout_s:g} s; the run said:\n{self._last_lines()}")
+            time.sleep(POLL_S)
+
+    def later(self, pause_s: float, action: Callable[[], None]) -> None:
+        """Puts an action off."""
+        self._later.append((time.monotonic() + pause_s, action))
+
+    def since(self, start_s: float, pattern: re.Pattern[str]) -> float | None:
+        """Returns how long after a time the first line came that matches, None if there is none."""
+        return next((s.at_s - start_s for s in self.said if s.at_s >= start_s and pattern.search(s.text)), None)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the metrics have a step of this start."""
+        return len(self._stepped_s) > self._steps_before
+
+    def longest_pause(self, start_s: float) -> float:
+        """Returns the longest time between two finished steps, of which the second came after a time."""
+        pairs = itertools.pairwise(self._stepped_s)
+        return max((after - before for before, after in pairs if after > start_s), default=0.0)
+
+    def finish(self, timeout_s: float) -> int:
+        """Does what was put off, waits for the end of the run and its cluster, and returns the exit code."""
+        for _, action in self._later:
+            action()
+        self._later.clear()
+        deadline_s = time.monotonic() + timeout_s
+        while self._process.poll() is None:
+            self.look()
+            if time.monotonic() > deadline_s:
+                raise RunError(f"the run has not ended in {timeout_s:g} s; it said:\n{self._last_lines()}")
+            time.sleep(POLL_S)
+        self.look()
+        return self._process.returncode
+
+    def _last_lines(self) -> str:
+        return "\n".join(said.text for said in self.said[-15:])
+
+    # --------------------------------------------------------------------------------------------------- touching
+
+    def tell(self, verb: str, node: int) -> None:
+        """Tells the emulated cluster to do something to a node."""
+        ask(self._name, {"verb": verb, "node": node})
+
+    def add(self) -> int:
+        """Brings up one more node, and returns its number."""
+        answer = ask(self._name, {"verb": "add", "command": JOIN})
+        number = int(answer.split()[0].removeprefix("node"))
+        self.alive.add(number)
+        return number
+
+    def program(self, node: int) -> int:
+        """Returns the process of train.py in a node. Of two it is the older: the other waits for the next start."""
+        if node not in self._programs:
+            self._programs[node] = min(self._processes(node, "ray_standby.py"), key=_started)
+        return self._programs[node]
+
+    def launcher(self, node: int) -> int:
+        """Returns the process that keeps Ray up in a node."""
+        (found,) = self._processes(node, "engines.ray_nodes")
+        return found
+
+    def memory(self, node: int) -> Path:
+        """Returns the node's RAM disk, seen from here."""
+        return Path(f"/proc/{self._inits()[node]}/root/dev/shm")
+
+    def _processes(self, node: int, word: str) -> list[int]:
+        namespace = _namespace(init := self._inits()[node], "pid")
+        found = [pid for pid in _pids() if pid != init and _namespace(pid, "pid") == namespace]
+        found = [pid for pid in found if any(word in text for text in _arguments(pid))]
+        if not found:
+            raise RunError(f"no process with {word} in node{node}; the run said:\n{self._last_lines()}")
+        return found
+
+    def _inits(self) -> dict[int, int]:
+        """Returns process 1 of each node (-1: the switch), and notes their namespaces, which are to go in the end."""
+        hosts, inits = str((self.folder / "nodes" / "hosts").resolve()), {}
+        for pid in _pids():
+            words = _arguments(pid)
+            if hosts in words and any(word.endswith("node_init.py") for word in words):
+                name = words[words.index(hosts) - 1]
+                inits[-1 if name == "switch" else int(name.removeprefix("node"))] = pid
+                self._hold(pid)
+        return inits
+
+    def _hold(self, pid: int) -> None:
+        for kind in NAMESPACES:
+            name = _namespace(pid, kind)
+            if name not in ("", _namespace(os.getpid(), kind), *self._namespaces):
+                with contextlib.suppress(OSError):  # gone in between
+                    self._namespaces[name] = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
+
+    def left(self) -> list[str]:
+        """Returns what is left of the cluster when it has ended: processes in its namespaces, or with its name."""
+        deadline_s = time.monotonic() + NOTHING_LEFT_S
+        while (left := [*self._left()]) and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+        for namespace in self._namespaces.values():
+            os.close(namespace)
+        self._namespaces.clear()
+        return left
+
+    def _left(self) -> Iterator[str]:
+        for pid in _pids():
+            words = _arguments(pid)
+            namespaces = {_namespace(pid, kind) for kind in NAMESPACES}
+            if pid != os.getpid() and (namespaces & self._namespaces.keys() or f"--name={self._name}" in words):
+                yield f"process {pid}: {' '.join(words)[:120]}"
+
+
+def _pids() -> list[int]:
+    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+
+
+def _namespace(pid: int, kind: str) -> str:
+    with contextlib.suppress(OSError):  # gone in between, or another user's
+        return os.readlink(f"/proc/{pid}/ns/{kind}")
+    return ""
+
+
+def _arguments(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    return []
+
+
+def _started(pid: int) -> int:
+    """Returns when a process started, in ticks."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return sys.maxsize

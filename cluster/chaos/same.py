@@ -1,0 +1,63 @@
+"""Whether two runs are the same to a tolerance: the loss of every step, and the parameters at the end."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from metrics.run_files import read_run, series
+from state import CheckpointConfig, Checkpointer, manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest:
+    """The largest relative difference, and where it is."""
+
+    difference: float
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.difference:.2g} ({self.where})"
+
+
+def compare_losses(run: Path, reference: Path) -> Largest:
+    """Returns the largest difference of a step's loss. ValueError if not every step is there once, in order."""
+    ours, theirs = (series(read_run(folder).rows, "loss") for folder in (run, reference))
+    if [step for step, _ in theirs] != [float(i) for i in range(1, len(theirs) + 1)]:
+        raise ValueError(f"{reference} has not every step once; give a --reference that ran undisturbed to its end")
+    steps = [step for step, _ in ours]
+    if steps != [step for step, _ in theirs]:
+        raise ValueError(
+            f"{run} has {len(steps)} losses, {len(set(steps))} of them of different steps; the undisturbed "
+            f"run has {len(theirs)}"
+        )
+    apart = [abs(a - b) / abs(b) for (_, a), (_, b) in zip(ours, theirs, strict=True)]
+    worst = int(np.argmax(apart))  # a NaN is the largest
+    return Largest(difference=apart[worst], where=f"step {worst + 1}")
+
+
+def compare_parameters(run: Path, reference: Path) -> Largest:
+    """Returns the largest difference of a parameter array: of one value, as a share of the array's largest value."""
+    ours, theirs = (_parameters(folder / "checkpoints") for folder in (run, reference))
+    if ours.keys() != theirs.keys():
+        raise ValueError(f"{run} and {reference} hold different models, or different steps")
+    apart = {name: float(np.abs(x - theirs[name]).max() / np.abs(theirs[name]).max()) for name, x in ours.items()}
+    worst = max(apart, key=lambda name: np.nan_to_num(apart[name], nan=np.inf))
+    return Largest(difference=apart[worst], where=worst)
+
+
+def _parameters(checkpoints: Path) -> dict[str, np.ndarray]:
+    """Returns the parameters of the newest checkpoint, after verifying it. The names hold its step."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    newest = manifest.step_numbers(checkpoints)[-1]
+    leaves = manifest.read(checkpoints / str(newest)).tree
+    wanted = {x.path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for x in leaves}
+    with Checkpointer(checkpoints, CheckpointConfig(every=0, keep_last=1)) as checkpointer:
+        restored = checkpointer.restore(wanted)
+    assert restored is not None
+    return {
+        f"{name} at step {restored.step}": np.asarray(x)
+        for name, x in restored.state.items()
+        if name.startswith("params.")
+    }

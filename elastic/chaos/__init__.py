@@ -1,1 +1,0 @@
-"""Random events against a real run on an emulated Ray cluster: `python -m elastic.chaos`."""

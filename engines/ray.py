@@ -1,0 +1,92 @@
+"""Runs train.py on a Ray cluster, on as many nodes as there are, and goes on when nodes come and go.
+
+    python -m engines.ray --min_nodes=1 --max_nodes=4 [--nodes_per_group=1] -- python train.py --workdir=... ...
+
+Exit codes: 0 finished; 75 stopped but resumable (SIGTERM, Ctrl-C); 2 a mistake; 1 or the program's own: an error.
+docs/elasticity_engines.md says who does what.
+"""
+
+import argparse
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+
+from engines.ray_plan import Limits, Patience
+from runtime.command_line import OneLineParser, complain, escape_output, split
+from runtime.progress import workdir_of
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the program and returns the exit code; a user's mistake is one line."""
+    escape_output()
+    try:
+        options, command = parse(argv[1:])
+        limits = Limits(
+            min_nodes=options.min_nodes, max_nodes=options.max_nodes, nodes_per_group=options.nodes_per_group
+        )
+        if not importlib.util.find_spec("ray"):
+            raise ValueError("Ray is not installed; `pip install -r requirements-ray.txt` does it")
+        return run(options, limits, command)
+    except (ValueError, OSError) as error:
+        return complain(error)
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the options and, after `--`, the program with its arguments; ValueError says what is wrong."""
+    ours, command = split(argv)
+    parser = OneLineParser(prog="python -m engines.ray", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--address", default="auto", help="of the Ray cluster, HOST:PORT (default: the one here)")
+    parser.add_argument("--min_nodes", type=int, required=True, help="with fewer it waits")
+    parser.add_argument("--max_nodes", type=int, required=True, help="with more there are spares")
+    parser.add_argument("--nodes_per_group", type=int, default=1, help="that a partition group spans")
+    parser.add_argument("--devices_per_node", type=int, default=0, help="JAX's virtual CPU devices (0: as configured)")
+    parser.add_argument("--max_failures", type=int, default=5, help="in a row, without a step that is new")
+    parser.add_argument(
+        "--compile_ahead",
+        action="store_true",
+        help="on a planned change the next start compiles while the last one trains",
+    )
+    parser.add_argument(
+        "--notice_s", type=float, default=30.0, help="a node that is to go is there for so long; half of it to compile"
+    )
+    options = parser.parse_args(ours)
+    if len(command) < 2 or not command[1].endswith(".py"):
+        raise ValueError("no program; give it after --, such as `-- python train.py --config=...`")
+    for path, found in ((command[0], shutil.which(command[0])), (command[1], os.path.exists(command[1]))):
+        if not found:
+            raise ValueError(f"there is no {path}; give the path of a Python and of its program")
+    if options.devices_per_node < 0 or options.max_failures < 0:
+        raise ValueError("--devices_per_node and --max_failures must be 0 or more")
+    if not 0 < options.notice_s < float("inf"):
+        raise ValueError(f"--notice_s={options.notice_s:g} must be more than 0")
+    if not workdir_of(command):
+        raise ValueError("the program has no --workdir=DIR; give one, for its metrics there tell what it has finished")
+    return options, command
+
+
+def run(options: argparse.Namespace, limits: Limits, command: Sequence[str]) -> int:
+    """Runs the program until it is finished, or is asked to stop, and returns the exit code."""
+    from engines import ray_members  # it needs Ray
+    from engines.ray_train import Engine, say
+
+    workdir = workdir_of(command)
+    assert workdir
+    devices = {"JAX_NUM_CPU_DEVICES": str(options.devices_per_node)} if options.devices_per_node else {}
+    ray_members.connect(options.address)
+    members = ray_members.Members(limits.max_nodes, command, os.getcwd(), devices, say)
+    try:
+        patience = Patience(max_failures=options.max_failures)
+        engine = Engine(
+            members, limits, patience, workdir, compile_ahead=options.compile_ahead, notice_s=options.notice_s
+        )
+        return engine.run()
+    finally:
+        members.close()
+        ray_members.disconnect()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

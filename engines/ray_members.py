@@ -1,0 +1,170 @@
+"""`Members`: the nodes of a Ray cluster that may train, each with its supervisor. Only this module speaks to Ray."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from engines.ray_supervisor import STARTING_S, News, Supervisor
+
+LOOK_S = 0.5  # how often Ray is asked for its nodes
+NEWS_S = 1.0  # a supervisor answers at least so often
+SILENT_S = 5.0
+THREADS = 4  # of a supervisor: one waits for news, the others do what it is told
+
+
+@dataclass(kw_only=True)
+class Member:
+    """A node with its supervisor, which has no news before its first answer."""
+
+    node: str  # Ray's id
+    host: str
+    address: str
+    supervisor: Any
+    asked: Any  # the answer to come
+    news: News | None = None
+    heard_s: float = 0.0
+    added_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def answers(self) -> bool:
+        """Whether it has answered lately."""
+        return self.news is not None and time.monotonic() - self.heard_s < SILENT_S
+
+    def start(self, generation: int, arguments: Sequence[str]) -> None:
+        """Starts the program; how it went is in the news."""
+        self.supervisor.start.remote(generation, list(arguments))
+
+    def send(self, generation: int, number: int) -> None:
+        """Sends the program of a generation a signal."""
+        self.supervisor.send.remote(generation, number)
+
+    def warm_up(self) -> None:
+        """Prepares the next start."""
+        self.supervisor.warm_up.remote()
+
+
+class Members:
+    """Follows Ray's view of its nodes, and keeps a supervisor on up to `max_nodes` of them.
+
+    A supervisor takes the whole node (its CPUs and GPUs), and ends with this process.
+    """
+
+    def __init__(
+        self,
+        max_nodes: int,
+        command: Sequence[str],
+        folder: str,
+        environment: Mapping[str, str],
+        say: Callable[[str], None],
+    ) -> None:
+        self.by_node: dict[str, Member] = {}
+        self.draining: set[str] = set()
+        self.spare_hosts: list[str] = []  # alive, but over `max_nodes`
+        self._max_nodes = max_nodes
+        self._arguments = (list(command), folder, dict(environment))
+        self._say = say
+        self._unusable: set[str] = set()  # the supervisor did not start there, or was asked to end
+        self._look_again_s = 0.0
+
+    def turn(self) -> list[Member]:
+        """Waits a little for news, follows Ray's nodes, and returns the members that had news."""
+        if time.monotonic() >= self._look_again_s:
+            self._look()
+            self._look_again_s = time.monotonic() + LOOK_S
+        by_ref = {member.asked: member for member in self.by_node.values()}
+        if not by_ref:
+            time.sleep(LOOK_S / 2)
+            return []
+        ray.wait(list(by_ref), timeout=LOOK_S / 2)  # for one; then all that have answered
+        answered, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0)
+        return [by_ref[ref] for ref in answered if self._hear(by_ref[ref])]
+
+    def drop(self, node: str, why: str) -> None:
+        """Ends a member's supervisor, and with it the program there."""
+        member = self.by_node.pop(node)
+        ray.kill(member.supervisor)
+        self._say(f"{member.host} {why}")
+
+    def give_back(self) -> None:
+        """Ends the supervisors of nodes that are to go, for good."""
+        for member in list(self.by_node.values()):
+            if self.is_going(member):
+                self._unusable.add(member.node)
+                self.drop(member.node, "is given back")
+
+    def is_going(self, member: Member) -> bool:
+        """Whether Ray drains the node, or somebody asked its supervisor to end."""
+        return member.node in self.draining or bool(member.news and member.news.is_leaving)
+
+    def close(self) -> None:
+        """Ends all supervisors."""
+        for member in self.by_node.values():
+            ray.kill(member.supervisor)
+        self.by_node.clear()
+
+    def _look(self) -> None:
+        # What Ray Train itself asks (ray.train.v2, preemption.py); ray.nodes() does not tell.
+        self.draining = set(ray._private.state.state.get_draining_nodes())  # pyright: ignore
+        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        for node in [node for node in self.by_node if node not in alive]:
+            self.drop(node, "is lost: Ray says that the node is dead")
+        able = [n for n in alive.values() if n["Resources"].get("CPU") and n["NodeID"] not in self._unusable]
+        others = [n for n in able if n["NodeID"] not in self.by_node and n["NodeID"] not in self.draining]
+        late_s = time.monotonic() - STARTING_S
+        there = [m for m in self.by_node.values() if not self.is_going(m) and (m.news or m.added_s > late_s)]
+        wanted = max(0, self._max_nodes - len(there))
+        for node in others[:wanted]:
+            self._add(node)
+        self.spare_hosts = [node["NodeManagerHostname"] for node in others[wanted:]]
+
+    def _add(self, node: Mapping[str, Any]) -> None:
+        actor = ray.remote(  # pyright: ignore[reportCallIssue]
+            num_cpus=node["Resources"]["CPU"],
+            num_gpus=node["Resources"].get("GPU", 0),
+            max_concurrency=THREADS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        )(Supervisor)
+        supervisor = actor.remote(*self._arguments)
+        self.by_node[node["NodeID"]] = Member(
+            node=node["NodeID"],
+            host=node["NodeManagerHostname"],
+            address=node["NodeManagerAddress"],
+            supervisor=supervisor,
+            asked=supervisor.news.remote(NEWS_S),
+        )
+
+    def _hear(self, member: Member) -> bool:
+        """Takes an answer and asks again; returns whether there was one. Without, the supervisor is gone."""
+        try:
+            member.news = ray.get(member.asked)
+        except (RayActorError, RayTaskError, ActorUnschedulableError) as error:  # the last: it died before it began
+            if member.news is None:
+                self._unusable.add(member.node)
+            self.drop(member.node, f"is lost: its supervisor ended ({_first_line(error)})")
+            return False
+        member.heard_s = time.monotonic()
+        member.asked = member.supervisor.news.remote(NEWS_S)
+        return True
+
+
+def connect(address: str) -> None:
+    """Connects to a Ray cluster; ValueError if there is none at the address."""
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, RayError) as error:
+        raise ValueError(f"--address={address}: no Ray cluster there ({error}); start one with `ray start`") from error
+
+
+def disconnect() -> None:
+    """Ends what `connect` began."""
+    ray.shutdown()
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

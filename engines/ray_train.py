@@ -1,0 +1,359 @@
+"""`Engine`: runs a program on a Ray cluster, generation after generation, on the nodes that are there."""
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engines.ray_generation import Attempt, Coming, how
+from engines.ray_plan import RESUMABLE, Limits, Patience, World, choose, judge
+from engines.ray_supervisor import STARTING_S
+from runtime.progress import read_progress
+
+if TYPE_CHECKING:  # it needs Ray
+    from engines.ray_members import Member, Members
+
+STOP_S = 60.0  # for the program to stop in good order once it was asked to
+LAST_S = 15.0  # for the others, when the first process has stopped as it was asked to
+FAILED_S = 4.0  # for the others, when a process failed or a node is lost: to say what they know
+KILL_S = 3.0  # for a supervisor to tell that the kill was done
+SETTLED_S = 300.0  # after which a generation counts as settled, even if its metrics tell of no step
+JOINING_S = 300.0  # for a larger generation to be ready; and for any, when it is its turn
+NOTICE_S = 1.0  # for Ray's nodes to be looked at again: a spare may take the place of one that is to go
+STANDBY = "--standby"  # what tells the program to compile, and to wait
+READY = "ready: waits for its turn"  # what the program says (runtime/standby.py)
+
+
+class Engine:
+    """Starts the program on the largest world there is, again whenever that changes, until it is finished."""
+
+    def __init__(
+        self,
+        members: "Members",
+        limits: Limits,
+        patience: Patience,
+        workdir: Path,
+        *,
+        compile_ahead: bool = False,
+        notice_s: float = 30.0,
+    ) -> None:
+        """With `compile_ahead` a planned change starts the next generation before it stops the one that trains.
+
+        `notice_s` is how long a node that is to go is there: the next generation gets half of it to be ready.
+        """
+        self._members, self._limits, self._patience, self._workdir = members, limits, patience, workdir
+        self._patience.farthest_step = read_progress(workdir).step  # of an engine before this one
+        self._compile_ahead, self._leaving_s = compile_ahead, notice_s / 2
+        self._number = 0  # of the last generation
+        self._coming: Coming | None = None
+        self._previous: tuple[str, ...] = ()
+        self._hosts: dict[str, str] = {}  # of nodes that are gone too
+        self._signals = 0
+        self._event_s = time.monotonic()
+        self._last_words: dict[str, str] = {}  # of each node
+        self._said = ""  # while it waits for nodes
+
+    def run(self) -> int:
+        """Returns the exit code: 0 finished, 75 stopped but resumable, else that of the program's error."""
+        try:
+            with self._signals_noted():
+                return self._run()
+        finally:
+            self._give_up("it is not needed")
+
+    def _run(self) -> int:
+        while (generation := self._take_turn() or self._begin()) is not None:
+            self._train(generation)
+            verdict = judge(generation.codes)
+            if verdict.code != RESUMABLE:
+                where = f" on {self._hosts[verdict.node]}" if verdict.node else ""
+                said = f": {self._last_words.get(verdict.node, '')}" if verdict.code else ""
+                say(f"generation {generation.number} ended{where} with exit code {verdict.code}{said}")
+                return verdict.code
+            step = read_progress(self._workdir).step
+            say(f"generation {generation.number} stopped at step {step}: {self._codes(generation)}")
+            if not generation.why_stopped and self._patience.is_over(step):
+                said = next((self._last_words[n] for n in generation.codes if n in self._last_words), "nothing")
+                say(f"error: {self._patience.failures} failures in a row without a new step; it said: {said}")
+                return 1
+        say("stopped; the same command goes on")
+        return RESUMABLE
+
+    # -------------------------------------------------------------------------------------------- between generations
+
+    def _begin(self) -> Attempt | None:
+        """Starts a generation on the nodes that there are, as soon as there are enough; None if asked to stop."""
+        world = self._await_world()
+        return self._start(world, self._event_s) if world else None
+
+    def _start(self, world: World, since_s: float, *options: str) -> Attempt:
+        """Starts the program on every node of a world."""
+        self._number += 1
+        members = [self._members.by_node[node] for node in world.nodes]
+        assert members[0].news
+        coordinator = f"{members[0].address}:{members[0].news.free_port}"
+        for index, member in enumerate(members):
+            ranks = [f"--coordinator={coordinator}", f"--num_processes={len(members)}", f"--process_id={index}"]
+            member.start(self._number, [*ranks, *options])
+        return Attempt(number=self._number, world=world, since_s=since_s, stands_by=STANDBY in options)
+
+    def _await_world(self) -> World | None:
+        """Waits for enough nodes, and for those that are just coming; None if this program was asked to stop."""
+        self._said = ""
+        until_s = time.monotonic() + STARTING_S
+        while not self._signals:
+            self._turn()
+            self._members.give_back()
+            world = self._choose()
+            starting = [m.host for m in self._members.by_node.values() if not m.answers]
+            if world.nodes and (not starting or time.monotonic() > until_s):
+                return world
+            if world.missing:
+                until_s = time.monotonic() + STARTING_S
+                self._say_once(f"waiting for {world.missing} more nodes; there: {self._names(world.spares) or 'none'}")
+        return None
+
+    def _choose(self) -> World:
+        there = [m for m in self._members.by_node.values() if m.answers and not self._members.is_going(m)]
+        there.sort(key=lambda member: member.address)
+        return choose([member.node for member in there], self._previous, self._limits)
+
+    # --------------------------------------------------------------------------------------------------- a generation
+
+    def _train(self, generation: Attempt) -> None:
+        """Follows a generation until no process of it runs any more."""
+        nodes = generation.world.nodes
+        spares = [*map(self._name, generation.world.spares), *self._members.spare_hosts]
+        named = f"{len(nodes)} nodes: {self._names(nodes)}; spares: {', '.join(spares) or 'none'}"
+        say(f"generation {generation.number}: {named}")
+        generation.progress, generation.started_s = read_progress(self._workdir), time.monotonic()
+        self._previous = nodes
+        while generation.running:
+            self._turn(generation)
+            for node in generation.running:
+                if node not in self._members.by_node:
+                    self._note_end(generation, node, None)
+            self._let_begin(generation)
+            self._note_first_step(generation)
+            self._check_coming()
+            self._stop_if_needed(generation)
+            self._kill_if_late(generation)
+
+    def _turn(self, generation: Attempt | None = None) -> None:
+        """Takes news from the supervisors: output, and how processes ended."""
+        for member in self._members.turn():
+            self._hosts[member.node] = member.host
+            self._print(member, generation)
+            code = generation.code_on(member) if generation else None
+            if generation and code is not None:
+                self._note_end(generation, member.node, code)
+            for one in (generation, self._coming and self._coming.generation):
+                if one and member.news:
+                    said = (line for number, line in member.news.lines if number == one.number)
+                    one.is_ready |= any(line.endswith(READY) for line in said)
+
+    def _let_begin(self, generation: Attempt) -> None:
+        """Tells a generation that was started ahead to begin, once it listens; ends it if it never does."""
+        if not generation.stands_by:
+            return
+        first = self._members.by_node.get(generation.world.nodes[0])
+        if generation.is_ready and first:
+            generation.stands_by = False
+            first.send(generation.number, signal.SIGUSR1)
+        elif time.monotonic() > generation.started_s + JOINING_S and generation.kill_at_s == float("inf"):
+            say(f"generation {generation.number} is not ready after {JOINING_S:g} s")
+            generation.kill_at_s = 0.0
+
+    def _note_end(self, generation: Attempt, node: str, code: int | None) -> None:
+        if not generation.codes:
+            if not generation.why_stopped:
+                self._event_s = time.monotonic()
+                if code:
+                    say(f"{self._name(node)}: the program ended {how(code)}")
+            patience_s = LAST_S if code == 0 or (generation.why_stopped and code == RESUMABLE) else FAILED_S
+            generation.kill_at_s = min(generation.kill_at_s, time.monotonic() + patience_s)
+        generation.codes[node] = code
+
+    def _stop_if_needed(self, generation: Attempt) -> None:
+        """Stops the program if the world is to change, or starts the next generation, which is to be ready first."""
+        if self._signals > 1:
+            generation.kill_at_s = 0.0
+        if generation.why_stopped or generation.codes:
+            return
+        if self._coming:
+            if self._coming.generation.is_ready or time.monotonic() > self._coming.until_s:
+                self._stop(generation, self._coming.why)
+            return
+        why, patience_s = self._why_stop(generation)
+        if not why:
+            generation.change_s, generation.may_prepare = 0.0, True
+            return
+        generation.change_s = generation.change_s or time.monotonic()
+        if not (self._compile_ahead and patience_s and generation.is_settled and generation.may_prepare):
+            self._stop(generation, why)
+        elif time.monotonic() > generation.change_s + NOTICE_S and not self._starting():
+            self._prepare(generation, why, generation.change_s + patience_s)
+
+    def _stop(self, generation: Attempt, why: str) -> None:
+        """Asks the program to stop: one process tells the others."""
+        self._event_s = time.monotonic()
+        generation.why_stopped = why
+        generation.kill_at_s = time.monotonic() + STOP_S
+        say(f"{why}: the program is asked to stop")
+        self._members.by_node[generation.running[0]].send(generation.number, signal.SIGTERM)
+
+    def _why_stop(self, generation: Attempt) -> tuple[str, float]:
+        """Returns why the world is to change ("" if it is not), and how long that can wait."""
+        if self._signals:
+            return "a signal", 0.0
+        for node in generation.running:
+            member = self._members.by_node[node]
+            if self._members.is_going(member):
+                return f"{member.host} is to go", self._leaving_s
+        if not self._starting() and generation.is_settled:  # one after the other: a start that is stopped wins nothing
+            better = self._choose()
+            new = [node for node in better.nodes if node not in generation.world.nodes]
+            if len(better.nodes) > len(generation.world.nodes):
+                return f"{self._names(new)} joined", JOINING_S
+        return "", 0.0
+
+    def _starting(self) -> bool:
+        """Whether a node has just come, and its supervisor not answered yet."""
+        since_s = time.monotonic() - STARTING_S
+        return any(m.news is None and m.added_s > since_s for m in self._members.by_node.values())
+
+    # ------------------------------------------------------------------------------------- the next one, started ahead
+
+    def _prepare(self, generation: Attempt, why: str, until_s: float) -> None:
+        """Starts the next generation while this one trains; stops this one if there are not enough nodes for it."""
+        generation.may_prepare = False  # again: if it fails, the next one starts when this one has ended
+        world = self._choose()
+        if not world.nodes:
+            self._stop(generation, why)
+            return
+        self._coming = Coming(generation=self._start(world, time.monotonic(), STANDBY), why=why, until_s=until_s)
+        say(f"{why}: generation {self._number} starts ahead: {len(world.nodes)} nodes: {self._names(world.nodes)}")
+
+    def _check_coming(self) -> None:
+        """Gives the next generation up when it cannot be the next one any more."""
+        if self._coming and self._signals:
+            self._give_up("the run is to stop")
+        elif self._coming and (why := self._why_not(self._coming.generation)):
+            nodes = self._coming.generation.world.nodes
+            self._give_up(why)
+            for node in nodes:
+                if node in self._members.by_node:
+                    self._members.by_node[node].warm_up()
+
+    def _why_not(self, coming: Attempt) -> str:
+        """Returns why a generation that was started ahead cannot train, "" if it can."""
+        for node in coming.world.nodes:
+            member = self._members.by_node.get(node)
+            if member is None:
+                return f"{self._name(node)} is lost"
+            if self._members.is_going(member):
+                return f"{member.host} is to go"
+            if (code := coming.code_on(member)) is not None:
+                return f"the program ended {how(code)} on {member.host}"
+        return ""
+
+    def _give_up(self, why: str) -> None:
+        """Ends the generation that waits for its turn, which has touched nothing."""
+        if not self._coming:
+            return
+        coming, self._coming = self._coming.generation, None
+        say(f"generation {coming.number} is given up: {why}")
+        for node in coming.world.nodes:
+            if node in self._members.by_node:
+                self._members.by_node[node].send(coming.number, signal.SIGKILL)
+
+    def _take_turn(self) -> Attempt | None:
+        """Returns the generation that was started ahead, if it can train now."""
+        self._members.give_back()
+        self._check_coming()
+        silent = [
+            member.host
+            for node in (self._coming.generation.world.nodes if self._coming else ())
+            if not (member := self._members.by_node[node]).answers
+        ]
+        if silent:
+            self._give_up(f"{', '.join(silent)} does not answer")
+        coming, self._coming = self._coming, None
+        return coming.generation if coming else None
+
+    # -------------------------------------------------------------------------------------------------------- its end
+
+    def _kill_if_late(self, generation: Attempt) -> None:
+        now_s = time.monotonic()
+        if now_s > generation.kill_at_s and generation.killed_s == float("inf"):
+            generation.killed_s = now_s
+            for node in generation.running:
+                self._members.by_node[node].send(generation.number, signal.SIGKILL)
+        if now_s > generation.killed_s + KILL_S:
+            for node in generation.running:
+                self._members.drop(node, "does not answer")
+                generation.codes[node] = None
+
+    def _note_first_step(self, generation: Attempt) -> None:
+        """Says how long it took to the first finished step: then the machine has time to prepare the next start."""
+        if generation.has_stepped:
+            return
+        before, now = generation.progress, read_progress(self._workdir)
+        generation.progress = now
+        if now.size_bytes > before.size_bytes:
+            generation.has_stepped = True
+            took_s = time.monotonic() - generation.since_s
+            say(f"generation {generation.number}: step {now.step} is done, {took_s:.1f} s after the event")
+        is_late = time.monotonic() > generation.started_s + SETTLED_S
+        if (generation.has_stepped or is_late) and not generation.is_settled:
+            generation.is_settled = True
+            for member in self._members.by_node.values():
+                member.warm_up()
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def _print(self, member: "Member", generation: Attempt | None) -> None:
+        assert member.news
+        first = generation and (generation.number, generation.world.nodes[0])
+        for number, line in member.news.lines:
+            if not (self._coming and number == self._coming.generation.number):
+                self._last_words[member.node] = line
+            print(line if (number, member.node) == first else f"[{member.host}] {line}", flush=True)
+
+    def _say_once(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            say(text)
+
+    def _codes(self, generation: Attempt) -> str:
+        return ", ".join(f"{self._name(node)} {how(code)}" for node, code in generation.codes.items())
+
+    def _name(self, node: str) -> str:
+        return self._hosts.get(node, node)
+
+    def _names(self, nodes: tuple[str, ...] | list[str]) -> str:
+        return ", ".join(map(self._name, nodes))
+
+    @contextlib.contextmanager
+    def _signals_noted(self) -> Iterator[None]:
+        """Lets SIGTERM and SIGINT stop the program in good order; the second one ends it."""
+
+        def note(*_: object) -> None:
+            self._signals += 1
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def say(text: str) -> None:
+    """Prints what happened, and when."""
+    now_s = time.time()
+    clock = time.strftime("%H:%M:%S", time.localtime(now_s))
+    print(f"{clock}.{int(now_s * 10) % 10} {text}", file=sys.stderr, flush=True)

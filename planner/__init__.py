@@ -1,0 +1,1 @@
+"""What a run will hold, send and cost, read from its compiled program."""

@@ -1,0 +1,196 @@
+"""The program that prints where every parameter lies and what it takes, with nothing allocated and nothing compiled.
+
+    python -m planner.table --config=configs/bert_10b.py --devices=128 --devices_per_node=8 --png=mesh.png
+
+`--devices` plays a cluster that is not here; without it, the devices are those of the config or of this machine.
+Printed are the mesh, the three scopes, and for each parameter its shape, its spec and the bytes of parameter, gradient
+and optimizer state on a device. Exit codes: 0 done; 2 bad configuration.
+"""
+
+import math
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from absl import flags
+from jax.sharding import NamedSharding, Sharding
+
+from configs import door
+from configs.door import Config
+from metrics.units import format_bytes, format_count
+from sharding import drawing
+from sharding.spec import ParamSpec, Placement, is_placement
+from sharding.state import by_name, owner, residual_owner
+from training.experiment import Experiment, make_experiment
+
+EXIT_BAD_CONFIG = 2
+SPEC_WIDTH = 35
+REST = "(counters and the like)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A parameter, or what of the optimizer's state belongs to none; bytes of parameter, gradient, optimizer state."""
+
+    name: str
+    shape: tuple[int, ...] = ()
+    spec: tuple[str, ...] = ()  # lines
+    device_bytes: tuple[int, int, int]  # on one device
+    whole_bytes: tuple[int, int, int]  # on one device if nothing were sharded
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the program and returns its exit code; a user's mistake is one line."""
+    values = door.new_flags(argv)
+    flags.DEFINE_integer("devices", None, "devices of a cluster that is not here", flag_values=values)
+    flags.DEFINE_integer("devices_per_node", None, "devices of each node", flag_values=values)
+    flags.DEFINE_string("png", None, "file for a picture of the mesh", flag_values=values)
+    try:
+        if door.asks_for_help(argv):
+            print(door.help_text(__doc__ or "", argv, values))
+            return 0
+        config = door.parse(argv, values)
+        start_devices(config, values.devices, values.devices_per_node)
+        experiment = _described(config)
+        print(table_text(experiment))
+        if values.png:
+            Path(values.png).write_bytes(drawing.mesh_png(experiment.plan.layout))
+            print(f"\npicture of the mesh: {values.png}")
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    return 0
+
+
+def start_devices(config: Config, devices: int | None, devices_per_node: int | None) -> None:
+    """Makes virtual devices if the flags or the config ask for them."""
+    for key, value in (("num_cpu_devices", devices), ("devices_per_node", devices_per_node)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{key.removeprefix('num_cpu_')}={value} must be at least 1")
+        config.mesh[key] = value or config.mesh[key]
+    if config.mesh.num_cpu_devices > 0:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", config.mesh.num_cpu_devices)
+
+
+def _described(config: Config) -> Experiment:
+    """Returns the experiment; if it does not fit this machine, the error says how to play another one."""
+    try:
+        return make_experiment(config)
+    except ValueError as error:
+        if config.mesh.num_cpu_devices:
+            raise
+        here = f"{jax.device_count()} {jax.default_backend()} device{'s' if jax.device_count() > 1 else ''}"
+        raise ValueError(
+            f"{error} (there: {here}; for a cluster that is not here, --devices=N --devices_per_node=K)"
+        ) from error
+
+
+def table_text(experiment: Experiment) -> str:
+    """Returns what the program prints, at most 120 columns wide."""
+    sharding, model, layout = experiment.config.sharding, experiment.model, experiment.plan.layout
+    size = f"({sharding.partition_size})" if sharding.strategy == "mics" else ""
+    rows = table_rows(experiment)
+    here, whole = (
+        tuple(sum(column) for column in zip(*(getattr(row, key) for row in rows), strict=True))
+        for key in ("device_bytes", "whole_bytes")
+    )
+    name_width = max(len(row.name) for row in rows)
+    shape_width = max(len(_times(row.shape)) for row in rows)
+
+    def line(name: str, shape: str, spec: str, cells: Sequence[str]) -> str:
+        numbers = "".join(f"{cell:>12}" for cell in cells)
+        return f"{name:<{name_width}}  {shape:<{shape_width}}  {spec:<{SPEC_WIDTH}}{numbers}".rstrip()
+
+    letters = len({layout.parameters, layout.gradients, layout.optimizer}) > 1
+    titles = ["P parameter", "G gradient", "O optimizer"] if letters else ["parameter", "gradient", "optimizer"]
+    spec_title = "spec (of P, G and O)" if letters else "spec"
+    head = line("bytes on each device", "shape", spec_title, titles)
+    lines = [
+        f"{'model':<16}{model.config.kind}, {format_count(model.num_params)} parameters",
+        f"{'strategy':<16}{sharding.strategy}{size}, {experiment.config.optimizer.name}",
+        drawing.mesh_text(layout),
+        "",
+        head,
+        "-" * len(head),
+    ]
+    for row in rows:
+        first, *more = row.spec
+        lines.append(line(row.name, _times(row.shape), first, [format_bytes(b) if b else "" for b in row.device_bytes]))
+        lines += [line("", "", spec, []) for spec in more]
+    lines += [
+        "-" * len(head),
+        line("each device", "", format_bytes(sum(here)) + " in all", [format_bytes(b) for b in here]),
+        line("one device, not sharded", "", format_bytes(sum(whole)) + " in all", [format_bytes(b) for b in whole]),
+    ]
+    return "\n".join(lines)
+
+
+def table_rows(experiment: Experiment) -> list[Row]:
+    """Returns a row for each parameter and one for the optimizer's state that belongs to none."""
+    plan, layout = experiment.plan, experiment.plan.layout
+    specs: dict[str, ParamSpec] = by_name(experiment.model.param_specs(), lambda x: isinstance(x, ParamSpec))
+    placements: dict[str, Placement] = by_name(plan.placements, is_placement)
+    params: dict[str, jax.ShapeDtypeStruct] = by_name(experiment.state_shapes.params)
+    here, whole = (dict.fromkeys([*params, REST], 0) for _ in range(2))  # bytes of the optimizer's state
+    by_replica = False
+    for path, leaf in jax.tree_util.tree_leaves_with_path(experiment.state_shapes.opt_state):
+        name = owner(path, leaf, params) or residual_owner(path, leaf, params, layout.num_replicas) or REST
+        here[name] += _nbytes(leaf, leaf.sharding)
+        if jax.tree_util.DictKey("local") in path:  # of each replica by itself
+            by_replica = True
+            whole[name] += _nbytes(leaf) // layout.num_replicas
+        elif name == REST or leaf.shape == params[name].shape:  # else a residual, which one device does not have
+            whole[name] += _nbytes(leaf)
+    rows = []
+    for name, x in params.items():
+        gradient = NamedSharding(plan.mesh, placements[name].pspec(layout.gradients))
+        rows.append(
+            Row(
+                name=name,
+                shape=x.shape,
+                spec=_aloud(specs[name], placements[name], experiment),
+                device_bytes=(_nbytes(x, x.sharding), _nbytes(x, gradient), here[name]),
+                whole_bytes=(_nbytes(x), _nbytes(x), whole[name]),
+            )
+        )
+    other = Row(
+        name=REST,
+        spec=("whole in every replica" if by_replica else "whole on every device",),
+        device_bytes=(0, 0, here[REST]),
+        whole_bytes=(0, 0, whole[REST]),
+    )
+    return [*rows, other]
+
+
+def _aloud(spec: ParamSpec, placement: Placement, experiment: Experiment) -> tuple[str, ...]:
+    """Returns the spec as lines to read aloud: `layers, embed by shard_intra, mlp`; one for each scope that differs."""
+    layout = experiment.plan.layout
+    by_scope: dict[str, str] = {}  # what is read to the letters of the scopes
+    for letter, scope in (("P", layout.parameters), ("G", layout.gradients), ("O", layout.optimizer)):
+        dims = []
+        for dim, axes in zip(spec.dims, placement.pspec(scope), strict=True):
+            by = " and ".join(axes) if isinstance(axes, tuple) else axes
+            dims.append(f"{dim} by {by}" if by else dim)
+        by_scope[", ".join(dims)] = by_scope.get(", ".join(dims), "") + letter
+    if len(by_scope) == 1:
+        lines = [*by_scope]
+    else:
+        lines = [f"{letters}: {text}" for text, letters in by_scope.items()]
+    return tuple(part for text in lines for part in textwrap.wrap(text, SPEC_WIDTH, subsequent_indent="  "))
+
+
+def _nbytes(x: jax.ShapeDtypeStruct, sharding: Sharding | None = None) -> int:
+    """Returns the bytes of an array, of one device's shard of it if a sharding is given."""
+    return math.prod(sharding.shard_shape(x.shape) if sharding else x.shape) * x.dtype.itemsize
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,35 @@
+"""The command line of our tools: every mistake is one line, and says so by the exit code."""
+
+import argparse
+import io
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+EXIT_BAD_INPUT = 2
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose mistakes are ValueErrors, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises the mistake."""
+        raise ValueError(message)
+
+
+def escape_output() -> None:
+    """Escapes what the terminal's encoding lacks, as stderr does: no character in a program's output may end it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def complain(error: ValueError | OSError) -> int:
+    """Prints what went wrong as one line and returns the exit code: 2 for a mistake of the user, else 1."""
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return EXIT_BAD_INPUT if isinstance(error, ValueError) else 1
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns what is before and what is after the first `--`."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return list(argv[:at]), list(argv[at + 1 :])

@@ -1,0 +1,188 @@
+"""Lets the processes of a run connect to each other, and nobody else: each end shows that it knows the run's token.
+
+    server: CHALLENGE                         random
+    client: PROCESS HOST CHALLENGE PROOF      its number, its host, a challenge of its own
+    server: PROOF
+
+A proof is an HMAC-SHA256 with the token as its key, over the side that gives it, what the connection is for, both
+challenges, and the client's number and host. The token itself is never sent: it is in WORKDIR/token (mode 0600), where
+every process reads it.
+"""
+
+import contextlib
+import fcntl
+import hmac
+import os
+import re
+import secrets
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from runtime.consensus import from_all, from_process_zero, new_ticket
+
+FILE_NAME = "token"
+STRANGERS = 64  # who may be at an entrance at a time, besides the processes of the run
+_TOKEN = re.compile(r"[0-9a-f]{64}")
+_LINE_BYTES = 1000
+_HANDSHAKE_S = 10.0  # for all that a stranger has to say
+_RETRY_S = 0.1
+
+
+def shared_token(workdir: Path) -> str:
+    """Returns the token of a run, which process 0 makes where there is none; every process must call it.
+
+    ValueError in every process if one of them cannot read it, or if other users could.
+    """
+    from_process_zero(new_ticket("token"), lambda: _make_token(workdir / FILE_NAME))
+    token = error = ""
+    try:
+        token = _read_token(workdir / FILE_NAME)
+    except (OSError, ValueError) as failed:
+        error = f"process {jax.process_index()} on {socket.gethostname()} cannot use {workdir / FILE_NAME}: {failed}"
+    errors = [said for said in from_all(new_ticket("token-read"), error) if said]
+    if errors:
+        raise ValueError(errors[0])
+    return token
+
+
+def _make_token(file: Path) -> None:
+    """Writes a token where there is none, also if a start was killed before it wrote one; others may do the same."""
+    try:
+        if file.exists() and file.stat().st_size:
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be made ({error.strerror}); choose another --workdir") from error
+    with open(descriptor, "r+") as opened:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        if not opened.read():
+            opened.write(secrets.token_hex(32))
+
+
+def _read_token(file: Path) -> str:
+    """Returns the token. ValueError if others may read it, or if it is none; OSError if it is not there."""
+    try:
+        with file.open() as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            token = opened.read(1000)
+    except OSError as error:
+        raise ValueError(f"{error.strerror}; all processes need the same --workdir, on a shared file system") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ValueError(f"others may read it (mode {stat.S_IMODE(mode):04o}); remove it: the next start makes another")
+    if not _TOKEN.fullmatch(token):
+        raise ValueError("it holds no token; remove it: the next start makes another")
+    return token
+
+
+class Entrance:
+    """Takes connections at a socket, in a thread, and hands on those whose other end knows the token.
+
+    A stranger has 10 s in all. At most `STRANGERS` are there at a time, and `count` processes; for one more the oldest
+    has to go, so that those who only wait keep nobody out, nor take the descriptors of this process.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: str,
+        purpose: str,
+        count: int,
+        admitted: Callable[[socket.socket, int, str], None],
+    ) -> None:
+        """`admitted` gets a connection, and the number and host of the process there, in a thread of its own."""
+        self._listener, self._token, self._purpose, self._admitted = listener, token, purpose, admitted
+        self._at_most = STRANGERS + count
+        self._strangers: list[socket.socket] = []  # the oldest first
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, name=f"entrance for {purpose}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Takes no more connections."""
+        self._closed = True
+        self._listener.shutdown(socket.SHUT_RDWR)  # which ends `accept`
+        self._thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed; or no descriptor is left, until a stranger's time is over
+                time.sleep(_RETRY_S)
+                continue
+            with self._lock:
+                self._strangers.append(connection)
+                if len(self._strangers) > self._at_most:
+                    _end(self._strangers.pop(0))
+            threading.Thread(target=self._meet, args=(connection,), daemon=True).start()
+
+    def _meet(self, connection: socket.socket) -> None:
+        try:
+            process, host = admit(connection, self._token, self._purpose)
+        except (OSError, ValueError):  # a stranger's errors are nobody's
+            connection.close()
+            return
+        finally:
+            with self._lock:
+                if connection in self._strangers:
+                    self._strangers.remove(connection)
+        self._admitted(connection, process, host)
+
+
+def admit(connection: socket.socket, token: str, purpose: str) -> tuple[int, str]:
+    """Returns the number and the host of the process at the other end. OSError or ValueError for a stranger."""
+    until_s, ours = time.monotonic() + _HANDSHAKE_S, secrets.token_hex(16)
+    connection.settimeout(_HANDSHAKE_S)
+    connection.sendall(f"{ours}\n".encode())
+    process, host, theirs, proof = _read_line(connection, until_s).split()
+    of = (purpose.encode(), ours.encode(), theirs, process, host)
+    if not hmac.compare_digest(proof, _proof(token, b"client", *of)):
+        raise ConnectionError("a stranger")
+    connection.sendall(_proof(token, b"server", *of) + b"\n")
+    connection.settimeout(None)
+    return int(process), host.decode()
+
+
+def introduce(connection: socket.socket, token: str, purpose: str, me: int, patience_s: float) -> None:
+    """Shows the other end that this is process `me` of the run. OSError unless that one is of the run too."""
+    until_s, ours = time.monotonic() + patience_s, secrets.token_hex(16).encode()
+    theirs = _read_line(connection, until_s).strip()
+    process, host = b"%d" % me, socket.gethostname().encode()
+    of = (purpose.encode(), theirs, ours, process, host)
+    connection.sendall(b" ".join((process, host, ours, _proof(token, b"client", *of))) + b"\n")
+    if not hmac.compare_digest(_read_line(connection, until_s).strip(), _proof(token, b"server", *of)):
+        raise ConnectionError("it does not know the run's token")
+
+
+def _proof(token: str, *of: bytes) -> bytes:
+    return hmac.digest(token.encode(), b" ".join(of), "sha256").hex().encode()
+
+
+def _read_line(connection: socket.socket, until_s: float) -> bytes:
+    """Returns a line, and reads nothing behind it. OSError if it is cut, too long, or not there in time."""
+    line = b""
+    while len(line) < _LINE_BYTES:
+        connection.settimeout(max(1e-3, until_s - time.monotonic()))
+        byte = connection.recv(1)
+        line += byte
+        if byte == b"\n":
+            return line
+        if not byte:
+            break
+    raise ConnectionError("it closed the connection")
+
+
+def _end(connection: socket.socket) -> None:
+    """Ends a connection that another thread reads from, and will close."""
+    with contextlib.suppress(OSError):  # it is gone already
+        connection.shutdown(socket.SHUT_RDWR)

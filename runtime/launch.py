@@ -1,0 +1,117 @@
+"""Joins the processes of one run: by what the user gave, by three variables, or by SLURM, Open MPI or Kubernetes."""
+
+import os
+import re
+import socket
+import sys
+
+import jax
+
+from runtime.addresses import to_listen_at
+
+OPEN_MPI, OPEN_MPI_SIZE = "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"  # Open MPI 5 sets the second alone
+SLURM_STEP = ("SLURM_STEP_NODELIST", "SLURM_PROCID")  # srun sets them; sbatch and salloc set SLURM_NTASKS alone
+KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # of an indexed Job or a JobSet
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")  # the flags, for any other launcher
+
+
+def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Joins the other processes if there are any; the values are given all three or none. ValueError says what to give.
+
+    Call it before jax's devices are asked for.
+    """
+    if coordinator is None and num_processes is None and process_id is None:
+        if any(name in os.environ for name in VARIABLES[1:]):  # others set the address alone
+            coordinator, num_processes, process_id = _from_variables()
+        elif launcher := find_launcher():
+            _join_by(launcher)
+            return
+        else:
+            return
+    if coordinator is None or num_processes is None or process_id is None:
+        raise ValueError("--coordinator, --num_processes and --process_id belong together; give all three")
+    if not 0 <= process_id < num_processes:
+        raise ValueError(f"--process_id={process_id} must be from 0 to {num_processes - 1}")
+    port = re.fullmatch(r".+:([0-9]+)", coordinator)
+    if not port or not 0 < int(port[1]) < 1 << 16:
+        raise ValueError(f"--coordinator={coordinator} must be HOST:PORT, of process 0")
+    bind_address = None  # what jax takes: the variable, else all addresses of the machine
+    if process_id == 0 and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+        host = to_listen_at(coordinator.rpartition(":")[0])
+        _check_free(host, int(port[1]), coordinator)
+        if host:
+            bind_address = coordinator
+    # jax would ask Kubernetes all the same (for the devices of this process), and fail where it may not
+    method = "deactivate" if "KUBERNETES_SERVICE_HOST" in os.environ else None
+    jax.distributed.initialize(
+        coordinator, num_processes, process_id, cluster_detection_method=method, coordinator_bind_address=bind_address
+    )
+
+
+def find_launcher() -> str | None:
+    """Returns what started this process as one of several, by the environment; None if it is on its own.
+
+    ValueError for Open MPI 5, of which jax knows nothing: each process would train on its own, all in one directory.
+    """
+    if OPEN_MPI in os.environ:
+        return "Open MPI"
+    if os.environ.get(OPEN_MPI_SIZE, "1") != "1":
+        raise ValueError(
+            f"{OPEN_MPI_SIZE}={os.environ[OPEN_MPI_SIZE]}, but {OPEN_MPI} is missing (Open MPI 5): jax cannot join the "
+            "processes by itself; give --coordinator, --num_processes and --process_id (docs/clusters.md)"
+        )
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if tasks != "1":
+        if all(name in os.environ for name in SLURM_STEP):
+            return "SLURM"
+        print(
+            f"SLURM_NTASKS={tasks}, but srun did not start this process: it trains on its own; "
+            f"`srun python train.py ...` starts {tasks} processes of one run",
+            file=sys.stderr,
+        )
+    return "Kubernetes" if KUBERNETES_INDEX in os.environ else None
+
+
+def _check_free(host: str, port: int, coordinator: str) -> None:
+    """Raises ValueError if jax's service cannot listen at `port`, or if another run does (gRPC would share it)."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last run may linger
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ValueError(
+                f"--coordinator={coordinator}: process 0 cannot listen at port {port} of {socket.gethostname()}: "
+                f"{error.strerror}; give all processes another port"
+            ) from error
+
+
+def _from_variables() -> tuple[str, int, int]:
+    missing = [name for name in VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} missing: {', '.join(VARIABLES)} belong together; set all three")
+    coordinator, *numbers = (os.environ[name] for name in VARIABLES)
+    for name, number in zip(VARIABLES[1:], numbers, strict=True):
+        if not number.isdecimal():
+            raise ValueError(f"{name}={number!r} must be a number")
+    return coordinator, int(numbers[0]), int(numbers[1])
+
+
+def virtual_devices() -> int:
+    """Returns how many CPU devices a launcher wants each process to have (JAX_NUM_CPU_DEVICES); 0: it says nothing."""
+    wanted = os.environ.get("JAX_NUM_CPU_DEVICES", "0")
+    if not wanted.isdecimal():
+        raise ValueError(f"JAX_NUM_CPU_DEVICES={wanted!r} must be a number")
+    return int(wanted)
+
+
+def _join_by(launcher: str) -> None:
+    try:
+        jax.distributed.initialize()
+    except jax.errors.JaxRuntimeError:
+        raise  # jax knew whom to join, and did not reach them
+    except Exception as error:  # of kubernetes' client, urllib3, jax: anything at all
+        said = str(error) or type(error).__name__
+        raise ValueError(
+            f"{launcher} started this process, but does not say how to join the others ({said}); "
+            "give --coordinator, --num_processes and --process_id"
+        ) from error

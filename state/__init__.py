@@ -1,0 +1,71 @@
+"""Saves and restores training states: asynchronous, verified, onto any mesh.
+
+`Checkpointer` does the work in a training program; `python -m state verify DIR` and `ls DIR` look at a
+directory from outside. A checkpoint directory:
+
+    DIR/100/                step 100: what Orbax wrote (state/, data/, config/) and, committed last, manifest.json
+    DIR/unfinished/         saves in progress, and what a killed save left (removed by the next save)
+    DIR/set_aside/100-1/    a step that did not verify: moved here, never deleted by us
+
+A step appears in DIR by one rename, after its manifest is on disk: a killed save leaves nothing that looks like a step.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from state import manifest as _manifest
+from state.retention import CheckpointConfig
+
+if TYPE_CHECKING:
+    from state.checkpointer import Checkpointer, CheckpointError, Restored
+
+__all__ = ["CheckpointConfig", "CheckpointError", "Checkpointer", "Restored", "check_path", "latest_config"]
+
+_REFUSED = "*?[\\"  # Orbax takes a path for a pattern of paths, TensorStore takes a backslash for a slash
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the parts that need jax and Orbax when they are first used: the command line starts without them."""
+    if name in ("Checkpointer", "CheckpointError", "Restored"):
+        from state import checkpointer
+
+        return getattr(checkpointer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def check_path(directory: str | Path) -> None:
+    """Raises ValueError for a directory where checkpoints could be saved and not restored, whatever is there."""
+    path = str(Path(directory).absolute())
+    found = [character for character in _REFUSED if character in path]
+    if found:
+        raise ValueError(
+            f"no checkpoint can be restored from {path}, because of {' '.join(found)} in the path; choose a directory "
+            f"whose absolute path has none of {' '.join(_REFUSED)}"
+        )
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"no checkpoint can be saved to {path!a}: the path is not UTF-8; choose a directory whose path is"
+        ) from None
+
+
+def latest_config(directory: str | Path) -> dict[str, Any] | None:
+    """Returns the config saved with the newest step whose manifest and config file verify; None if there is no step.
+
+    Only these two files are read, so this is fast whatever the size of the state. Raises ValueError if there are
+    steps and none of them has a config that verifies, or if the newest is of another version of this program.
+    """
+    damaged = []
+    for step in reversed(_manifest.step_numbers(Path(directory))):
+        folder = Path(directory) / str(step)
+        try:
+            _manifest.verify(folder, only=_manifest.CONFIG_FILE)
+        except _manifest.DamagedError as error:
+            damaged.append(f"step {step}: {error}")
+            continue
+        return json.loads((folder / _manifest.CONFIG_FILE).read_text())
+    if damaged:
+        raise ValueError(f"no checkpoint in {directory} has a config that verifies: {'; '.join(damaged)}")
+    return None

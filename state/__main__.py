@@ -1,0 +1,79 @@
+"""Looks at a checkpoint directory: `python -m state verify DIR`, `python -m state ls DIR`.
+
+Reads only, so it is safe beside a running job, and needs neither jax nor Orbax, so it starts at once.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from state import manifest
+
+
+def verify(directory: Path) -> int:
+    """Prints a line a step; returns 0 if every step verifies, 1 otherwise (also when there is none)."""
+    steps = manifest.step_numbers(directory)
+    all_good = bool(steps)
+    for step in steps:
+        try:
+            found = manifest.verify(directory / str(step))
+        except manifest.DamagedError as error:
+            if not (directory / str(step)).exists():
+                continue  # the run has deleted it meanwhile
+            all_good = False
+            print(f"step {step}: DAMAGED: {error}")
+        except manifest.UnknownFormatError as error:
+            all_good = False
+            print(f"step {step}: UNKNOWN FORMAT: {error}")
+        else:
+            print(f"step {step}: good: {len(found.files)} files, {_size(found.total_bytes)}")
+    if not steps:
+        print(f"{directory} holds no checkpoint")
+    return 0 if all_good else 1
+
+
+def ls(directory: Path) -> int:
+    """Prints step, date, size, metrics and status of each step; returns 0. Reads the manifests only."""
+    for step in manifest.step_numbers(directory):
+        try:
+            found = manifest.read(directory / str(step))
+        except manifest.DamagedError as error:
+            if not (directory / str(step)).exists():
+                continue
+            print(f"step {step:>8}  DAMAGED: {error}")
+            continue
+        except manifest.UnknownFormatError as error:
+            print(f"step {step:>8}  UNKNOWN FORMAT: {error}")
+            continue
+        metrics = " ".join(f"{name}={value:.6g}" for name, value in found.metrics.items())
+        print(f"step {step:>8}  {found.saved_at}  {_size(found.total_bytes):>9}  committed  {metrics}".rstrip())
+    for kind in (manifest.UNFINISHED, manifest.SET_ASIDE):
+        for entry in sorted((directory / kind).glob("*")):
+            print(f"{kind.replace('_', ' ')}: {entry}")
+    return 0
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.4g} TB"
+
+
+def main() -> int:
+    """Runs `verify DIR` or `ls DIR` and returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m state", description="Looks at a checkpoint directory.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("verify", help="read every file and compare it with the manifests").add_argument("directory")
+    commands.add_parser("ls", help="list the steps").add_argument("directory")
+    arguments = parser.parse_args()
+    directory = Path(arguments.directory)
+    if not directory.is_dir():
+        print(f"{directory} is not a folder", file=sys.stderr)
+        return 2
+    return {"verify": verify, "ls": ls}[arguments.command](directory)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

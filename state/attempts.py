@@ -1,0 +1,100 @@
+"""The attempts of a run: its id, which tells its snapshots from other runs', and the step at which each start began.
+
+`WORKDIR/attempts.json` is read and written by process 0 alone; no clock is in it. One attempt at a time.
+"""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from runtime.consensus import from_process_zero, new_ticket
+from state import manifest
+
+FILE_NAME = "attempts.json"
+RUN_ID = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempts:
+    """What `attempts.json` holds."""
+
+    run_id: str
+    folder: int  # inode of the work directory: a copy of it is another run
+    began_at: tuple[int, ...] = ()  # the step of each attempt
+    saved: int = 0  # the newest checkpoint when this was written
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no attempt wrote: the id names a folder that is deleted in the end."""
+        if not isinstance(self.run_id, str) or not RUN_ID.fullmatch(self.run_id):
+            raise ValueError(f"run_id is {self.run_id!r}")
+        if not all(isinstance(number, int) for number in (self.folder, self.saved, *self.began_at)):
+            raise ValueError(f"numbers are {self.folder!r}, {self.saved!r}, {self.began_at!r}")
+
+    @property
+    def next(self) -> int:
+        """The number of the attempt that starts now."""
+        return len(self.began_at)
+
+    def have_left(self, history: tuple[int, ...], step: int) -> bool:
+        """Whether a step of an attempt with this history (its own `began_at`) is not in that of the run, as it is now.
+
+        That is so if a later attempt began before the step, or if the run's directory was set back to before it.
+        """
+        began_after = self.began_at[len(history) :]
+        return history != self.began_at[: len(history)] or any(began < step for began in began_after)
+
+
+def read_attempts(workdir: Path, report: Callable[[str], None]) -> Attempts:
+    """Returns the attempts so far, the same in every process; new ones if there are none."""
+
+    def answer() -> dict[str, object]:
+        workdir.mkdir(parents=True, exist_ok=True)
+        file, folder = workdir / FILE_NAME, workdir.stat().st_ino
+        new = Attempts(run_id=secrets.token_hex(8), folder=folder)
+        if not file.exists():
+            return asdict(new)
+        try:
+            found = _from_json(json.loads(file.read_text()))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is damaged ({error}); remove it: the checkpoints do not need it") from error
+        if found.folder != folder:
+            report(f"{workdir} is a copy of another run's directory: it does not use that run's snapshots in memory")
+            return asdict(new)
+        return asdict(found)
+
+    return _from_json(from_process_zero(new_ticket("attempts"), answer))
+
+
+def write_attempts(workdir: Path, attempts: Attempts) -> Attempts:
+    """Writes the attempts with the newest checkpoint that there is (process 0), and returns them when that is done."""
+
+    def answer() -> int:
+        now = replace(attempts, saved=newest_checkpoint(workdir))
+        file = workdir / FILE_NAME
+        partial = file.with_suffix(".partial")
+        with open(partial, "w") as opened:
+            opened.write(json.dumps(asdict(now)) + "\n")
+            opened.flush()
+            os.fsync(opened.fileno())  # without this attempt, its snapshots would be of another history
+        partial.replace(file)
+        manifest.sync_folder(workdir)
+        return now.saved
+
+    return replace(attempts, saved=from_process_zero(new_ticket("attempt"), answer))
+
+
+def newest_checkpoint(workdir: Path) -> int:
+    """Returns the newest step that has a checkpoint, be it one that was set aside; 0 if there is none."""
+    folder = workdir / "checkpoints"
+    aside = folder / manifest.SET_ASIDE
+    damaged = [entry.name.split("-")[0] for entry in aside.iterdir()] if aside.is_dir() else []
+    return max([0, *manifest.step_numbers(folder), *(int(step) for step in damaged if step.isdecimal())])
+
+
+def _from_json(content: Any) -> Attempts:
+    return Attempts(**{**content, "began_at": tuple(content["began_at"])})

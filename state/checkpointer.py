@@ -1,0 +1,327 @@
+"""Saves training states through Orbax's asynchronous CheckpointManager; restores only what verifies.
+
+A save writes into a folder in DIR/unfinished. When the data of every process is there (Orbax waits for all of them),
+process 0 hashes the files, commits the manifest, renames the step into DIR, and only then deletes older steps. Restore
+verifies every file of a step before it loads one.
+"""
+
+import json
+import operator
+import re
+import secrets
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import orbax.checkpoint as ocp
+
+from runtime.consensus import from_process_zero, new_ticket
+from state import check_path, manifest, retention, tree
+from state.quiet import quiet_orbax
+from state.retention import CheckpointConfig
+
+_ANNOTATION = re.compile(r" \[\w+(\[\d+\])?='([^'\\]|\\.)*'\]")  # TensorStore's: specifications of kilobytes
+
+
+class _Manager(ocp.CheckpointManager):
+    """Orbax's manager, which must not ask jax's preemption service itself.
+
+    It would ask with the number of an old step from its background thread, and the processes agree on the step at which
+    they stop by the numbers that they asked with last: the training loop alone asks (`runtime/interruption.py`).
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        del step
+        return False
+
+
+class CheckpointError(RuntimeError):
+    """A save did not reach the disk. The checkpoints before it are unharmed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What `Checkpointer.restore` returns."""
+
+    step: int
+    state: Any  # the pytree that was asked for, with arrays in place of shapes
+    data: dict[str, Any]  # the position in the data
+    config: dict[str, Any]  # the config of the run that saved it
+    source: str = "its checkpoint"
+
+
+def print_to_stderr(line: str) -> None:
+    """Prints a line where it does not mix with a program's output."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Checkpointer:
+    """The checkpoints of one run in one directory that every process can see; a context manager.
+
+    In several processes all call the same methods in the same order. One run at a time saves into a directory; others
+    may look at it with `python -m state`.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        config: CheckpointConfig,
+        *,
+        report: Callable[[str], None] = print_to_stderr,
+        is_same_run: Callable[[dict[str, Any], dict[str, Any]], bool] = operator.eq,
+    ) -> None:
+        """Opens (and creates) `directory`. ValueError for a path that nothing can be restored from.
+
+        `report` gets a line for each damaged step that is passed over. `is_same_run(saved, config)` says whether two
+        configs are of one run.
+        """
+        check_path(directory)
+        self.directory = Path(directory).absolute()
+        self.config = config
+        self._report, self._is_same_run = report, is_same_run
+        self._manager: ocp.CheckpointManager | None = None
+        self._attempt = ""  # the folder in DIR/unfinished that the manager writes to
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+        quiet_orbax()
+        if jax.process_index() == 0:
+            self.directory.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except CheckpointError as failed:  # must not hide why the program stops
+            error.add_note(str(failed))
+            self._report(str(failed))
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        data: dict[str, Any],
+        config: dict[str, Any],
+        metrics: dict[str, float] | None = None,
+    ) -> None:
+        """Starts saving `state` (a pytree of jax.Array), the data position and the config as `step`.
+
+        Waits for the save before it, then returns as soon as the arrays are copied to the host: the caller may donate
+        or change them. A step that an earlier attempt of this run has saved is left as it is. Raises CheckpointError
+        if the save before it failed, ValueError for a step of another run or a state that cannot be saved.
+        """
+        self.wait()
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"a checkpoint's step must be an integer of at least 0; it is {step!r}")
+        arrays, leaves = tree.flatten_arrays(state)
+        data, config = _json_copy("data", data), _json_copy("config", config)
+        items = ocp.args.Composite(
+            state=tree.save_arguments(arrays), data=ocp.args.JsonSave(data), config=ocp.args.JsonSave(config)
+        )
+        metrics = {name: float(value) for name, value in (metrics or {}).items()}
+        try:
+            attempt = from_process_zero(new_ticket("prepare"), lambda: self._prepare(step, data, config))
+        except (OSError, RuntimeError) as error:
+            raise self._failed(step, error) from error
+        if attempt is None:
+            return
+        ticket = new_ticket("commit")
+        try:
+            if self._manager is None or attempt != self._attempt:
+                self._manager, self._attempt = self._new_manager(attempt), attempt
+            manager = self._manager
+            manager.reload()  # it remembers every step it wrote; we move them out of its directory
+            manager.save(step, args=items, force=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            self._manager = None
+            raise self._failed(step, error) from error
+        self._thread = threading.Thread(
+            target=self._finish, args=(manager, ticket, step, leaves, metrics), name=f"checkpoint-{step}"
+        )
+        self._thread.start()
+
+    def restore(self, abstract_state: Any, *, newer_than: int = -1) -> Restored | None:
+        """Returns the newest step that verifies, placed as `abstract_state` says; None if there is no step at all.
+
+        With `newer_than` only newer steps are looked at, and None means that step, which the caller has elsewhere.
+
+        `abstract_state` is a pytree of jax.ShapeDtypeStruct with shardings: any mesh, whatever the one it was saved
+        from. Steps that do not verify are reported and moved into DIR/set_aside. Raises ValueError if there are steps
+        but none verifies, or if the newest that does is of another model (then nothing is moved).
+        """
+        self.wait()
+        wanted, leaves = tree.flatten_abstract(abstract_state)
+        step = from_process_zero(new_ticket("restore"), lambda: self._choose(leaves, newer_than))
+        if step is None:
+            return None
+        folder = self.directory / str(step)
+        arrays = tree.load(folder / "state", wanted, manifest.read(folder).tree)
+        return Restored(
+            step=step,
+            state=jax.tree.unflatten(jax.tree.structure(abstract_state), arrays),
+            data=json.loads((folder / manifest.DATA_FILE).read_text()),
+            config=json.loads((folder / manifest.CONFIG_FILE).read_text()),
+        )
+
+    def steps(self) -> list[int]:
+        """Returns the committed steps, ascending: those with a valid manifest (their data is not read)."""
+        return [step for step in manifest.step_numbers(self.directory) if self._is_committed(step)]
+
+    def latest_step(self) -> int | None:
+        """Returns the newest committed step, or None."""
+        return max(self.steps(), default=None)
+
+    def wait(self) -> None:
+        """Returns when the save in progress is committed. Raises CheckpointError if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """Waits for the save in progress and ends Orbax's threads. Raises CheckpointError if that save failed."""
+        self.wait()
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+        if self._attempt and jax.process_index() == 0:
+            retention.remove_unfinished(self.directory)
+
+    def _new_manager(self, attempt: str) -> ocp.CheckpointManager:
+        return _Manager(
+            self.directory / manifest.UNFINISHED / attempt,
+            # max_to_keep=None: Orbax deletes nothing; that is ours to do, after the commit.
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=None, lightweight_initialize=True, save_root_metadata=False
+            ),
+        )
+
+    def _prepare(self, step: int, data: dict[str, Any], config: dict[str, Any]) -> str | None:
+        """Makes room for a new step and returns the folder in DIR/unfinished to write it in (process 0).
+
+        After a failed save that is a new folder: TensorStore may still be writing into the old one. None if there is
+        nothing to write.
+        """
+        if self._is_saved(step, data, config):
+            return None
+        attempt = self._attempt if self._manager is not None else secrets.token_hex(8)
+        retention.remove_unfinished(self.directory, keep=attempt)
+        (self.directory / manifest.UNFINISHED / attempt).mkdir(parents=True, exist_ok=True)
+        return attempt
+
+    def _is_saved(self, step: int, data: dict[str, Any], config: dict[str, Any]) -> bool:
+        """Whether this run has saved `step`, after setting aside one that is damaged. ValueError for another run's.
+
+        An earlier attempt may do that at any time: its process 0 was frozen in a commit, and goes on.
+        """
+        folder = self.directory / str(step)
+        if not folder.exists():
+            return False
+        try:
+            manifest.verify(folder)
+        except manifest.DamagedError as error:
+            self._set_aside([(step, error)], f"step {step} is saved again")
+            return False
+        files = (manifest.DATA_FILE, manifest.CONFIG_FILE)
+        saved_data, saved_config = (json.loads((folder / file).read_text()) for file in files)
+        if saved_data != data or not self._is_same_run(saved_config, config):
+            raise ValueError(f"{folder} is a checkpoint of another run; choose another directory")
+        self._report(f"{folder} was saved by an earlier attempt of this run and verifies: it stays")
+        return True
+
+    def _finish(
+        self,
+        manager: ocp.CheckpointManager,
+        ticket: str,
+        step: int,
+        leaves: tuple[manifest.Leaf, ...],
+        metrics: dict[str, float],
+    ) -> None:
+        """Waits for the data, commits the step, deletes old ones (in a thread; `wait` raises what went wrong)."""
+
+        def write_and_commit() -> None:
+            manager.wait_until_finished()
+            self._commit(step, leaves, metrics)
+
+        try:
+            if jax.process_index() != 0:
+                manager.wait_until_finished()
+            from_process_zero(ticket, write_and_commit)
+        except Exception as error:
+            self._manager = None  # Orbax's manager keeps raising the error of a save that failed
+            self._error = self._failed(step, error)
+            self._error.__cause__ = error
+
+    def _commit(self, step: int, leaves: tuple[manifest.Leaf, ...], metrics: dict[str, float]) -> None:
+        """Makes the step in DIR/unfinished a checkpoint: hashes, manifest, rename; then the old ones go."""
+        folder = self.directory / manifest.UNFINISHED / self._attempt / str(step)
+        manifest.write(folder, manifest.build(folder, step=step, tree=leaves, metrics=metrics))
+        folder.rename(self.directory / str(step))
+        manifest.sync_folder(self.directory)
+        retention.remove_old(self.directory, self.config)
+
+    def _choose(self, wanted: tuple[manifest.Leaf, ...], newer_than: int) -> int | None:
+        """Returns the newest step that verifies, after setting the damaged ones above it aside (process 0)."""
+        damaged: list[tuple[int, manifest.DamagedError]] = []
+        for step in reversed(manifest.step_numbers(self.directory)):
+            if step <= newer_than:
+                break
+            try:
+                found = manifest.verify(self.directory / str(step))
+            except manifest.DamagedError as error:
+                damaged.append((step, error))
+                continue
+            tree.check_same_model(self.directory / str(step), found.tree, wanted)
+            self._set_aside(damaged, f"step {step} is used instead")
+            return step
+        if newer_than >= 0:
+            self._set_aside(damaged, f"step {newer_than} is used instead")
+        elif damaged:
+            raise ValueError(
+                f"no checkpoint in {self.directory} verifies ({'; '.join(f'step {s}: {e}' for s, e in damaged)});"
+                " put a good copy back, or start again in an empty directory"
+            )
+        return None
+
+    def _set_aside(self, damaged: list[tuple[int, manifest.DamagedError]], instead: str) -> None:
+        for step, error in damaged:
+            target = retention.set_aside(self.directory, step)
+            self._report(f"checkpoint {self.directory / str(step)} is damaged ({error}): moved to {target}; {instead}")
+
+    def _is_committed(self, step: int) -> bool:
+        try:
+            manifest.read(self.directory / str(step))
+        except (manifest.DamagedError, manifest.UnknownFormatError):
+            return False
+        return True
+
+    def _failed(self, step: int, error: Exception) -> CheckpointError:
+        reason = _ANNOTATION.sub("", " ".join((str(error) or type(error).__name__).split()))
+        if len(reason) > 300:  # TensorStore puts the paths first and the cause last
+            reason = f"{reason[:100]} ... {reason[-180:]}"
+        return CheckpointError(
+            f"saving step {step} to {self.directory} failed: {reason}; the checkpoints before it are unharmed"
+            f" (newest: {self.latest_step()}); see that the disk has room and can be written, then run again"
+        )
+
+
+def _json_copy(name: str, value: dict[str, Any]) -> dict[str, Any]:
+    """Returns what reading `value` back from JSON will give; the caller may go on changing the original."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the checkpoint's {name} must be JSON (dicts, lists, strings, numbers): {error}") from error

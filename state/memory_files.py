@@ -1,0 +1,315 @@
+"""The files of the memory tier: what a node keeps of the state on its RAM disk, whole or not at all.
+
+    DIR/mics-jax-UID/RUN_ID/2-0-a.data     attempt 2, process 0, slot a (or b): boxes of arrays, one after the other
+    DIR/mics-jax-UID/RUN_ID/2-0-a.json     what they are; written last, removed before the data is written over
+
+A process writes to its two slots in turns, so that a kill in the middle of one leaves the other. The folders are the
+user's alone (0700): nobody else can read a snapshot or plant one. If somebody else has made `mics-jax-UID`, another one
+is made beside it. The hashes are there against damage.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from state.attempts import RUN_ID
+from state.manifest import Leaf
+from state.owned_shards import Box
+
+_FORMAT = 2
+_SLOTS = ("a", "b")
+_NAME = re.compile(r"[0-9]+-[0-9]+-[ab]")
+_HASHING_THREADS = 4
+_COPY_BYTES = 64 << 20  # copied to a file at a time
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A box, and where its bytes are in the data file."""
+
+    box: Box
+    offset: int
+    size: int
+    crc32: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotManifest:
+    """What a pair of files holds: boxes of the arrays of one step."""
+
+    name: str  # of the files
+    run_id: str
+    history: tuple[int, ...]  # the steps at which the attempts began, up to the one that wrote it
+    saved: int  # the newest checkpoint then
+    step: int
+    data: dict[str, Any]  # the position in the data
+    config: dict[str, Any]
+    tree: tuple[Leaf, ...]  # every array of the state, with the shape of the whole
+    pieces: tuple[Piece, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if its names are not ours: they become names of files."""
+        if not _NAME.fullmatch(self.name) or not RUN_ID.fullmatch(self.run_id) or self.attempt != len(self.history) - 1:
+            raise ValueError(f"{self.name!r} of run {self.run_id!r}, attempts {self.history}, is no snapshot")
+
+    @property
+    def attempt(self) -> int:
+        return int(self.name.split("-")[0])
+
+    @property
+    def owner(self) -> int:
+        """The process that kept it, maybe at its partner."""
+        return int(self.name.split("-")[1])
+
+    @property
+    def dtypes(self) -> dict[str, np.dtype]:
+        return {leaf.path: np.dtype(jnp.dtype(leaf.dtype)) for leaf in self.tree}
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the same for `from_json`, a piece in one list."""
+        places = {leaf.path: i for i, leaf in enumerate(self.tree)}
+        pieces = [[places[p.box.path], p.box.start, p.box.shape, p.offset, p.size, p.crc32] for p in self.pieces]
+        return asdict(replace(self, pieces=())) | {"pieces": pieces}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "SnapshotManifest":
+        """Returns what `as_json` described. ValueError, KeyError or TypeError for anything else."""
+        tree = tuple(Leaf(path=x["path"], shape=tuple(x["shape"]), dtype=x["dtype"]) for x in content["tree"])
+        pieces = tuple(
+            Piece(
+                box=Box(path=tree[leaf].path, start=tuple(start), shape=tuple(shape)),
+                offset=offset,
+                size=size,
+                crc32=crc32,
+            )
+            for leaf, start, shape, offset, size, crc32 in content["pieces"]
+        )
+        return cls(**(content | {"history": tuple(content["history"]), "tree": tree, "pieces": pieces}))
+
+
+class MemoryFolder:
+    """The folder of one run on this node."""
+
+    def __init__(self, memory_dir: str | Path, run_id: str, spare: str) -> None:
+        """Makes it where it is missing. ValueError if it is, or could become, somebody else's.
+
+        `spare` is for the name of the user's folder if somebody else has taken that: the same in all processes of the
+        run, and new at each start.
+        """
+        self.run_id = run_id
+        self._memory = Path(memory_dir).absolute()
+        if not self._memory.is_dir():
+            raise ValueError(
+                f"elastic.memory_dir={memory_dir} is not a folder of this machine; name its RAM disk, or turn the "
+                "memory tier off by elastic.snapshot_every=0"
+            )
+        _check_memory(self._memory)
+        name = f"mics-jax-{os.getuid()}"
+        known = [folder.parent for folder in sorted(self._memory.glob(f"{name}-*/{run_id}"))]
+        candidates = [*known, self._memory / name, self._memory / f"{name}-{spare}"]
+        self.parent = next(folder for folder in candidates if _make_private(folder))
+        if not _make_private(self.path):
+            raise ValueError(
+                f"{self.path} is not a folder of this user alone (mode 0700), so snapshots in it could be read or "
+                "planted; remove it, or set elastic.memory_dir to another folder"
+            )
+
+    @property
+    def path(self) -> Path:
+        return self.parent / self.run_id
+
+    @property
+    def identity(self) -> str:
+        """Returns what only processes that see this same folder have in common; host names need not differ."""
+        found = self.path.stat()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{found.st_dev}/{found.st_ino}"
+
+    def generations(self) -> tuple[list[SnapshotManifest], list[str]]:
+        """Returns what is whole by its description, and a line for each description that is not used."""
+        found, damaged = [], []
+        for file in sorted(self.path.glob("*.json")):
+            try:
+                found.append(self._read(file))
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                damaged.append(f"{file.name} is not used: {' '.join(str(error).split())}")
+        return found, damaged
+
+    def damaged(self, generation: SnapshotManifest) -> list[Piece]:
+        """Returns the pieces whose bytes do not match their hash."""
+        try:
+            hashes = self.hashes(generation)
+        except (OSError, ValueError):  # a file that is gone, or empty
+            return list(generation.pieces)
+        return [piece for piece, crc32 in zip(generation.pieces, hashes, strict=True) if piece.crc32 != crc32]
+
+    def hashes(self, generation: SnapshotManifest) -> list[int]:
+        """Returns the hash of the bytes of each piece, as they are in the file."""
+        if not generation.pieces:
+            return []
+        content = np.memmap(self._data_file(generation.name), np.uint8, mode="r").data
+        with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+            return list(pool.map(lambda p: zlib.crc32(content[p.offset : p.offset + p.size]), generation.pieces))
+
+    def read(self, generation: SnapshotManifest, piece: Piece) -> np.ndarray:
+        """Returns the array in a box; it shows the file, so copy it before the slot is written again."""
+        dtype = generation.dtypes[piece.box.path]
+        file = self._data_file(generation.name)
+        return (
+            np.memmap(file, np.uint8, mode="r", offset=piece.offset, shape=(piece.size,))
+            .view(dtype)
+            .reshape(piece.box.shape)
+        )
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Deletes generations."""
+        for name in names:
+            for ending in ("json", "partial", "data"):  # in this order: never a description of what is gone
+                (self.path / f"{name}.{ending}").unlink(missing_ok=True)
+
+    def names(self) -> set[str]:
+        """Returns the generations that have a file here, whole or not."""
+        return {file.stem for file in self.path.iterdir() if _NAME.fullmatch(file.stem)}
+
+    def commit(self, generation: SnapshotManifest) -> SnapshotManifest:
+        """Hashes the data of a generation and makes it whole; returns it with the hashes."""
+        pieces = zip(generation.pieces, self.hashes(generation), strict=True)
+        generation = replace(generation, pieces=tuple(replace(piece, crc32=crc32) for piece, crc32 in pieces))
+        partial = self.path / f"{generation.name}.partial"
+        partial.unlink(missing_ok=True)
+        with open(partial, "xb", opener=_private) as file:
+            file.write(_encode(generation))
+        partial.rename(self.path / f"{generation.name}.json")
+        return generation
+
+    def _read(self, file: Path) -> SnapshotManifest:
+        digest, _, body = file.read_bytes().partition(b"\n")
+        if hashlib.sha256(body).hexdigest().encode() != digest:
+            raise ValueError("it does not match its own hash")
+        content = json.loads(body)
+        if content.pop("format") != _FORMAT:
+            raise ValueError("another version of the program wrote it")
+        generation = SnapshotManifest.from_json(content)
+        if (generation.run_id, generation.name) != (self.run_id, file.stem):
+            raise ValueError(f"it is {generation.name} of run {generation.run_id}")
+        return generation
+
+    def _data_file(self, name: str) -> Path:
+        return self.path / f"{name}.data"
+
+
+def remove_run(memory_dir: str | Path, run_id: str) -> None:
+    """Deletes what this node holds of a run, if anything."""
+    name = f"mics-jax-{os.getuid()}"
+    for folder in [Path(memory_dir, name, run_id), *Path(memory_dir).glob(f"{name}-*/{run_id}")]:
+        if _is_private(folder.parent) and _is_private(folder):
+            shutil.rmtree(folder, ignore_errors=True)  # what cannot go is no reason to fail a run that is done
+            if folder.parent.name != name:
+                with contextlib.suppress(OSError):  # another process of this node was faster
+                    folder.parent.rmdir()
+
+
+class Slots:
+    """The two places of what one process keeps, on its own node and on its partner's."""
+
+    def __init__(self, folder: MemoryFolder, attempt: int, owner: int) -> None:
+        self._folder, self._names = folder, [f"{attempt}-{owner}-{slot}" for slot in _SLOTS]
+        self._next = 0
+
+    def open(self) -> "SlotFile":
+        """Returns the file to write to: never that of the newest generation that all processes have."""
+        return SlotFile(self._folder.path, self._names[self._next])
+
+    def turn(self) -> None:
+        """Notes that all processes have what was written to the open slot."""
+        self._next = 1 - self._next
+
+
+class SlotFile:
+    """A data file that is written over from its start; a context manager. What an error leaves takes no memory."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name, self._offset = name, 0
+        (folder / f"{name}.json").unlink(missing_ok=True)
+        # It is not made anew: memory that a file has already is written ten times faster.
+        self._file = open(folder / f"{name}.data", "r+b", buffering=0, opener=_private)  # noqa: SIM115
+
+    def __enter__(self) -> "SlotFile":
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        try:
+            self._file.truncate(0 if kind else self._offset)
+        finally:
+            self._file.close()
+
+    def append(self, box: Box, content: np.ndarray) -> Piece:
+        """Writes an array; OSError if there is no room."""
+        piece = Piece(box=box, offset=self._offset, size=content.nbytes)
+        self.write(as_bytes(content))
+        return piece
+
+    def write(self, content: memoryview) -> None:
+        """Writes bytes."""
+        while content:
+            written = self._file.write(content[:_COPY_BYTES])
+            assert written
+            self._offset += written
+            content = content[written:]
+
+
+def as_bytes(array: np.ndarray) -> memoryview:
+    """Returns the bytes of an array in C order."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _encode(generation: SnapshotManifest) -> bytes:
+    body = json.dumps({"format": _FORMAT, **generation.as_json()}, sort_keys=True).encode()
+    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+
+
+def _check_memory(folder: Path) -> None:
+    """Raises ValueError if others may replace what we make in `folder`."""
+    found = folder.stat()
+    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if found.st_uid not in (0, os.getuid()):
+        why, fix = f"belongs to user {found.st_uid}", "name a folder of yours, or of root"
+    elif others_write and not found.st_mode & stat.S_ISVTX:
+        why, fix = "can be written by others", "chmod +t it, or name another folder"
+    else:
+        return
+    raise ValueError(f"elastic.memory_dir={folder} {why}, who could replace snapshots; {fix}")
+
+
+def _make_private(folder: Path) -> bool:
+    """Makes a folder where there is none; whether it is ours alone then."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    return _is_private(folder)
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether it is there, a folder (no link), ours, and nobody else can look into it."""
+    try:
+        found = folder.lstat()
+    except (FileNotFoundError, PermissionError):
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & _OTHERS

@@ -1,0 +1,244 @@
+"""Finds the newest step that the memories of the nodes hold completely, and puts its arrays together on any mesh."""
+
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from runtime.consensus import from_all, new_ticket
+from state import tree
+from state.attempts import Attempts
+from state.manifest import Leaf
+from state.memory_files import MemoryFolder, Piece, SnapshotManifest
+from state.owned_shards import Box, box_of, covers
+from state.transfer import Address, Connection
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A piece that verifies, and the process that reads it."""
+
+    process: int
+    generation: SnapshotManifest
+    number: int  # of the piece in it
+
+    @property
+    def piece(self) -> Piece:
+        return self.generation.pieces[self.number]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A step that the nodes hold completely between them."""
+
+    generation: SnapshotManifest  # one of those that describe it
+    sources: Mapping[str, tuple[Source, ...]]  # by path
+
+    @property
+    def processes(self) -> set[int]:
+        """Those that read a part of it, one a node."""
+        return {source.process for sources in self.sources.values() for source in sources}
+
+
+def find(
+    folder: MemoryFolder, reads: bool, attempts: Attempts, saved: int, wanted: tuple[Leaf, ...], report: Report
+) -> Found | None:
+    """Returns the newest step that is complete and verifies, the same in every process; None if there is none.
+
+    Of each node one process `reads` the folder. `saved` is the newest checkpoint. `report` gets a line, in process 0,
+    for each snapshot that is passed over; a step of which a part is missing is not worth one (the newest may have been
+    in the making).
+    """
+    own, damaged = folder.generations() if reads else ([], [])
+    told = {"host": socket.gethostname(), "damaged": damaged, "generations": [x.as_json() for x in own]}
+    everyone = from_all(new_ticket("snapshots"), told)
+    if jax.process_index() != 0:
+        report = _silently
+    by_step: dict[tuple[int, tuple[int, ...]], list[Source]] = defaultdict(list)
+    for process, said in enumerate(everyone):
+        for line in said["damaged"]:
+            report(f"snapshot on {said['host']}: {line}")
+        for generation in map(SnapshotManifest.from_json, said["generations"]):
+            for number in range(len(generation.pieces)):  # a process may have none: its description tells nothing
+                source = Source(process=process, generation=generation, number=number)
+                by_step[generation.step, generation.history].append(source)
+    by_step = {key: found for key, found in by_step.items() if not attempts.have_left(key[1], key[0])}
+    known = max([attempts.saved, *(sources[0].generation.saved for sources in by_step.values())])
+    for step, history in sorted(by_step, reverse=True):
+        sources = by_step[step, history]
+        objection = _set_back(step, saved, known) or _disagreement(sources)
+        if objection := objection or _other_model(sources[0].generation.tree, wanted):
+            report(f"the snapshots of step {step} are not used: {objection}")
+        elif _is_complete(sources):
+            sources = _without_damaged(folder, sources, [said["host"] for said in everyone], report)
+            if _is_complete(sources):
+                return _found(sources)
+    return None
+
+
+def load(
+    found: Found, abstract_state: Any, folder: MemoryFolder, reader: int, addresses: list[Address], token: str
+) -> Any:
+    """Returns the state, placed as `abstract_state` says. OSError if a part of it cannot be fetched.
+
+    What `reader`, the process that reads for this node, has is read here; the rest comes from the other processes.
+    Arrays of another number of replicas are shared out among those that are there, with their sum or mean kept.
+    """
+    wanted, _ = tree.flatten_abstract(abstract_state)
+    saved = {leaf.path: leaf for leaf in found.generation.tree}
+    fetch = _Fetch(folder, reader, addresses, token)
+    try:
+        arrays = []
+        for path, leaf in wanted.items():
+            if not leaf.size:
+                arrays.append(tree.empty(leaf))
+                continue
+            as_saved = tree.as_saved(leaf, saved[path].shape)
+            assert as_saved.sharding is not None
+            put_together = _once_each(saved[path], lambda box, path=path: fetch.box(box, found.sources[path]))
+            array = jax.make_array_from_callback(as_saved.shape, as_saved.sharding, put_together)
+            arrays.append(tree.shared_out(array, leaf, keep_sum=tree.RESIDUAL in path.split(".")))
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), jax.block_until_ready(arrays))
+    finally:
+        fetch.close()
+
+
+class _Fetch:
+    """Reads boxes from the folder of this node where they are there, and from other processes where not."""
+
+    def __init__(self, folder: MemoryFolder, reader: int, addresses: list[Address], token: str) -> None:
+        self._folder, self._reader, self._addresses, self._token = folder, reader, addresses, token
+        self._connections: dict[int, Connection] = {}
+
+    def box(self, wanted: Box, sources: Iterable[Source]) -> np.ndarray:
+        """Returns the numbers in a box, from the pieces that overlap with it."""
+        by_box: dict[Box, list[Source]] = defaultdict(list)
+        for source in sources:
+            by_box[source.piece.box].append(source)
+        result: np.ndarray | None = None
+        for box, copies in by_box.items():
+            part = wanted.overlap(box)
+            if part is None:
+                continue
+            content = self._read(part, self._nearest(copies))
+            if result is None:
+                result = np.empty(wanted.shape, content.dtype)
+            result[part.within(wanted)] = content
+        assert result is not None, wanted
+        return result
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+
+    def _nearest(self, copies: list[Source]) -> Source:
+        """Returns the copy on this node, else another one, which differs between those who ask."""
+        here = [source for source in copies if source.process == self._reader]
+        return here[0] if here else copies[jax.process_index() % len(copies)]
+
+    def _read(self, part: Box, source: Source) -> np.ndarray:
+        piece = source.piece
+        if source.process == self._reader:
+            return self._folder.read(source.generation, piece)[part.within(piece.box)]
+        if source.process not in self._connections:
+            address = self._addresses[source.process]
+            self._connections[source.process] = Connection(address, self._token, jax.process_index())
+        dtype = source.generation.dtypes[part.path]
+        return self._connections[source.process].get(source.generation.name, source.number, part, dtype)
+
+
+def _once_each(leaf: Leaf, make: Callable[[Box], np.ndarray]) -> Callable[[Any], np.ndarray]:
+    """Returns a callback from an index to the numbers there, made once for all devices that hold the same."""
+    made: dict[Box, np.ndarray] = {}
+
+    def callback(index: tuple[slice, ...]) -> np.ndarray:
+        box = box_of(leaf, index)
+        if box not in made:
+            made[box] = make(box)
+        return made[box]
+
+    return callback
+
+
+def _is_complete(sources: list[Source]) -> bool:
+    boxes: dict[str, set[Box]] = defaultdict(set)
+    for source in sources:
+        boxes[source.piece.box.path].add(source.piece.box)
+    return bool(sources) and all(covers(boxes[leaf.path], leaf) for leaf in sources[0].generation.tree)
+
+
+def _set_back(step: int, saved: int, known: int) -> str:
+    """Returns why a step came after somebody's wish to go on from checkpoint `saved`; "" if it did not.
+
+    The sign is that a newer one, which was `known`, is gone. An old checkpoint alone is none, nor is the loss of all.
+    """
+    if 0 < saved < min(known, step):
+        return f"the checkpoint of step {known}, which was there, is gone, and that of step {saved} is the newest"
+    return ""
+
+
+def _disagreement(sources: list[Source]) -> str:
+    """Returns what two copies of one step differ in; "" if they do not."""
+    first = sources[0].generation
+    hashes: dict[Box, Source] = {}
+    for source in sources:
+        other = source.generation
+        if (other.data, _learned(other), other.tree) != (first.data, _learned(first), first.tree):
+            return f"they are of different configs or data ({first.name} and {other.name})"
+        known = hashes.setdefault(source.piece.box, source)
+        if known.piece.crc32 != source.piece.crc32:
+            return (
+                f"two copies of a part of {source.piece.box.path} differ (processes {known.process} and "
+                f"{source.process} read them)"
+            )
+    return ""
+
+
+def _learned(generation: SnapshotManifest) -> dict[str, Any]:
+    """Returns the config without the section in which nodes may differ."""
+    return {key: value for key, value in generation.config.items() if key != "elastic"}
+
+
+def _other_model(saved: tuple[Leaf, ...], wanted: tuple[Leaf, ...]) -> str:
+    try:
+        tree.check_same_model("the snapshot", saved, wanted)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _without_damaged(folder: MemoryFolder, sources: list[Source], hosts: list[str], report: Report) -> list[Source]:
+    """Returns the sources whose bytes match their hash; each process looks at its own."""
+    me = jax.process_index()
+    own = {source.generation.name: source.generation for source in sources if source.process == me}
+    damaged = {
+        name: [generation.pieces.index(piece) for piece in folder.damaged(generation)]
+        for name, generation in own.items()
+    }
+    everyone = from_all(new_ticket("damaged"), damaged)
+    good = [x for x in sources if x.number not in everyone[x.process][x.generation.name]]
+    for process, found in enumerate(everyone):
+        for name, numbers in found.items():
+            if numbers:
+                report(
+                    f"snapshot {name} on {hosts[process]}: {len(numbers)} of its pieces do not match their hash; they "
+                    "are not used"
+                )
+    return good
+
+
+def _found(sources: list[Source]) -> Found:
+    by_path: dict[str, list[Source]] = defaultdict(list)
+    for source in sources:
+        by_path[source.piece.box.path].append(source)
+    return Found(generation=sources[0].generation, sources={path: tuple(found) for path, found in by_path.items()})
+
+
+def _silently(line: str) -> None:
+    del line

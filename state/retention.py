@@ -1,0 +1,109 @@
+"""Which checkpoints stay: settings, and the order in which old ones go (never before a newer one is committed)."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isnan, nan
+from pathlib import Path
+
+from state.manifest import (
+    SET_ASIDE,
+    UNFINISHED,
+    DamagedError,
+    Manifest,
+    UnknownFormatError,
+    read,
+    step_numbers,
+)
+
+BEST_METRIC = "validation_loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written (`every`, for the training loop) and which of them stay."""
+
+    every: int  # steps between checkpoints; 0: only at the end and when interrupted
+    keep_last: int
+    keep_every: int = 0  # also keep each step that is a multiple of this; 0: none
+    keep_best: int = 0  # also keep this many with the lowest validation loss
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 0), ("keep_last", 1), ("keep_every", 0), ("keep_best", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"checkpoint.{name} must be an integer of at least {least}; it is {value!r}")
+
+    def check_validated(self, eval_every: int) -> None:
+        """Raises ValueError if `keep_best` is set and checkpoints come without a validation (0: only at the end)."""
+        if self.keep_best and (not eval_every or self.every % eval_every):
+            fix = f"set eval.every={self.every} or a divisor of it" if self.every else "set both above 0"
+            raise ValueError(
+                f"checkpoint.keep_best={self.keep_best} needs a validation at every checkpoint, but eval.every="
+                f"{eval_every} and checkpoint.every={self.every}; {fix}, or checkpoint.keep_best=0"
+            )
+
+
+def kept_steps(manifests: Sequence[Manifest], config: CheckpointConfig) -> set[int]:
+    """Returns the steps that stay: the newest `keep_last`, multiples of `keep_every`, the `keep_best` lowest losses.
+
+    Of equal losses the newer step is better; a step without a loss, or with NaN, is never among the best.
+    """
+    steps = sorted(manifest.step for manifest in manifests)
+    kept = set(steps[-config.keep_last :])
+    if config.keep_every:
+        kept |= {step for step in steps if step % config.keep_every == 0}
+    losses = [(m.metrics.get(BEST_METRIC, nan), -m.step) for m in manifests]
+    losses = [(loss, negative_step) for loss, negative_step in losses if not isnan(loss)]
+    return kept | {-negative_step for _, negative_step in sorted(losses)[: config.keep_best]}
+
+
+def remove_old(directory: Path, config: CheckpointConfig) -> list[int]:
+    """Deletes the steps in `directory` that `config` does not keep and returns them.
+
+    Call this after a new step is committed. Steps without a valid manifest are neither counted nor deleted.
+    """
+    manifests = []
+    for step in step_numbers(directory):
+        try:
+            manifests.append(read(directory / str(step)))
+        except (DamagedError, UnknownFormatError):
+            continue  # not a checkpoint, and not ours to delete: `restore` reports it, `verify` shows it
+    kept = kept_steps(manifests, config)
+    removed = [manifest.step for manifest in manifests if manifest.step not in kept]
+    for step in removed:  # renamed first: a deletion that is interrupted leaves nothing that looks like a step
+        leaving = directory / UNFINISHED / f"{step}.deleted"
+        leaving.parent.mkdir(exist_ok=True)
+        remove_tree(leaving)
+        (directory / str(step)).rename(leaving)
+        remove_tree(leaving)
+    return removed
+
+
+def remove_unfinished(directory: Path, keep: str = "") -> None:
+    """Deletes what killed and failed saves left in DIR/unfinished, except the folder `keep`.
+
+    A failed save may still be writing there, so what cannot be deleted now is left to the next call: nothing reads it.
+    """
+    unfinished = directory / UNFINISHED
+    for entry in list(unfinished.iterdir()) if unfinished.is_dir() else []:
+        if entry.name != keep:
+            shutil.rmtree(entry, ignore_errors=True)
+    if unfinished.is_dir() and not any(unfinished.iterdir()):
+        unfinished.rmdir()
+
+
+def remove_tree(path: Path) -> None:
+    """Deletes a folder and everything in it, if it is there."""
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def set_aside(directory: Path, step: int) -> Path:
+    """Moves a step into DIR/set_aside under the first free name STEP-1, STEP-2, ... and returns that."""
+    (directory / SET_ASIDE).mkdir(exist_ok=True)
+    number = 1
+    while (target := directory / SET_ASIDE / f"{step}-{number}").exists():
+        number += 1
+    (directory / str(step)).rename(target)
+    return target

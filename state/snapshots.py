@@ -1,0 +1,303 @@
+"""The memory tier: every few steps each node keeps its shards of the state on its RAM disk (docs/elasticity.md).
+
+A process writes each box that its node holds once (the processes of a node share the work), and a partner on the next
+node keeps a copy of what no other node has. Writing is the copy to the host: then the state may be donated; hashes, the
+commit and the partner's copy follow in a thread. No process writes over the newest snapshot that all have before all
+have a newer one.
+"""
+
+import json
+import math
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from runtime.consensus import from_all, from_process_zero, hear_all, new_ticket, wait_for_all
+from runtime.handshake import shared_token
+from state import tree
+from state.attempts import newest_checkpoint, read_attempts, write_attempts
+from state.checkpointer import Checkpointer, Restored, print_to_stderr
+from state.memory_files import MemoryFolder, Piece, Slots, SnapshotManifest, remove_run
+from state.owned_shards import OwnedShard, owned_shards
+from state.recovery import Found, find, load
+from state.transfer import Address, Connection, Service
+
+AUTOMATIC = -1  # as often as costs less than SHARE of the time
+SHARE = 0.02
+_MEASURED = 3  # snapshots: the first two of a start fill memory that is new to the process, which takes far longer
+
+
+class Snapshots:
+    """The snapshots of one run in the memories of its nodes; a context manager.
+
+    In several processes all call the same methods in the same order, first `restore`, then `begin`.
+    """
+
+    def __init__(
+        self, workdir: Path, memory_dir: str, every: int, *, report: Callable[[str], None] = print_to_stderr
+    ) -> None:
+        """Keeps every `every`-th step (0: none) in `memory_dir`. ValueError if that could be read by others."""
+        self._workdir, self._memory_dir, self._report, self._every = workdir, memory_dir, report, every
+        self._me = jax.process_index()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._service: Service | None = None
+        self._used: set[str] = set()  # the generations that were restored
+        self._kept: list[OwnedShard] = []
+        self._started = self._failed = False  # whether a snapshot was begun, and whether this process failed to keep it
+        self._warned = False
+        self.last_step = -1  # of the newest snapshot
+        self._pace = Pace(every)
+        self._attempts = read_attempts(workdir, report)
+        if not every:
+            return
+        spare = from_process_zero(new_ticket("spare"), lambda: secrets.token_hex(8))
+        self._folder = MemoryFolder(memory_dir, self._attempts.run_id, spare)
+        self._attempt = self._attempts.next
+        self._slots = Slots(self._folder, self._attempt, self._me)
+        self._meet()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._thread:
+            self._thread.join()
+        if self._service:
+            self._service.close()
+
+    def restore(self, abstract_state: Any, checkpointer: Checkpointer) -> Restored | None:
+        """Returns the newest step of the nodes' memories or of the checkpoints, placed as `abstract_state` says.
+
+        None if there is no step at all. Errors are those of `Checkpointer.restore`.
+        """
+        if not self._every:
+            return checkpointer.restore(abstract_state)
+        _, leaves = tree.flatten_abstract(abstract_state)
+        saved = from_process_zero(new_ticket("newest"), lambda: newest_checkpoint(self._workdir))
+        found = find(self._folder, self._reader == self._me, self._attempts, saved, leaves, self._report)
+        restored = checkpointer.restore(abstract_state, newer_than=found.generation.step if found else -1)
+        if found and restored is None:
+            restored = self._load(found, abstract_state)
+            if restored:
+                self._used = {source.generation.name for sources in found.sources.values() for source in sources}
+            else:
+                restored = checkpointer.restore(abstract_state)
+        return restored
+
+    def begin(self, step: int) -> None:
+        """Begins the attempt at `step`; all snapshots but the one that was restored go.
+
+        An attempt without snapshots is written down too: those of earlier ones are of a history that the run has left.
+        """
+        began_at = (*self._attempts.began_at, step)
+        self._attempts = write_attempts(self._workdir, replace(self._attempts, began_at=began_at))
+        if self._every:
+            if self._reader == self._me:
+                self._folder.remove(self._folder.names() - self._used)
+            wait_for_all("begun")  # or it would remove the first snapshot of another process of its node
+
+    def due(self, step: int) -> bool:
+        """Whether to keep the state after `step`."""
+        return self._pace.due(step)
+
+    def save(self, step: int, state: Any, *, data: dict[str, Any], config: dict[str, Any]) -> None:
+        """Keeps `state` as it is after `step`, with the data position and the config.
+
+        Waits for the snapshot before it, of all processes, then returns as soon as the arrays are copied: the caller
+        may donate them. A full RAM disk is a warning, once: the checkpoints are there still.
+        """
+        if not self._every:
+            return
+        self._pace.pauses(step)
+        self.wait()
+        self._pace.agree()
+        begun_s = time.perf_counter()
+        arrays, leaves = tree.flatten_arrays(state)
+        self._kept = self._kept or list(owned_shards(self._me, self._nodes, arrays, leaves))
+        self._started, self._failed, self.last_step = True, False, step
+        if copied := self._copy(arrays, step):
+            name, pieces = copied
+            generation = SnapshotManifest(
+                name=name,
+                run_id=self._attempts.run_id,
+                history=self._attempts.began_at,
+                saved=self._attempts.saved,
+                step=step,
+                data=data,
+                config=config,
+                tree=leaves,
+                pieces=pieces,
+            )
+            self._thread = threading.Thread(target=self._finish, args=(generation, begun_s), name=f"snapshot-{step}")
+            self._thread.start()
+        self._pace.goes_on()
+
+    def wait(self) -> None:
+        """Returns when the snapshot in progress is committed in every process, or some have failed to keep it."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        if self._error:
+            raise self._error
+        if not self._started:
+            return
+        self._started = False
+        saved = newest_checkpoint(self._workdir) if self._me == 0 else 0
+        has_news = self._failed or saved > self._attempts.saved
+        said = [*map(json.loads, hear_all("snapshot", json.dumps([self._failed, saved]) if has_news else ""))]
+        self._attempts = replace(self._attempts, saved=max([self._attempts.saved, *(saved for _, saved in said)]))
+        if any(failed for failed, _ in said):
+            return  # the next one is written over this one, not over the one before, which all have
+        self._slots.turn()
+        if self._reader == self._me:  # what earlier attempts left is older
+            ours = f"{self._attempt}-"
+            self._folder.remove(name for name in self._folder.names() if not name.startswith(ours))
+
+    def end(self, *, finished: bool) -> None:
+        """Waits for the last snapshot; those of a run that is finished are deleted, also if it keeps none any more."""
+        if self._every:
+            self.wait()
+            if not finished:
+                write_attempts(self._workdir, self._attempts)
+        if finished and (not self._every or self._reader == self._me):  # the others of its node are done with them
+            remove_run(self._memory_dir, self._attempts.run_id)
+
+    def _copy(self, arrays: dict[str, jax.Array], step: int) -> tuple[str, tuple[Piece, ...]] | None:
+        """Copies what this process keeps; returns the name of the files and the pieces, None if there is no room."""
+        shards = [_shard(arrays[kept.box.path], kept) for kept in self._kept]
+        for shard in shards:
+            shard.copy_to_host_async()
+        try:
+            with self._slots.open() as file:
+                # on CPUs these are the device's own numbers: nobody may hold on to them
+                return file.name, tuple(file.append(kept.box, np.asarray(x)) for kept, x in zip(self._kept, shards))
+        except OSError as error:
+            self._warn(step, error)
+            return None
+
+    def _meet(self) -> None:
+        """Tells the other processes where this one runs, and starts to serve them."""
+        count = jax.process_count()
+        self._token = shared_token(self._workdir) if count > 1 else ""
+        if count > 1:
+            self._service = Service(self._folder, self._attempt, self._me, count, self._token)
+        address = vars(self._service.address) if self._service else {}
+        told = from_all(new_ticket("nodes"), {"node": self._folder.identity, "address": address})
+        self._nodes = [said["node"] for said in told]
+        self._addresses = [Address(**said["address"]) for said in told] if self._service else []
+        self._reader = self._nodes.index(self._nodes[self._me])
+        if self._service:
+            self._service.keep_for(i for i in range(count) if self._partner(i) == self._me)
+
+    def _partner(self, process: int) -> int:
+        """The process of the next node that keeps copies for this one."""
+        nodes = list(dict.fromkeys(self._nodes))
+        mine, other = (nodes[(nodes.index(self._nodes[process]) + i) % len(nodes)] for i in (0, 1))
+        of_node = {node: [i for i, there in enumerate(self._nodes) if there == node] for node in (mine, other)}
+        return of_node[other][of_node[mine].index(process) % len(of_node[other])]
+
+    def _load(self, found: Found, abstract_state: Any) -> Restored | None:
+        """Returns the state of a step in memory; None, and says why, if some process cannot get its part."""
+        error, state, kept = "", None, found.generation
+        try:
+            state = load(found, abstract_state, self._folder, self._reader, self._addresses, self._token)
+        except OSError as failed:
+            error = f"process {self._me} on {socket.gethostname()}: {failed}"
+        errors = [said for said in from_all(new_ticket("loaded"), error) if said]
+        if errors:
+            if self._me == 0:
+                self._report(f"the snapshots of step {kept.step} cannot be fetched ({errors[0]}): not used")
+            return None
+        count, nodes = len({self._nodes[i] for i in found.processes}), len(set(self._nodes))
+        source = f"memory ({count} of {nodes} node{'s' if nodes > 1 else ''} had it)"
+        return Restored(step=kept.step, state=state, data=kept.data, config=kept.config, source=source)
+
+    def _finish(self, generation: SnapshotManifest, begun_s: float) -> None:
+        """Hashes and commits what was copied, and gives the partner what no other node has (in a thread)."""
+        try:
+            generation = self._folder.commit(generation)
+            alone = [number for number, kept in enumerate(self._kept) if kept.alone]
+            if alone:
+                connection = Connection(self._addresses[self._partner(self._me)], self._token, self._me)
+                try:
+                    connection.put(self._folder, generation, alone)
+                finally:
+                    connection.close()
+        except OSError as error:
+            self._warn(generation.step, error)
+        except BaseException as error:
+            self._error = error
+        self._pace.cost(time.perf_counter() - begun_s)
+
+    def _warn(self, step: int, error: OSError) -> None:
+        self._failed = True
+        if not self._warned:
+            self._warned = True
+            where = f"{self._folder.path} on {socket.gethostname()}"
+            self._report(
+                f"warning: the snapshot of step {step} in {where} failed: {error}; training goes on with checkpoints "
+                f"alone until there is room ({self._room_needed()}), or set elastic.memory_dir to another RAM disk"
+            )
+
+    def _room_needed(self) -> str:
+        own_bytes = sum(kept.size_bytes for kept in self._kept)
+        return f"this process needs {2 * own_bytes / 1e6:.0f} MB, twice its part of the state"
+
+
+def _shard(array: jax.Array, kept: OwnedShard) -> jax.Array:
+    return next(shard.data for shard in array.addressable_shards if shard.device == kept.device)
+
+
+class Pace:
+    """Says after which steps to keep the state: every n-th, or as many as cost under 2 % of the time.
+
+    That is measured at the start of each run: the state is kept after its first steps, until all processes know what
+    one costs. The cost is the whole time from the copy to the commit, as if none of it passed beside the training.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._count = 0  # snapshots
+        self._cost_s, self._step_s = 0.0, math.inf
+        self._went_on = 0, 0.0  # after which step the training went on, and when
+
+    @property
+    def is_measuring(self) -> bool:
+        return self._every == AUTOMATIC
+
+    def due(self, step: int) -> bool:
+        return self.is_measuring or (self._every > 0 and step % self._every == 0)
+
+    def pauses(self, step: int) -> None:
+        """Notes that the training pauses for a snapshot after `step`."""
+        last_step, at_s = self._went_on
+        if self._count:  # the shortest time: a validation or a checkpoint between two snapshots is not the step's
+            self._step_s = min(self._step_s, (time.perf_counter() - at_s) / max(1, step - last_step))
+        self._went_on = step, at_s
+        self._count += 1
+
+    def goes_on(self) -> None:
+        """Notes that the training goes on."""
+        self._went_on = self._went_on[0], time.perf_counter()
+
+    def cost(self, seconds: float) -> None:
+        """Notes what the newest snapshot took."""
+        self._cost_s = seconds
+
+    def agree(self) -> None:
+        """Settles the pace when all that is needed for it is measured: the slowest process decides."""
+        if self.is_measuring and self._count > _MEASURED:
+            wanted = from_all(new_ticket("pace"), math.ceil(self._cost_s / (SHARE * self._step_s)))
+            self._every = max(1, *wanted)

@@ -1,0 +1,191 @@
+"""Carries boxes between the processes of a run: what a restart misses, and the copy that a partner keeps.
+
+A process serves from threads of its own, those that `runtime/handshake.py` lets in. Then come requests, a line of JSON
+each, and bytes where the request or the answer has some. What is malformed ends the connection.
+"""
+
+import json
+import socket
+import threading
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from io import BufferedIOBase
+from typing import Any
+
+import numpy as np
+
+from runtime.addresses import listen, own_address
+from runtime.handshake import Entrance, introduce
+from state.memory_files import MemoryFolder, SlotFile, SnapshotManifest, as_bytes
+from state.owned_shards import Box
+
+_PURPOSE = "transfers"
+_TIMEOUT_S = 60.0  # for a connection, and for each part of an answer
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where a process serves."""
+
+    process: int
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"process {self.process} at {self.host}:{self.port}"
+
+
+class Service:
+    """Serves the boxes in a folder, and keeps copies there, until it is closed."""
+
+    def __init__(self, folder: MemoryFolder, attempt: int, process: int, count: int, token: str) -> None:
+        """Listens for `count` processes at a port that the system chooses."""
+        host = own_address()
+        listener = listen(host, count)
+        self.address = Address(process=process, host=host, port=listener.getsockname()[1])
+        self._answers = _Answers(folder, attempt)
+        self._entrance = Entrance(listener, token, _PURPOSE, count, self._answers.serve)
+
+    def keep_for(self, processes: Iterable[int]) -> None:
+        """Lets these processes, and no others, have copies kept here."""
+        self._answers.keeps_for = frozenset(processes)
+
+    def close(self) -> None:
+        """Ends the service."""
+        self._entrance.close()
+
+
+class Connection:
+    """Asks another process for what it keeps."""
+
+    def __init__(self, address: Address, token: str, me: int) -> None:
+        """Connects as process `me`. OSError if the other one cannot be reached."""
+        self._address = address
+        with self._explained():
+            self._socket = socket.create_connection((address.host, address.port), timeout=_TIMEOUT_S)
+            try:
+                introduce(self._socket, token, _PURPOSE, me, _TIMEOUT_S)
+            except OSError:
+                self._socket.close()
+                raise
+            self._socket.settimeout(_TIMEOUT_S)
+            self._file = self._socket.makefile("rwb")
+
+    def get(self, name: str, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
+        """Returns the part `box` of piece `number` of a generation. OSError if it does not come."""
+        with self._explained():
+            self._say_line(json.dumps({"get": name, "number": number, "start": box.start, "shape": box.shape}))
+            answer = self._answer()
+            content = bytearray(answer["size"])
+            if self._file.readinto(content) != len(content):
+                raise ConnectionError("it closed the connection")
+            if zlib.crc32(content) != answer["crc32"]:
+                raise OSError("the bytes that came do not match their hash")
+        return np.frombuffer(content, dtype).reshape(box.shape)
+
+    def put(self, folder: MemoryFolder, generation: SnapshotManifest, numbers: list[int]) -> None:
+        """Makes the other process keep some pieces of a whole generation of ours. OSError if it does not."""
+        pieces, offset = [], 0
+        for piece in (generation.pieces[number] for number in numbers):
+            pieces.append(replace(piece, offset=offset))
+            offset += piece.size
+        with self._explained():
+            self._say_line(json.dumps({"put": replace(generation, pieces=tuple(pieces)).as_json()}))
+            for number in numbers:
+                self._file.write(as_bytes(folder.read(generation, generation.pieces[number])))
+            self._file.flush()
+            self._answer()
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._file.close()
+        self._socket.close()
+
+    def _say_line(self, text: str) -> None:
+        self._file.write(text.encode() + b"\n")
+        self._file.flush()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._file.readline()
+        if not line:
+            raise ConnectionError("it closed the connection")
+        answer = json.loads(line)
+        if answer["error"]:
+            raise OSError(answer["error"])
+        return answer
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(f"{self._address}: {error}") from error
+
+
+class _Answers:
+    """What a process answers to requests."""
+
+    def __init__(self, folder: MemoryFolder, attempt: int) -> None:
+        self._folder, self._attempt = folder, attempt
+        self.keeps_for: frozenset[int] = frozenset()
+        self._read: dict[str, SnapshotManifest] = {}
+        self._lock = threading.Lock()
+
+    def serve(self, connection: socket.socket, process: int, host: str) -> None:
+        """Answers a process on `host` until it closes the connection, or says what cannot be."""
+        del host
+        with connection, connection.makefile("rwb") as file, suppress(OSError, ValueError, LookupError, TypeError):
+            while line := file.readline():
+                request = json.loads(line)
+                try:
+                    part = self.put(request, process, file) if "put" in request else self.get(request)
+                    answer = {"error": None, "size": part.nbytes, "crc32": zlib.crc32(part)}
+                except (OSError, LookupError) as error:
+                    part, answer = memoryview(b""), {"error": f"{type(error).__name__}: {error}"}
+                file.write(json.dumps(answer).encode() + b"\n")
+                file.write(part)
+                file.flush()
+
+    def get(self, request: dict[str, Any]) -> memoryview:
+        """Returns the part of a piece that another process wants."""
+        name = request["get"]
+        with self._lock:
+            if name not in self._read:
+                self._read = {generation.name: generation for generation in self._folder.generations()[0]}
+            generation = self._read[name]
+        piece = generation.pieces[request["number"]]
+        part = Box(path=piece.box.path, start=tuple(request["start"]), shape=tuple(request["shape"]))
+        return as_bytes(self._folder.read(generation, piece)[part.within(piece.box)])
+
+    def put(self, request: dict[str, Any], sender: int, content: BufferedIOBase) -> memoryview:
+        """Keeps a copy of the sender's pieces, which follow in `content`. ValueError if it is not ours to keep."""
+        sent = SnapshotManifest.from_json(request["put"])
+        expected = (self._folder.run_id, self._attempt, sender)
+        if sender not in self.keeps_for or (sent.run_id, sent.attempt, sent.owner) != expected:
+            raise ValueError(f"process {sender} has nothing to keep here as {sent.name} of run {sent.run_id}")
+        blocks = _blocks(content, sum(piece.size for piece in sent.pieces))
+        try:
+            with SlotFile(self._folder.path, sent.name) as file:
+                for block in blocks:
+                    file.write(memoryview(block))
+        except OSError:
+            for _ in blocks:  # the sender hears of it when it has sent them
+                pass
+            raise
+        if self._folder.commit(sent).pieces != sent.pieces:
+            self._folder.remove([sent.name])
+            raise OSError("the bytes that came do not match their hash")
+        return memoryview(b"")
+
+
+def _blocks(content: BufferedIOBase, size: int) -> Iterator[bytes]:
+    """Yields the next `size` bytes."""
+    while size:
+        block = content.read(min(size, _BLOCK_BYTES))
+        if not block:
+            raise ConnectionError("the sender closed the connection")
+        size -= len(block)
+        yield block

@@ -1,0 +1,158 @@
+"""The state as Orbax stores it: a flat dict from path to array, whatever the pytree it came from.
+
+Paths join keys, attribute names and indices with dots (`params.layers.w`, `opt_state.0.mu.head`), so NamedTuples,
+dataclasses and optax's empty states need no code of their own, and nothing stored depends on their classes.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from state.manifest import Leaf
+
+# keys above arrays [R, ...], of R replicas: the sum over R counts, or the mean
+RESIDUAL, LOCAL = "residual", "local"
+_CHUNK_BYTES = 16 << 20
+_LEAST_IN_FLIGHT_BYTES = 64 << 20
+
+
+def flatten_arrays(state: Any) -> tuple[dict[str, jax.Array], tuple[Leaf, ...]]:
+    """Returns the arrays of `state` by path, and their descriptions. Raises ValueError for anything but a jax.Array."""
+    arrays = _flatten(state)
+    for path, value in arrays.items():
+        if not isinstance(value, jax.Array) or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            hint = "jax.random.key_data(key)" if isinstance(value, jax.Array) else "jnp.asarray(value)"
+            raise ValueError(
+                f"a checkpoint holds jax.Arrays of numbers; {path} is a {type(value).__name__}: save {hint}"
+            )
+    return arrays, _describe(arrays)
+
+
+def flatten_abstract(state: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], tuple[Leaf, ...]]:
+    """Returns the wanted shapes by path, and their descriptions. Raises ValueError for one without a sharding."""
+    shapes = _flatten(state)
+    for path, value in shapes.items():
+        if getattr(value, "sharding", None) is None:
+            raise ValueError(
+                f"restore needs to know where {path} goes: give a jax.ShapeDtypeStruct with a sharding, not {value!r}"
+            )
+    return shapes, _describe(shapes)
+
+
+def check_same_model(folder: Path | str, saved: tuple[Leaf, ...], wanted: tuple[Leaf, ...]) -> None:
+    """Raises ValueError naming the first parameter that differs between the checkpoint and the wanted state."""
+    saved_by_path = {leaf.path: leaf for leaf in saved}
+    wanted_by_path = {leaf.path: leaf for leaf in wanted}
+    for path in [*wanted_by_path, *saved_by_path]:
+        in_checkpoint, asked = saved_by_path.get(path), wanted_by_path.get(path)
+        if in_checkpoint != asked and not _differ_in_replicas(in_checkpoint, asked):
+            raise ValueError(
+                f"{folder} is a checkpoint of another model: {path} is {in_checkpoint or 'absent'} in the checkpoint"
+                f" and {asked or 'absent'} in this run; use its config, or another directory"
+            )
+
+
+def save_arguments(arrays: dict[str, jax.Array]) -> ocp.args.CheckpointArgs:
+    """Returns the argument that makes Orbax save `arrays`, in chunks small enough to be read for another mesh.
+
+    Without a bound a chunk is a shard: a device that needs a slice of it would read and decompress all of it.
+    """
+    stored = {path: array for path, array in arrays.items() if array.size}  # Orbax refuses arrays of size zero
+    return ocp.args.PyTreeSave(stored, save_args={path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in stored})
+
+
+def _differ_in_replicas(saved: Leaf | None, wanted: Leaf | None) -> bool:
+    """Whether both are of replicas, `[R, ...]`, and of other numbers of them."""
+    if saved is None or wanted is None or not {RESIDUAL, LOCAL} & set(saved.path.split(".")):
+        return False
+    return (saved.path, saved.dtype, saved.shape[1:]) == (wanted.path, wanted.dtype, wanted.shape[1:])
+
+
+def load(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct], saved: Sequence[Leaf]) -> list[jax.Array]:
+    """Returns the arrays of `wanted`, in its order, read from an Orbax item and placed by their shardings.
+
+    What is read but not placed yet stays under a quarter of this process's shards (or one, if it is larger). Arrays of
+    another number of replicas are shared out among those that are there, with their sum or mean kept.
+    """
+    saved_shapes = {leaf.path: leaf.shape for leaf in saved}
+    stored = {path: as_saved(leaf, saved_shapes[path]) for path, leaf in wanted.items() if leaf.size}
+    restore_args = {
+        path: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+        for path, leaf in stored.items()
+    }
+    limit_gb = _bytes_in_flight(stored) / 1e9  # Orbax multiplies by 10^9, a fraction is fine
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit_gb)  # pyright: ignore[reportArgumentType]
+    with ocp.Checkpointer(handler) as reader:
+        arrays = reader.restore(folder, args=ocp.args.PyTreeRestore(item=stored, restore_args=restore_args))
+    return [
+        shared_out(arrays[path], leaf, keep_sum=RESIDUAL in path.split(".")) if path in stored else empty(leaf)
+        for path, leaf in wanted.items()
+    ]
+
+
+def as_saved(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """Returns the array as it was saved, spread over the devices like the wanted one as far as that can be."""
+    if shape == wanted.shape:
+        return wanted
+    assert isinstance(wanted.sharding, NamedSharding)
+    first, *rest = tuple(wanted.sharding.spec) or (None,)
+    try:
+        NamedSharding(wanted.sharding.mesh, PartitionSpec(first)).shard_shape(shape[:1])
+    except ValueError:  # the old replicas do not divide by the new ones
+        first = None
+    return jax.ShapeDtypeStruct(
+        shape, wanted.dtype, sharding=NamedSharding(wanted.sharding.mesh, PartitionSpec(first, *rest))
+    )
+
+
+def shared_out(array: jax.Array, wanted: jax.ShapeDtypeStruct, *, keep_sum: bool) -> jax.Array:
+    """Returns an array `[R, ...]` for another number of replicas: all get the same, with the sum kept or the mean."""
+    if array.shape == wanted.shape:
+        return array
+
+    def share(x: jax.Array) -> jax.Array:
+        one = jnp.sum(x, axis=0) / (wanted.shape[0] if keep_sum else x.shape[0])
+        one = jnp.round(one) if jnp.issubdtype(wanted.dtype, jnp.integer) else one
+        return jnp.broadcast_to(one.astype(wanted.dtype), wanted.shape)
+
+    # one at a time: of two programs in flight on virtual CPU devices the collectives can wait for each other for ever
+    return jax.block_until_ready(jax.jit(share, out_shardings=wanted.sharding)(array))
+
+
+def empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns an array of size zero where `leaf` wants it."""
+    assert leaf.sharding is not None
+    zeros = np.zeros(leaf.shape, leaf.dtype)
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: zeros[index])
+
+
+def _bytes_in_flight(wanted: dict[str, jax.ShapeDtypeStruct]) -> int:
+    """Returns how many bytes a restore may hold in the host's memory besides the arrays that are finished."""
+    total, largest = 0, 0
+    for leaf in wanted.values():
+        assert leaf.sharding is not None
+        shard_bytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        total += shard_bytes * len(leaf.sharding.addressable_devices)
+        largest = max(largest, shard_bytes)
+    return max(total // 4, largest + 1, _LEAST_IN_FLIGHT_BYTES)  # Orbax needs more than the largest
+
+
+def _flatten(tree: Any) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for keys, value in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        if not path or path in flat:
+            raise ValueError(f"two leaves of the state have the path {path!r}: rename one of them")
+        flat[path] = value
+    return flat
+
+
+def _describe(leaves: dict[str, Any]) -> tuple[Leaf, ...]:
+    return tuple(Leaf(path=path, shape=tuple(x.shape), dtype=str(x.dtype)) for path, x in leaves.items())

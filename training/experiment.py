@@ -1,0 +1,185 @@
+"""`Experiment`: the parts of a run that a config describes, and their compiled programs.
+
+Used by the programs (train.py, planner/table.py); everything here is the same for one process or many.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import models
+from compression.by_config import OPTIMIZERS, CompressionConfig, make_codecs
+from compression.local_sgd import drift
+from configs.door import Config, settings
+from input_pipeline import DataConfig
+from optimizers import OptimizerConfig, make_schedule
+from sharding.mesh import find_nodes, make_mesh
+from sharding.scopes import ShardingConfig, make_layout
+from sharding.spec import has_tensor_dims, place_all
+from sharding.state import state_shardings
+from sharding.step import ShardingPlan, TrainState, build_eval_step, build_train_step
+from training.batches import BatchConfig, BatchLayout
+from training.optimizer_chain import make_tx, watch
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """The `mesh` section of a config (meanings: configs/base.py)."""
+
+    num_cpu_devices: int
+    devices_per_node: int
+    tensor: int
+
+    def __post_init__(self) -> None:
+        for key in ("num_cpu_devices", "devices_per_node"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"mesh.{key}={getattr(self, key)} must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """The parts of a run on the devices that are there."""
+
+    config: Config
+    model: models.Model
+    plan: ShardingPlan
+    tx: optax.GradientTransformation
+    schedule: optax.Schedule
+    max_skipped: int  # non-finite updates in a row that end a run
+    batches: BatchLayout
+    data: DataConfig
+
+    @cached_property
+    def state_shapes(self) -> TrainState:
+        """Shapes of the state, sharded."""
+        shapes = jax.eval_shape(self._new_state, jax.random.key(0))
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            shapes,
+            state_shardings(self.plan, shapes),
+        )
+
+    def init_state(self) -> TrainState:
+        """Returns the state before the first step: a function of the seed alone."""
+        shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
+        return self.block(jax.jit(self._new_state, out_shardings=shardings)(jax.random.key(self.config.seed)))
+
+    @property
+    def train_step(self) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
+        """The function `step(state, batch) -> (state, metrics)`."""
+        hands_on = "update" if self.config.compression.hop_two in OPTIMIZERS else "grad"
+        return build_train_step(self.model.loss, self.plan, self.tx, partial(watch, hands_on=hands_on), drift)
+
+    def compile_train_step(self) -> jax.stages.Compiled:
+        """Compiles, once, `step(state, batch) -> (state, metrics)` for the shapes above; the state is donated."""
+        return self._train_step
+
+    @cached_property
+    def _train_step(self) -> jax.stages.Compiled:
+        shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
+        jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.replicated))
+        return jitted.lower(self.state_shapes, self.batches.shapes).compile()
+
+    def compile_eval_step(self) -> jax.stages.Compiled:
+        """Compiles `evaluate(params, batch) -> sums`: those of the model by name, and `weight`."""
+        step = build_eval_step(self.model.evaluate, self.plan)
+        jitted = jax.jit(step, out_shardings=self.replicated)
+        return jitted.lower(self.state_shapes.params, self.batches.shapes).compile()
+
+    @property
+    def dispatches_asynchronously(self) -> bool:
+        """Whether the next step may be dispatched while one still runs.
+
+        Not on CPUs: several virtual devices share one thread pool, and with two programs in flight their collectives
+        can take all its threads and wait for each other for ever (seen in jax 0.10.2).
+        """
+        return jax.default_backend() != "cpu"
+
+    def block(self, results: Any) -> Any:
+        """Returns the results of a step, after waiting for them on every device where steps may not run ahead."""
+        return results if self.dispatches_asynchronously else jax.block_until_ready(results)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Sharding of what every device holds whole."""
+        return NamedSharding(self.plan.mesh, PartitionSpec())
+
+    def _new_state(self, key: jax.Array) -> TrainState:
+        params = self.model.init(key)
+        return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=self.tx.init(params))
+
+
+def make_experiment(config: Config) -> Experiment:
+    """Returns the parts of the run that `config` describes, on all devices. ValueError names what cannot be."""
+    mesh_config = settings(MeshConfig, config.mesh, "mesh")
+    sharding_config = settings(ShardingConfig, config.sharding, "sharding")
+    batch = settings(BatchConfig, config.batch, "batch")
+    data = settings(DataConfig, config.data, "data")
+    model = models.build(_resolved(config.model))
+    check_fit(model, data)
+    nodes = find_nodes(jax.devices(), mesh_config.devices_per_node)
+    layout = make_layout(
+        sharding_config, num_nodes=len(nodes), devices_per_node=len(nodes[0]), tensor=mesh_config.tensor
+    )
+    if layout.gather in ("layer", "node") and layout.parameters and model.config.remat == "none":
+        raise ValueError(
+            f"sharding.gather={layout.gather} with model.remat=none would keep every gathered layer for the backward "
+            "pass; use model.remat=full or dots, or sharding.gather=micro_step"
+        )
+    specs = model.param_specs()
+    if mesh_config.tensor > 1 and not has_tensor_dims(specs):
+        raise ValueError(f"mesh.tensor={mesh_config.tensor} cannot split a {model.config.kind}; set mesh.tensor=1")
+    compression = settings(CompressionConfig, config.compression, "compression")
+    gathers, scatters = make_codecs(compression, layout)
+    plan = ShardingPlan(
+        mesh=make_mesh(layout.shape, nodes),
+        layout=layout,
+        placements=place_all(specs, layout),
+        compute_dtype=jnp.dtype(model.config.compute_dtype),
+        gathers=gathers,
+        scatters=scatters,
+    )
+    batches = BatchLayout(
+        config=batch,
+        plan=plan,
+        row_arrays=data.row_arrays,
+        accumulation=batch.accumulation(layout.shape.num_data_devices),
+    )
+    optimizer = settings(OptimizerConfig, config.optimizer, "optimizer")
+    return Experiment(
+        config=config,
+        model=model,
+        plan=plan,
+        tx=make_tx(config, plan, specs, compression, optimizer),
+        schedule=make_schedule(optimizer, config.num_steps),
+        max_skipped=optimizer.max_skipped,
+        batches=batches,
+        data=data,
+    )
+
+
+def check_fit(model: models.Model, data: DataConfig) -> None:
+    """Raises ValueError if the model cannot learn from examples such as the data's."""
+    kind = model.config.kind
+    wanted = {"decoder": "causal", "encoder": "masked", "resnet": "classify"}[kind]
+    if data.objective != wanted:
+        raise ValueError(f"data.objective={data.objective} does not fit model.kind={kind}; it must be {wanted}")
+    if isinstance(model, models.Transformer) and data.seq_len > model.config.max_len:
+        raise ValueError(f"data.seq_len={data.seq_len} is longer than model.max_len={model.config.max_len}")
+    if isinstance(model, models.ResNet) and data.channels != model.config.channels:
+        raise ValueError(f"data.channels={data.channels} differs from model.channels={model.config.channels}")
+
+
+def _resolved(section: Config) -> dict[str, Any]:
+    """Returns the model section with `attention=auto` decided: cuDNN's fused kernel on GPUs in half precision."""
+    values = section.to_dict()
+    if values.get("attention") == "auto":
+        fused = jax.default_backend() == "gpu" and values.get("compute_dtype") == "bfloat16"
+        values["attention"] = "cudnn" if fused else "xla"
+    return values

@@ -1,0 +1,55 @@
+"""The optax chain of a run: hop two first, then guard, clipping and the optimizer; or local SGD around them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from compression.by_config import CompressionConfig, behind, make_hop_two
+from compression.local_sgd import LocalSGDConfig, LocalState, local_sgd
+from compression.statistics import statistics
+from configs.door import Config, settings
+from optimizers import OptimizerConfig, make_optimizer, watched
+from sharding.step import ShardingPlan
+
+
+def make_tx(
+    config: Config, plan: ShardingPlan, specs: Any, compression: CompressionConfig, optimizer: OptimizerConfig
+) -> optax.GradientTransformation:
+    """Returns hop two and the optimizer behind it, or around it with local SGD. ValueError for what does not fit."""
+    hop_two = make_hop_two(compression, plan, specs, optimizer)
+    rest = behind(compression, optimizer)
+    if rest is not optimizer and compression.warmup_steps >= config.num_steps:
+        raise ValueError(
+            f"compression.warmup_steps={compression.warmup_steps} is the whole run of num_steps={config.num_steps}: "
+            f"{compression.hop_two} would never get past its warm-up; set it lower"
+        )
+    make = partial(make_optimizer, rest, config.num_steps, specs, local=on_each_device(plan.mesh))
+    local = settings(LocalSGDConfig, config.local_sgd, "local_sgd")
+    if not local.inner_steps:
+        return make(hop_two)
+    local.check(plan.layout, config.num_steps)
+    if rest is not optimizer or compression.delayed or optimizer.name == "muon":
+        raise ValueError(
+            "local_sgd keeps an optimizer in each replica: it goes with no compression.hop_two that is one itself "
+            f"({compression.hop_two}), nor with compression.delayed or optimizer.name=muon"
+        )
+    return local_sgd(hop_two, make(optax.identity()), local, plan.layout.num_replicas)
+
+
+def watch(opt_state: Any, *, hands_on: str = "grad") -> dict[str, jax.Array]:
+    """Returns the scalars of the optimizer's state that a run reports; with local SGD the highest of all replicas.
+
+    `hands_on`: what hop two hands on, and the guard takes the norm of, `grad` or `update`.
+    """
+    guard = opt_state.inner["local"] if isinstance(opt_state, LocalState) else opt_state
+    return {name: jnp.max(x) for name, x in watched(guard, hands_on=hands_on).items()} | statistics(opt_state)
+
+
+def on_each_device(mesh: Mesh) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns the wrapper that runs a function on whole arrays, on each device of `mesh` by itself."""
+    return lambda function: jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())

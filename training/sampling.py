@@ -1,0 +1,79 @@
+"""A sample of text from a trained decoder."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import models
+from input_pipeline import Dataset, TextDataset
+from sharding.step import auto_gather, layer_gather, run_manual
+from training.experiment import Experiment
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """The `sample` section of a config (meanings: configs/base.py)."""
+
+    prompt: str
+    length: int
+    temperature: float
+
+    def __post_init__(self) -> None:
+        for key in ("length", "temperature"):
+            if not getattr(self, key) >= 0:
+                raise ValueError(f"sample.{key}={getattr(self, key)} must be at least 0")
+
+
+class Sampler:
+    """Continues the prompt of the config. ValueError at once for a prompt that cannot be continued."""
+
+    def __init__(self, experiment: Experiment, data: Dataset, config: SampleConfig) -> None:
+        self._experiment, self._config = experiment, config
+        self.wanted = isinstance(experiment.model, models.Decoder) and config.length > 0
+        if not self.wanted:
+            return
+        assert isinstance(data, TextDataset)
+        self._tokenizer = data.tokenizer
+        self._prompt = self._tokenizer.encode(config.prompt)
+        max_len = experiment.config.model.max_len
+        room = max_len - len(self._prompt)
+        if len(self._prompt) == 0 or room < 1:
+            raise ValueError(
+                f"sample.prompt has {len(self._prompt)} tokens; it must have from 1 to {max_len - 1} (or set "
+                "sample.length=0)"
+            )
+        self._length = min(config.length, room)
+
+    def __call__(self, params: object) -> str:
+        """Returns the prompt continued by the model with `params`."""
+        ids = generate(
+            self._experiment, params, self._prompt, length=self._length, temperature=self._config.temperature
+        )
+        return self._tokenizer.decode(ids)
+
+
+def generate(ex: Experiment, params: Any, prompt: np.ndarray, *, length: int, temperature: float) -> np.ndarray:
+    """Returns `prompt` `[P]` continued to `[P + length]` ids; every data device samples, we take the first's."""
+    assert isinstance(ex.model, models.Decoder)
+    model, layout = ex.model, ex.plan.layout
+    rows = layout.shape.num_data_devices
+    batch = {
+        "prompt": jnp.broadcast_to(jnp.asarray(prompt, jnp.int32), (1, rows, len(prompt))),
+        "row": jnp.arange(rows)[None],
+    }
+
+    def sample(params: Any, batch: dict[str, jax.Array], gather: models.Gather) -> jax.Array:
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(ex.config.seed), batch["row"][0])
+        out = model.generate(params, batch["prompt"][0], keys, gather, length=length, temperature=temperature)
+        return out[None]
+
+    def run(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        if layout.partitioner == "auto":
+            return sample(params, batch, auto_gather(ex.plan))
+        gather = layer_gather(ex.plan.without_codecs)
+        return run_manual(ex.plan, lambda p, b: sample(p, b, gather), ex.plan.batch_spec)(params, batch)
+
+    return np.asarray(jax.jit(run, out_shardings=ex.replicated)(params, batch).addressable_data(0))[0, 0]
