@@ -20,10 +20,11 @@ from pathlib import Path
 from cluster import emulate as emulator
 from configs.overrides import Overrides
 from runtime.command_line import OneLineParser, complain, escape_output
+from runtime.exit_codes import ExitCode
 from sweeps import slurm
 from sweeps.live import Live
 from sweeps.plan import Run, SweepFile, describe, load_file, plan, points
-from sweeps.pool import EXIT_RESUMABLE, OUTPUT_FILE, Job, last_error, run_all
+from sweeps.pool import OUTPUT_FILE, Job, last_error, run_all
 from sweeps.records import Record, State, best, is_finished, metric_text, record
 from sweeps.report import write_report
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         return complain(error)
     except KeyboardInterrupt:
-        return EXIT_RESUMABLE
+        return ExitCode.RESUMABLE
 
 
 def run(
@@ -144,7 +145,7 @@ def run_here(sweep: Sweep) -> int:
     report(sweep, [record(job.run, job.state, job.error, sweep.file.metric) for job in jobs])
     if left(jobs):
         print(f"stopped with {len(left(jobs))} of {len(jobs)} runs to do; run the same command again to go on")
-        return EXIT_RESUMABLE
+        return ExitCode.RESUMABLE
     return 1 if any(job.state == State.FAILED for job in jobs) else 0
 
 

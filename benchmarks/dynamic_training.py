@@ -14,7 +14,6 @@ import argparse
 import itertools
 import json
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -28,13 +27,14 @@ from typing import Any
 from benchmarks import dynamic_training_report
 from benchmarks.dynamic_training_cost import NODES
 from benchmarks.strategies import machine
+from runtime.events import Event, EventReader
+from runtime.exit_codes import ExitCode
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "dynamic_training.jsonl"
 CONFIG = "configs/digits.py"
 DEVICES_PER_NODE = 2
 PHASES = 8
-EXIT_RESUMABLE = 75
 EXTRA = {"control": ("--config.batch.micro_size=4",)}  # 2 micro-steps a step instead of 1
 PHASE_S = 1800  # a phase takes a minute; more on a busy machine
 
@@ -107,12 +107,10 @@ def train(workdir: Path, overrides: Sequence[str], phases: Sequence[Phase]) -> d
     starts: list[dict[str, Any]] = []
     for phase in phases:
         print(f"{phase.nodes} nodes until step {phase.until}", flush=True)
-        output = run_phase(workdir, [*flags, *mesh_flags(phase.nodes)], phase, last=phase is phases[-1])
-        said = re.search(r"^(?:starting|resumed) at step (\d+) .*$", output, re.MULTILINE)
-        if not said:
-            raise RuntimeError(f"train.py does not say where it begins: {output[-500:]}")
-        line = said[0].replace(str(workdir), "DIR")
-        starts.append({"nodes": phase.nodes, "begun": int(said[1]), "ended": len(rows(workdir)), "said": line})
+        run_phase(workdir, [*flags, *mesh_flags(phase.nodes)], phase, last=phase is phases[-1])
+        *_, restored = (event for event in EventReader(workdir).new() if event["event"] == Event.RESTORED)
+        start = {"nodes": phase.nodes, "begun": restored["step"], "ended": len(rows(workdir))}
+        starts.append(start | {"source": restored["source"]})
     found = rows(workdir)
     kept = ("step", "validation_loss", "validation_accuracy")
     return {
@@ -131,8 +129,8 @@ def mesh_flags(nodes: int) -> list[str]:
     return [f"--config.{key}={value}" for key, value in keys.items()]
 
 
-def run_phase(workdir: Path, flags: Sequence[str], phase: Phase, *, last: bool) -> str:
-    """Runs train.py up to the end of a phase and returns what it printed."""
+def run_phase(workdir: Path, flags: Sequence[str], phase: Phase, *, last: bool) -> None:
+    """Runs train.py up to the end of a phase."""
     command = [sys.executable, "train.py", *flags, f"--workdir={workdir}"]
     with tempfile.TemporaryFile("w+") as output:
         with subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as process:
@@ -147,9 +145,8 @@ def run_phase(workdir: Path, flags: Sequence[str], phase: Phase, *, last: bool) 
                 process.kill()
         output.seek(0)
         text = output.read()
-    if code != (0 if last else EXIT_RESUMABLE):
+    if code != (0 if last else ExitCode.RESUMABLE):
         raise RuntimeError(f"exit code {code}: {text[-1000:]}")
-    return text
 
 
 def wait_for_rows(workdir: Path, count: int, process: subprocess.Popen[bytes]) -> None:

@@ -26,10 +26,11 @@ from typing import Any
 
 from benchmarks.strategies import machine
 from cluster.chaos.faults import RECOVERY_S, inject
-from cluster.chaos.plan import Event
+from cluster.chaos.plan import Fault
 from cluster.chaos.run import ROOT, ElasticRun, RunError
 from cluster.chaos.same import compare_losses, compare_parameters
 from metrics.run_files import read_run
+from runtime.events import Event, EventReader
 
 RESULTS = ROOT / "benchmarks" / "results" / "elastic.jsonl"
 PAGE = ROOT / "docs" / "elasticity_measured.md"
@@ -115,7 +116,7 @@ def measure(folder: Path, cases: Sequence[Case], *, compile_ahead: bool) -> None
             if case.kind == "join" and len(run.alive) == NODES:
                 continue
             load = os.getloadavg()[0]
-            outcome = inject(run, Event(kind=case.kind, process=case.process, pause_steps=CALM_STEPS))
+            outcome = inject(run, Fault(kind=case.kind, process=case.process, pause_steps=CALM_STEPS))
             line = {
                 "title": case.title,
                 "compile_ahead": compile_ahead,
@@ -136,10 +137,10 @@ def await_all(run: ElasticRun) -> None:
 
 
 def chaos(folder: Path, reference: Path) -> dict[str, Any]:
-    """Returns the line of a run of cluster.chaos; its log tells whether it compiled ahead."""
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    """Returns the line of a run of cluster.chaos; its events tell whether it compiled ahead."""
+    events = [json.loads(line) for line in (folder / "outcomes.jsonl").read_text().splitlines()]
     run = read_run(folder / "run")
-    compile_ahead = " starts ahead: " in (folder / "log").read_text()
+    compile_ahead = any(event["event"] == Event.ATTEMPT_AHEAD for event in EventReader(folder / "run").new())
     ahead = ["--compile_ahead"] * compile_ahead
     losses, parameters = compare_losses(run.run_dir, reference), compare_parameters(run.run_dir, reference)
     return {

@@ -7,7 +7,6 @@ a batch of their own. Prints medians and ratios; the aim is under 1.03.
 """
 
 import argparse
-import dataclasses
 import sys
 import tempfile
 import time
@@ -18,16 +17,18 @@ import numpy as np
 
 import train
 from metrics.environment import environment
+from training.experiment import Experiment
 
 
 class Alternating:
     """Stands for the compiled step: runs bare steps at the start of each block of steps, and times both."""
 
-    def __init__(self, run: train.Run, steps: int) -> None:
+    def __init__(self, experiment: Experiment, step_fn: Any, steps: int) -> None:
         self.bare: list[list[float]] = []  # seconds of a step on each of the clocks
         self.loop: list[list[float]] = []
-        self._run, self._steps, self._calls = run, steps, 0
-        self._state = run.experiment.init_state()
+        self._experiment, self._step_fn, self._steps, self._calls = experiment, step_fn, steps, 0
+        self._state = experiment.init_state()
+        self.as_text = step_fn.as_text
         self._started = clocks()
 
     def __call__(self, state: Any, batch: Any) -> Any:
@@ -37,12 +38,12 @@ class Alternating:
                 self.loop.append(self._per_step())
             self._started = clocks()
             for _ in range(self._steps):
-                self._state, _ = self._run.experiment.block(self._run.step_fn(self._state, batch))
+                self._state, _ = self._experiment.block(self._step_fn(self._state, batch))
             jax.block_until_ready(self._state)
             self.bare.append(self._per_step())
             self._started = clocks()
         self._calls += 1
-        return self._run.step_fn(state, batch)
+        return self._step_fn(state, batch)
 
     def _per_step(self) -> list[float]:
         return [(now - before) / self._steps for now, before in zip(clocks(), self._started, strict=True)]
@@ -61,14 +62,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=6, help="blocks of each kind; the first is a warm-up")
     options, overrides = parser.parse_known_args()
     measured: list[Alternating] = []
-    prepare = train.prepare
+    compile_train_step = Experiment.compile_train_step
 
-    def prepare_alternating(*arguments: Any) -> train.Run:
-        run = prepare(*arguments)
-        measured.append(Alternating(run, options.steps))
-        return dataclasses.replace(run, step_fn=measured[0])  # pyright: ignore[reportArgumentType]
+    def compile_alternating(self: Experiment) -> Any:
+        measured.append(Alternating(self, compile_train_step(self), options.steps))
+        return measured[0]
 
-    train.prepare = prepare_alternating
+    Experiment.compile_train_step = compile_alternating
     changes = {"num_steps": options.steps * options.rounds + 1, "eval.every": 0, "checkpoint.every": 0}
     changes |= {"eval.num_batches": 1, "sample.length": 0}
     with tempfile.TemporaryDirectory() as workdir:

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from metrics.environment import environment
+from runtime.events import Event, EventReader
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,13 +30,11 @@ def start_to_first_step(config: str, cache: str) -> tuple[float, float]:
         short = ["--config.num_steps=1", "--config.optimizer.warmup_steps=0", "--config.sample.length=0"]
         command = [sys.executable, "train.py", f"--config={config}", f"--workdir={workdir}", *short]
         used = cpu_s()
-        before = time.perf_counter()
-        with subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "MICS_JAX_CACHE": cache}, stdout=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout is not None
-            wall_s = next(time.perf_counter() - before for line in process.stdout if line.startswith("first step done"))
-            process.stdout.read()
+        before_s = time.time()
+        variables = {**os.environ, "MICS_JAX_CACHE": cache}
+        subprocess.run(command, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL, check=True)
+        events = EventReader(Path(workdir)).new()
+        wall_s = next(event["time_s"] - before_s for event in events if event["event"] == Event.FIRST_STEP)
         return wall_s, cpu_s() - used
 
 

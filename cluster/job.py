@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import IO
 
 from cluster.nodes import Cluster, Traffic
+from runtime.exit_codes import ExitCode
 
-RESUMABLE = 75  # the program stopped in good order, and goes on when it is run again
 KILLED = 137
 COORDINATOR_PORT = 29400  # every port is free: the network is new
 TORCH_PORT = 29500
@@ -95,7 +95,8 @@ class Job:
         self._tee()  # what it said at the very end
         failed = [p for p in ended if p.code and "killed" not in self.cluster.nodes[p.node].marks]
         if failed and not self._failure:
-            self._note_failure(min(failed, key=lambda p: p.code == RESUMABLE))  # rather the cause than who noticed it
+            # rather the cause than who noticed it
+            self._note_failure(min(failed, key=lambda p: p.code == ExitCode.RESUMABLE))
         if time.monotonic() > self._deadline_s:
             self._send(self._next_signal)
             self._next_signal = signal.SIGKILL
@@ -139,7 +140,7 @@ class Job:
 
     def _note_failure(self, process: Process) -> None:
         self._failure = process
-        stops_as_told = self._interrupted and process.code == RESUMABLE
+        stops_as_told = self._interrupted and process.code == ExitCode.RESUMABLE
         if self.is_running() and not stops_as_told:
             self._deadline_s = time.monotonic() + self._grace_s
             print(

@@ -13,8 +13,10 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from engines.ray_output import say
 from engines.ray_plan import Limits, Patience
 from runtime.command_line import OneLineParser, complain, escape_output, split
+from runtime.events import Event, EventLog
 from runtime.progress import workdir_of
 
 
@@ -70,13 +72,19 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def run(options: argparse.Namespace, limits: Limits, command: Sequence[str]) -> int:
     """Runs the program until it is finished, or is asked to stop, and returns the exit code."""
     from engines import ray_members  # it needs Ray
-    from engines.ray_train import Engine, say
+    from engines.ray_train import Engine
 
     workdir = workdir_of(command)
     assert workdir
     devices = {"JAX_NUM_CPU_DEVICES": str(options.devices_per_node)} if options.devices_per_node else {}
     ray_members.connect(options.address)
-    members = ray_members.Members(limits.max_nodes, command, os.getcwd(), devices, say)
+    events = EventLog(workdir)
+
+    def note_loss(host: str, why: str) -> None:
+        say(f"{host} {why}")
+        events.write(Event.NODE_LOST, host=host, why=why)
+
+    members = ray_members.Members(limits.max_nodes, command, os.getcwd(), devices, note_loss)
     try:
         patience = Patience(max_failures=options.max_failures)
         engine = Engine(

@@ -18,6 +18,7 @@ class Attempt:
 
     number: int
     world: World
+    coordinator: str  # HOST:PORT of its first process: no other attempt has it
     since_s: float  # of the event that led to it
     codes: dict[str, int | None] = field(default_factory=dict)
     why_stopped: str = ""  # it was asked to

@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from engines.ray_output import say
 from engines.ray_supervisor import STARTING_S, News, Supervisor
 
 LOOK_S = 0.5  # how often Ray is asked for its nodes
@@ -61,14 +62,14 @@ class Members:
         command: Sequence[str],
         folder: str,
         environment: Mapping[str, str],
-        say: Callable[[str], None],
+        note_loss: Callable[[str, str], None],
     ) -> None:
         self.by_node: dict[str, Member] = {}
         self.draining: set[str] = set()
         self.spare_hosts: list[str] = []  # alive, but over `max_nodes`
         self._max_nodes = max_nodes
         self._arguments = (list(command), folder, dict(environment))
-        self._say = say
+        self._note_loss = note_loss
         self._unusable: set[str] = set()  # the supervisor did not start there, or was asked to end
         self._look_again_s = 0.0
 
@@ -86,21 +87,24 @@ class Members:
         return [by_ref[ref] for ref in answered if self._hear(by_ref[ref])]
 
     def drop(self, node: str, why: str) -> None:
-        """Ends a member's supervisor, and with it the program there."""
-        member = self.by_node.pop(node)
-        ray.kill(member.supervisor)
-        self._say(f"{member.host} {why}")
+        """Ends the supervisor of a member that is lost, and with it the program there."""
+        self._note_loss(self._end(node).host, why)
 
     def give_back(self) -> None:
         """Ends the supervisors of nodes that are to go, for good."""
         for member in list(self.by_node.values()):
             if self.is_going(member):
                 self._unusable.add(member.node)
-                self.drop(member.node, "is given back")
+                say(f"{self._end(member.node).host} is given back")
 
     def is_going(self, member: Member) -> bool:
         """Whether Ray drains the node, or somebody asked its supervisor to end."""
         return member.node in self.draining or bool(member.news and member.news.is_leaving)
+
+    def _end(self, node: str) -> Member:
+        member = self.by_node.pop(node)
+        ray.kill(member.supervisor)
+        return member
 
     def close(self) -> None:
         """Ends all supervisors."""

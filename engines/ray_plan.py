@@ -6,7 +6,7 @@ A generation is one start of the program on a fixed set of nodes, one process a 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-RESUMABLE = 75  # the program stopped in good order, or lost another process: it goes on when it is run again
+from runtime.exit_codes import ExitCode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,9 @@ class Verdict:
 def judge(codes: Mapping[str, int | None]) -> Verdict:
     """Returns what the exit codes of a generation's processes mean; None is a lost node, negative is a signal."""
     for node, code in codes.items():
-        if code is not None and 0 < code < 128 and code != RESUMABLE:
+        if code is not None and 0 < code < 128 and code != ExitCode.RESUMABLE:
             return Verdict(code=code, node=node)
-    return Verdict(code=RESUMABLE if any(code != 0 for code in codes.values()) else 0)
+    return Verdict(code=ExitCode.RESUMABLE if any(code != 0 for code in codes.values()) else 0)
 
 
 @dataclass(kw_only=True)

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from runtime.exit_codes import ExitCode
+
 STANDBY = Path(__file__).with_name("ray_standby.py")
 KEPT_LINES = 1000  # of the program's output, until they are asked for
 # What another launcher told the node: the flags replace it, and what only some nodes have would make them disagree.
 OTHERS_WORDS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_NUM_CPU_DEVICES")
-BAD_INPUT = 2
 STARTING_S = 10.0  # for a supervisor to begin: who waits longer, for CPUs that others hold, is not waited for
 PORTS = range(20000, 32000)  # above Ray's, below those that Linux gives to connections
 
@@ -67,7 +68,7 @@ class Supervisor:
             self.warm_up()
             process, self._spare = self._spare, None
             if process is None:
-                self._end(generation, BAD_INPUT)
+                self._end(generation, ExitCode.BAD_INPUT)
                 return
             self._running[generation] = process
         threading.Thread(target=self._watch, args=(process, generation), daemon=True).start()

@@ -2,15 +2,17 @@
 
 import contextlib
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.ray_generation import Attempt, Coming, how
-from engines.ray_plan import RESUMABLE, Limits, Patience, World, choose, judge
+from engines.ray_output import say
+from engines.ray_plan import Limits, Patience, World, choose, judge
 from engines.ray_supervisor import STARTING_S
+from runtime.events import Event, EventLog, EventReader
+from runtime.exit_codes import ExitCode
 from runtime.progress import read_progress
 
 if TYPE_CHECKING:  # it needs Ray
@@ -24,7 +26,6 @@ SETTLED_S = 300.0  # after which a generation counts as settled, even if its met
 JOINING_S = 300.0  # for a larger generation to be ready; and for any, when it is its turn
 NOTICE_S = 1.0  # for Ray's nodes to be looked at again: a spare may take the place of one that is to go
 STANDBY = "--standby"  # what tells the program to compile, and to wait
-READY = "ready: waits for its turn"  # what the program says (runtime/standby.py)
 
 
 class Engine:
@@ -47,6 +48,8 @@ class Engine:
         self._members, self._limits, self._patience, self._workdir = members, limits, patience, workdir
         self._patience.farthest_step = read_progress(workdir).step  # of an engine before this one
         self._compile_ahead, self._leaving_s = compile_ahead, notice_s / 2
+        self._events, self._news = EventLog(workdir), EventReader(workdir)
+        self._news.skip()  # what is there is of an engine before this one
         self._number = 0  # of the last generation
         self._coming: Coming | None = None
         self._previous: tuple[str, ...] = ()
@@ -68,19 +71,21 @@ class Engine:
         while (generation := self._take_turn() or self._begin()) is not None:
             self._train(generation)
             verdict = judge(generation.codes)
-            if verdict.code != RESUMABLE:
+            step = read_progress(self._workdir).step
+            ends = {self._name(node): how(code) for node, code in generation.codes.items()}
+            self._events.write(Event.ATTEMPT_ENDED, attempt=generation.number, step=step, ends=ends)
+            if verdict.code != ExitCode.RESUMABLE:
                 where = f" on {self._hosts[verdict.node]}" if verdict.node else ""
                 said = f": {self._last_words.get(verdict.node, '')}" if verdict.code else ""
                 say(f"generation {generation.number} ended{where} with exit code {verdict.code}{said}")
                 return verdict.code
-            step = read_progress(self._workdir).step
             say(f"generation {generation.number} stopped at step {step}: {self._codes(generation)}")
             if not generation.why_stopped and self._patience.is_over(step):
                 said = next((self._last_words[n] for n in generation.codes if n in self._last_words), "nothing")
                 say(f"error: {self._patience.failures} failures in a row without a new step; it said: {said}")
                 return 1
         say("stopped; the same command goes on")
-        return RESUMABLE
+        return ExitCode.RESUMABLE
 
     # -------------------------------------------------------------------------------------------- between generations
 
@@ -98,7 +103,13 @@ class Engine:
         for index, member in enumerate(members):
             ranks = [f"--coordinator={coordinator}", f"--num_processes={len(members)}", f"--process_id={index}"]
             member.start(self._number, [*ranks, *options])
-        return Attempt(number=self._number, world=world, since_s=since_s, stands_by=STANDBY in options)
+        return Attempt(
+            number=self._number,
+            world=world,
+            coordinator=coordinator,
+            since_s=since_s,
+            stands_by=STANDBY in options,
+        )
 
     def _await_world(self) -> World | None:
         """Waits for enough nodes, and for those that are just coming; None if this program was asked to stop."""
@@ -129,6 +140,8 @@ class Engine:
         spares = [*map(self._name, generation.world.spares), *self._members.spare_hosts]
         named = f"{len(nodes)} nodes: {self._names(nodes)}; spares: {', '.join(spares) or 'none'}"
         say(f"generation {generation.number}: {named}")
+        hosts = [*map(self._name, nodes)]
+        self._events.write(Event.ATTEMPT_STARTED, attempt=generation.number, hosts=hosts, idle=spares)
         generation.progress, generation.started_s = read_progress(self._workdir), time.monotonic()
         self._previous = nodes
         while generation.running:
@@ -150,10 +163,10 @@ class Engine:
             code = generation.code_on(member) if generation else None
             if generation and code is not None:
                 self._note_end(generation, member.node, code)
-            for one in (generation, self._coming and self._coming.generation):
-                if one and member.news:
-                    said = (line for number, line in member.news.lines if number == one.number)
-                    one.is_ready |= any(line.endswith(READY) for line in said)
+        ready = {event["coordinator"] for event in self._news.new() if event["event"] == Event.READY}
+        for one in (generation, self._coming and self._coming.generation):
+            if one and one.coordinator in ready:
+                one.is_ready = True
 
     def _let_begin(self, generation: Attempt) -> None:
         """Tells a generation that was started ahead to begin, once it listens; ends it if it never does."""
@@ -173,7 +186,9 @@ class Engine:
                 self._event_s = time.monotonic()
                 if code:
                     say(f"{self._name(node)}: the program ended {how(code)}")
-            patience_s = LAST_S if code == 0 or (generation.why_stopped and code == RESUMABLE) else FAILED_S
+                    host = self._name(node)
+                    self._events.write(Event.ATTEMPT_FAILED, attempt=generation.number, host=host, how=how(code))
+            patience_s = LAST_S if code == 0 or (generation.why_stopped and code == ExitCode.RESUMABLE) else FAILED_S
             generation.kill_at_s = min(generation.kill_at_s, time.monotonic() + patience_s)
         generation.codes[node] = code
 
@@ -203,6 +218,7 @@ class Engine:
         generation.why_stopped = why
         generation.kill_at_s = time.monotonic() + STOP_S
         say(f"{why}: the program is asked to stop")
+        self._events.write(Event.ATTEMPT_STOPPING, attempt=generation.number, why=why)
         self._members.by_node[generation.running[0]].send(generation.number, signal.SIGTERM)
 
     def _why_stop(self, generation: Attempt) -> tuple[str, float]:
@@ -236,6 +252,8 @@ class Engine:
             return
         self._coming = Coming(generation=self._start(world, time.monotonic(), STANDBY), why=why, until_s=until_s)
         say(f"{why}: generation {self._number} starts ahead: {len(world.nodes)} nodes: {self._names(world.nodes)}")
+        hosts = [*map(self._name, world.nodes)]
+        self._events.write(Event.ATTEMPT_AHEAD, attempt=self._number, hosts=hosts, why=why)
 
     def _check_coming(self) -> None:
         """Gives the next generation up when it cannot be the next one any more."""
@@ -307,6 +325,8 @@ class Engine:
             generation.has_stepped = True
             took_s = time.monotonic() - generation.since_s
             say(f"generation {generation.number}: step {now.step} is done, {took_s:.1f} s after the event")
+            after_s = round(took_s, 3)
+            self._events.write(Event.ATTEMPT_STEPPED, attempt=generation.number, step=now.step, after_s=after_s)
         is_late = time.monotonic() > generation.started_s + SETTLED_S
         if (generation.has_stepped or is_late) and not generation.is_settled:
             generation.is_settled = True
@@ -350,10 +370,3 @@ class Engine:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def say(text: str) -> None:
-    """Prints what happened, and when."""
-    now_s = time.time()
-    clock = time.strftime("%H:%M:%S", time.localtime(now_s))
-    print(f"{clock}.{int(now_s * 10) % 10} {text}", file=sys.stderr, flush=True)

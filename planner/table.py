@@ -21,12 +21,12 @@ from jax.sharding import NamedSharding, Sharding
 from configs import door
 from configs.door import Config
 from metrics.units import format_bytes, format_count
+from runtime.exit_codes import ExitCode
 from sharding import drawing
 from sharding.spec import ParamSpec, Placement, is_placement
 from sharding.state import by_name, owner, residual_owner
 from training.experiment import Experiment, make_experiment
 
-EXIT_BAD_CONFIG = 2
 SPEC_WIDTH = 35
 REST = "(counters and the like)"
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"\npicture of the mesh: {values.png}")
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
+        return ExitCode.BAD_INPUT
     return 0
 
 

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-EXIT_BAD_INPUT = 2
+from runtime.exit_codes import ExitCode
+
+FIRST, LAST = 600, 300  # characters of an error that are shown
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -26,10 +28,19 @@ def escape_output() -> None:
 def complain(error: ValueError | OSError) -> int:
     """Prints what went wrong as one line and returns the exit code: 2 for a mistake of the user, else 1."""
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    return EXIT_BAD_INPUT if isinstance(error, ValueError) else 1
+    return ExitCode.BAD_INPUT if isinstance(error, ValueError) else ExitCode.FAILED
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns what is before and what is after the first `--`."""
     at = argv.index("--") if "--" in argv else len(argv)
     return list(argv[:at]), list(argv[at + 1 :])
+
+
+def one_line(text: str) -> str:
+    """Returns a message as one line without its middle if that is long: what and where come first, what works last."""
+    line = " ".join(text.split())
+    left_out = len(line) - FIRST - LAST
+    if left_out <= 0:
+        return line
+    return f"{line[:FIRST]} [... {left_out} characters, which --debug shows ...] {line[-LAST:]}"

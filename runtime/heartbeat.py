@@ -21,17 +21,18 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
 
-from runtime.interruption import EXIT_RESUMABLE
+from runtime.exit_codes import ExitCode
+from runtime.phases import Phase
 
-IN_A_STEP = "is in a step"
 _BEAT_S = 1.0
 _GRACE_S = 5.0  # for a process to fail by itself with the error that another one failed with
+_NOTE_S = 1.0  # for the verdict to be written down
 _NAMED = 5  # processes, in a message
 _LEAVE_S = 5.0  # for the others to leave before process 0, with which jax's service ends and aborts who is there
 
@@ -98,7 +99,7 @@ class Verdict:
     """Why the run ends, and how; after `grace_s` it ends even where the main thread does not end by itself."""
 
     text: str
-    code: int = EXIT_RESUMABLE
+    code: int = ExitCode.RESUMABLE
     grace_s: float = 0.0
     with_stacks: bool = False  # what the survivors were waiting in
 
@@ -106,7 +107,9 @@ class Verdict:
 class Heartbeat:
     """Watches the other processes from a thread; does nothing in a run of one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: "Callable[[Verdict, list[str]], None]" = lambda verdict, lost: None) -> None:
+        """`note` is told the verdict, and the peers that this process itself found lost."""
+        self._note, self._noting = note, threading.Thread()
         self._me, self._silence_s, self._stall_s, self._beat_s = 0, 0.0, float("inf"), _BEAT_S
         self._peers: list[Peer] = []
         self._own: dict[str, int] = {}  # this process: its last completed step; replaced whole, the threads share it
@@ -130,9 +133,9 @@ class Heartbeat:
         """Notes the last step that this process completed."""
         self._own = {str(self._me): step}
 
-    def does(self, what: str) -> None:
-        """Notes what the main thread does from now on, `reads a batch` for example; "" may take as long as it likes."""
-        self._doing = (what, time.monotonic())
+    def enter(self, phase: Phase) -> None:
+        """Notes what the main thread does from now on; `stall_s` bounds it if the phase is bounded."""
+        self._doing = (phase.doing if phase.is_bounded else "", time.monotonic())
 
     def await_verdict(self, error: BaseException) -> None:
         """If an error may come from the loss of another process, waits for the verdict on it, which ends the program.
@@ -206,10 +209,11 @@ class Heartbeat:
         died = [str(peer) for peer in there if peer.gone]
         silent = [peer for peer in there if not peer.gone and now_s - peer.heard_s > self._silence_s]
         if died:
-            self._conclude(Verdict(text=f"{', '.join(died)} died (the connection closed without a goodbye)"))
+            self._conclude(Verdict(text=f"{', '.join(died)} died (the connection closed without a goodbye)"), died)
         if silent:
             why = f"silent for {self._silence_s:g} s (stopped, or the link to it is cut)"
-            self._conclude(Verdict(text=f"{', '.join(map(str, silent))}: {why}", with_stacks=True))
+            names = [str(peer) for peer in silent]
+            self._conclude(Verdict(text=f"{', '.join(names)}: {why}", with_stacks=True), names)
         for peer in silent:
             peer.gone = True
         if not self._me:
@@ -220,10 +224,10 @@ class Heartbeat:
         doing = {f"process 0 on {socket.gethostname()}": self._doing_for()}
         doing |= {str(peer): peer.doing for peer in self._peers}
         if all(what and for_s > self._stall_s for what, for_s in doing.values()):
-            late = [f"{who} {what}" for who, (what, _) in doing.items() if what != IN_A_STEP]
+            late = [f"{who} {what}" for who, (what, _) in doing.items() if what != Phase.STEPPING.doing]
             named = [*late[:_NAMED], *[f"{len(late) - _NAMED} others do not step either"][: len(late) > _NAMED]]
             if len(late) < len(doing):
-                named.append(f"every {'other ' if late else ''}process {IN_A_STEP}")
+                named.append(f"every {'other ' if late else ''}process {Phase.STEPPING.doing}")
             why = f"no progress for {self._stall_s:g} s (elastic.stall_s): {', '.join(named)}"
             self._conclude(Verdict(text=why, with_stacks=True))
 
@@ -231,11 +235,14 @@ class Heartbeat:
         what, since_s = self._doing
         return what, time.monotonic() - since_s
 
-    def _conclude(self, verdict: Verdict) -> None:
+    def _conclude(self, verdict: Verdict, lost: Sequence[str] = ()) -> None:
         """Takes the first verdict, and passes it on."""
         if self._verdict is None and not self._leaving:
             self._verdict, self._act_at_s = verdict, time.monotonic() + verdict.grace_s
             self._tell(verdict)
+            # in a thread: a file system on a network that is gone must not hold up this one
+            self._noting = threading.Thread(target=self._note, args=(verdict, list(lost)), daemon=True)
+            self._noting.start()
 
     def _carry_out(self) -> None:
         """Says why the run ends when it is time, and ends the program; process 0 lets the others go first."""
@@ -246,13 +253,14 @@ class Heartbeat:
                 faulthandler.dump_traceback()
             then = (
                 "; the same command goes on from memory or the newest checkpoint"
-                if verdict.code == EXIT_RESUMABLE
+                if verdict.code == ExitCode.RESUMABLE
                 else ""
             )
             said = f"error: {verdict.text}; last completed step: {self._last_steps()}{then}"
             sys.stderr.write(f"{said}\n")  # at once: jax's threads may print too
             sys.stderr.flush()
         if verdict and (now_s >= self._exit_at_s or (self._exit_at_s < float("inf") and self._all_gone())):
+            self._noting.join(_NOTE_S)
             _exit(verdict.code)
 
     def _tell(self, verdict: Verdict) -> None:

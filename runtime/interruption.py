@@ -8,8 +8,6 @@ from typing import Self
 import jax
 from jax.experimental import multihost_utils
 
-EXIT_RESUMABLE = 75  # EX_TEMPFAIL: start the same command again and it goes on
-
 
 class Interruption:
     """A context manager around a program; `requested()` is True once somebody asked it to stop.

@@ -4,6 +4,7 @@ import os
 import re
 import socket
 import sys
+from dataclasses import dataclass
 
 import jax
 
@@ -15,12 +16,25 @@ KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # of an indexed Job or a JobSet
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")  # the flags, for any other launcher
 
 
-def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
-    """Joins the other processes if there are any; the values are given all three or none. ValueError says what to give.
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """How a process joins the others, as the user gave it: all three, or none."""
+
+    coordinator: str | None = None  # HOST:PORT of process 0
+    num_processes: int | None = None
+    process_id: int | None = None
+
+
+FROM_ENVIRONMENT = Address()  # three variables, or a launcher that is recognised
+
+
+def join(address: Address) -> None:
+    """Joins the other processes if there are any. ValueError says what to give.
 
     Call it before jax's devices are asked for.
     """
-    if coordinator is None and num_processes is None and process_id is None:
+    coordinator, num_processes, process_id = address.coordinator, address.num_processes, address.process_id
+    if address == FROM_ENVIRONMENT:
         if any(name in os.environ for name in VARIABLES[1:]):  # others set the address alone
             coordinator, num_processes, process_id = _from_variables()
         elif launcher := find_launcher():

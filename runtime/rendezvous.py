@@ -17,7 +17,7 @@ _CONNECT_S = 60.0
 _ACCEPT_S = _CONNECT_S + 10.0  # the others give up first: when process 0 is gone, jax aborts them
 
 
-def meet(coordinator: str | None, token: str) -> list[Peer]:
+def rendezvous(coordinator: str | None, token: str) -> list[Peer]:
     """Returns the connections of this process of a joined run, none if it is alone; every process must call it.
 
     `coordinator` is HOST:PORT of process 0 as the user gave it. OSError if a process cannot be reached.

@@ -1,30 +1,23 @@
 """Lets an engine start a run while the last one still trains: it compiles, says so, and waits for its turn."""
 
 import signal
-import sys
 import time
-
-import jax
 
 from runtime.consensus import from_process_zero, new_ticket
 from runtime.interruption import Interruption
 
-READY = "ready: waits for its turn"  # what process 0 prints
 _LOOK_S, _ANSWER_S = 0.05, 0.5
 
 
 class StandbyGate:
-    """Comes when process 0 gets SIGUSR1, which no process minds from here on."""
+    """Opens when process 0 gets SIGUSR1, which no process minds from here on."""
 
     def __init__(self) -> None:
         self._given = False
         signal.signal(signal.SIGUSR1, self._give)
 
-    def comes(self, interruption: Interruption) -> bool:
-        """Says that all is ready, and waits; False if the run is asked to stop before. Every process must call it."""
-        if jax.process_index() == 0:
-            sys.stdout.write(f"{READY}\n")  # at once: jax's threads may print too
-            sys.stdout.flush()
+    def opens(self, interruption: Interruption) -> bool:
+        """Waits; returns False if the run is asked to stop before. Every process must call it."""
         while not interruption.requested():
             if from_process_zero(new_ticket("turn"), self._wait):
                 return True

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.exit_codes import ExitCode
 from sweeps.plan import ROOT, Run
 from sweeps.records import State, is_finished
 
-EXIT_RESUMABLE = 75  # of train.py: start it again
 MAX_STARTS = 4  # of one run that stops resumable, in one sweep
 OUTPUT_FILE = "output.txt"  # all that a run printed
 POLL_EVERY_S = 0.2
@@ -63,13 +63,13 @@ class Job:
             self.state = State.FINISHED
         elif stopping:
             self.state = State.STOPPED
-        elif code == EXIT_RESUMABLE and self.starts < MAX_STARTS:
+        elif code == ExitCode.RESUMABLE and self.starts < MAX_STARTS:
             self.state = State.WAITING
         else:
             self.state = State.FAILED
             said = last_error(self.run.run_dir / OUTPUT_FILE, self.said_before)
             self.error = f"killed by {signal.Signals(-code).name}: {said}" if code < 0 else said
-            if code == EXIT_RESUMABLE:
+            if code == ExitCode.RESUMABLE:
                 self.error = f"stopped {self.starts} times: {said}"
 
 

@@ -5,8 +5,9 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from runtime.exit_codes import ExitCode
 from sweeps.plan import ROOT, Run
-from sweeps.pool import EXIT_RESUMABLE, MAX_STARTS, OUTPUT_FILE
+from sweeps.pool import MAX_STARTS, OUTPUT_FILE
 
 SRUN = "--kill-on-bad-exit=0"  # the others notice a lost process by themselves, and leave with 75
 RUNS_FILE, SCRIPT_FILE, JOB_FILE = "runs.txt", "sweep.sbatch", "slurm_job.txt"
@@ -57,7 +58,7 @@ def write_array(runs: Sequence[Run], workdir: Path, *, options: str, workers: in
             runs_path=shlex.quote(str(workdir / RUNS_FILE)),
             runs_file=RUNS_FILE,
             script_file=SCRIPT_FILE,
-            resumable=EXIT_RESUMABLE,
+            resumable=int(ExitCode.RESUMABLE),
             restarts=MAX_STARTS - 1,
         )
     )

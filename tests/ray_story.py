@@ -12,6 +12,7 @@ from engines import ray_train
 from engines.ray_plan import Limits, Patience
 from engines.ray_supervisor import News
 from engines.ray_train import Engine
+from runtime.events import Event, EventLog
 
 SHORT = ("STOP_S", "LAST_S", "FAILED_S", "KILL_S", "STARTING_S", "NOTICE_S")
 Story = Callable[["Members"], Iterator[object]]
@@ -47,8 +48,7 @@ class Member:
             return None
         return News(
             codes=dict(self.codes),
-            lines=[(self.cluster.training, line) for line in self.lines]
-            + [(generation, ray_train.READY) for generation in self.ready],
+            lines=[(self.cluster.training, line) for line in self.lines],
             is_leaving=self.is_leaving,
             is_warm=True,
             free_port=4000,
@@ -95,6 +95,7 @@ class Members:
         self.dropped: list[str] = []
         self.warmed = self.training = 0  # the generation that was told to train
         self.metrics = workdir / "metrics.jsonl"
+        self._events, self._told = EventLog(workdir), set[int]()  # the attempts that have said that they are ready
         for host in hosts:
             self.join(host)
         self._story = story(self)
@@ -113,6 +114,11 @@ class Members:
 
     def turn(self) -> list[Member]:
         assert next(self._story, "over") != "over", "the engine goes on after the end of the story"
+        for member in self.by_node.values():
+            for generation in member.ready - self._told:
+                self._told.add(generation)
+                coordinator = member.arguments[generation][0].removeprefix("--coordinator=")
+                self._events.write(Event.READY, coordinator=coordinator)
         return [member for member in self.by_node.values() if member.has_begun]
 
     def is_going(self, member: Member) -> bool:

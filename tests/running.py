@@ -184,14 +184,14 @@ def check_same_end(workdir: Path, other: Path) -> None:
 
 def before_report(patch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
     """Does something in this process' training loop when `step` is done but not logged: the next one is running."""
-    report = train.report
+    report = train.Reporter.report
 
-    def act_and_report(run: train.Run, pending: train.Pending) -> None:
+    def act_and_report(self: train.Reporter, pending: train.Pending) -> None:
         if pending.step == step:
             action()
-        report(run, pending)
+        report(self, pending)
 
-    patch.setattr(train, "report", act_and_report)
+    patch.setattr(train.Reporter, "report", act_and_report)
 
 
 def stop_after(patch: pytest.MonkeyPatch, step: int) -> None:

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -17,24 +16,14 @@ from running import ROOT, XLA_FLAGS
 
 from benchmarks import elastic as benchmark
 from cluster.chaos.faults import KINDS, MOMENTS, _open_slots
-from cluster.chaos.plan import NODES_AFTER, Event, make_plan
+from cluster.chaos.plan import NODES_AFTER, Fault, make_plan
 from cluster.chaos.run import NOTICED, ElasticRun
 from cluster.chaos.same import compare_losses, compare_parameters
+from runtime.events import Event, EventLog
 from state import CheckpointConfig, Checkpointer
 
 TIMEOUT_S = 600
-# What a run said; the steps of its metrics are set between the lines.
-LOG = """\
-10:51:55.3 generation 1: 3 nodes: node2, node1, node3; spares: none
-starting at step 0 of 100 in runs/x
-10:52:03.4 generation 1: step 1 is done, 20.0 s after the event
-error: process 1 on node1 died (the connection closed without a goodbye); last completed step: 7 (process 0, 2)
-10:52:04.4 generation 1 stopped at step 8: node1 by SIGKILL, node2 with 75, node3 with 75
-10:52:05.6 generation 2: 2 nodes: node3, node2; spares: none
-resumed at step 5 of 100 in runs/x, from memory (2 of 2 nodes had it); steps done again: 3
-first step done after 3.1 s
-10:52:09.9 generation 2: step 6 is done, 5.5 s after the event
-"""
+ENDS = {"node1": "by SIGKILL", "node2": "with 75", "node3": "with 75"}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -58,34 +47,42 @@ def a_run(folder: Path) -> ElasticRun:
     return ElasticRun(folder, [], nodes=3, devices_per_node=2, rate="none")
 
 
-def test_the_log_tells_the_world_and_what_was_lost(tmp_path: Path) -> None:
-    run, lines = a_run(tmp_path), LOG.splitlines(keepends=True)
-    (tmp_path / "log").touch()
+def test_the_events_tell_the_world_and_what_was_lost(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
     run.workdir.mkdir()
-    with (tmp_path / "log").open("ab", buffering=0) as log, (tmp_path / "log").open("rb") as run._log:
-        log.write("".join(lines[:3])[:-5].encode())  # the last line is not whole
-        run.look()
-        assert (run.generation, run.world, run.is_settled, run.lost_steps) == (1, (2, 1, 3), False, 0)
-        log.write("".join(lines[:4])[len("".join(lines[:3])) - 5 :].encode())
-        run.look()
-        assert run.is_settled and run.step == 0
-        (run.workdir / "metrics.jsonl").write_text('{"step": 7}\n{"step": 8}\n')
-        log.write("".join(lines[4:6]).encode())
-        run.look()
-        assert (run.generation, run.world, run.is_settled, run.step) == (2, (3, 2), False, 8)
-        log.write("".join(lines[6:]).encode())
-        (run.workdir / "metrics.jsonl").write_text('{"step": 5}\n{"step": 6}\n')
-        run.look()
-        (run.workdir / "metrics.jsonl").write_text('{"step": 5}\n{"step": 6}\n{"step": 7}\n')
-        run.look()
+    log, metrics = EventLog(run.workdir), run.workdir / "metrics.jsonl"
+    log.write(Event.ATTEMPT_STARTED, attempt=1, hosts=["node2", "node1", "node3"], idle=[])
+    log.write(Event.RESTORED, step=0, source="nothing", steps_again=0)
+    with (run.workdir / "events.jsonl").open("ab") as file:  # a line that is not whole
+        file.write(b'{"time": "2026-01-01T00:00:00+00:00", "event": "first_')
+    run.look()
+    assert (run.generation, run.world, run.is_settled, run.lost_steps) == (1, (2, 1, 3), False, 0)
+    with (run.workdir / "events.jsonl").open("ab") as file:
+        file.write(b'step", "step": 1}\n')
+    run.look()
+    assert run.is_settled and run.step == 0
+    metrics.write_text('{"step": 7}\n{"step": 8}\n')
+    before_s = time.monotonic()
+    time.sleep(0.01)  # events have milliseconds
+    log.write(Event.LOST_PEER, peers=["process 1 on node1"], why="it died")
+    log.write(Event.ATTEMPT_ENDED, attempt=1, step=8, ends=ENDS)
+    log.write(Event.ATTEMPT_STARTED, attempt=2, hosts=["node3", "node2"], idle=[])
+    run.look()
+    assert (run.generation, run.world, run.is_settled, run.step) == (2, (3, 2), False, 8)
+    log.write(Event.RESTORED, step=5, source="memory (2 of 2 nodes had it)", steps_again=3)
+    log.write(Event.FIRST_STEP, step=6)
+    log.write(Event.ATTEMPT_STEPPED, attempt=2, step=6, after_s=5.5)
+    metrics.write_text('{"step": 5}\n{"step": 6}\n')
+    run.look()
+    metrics.write_text('{"step": 5}\n{"step": 6}\n{"step": 7}\n')
+    run.look()
     assert (run.is_settled, run.lost_steps, run.source) == (True, 3, "memory (2 of 2 nodes had it)")
-    assert run.settled_s == run.said[7].at_s < run.said[8].at_s  # train.py itself says it first
+    assert run.settled_s == run.events[-2]["at_s"]  # train.py itself says it first
     first, second = run._stepped_s  # of steps 8 and 7; that steps were dropped is not one
     assert run.longest_pause(first) == second - first > run.longest_pause(second) == 0
-    noticed = [i for i, line in enumerate(lines) if NOTICED.search(line)]
-    assert noticed == [3]
-    assert run.since(run.said[3].at_s, re.compile("generation 2: step")) is not None
-    assert run.since(time.monotonic(), NOTICED) is None
+    noticed_s = run.since(before_s, NOTICED)
+    assert noticed_s == next(e["at_s"] for e in run.events if e["event"] == Event.LOST_PEER) - before_s
+    assert run.since(time.monotonic() + 1, NOTICED) is None
 
 
 def test_what_is_left_is_found(tmp_path: Path) -> None:
@@ -209,7 +206,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
 def test_three_events_leave_no_trace(tmp_path: Path) -> None:
     done = chaos("--nodes=3", "--events=3", "--seed=0", f"--workdir={tmp_path}", "--", "--config.num_steps=250")
     assert done.returncode == 0, done.stdout + done.stderr
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    planned: list[Event] = make_plan(0, 3, nodes=3, min_nodes=2)
+    events = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
+    planned: list[Fault] = make_plan(0, 3, nodes=3, min_nodes=2)
     assert [event["kind"] for event in events] == [event.kind for event in planned]
     assert "allowed: 1e-05" in done.stdout and "nothing is left" in done.stdout

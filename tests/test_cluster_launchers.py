@@ -16,8 +16,8 @@ from kubernetes import client
 from ports import free_port
 from running import ROOT, XLA_FLAGS, arguments, losses
 
-SBATCH = ROOT / "cluster" / "slurm" / "train.sbatch"
-JOBSET = ROOT / "cluster" / "kubernetes" / "jobset.yaml"
+SBATCH = ROOT / "engines" / "slurm" / "train.sbatch"
+JOBSET = ROOT / "engines" / "kubernetes" / "jobset.yaml"
 
 # What SLURM's commands do here: `srun` starts two tasks with their variables and returns the highest of their codes.
 SRUN = """#!/bin/bash

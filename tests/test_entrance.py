@@ -37,7 +37,7 @@ class Port:
 def port() -> Iterator[Port]:
     port = Port()
     yield port
-    port.handshake.close()
+    port.entrance.close()
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -175,12 +175,12 @@ def test_where_the_service_of_jax_listens(host: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: given.update(options))
     with socket.create_server(("127.0.0.1", 0)) as free:
         coordinator = f"{host}:{free.getsockname()[1]}"
-    launch.join(coordinator, 2, 0)
+    launch.join(launch.Address(coordinator=coordinator, num_processes=2, process_id=0))
     assert given.pop("coordinator_bind_address") == (coordinator if host in ("127.0.0.1", "localhost") else None)
-    launch.join(coordinator, 2, 1)
+    launch.join(launch.Address(coordinator=coordinator, num_processes=2, process_id=1))
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "127.0.0.1:1")
     assert given["coordinator_bind_address"] is None
-    launch.join(coordinator, 2, 0)
+    launch.join(launch.Address(coordinator=coordinator, num_processes=2, process_id=0))
     assert given["coordinator_bind_address"] is None
 
 

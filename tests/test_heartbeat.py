@@ -21,6 +21,7 @@ from emulating import finish as finish_emulation
 from running import IGNORED, ROOT, TRAIN, arguments, finish, free_port, start_together, steps_logged, wait_until
 
 from runtime import heartbeat
+from runtime.events import EventReader
 from runtime.heartbeat import ElasticConfig, Heartbeat, Peer
 
 pytestmark = IGNORED
@@ -34,6 +35,7 @@ from unittest.mock import MagicMock
 sys.modules |= dict.fromkeys(["jax", "jax.experimental", "runtime.consensus"], MagicMock())
 from runtime import heartbeat
 from runtime.heartbeat import Heartbeat
+from runtime.phases import Phase
 from runtime.rendezvous import accept, connect
 me, count, port = map(int, sys.argv[1:4])
 def listen():
@@ -105,7 +107,7 @@ def test_jax_aborts_before_the_loss_is_noticed() -> None:
     check_ended(finish(*players)[1:], f"^error: process 0 on {HOST} died .*; {last_steps(1, 0)}")
 
 
-STEP, READ = f"watch.does(heartbeat.IN_A_STEP)\n{WAIT}", f"watch.does('reads a batch')\n{WAIT}"
+STEP, READ = f"watch.enter(Phase.STEPPING)\n{WAIT}", f"watch.enter(Phase.READING)\n{WAIT}"
 
 
 @pytest.mark.parametrize("late", [0, 2])
@@ -131,7 +133,7 @@ def test_all_wait_for_their_data() -> None:
 
 def test_what_may_take_long_is_no_hang() -> None:
     """One of them validates, saves or compiles."""
-    ends = "watch.does('')\ntime.sleep(6)\nprint('still there', flush=True)\nsys.exit(watch.end(0))"
+    ends = "watch.enter(Phase.RECORDING)\ntime.sleep(6)\nprint('still there', flush=True)\nsys.exit(watch.end(0))"
     outcomes = finish(
         *play([free_port()] * 2, {0: f"{STEP[: -len(WAIT)]}time.sleep(7)\nsys.exit(watch.end(0))", 1: ends})
     )
@@ -291,6 +293,9 @@ def test_a_real_run(tmp_path: Path, victim: int, number: int) -> None:
     finish(two[victim])
     what = "died" if number == signal.SIGKILL else "silent for 10 s"
     check_ended(outcome, rf"^error: process {victim} on {HOST}:? {what} .*; last completed step: [0-9]+ \(process")
+    lost, exited = EventReader(tmp_path).new()[-2:]
+    assert (lost["event"], lost["peers"]) == ("lost_peer", [f"process {victim} on {HOST}"])
+    assert (exited["event"], exited["code"]) == ("exited", RESUMABLE) and what in exited["why"]
 
 
 HANGS = """

@@ -3,22 +3,16 @@
 import json
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from running import IGNORED, TIMEOUT_S, arguments, finish, losses, start, start_together, steps_logged, wait_until
+from running import IGNORED, arguments, finish, losses, start, start_together, steps_logged, wait_until
 
-from engines import ray_train
-from runtime.standby import READY
+from runtime.events import Event, EventReader
 
 pytestmark = IGNORED
 Process = subprocess.Popen[str]
-
-
-def test_the_engine_knows_the_word() -> None:
-    assert ray_train.READY == READY
 
 
 @pytest.fixture
@@ -36,11 +30,9 @@ def started() -> Iterator[Callable[[Process], Process]]:
         process.communicate()
 
 
-def await_ready(process: Process) -> None:
-    watch = threading.Timer(TIMEOUT_S, process.kill)
-    watch.start()
-    assert process.stdout and READY in iter(lambda: process.stdout.readline().rstrip(), "")
-    watch.cancel()
+def await_ready(process: Process, workdir: Path) -> None:
+    reader = EventReader(workdir)
+    wait_until(lambda: any(event["event"] == Event.READY for event in reader.new()), process)
 
 
 def test_it_goes_on_where_the_last_one_stopped(tmp_path: Path, started: Callable[[Process], Process]) -> None:
@@ -51,7 +43,7 @@ def test_it_goes_on_where_the_last_one_stopped(tmp_path: Path, started: Callable
     old = started(start([*args, "--config.mesh.num_cpu_devices=2"], pause_s=0.1))
     wait_until(lambda: steps_logged(tmp_path / "run") > 0, old)
     coming = [*map(started, start_together([*args, "--standby"], 2, devices=1, pause_s=0.05))]
-    await_ready(coming[0])
+    await_ready(coming[0], tmp_path / "run")
     assert len(began_at(tmp_path)) == 1
     before = steps_logged(tmp_path / "run")
     wait_until(lambda: steps_logged(tmp_path / "run") > before, old)
@@ -71,10 +63,10 @@ def test_it_goes_on_where_the_last_one_stopped(tmp_path: Path, started: Callable
 
 def test_it_is_asked_to_stop_before_its_turn(tmp_path: Path, started: Callable[[Process], Process]) -> None:
     waiting = started(start([*arguments(tmp_path / "run"), "--config.mesh.num_cpu_devices=2", "--standby"]))
-    await_ready(waiting)
+    await_ready(waiting, tmp_path / "run")
     waiting.send_signal(signal.SIGTERM)
     ((code, _, err),) = finish(waiting)
-    assert code == 75 and not (tmp_path / "run").exists(), err
+    assert code == 75 and [path.name for path in (tmp_path / "run").iterdir()] == ["events.jsonl"], err
 
 
 def began_at(folder: Path) -> list[int]:

@@ -16,8 +16,10 @@ from models.resnet import ResNetConfig
 from optimizers import OptimizerConfig
 from runtime.heartbeat import ElasticConfig
 from state import CheckpointConfig
-from training.experiment import BatchConfig, MeshConfig
-from training.validation import EvalConfig, SampleConfig
+from training.batches import BatchConfig
+from training.experiment import MeshConfig
+from training.sampling import SampleConfig
+from training.validation import EvalConfig
 
 SECTIONS: dict[str, Any] = {
     "data": DataConfig,

@@ -1,6 +1,5 @@
 """The batches that training gets, gathered from all devices of all processes: each row once, in order, padding last."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,21 +11,24 @@ from running import IGNORED, arguments, finish, run_here, start_together
 
 import train
 from input_pipeline import DataConfig, load
-from runtime.heartbeat import Heartbeat
-from runtime.interruption import Interruption
+from runtime.consensus import wait_for_all
+from runtime.exit_codes import ResumableError
+from training import resume
+from training.datasets import load_datasets
+from training.experiment import Experiment
 
 pytestmark = IGNORED
+RESUMABLE = 75
 TIMES = ((0, 0), (0, 1), (1, 1))  # first step of the run (after a restart: 1), step
 
 
-def in_place_of_training(out: str) -> Callable[[train.Run, Interruption, Heartbeat], int]:
-    """Returns a `train.train` that writes this process' shards of the batches of `TIMES` into the folder `out`."""
+def in_place_of_restoring(out: str) -> Callable[..., resume.Start]:
+    """Returns a `resume.restore` that writes this process' shards of the batches of `TIMES` into the folder `out`."""
 
-    def write_shards(run: train.Run, interruption: Interruption, heartbeat: Heartbeat) -> int:
-        del interruption, heartbeat
-        ex, found = run.experiment, {}
+    def write_shards(ex: Experiment, *_: object) -> resume.Start:
+        found = {}
         for first in (0, 1):
-            with train.training_batches(dataclasses.replace(run, start=first)) as batches:
+            with train.make_batches(ex, load_datasets(ex).train, first) as batches:
                 for step in range(first, 2):
                     for name, x in ex.batches.to_devices(next(batches)).items():
                         for number, shard in enumerate(x.addressable_shards):
@@ -35,7 +37,8 @@ def in_place_of_training(out: str) -> Callable[[train.Run, Interruption, Heartbe
                             found |= {f"{key} data": np.asarray(shard.data), f"{key} place": np.array(place)}
                             found[f"{first} {step} {name} shape"] = np.array(x.shape)
         np.savez(f"{out}/{jax.process_index()}.npz", **found)
-        return 0
+        wait_for_all("written")
+        raise ResumableError("the batches are written")
 
     return write_shards
 
@@ -71,16 +74,9 @@ def check_batches(out: Path, num_processes: int, global_size: int) -> None:
     ],
 )
 def test_one_process(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "train", in_place_of_training(str(tmp_path)))
-    monkeypatch.setattr(train, "prepare", as_resumed)
-    assert run_here(*arguments(tmp_path / "run", **changes), compile_once=False) == 0
+    monkeypatch.setattr(resume, "restore", in_place_of_restoring(str(tmp_path)))
+    assert run_here(*arguments(tmp_path / "run", **changes), compile_once=False) == RESUMABLE
     check_batches(tmp_path, 1, changes.get("batch__global_size", 16))
-
-
-def as_resumed(resumed: train.Resumed, started_s: float) -> train.Resumed:
-    """A `train.prepare` that compiles nothing."""
-    del started_s
-    return resumed
 
 
 @pytest.mark.parametrize(
@@ -94,7 +90,7 @@ def as_resumed(resumed: train.Resumed, started_s: float) -> train.Resumed:
 def test_several_processes(count: int, changes: dict[str, Any], tmp_path: Path) -> None:
     args = arguments(tmp_path / "run", **changes)
     first = "import test_train_batches as here\n"
-    first += f"train.prepare, train.train = here.as_resumed, here.in_place_of_training({str(tmp_path)!r})"
+    first += f"here.resume.restore = here.in_place_of_restoring({str(tmp_path)!r})"
     outcomes = finish(*start_together(args, count, devices=2, first=first))
-    assert [code for code, _, _ in outcomes] == [0] * count, outcomes
+    assert [code for code, _, _ in outcomes] == [RESUMABLE] * count, outcomes
     check_batches(tmp_path, count, changes.get("batch__global_size", 16))

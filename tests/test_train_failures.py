@@ -3,6 +3,7 @@
 import json
 import resource
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,16 +23,16 @@ def test_the_disk_is_full(
     """From the last checkpoint on no file may be larger than `room`; with 100 the report cannot be written either."""
     undisturbed, workdir = tmp_path / "undisturbed", tmp_path / "run"
     assert run_here(*arguments(undisturbed)) == 0
-    save = train.save
+    save = train.Keeper.save
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def save_without_room(run: train.Run, step: int, *rest: object) -> None:
+    def save_without_room(self: train.Keeper, step: int, *rest: Any) -> None:
         if step == 10:
-            run.checkpointer.wait()
+            self._checkpointer.wait()
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-        save(run, step, *rest)
+        save(self, step, *rest)
 
-    monkeypatch.setattr(train, "save", save_without_room)
+    monkeypatch.setattr(train.Keeper, "save", save_without_room)
     capsys.readouterr()
     try:
         code = run_here(*arguments(workdir))
@@ -101,6 +102,6 @@ def test_a_log_that_cannot_be_started(
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "config.partial")
 
-    monkeypatch.setattr(train, "RunLog", fail)
+    monkeypatch.setattr("training.log.RunLog", fail)
     assert run_here(*arguments(tmp_path)) == 1
     assert capsys.readouterr().err == "error: [Errno 28] No space left on device: 'config.partial'\n"

@@ -55,7 +55,7 @@ def test_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert "starting at step 0 of 10" in capsys.readouterr().out
     names = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints", "report.html"}
     names |= {"summary.json", "sample.txt", "mesh.png", "collectives.json"}
-    names |= {"attempts.json", f"lock-{socket.gethostname()}"}
+    names |= {"attempts.json", "events.jsonl", f"lock-{socket.gethostname()}"}
     assert {path.name for path in workdir.iterdir()} == names
     first, last = losses(workdir)[0], losses(workdir)[-1]
     assert last < first - 0.5
@@ -172,7 +172,7 @@ def test_a_second_ctrl_c_stops_at_once(
 def test_a_signal_before_the_first_step(
     tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "check_data", lambda *_: signal.raise_signal(number))
+    monkeypatch.setattr(train, "load_datasets", lambda *_: signal.raise_signal(number))
     assert run_here(*arguments(tmp_path)) == RESUMABLE
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1 and captured.err.startswith("stopped at once")
@@ -241,12 +241,12 @@ def test_a_frozen_attempt_that_saves_a_step_beside_the_next_one(
 RUNS_AHEAD = """
 from training.experiment import Experiment
 Experiment.dispatches_asynchronously = property(lambda self: True)
-taken, report, make_batches = [], train.report, train.training_batches
-train.training_batches = lambda run: taken.append(make_batches(run)) or taken[0]
-def report_and_say(run, pending):
+taken, report, make_batches = [], train.Reporter.report, train.make_batches
+train.make_batches = lambda *args: taken.append(make_batches(*args)) or taken[0]
+def report_and_say(self, pending):
     print("logged", pending.step, "after", taken[0].step)
-    report(run, pending)
-train.report = report_and_say
+    report(self, pending)
+train.Reporter.report = report_and_say
 """
 
 

@@ -7,7 +7,8 @@ the seed (cluster/chaos/plan.py), come one after the other, each a few steps aft
 before; nobody helps it. At the end the loss of every step and the parameters must be those of the undisturbed run, to
 1e-5, and no process or namespace of the cluster may be left. Exit codes: 0 so it is; 1 it is not; 2 a mistake.
 
-Writes into the work directory: `log` (what the run said), `events.jsonl`, `run` and `reference` (the two runs).
+Writes into the work directory: `log` (what the run said), `outcomes.jsonl` (a line per event), `run` and `reference`
+(the two runs).
 """
 
 import argparse
@@ -105,7 +106,7 @@ def disturb(run: ElasticRun, options: argparse.Namespace) -> bool:
         for number, event in enumerate(plan, 1):
             outcome = inject(run, event)
             print(f"{number:2} {described(outcome)}", flush=True)
-            with (run.folder / "events.jsonl").open("a") as file:
+            with (run.folder / "outcomes.jsonl").open("a") as file:
                 file.write(json.dumps(asdict(outcome) | {"load": os.getloadavg()[0]}) + "\n")
         code = run.finish(END_S)
     left = run.left()

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.chaos.plan import Event
-from cluster.chaos.run import BEGINS, GENERATION, NOTICED, STOPPED, ElasticRun
+from cluster.chaos.plan import Fault
+from cluster.chaos.run import NOTICED, ElasticRun
+from runtime.events import Event
 
 RECOVERY_S = 300.0
 AWAY_S = 30.0  # that a cut or frozen node is away: longer than it takes to be missed
@@ -19,7 +20,7 @@ MOMENT_S = 180.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What an event cost: times in seconds from the event on, None where the log has no such line."""
+    """What an event cost: times in seconds from the event on, None where there was no such event."""
 
     kind: str
     process: int
@@ -35,7 +36,7 @@ class Outcome:
     source: str  # of the state: memory, or a checkpoint
 
 
-def inject(run: ElasticRun, event: Event) -> Outcome:
+def inject(run: ElasticRun, event: Fault) -> Outcome:
     """Waits until the run goes well, does to it what the event says, and returns what that cost."""
     settle(run)
     until = run.step + event.pause_steps
@@ -53,7 +54,12 @@ def inject(run: ElasticRun, event: Event) -> Outcome:
         f"recovery from {event.kind} of node{node}",
         RECOVERY_S,
     )
-    phases = {"noticed": NOTICED, "stopped": STOPPED, "started": GENERATION, "restored": BEGINS}
+    phases = {
+        "noticed": NOTICED,
+        "stopped": {Event.ATTEMPT_ENDED},
+        "started": {Event.ATTEMPT_STARTED},
+        "restored": {Event.RESTORED},
+    }
     return Outcome(
         kind=event.kind,
         process=event.process % nodes,

@@ -23,7 +23,7 @@ PAUSE_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class Fault:
     """What happens to the node of a process, so many steps after the run has recovered from the event before."""
 
     kind: str
@@ -31,12 +31,12 @@ class Event:
     pause_steps: int
 
 
-def make_plan(seed: int, count: int, *, nodes: int, min_nodes: int) -> list[Event]:
+def make_plan(seed: int, count: int, *, nodes: int, min_nodes: int) -> list[Fault]:
     """Returns `count` events for a run that starts on `nodes`, of which at least `min_nodes` are always there.
 
     Kinds are drawn like cards, so that all occur equally often, as far as the number of nodes allows.
     """
-    chance, there, deck, plan = random.Random(seed), nodes, Counter[str](), list[Event]()
+    chance, there, deck, plan = random.Random(seed), nodes, Counter[str](), list[Fault]()
     while len(plan) < count:
         possible = [kind for kind in sorted(deck.elements()) if min_nodes <= there + NODES_AFTER[kind] <= nodes]
         if not possible:
@@ -44,6 +44,6 @@ def make_plan(seed: int, count: int, *, nodes: int, min_nodes: int) -> list[Even
             continue
         kind = chance.choice(possible)
         deck -= Counter([kind])
-        plan.append(Event(kind=kind, process=chance.randrange(there), pause_steps=chance.randint(1, PAUSE_STEPS)))
+        plan.append(Fault(kind=kind, process=chance.randrange(there), pause_steps=chance.randint(1, PAUSE_STEPS)))
         there += NODES_AFTER[kind]
     return plan

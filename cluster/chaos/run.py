@@ -1,20 +1,19 @@
-"""`ElasticRun`: train.py on an emulated Ray cluster, seen from outside: its log, its metrics, its processes."""
+"""`ElasticRun`: train.py on an emulated Ray cluster, seen from outside: its events, its metrics, its processes."""
 
 import contextlib
 import itertools
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from cluster.control import ask
+from runtime.events import Event, EventReader
 from runtime.progress import read_progress
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,25 +22,14 @@ END_S = 180.0  # for the cluster to end, when the run has
 NOTHING_LEFT_S = 10.0  # for the kernel to take the namespaces apart
 NAMESPACES = ("pid", "net", "mnt")  # that a node has of its own
 JOIN = [sys.executable, "-m", "engines.ray_nodes"]
-GENERATION = re.compile(r"^\S+ generation (\d+): \d+ nodes: (.*); spares: ")
-FIRST_STEP = re.compile(r"^first step done after|^\S+ generation \d+: step \d+ is done")  # train.py's; the engine's
-STOPPED = re.compile(r"^\S+ generation \d+ (stopped|ended)")
-BEGINS = re.compile(r"(?:starting|resumed) at step (\d+) of \d+ in [^,]*(?:, from (.*); steps done again)?")
-NOTICED = re.compile(
-    r"the program ended| is lost: | is asked to stop| starts ahead: |^\S+ \S+ does not answer|error: process"
-)
+FIRST_STEP = {Event.FIRST_STEP, Event.ATTEMPT_STEPPED}  # train.py's; the engine's
+# when it was first said that something was wrong, or is to change
+NOTICED = {Event.LOST_PEER, Event.NODE_LOST, Event.ATTEMPT_FAILED, Event.ATTEMPT_STOPPING, Event.ATTEMPT_AHEAD}
+LAST_LINES = 15  # of the log, in a message
 
 
 class RunError(RuntimeError):
     """The run ended, or did nothing for too long; the message has its last lines."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Said:
-    """A line of the log, and when it was read."""
-
-    at_s: float
-    text: str
 
 
 class ElasticRun:
@@ -63,7 +51,7 @@ class ElasticRun:
     ) -> None:
         """`arguments` are train.py's, but the `--workdir`, which is `folder/run`; `options` are engines.ray's."""
         self.folder, self.workdir, self.max_nodes = folder, folder / "run", nodes
-        self.said: list[Said] = []
+        self.events: list[dict[str, Any]] = []  # with `at_s`, by this process' monotonic clock
         self.generation, self.is_settled, self.settled_s = 0, False, 0.0  # settled: it has finished a step
         self.world: tuple[int, ...] = ()  # the node of each process
         self.alive = set(range(1, nodes + 1))  # nodes that may train, or will
@@ -72,7 +60,7 @@ class ElasticRun:
         self._stepped_s: list[float] = []  # when each finished step was seen
         self._steps_before = 0  # how many of them were seen before this start began
         self._newest = 0  # the newest step of this history of the run
-        self._unread = b""
+        self._news = EventReader(self.workdir)
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._programs: dict[int, int] = {}  # of this generation
         self._namespaces: dict[str, int] = {}  # of the nodes, held open: the kernel would give their numbers away again
@@ -89,7 +77,6 @@ class ElasticRun:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "log").open("wb") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
-        self._log = (self.folder / "log").open("rb")
         return self
 
     def __exit__(
@@ -97,39 +84,39 @@ class ElasticRun:
     ) -> None:
         self._process.kill()  # its nodes end with it
         self._process.wait()
-        self._log.close()
 
     # --------------------------------------------------------------------------------------------------- looking
 
     def look(self) -> None:
-        """Reads what is new in the metrics and in the log, and does what is due."""
+        """Reads what is new in the metrics and the events, and does what is due."""
         before, self.step = self.step, read_progress(self.workdir).step
         if self.step > before:
             self._stepped_s.append(time.monotonic())
         self._newest = max(self._newest, self.step)
-        *lines, self._unread = (self._unread + self._log.read()).split(b"\n")
-        for line in lines:
-            self._take(Said(at_s=time.monotonic(), text=line.decode(errors="replace")))
+        ahead_s = time.time() - time.monotonic()
+        for event in self._news.new():
+            self._take(event | {"at_s": event["time_s"] - ahead_s})
         due = [item for item in self._later if item[0] <= time.monotonic()]
         self._later = [item for item in self._later if item not in due]
         for _, action in due:
             action()
 
-    def _take(self, said: Said) -> None:
-        self.said.append(said)
-        if found := GENERATION.search(said.text):
-            self.generation, self.is_settled = int(found[1]), False
-            self.world = tuple(int(host.removeprefix("node")) for host in found[2].split(", "))
+    def _take(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+        kind = event["event"]
+        if kind == Event.ATTEMPT_STARTED:
+            self.generation, self.is_settled = event["attempt"], False
+            self.world = tuple(int(host.removeprefix("node")) for host in event["hosts"])
             self._programs.clear()
             self._inits()  # notes their namespaces
-        elif FIRST_STEP.search(said.text) and not self.is_settled:
-            self.is_settled, self.settled_s = True, said.at_s
-        elif STOPPED.search(said.text):
+        elif kind in FIRST_STEP and not self.is_settled:
+            self.is_settled, self.settled_s = True, event["at_s"]
+        elif kind == Event.ATTEMPT_ENDED:
             self.is_settled = False
-        elif found := BEGINS.search(said.text):
-            self.lost_steps += max(0, self._newest - int(found[1]))
-            self._newest, self._steps_before = int(found[1]), len(self._stepped_s)
-            self.source = found[2] or "nothing"
+        elif kind == Event.RESTORED:
+            self.lost_steps += max(0, self._newest - event["step"])
+            self._newest, self._steps_before = event["step"], len(self._stepped_s)
+            self.source = event["source"]
 
     def wait(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
         """Looks until something is so. RunError if the run ends before, or the time is up."""
@@ -145,9 +132,10 @@ class ElasticRun:
         """Puts an action off."""
         self._later.append((time.monotonic() + pause_s, action))
 
-    def since(self, start_s: float, pattern: re.Pattern[str]) -> float | None:
-        """Returns how long after a time the first line came that matches, None if there is none."""
-        return next((s.at_s - start_s for s in self.said if s.at_s >= start_s and pattern.search(s.text)), None)
+    def since(self, start_s: float, kinds: Container[str]) -> float | None:
+        """Returns how long after a time the first event of these kinds came, None if there is none."""
+        times_s = (event["at_s"] - start_s for event in self.events if event["event"] in kinds)
+        return next((after_s for after_s in times_s if after_s >= 0), None)
 
     @property
     def has_stepped(self) -> bool:
@@ -174,7 +162,7 @@ class ElasticRun:
         return self._process.returncode
 
     def _last_lines(self) -> str:
-        return "\n".join(said.text for said in self.said[-15:])
+        return "\n".join((self.folder / "log").read_text(errors="replace").splitlines()[-LAST_LINES:])
 
     # --------------------------------------------------------------------------------------------------- touching
 

@@ -20,7 +20,8 @@ from cluster.probe.measure import Level, find_levels, measure_sizes
 from cluster.probe.model import RING_PASSES, Measurement
 from metrics.environment import environment
 from runtime import launch
-from runtime.command_line import EXIT_BAD_INPUT, OneLineParser, complain
+from runtime.command_line import OneLineParser, complain
+from runtime.exit_codes import ExitCode
 
 SIZES = "1k,4k,16k,64k,256k,1m,4m,16m,64m"
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -35,11 +36,17 @@ def main(argv: Sequence[str]) -> int:
         if devices := launch.virtual_devices():
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", devices)
-        launch.join(options.coordinator, options.num_processes, options.process_id)
+        launch.join(
+            launch.Address(
+                coordinator=options.coordinator,
+                num_processes=options.num_processes,
+                process_id=options.process_id,
+            )
+        )
         levels = find_levels(options.devices_per_node)
     except (ValueError, OSError) as error:
         complain(error)
-        return EXIT_BAD_INPUT
+        return ExitCode.BAD_INPUT
     say(report.header(levels[0].mesh.size, jax.devices()[0].device_kind))
     measured = [m for level in levels for collective in RING_PASSES for m in measure_aloud(level, collective, sizes)]
     if jax.process_index() == 0:

@@ -1,0 +1,104 @@
+"""`WORKDIR/events.jsonl`: what happened to a run, one JSON object a line, for programs and for people.
+
+Every line has `time` (ISO 8601, UTC) and `event`; the fields of each event stand beside its name below. Process 0 of
+the run writes, process 1 if process 0 is lost, and the engine that starts the run.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "events.jsonl"
+_LOCK_S = 1.0  # a process that was frozen while it held the lock must not hold up the others
+
+
+class Event(StrEnum):
+    """What is written, with its fields."""
+
+    READY = "ready"  # coordinator: an attempt that was started ahead has compiled, and waits for SIGUSR1
+    STARTED = "started"  # coordinator, processes, devices
+    RESTORED = "restored"  # step, source (memory, a checkpoint, or nothing), steps_again: steps that are done again
+    FIRST_STEP = "first_step"  # step
+    SNAPSHOT = "snapshot"  # step
+    CHECKPOINT = "checkpoint"  # step: its save has begun
+    LOST_PEER = "lost_peer"  # peers, why
+    STOPPED = "stopped"  # step, why (finished or asked to stop)
+    EXITED = "exited"  # code, why
+    # of an engine
+    ATTEMPT_STARTED = "attempt_started"  # attempt, hosts, idle: hosts that are not needed
+    ATTEMPT_AHEAD = "attempt_ahead"  # attempt, hosts, why: it compiles while the one before it trains
+    ATTEMPT_STOPPING = "attempt_stopping"  # attempt, why: the program is asked to stop
+    ATTEMPT_FAILED = "attempt_failed"  # attempt, host, how: the first process that ended without being asked to
+    ATTEMPT_STEPPED = "attempt_stepped"  # attempt, step, after_s: since the event that led to the attempt
+    ATTEMPT_ENDED = "attempt_ended"  # attempt, step, ends: host to how its process ended
+    NODE_LOST = "node_lost"  # host, why
+
+
+class EventLog:
+    """Appends events to the file of a work directory; one without a directory does nothing."""
+
+    def __init__(self, workdir: Path | None) -> None:
+        self._file = workdir / FILE_NAME if workdir else None
+
+    def write(self, event: Event, **fields: Any) -> None:
+        """Appends an event. What cannot be written is left out: a full disk must not end a run that could go on."""
+        if self._file is None:
+            return
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = json.dumps({"time": now, "event": event, **fields}).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            try:
+                _lock(descriptor)  # of several nodes on a network file system, appends alone may overwrite each other
+                os.write(descriptor, line)
+            finally:
+                os.close(descriptor)
+
+
+class EventReader:
+    """Reads a work directory's events as they come."""
+
+    def __init__(self, workdir: Path) -> None:
+        self._file, self._offset = workdir / FILE_NAME, 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Returns the events since the last call, with `time_s` (seconds since 1970) added."""
+        with contextlib.suppress(FileNotFoundError), self._file.open("rb") as file:
+            file.seek(self._offset)
+            whole, _, _ = file.read().rpartition(b"\n")
+            if whole:
+                self._offset += len(whole) + 1
+                return [found for line in whole.split(b"\n") if (found := _parsed(line))]
+        return []
+
+    def skip(self) -> None:
+        """Leaves out what is there now."""
+        self.new()
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """Returns an event, None for a line that is none: somebody's machine may have died in the middle of one."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        content = json.loads(line)
+        return content | {"time_s": datetime.fromisoformat(content["time"]).timestamp()}
+    return None
+
+
+def _lock(descriptor: int) -> None:
+    until_s = time.monotonic() + _LOCK_S
+    while time.monotonic() < until_s:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.01)
+        except OSError:  # Lustre without its mount option `flock`, for example
+            return
+        else:
+            return

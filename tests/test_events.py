@@ -1,0 +1,98 @@
+"""`events.jsonl`: whole lines from several writers, and what a run writes there."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import IGNORED, ROOT, arguments, run_here
+
+from runtime.events import FILE_NAME, Event, EventLog, EventReader
+
+WRITER = """
+import sys
+from pathlib import Path
+from runtime.events import Event, EventLog
+log = EventLog(Path(sys.argv[1]))
+for step in range(200):
+    log.write(Event.SNAPSHOT, step=step, by=sys.argv[2] * 100)
+"""
+
+
+def kinds(workdir: Path) -> list[str]:
+    return [event["event"] for event in EventReader(workdir).new()]
+
+
+def test_lines_of_several_writers_stay_whole(tmp_path: Path) -> None:
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, tmp_path, name], cwd=ROOT) for name in "ab"]
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+    found = EventReader(tmp_path).new()
+    for name in "ab":
+        assert [event["step"] for event in found if event["by"][0] == name] == [*range(200)]
+
+
+def test_a_reader_gets_whole_lines_once(tmp_path: Path) -> None:
+    reader, log = EventReader(tmp_path), EventLog(tmp_path)
+    assert reader.new() == []  # there is no file yet
+    log.write(Event.FIRST_STEP, step=1)
+    (event,) = reader.new()
+    assert event["step"] == 1 and abs(event["time_s"] - time.time()) < 60
+    with (tmp_path / FILE_NAME).open("a") as file:
+        file.write('no event\n{"time": "2026-01-01T00:00:00+00:00", "event": "snap')
+        file.flush()
+        assert reader.new() == []
+        file.write('shot", "step": 2}\n')
+    (event,) = reader.new()
+    assert (event["event"], event["step"], event["time_s"]) == (Event.SNAPSHOT, 2, 1767225600.0)
+    assert reader.new() == []
+
+
+def test_a_frozen_writer_holds_up_nobody(tmp_path: Path) -> None:
+    EventLog(tmp_path).write(Event.FIRST_STEP, step=1)
+    descriptor = os.open(tmp_path / FILE_NAME, os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        EventLog(tmp_path).write(Event.SNAPSHOT, step=1)
+    finally:
+        os.close(descriptor)
+    assert kinds(tmp_path) == ["first_step", "snapshot"]
+
+
+def test_a_disk_without_room_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    EventLog(tmp_path).write(Event.FIRST_STEP, step=1)
+    monkeypatch.undo()
+    assert kinds(tmp_path) == []
+
+
+@IGNORED
+def test_what_a_run_writes(tmp_path: Path) -> None:
+    """From its start to its exit code, in order; the same command again finds it finished, and writes nothing."""
+    (memory := tmp_path / "memory").mkdir(mode=0o700)
+    args = arguments(tmp_path / "run", elastic__snapshot_every=4, elastic__memory_dir=memory)
+    assert run_here(*args) == 0
+    found = [(event["event"], event.get("step")) for event in EventReader(tmp_path / "run").new()]
+    steps = [("snapshot", 4), ("checkpoint", 5), ("snapshot", 8), ("checkpoint", 10)]
+    beginning = [("started", None), ("restored", 0), ("first_step", 1)]
+    assert found == [*beginning, *steps, ("stopped", 10), ("exited", None)]
+    written = (tmp_path / "run" / FILE_NAME).read_text()
+    assert json.loads(written.splitlines()[-1])["code"] == 0
+    assert run_here(*args) == 0 and (tmp_path / "run" / FILE_NAME).read_text() == written
+
+
+@IGNORED
+def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+    """It begins to write when it starts: a mistake in the config leaves nothing in another run's directory."""
+    assert run_here(*arguments(tmp_path, optimizer__learning_rate=1e16, optimizer__max_skipped=3)) == 1
+    *_, last = EventReader(tmp_path).new()
+    assert (last["event"], last["code"]) == ("exited", 1) and last["why"].startswith("3 updates in a row were not")
+    written = (tmp_path / FILE_NAME).read_text()
+    assert run_here(*arguments(tmp_path)) == 2 and (tmp_path / FILE_NAME).read_text() == written

@@ -1,0 +1,46 @@
+"""The training and validation data of an experiment, checked against its model and the other processes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from input_pipeline import Dataset, TextDataset, load
+from training.experiment import Experiment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datasets:
+    """What a run trains on, and what it is validated on."""
+
+    train: Dataset
+    validation: Dataset
+
+    @property
+    def fingerprints(self) -> Mapping[str, str]:
+        """Hashes of both, as checkpoints name them."""
+        return {"fingerprint": self.train.fingerprint, "validation_fingerprint": self.validation.fingerprint}
+
+
+def load_datasets(experiment: Experiment) -> Datasets:
+    """Loads both splits. ValueError if the model has too few ids or classes, or if processes see different data."""
+    train, validation = (load(experiment.data, split, experiment.config.seed) for split in ("train", "validation"))
+    for dataset in (train, validation):
+        _check_size(experiment, dataset)
+        if jax.process_count() > 1:
+            everyone = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(dataset.fingerprint), np.uint8))
+            if not (everyone == everyone[0]).all():
+                raise ValueError(f"the processes see different data for data.source={experiment.data.source}")
+    return Datasets(train=train, validation=validation)
+
+
+def _check_size(experiment: Experiment, dataset: Dataset) -> None:
+    data, model = experiment.data, experiment.config.model
+    if isinstance(dataset, TextDataset):
+        key, there, what = "vocab_size", dataset.vocab_size, f"ids of data.tokenizer={data.tokenizer}"
+    else:
+        key, there, what = "num_classes", dataset.num_classes, f"classes of data.source={data.source}"
+    if there > model[key]:
+        raise ValueError(f"model.{key}={model[key]} is smaller than the {there} {what}; set model.{key}={there}")

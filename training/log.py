@@ -1,0 +1,53 @@
+"""The log of a run: what its metrics and its report need to know about the experiment."""
+
+import json
+from pathlib import Path
+
+import jax
+
+from metrics.environment import environment
+from metrics.run_log import RunLog
+from metrics.throughput import StepTimer, peak_flops
+from sharding import hlo
+from training.experiment import Experiment
+
+
+def make_log(
+    experiment: Experiment, workdir: Path, start: int, step_fn: jax.stages.Compiled, started_s: float
+) -> RunLog:
+    """Returns the log of the run, with the collectives of the compiled step."""
+    config, shape = experiment.config, experiment.plan.layout.shape
+    collectives = hlo.read_collectives(step_fn.as_text() or "", shape)
+    device = jax.devices()[0]
+    peak = peak_flops(device.device_kind)
+    rows, data = experiment.batches.global_size, experiment.data
+    unit, units_per_row = ("examples", 1) if data.objective == "classify" else ("tokens", data.seq_len)
+    row = next(iter(data.row_arrays.values()))
+    return RunLog(
+        workdir,
+        enabled=jax.process_index() == 0,
+        start_step=start,
+        num_steps=config.num_steps,
+        log_every=config.log_every,
+        timer=StepTimer(
+            rows * units_per_row,
+            unit,
+            rows * experiment.model.flops_per_row(row.shape),
+            peak and peak * shape.num_devices,
+        ),
+        files={
+            "config": json.loads(config.to_json()),
+            "environment": environment(
+                {
+                    "devices": f"{shape.num_devices} x {device.device_kind}",
+                    "processes": jax.process_count(),
+                    "mesh": shape.sizes,
+                    "num_params": experiment.model.num_params,
+                }
+            ),
+            "collectives": hlo.as_report(collectives),
+        },
+        constants=hlo.bytes_per_step(collectives),
+        count_wire=jax.process_count() > 1,
+        started_s=started_s,
+    )

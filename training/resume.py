@@ -1,0 +1,136 @@
+"""Whether a work directory holds this run, whether it is finished, and the newest step that it can go on from."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from configs import door
+from configs.door import Config
+from metrics.run_files import RunFiles, read_run
+from metrics.writer import METRICS_FILE
+from runtime.consensus import from_process_zero, new_ticket
+from state import Checkpointer, Restored, latest_config, manifest
+from state.snapshots import Snapshots
+from training.experiment import Experiment
+
+# What a resumed run may change: it is not what is learned (docs/training.md); data is known by its fingerprint.
+MAY_CHANGE = ("mesh.", "sharding.", "checkpoint.", "elastic.", "eval.", "sample.", "log_every", "batch.micro_size")
+MAY_CHANGE += ("model.remat", "model.attention", "data.prefetch", "data.path", "data.tokenizer_path")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run starts: from a restored step, or from nothing."""
+
+    restored: Restored | None
+    logged: int  # the newest step in the metrics
+
+    @property
+    def step(self) -> int:
+        """Steps done before."""
+        return self.restored.step if self.restored else 0
+
+    @property
+    def source(self) -> str:
+        """What was restored, in words."""
+        return self.restored.source if self.restored else "nothing"
+
+    @property
+    def steps_again(self) -> int:
+        """Steps that were logged, and are done again."""
+        return max(0, self.logged - self.step)
+
+    def described(self, num_steps: int, workdir: Path) -> str:
+        """Returns a line for the user."""
+        at = f"step {self.step} of {num_steps} in {workdir}"
+        if not self.restored:
+            return f"starting at {at}"
+        return f"resumed at {at}, from {self.source}; steps done again: {self.steps_again}"
+
+
+def has_begun(workdir: Path) -> bool:
+    """Whether a run has logged a step there."""
+    return (workdir / METRICS_FILE).exists()
+
+
+def is_finished(config: Config, workdir: Path) -> bool:
+    """Whether `workdir` holds this run and it is done, which is said. ValueError if it holds another run."""
+    done = from_process_zero(new_ticket("finished"), lambda: _holds_finished(config, workdir))
+    if done and jax.process_index() == 0:
+        print(f"{workdir} is finished: {config.num_steps} steps are done")
+    return done
+
+
+def _holds_finished(config: Config, workdir: Path) -> bool:
+    files = read_run(workdir) if has_begun(workdir) else RunFiles(run_dir=workdir)
+    saved = latest_config(workdir / "checkpoints") or files.config  # if it stopped before its first checkpoint
+    if not saved:
+        return False
+    check_same_run(saved, config, workdir)
+    if files.summary.get("exit_reason") != "finished":
+        return False
+    try:
+        manifest.verify(workdir / "checkpoints" / str(config.num_steps))
+    except manifest.DamagedError:  # `restore` says so, and goes on from the step before it
+        return False
+    return True
+
+
+def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> None:
+    """Raises ValueError with the differences if `saved` is the config of another run than this one."""
+    changed = changed_keys(saved, json.loads(config.to_json()))
+    if changed:
+        changes = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changed.items())
+        raise ValueError(f"{workdir} holds a run of another config: {changes}; choose another --workdir")
+
+
+def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns the old and the new value of each key in which two configs are of different runs."""
+    old, new = door.flat(saved), door.flat(config)
+    keys = [key for key in sorted({*old, *new}) if not key.startswith(MAY_CHANGE)]
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+
+
+def is_same_run(saved: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Whether two configs are of one run."""
+    return not changed_keys(saved, config)
+
+
+def restore(
+    experiment: Experiment,
+    workdir: Path,
+    checkpointer: Checkpointer,
+    snapshots: Snapshots,
+    fingerprints: Mapping[str, str],
+) -> Start:
+    """Restores the newest step of the run, from memory or a checkpoint. ValueError if it is of another run or data."""
+    restored = snapshots.restore(experiment.state_shapes, checkpointer)
+    if restored:  # what is only in memory, `is_finished` has not seen
+        check_same_run(restored.config, experiment.config, workdir)
+        _check_same_data(restored, experiment, workdir, fingerprints)
+    rows = read_run(workdir).rows if has_begun(workdir) else ()
+    return Start(restored=restored, logged=int(rows[-1]["step"]) if rows else 0)
+
+
+def _check_same_data(
+    restored: Restored, experiment: Experiment, workdir: Path, fingerprints: Mapping[str, str]
+) -> None:
+    for key, now in fingerprints.items():
+        if restored.data.get(key, now) != now:  # earlier versions saved the training data's alone
+            what = "trained" if key == "fingerprint" else "validated"
+            raise ValueError(
+                f"{workdir} was {what} on other data: data.source={experiment.data.source} has changed since "
+                f"step {restored.step}; choose another --workdir"
+            )
+
+
+def check_writable(*folders: Path) -> None:
+    """Raises ValueError for a folder that is there and cannot be written: it would end the run at its first save."""
+    for folder in folders:
+        if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(f"{folder} cannot be written; change that, or choose another --workdir")
