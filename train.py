@@ -31,6 +31,7 @@ from metrics.environment import environment
 from metrics.run_files import RunFiles, read_run
 from metrics.run_log import RunLog
 from metrics.throughput import StepTimer, peak_flops
+from metrics.units import one_line
 from metrics.writer import METRICS_FILE
 from runtime import launch
 from runtime.command_line import escape_output
@@ -124,7 +125,7 @@ def main(argv: Sequence[str], *, ends_process: bool = False) -> int:
             expected = code == EXIT_BAD_CONFIG or isinstance(error, known)
             if not expected or (values.debug if values.is_parsed() else "--debug" in argv):
                 traceback.print_exc()
-            said = door.one_line(str(error))
+            said = one_line(str(error), "--debug shows")
             print(f"error: {said}", file=sys.stderr)
             return heartbeat.end(code, failure=said)
         except KeyboardInterrupt:
@@ -133,7 +134,7 @@ def main(argv: Sequence[str], *, ends_process: bool = False) -> int:
         except Exception as error:
             heartbeat.await_verdict(error)
             traceback.print_exc()
-            return heartbeat.end(1, failure=door.one_line(f"{type(error).__name__}: {error}"))
+            return heartbeat.end(1, failure=one_line(f"{type(error).__name__}: {error}", "--debug shows"))
 
 
 # ----------------------------------------------------------------------------------------------- preparation

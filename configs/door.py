@@ -15,7 +15,6 @@ from configs import base
 
 Settings = TypeVar("Settings")
 HELP = ("--help", "-help", "-h")
-FIRST, LAST = 600, 300  # characters of an error that are shown
 Config = Any  # an ml_collections.ConfigDict with the keys of configs/base.py, or a section of one
 
 
@@ -56,15 +55,6 @@ def help_text(usage: str, argv: Sequence[str], values: flags.FlagValues) -> str:
             *(f"  {shlex.quote(f'--config.{key}={value}')}" for key, value in keys),
         ]
     )
-
-
-def one_line(text: str) -> str:
-    """Returns a message as one line without its middle if that is long: what and where come first, what works last."""
-    line = " ".join(text.split())
-    left_out = len(line) - FIRST - LAST
-    if left_out <= 0:
-        return line
-    return f"{line[:FIRST]} [... {left_out} characters, which --debug shows ...] {line[-LAST:]}"
 
 
 def parse(argv: Sequence[str], values: flags.FlagValues) -> Config:

@@ -1,8 +1,9 @@
-"""Numbers as people read them: `4.2 MB`, `118 ms`, `1h 04m`, `12,345`."""
+"""Numbers as people read them (`4.2 MB`, `118 ms`, `1h 04m`, `12,345`), and messages of one line."""
 
 import math
 
 UNKNOWN = "\N{EN DASH}"  # stands where there is no number
+FIRST, LAST = 600, 300  # characters that are shown of a long message
 
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -58,6 +59,18 @@ def format_loss(value: float) -> str:
 def format_percent(fraction: float) -> str:
     """Returns a share as a percentage (`41.3 %`)."""
     return f"{100 * fraction:.1f} %" if math.isfinite(fraction) else str(fraction)
+
+
+def one_line(text: str, rest_in: str) -> str:
+    """Returns a message as one line, without its middle if it is long: what and where come first, what works last.
+
+    `rest_in` ends the sentence that says how much is left out, and where it is: "--debug shows", for example.
+    """
+    line = " ".join(text.split())
+    left_out = len(line) - FIRST - LAST
+    if left_out <= 0:
+        return line
+    return f"{line[:FIRST]} [... {left_out} characters, which {rest_in} ...] {line[-LAST:]}"
 
 
 def _three_digits(value: float) -> str:

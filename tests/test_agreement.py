@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from state import agreement
+from runtime import consensus
 
 
 class Store:
@@ -32,9 +32,9 @@ def test_an_error_of_process_0_is_one_of_the_same_kind_in_the_others(
     raised: Exception, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ValueError or an OSError before training ends the program with 2, anything else with 1."""
-    store, ticket = Store(), agreement.new_ticket("test")
+    store, ticket = Store(), consensus.new_ticket("test")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(agreement.multihost, "get_jax_distributed_client", lambda: store)
+    monkeypatch.setattr(consensus.multihost, "get_jax_distributed_client", lambda: store)
 
     def answer() -> None:
         raise raised
@@ -42,5 +42,5 @@ def test_an_error_of_process_0_is_one_of_the_same_kind_in_the_others(
     for process, kind in ((0, type(raised)), (1, expected)):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         with pytest.raises(kind) as caught:
-            agreement.from_process_zero(ticket, answer)
+            consensus.from_process_zero(ticket, answer)
         assert type(caught.value) is kind and str(caught.value) == str(raised)
