@@ -9,16 +9,15 @@ which says by what, is of a program that is no more: it stays on the record and 
 """
 
 import argparse
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import jax
 
-from benchmarks.strategies import machine
+from benchmarks import records
+from benchmarks.records import machine, spread
 from configs import base, door
 from configs import digits as digits_config
 from input_pipeline import Batches, load
@@ -161,8 +160,7 @@ def main() -> int:
                 if any(key.items() <= line.items() for line in recorded()):
                     continue
                 line = key | train(config_of(task, method.overrides, seed)) | {"overrides": method.overrides} | about
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+                records.add(RESULTS, line)
                 print(f"{task}, {name}, seed {seed}: {line['validation_loss']:.4f}", flush=True)
                 jax.clear_caches()
     write_tables(recorded())
@@ -171,8 +169,7 @@ def main() -> int:
 
 def recorded() -> list[dict[str, Any]]:
     """Returns the lines of the record that no later program superseded."""
-    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-    return [line for line in lines if "superseded" not in line]
+    return [line for line in records.recorded(RESULTS) if "superseded" not in line]
 
 
 def write_tables(lines: list[dict[str, Any]]) -> None:
@@ -204,11 +201,6 @@ def paired(runs: list[dict[str, Any]], dense: list[dict[str, Any]]) -> list[floa
     """Returns the validation losses of a method minus the dense ones, seed by seed: same start, same batches."""
     of_dense = {line["seed"]: line["validation_loss"] for line in dense}
     return [line["validation_loss"] - of_dense[line["seed"]] for line in runs if line["seed"] in of_dense]
-
-
-def spread(values: list[float], form: str) -> str:
-    """Returns `mean (lowest to highest)`."""
-    return f"{mean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ benchmarks/results/compression.jsonl and writes docs/compression_measured.md wit
 """
 
 import argparse
-import json
 import shlex
 import shutil
 import sys
@@ -26,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import sweep
 from benchmarks import compression_report
 from benchmarks.compression_report import DEVICES, NODES, VALUES
-from benchmarks.strategies import machine
+from benchmarks.records import add, machine, recorded
 from cluster.links import Links
 from compression.by_config import CODECS, CompressionConfig, make_codec
 from compression.route import Route
@@ -52,7 +51,7 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="only write the page from what is recorded")
     options = parser.parse_args()
     failed = 0 if options.report else measure(options)
-    compression_report.write(recorded())
+    compression_report.write(recorded(RESULTS))
     return 1 if failed else 0
 
 
@@ -65,24 +64,13 @@ def measure(options: argparse.Namespace) -> int:
     jax.config.update("jax_num_cpu_devices", NODES)
     failed = 0
     for name in TIMED:
-        if not any(line["kind"] == "codec" and line["codec"] == name for line in recorded()):
-            add({"kind": "codec", "codec": name} | codec_times(name))
+        if not any(line["kind"] == "codec" and line["codec"] == name for line in recorded(RESULTS)):
+            add(RESULTS, {"kind": "codec", "codec": name} | codec_times(name) | machine())
     for repetition in range(options.repetitions):
         for rate in rates:
             for name in NAMES:
                 failed += run(name, rate, repetition)
     return failed
-
-
-def recorded() -> list[dict[str, Any]]:
-    """Returns all lines of the record."""
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-
-
-def add(line: dict[str, Any]) -> None:
-    """Adds a line to the record, with where it was measured."""
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(line | machine()) + "\n")
 
 
 def codec_times(name: str) -> dict[str, Any]:
@@ -128,7 +116,7 @@ def timed(function: Any, *arguments: jax.Array) -> float:
 def run(name: str, rate: str, repetition: int) -> bool:
     """Runs the workload with a codec at a rate and records it, if that is not done; says if it failed."""
     key = {"kind": "step", "codec": name, "rate": rate, "repetition": repetition}
-    if any(key.items() <= line.items() for line in recorded()):
+    if any(key.items() <= line.items() for line in recorded(RESULTS)):
         return False
     overrides = {
         "compression.hop_two": name,
@@ -157,7 +145,7 @@ def run(name: str, rate: str, repetition: int) -> bool:
         "losses": [row["loss"] for row in rows],
     }
     command = shlex.join("python" if word == sys.executable else word for word in record.run.command)
-    add(key | found | {"command": command})
+    add(RESULTS, key | found | {"command": command} | machine())
     return False
 
 

@@ -12,7 +12,6 @@ benchmarks/results/dynamic_training.jsonl (the same command again runs only what
 
 import argparse
 import itertools
-import json
 import random
 import signal
 import subprocess
@@ -26,7 +25,8 @@ from typing import Any
 
 from benchmarks import dynamic_training_report
 from benchmarks.dynamic_training_cost import NODES
-from benchmarks.strategies import machine
+from benchmarks.records import add, machine, recorded
+from files import json_lines
 from runtime.events import Event, EventReader
 from runtime.exit_codes import ExitCode
 
@@ -73,14 +73,14 @@ def main() -> int:
         for kind in dynamic_training_report.KINDS:
             if failed(kind, seed, options.steps):
                 return 1
-    dynamic_training_report.write(recorded())
+    dynamic_training_report.write(recorded(RESULTS))
     return 0
 
 
 def failed(kind: str, seed: int, steps: int) -> bool:
     """Trains and records a run, if that is not done; says if it failed."""
     key = {"kind": kind, "seed": seed, "steps": steps}
-    if any(key.items() <= line.items() for line in recorded()):
+    if any(key.items() <= line.items() for line in recorded(RESULTS)):
         return False
     phases = fluctuating(seed, steps) if kind == "fluctuating" else fixed(steps)
     flags = [f"--config.seed={seed}", f"--config.num_steps={steps}", *EXTRA.get(kind, ())]
@@ -90,15 +90,9 @@ def failed(kind: str, seed: int, steps: int) -> bool:
         except RuntimeError as error:
             print(f"{kind}, seed {seed}: {error}", file=sys.stderr)
             return True
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    add(RESULTS, line)
     print(f"{kind}, seed {seed}: {line['validations'][-1]}", flush=True)
     return False
-
-
-def recorded() -> list[dict[str, Any]]:
-    """Returns all lines of the record."""
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
 
 
 def train(workdir: Path, overrides: Sequence[str], phases: Sequence[Phase]) -> dict[str, Any]:
@@ -160,7 +154,7 @@ def wait_for_rows(workdir: Path, count: int, process: subprocess.Popen[bytes]) -
 
 def rows(workdir: Path) -> list[dict[str, Any]]:
     """Returns the lines of metrics.jsonl, a step each. RuntimeError if one is missing or there twice."""
-    found = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    found = json_lines.read(workdir / "metrics.jsonl")
     if [row["step"] for row in found] != list(range(1, len(found) + 1)):
         raise RuntimeError(f"{workdir / 'metrics.jsonl'} does not hold each step once")
     return found

@@ -1,6 +1,5 @@
 """The page of benchmarks/dynamic_training.py: tables and a picture from its record and the simulated prices."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
@@ -9,6 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks import dynamic_training_cost as cost
+from benchmarks.records import recorded, spread
 from palette import FILL, GRID, LINE, SERIES
 from paper.plots import OUTSIDE, png
 
@@ -24,7 +24,7 @@ Line = dict[str, Any]
 
 def write(lines: Sequence[Line]) -> None:
     """Writes docs/dynamic_training.md and its picture; a seed counts when all of its runs are recorded."""
-    events = [json.loads(line) for line in EVENTS.read_text().splitlines()] if EVENTS.exists() else []
+    events = recorded(EVENTS)
     PAGE.write_text(page(lines, events))
     if seeds := whole_seeds(lines):
         PICTURE.write_bytes(png(draw(seeds)))
@@ -262,11 +262,6 @@ def cost_table(lines: Sequence[Line]) -> str:
         rows.append(f"| {' | '.join([*cells, *(spread(line['costs'][name]) for name in machines)])} |")
     rows.append(f"| | Dynamic Training, as quoted (unverified) | | 0.70 to 0.85 |{' 0.50 to 0.85 |' * len(machines)}")
     return "\n".join(rows)
-
-
-def spread(values: Sequence[float]) -> str:
-    """Returns `0.71 (0.66 to 0.75)`."""
-    return f"{mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def conclusion(lines: Sequence[Line]) -> str:

@@ -12,7 +12,6 @@ user namespaces (docs/emulation.md).
 """
 
 import argparse
-import json
 import os
 import shlex
 import shutil
@@ -24,11 +23,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.strategies import machine
+from benchmarks.records import add, machine, recorded
 from cluster.chaos.faults import RECOVERY_S, inject
 from cluster.chaos.plan import Fault
 from cluster.chaos.run import ROOT, ElasticRun, RunError
 from cluster.chaos.same import compare_losses, compare_parameters
+from files import json_lines
 from metrics.run_files import read_run
 from runtime.events import Event, EventReader
 
@@ -88,7 +88,7 @@ def main() -> int:
     cases = [case for case in MATRIX if not kinds or case.kind in kinds]
     try:
         if options.chaos:
-            add(chaos(options.chaos, options.reference or options.chaos / "reference"))
+            add(RESULTS, chaos(options.chaos, options.reference or options.chaos / "reference"))
         for repetition in range(0 if options.report or options.chaos else options.repetitions):
             measure(options.workdir / str(repetition), cases, compile_ahead=options.compile_ahead)
     except RunError as error:
@@ -96,7 +96,7 @@ def main() -> int:
         return 1
     finally:
         if RESULTS.exists():
-            PAGE.write_text(page(recorded()))
+            PAGE.write_text(page(recorded(RESULTS)))
     return 0
 
 
@@ -124,7 +124,8 @@ def measure(folder: Path, cases: Sequence[Case], *, compile_ahead: bool) -> None
                 "load": load,
                 "after": os.getloadavg()[0],
             }
-            add(line | {"command": shlex.join(["python", "-m", "benchmarks.elastic", *sys.argv[1:]]), **machine()})
+            command = shlex.join(["python", "-m", "benchmarks.elastic", *sys.argv[1:]])
+            add(RESULTS, line | {"command": command} | machine())
             times = f"{outcome.next_step_s:.1f} s, without a step for {outcome.pause_s:.1f} s"
             print(f"{case.title}: {times}, {outcome.lost_steps} steps lost", flush=True)
     if left := run.left():
@@ -138,7 +139,7 @@ def await_all(run: ElasticRun) -> None:
 
 def chaos(folder: Path, reference: Path) -> dict[str, Any]:
     """Returns the line of a run of cluster.chaos; its events tell whether it compiled ahead."""
-    events = [json.loads(line) for line in (folder / "outcomes.jsonl").read_text().splitlines()]
+    events = json_lines.read(folder / "outcomes.jsonl")
     run = read_run(folder / "run")
     compile_ahead = any(event["event"] == Event.ATTEMPT_AHEAD for event in EventReader(folder / "run").new())
     ahead = ["--compile_ahead"] * compile_ahead
@@ -155,18 +156,6 @@ def chaos(folder: Path, reference: Path) -> dict[str, Any]:
         "command": shlex.join(["python", "-m", "cluster.chaos", *ahead, f"--workdir={folder}"]),
         **machine(),
     }
-
-
-def add(line: dict[str, Any]) -> None:
-    """Adds a line to the record."""
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def recorded() -> list[dict[str, Any]]:
-    """Returns all lines of the record."""
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()]
 
 
 # ---------------------------------------------------------------------------------------------------------- page

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from files import json_lines
 from metrics.environment import environment
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +44,7 @@ def main() -> int:
 
 def run_record(strategy: str, command: str, workdir: Path) -> dict[str, Any]:
     """Returns the line of a run: the loss of each step, and how it was obtained."""
-    steps = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    steps = json_lines.read(workdir / "metrics.jsonl")
     about = environment({})
     return {
         "strategy": strategy,

@@ -15,7 +15,6 @@ benchmarks/results/strategies.jsonl and writes docs/strategies.md with its pictu
 
 import argparse
 import json
-import os
 import re
 import shlex
 import shutil
@@ -29,9 +28,9 @@ from typing import Any
 import sweep
 from benchmarks import strategies_report
 from benchmarks.names import Cluster, link_bytes, remat_of, sharding_of
+from benchmarks.records import add, machine, recorded
 from benchmarks.strategies_lines import COMPUTE, PEER, SCALE_MODEL
 from cluster.links import Links
-from metrics.environment import environment
 from sweeps.records import Record, State
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +62,7 @@ def main() -> int:
     if failed:
         print(f"{failed} runs failed; what they said is in {WORKDIR}", file=sys.stderr)
         return 1
-    strategies_report.write(recorded())
+    strategies_report.write(recorded(RESULTS))
     return 0
 
 
@@ -96,20 +95,15 @@ def planned(options: argparse.Namespace) -> list[tuple[str, str, str, int]]:
     ]
 
 
-def recorded() -> list[dict[str, Any]]:
-    """Returns all lines of the record."""
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-
-
 def scale_model_rate() -> str:
     """Returns the rate at which a flat gather takes 2.85 times the forward pass, from the compute that is recorded.
 
     The rate of earlier runs, if there are some: their times are to be compared.
     """
-    used = [line["rate"] for line in recorded() if line["mode"] == SCALE_MODEL]
+    used = [line["rate"] for line in recorded(RESULTS) if line["mode"] == SCALE_MODEL]
     if used:
         return used[0]
-    steps = [line for line in recorded() if line["strategy"] == COMPUTE]
+    steps = [line for line in recorded(RESULTS) if line["strategy"] == COMPUTE]
     if not steps:
         raise SystemExit(f"error: the scale model needs a time of its forward pass: --only='{COMPUTE}' records it")
     forward_s = median(line["step_time_s"] / line["accum"] for line in steps) / FORWARDS
@@ -122,14 +116,14 @@ def scale_model_rate() -> str:
 
 def run_ours(mode: str, name: str, rate: str, repetition: int) -> bool:
     """Runs a strategy at a rate and records it, if that is not done; says if it failed."""
-    if any((mode, name, rate, repetition) == tuple(line[key] for key in KEY) for line in recorded()):
+    if any((mode, name, rate, repetition) == tuple(line[key] for key in KEY) for line in recorded(RESULTS)):
         return False
     (record,) = sweep.run(CONFIG, [overrides_of(name, rate, repetition)], workdir=WORKDIR / mode, metric="step_time_s")
     shutil.rmtree(record.run.run_dir / "checkpoints", ignore_errors=True)  # 300 MB
     if record.state != State.FINISHED:
         print(f"{name} at {rate}: {record.error}", file=sys.stderr)
         return True
-    add(dict(zip(KEY, (mode, name, rate, repetition), strict=True)) | measured(name, record))
+    add(RESULTS, dict(zip(KEY, (mode, name, rate, repetition), strict=True)) | measured(name, record))
     return False
 
 
@@ -171,25 +165,12 @@ def measured(name: str, record: Record) -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, str]:
-    """Returns where and with what a line was measured."""
-    about = environment({})
-    return {"commit": about["git_commit"], "machine": f"{os.cpu_count()} CPU cores", "jax": about["versions"]["jax"]}
-
-
-def add(line: dict[str, Any]) -> None:
-    """Adds a line to the record."""
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
 # ------------------------------------------------------------------------------------------------- PyTorch's
 
 
 def run_pytorch(python: str, name: str, rate: str, repetition: int) -> bool:
     """Runs PyTorch's DDP, hybrid or full sharding on the same emulated cluster and records it; says if it failed."""
-    if any((PEER, f"{PEER} {name}", rate, repetition) == tuple(line[key] for key in KEY) for line in recorded()):
+    if any((PEER, f"{PEER} {name}", rate, repetition) == tuple(line[key] for key in KEY) for line in recorded(RESULTS)):
         return False
     options = [f"--{key}={value}" for key, value in vars(CLUSTER).items()]
     options += [f"--processes_per_node={CLUSTER.devices_per_node}", f"--rate={rate}"]
@@ -209,7 +190,7 @@ def run_pytorch(python: str, name: str, rate: str, repetition: int) -> bool:
     line |= (
         vars(CLUSTER) | json.loads(result[1]) | {"command": f"{Path(python).name} benchmarks/pytorch_peer.py {name}"}
     )
-    add(line | machine())
+    add(RESULTS, line | machine())
     print(f"pytorch {name} at {rate}: {line['step_time_s']:.2f} s a step", flush=True)
     return False
 

@@ -1,16 +1,17 @@
 """The way into a running emulation: `Control` listens, `ask` asks, both in a directory that others can find."""
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import socket
 import stat
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from files import locks
 
 ANSWER_S = 60.0
 REQUEST_S = 1.0
@@ -34,7 +35,7 @@ def running() -> list[str]:
     if not os.path.lexists(root):
         return []
     _check_owner(root)
-    return sorted(path.name for path in root.iterdir() if _is_held(path))
+    return sorted(path.name for path in root.iterdir() if locks.is_held(path / "lock"))
 
 
 def ask(name: str | None, request: dict[str, Any]) -> str:
@@ -76,13 +77,13 @@ class Control:
             root.mkdir(mode=0o700, parents=True)
         _check_owner(root)
         with contextlib.ExitStack() as undo:
-            with _locked(root / "register"):  # one at a time looks at what the others left
+            with locks.locked(root / "register"):  # one at a time looks at what the others left
                 for left in filter(_is_left_by_the_dead, root.iterdir()):
                     _remove(left)
                 if self._folder.exists():
                     raise ValueError(f"a cluster named {self._name} is running; end it, or give another --name")
                 self._folder.mkdir()
-                undo.enter_context(_locked(self._folder / "lock"))
+                undo.enter_context(locks.locked(self._folder / "lock"))
             undo.callback(self._leave)
             self._listener = undo.enter_context(socket.socket(socket.AF_UNIX))
             self._listener.bind(str(self._folder / "socket"))
@@ -95,7 +96,7 @@ class Control:
         self._undo.close()
 
     def _leave(self) -> None:
-        with _locked(self._folder.parent / "register"):  # who looks meanwhile would take it for one of the dead
+        with locks.locked(self._folder.parent / "register"):  # who looks meanwhile would take it for one of the dead
             _remove(self._folder)
 
     def answer(self, handle: Callable[[Any], str]) -> None:
@@ -116,13 +117,6 @@ class Control:
                     connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _check_owner(folder: Path) -> None:
     """Raises ValueError if others may have made the folder or may write to it: they could answer for us.
 
@@ -133,21 +127,11 @@ def _check_owner(folder: Path) -> None:
         raise ValueError(f"{folder} is not this user's alone; remove it, or set XDG_RUNTIME_DIR to a folder that is")
 
 
-def _is_held(folder: Path) -> bool:
-    """Says whether an emulation lives that has this folder."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), (folder / "lock").open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
 def _is_left_by_the_dead(folder: Path) -> bool:
     """Says whether a folder is an emulation's, with nothing else in it, and the emulation no longer lives."""
     if folder.is_symlink() or not folder.is_dir():
         return False
-    return {path.name for path in folder.iterdir()} <= {*FILES} and not _is_held(folder)
+    return {path.name for path in folder.iterdir()} <= {*FILES} and not locks.is_held(folder / "lock")
 
 
 def _remove(folder: Path) -> None:

@@ -1,7 +1,6 @@
 """`Cluster`: emulated nodes, each with a network of its own, and a link of chosen speed from each to a switch."""
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from typing import IO
 
 from cluster import namespaces
 from cluster.links import MTU_BYTES, Links
+from files import locks
 
 MAX_NODES = 254  # addresses of a /24
 DISABLED, FORWARDING = 0, 3  # states of a bridge's port
@@ -238,9 +238,9 @@ def check_count(nodes: int) -> None:
 @contextlib.contextmanager
 def _claimed(workdir: Path) -> Iterator[None]:
     """Keeps other emulations out of the directory. ValueError if one is there."""
-    with (workdir / ".lock").open("w") as lock:
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.enter_context(locks.locked(workdir / ".lock", wait_s=0))
         except BlockingIOError:
             raise ValueError(f"another emulation uses --workdir={workdir}; give another one") from None
         yield

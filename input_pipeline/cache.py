@@ -1,13 +1,14 @@
 """Folders that are prepared once: whole or absent, whoever is killed and however many prepare at the same time."""
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from files import atomic, locks
 
 ENVIRONMENT_KEY = "MICS_JAX_CACHE"
 
@@ -51,13 +52,13 @@ def _build_and_rename(path: Path, build: Callable[[Path], None]) -> None:
     try:
         build(scratch)
         for file in scratch.rglob("*"):
-            _sync(file)
+            atomic.sync(file)
         try:
             scratch.rename(path)
         except OSError:
             if not path.is_dir():  # if it is: a process that could not see our lock was faster, with the same content
                 raise
-        _sync(path.parent)
+        atomic.sync(path.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -69,14 +70,6 @@ def _remove(path: Path) -> None:
     shutil.rmtree(aside)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[bool]:
     """Holds a lock file that dies with the process; yields False where the file system has no locks.
@@ -84,19 +77,14 @@ def lock(path: Path) -> Iterator[bool]:
     The lock only saves work: without it, two processes prepare the same folder and the first rename wins.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
-        yield _flock(file.fileno(), path)
-
-
-def _flock(descriptor: int, path: Path) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        logging.getLogger(__name__).info("waiting for the process that prepares %s", path)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:
-        return False
-    return True
+    say = lambda: logging.getLogger(__name__).info("waiting for the process that prepares %s", path)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(locks.locked(path, waits=say))
+            has_lock = True
+        except locks.NoLocksError:
+            has_lock = False
+        yield has_lock
 
 
 @contextlib.contextmanager

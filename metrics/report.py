@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from files import atomic
 from metrics.charts import Line, line_chart, trend
 from metrics.report_tables import collective_table, config_facts, facts_table, mesh_picture, strategy_facts
 from metrics.run_files import Results, RunFiles, read_run, results_of, series
@@ -25,10 +26,7 @@ LINES = ("train", "validation", "speed", "wait")  # the series of the page's cha
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Writes `report.html` into a run directory and returns its path; ValueError if the folder is not a run."""
     path = Path(run_dir) / REPORT_FILE
-    page = render(read_run(run_dir))
-    new = path.with_name(REPORT_FILE + ".new")
-    new.write_text(page, encoding="utf-8")
-    os.replace(new, path)
+    atomic.replace(path, render(read_run(run_dir)))
     return path
 
 

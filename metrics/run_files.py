@@ -1,6 +1,5 @@
 """`read_run`: the files of a run directory, each if it is there and readable; `results_of`: the headline numbers."""
 
-import json
 import math
 import os
 import shlex
@@ -10,7 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-FIRST, LAST = 600, 300  # characters that are shown of a long error
+from files import json_lines
+from runtime.command_line import one_line
+
 Row = Mapping[str, Any]
 
 
@@ -117,7 +118,7 @@ def results_of(run: RunFiles) -> Results:
         inter_bytes=counted("inter_bytes"),
         wall_time_s=last("wall_time_s"),
         skipped_steps=last("skipped_steps"),
-        exit_reason=None if reason is None else _shortened(str(reason)),
+        exit_reason=None if reason is None else one_line(str(reason), "summary.json has"),
     )
 
 
@@ -137,12 +138,6 @@ def series(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
     return [(step, value) for step, value in pairs if step is not None and math.isfinite(step) and value is not None]
 
 
-def _shortened(text: str) -> str:
-    if len(text) <= FIRST + LAST:
-        return text
-    return f"{text[:FIRST]} [... {len(text) - FIRST - LAST} characters, which summary.json has ...] {text[-LAST:]}"
-
-
 def _read_bytes(path: Path, problems: dict[str, str]) -> bytes | None:
     try:
         return path.read_bytes()
@@ -157,14 +152,10 @@ def _read_object(path: Path, problems: dict[str, str]) -> dict[str, Any]:
     data = _read_bytes(path, problems)
     if data is None:
         return {}
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
+    value = json_lines.parsed(data)
+    if value is None:
         problems[path.name] = "is not a JSON object"
-        return {}
-    return value
+    return value or {}
 
 
 def _read_rows(path: Path, problems: dict[str, str]) -> tuple[Row, ...]:
@@ -172,19 +163,11 @@ def _read_rows(path: Path, problems: dict[str, str]) -> tuple[Row, ...]:
     data = _read_bytes(path, problems)
     if data is None:
         return ()
-    rows, bad = [], 0
-    for line in data.splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            bad += 1
-    if bad:
+    lines = [json_lines.parsed(line) for line in data.splitlines()]
+    rows = tuple(row for row in lines if row is not None)
+    if bad := len(lines) - len(rows):
         problems[path.name] = f"has {bad} unreadable line{'s' if bad > 1 else ''}, passed over"
-    return tuple(rows)
+    return rows
 
 
 def _config_of_command(command: Any) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from files import atomic
 from metrics.progress import Progress
 from metrics.report import write_report
 from metrics.run_files import read_run
@@ -46,7 +47,7 @@ class RunLog:
         if not enabled:
             return
         for name, content in files.items():
-            write_json(run_dir / f"{name}.json", content)
+            _write_json(run_dir / f"{name}.json", content)
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier start: who is killed leaves none
         self._writer = MetricsWriter(run_dir, resume_step=start_step)
         self._progress = Progress(num_steps, start_step)
@@ -119,7 +120,7 @@ class RunLog:
         for row in read_run(self._run_dir).rows:  # what was measured last, also before the run was resumed
             summary |= {name: row[key] for key, name in IN_SUMMARY.items() if key in row}
         summary |= {"exit_reason": exit_reason, "wall_time_s": time.perf_counter() - self._started_s} | self._spent
-        write_json(self._run_dir / SUMMARY_FILE, summary)
+        _write_json(self._run_dir / SUMMARY_FILE, summary)
         if sample is not None:
             print(sample)
         print_summary(self._run_dir)
@@ -148,8 +149,5 @@ IN_SUMMARY = {
 }
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a JSON file whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    partial.replace(path)
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    atomic.replace(path, json.dumps(content, indent=2) + "\n")

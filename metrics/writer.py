@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from files import atomic, json_lines
+
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
 
@@ -101,23 +103,13 @@ def drop_lines_after(path: Path, step: int) -> None:
     data = path.read_bytes()
     kept = b"".join(line for line in data.splitlines(keepends=True) if _is_line_until(line, step))
     if kept != data:
-        new = path.with_name(path.name + ".new")
-        with open(new, "wb") as file:
-            file.write(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
+        atomic.replace(path, kept, durable=True)
 
 
 def _is_line_until(line: bytes, step: int) -> bool:
     """Says whether a line is whole and of a step up to `step`."""
-    if not line.endswith(b"\n"):
-        return False
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return False
-    return isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step
+    row = json_lines.parsed(line) if line.endswith(b"\n") else None
+    return row is not None and isinstance(row.get("step"), int) and row["step"] <= step
 
 
 def _set_aside(path: Path) -> None:

@@ -1,12 +1,13 @@
 """The recorded results in benchmarks/results, as the tables read them."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from files import json_lines
 
 PARAMETER_BYTES = 4  # parameters and gradients travel in f32 in all records
 
@@ -112,7 +113,7 @@ def read_records(folder: Path) -> Records:
 def _lines(file: Path, command: str) -> list[dict[str, Any]]:
     if not file.exists():
         raise ValueError(f"{file} is missing; {command} writes it")
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return json_lines.read(file)
 
 
 def _step(line: dict[str, Any]) -> Step:

@@ -37,10 +37,13 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv[:at]), list(argv[at + 1 :])
 
 
-def one_line(text: str) -> str:
-    """Returns a message as one line without its middle if that is long: what and where come first, what works last."""
+def one_line(text: str, rest_in: str = "--debug shows") -> str:
+    """Returns a message as one line without its middle if that is long: what and where come first, what works last.
+
+    `rest_in` says where the rest is.
+    """
     line = " ".join(text.split())
     left_out = len(line) - FIRST - LAST
     if left_out <= 0:
         return line
-    return f"{line[:FIRST]} [... {left_out} characters, which --debug shows ...] {line[-LAST:]}"
+    return f"{line[:FIRST]} [... {left_out} characters, which {rest_in} ...] {line[-LAST:]}"

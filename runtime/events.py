@@ -5,14 +5,14 @@ the run writes, process 1 if process 0 is lost, and the engine that starts the r
 """
 
 import contextlib
-import fcntl
 import json
 import os
-import time
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from files import locks
 
 FILE_NAME = "events.jsonl"
 _LOCK_S = 1.0  # a process that was frozen while it held the lock must not hold up the others
@@ -56,7 +56,9 @@ class EventLog:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             try:
-                _lock(descriptor)  # of several nodes on a network file system, appends alone may overwrite each other
+                # of several nodes on a network file system, appends alone may overwrite each other
+                with contextlib.suppress(BlockingIOError, locks.NoLocksError):
+                    locks.take(descriptor, wait_s=_LOCK_S)
                 os.write(descriptor, line)
             finally:
                 os.close(descriptor)
@@ -89,16 +91,3 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         content = json.loads(line)
         return content | {"time_s": datetime.fromisoformat(content["time"]).timestamp()}
     return None
-
-
-def _lock(descriptor: int) -> None:
-    until_s = time.monotonic() + _LOCK_S
-    while time.monotonic() < until_s:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.01)
-        except OSError:  # Lustre without its mount option `flock`, for example
-            return
-        else:
-            return

@@ -10,7 +10,6 @@ every process reads it.
 """
 
 import contextlib
-import fcntl
 import hmac
 import os
 import re
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import jax
 
+from files import locks, private
 from runtime.consensus import from_all, from_process_zero, new_ticket
 
 FILE_NAME = "token"
@@ -57,12 +57,12 @@ def _make_token(file: Path) -> None:
         if file.exists() and file.stat().st_size:
             return
         file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        opened = open(file, "r+", opener=private.opener)  # noqa: SIM115 (closed below)
     except OSError as error:
         raise ValueError(f"{file} cannot be made ({error.strerror}); choose another --workdir") from error
-    with open(descriptor, "r+") as opened:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(opened, fcntl.LOCK_EX)
+    with opened:
+        with contextlib.suppress(locks.NoLocksError):
+            locks.take(opened.fileno())
         if not opened.read():
             opened.write(secrets.token_hex(32))
 

@@ -1,11 +1,11 @@
 """How far a run of train.py is, read from outside: by the metrics in the `--workdir` of its command."""
 
 import contextlib
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from files import json_lines
 
 TAIL_BYTES = 1 << 16  # of metrics.jsonl: many of its lines
 
@@ -26,10 +26,8 @@ def workdir_of(command: Sequence[str]) -> Path | None:
 
 def read_progress(workdir: Path) -> Progress:
     """Returns how far a run is, by its metrics.jsonl; what cannot be read now counts as nothing."""
-    unreadable = (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError)  # or another program's
-    with contextlib.suppress(*unreadable), (workdir / "metrics.jsonl").open("rb") as file:
-        size_bytes = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size_bytes - TAIL_BYTES))
-        lines = file.read().split(b"\n")[:-1]  # after the last newline is a line that is being written
-        return Progress(step=int(json.loads(lines[-1])["step"]), size_bytes=size_bytes)
+    file = workdir / "metrics.jsonl"
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, OverflowError):  # or another program's
+        size_bytes = file.stat().st_size
+        return Progress(step=int(json_lines.read_tail(file, TAIL_BYTES)[-1]["step"]), size_bytes=size_bytes)
     return Progress()

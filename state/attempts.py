@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import re
 import secrets
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from files import atomic
 from runtime.consensus import from_process_zero, new_ticket
 from state import manifest
 
@@ -75,14 +75,8 @@ def write_attempts(workdir: Path, attempts: Attempts) -> Attempts:
 
     def answer() -> int:
         now = replace(attempts, saved=newest_checkpoint(workdir))
-        file = workdir / FILE_NAME
-        partial = file.with_suffix(".partial")
-        with open(partial, "w") as opened:
-            opened.write(json.dumps(asdict(now)) + "\n")
-            opened.flush()
-            os.fsync(opened.fileno())  # without this attempt, its snapshots would be of another history
-        partial.replace(file)
-        manifest.sync_folder(workdir)
+        # Durable: without this attempt, its snapshots would be of another history.
+        atomic.replace(workdir / FILE_NAME, json.dumps(asdict(now)) + "\n", durable=True)
         return now.saved
 
     return replace(attempts, saved=from_process_zero(new_ticket("attempt"), answer))

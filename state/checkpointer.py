@@ -20,6 +20,7 @@ from typing import Any, Self
 import jax
 import orbax.checkpoint as ocp
 
+from files import atomic
 from runtime.consensus import from_process_zero, new_ticket
 from state import check_path, manifest, retention, tree
 from state.quiet import quiet_orbax
@@ -271,7 +272,7 @@ class Checkpointer:
         folder = self.directory / manifest.UNFINISHED / self._attempt / str(step)
         manifest.write(folder, manifest.build(folder, step=step, tree=leaves, metrics=metrics))
         folder.rename(self.directory / str(step))
-        manifest.sync_folder(self.directory)
+        atomic.sync(self.directory)
         retention.remove_old(self.directory, self.config)
 
     def _choose(self, wanted: tuple[manifest.Leaf, ...], newer_than: int) -> int | None:

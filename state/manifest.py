@@ -3,7 +3,7 @@
 Orbax restores flipped bits silently and takes an empty step folder for the newest step. So each step carries a
 `manifest.json`, written last: size and sha256 of every file, path, shape and dtype of every leaf of the state, and a
 hash of the manifest itself. A step without a manifest that verifies does not exist, and neither does one with a file
-more: Orbax reads some that it finds. Standard library only.
+more: Orbax reads some that it finds.
 """
 
 import hashlib
@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from files import atomic
 
 FILE_NAME = "manifest.json"
 CONFIG_FILE = "config/metadata"  # where Orbax's JSON handler puts the items `config` and `data`
@@ -96,20 +98,14 @@ def build(folder: Path, *, step: int, tree: tuple[Leaf, ...], metrics: dict[str,
         files = tuple(pool.map(describe, paths))
     _check_finished(files)
     for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        sync_folder(path)
+        atomic.sync(path)
     saved_at = datetime.now(UTC).isoformat(timespec="seconds")
     return Manifest(step=step, saved_at=saved_at, metrics=metrics, tree=tree, files=files)
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Writes `manifest.json` into `folder`: to a temporary name, forced to disk, then renamed."""
-    temporary = folder / f"{FILE_NAME}.tmp"
-    with temporary.open("wb") as file:
-        file.write(_encode(manifest))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / FILE_NAME)
-    sync_folder(folder)
+    """Writes `manifest.json` into `folder`, and forces it to disk."""
+    atomic.replace(folder / FILE_NAME, _encode(manifest), durable=True)
 
 
 def read(folder: Path) -> Manifest:
@@ -167,15 +163,6 @@ def verify(folder: Path, only: str | None = None) -> Manifest:
         for _ in pool.map(lambda file: _check_content(folder, file), files):
             pass
     return manifest
-
-
-def sync_folder(folder: Path) -> None:
-    """Forces the names in `folder` to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _encode(manifest: Manifest) -> bytes:

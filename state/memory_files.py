@@ -25,6 +25,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from files import atomic, private
 from state.attempts import RUN_ID
 from state.manifest import Leaf
 from state.owned_shards import Box
@@ -189,11 +190,7 @@ class MemoryFolder:
         """Hashes the data of a generation and makes it whole; returns it with the hashes."""
         pieces = zip(generation.pieces, self.hashes(generation), strict=True)
         generation = replace(generation, pieces=tuple(replace(piece, crc32=crc32) for piece, crc32 in pieces))
-        partial = self.path / f"{generation.name}.partial"
-        partial.unlink(missing_ok=True)
-        with open(partial, "xb", opener=_private) as file:
-            file.write(_encode(generation))
-        partial.rename(self.path / f"{generation.name}.json")
+        atomic.replace(self.path / f"{generation.name}.json", _encode(generation), is_private=True)
         return generation
 
     def _read(self, file: Path) -> SnapshotManifest:
@@ -246,7 +243,7 @@ class SlotFile:
         self.name, self._offset = name, 0
         (folder / f"{name}.json").unlink(missing_ok=True)
         # It is not made anew: memory that a file has already is written ten times faster.
-        self._file = open(folder / f"{name}.data", "r+b", buffering=0, opener=_private)  # noqa: SIM115
+        self._file = open(folder / f"{name}.data", "r+b", buffering=0, opener=private.opener)  # noqa: SIM115
 
     def __enter__(self) -> "SlotFile":
         return self
@@ -280,10 +277,6 @@ def as_bytes(array: np.ndarray) -> memoryview:
 def _encode(generation: SnapshotManifest) -> bytes:
     body = json.dumps({"format": _FORMAT, **generation.as_json()}, sort_keys=True).encode()
     return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
 def _check_memory(folder: Path) -> None:

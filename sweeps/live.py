@@ -1,6 +1,6 @@
 """`Live`: the runs of a sweep as a table that is redrawn in a terminal, a line a change everywhere else."""
 
-import json
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -10,6 +10,7 @@ from rich.live import Live as Screen
 from rich.table import Table
 from rich.text import Text
 
+from files import json_lines
 from metrics.run_files import number
 from metrics.units import UNKNOWN, format_seconds
 from metrics.writer import METRICS_FILE
@@ -93,19 +94,10 @@ def tally(jobs: Sequence[Job]) -> str:
 
 def newest(run_dir: Path) -> Mapping[str, Any]:
     """Returns the newest of the numbers in `metrics.jsonl`, from its last whole lines; cheap while it is written."""
-    try:
-        with open(run_dir / METRICS_FILE, "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            tail = file.read()
-    except FileNotFoundError:
-        return {}
     numbers: dict[str, Any] = {}
-    for data in tail.splitlines():
-        try:
-            row = json.loads(data)
-        except (ValueError, RecursionError):  # cut by the tail's start, or being written
-            continue
-        numbers |= row if isinstance(row, dict) else {}
+    with contextlib.suppress(FileNotFoundError):
+        for row in json_lines.read_tail(run_dir / METRICS_FILE, TAIL_BYTES):
+            numbers |= row
     return numbers
 
 

@@ -1,16 +1,15 @@
 """`run_all`: runs a sweep on this machine, a number of runs at a time; a failed run does not stop the others."""
 
-import fcntl
-import os
 import shlex
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from files import locks
 from runtime.exit_codes import ExitCode
 from sweeps.plan import ROOT, Run
 from sweeps.records import State, is_finished
@@ -124,15 +123,12 @@ def claimed(workdir: Path) -> Iterator[int]:
     Gives the lock's file descriptor, which the runs inherit. ValueError if it is taken.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    lock = os.open(workdir / ".lock", os.O_CREAT | os.O_RDWR)
-    try:
+    with ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = held.enter_context(locks.locked(workdir / ".lock", wait_s=0))
         except BlockingIOError:
             raise ValueError(f"{workdir} is in use by another sweep, or by runs that one left behind") from None
         yield lock
-    finally:
-        os.close(lock)
 
 
 def last_error(output: Path, start: int = 0) -> str:

@@ -1,11 +1,11 @@
 """What came out of a run: its state and its numbers, from the files of its directory."""
 
-import json
 import math
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
+from files import json_lines
 from metrics.run_files import Results, RunFiles, number, read_run, results_of, series
 from metrics.units import UNKNOWN, format_bytes, format_loss, format_seconds
 from sweeps.plan import Run
@@ -36,10 +36,10 @@ class Record:
 def is_finished(run: Run) -> bool:
     """Says whether train.py's own summary says so."""
     try:
-        summary = json.loads((run.run_dir / "summary.json").read_text())
-    except (FileNotFoundError, ValueError, RecursionError):
+        summary = json_lines.parsed((run.run_dir / "summary.json").read_bytes())
+    except FileNotFoundError:
         return False
-    return isinstance(summary, dict) and summary.get("exit_reason") == "finished"
+    return summary is not None and summary.get("exit_reason") == "finished"
 
 
 def record(run: Run, state: State, error: str, metric: str) -> Record:

@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from files import atomic
 from metrics.report import REPORT_FILE, page_style
 from metrics.units import UNKNOWN, format_seconds
 from palette import SERIES, SERIES_ON_DARK
@@ -29,9 +30,7 @@ def write_report(file: SweepFile, records: list[Record], workdir: Path) -> Path:
         csv.writer(rows).writerows(csv_rows(file, records))
     (workdir / MARKDOWN_FILE).write_text(markdown(file, records, keys), encoding="utf-8")
     page = workdir / PAGE_FILE
-    partial = page.with_suffix(".partial")
-    partial.write_text(render(file, records, keys, workdir), encoding="utf-8")
-    os.replace(partial, page)
+    atomic.replace(page, render(file, records, keys, workdir))
     return page
 
 

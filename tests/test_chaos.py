@@ -15,6 +15,7 @@ from emulating import EMULATED
 from running import ROOT, XLA_FLAGS
 
 from benchmarks import elastic as benchmark
+from benchmarks.records import recorded
 from cluster.chaos.faults import KINDS, MOMENTS, _open_slots
 from cluster.chaos.plan import NODES_AFTER, Fault, make_plan
 from cluster.chaos.run import NOTICED, ElasticRun
@@ -184,9 +185,9 @@ def chaos(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_page_is_what_the_record_gives() -> None:
-    page = benchmark.page(benchmark.recorded())
+    page = benchmark.page(recorded(benchmark.RESULTS))
     assert benchmark.PAGE.read_text() == page, "run: python -m benchmarks.elastic --report"
-    for command in {line["command"] for line in benchmark.recorded() if line["title"] != benchmark.CHAOS}:
+    for command in {line["command"] for line in recorded(benchmark.RESULTS) if line["title"] != benchmark.CHAOS}:
         assert f"\n    {command}\n" in page
 
 

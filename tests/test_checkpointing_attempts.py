@@ -129,7 +129,7 @@ def test_a_save_that_was_killed_before_its_rename_is_in_nobodys_way(tmp_path: Pa
     assert attempt("is killed") == -signal.SIGKILL
     left = [path.parent.name for path in (tmp_path / manifest.UNFINISHED).glob(f"*/*/{manifest.STATE_FILE}")]
     assert manifest.step_numbers(tmp_path) == [] and left == ["state"]
-    assert list(tmp_path.rglob(f"{manifest.FILE_NAME}.tmp"))
+    assert list(tmp_path.rglob("manifest.partial"))
     assert attempt("ends") == 0
     assert not (tmp_path / manifest.UNFINISHED).exists()
     with Checkpointer(tmp_path, KEEP_ALL, report=pytest.fail) as checkpointer:

@@ -138,7 +138,7 @@ def test_no_byte_of_the_manifest_is_idle(saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["state/checkpoint", "state/array_metadatas/process_0_copy", "manifest.json.tmp", "config/.hidden"]
+    "name", ["state/checkpoint", "state/array_metadatas/process_0_copy", "manifest.partial", "config/.hidden"]
 )
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
 def test_a_file_that_the_manifest_does_not_know(saved: Path, name: str, kind: str) -> None:

@@ -7,7 +7,7 @@ from statistics import mean
 import pytest
 
 from benchmarks import dynamic_training_report as report
-from benchmarks.dynamic_training import PHASES, fluctuating, recorded
+from benchmarks.dynamic_training import PHASES, RESULTS, fluctuating
 from benchmarks.dynamic_training_cost import (
     ANNOUNCED_S,
     COMPUTE_S,
@@ -21,6 +21,7 @@ from benchmarks.dynamic_training_cost import (
     speed,
     trace,
 )
+from benchmarks.records import recorded
 
 HOUR_S = 3600.0
 PRICE = Price(on_demand=10.0, spot=3.0, zone="")
@@ -122,7 +123,7 @@ def test_losses_are_the_same_until_a_step() -> None:
 
 def test_what_is_recorded_lost_nothing() -> None:
     """Fluctuating runs had 1 to 4 nodes and did no step again; for two phases they had the fixed ones' losses."""
-    lines = {(line["kind"], line["seed"]): line for line in recorded()}
+    lines = {(line["kind"], line["seed"]): line for line in recorded(RESULTS)}
     seeds = {seed for kind, seed in lines if kind == "fluctuating"}
     assert len(seeds) >= 3
     for seed in seeds:
@@ -141,7 +142,7 @@ EVENTS = [json.loads(line) for line in report.EVENTS.read_text().splitlines()]
 
 
 def test_the_page_is_what_the_records_give() -> None:
-    text = report.page(recorded(), EVENTS)
+    text = report.page(recorded(RESULTS), EVENTS)
     assert report.PAGE.read_text() == text, "run: python -m benchmarks.dynamic_training --report"
     assert "\n    python -m benchmarks.dynamic_training --seeds=3 --steps=300\n" in text
     assert "`python -m benchmarks.dynamic_training --report`" in text
@@ -167,7 +168,7 @@ def test_the_assumed_standstills_are_not_called_the_slowest() -> None:
 
 
 def test_nodes_and_accuracies_of_every_seed_are_drawn() -> None:
-    seeds = report.whole_seeds(recorded())
+    seeds = report.whole_seeds(recorded(RESULTS))
     figure = report.draw(seeds)
     assert len(seeds) == 3 and len(figure.axes) == 6
     for above, below, runs in zip(figure.axes[:3], figure.axes[3:], seeds, strict=True):
@@ -183,7 +184,7 @@ def test_nodes_and_accuracies_of_every_seed_are_drawn() -> None:
 
 
 def test_concepts_say_when_losses_on_changing_nodes_leave_each_other() -> None:
-    seeds = report.whole_seeds(recorded())
+    seeds = report.whole_seeds(recorded(RESULTS))
     first = [report.same_until(runs["fixed"]["losses"], runs["fluctuating"]["losses"])[0] for runs in seeds]
     assert first == [83, 95, 118]
     text = " ".join((report.ROOT / "docs" / "concepts.md").read_text().split())

@@ -374,7 +374,7 @@ def test_without_root() -> None:
     """By a user namespace; where there is none to be had, one line."""
     with tempfile.TemporaryDirectory() as name:  # which others may reach, unlike tmp_path
         folder = Path(name)
-        for package in ("cluster", "runtime"):
+        for package in ("cluster", "files", "runtime"):
             shutil.copytree(ROOT / package, folder / package)
         folder.chmod(0o777)
         refused = as_nobody(folder, "unshare", "--user")  # a user namespace without rights, nor a way to get some

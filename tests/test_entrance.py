@@ -213,5 +213,5 @@ def test_a_start_that_was_killed_before_it_wrote_the_token(tmp_path: Path) -> No
 def test_two_starts_that_make_the_token_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second waits for the first, and takes its token."""
     file = tmp_path / "token"
-    monkeypatch.setattr(handshake.fcntl, "flock", lambda *_: file.write_text("1" * 64))
+    monkeypatch.setattr("fcntl.flock", lambda *_: file.write_text("1" * 64))
     assert shared_token(tmp_path) == "1" * 64

@@ -11,11 +11,12 @@ from matplotlib.figure import Figure
 
 from benchmarks import strategies, strategies_lines, strategies_pictures, strategies_report
 from benchmarks.names import Cluster, link_bytes, scopes_of, sharding_of
-from benchmarks.strategies import recorded
+from benchmarks.records import recorded
+from benchmarks.strategies import RESULTS
 from paper.plots import Bar
 
 CONTROL_BYTES = 500_000  # a step of 10 to 60 s: heartbeats, jax's coordination, acknowledgements
-OURS = [line for line in recorded() if line["wire_tx_bytes"] and not line["strategy"].startswith("pytorch")]
+OURS = [line for line in recorded(RESULTS) if line["wire_tx_bytes"] and not line["strategy"].startswith("pytorch")]
 CLUSTER = Cluster(nodes=4, devices_per_node=2)
 
 
@@ -32,7 +33,7 @@ def test_wire_and_program_carry_the_formula(line: dict[str, Any]) -> None:
 
 
 def test_the_losses_are_the_same() -> None:
-    losses = [line["losses"] for line in recorded() if not line["strategy"].startswith("pytorch")]
+    losses = [line["losses"] for line in recorded(RESULTS) if not line["strategy"].startswith("pytorch")]
     assert len(losses) > 10
     for other in losses:
         np.testing.assert_allclose(other, losses[0], rtol=1e-5)
@@ -95,19 +96,19 @@ def error_bars(figure: Figure) -> list[tuple[float, float]]:
 
 
 def test_the_page_is_what_the_record_gives() -> None:
-    assert strategies_report.PAGE.read_text() == strategies_report.page(recorded()), (
+    assert strategies_report.PAGE.read_text() == strategies_report.page(recorded(RESULTS)), (
         "run: python -m benchmarks.strategies --report"
     )
 
 
 def test_the_commands_on_the_page_plan_exactly_the_recorded_runs() -> None:
     planned_runs: list[tuple[str, str, str, int]] = []
-    for command in strategies_lines.commands(recorded()):
+    for command in strategies_lines.commands(recorded(RESULTS)):
         assert f"\n    {command}\n" in strategies_report.PAGE.read_text()
         words = shlex.split(command)
         assert words[:3] == ["python", "-m", "benchmarks.strategies"]
         planned_runs += strategies.planned(strategies.options_of(words[3:]))
-    assert sorted(planned_runs) == sorted(tuple(line[key] for key in strategies.KEY) for line in recorded())
+    assert sorted(planned_runs) == sorted(tuple(line[key] for key in strategies.KEY) for line in recorded(RESULTS))
 
 
 def test_commands_tell_runs_that_were_repeated_from_those_that_were_not() -> None:
@@ -172,7 +173,7 @@ def test_bytes_are_drawn_between_nodes_first() -> None:
 
 def test_the_page_does_not_say_that_pytorch_learns_the_same() -> None:
     """Its losses stay near the log of the vocabulary, 256: random tokens."""
-    torch = [one for one in recorded() if one["strategy"].startswith("pytorch")]
+    torch = [one for one in recorded(RESULTS) if one["strategy"].startswith("pytorch")]
     assert all(abs(loss - np.log(256)) < 0.3 for one in torch for loss in one["losses"])
     section = strategies_report.PAGE.read_text().partition("## Beside PyTorch")[2]
     assert torch and "losses are not to be compared" in section and "same model and batch" not in section
@@ -182,7 +183,9 @@ def test_the_step_times_of_the_readme_are_the_record_s() -> None:
     """Ours beside all of PyTorch's, its DDP too, which is faster."""
     text = " ".join((strategies_report.ROOT / "README.md").read_text().split())
     names = ("mics(2)", "zero3", "pytorch hsdp", "pytorch zero3", "pytorch ddp", "ddp")
-    runs = {name: strategies_lines.step_time(strategies_lines.runs_of(recorded(), name, "200mbit")) for name in names}
+    runs = {
+        name: strategies_lines.step_time(strategies_lines.runs_of(recorded(RESULTS), name, "200mbit")) for name in names
+    }
     seconds = {name: f"{time.value:.0f} s" for name, time in runs.items() if time}
     assert f"`mics(2)` takes {seconds['mics(2)']} a step, `zero3` {seconds['zero3']}" in text
     assert f"FSDP2 {seconds['pytorch hsdp']} with hybrid and {seconds['pytorch zero3']} with full sharding" in text

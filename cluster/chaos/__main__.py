@@ -12,7 +12,6 @@ Writes into the work directory: `log` (what the run said), `outcomes.jsonl` (a l
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from cluster.chaos.faults import Outcome, inject
 from cluster.chaos.plan import make_plan
 from cluster.chaos.run import ROOT, ElasticRun, RunError
 from cluster.links import Links
+from files import json_lines
 from metrics.run_files import read_run
 from runtime.command_line import OneLineParser, complain, split
 
@@ -106,8 +106,7 @@ def disturb(run: ElasticRun, options: argparse.Namespace) -> bool:
         for number, event in enumerate(plan, 1):
             outcome = inject(run, event)
             print(f"{number:2} {described(outcome)}", flush=True)
-            with (run.folder / "outcomes.jsonl").open("a") as file:
-                file.write(json.dumps(asdict(outcome) | {"load": os.getloadavg()[0]}) + "\n")
+            json_lines.append(run.folder / "outcomes.jsonl", asdict(outcome) | {"load": os.getloadavg()[0]})
         code = run.finish(END_S)
     left = run.left()
     print(f"the run ended with exit code {code} after {run.generation} starts; left: {'; '.join(left) or 'nothing'}")

@@ -1,0 +1,33 @@
+"""Files that are there whole or not at all: written beside their place, then renamed over what is there."""
+
+import os
+from pathlib import Path
+
+from files import private
+
+
+def replace(path: Path, content: str | bytes, *, durable: bool = False, is_private: bool = False) -> None:
+    """Makes `content` that of a file in one move: who reads it finds the old content or the new one, whole.
+
+    It is written to `path` with the suffix `.partial`, which a kill may leave and the next call removes. `durable`: it
+    is on the disk when this returns, so a machine that fails afterwards does not lose it. `is_private`: mode 0600.
+    """
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)  # its mode may be another, or it may be a link
+    with open(partial, "xb", opener=private.opener if is_private else None) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    partial.rename(path)
+    if durable:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Forces the content of a file to the disk, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

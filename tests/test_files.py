@@ -1,0 +1,228 @@
+"""Files that several programs share: whole or not at all, one holder of a lock, no half-written line."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from running import ROOT
+
+from files import atomic, json_lines, locks
+
+REPLACE = """
+import os, signal, sys
+from pathlib import Path
+from files import atomic
+Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+atomic.replace(Path(sys.argv[1]), "new")
+"""
+HOLD = """
+import sys
+from pathlib import Path
+from files import locks
+with locks.locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+HAND_ON = """
+import subprocess, sys
+from pathlib import Path
+from files import locks
+with locks.locked(Path(sys.argv[1])) as lock:
+    heir = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(lock,))
+print(heir.pid)
+"""
+
+
+# --------------------------------------------------------------------------------------------------- atomic
+
+
+def test_a_kill_between_write_and_rename_leaves_the_old_content(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text("old")
+    killed = subprocess.run([sys.executable, "-c", REPLACE, str(file)], cwd=ROOT, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert file.read_text() == "old" and (tmp_path / "a.partial").read_text() == "new"
+    atomic.replace(file, b"newer")  # what the kill left is in nobody's way
+    assert file.read_bytes() == b"newer" and [*tmp_path.iterdir()] == [file]
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    """A file that is read while it is replaced again and again has one of the two contents."""
+    file, contents = tmp_path / "a", ("0" * 100_000, "1" * 200_000)
+    atomic.replace(file, contents[0])
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            for content in contents:
+                atomic.replace(file, content)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert {file.read_text() for _ in range(300)} <= {*contents}
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_what_is_durable_is_on_the_disk_before_and_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First the content, then the move, then the name in the folder."""
+    file, done, rename = tmp_path / "a.json", [], Path.rename
+    monkeypatch.setattr("os.fsync", lambda descriptor: done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+    sizes = []
+
+    def move(path: Path, target: Path) -> Path:
+        sizes.append(path.stat().st_size)
+        done.append("moved")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", move)
+    atomic.replace(file, "content")
+    assert done == ["moved"]
+    atomic.replace(file, "content", durable=True)
+    assert done[1:] == [tmp_path / "a.partial", "moved", tmp_path] and sizes == [7, 7]
+
+
+def test_content_is_handed_to_the_system_before_it_is_forced_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    atomic.replace(tmp_path / "a", "content", durable=True)
+    assert sizes[0] == 7
+
+
+def test_a_private_file_is_new_and_follows_no_link(tmp_path: Path) -> None:
+    """Neither a file of another mode nor a link that was put in its way gets the content."""
+    secret = tmp_path / "elsewhere"
+    (tmp_path / "a.partial").symlink_to(secret)
+    atomic.replace(tmp_path / "a.json", "secret", is_private=True)
+    assert not secret.exists() and (tmp_path / "a.json").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "b.partial").touch(mode=0o644)
+    atomic.replace(tmp_path / "b.json", "secret", is_private=True)
+    assert (tmp_path / "b.json").stat().st_mode & 0o777 == 0o600
+
+
+# ---------------------------------------------------------------------------------------------------- locks
+
+
+def test_a_lock_of_another_process_is_refused_then_waited_for(tmp_path: Path) -> None:
+    file, said = tmp_path / "lock", []
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(file)], cwd=ROOT, **pipes) as other:
+        assert other.stdout and other.stdout.readline() == b"held\n"
+        assert locks.is_held(file)
+        with pytest.raises(BlockingIOError), locks.locked(file, wait_s=0, waits=lambda: said.append("at once")):
+            pass
+        start_s = time.monotonic()
+        with pytest.raises(BlockingIOError), locks.locked(file, wait_s=0.3, waits=lambda: said.append("a little")):
+            pass
+        assert 0.3 <= time.monotonic() - start_s < 5
+        threading.Timer(0.5, other.kill).start()
+        with locks.locked(file, waits=lambda: said.append("for ever")):
+            assert other.wait(60) == -signal.SIGKILL and locks.is_held(file)
+    assert said == ["a little", "for ever"] and not locks.is_held(file)
+
+
+def test_a_lock_that_comes_free_in_time_is_taken(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as first:
+        first.enter_context(locks.locked(tmp_path / "lock"))
+        threading.Timer(0.5, first.close).start()
+        with locks.locked(tmp_path / "lock", wait_s=30):
+            assert locks.is_held(tmp_path / "lock")
+
+
+def test_a_program_that_inherits_the_descriptor_holds_the_lock(tmp_path: Path) -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", HAND_ON, str(tmp_path / "lock")], cwd=ROOT, capture_output=True, timeout=60, check=True
+    )
+    assert locks.is_held(tmp_path / "lock")
+    os.kill(int(said.stdout), signal.SIGKILL)
+    with locks.locked(tmp_path / "lock", wait_s=30):
+        pass
+
+
+def test_looking_at_a_lock_makes_no_file_and_takes_nothing(tmp_path: Path) -> None:
+    assert not locks.is_held(tmp_path / "lock") and not (tmp_path / "lock").exists()
+    (tmp_path / "file").touch()
+    assert not locks.is_held(tmp_path / "file" / "lock")
+    with locks.locked(tmp_path / "lock", wait_s=0):
+        pass
+
+
+def test_a_private_lock_follows_no_link(tmp_path: Path) -> None:
+    with locks.locked(tmp_path / "lock", is_private=True):
+        assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="Too many levels"), locks.locked(tmp_path / "link", is_private=True):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_lock_file_keeps_what_is_in_it(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("content")
+    with locks.locked(tmp_path / "token"):
+        assert (tmp_path / "token").read_text() == "content"
+
+
+def test_a_file_system_without_locks_is_told_from_one_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(FileNotFoundError), locks.locked(tmp_path / "absent" / "lock"):
+        pass
+
+    def has_none(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", has_none)
+    with pytest.raises(locks.NoLocksError, match="Function not implemented"), locks.locked(tmp_path / "lock"):
+        pass
+
+
+# --------------------------------------------------------------------------------------------------- json_lines
+
+
+def test_lines_are_added_and_read(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "a.jsonl"
+    json_lines.append(file, {"step": 1, "loss": 0.5})
+    json_lines.append(file, {"step": 2})
+    assert file.read_text() == '{"step": 1, "loss": 0.5}\n{"step": 2}\n'
+    assert json_lines.read(file) == [{"step": 1, "loss": 0.5}, {"step": 2}]
+
+
+@pytest.mark.parametrize("written", ["[1]", '{"step": 2', "", "\x00\x00", "[" * 50_000])
+def test_a_line_of_a_record_that_is_no_object_is_named(tmp_path: Path, written: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"step": 1}\n' + written + "\n")
+    with pytest.raises(ValueError, match="a.jsonl:2 is no JSON object"):
+        json_lines.read(file)
+
+
+def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+    """Wherever it is cut: the line before it is the last one."""
+    whole = json.dumps({"step": 12, "nested": {"step": 3}, "text": '}"{\\'})
+    for length in range(len(whole)):
+        (tmp_path / "a.jsonl").write_text('{"step": 11}\n' + whole[:length])
+        assert json_lines.read_tail(tmp_path / "a.jsonl", 1000) == [{"step": 11}]
+    (tmp_path / "a.jsonl").write_text('{"step": 11}\n' + whole + "\n")
+    assert [row["step"] for row in json_lines.read_tail(tmp_path / "a.jsonl", 1000)] == [11, 12]
+
+
+def test_the_tail_is_read_from_a_whole_line_on(tmp_path: Path) -> None:
+    """However many bytes of the file are looked at: the line that their start cuts is left out."""
+    lines = [json.dumps({"step": step, "nested": {"step": 0}}) + "\n" for step in range(100, 105)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    length = len(lines[0])
+    for size in range(1, 5 * length + 10):
+        steps = [row["step"] for row in json_lines.read_tail(tmp_path / "a.jsonl", size)]
+        assert steps == [*range(105 - min(5, size // length), 105)]
