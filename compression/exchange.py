@@ -1,6 +1,7 @@
 """Hop two: the mean of `[R, ...]` gradients over the replicas, as an optax transform."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from compression.shards import Shards, not_finite, on_shards
 from compression.statistics import Sent, added, nothing_sent
 from sharding.collectives import Codec, buckets, join, slice_apart, split
 from sharding.mesh import INTER_AXES
+from sharding.replicas import PerReplica
 from sharding.spec import Placement
 from sharding.step import ShardingPlan
 
@@ -24,7 +26,7 @@ class ExchangeState(NamedTuple):
     """State of an exchange with a codec."""
 
     step: jax.Array  # int32 []: exchanges done
-    residual: PyTree  # [R, ...]: what each replica has not sent yet of its share of the mean; () without feedback
+    residual: PerReplica  # what each has not sent yet of its share of the mean; () without feedback
     sent: Sent
 
 
@@ -55,17 +57,18 @@ def exchange(
 
     exchange_shards = partial(_exchange_shards, plan, codec)
 
-    def init(params: PyTree) -> ExchangeState:
+    def init(params: PyTree) -> PyTree:
         replicas = layout.num_replicas
         zeros = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), jnp.float32), params) if error_feedback else ()
-        return ExchangeState(step=jnp.zeros((), jnp.int32), residual=zeros, sent=nothing_sent())
+        residual = PerReplica(zeros, combine="sum")
+        return ExchangeState(step=jnp.zeros((), jnp.int32), residual=residual, sent=nothing_sent())
 
     @jax.named_scope("hop_two")
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, ExchangeState]:
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
-        kept = (state.residual,) if error_feedback else ()
+        kept = (state.residual.tree,) if error_feedback else ()
         out, *kept, sent = on_shards(plan, exchange_shards, updates, *kept, same=state.step)
-        residual = kept[0] if error_feedback else ()
+        residual = replace(state.residual, tree=kept[0] if error_feedback else ())
         return out, ExchangeState(step=state.step + 1, residual=residual, sent=sent)
 
     return optax.GradientTransformation(init, update)

@@ -55,11 +55,11 @@ def one_bit_adam(
     dense, coded = exchange(plan), exchange(plan, codec)
     bound = max(1.0, (1 - b1) / (1 - b2) ** 0.5)
 
-    def init(params: PyTree) -> OneBitAdamState:
+    def init(params: PyTree) -> PyTree:
         zeros = jax.tree.map(jnp.zeros_like, params)
         return OneBitAdamState(step=jnp.zeros((), jnp.int32), mu=zeros, nu=zeros, exchange=coded.init(params))
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, OneBitAdamState]:
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         def warm_up() -> tuple[PyTree, PyTree, PyTree]:
             mean, _ = dense.update(updates, optax.EmptyState(), params)
             mu = optax.tree.update_moment(mean, state.mu, b1, 1)

@@ -10,6 +10,7 @@ from compression.delayed import DelayedState
 from compression.local_sgd import LocalState
 from compression.one_bit_adam import OneBitAdamState
 from optimizers import GuardState
+from sharding.replicas import replica_key
 from training.experiment import make_experiment
 
 LOCAL = {"local_sgd.inner_steps": 2}
@@ -36,7 +37,7 @@ def test_all_that_is_a_replicas_own_is_on_its_devices_alone() -> None:
         own = [
             (x.shape, x.sharding.shard_shape(x.shape))
             for path, x in jax.tree_util.tree_leaves_with_path(state)
-            if ("'local'" in str(path) or "residual" in str(path)) and len(x.shape) > 1
+            if replica_key(path) and len(x.shape) > 1
         ]
         assert own and all(whole[0] == 4 and here[0] == 1 for whole, here in own)
 

@@ -16,7 +16,8 @@ from ml_collections import ConfigDict
 
 import palette
 from configs import base
-from sharding import drawing, table
+from planner import table
+from sharding import drawing
 from sharding.spec import path_name
 from training.experiment import Experiment, make_experiment
 

@@ -46,7 +46,7 @@ def watch(opt_state: Any, *, hands_on: str = "grad") -> dict[str, jax.Array]:
 
     `hands_on`: what hop two hands on, and the guard takes the norm of, `grad` or `update`.
     """
-    guard = opt_state.inner["local"] if isinstance(opt_state, LocalState) else opt_state
+    guard = opt_state.inner.tree if isinstance(opt_state, LocalState) else opt_state
     return {name: jnp.max(x) for name, x in watched(guard, hands_on=hands_on).items()} | statistics(opt_state)
 
 
