@@ -21,8 +21,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from compression.hop_two import HopTwo, Setup
 from compression.shards import Shards, not_finite, on_shards, to_optimizer_scope
 from compression.statistics import Sent, added, nothing_sent
+from optimizers import OptimizerConfig
 from sharding.collectives import all_gather_chunks, join, reduce_scatter_chunks, split, vary
 from sharding.mesh import INTER_AXES
 from sharding.replicas import PerReplica
@@ -75,13 +77,8 @@ class DGCConfig:
 
 
 def dgc(plan: ShardingPlan, config: DGCConfig) -> optax.GradientTransformation:
-    """Returns hop two by DGC: gradients `[R, ...]` to the mean of what was sent, in the optimizer's scope.
-
-    ValueError if nothing of hop two crosses nodes.
-    """
+    """Returns hop two by DGC: gradients `[R, ...]` to the mean of what was sent, in the optimizer's scope."""
     layout = plan.layout
-    if not any(axis in INTER_AXES for axis in layout.replica_axes):
-        raise ValueError("compression.hop_two=dgc has nothing to send: no two replicas are on different nodes")
     exchange_shards = partial(_exchange_shards, plan, config)
 
     def init(params: PyTree) -> PyTree:
@@ -109,6 +106,43 @@ def dgc(plan: ShardingPlan, config: DGCConfig) -> optax.GradientTransformation:
         )
 
     return optax.GradientTransformation(init, update)
+
+
+def _build(setup: Setup) -> optax.GradientTransformation:
+    compression, optimizer = setup.compression, setup.optimizer
+    config = DGCConfig(
+        sparsity=compression.sparsity,
+        warmup_steps=compression.warmup_steps,
+        momentum=optimizer.momentum,
+        clip_norm=optimizer.clip_norm,
+        sampled=compression.sampled,
+    )
+    return dgc(setup.plan, config)
+
+
+def _refuse(setup: Setup) -> None:
+    if not any(axis in INTER_AXES for axis in setup.plan.layout.replica_axes):
+        raise ValueError("compression.hop_two=dgc has nothing to send: no two replicas are on different nodes")
+
+
+def _downstream(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """Returns plain SGD: momentum and clipping are done.
+
+    Decay of p does not pass through the momentum any more, which made it 1 / (1 - m) times stronger.
+    """
+    decay = optimizer.weight_decay / (1 - optimizer.momentum)
+    return replace(optimizer, momentum=0.0, clip_norm=0.0, weight_decay=decay)
+
+
+DGC = HopTwo(
+    name="dgc",
+    build=_build,
+    refuse=_refuse,
+    takes_over="sgd",
+    downstream=_downstream,
+    # everybody gets what everybody sent, where an all-reduce sends everything twice; without the warm-up
+    times_smaller=lambda ratio, replicas, warmup: ratio * 2 / replicas,
+)
 
 
 def _exchange_shards(

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from compression.by_config import make_codec
+from compression.hop_two import HopTwo, Setup
 from compression.route import Route
 from compression.shards import Shards, not_finite, on_shards
 from compression.statistics import Sent, added, nothing_sent
@@ -44,17 +46,10 @@ def exchange(
     `error_feedback` adds what encoding lost to the next step's gradients (arXiv 1901.09847): what was handed on so far
     and the residuals add up to all gradients. What is not finite makes everything that is handed on not finite, for the
     guard behind it to drop with the residuals.
-    ValueError if there is a codec, and nothing that crosses nodes.
     """
     layout = plan.layout
     if codec is None:
         return _plain(plan)
-    if not any(axis in INTER_AXES for axis in layout.replica_axes):
-        raise ValueError(
-            "compression.hop_two has nothing to encode: hop two does not cross nodes; set it to none, or choose a "
-            "smaller partition group (with sharding.two_hop, and sharding.partitioner=manual)"
-        )
-
     exchange_shards = partial(_exchange_shards, plan, codec)
 
     def init(params: PyTree) -> PyTree:
@@ -72,6 +67,30 @@ def exchange(
         return out, ExchangeState(step=state.step + 1, residual=residual, sent=sent)
 
     return optax.GradientTransformation(init, update)
+
+
+def refuse_nothing_to_encode(setup: Setup) -> None:
+    """Raises ValueError if no two replicas are on different nodes."""
+    if not any(axis in INTER_AXES for axis in setup.plan.layout.replica_axes):
+        raise ValueError(
+            "compression.hop_two has nothing to encode: hop two does not cross nodes; set it to none, or choose a "
+            "smaller partition group (with sharding.two_hop, and sharding.partitioner=manual)"
+        )
+
+
+def _with_codec(name: str) -> HopTwo:
+    """Returns the method that exchanges what a codec encodes."""
+
+    def build(setup: Setup) -> optax.GradientTransformation:
+        config = setup.compression
+        codec = make_codec(name, config, rounding=config.rounding)
+        return exchange(setup.plan, codec, error_feedback=config.error_feedback)
+
+    return HopTwo(name=name, build=build, refuse=refuse_nothing_to_encode)
+
+
+NONE = HopTwo(name="none", build=lambda setup: exchange(setup.plan), refuse=lambda setup: None)
+EXCHANGES = (NONE, *map(_with_codec, ("bf16", "int8", "int4", "two_bit", "one_bit")))
 
 
 def _scopes(plan: ShardingPlan) -> tuple[tuple[str, ...], tuple[str, ...]]:

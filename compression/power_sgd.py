@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from compression.hop_two import HopTwo, Setup
 from compression.shards import Shards, on_shards, to_optimizer_scope
 from compression.statistics import Sent, added, nothing_sent
 from sharding.replicas import PerReplica
@@ -107,11 +108,8 @@ def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int) -> optax.GradientTra
     """Returns hop two by PowerSGD of rank `rank`: gradients `[R, ...]` to their approximate mean, optimizer's scope.
 
     Parameters of one dim a layer, and matrices that the factors would not make smaller, are averaged as they are.
-    ValueError if there are no replicas to average over.
     """
     layout = plan.layout
-    if not layout.replica_axes:
-        raise ValueError("compression.hop_two=power_sgd has nothing to send: every gradient is on one replica alone")
     placements = jax.tree.leaves(plan.placements, is_leaf=is_placement)
     all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
     matrices = [_matrix(spec, p, plan, rank) for spec, p in zip(all_specs, placements, strict=True)]
@@ -140,6 +138,18 @@ def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int) -> optax.GradientTra
         return out, PowerSGDState(factors=tree.unflatten(factors), residual=residual, sent=sent)
 
     return optax.GradientTransformation(init, update)
+
+
+def _refuse(setup: Setup) -> None:
+    if not setup.plan.layout.replica_axes:
+        raise ValueError("compression.hop_two=power_sgd has nothing to send: every gradient is on one replica alone")
+
+
+POWER_SGD = HopTwo(
+    name="power_sgd",
+    build=lambda setup: power_sgd(setup.plan, setup.specs, setup.compression.rank),
+    refuse=_refuse,
+)
 
 
 def _exchange_shards(

@@ -6,8 +6,10 @@ import jax
 import pytest
 from test_sharding_table import tiny_config
 
+from compression.by_config import HOP_TWO
 from compression.delayed import DelayedState
 from compression.local_sgd import LocalState
+from compression.methods import METHODS
 from compression.one_bit_adam import OneBitAdamState
 from optimizers import GuardState
 from sharding.replicas import replica_key
@@ -21,6 +23,10 @@ def state_of(changes: dict[str, Any]) -> GuardState:
     config = tiny_config(partition_size=2)
     config.update_from_flattened_dict(changes)
     return make_experiment(config).state_shapes.opt_state
+
+
+def test_every_value_of_hop_two_is_a_method() -> None:
+    assert {method.name for method in METHODS} == set(HOP_TWO) and len(METHODS) == len(HOP_TWO)
 
 
 def test_what_the_keys_build() -> None:

@@ -317,4 +317,9 @@ def test_training(layout: str, method: str) -> None:
 @pytest.mark.parametrize("how", [dict(strategy="zero3"), dict(nodes=1, per_node=8, strategy="ddp")])
 def test_dgc_with_nothing_to_send(how: dict) -> None:
     with pytest.raises(ValueError, match="compression.hop_two=dgc has nothing to send"):
-        dgc(workload.plan("tensors", **how), DGC)
+        workload.refusal(workload.plan("tensors", **how), "dgc")
+
+
+def test_power_sgd_with_nothing_to_send() -> None:
+    with pytest.raises(ValueError, match="compression.hop_two=power_sgd has nothing to send"):
+        workload.refusal(workload.plan("tensors", strategy="zero3"), "power_sgd")
