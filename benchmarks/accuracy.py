@@ -18,6 +18,7 @@ import jax
 
 from benchmarks import records
 from benchmarks.records import machine, spread
+from compression.methods import method_named
 from configs import base, door
 from configs import digits as digits_config
 from input_pipeline import Batches, load
@@ -64,14 +65,10 @@ class Method:
 
     def times_smaller(self, ratio: float) -> float:
         """Returns how many times fewer bytes than in f32 what is encoded sends, over all steps but dgc's warm-up."""
-        hop_two = self.overrides.get("compression.hop_two")
         if "compression.gather_inter" in self.overrides:
             return 4 / (1 / 2 + 4 / self.overrides["compression.block"])
-        if hop_two == "one_bit_adam":
-            return 1 / (WARM_UP + (1 - WARM_UP) / ratio)
-        if hop_two == "dgc":  # everybody gets what everybody sent, where an all-reduce sends everything twice
-            return ratio * 2 / REPLICAS
-        return ratio * self.overrides.get("local_sgd.inner_steps", 1)
+        way = method_named(self.overrides.get("compression.hop_two", "none"))
+        return way.times_smaller(ratio, REPLICAS, WARM_UP) * self.overrides.get("local_sgd.inner_steps", 1)
 
 
 def hop_two(name: str, **more: Any) -> dict[str, Any]:

@@ -4,11 +4,14 @@ The synchronous cousin of a parameter server's asynchronous updates: every gradi
 exchanged comes from the state, so nothing of the step has to wait for it but the optimizer.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from sharding.replicas import PerReplica
 
 PyTree = Any
 
@@ -16,7 +19,7 @@ PyTree = Any
 class DelayedState(NamedTuple):
     """State of `delayed`."""
 
-    waiting: PyTree  # {"local": [R, ...]}: the last boundary's gradients
+    waiting: PerReplica  # the last boundary's gradients
     exchange: PyTree
 
 
@@ -27,13 +30,15 @@ def delayed(exchange: optax.GradientTransformation, replicas: int) -> optax.Grad
     to drop, and the gradients that waited go on waiting.
     """
 
-    def init(params: PyTree) -> DelayedState:
+    def init(params: PyTree) -> PyTree:
         zeros = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), p.dtype), params)
-        return DelayedState(waiting={"local": zeros}, exchange=exchange.init(params))
+        waiting = PerReplica(zeros, combine="mean", label="local")
+        return DelayedState(waiting=waiting, exchange=exchange.init(params))
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, DelayedState]:
-        mean, exchanged = exchange.update(state.waiting["local"], state.exchange, params)
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        mean, exchanged = exchange.update(state.waiting.tree, state.exchange, params)
         poison = jnp.where(jnp.isfinite(optax.tree.norm(updates)), 0.0, jnp.nan)
-        return jax.tree.map(lambda x: x + poison, mean), DelayedState(waiting={"local": updates}, exchange=exchanged)
+        waiting = replace(state.waiting, tree=updates)
+        return jax.tree.map(lambda x: x + poison, mean), DelayedState(waiting=waiting, exchange=exchanged)
 
     return optax.GradientTransformation(init, update)

@@ -11,7 +11,7 @@ dim a layer are averaged as they are, with momentum too.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -21,10 +21,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from compression.hop_two import HopTwo, Setup
 from compression.shards import Shards, not_finite, on_shards, to_optimizer_scope
 from compression.statistics import Sent, added, nothing_sent
+from optimizers import OptimizerConfig
 from sharding.collectives import all_gather_chunks, join, reduce_scatter_chunks, split, vary
 from sharding.mesh import INTER_AXES
+from sharding.replicas import PerReplica
 from sharding.spec import Placement
 from sharding.step import ShardingPlan
 
@@ -35,12 +38,17 @@ BLOCK = 1 << 16  # an index travels as 16 bits, and each block of the tensor has
 
 
 class DGCState(NamedTuple):
-    """State of `dgc`. Both trees are under a key `residual`, because of both only the sum over R counts."""
+    """State of `dgc`; of what accumulates only the sum over the replicas counts."""
 
     step: jax.Array  # int32 []: exchanges done
-    unsent: PyTree  # v, [R, ...]
-    velocity: PyTree  # u, [R, ...]
+    unsent: PerReplica  # v
+    velocity: PerReplica  # u
     sent: Sent
+
+    @property
+    def residual(self) -> PerReplica:
+        """What has not been sent yet."""
+        return self.unsent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,36 +77,72 @@ class DGCConfig:
 
 
 def dgc(plan: ShardingPlan, config: DGCConfig) -> optax.GradientTransformation:
-    """Returns hop two by DGC: gradients `[R, ...]` to the mean of what was sent, in the optimizer's scope.
-
-    ValueError if nothing of hop two crosses nodes.
-    """
+    """Returns hop two by DGC: gradients `[R, ...]` to the mean of what was sent, in the optimizer's scope."""
     layout = plan.layout
-    if not any(axis in INTER_AXES for axis in layout.replica_axes):
-        raise ValueError("compression.hop_two=dgc has nothing to send: no two replicas are on different nodes")
     exchange_shards = partial(_exchange_shards, plan, config)
 
-    def init(params: PyTree) -> DGCState:
-        def zeros() -> PyTree:
-            return jax.tree.map(lambda p: jnp.zeros((layout.num_replicas, *p.shape), jnp.float32), params)
+    def init(params: PyTree) -> PyTree:
+        def zeros() -> PerReplica:
+            tree = jax.tree.map(lambda p: jnp.zeros((layout.num_replicas, *p.shape), jnp.float32), params)
+            return PerReplica(tree, combine="sum", label="residual")
 
         return DGCState(
             step=jnp.zeros((), jnp.int32),
-            unsent={"residual": zeros()},
-            velocity={"residual": zeros()},
+            unsent=zeros(),
+            velocity=zeros(),
             sent=nothing_sent(),
         )
 
     @jax.named_scope("hop_two")
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, DGCState]:
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
-        kept = state.unsent["residual"], state.velocity["residual"]
+        kept = state.unsent.tree, state.velocity.tree
         out, unsent, velocity, sent = on_shards(plan, exchange_shards, updates, *kept, same=state.step)
         return out, DGCState(
-            step=state.step + 1, unsent={"residual": unsent}, velocity={"residual": velocity}, sent=sent
+            step=state.step + 1,
+            unsent=replace(state.unsent, tree=unsent),
+            velocity=replace(state.velocity, tree=velocity),
+            sent=sent,
         )
 
     return optax.GradientTransformation(init, update)
+
+
+def _build(setup: Setup) -> optax.GradientTransformation:
+    compression, optimizer = setup.compression, setup.optimizer
+    config = DGCConfig(
+        sparsity=compression.sparsity,
+        warmup_steps=compression.warmup_steps,
+        momentum=optimizer.momentum,
+        clip_norm=optimizer.clip_norm,
+        sampled=compression.sampled,
+    )
+    return dgc(setup.plan, config)
+
+
+def _refuse(setup: Setup) -> None:
+    if not any(axis in INTER_AXES for axis in setup.plan.layout.replica_axes):
+        raise ValueError("compression.hop_two=dgc has nothing to send: no two replicas are on different nodes")
+
+
+def _downstream(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """Returns plain SGD: momentum and clipping are done.
+
+    Decay of p does not pass through the momentum any more, which made it 1 / (1 - m) times stronger.
+    """
+    decay = optimizer.weight_decay / (1 - optimizer.momentum)
+    return replace(optimizer, momentum=0.0, clip_norm=0.0, weight_decay=decay)
+
+
+DGC = HopTwo(
+    name="dgc",
+    build=_build,
+    refuse=_refuse,
+    takes_over="sgd",
+    downstream=_downstream,
+    # everybody gets what everybody sent, where an all-reduce sends everything twice; without the warm-up
+    times_smaller=lambda ratio, replicas, warmup: ratio * 2 / replicas,
+)
 
 
 def _exchange_shards(

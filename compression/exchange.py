@@ -1,6 +1,7 @@
 """Hop two: the mean of `[R, ...]` gradients over the replicas, as an optax transform."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,11 +10,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from compression.by_config import make_codec
+from compression.hop_two import HopTwo, Setup
 from compression.route import Route
 from compression.shards import Shards, not_finite, on_shards
 from compression.statistics import Sent, added, nothing_sent
 from sharding.collectives import Codec, buckets, join, slice_apart, split
 from sharding.mesh import INTER_AXES
+from sharding.replicas import PerReplica
 from sharding.spec import Placement
 from sharding.step import ShardingPlan
 
@@ -24,7 +28,7 @@ class ExchangeState(NamedTuple):
     """State of an exchange with a codec."""
 
     step: jax.Array  # int32 []: exchanges done
-    residual: PyTree  # [R, ...]: what each replica has not sent yet of its share of the mean; () without feedback
+    residual: PerReplica  # what each has not sent yet of its share of the mean; () without feedback
     sent: Sent
 
 
@@ -42,33 +46,51 @@ def exchange(
     `error_feedback` adds what encoding lost to the next step's gradients (arXiv 1901.09847): what was handed on so far
     and the residuals add up to all gradients. What is not finite makes everything that is handed on not finite, for the
     guard behind it to drop with the residuals.
-    ValueError if there is a codec, and nothing that crosses nodes.
     """
     layout = plan.layout
     if codec is None:
         return _plain(plan)
-    if not any(axis in INTER_AXES for axis in layout.replica_axes):
+    exchange_shards = partial(_exchange_shards, plan, codec)
+
+    def init(params: PyTree) -> PyTree:
+        replicas = layout.num_replicas
+        zeros = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), jnp.float32), params) if error_feedback else ()
+        residual = PerReplica(zeros, combine="sum")
+        return ExchangeState(step=jnp.zeros((), jnp.int32), residual=residual, sent=nothing_sent())
+
+    @jax.named_scope("hop_two")
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        del params
+        kept = (state.residual.tree,) if error_feedback else ()
+        out, *kept, sent = on_shards(plan, exchange_shards, updates, *kept, same=state.step)
+        residual = replace(state.residual, tree=kept[0] if error_feedback else ())
+        return out, ExchangeState(step=state.step + 1, residual=residual, sent=sent)
+
+    return optax.GradientTransformation(init, update)
+
+
+def refuse_nothing_to_encode(setup: Setup) -> None:
+    """Raises ValueError if no two replicas are on different nodes."""
+    if not any(axis in INTER_AXES for axis in setup.plan.layout.replica_axes):
         raise ValueError(
             "compression.hop_two has nothing to encode: hop two does not cross nodes; set it to none, or choose a "
             "smaller partition group (with sharding.two_hop, and sharding.partitioner=manual)"
         )
 
-    exchange_shards = partial(_exchange_shards, plan, codec)
 
-    def init(params: PyTree) -> ExchangeState:
-        replicas = layout.num_replicas
-        zeros = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), jnp.float32), params) if error_feedback else ()
-        return ExchangeState(step=jnp.zeros((), jnp.int32), residual=zeros, sent=nothing_sent())
+def _with_codec(name: str) -> HopTwo:
+    """Returns the method that exchanges what a codec encodes."""
 
-    @jax.named_scope("hop_two")
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, ExchangeState]:
-        del params
-        kept = (state.residual,) if error_feedback else ()
-        out, *kept, sent = on_shards(plan, exchange_shards, updates, *kept, same=state.step)
-        residual = kept[0] if error_feedback else ()
-        return out, ExchangeState(step=state.step + 1, residual=residual, sent=sent)
+    def build(setup: Setup) -> optax.GradientTransformation:
+        config = setup.compression
+        codec = make_codec(name, config, rounding=config.rounding)
+        return exchange(setup.plan, codec, error_feedback=config.error_feedback)
 
-    return optax.GradientTransformation(init, update)
+    return HopTwo(name=name, build=build, refuse=refuse_nothing_to_encode)
+
+
+NONE = HopTwo(name="none", build=lambda setup: exchange(setup.plan), refuse=lambda setup: None)
+EXCHANGES = (NONE, *map(_with_codec, ("bf16", "int8", "int4", "two_bit", "one_bit")))
 
 
 def _scopes(plan: ShardingPlan) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -8,7 +8,7 @@ With an outer learning rate of 1 and no momentum the parameters become the repli
 The outer gradient goes through hop two, codec and all, once in H steps.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ import optax
 from jax import lax
 
 from compression.statistics import with_zero_counts
+from sharding.replicas import PerReplica
 from sharding.scopes import Layout
 
 PyTree = Any
@@ -58,18 +59,18 @@ class LocalSGDConfig:
 
 
 class LocalState(NamedTuple):
-    """State of `local_sgd`; of arrays `[R, ...]` under a key `local` the mean over R counts."""
+    """State of `local_sgd`."""
 
     step: jax.Array  # int32 []: inner steps done
-    inner: PyTree  # {"local": [R, ...]}
-    drift: PyTree  # {"local": [R, ...]}: how far each replica is from the shared parameters
+    inner: PerReplica  # the state of each replica's optimizer
+    drift: PerReplica  # how far each is from the shared parameters
     outer: PyTree
     exchange: PyTree
 
 
 def drift(opt_state: PyTree) -> PyTree | None:
     """Returns how far each replica is from the shared parameters, `[R, ...]`; None without local SGD."""
-    return opt_state.drift["local"] if isinstance(opt_state, LocalState) else None
+    return opt_state.drift.tree if isinstance(opt_state, LocalState) else None
 
 
 def local_sgd(
@@ -85,23 +86,24 @@ def local_sgd(
     """
     outer = optax.sgd(config.outer_learning_rate, config.outer_momentum or None, nesterov=True)
 
-    def spread(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *jnp.shape(x))), tree)
+    def spread(tree: PyTree) -> PerReplica:
+        tree_R = jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *jnp.shape(x))), tree)
+        return PerReplica(tree_R, combine="mean", label="local")
 
-    def init(params: PyTree) -> LocalState:
+    def init(params: PyTree) -> PyTree:
         return LocalState(
             step=jnp.zeros((), jnp.int32),
-            inner={"local": spread(inner.init(params))},
-            drift={"local": spread(jax.tree.map(jnp.zeros_like, params))},
+            inner=spread(inner.init(params)),
+            drift=spread(jax.tree.map(jnp.zeros_like, params)),
             outer=outer.init(params),
             exchange=exchange.init(params),
         )
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, LocalState]:
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         assert params is not None
-        own_R = jax.tree.map(lambda p, d_R: p[None] + d_R, params, state.drift["local"])
-        moves_R, inner_state = jax.vmap(inner.update)(updates, state.inner["local"], own_R)
-        drift_R = jax.tree.map(jnp.add, state.drift["local"], moves_R)
+        own_R = jax.tree.map(lambda p, d_R: p[None] + d_R, params, state.drift.tree)
+        moves_R, inner_state = jax.vmap(inner.update)(updates, state.inner.tree, own_R)
+        drift_R = jax.tree.map(jnp.add, state.drift.tree, moves_R)
         step = state.step + 1
 
         def meet() -> tuple[PyTree, ...]:
@@ -115,8 +117,8 @@ def local_sgd(
         moves, drift_R, outer_state, exchanged = lax.cond(step % config.inner_steps == 0, meet, go_on)
         return moves, LocalState(
             step=step,
-            inner={"local": inner_state},
-            drift={"local": drift_R},
+            inner=replace(state.inner, tree=inner_state),
+            drift=replace(state.drift, tree=drift_R),
             outer=outer_state,
             exchange=exchanged,
         )

@@ -9,6 +9,7 @@ bound (Kingma & Ba 2015, section 2.1), which a variance that no longer grows doe
 rare or small in the warm-up would leap, by the scale of their block over the root of almost nothing.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +17,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from compression.exchange import exchange
+from compression.by_config import make_codec
+from compression.exchange import exchange, refuse_nothing_to_encode
+from compression.hop_two import HopTwo, Setup
 from compression.statistics import dense_sent
+from optimizers import OptimizerConfig
 from sharding.collectives import Codec
 from sharding.step import ShardingPlan
 
@@ -36,30 +40,15 @@ class OneBitAdamState(NamedTuple):
 def one_bit_adam(
     plan: ShardingPlan, codec: Codec, *, warmup_steps: int, b1: float, b2: float, eps: float
 ) -> optax.GradientTransformation:
-    """Returns hop two by 1-bit Adam: gradients `[R, ...]` to Adam's direction, in the optimizer's scope.
-
-    ValueError without a warm-up, and where the optimizer's scope is not the gradients': each replica updates the whole
-    momentum of its gradient.
-    """
-    layout = plan.layout
-    if warmup_steps < 1:
-        raise ValueError(
-            f"compression.warmup_steps={warmup_steps}: one_bit_adam needs its variances from a warm-up; 15 to 20 % of "
-            "num_steps (1-bit Adam's advice)"
-        )
-    if layout.optimizer != layout.gradients:
-        raise ValueError(
-            "compression.hop_two=one_bit_adam needs the optimizer state where the gradients are: "
-            "sharding.strategy=ddp, hsdp or mics"
-        )
+    """Returns hop two by 1-bit Adam: gradients `[R, ...]` to Adam's direction, in the optimizer's scope."""
     dense, coded = exchange(plan), exchange(plan, codec)
     bound = max(1.0, (1 - b1) / (1 - b2) ** 0.5)
 
-    def init(params: PyTree) -> OneBitAdamState:
+    def init(params: PyTree) -> PyTree:
         zeros = jax.tree.map(jnp.zeros_like, params)
         return OneBitAdamState(step=jnp.zeros((), jnp.int32), mu=zeros, nu=zeros, exchange=coded.init(params))
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, OneBitAdamState]:
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         def warm_up() -> tuple[PyTree, PyTree, PyTree]:
             mean, _ = dense.update(updates, optax.EmptyState(), params)
             mu = optax.tree.update_moment(mean, state.mu, b1, 1)
@@ -84,3 +73,48 @@ def one_bit_adam(
         return direction, OneBitAdamState(step=step, mu=mu, nu=nu, exchange=exchanged)
 
     return optax.GradientTransformation(init, update)
+
+
+def _build(setup: Setup) -> optax.GradientTransformation:
+    codec, optimizer = make_codec("one_bit", setup.compression), setup.optimizer
+    assert codec
+    warmup_steps = setup.compression.warmup_steps
+    return one_bit_adam(
+        setup.plan, codec, warmup_steps=warmup_steps, b1=optimizer.b1, b2=optimizer.b2, eps=optimizer.eps
+    )
+
+
+def _refuse(setup: Setup) -> None:
+    """Raises ValueError without a warm-up, with clipping, and where a replica has but a part of its momentum."""
+    layout, warmup_steps = setup.plan.layout, setup.compression.warmup_steps
+    if warmup_steps < 1:
+        raise ValueError(
+            f"compression.warmup_steps={warmup_steps}: one_bit_adam needs its variances from a warm-up; 15 to 20 % of "
+            "num_steps (1-bit Adam's advice)"
+        )
+    if layout.optimizer != layout.gradients:
+        raise ValueError(
+            "compression.hop_two=one_bit_adam needs the optimizer state where the gradients are: "
+            "sharding.strategy=ddp, hsdp or mics"
+        )
+    if setup.optimizer.clip_norm:
+        raise ValueError(
+            f"compression.hop_two=one_bit_adam averages momenta, and no gradient is there to be clipped to "
+            f"optimizer.clip_norm={setup.optimizer.clip_norm}; set that to 0"
+        )
+    refuse_nothing_to_encode(setup)
+
+
+def _downstream(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """Returns what is left of AdamW: the learning rate and the decay."""
+    return replace(optimizer, name="sgd", momentum=0.0)
+
+
+ONE_BIT_ADAM = HopTwo(
+    name="one_bit_adam",
+    build=_build,
+    refuse=_refuse,
+    takes_over="adamw",
+    downstream=_downstream,
+    times_smaller=lambda ratio, replicas, warmup: 1 / (warmup + (1 - warmup) / ratio),
+)

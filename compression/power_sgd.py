@@ -6,7 +6,7 @@ factors cannot say stays in a residual, without which the method fails.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from compression.hop_two import HopTwo, Setup
 from compression.shards import Shards, on_shards, to_optimizer_scope
 from compression.statistics import Sent, added, nothing_sent
+from sharding.replicas import PerReplica
 from sharding.spec import ParamSpec, Placement, is_placement
 from sharding.step import ShardingPlan
 
@@ -28,7 +30,7 @@ class PowerSGDState(NamedTuple):
     """State of `power_sgd`."""
 
     factors: PyTree  # Q of each matrix: [layers, *columns, rank]; () for other parameters
-    residual: PyTree  # [R, ...]: what each replica has not sent yet of its share of the mean
+    residual: PerReplica  # what each has not sent yet of its share of the mean
     sent: Sent
 
 
@@ -106,34 +108,48 @@ def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int) -> optax.GradientTra
     """Returns hop two by PowerSGD of rank `rank`: gradients `[R, ...]` to their approximate mean, optimizer's scope.
 
     Parameters of one dim a layer, and matrices that the factors would not make smaller, are averaged as they are.
-    ValueError if there are no replicas to average over.
     """
     layout = plan.layout
-    if not layout.replica_axes:
-        raise ValueError("compression.hop_two=power_sgd has nothing to send: every gradient is on one replica alone")
     placements = jax.tree.leaves(plan.placements, is_leaf=is_placement)
     all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
     matrices = [_matrix(spec, p, plan, rank) for spec, p in zip(all_specs, placements, strict=True)]
     exchange_shards = partial(_exchange_shards, plan, matrices, rank)
 
-    def init(params: PyTree) -> PowerSGDState:
+    def init(params: PyTree) -> PyTree:
         leaves, tree = jax.tree.flatten(params)
         factors = []
         for i, matrix in enumerate(matrices):
             shape = (matrix.shape[0], *matrix.shape[2:], rank) if matrix else ()
             factors.append(jax.random.normal(jax.random.key(i), shape) if matrix else ())
         residual = [jnp.zeros((layout.num_replicas, *p.shape), jnp.float32) for p in leaves]
-        return PowerSGDState(factors=tree.unflatten(factors), residual=tree.unflatten(residual), sent=nothing_sent())
+        return PowerSGDState(
+            factors=tree.unflatten(factors),
+            residual=PerReplica(tree.unflatten(residual), combine="sum"),
+            sent=nothing_sent(),
+        )
 
     @jax.named_scope("hop_two")
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PowerSGDState]:
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
         tree = jax.tree.structure(updates)
         factors = tree.flatten_up_to(state.factors)
-        out, residual, (factors, sent) = on_shards(plan, exchange_shards, updates, state.residual, same=factors)
+        out, kept, (factors, sent) = on_shards(plan, exchange_shards, updates, state.residual.tree, same=factors)
+        residual = replace(state.residual, tree=kept)
         return out, PowerSGDState(factors=tree.unflatten(factors), residual=residual, sent=sent)
 
     return optax.GradientTransformation(init, update)
+
+
+def _refuse(setup: Setup) -> None:
+    if not setup.plan.layout.replica_axes:
+        raise ValueError("compression.hop_two=power_sgd has nothing to send: every gradient is on one replica alone")
+
+
+POWER_SGD = HopTwo(
+    name="power_sgd",
+    build=lambda setup: power_sgd(setup.plan, setup.specs, setup.compression.rank),
+    refuse=_refuse,
+)
 
 
 def _exchange_shards(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from sharding.collectives import vary
+from sharding.replicas import PerReplica
 from sharding.step import ShardingPlan
 
 PyTree = Any
@@ -22,6 +23,16 @@ class Sent(NamedTuple):
     payload_bytes: jax.typing.ArrayLike
     num_values: jax.typing.ArrayLike  # that the payload stands for, without what fills up blocks
     num_sent: jax.typing.ArrayLike  # of those, the ones that are not left out
+
+
+@runtime_checkable
+class EncodingState(Protocol):
+    """The state of a hop two that sends less than all values: what it sent last, and what it keeps back."""
+
+    @property
+    def sent(self) -> Sent: ...
+    @property
+    def residual(self) -> PerReplica: ...
 
 
 def nothing_sent() -> Sent:
@@ -54,18 +65,20 @@ def statistics(opt_state: PyTree) -> dict[str, jax.Array]:
     The payload of a device, with scales and what fills up blocks; how many times more its values, without these, take
     in f32; the share of them that is not left out; and the norm of all residuals.
     """
-    sent = next((x for x in jax.tree.leaves(opt_state, is_leaf=_is_sent) if _is_sent(x)), None)
-    if sent is None:
+    state = next((x for x in jax.tree.leaves(opt_state, is_leaf=_is_encoding) if _is_encoding(x)), None)
+    if state is None:
         return {}
-    payload_bytes, num_values, num_sent = map(jnp.asarray, sent)
+    payload_bytes, num_values, num_sent = map(jnp.asarray, state.sent)
     found = {
         "hop_two_payload_bytes": payload_bytes,
         "hop_two_ratio": 4 * num_values / jnp.maximum(payload_bytes, 1),
         "hop_two_fraction_sent": num_sent / jnp.maximum(num_values, 1),
     }
-    paths = jax.tree_util.tree_leaves_with_path(opt_state)
-    kept = [x for path, x in paths if "residual" in str(path) and "velocity" not in str(path)]
-    return found | ({"residual_norm": optax.tree.norm(kept)} if kept else {})
+    return found | ({"residual_norm": optax.tree.norm(state.residual)} if jax.tree.leaves(state.residual) else {})
+
+
+def _is_encoding(x: Any) -> bool:
+    return isinstance(x, EncodingState)
 
 
 def _is_sent(x: Any) -> bool:

@@ -23,8 +23,9 @@ from configs.door import Config
 from metrics.units import format_bytes, format_count
 from runtime.exit_codes import ExitCode
 from sharding import drawing
+from sharding.replicas import replica_key
 from sharding.spec import ParamSpec, Placement, is_placement
-from sharding.state import by_name, owner, residual_owner
+from sharding.state import by_name, owner
 from training.experiment import Experiment, make_experiment
 
 SPEC_WIDTH = 35
@@ -138,13 +139,14 @@ def table_rows(experiment: Experiment) -> list[Row]:
     here, whole = (dict.fromkeys([*params, REST], 0) for _ in range(2))  # bytes of the optimizer's state
     by_replica = False
     for path, leaf in jax.tree_util.tree_leaves_with_path(experiment.state_shapes.opt_state):
-        name = owner(path, leaf, params) or residual_owner(path, leaf, params, layout.num_replicas) or REST
+        name = owner(path, leaf, params) or REST
         here[name] += _nbytes(leaf, leaf.sharding)
-        if jax.tree_util.DictKey("local") in path:  # of each replica by itself
+        replica = replica_key(path)
+        if replica is None:
+            whole[name] += _nbytes(leaf)
+        elif replica.combine == "mean":  # copies: one device has one (and no residual, having nobody to send to)
             by_replica = True
             whole[name] += _nbytes(leaf) // layout.num_replicas
-        elif name == REST or leaf.shape == params[name].shape:  # else a residual, which one device does not have
-            whole[name] += _nbytes(leaf)
     rows = []
     for name, x in params.items():
         gradient = NamedSharding(plan.mesh, placements[name].pspec(layout.gradients))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from sharding.replicas import ReplicaKey
 from sharding.scopes import Layout
 
 PyTree = Any
@@ -123,6 +124,7 @@ def is_placement(x: object) -> bool:
     return isinstance(x, Placement)
 
 
-def path_name(path: Sequence[Any]) -> str:
-    """Returns the name of a tree path as `layers/attention/query`."""
-    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+def path_name(path: Sequence[Any], separator: str = "/") -> str:
+    """Returns the name of a tree path as `layers/attention/query`; a PerReplica without a label adds nothing to it."""
+    named = tuple(key for key in path if not isinstance(key, ReplicaKey) or key.label)
+    return jax.tree_util.keystr(named, simple=True, separator=separator)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from sharding.replicas import replica_key
 from sharding.spec import is_placement, path_name
 from sharding.step import REPLICATED, ShardingPlan, TrainState, gradient_specs
 
@@ -21,30 +22,22 @@ def by_name(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[
 def owner(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, params: Mapping[str, jax.ShapeDtypeStruct]) -> str:
     """Returns which parameter an array of the optimizer state belongs to, "" for none.
 
-    The array has the parameter's shape, and its path ends in the parameter's name (without `layers/` where an optimizer
-    acts on each layer by itself).
+    The array has the parameter's shape (behind R, if each replica has its own), and its path ends in the parameter's
+    name (without `layers/` where an optimizer acts on each layer by itself).
     """
+    shape = x.shape[1:] if replica_key(path) else x.shape
     keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
     names = ["/".join(keys[start:]) for start in range(len(keys))]
     names += [f"layers/{name}" for name in names]
-    return next((name for name in names if name in params and params[name].shape == x.shape), "")
-
-
-def residual_owner(
-    path: tuple[Any, ...], x: jax.ShapeDtypeStruct, params: Mapping[str, jax.ShapeDtypeStruct], replicas: int
-) -> str:
-    """Returns which parameter an array `[R, ...]` of the optimizer state belongs to, "" for none."""
-    if x.shape[:1] != (replicas,):
-        return ""
-    return owner(path, jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+    return next((name for name in names if name in params and params[name].shape == shape), "")
 
 
 def state_shardings(plan: ShardingPlan, shapes: TrainState) -> PyTree:
     """Returns the NamedSharding of every array of a state, given the tree of its shapes.
 
-    An array of the optimizer state that belongs to a parameter is sharded like it, over the optimizer's scope; one with
-    R in front (a residual of hop two) like the gradients. All others (counters, factored moments) are replicated, but
-    those of a replica by itself, under a key `local`, only inside it.
+    An array of the optimizer state that belongs to a parameter is cut like it, over the optimizer's scope. All others
+    (counters, factored moments) are on every device. What each replica has for itself (PerReplica, `[R, ...]`) is on
+    its devices alone: cut like its gradient where it belongs to a parameter, whole on each device where not.
     """
     layout = plan.layout
     placements, params = by_name(plan.placements, is_leaf=is_placement), by_name(shapes.params)
@@ -52,13 +45,12 @@ def state_shardings(plan: ShardingPlan, shapes: TrainState) -> PyTree:
     replicated = NamedSharding(plan.mesh, REPLICATED)
 
     def place(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
-        if name := owner(path, x, params):
-            return NamedSharding(plan.mesh, placements[name].pspec(layout.optimizer))
-        if name := residual_owner(path, x, params, layout.num_replicas):
-            return NamedSharding(plan.mesh, gradients[name])
-        if jax.tree_util.DictKey("local") in path:
-            return NamedSharding(plan.mesh, PartitionSpec(layout.replica_axes))
-        return replicated
+        name = owner(path, x, params)
+        if replica_key(path):
+            spec = gradients[name] if name else PartitionSpec(layout.replica_axes)
+        else:
+            spec = placements[name].pspec(layout.optimizer) if name else REPLICATED
+        return NamedSharding(plan.mesh, spec)
 
     return dataclasses.replace(
         jax.tree.map(lambda _: replicated, shapes),

@@ -11,7 +11,7 @@ import re
 import secrets
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -163,8 +163,8 @@ class Checkpointer:
         but none verifies, or if the newest that does is of another model (then nothing is moved).
         """
         self.wait()
-        wanted, leaves = tree.flatten_abstract(abstract_state)
-        step = from_process_zero(new_ticket("restore"), lambda: self._choose(leaves, newer_than))
+        wanted = tree.flatten_abstract(abstract_state)
+        step = from_process_zero(new_ticket("restore"), lambda: self._choose(wanted, newer_than))
         if step is None:
             return None
         folder = self.directory / str(step)
@@ -275,7 +275,7 @@ class Checkpointer:
         atomic.sync(self.directory)
         retention.remove_old(self.directory, self.config)
 
-    def _choose(self, wanted: tuple[manifest.Leaf, ...], newer_than: int) -> int | None:
+    def _choose(self, wanted: Mapping[str, tree.Wanted], newer_than: int) -> int | None:
         """Returns the newest step that verifies, after setting the damaged ones above it aside (process 0)."""
         damaged: list[tuple[int, manifest.DamagedError]] = []
         for step in reversed(manifest.step_numbers(self.directory)):

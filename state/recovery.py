@@ -47,7 +47,7 @@ class Found:
 
 
 def find(
-    folder: MemoryFolder, reads: bool, attempts: Attempts, saved: int, wanted: tuple[Leaf, ...], report: Report
+    folder: MemoryFolder, reads: bool, attempts: Attempts, saved: int, wanted: Mapping[str, tree.Wanted], report: Report
 ) -> Found | None:
     """Returns the newest step that is complete and verifies, the same in every process; None if there is none.
 
@@ -90,20 +90,20 @@ def load(
     What `reader`, the process that reads for this node, has is read here; the rest comes from the other processes.
     Arrays of another number of replicas are shared out among those that are there, with their sum or mean kept.
     """
-    wanted, _ = tree.flatten_abstract(abstract_state)
+    wanted = tree.flatten_abstract(abstract_state)
     saved = {leaf.path: leaf for leaf in found.generation.tree}
     fetch = _Fetch(folder, reader, addresses, token)
     try:
         arrays = []
-        for path, leaf in wanted.items():
-            if not leaf.size:
-                arrays.append(tree.empty(leaf))
+        for path, asked in wanted.items():
+            if not asked.abstract.size:
+                arrays.append(tree.empty(asked.abstract))
                 continue
-            as_saved = tree.as_saved(leaf, saved[path].shape)
+            as_saved = tree.as_saved(asked.abstract, saved[path].shape)
             assert as_saved.sharding is not None
             put_together = _once_each(saved[path], lambda box, path=path: fetch.box(box, found.sources[path]))
             array = jax.make_array_from_callback(as_saved.shape, as_saved.sharding, put_together)
-            arrays.append(tree.shared_out(array, leaf, keep_sum=tree.RESIDUAL in path.split(".")))
+            arrays.append(tree.shared_out(array, asked))
         return jax.tree.unflatten(jax.tree.structure(abstract_state), jax.block_until_ready(arrays))
     finally:
         fetch.close()
@@ -205,7 +205,7 @@ def _learned(generation: SnapshotManifest) -> dict[str, Any]:
     return {key: value for key, value in generation.config.items() if key != "elastic"}
 
 
-def _other_model(saved: tuple[Leaf, ...], wanted: tuple[Leaf, ...]) -> str:
+def _other_model(saved: tuple[Leaf, ...], wanted: Mapping[str, tree.Wanted]) -> str:
     try:
         tree.check_same_model("the snapshot", saved, wanted)
     except ValueError as error:

@@ -84,9 +84,9 @@ class Snapshots:
         """
         if not self._every:
             return checkpointer.restore(abstract_state)
-        _, leaves = tree.flatten_abstract(abstract_state)
+        wanted = tree.flatten_abstract(abstract_state)
         saved = from_process_zero(new_ticket("newest"), lambda: newest_checkpoint(self._workdir))
-        found = find(self._folder, self._reader == self._me, self._attempts, saved, leaves, self._report)
+        found = find(self._folder, self._reader == self._me, self._attempts, saved, wanted, self._report)
         restored = checkpointer.restore(abstract_state, newer_than=found.generation.step if found else -1)
         if found and restored is None:
             restored = self._load(found, abstract_state)

@@ -5,7 +5,8 @@ dataclasses and optax's empty states need no code of their own, and nothing stor
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,47 +16,63 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from sharding.replicas import Combine, replica_key
+from sharding.spec import path_name
 from state.manifest import Leaf
 
-# keys above arrays [R, ...], of R replicas: the sum over R counts, or the mean
-RESIDUAL, LOCAL = "residual", "local"
 _CHUNK_BYTES = 16 << 20
 _LEAST_IN_FLIGHT_BYTES = 64 << 20
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """An array that is to be restored: as what, and, of `[R, ...]`, what counts on another number of replicas."""
+
+    leaf: Leaf
+    abstract: jax.ShapeDtypeStruct  # with a sharding
+    combine: Combine | None  # None: all replicas share it
+
+    def fits(self, saved: Leaf | None) -> bool:
+        """Whether it can be made of what was saved."""
+        if saved is None or self.combine is None:
+            return saved == self.leaf
+        return (saved.path, saved.dtype, saved.shape[1:]) == (self.leaf.path, self.leaf.dtype, self.leaf.shape[1:])
+
+
 def flatten_arrays(state: Any) -> tuple[dict[str, jax.Array], tuple[Leaf, ...]]:
     """Returns the arrays of `state` by path, and their descriptions. Raises ValueError for anything but a jax.Array."""
-    arrays = _flatten(state)
+    arrays = {path: value for path, (_, value) in _flatten(state).items()}
     for path, value in arrays.items():
         if not isinstance(value, jax.Array) or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             hint = "jax.random.key_data(key)" if isinstance(value, jax.Array) else "jnp.asarray(value)"
             raise ValueError(
                 f"a checkpoint holds jax.Arrays of numbers; {path} is a {type(value).__name__}: save {hint}"
             )
-    return arrays, _describe(arrays)
+    return arrays, tuple(_describe(path, x) for path, x in arrays.items())
 
 
-def flatten_abstract(state: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], tuple[Leaf, ...]]:
-    """Returns the wanted shapes by path, and their descriptions. Raises ValueError for one without a sharding."""
-    shapes = _flatten(state)
-    for path, value in shapes.items():
+def flatten_abstract(state: Any) -> dict[str, Wanted]:
+    """Returns what is wanted by path. Raises ValueError for a shape without a sharding."""
+    wanted = {}
+    for path, (keys, value) in _flatten(state).items():
         if getattr(value, "sharding", None) is None:
             raise ValueError(
                 f"restore needs to know where {path} goes: give a jax.ShapeDtypeStruct with a sharding, not {value!r}"
             )
-    return shapes, _describe(shapes)
+        key = replica_key(keys)
+        wanted[path] = Wanted(leaf=_describe(path, value), abstract=value, combine=key.combine if key else None)
+    return wanted
 
 
-def check_same_model(folder: Path | str, saved: tuple[Leaf, ...], wanted: tuple[Leaf, ...]) -> None:
+def check_same_model(folder: Path | str, saved: tuple[Leaf, ...], wanted: Mapping[str, Wanted]) -> None:
     """Raises ValueError naming the first parameter that differs between the checkpoint and the wanted state."""
     saved_by_path = {leaf.path: leaf for leaf in saved}
-    wanted_by_path = {leaf.path: leaf for leaf in wanted}
-    for path in [*wanted_by_path, *saved_by_path]:
-        in_checkpoint, asked = saved_by_path.get(path), wanted_by_path.get(path)
-        if in_checkpoint != asked and not _differ_in_replicas(in_checkpoint, asked):
+    for path in [*wanted, *saved_by_path]:
+        in_checkpoint, asked = saved_by_path.get(path), wanted.get(path)
+        if asked is None or not asked.fits(in_checkpoint):
             raise ValueError(
                 f"{folder} is a checkpoint of another model: {path} is {in_checkpoint or 'absent'} in the checkpoint"
-                f" and {asked or 'absent'} in this run; use its config, or another directory"
+                f" and {asked.leaf if asked else 'absent'} in this run; use its config, or another directory"
             )
 
 
@@ -68,21 +85,14 @@ def save_arguments(arrays: dict[str, jax.Array]) -> ocp.args.CheckpointArgs:
     return ocp.args.PyTreeSave(stored, save_args={path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in stored})
 
 
-def _differ_in_replicas(saved: Leaf | None, wanted: Leaf | None) -> bool:
-    """Whether both are of replicas, `[R, ...]`, and of other numbers of them."""
-    if saved is None or wanted is None or not {RESIDUAL, LOCAL} & set(saved.path.split(".")):
-        return False
-    return (saved.path, saved.dtype, saved.shape[1:]) == (wanted.path, wanted.dtype, wanted.shape[1:])
-
-
-def load(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct], saved: Sequence[Leaf]) -> list[jax.Array]:
+def load(folder: Path, wanted: Mapping[str, Wanted], saved: Sequence[Leaf]) -> list[jax.Array]:
     """Returns the arrays of `wanted`, in its order, read from an Orbax item and placed by their shardings.
 
     What is read but not placed yet stays under a quarter of this process's shards (or one, if it is larger). Arrays of
     another number of replicas are shared out among those that are there, with their sum or mean kept.
     """
     saved_shapes = {leaf.path: leaf.shape for leaf in saved}
-    stored = {path: as_saved(leaf, saved_shapes[path]) for path, leaf in wanted.items() if leaf.size}
+    stored = {path: as_saved(x.abstract, saved_shapes[path]) for path, x in wanted.items() if x.abstract.size}
     restore_args = {
         path: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
         for path, leaf in stored.items()
@@ -91,10 +101,7 @@ def load(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct], saved: Sequence[
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit_gb)  # pyright: ignore[reportArgumentType]
     with ocp.Checkpointer(handler) as reader:
         arrays = reader.restore(folder, args=ocp.args.PyTreeRestore(item=stored, restore_args=restore_args))
-    return [
-        shared_out(arrays[path], leaf, keep_sum=RESIDUAL in path.split(".")) if path in stored else empty(leaf)
-        for path, leaf in wanted.items()
-    ]
+    return [shared_out(arrays[path], x) if path in stored else empty(x.abstract) for path, x in wanted.items()]
 
 
 def as_saved(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -112,18 +119,20 @@ def as_saved(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeD
     )
 
 
-def shared_out(array: jax.Array, wanted: jax.ShapeDtypeStruct, *, keep_sum: bool) -> jax.Array:
+def shared_out(array: jax.Array, wanted: Wanted) -> jax.Array:
     """Returns an array `[R, ...]` for another number of replicas: all get the same, with the sum kept or the mean."""
-    if array.shape == wanted.shape:
+    abstract = wanted.abstract
+    if array.shape == abstract.shape:
         return array
+    assert wanted.combine is not None, wanted.leaf.path
 
     def share(x: jax.Array) -> jax.Array:
-        one = jnp.sum(x, axis=0) / (wanted.shape[0] if keep_sum else x.shape[0])
-        one = jnp.round(one) if jnp.issubdtype(wanted.dtype, jnp.integer) else one
-        return jnp.broadcast_to(one.astype(wanted.dtype), wanted.shape)
+        one = jnp.sum(x, axis=0) / (abstract.shape[0] if wanted.combine == "sum" else x.shape[0])
+        one = jnp.round(one) if jnp.issubdtype(abstract.dtype, jnp.integer) else one
+        return jnp.broadcast_to(one.astype(abstract.dtype), abstract.shape)
 
     # one at a time: of two programs in flight on virtual CPU devices the collectives can wait for each other for ever
-    return jax.block_until_ready(jax.jit(share, out_shardings=wanted.sharding)(array))
+    return jax.block_until_ready(jax.jit(share, out_shardings=abstract.sharding)(array))
 
 
 def empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -144,15 +153,16 @@ def _bytes_in_flight(wanted: dict[str, jax.ShapeDtypeStruct]) -> int:
     return max(total // 4, largest + 1, _LEAST_IN_FLIGHT_BYTES)  # Orbax needs more than the largest
 
 
-def _flatten(tree: Any) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flatten(tree: Any) -> dict[str, tuple[tuple[Any, ...], Any]]:
+    """Returns the leaves of a tree by path, each with its keys."""
+    flat: dict[str, tuple[tuple[Any, ...], Any]] = {}
     for keys, value in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        path = path_name(keys, separator=".")
         if not path or path in flat:
             raise ValueError(f"two leaves of the state have the path {path!r}: rename one of them")
-        flat[path] = value
+        flat[path] = keys, value
     return flat
 
 
-def _describe(leaves: dict[str, Any]) -> tuple[Leaf, ...]:
-    return tuple(Leaf(path=path, shape=tuple(x.shape), dtype=str(x.dtype)) for path, x in leaves.items())
+def _describe(path: str, x: Any) -> Leaf:
+    return Leaf(path=path, shape=tuple(x.shape), dtype=str(x.dtype))

@@ -23,6 +23,14 @@ def test_differences_are_those_of_the_same_seed() -> None:
     assert of_int8 == "| int8, AdamW | 4 | 1.620 (1.410 to 1.930) | +0.020 (+0.010 to +0.030) |"
 
 
+def test_how_many_times_fewer_bytes_a_run_sends() -> None:
+    """Of 4 replicas, by hand: a fifth of 1-bit Adam's steps is dense; DGC's payload is gathered, not reduced."""
+    claimed = {name: method.times_smaller(30.0) for name, method in accuracy.methods("text").items()}
+    assert claimed["int8, AdamW"] == 30 and claimed["dense, SGD"] == 30
+    assert claimed["one_bit_adam, AdamW"] == pytest.approx(1 / (0.2 + 0.8 / 30))
+    assert claimed["dgc, 99 %, SGD"] == 15 and claimed["DiLoCo, 10 steps, AdamW"] == 300
+
+
 def test_a_seed_without_a_dense_run_has_no_difference() -> None:
     lines = [line("dense, AdamW", 0, 1.4), line("int8, AdamW", 0, 1.3), line("int8, AdamW", 1, 9.0)]
     assert accuracy.table("text", lines).endswith("| -0.100 (-0.100 to -0.100) |")

@@ -6,10 +6,13 @@ import jax
 import pytest
 from test_sharding_table import tiny_config
 
+from compression.by_config import HOP_TWO
 from compression.delayed import DelayedState
 from compression.local_sgd import LocalState
+from compression.methods import METHODS
 from compression.one_bit_adam import OneBitAdamState
 from optimizers import GuardState
+from sharding.replicas import replica_key
 from training.experiment import make_experiment
 
 LOCAL = {"local_sgd.inner_steps": 2}
@@ -20,6 +23,10 @@ def state_of(changes: dict[str, Any]) -> GuardState:
     config = tiny_config(partition_size=2)
     config.update_from_flattened_dict(changes)
     return make_experiment(config).state_shapes.opt_state
+
+
+def test_every_value_of_hop_two_is_a_method() -> None:
+    assert {method.name for method in METHODS} == set(HOP_TWO) and len(METHODS) == len(HOP_TWO)
 
 
 def test_what_the_keys_build() -> None:
@@ -36,7 +43,7 @@ def test_all_that_is_a_replicas_own_is_on_its_devices_alone() -> None:
         own = [
             (x.shape, x.sharding.shard_shape(x.shape))
             for path, x in jax.tree_util.tree_leaves_with_path(state)
-            if ("'local'" in str(path) or "residual" in str(path)) and len(x.shape) > 1
+            if replica_key(path) and len(x.shape) > 1
         ]
         assert own and all(whole[0] == 4 and here[0] == 1 for whole, here in own)
 

@@ -132,7 +132,7 @@ def test_dgc_with_matrices_that_tensor_does_not_cut(how: dict) -> None:
     jax.tree.map(
         lambda o, kept, g: np.testing.assert_allclose(o + np.asarray(kept).sum(0), g.mean(0), atol=1e-6),
         out,
-        state.unsent["residual"],
+        state.unsent.tree,
         whole,
     )
 
@@ -143,7 +143,7 @@ def test_dgc_loses_nothing_in_any_layout(layout: str) -> None:
     plan = workload.plan("tensors", **LAYOUTS[layout])
     out, state = run(plan, dgc(plan, replace(DGC, momentum=0.0)), 4)
     came = [named(gradients(plan, step)[1]) for step in range(4)]
-    unsent = named(state.unsent["residual"])
+    unsent = named(state.unsent.tree)
     for name in came[0]:
         everything = sum(grads[name].mean(0) for grads in came)
         np.testing.assert_allclose(sum(o[name] for o in out) + unsent[name].sum(0), everything, atol=2e-6)
@@ -191,7 +191,7 @@ def test_sampled_dgc_loses_nothing() -> None:
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     out, state = run(plan, dgc(plan, replace(DGC, momentum=0.0, sampled=0.3)), 3)
     came = [named(gradients(plan, step)[1]) for step in range(3)]
-    unsent = named(state.unsent["residual"])
+    unsent = named(state.unsent.tree)
     for name in came[0]:
         everything = sum(grads[name].mean(0) for grads in came)
         np.testing.assert_allclose(sum(o[name] for o in out) + unsent[name].sum(0), everything, atol=2e-6)
@@ -235,7 +235,7 @@ def test_power_sgd_is_its_algorithm_in_any_layout(layout: str) -> None:
                 handed[layer] = p @ q[layer].T
             kept = x - handed / replicas
             np.testing.assert_allclose(out[step][name].reshape(handed.shape), handed, atol=1e-5)
-        np.testing.assert_allclose(named(state.residual)[name].reshape(kept.shape), kept, atol=1e-5)
+        np.testing.assert_allclose(named(state.residual.tree)[name].reshape(kept.shape), kept, atol=1e-5)
     assert compressed == 3
 
 
@@ -317,4 +317,9 @@ def test_training(layout: str, method: str) -> None:
 @pytest.mark.parametrize("how", [dict(strategy="zero3"), dict(nodes=1, per_node=8, strategy="ddp")])
 def test_dgc_with_nothing_to_send(how: dict) -> None:
     with pytest.raises(ValueError, match="compression.hop_two=dgc has nothing to send"):
-        dgc(workload.plan("tensors", **how), DGC)
+        workload.refusal(workload.plan("tensors", **how), "dgc")
+
+
+def test_power_sgd_with_nothing_to_send() -> None:
+    with pytest.raises(ValueError, match="compression.hop_two=power_sgd has nothing to send"):
+        workload.refusal(workload.plan("tensors", strategy="zero3"), "power_sgd")

@@ -161,7 +161,7 @@ def test_a_replica_skips_a_step_by_itself() -> None:
     bad = jax.tree.map(lambda g: g.at[2].set(jnp.nan), good)
     moves, state = jax.jit(tx.update)(bad, tx.init(params), params)
     jax.tree.map(lambda x: np.testing.assert_allclose(x, -0.75, rtol=1e-5), moves)  # three of four
-    assert list(state.inner["local"].skipped) == [0, 0, 1, 0]
+    assert list(state.inner.tree.skipped) == [0, 0, 1, 0]
     assert float(watch(state)["skipped_steps"]) == 1
 
 

@@ -108,4 +108,4 @@ def test_what_is_not_finite_is_skipped_where_nothing_would_move(steps: int) -> N
 )
 def test_what_cannot_be(layout: dict[str, Any], warmup_steps: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        one_bit_adam(workload.plan("tensors", **layout), CODEC, warmup_steps=warmup_steps, b1=B1, b2=B2, eps=EPS)
+        workload.refusal(workload.plan("tensors", **layout), "one_bit_adam", warmup_steps=warmup_steps)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_checkpointing_crash import files_no_larger_than
 
 from runtime.addresses import own_address
+from sharding.replicas import Combine, PerReplica
 from state import CheckpointConfig, Checkpointer, Restored, manifest
 from state.memory_files import MemoryFolder
 from state.snapshots import AUTOMATIC, Pace, Snapshots
@@ -351,17 +352,17 @@ def test_a_host_whose_name_has_no_address(monkeypatch: pytest.MonkeyPatch) -> No
     assert own_address() == socket.gethostname()
 
 
-@pytest.mark.parametrize(("name", "replicas"), [("residual", 2), ("residual", 3), ("local", 2)])
-def test_other_numbers_of_replicas(run: Run, name: str, replicas: int) -> None:
+@pytest.mark.parametrize(("combine", "replicas"), [("sum", 2), ("sum", 3), ("mean", 2)])
+def test_other_numbers_of_replicas(run: Run, combine: Combine, replicas: int) -> None:
     value = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
-    state = {"opt": {name: jax.device_put(value, shardings(4, 2)["w"])}}
+    state = {"opt": PerReplica(jax.device_put(value, shardings(4, 2)["w"]), combine=combine)}
     run.keep(1, make=lambda step: state)
     mesh = Mesh(np.array(jax.devices()[:replicas]), "a")
     wanted = jax.ShapeDtypeStruct((replicas, 8), np.float32, sharding=NamedSharding(mesh, PartitionSpec("a")))
-    restored = run.restore({"opt": {name: wanted}})
+    restored = run.restore({"opt": PerReplica(wanted, combine=combine)})
     assert restored
-    got = np.asarray(restored.state["opt"][name])
-    merge = np.sum if name == "residual" else np.mean
+    got = np.asarray(restored.state["opt"].tree)
+    merge = np.sum if combine == "sum" else np.mean
     assert got.shape == (replicas, 8) and (got == got[0]).all()
     np.testing.assert_allclose(merge(got, axis=0), merge(value, axis=0), rtol=1e-5, atol=1e-6)
 

@@ -10,9 +10,12 @@ import numpy as np
 import optax
 
 import models
+from compression.by_config import CompressionConfig
 from compression.exchange import exchange
+from compression.hop_two import Setup
+from compression.methods import method_named
 from configs import base
-from optimizers import guarded
+from optimizers import OptimizerConfig, guarded
 from sharding.collectives import PLAIN, LevelCodecs
 from sharding.mesh import find_nodes, make_mesh
 from sharding.scopes import ShardingConfig, make_layout
@@ -127,6 +130,21 @@ def plan(
     return ShardingPlan(
         mesh=mesh, layout=layout, placements=placements, compute_dtype=dtype, gathers=gathers, scatters=scatters
     )
+
+
+def refusal(plan: ShardingPlan, hop_two: str, *, kind: str = "tensors", **compression: Any) -> None:
+    """Raises the ValueError, if any, by which a method of hop two refuses a plan."""
+    config, method = base.get_config(), method_named(hop_two)
+    config.compression.update(compression | {"hop_two": hop_two})
+    config.optimizer.update({"name": method.takes_over or "adamw", "clip_norm": 0.0})
+    setup = Setup(
+        compression=CompressionConfig(**config.compression),
+        optimizer=OptimizerConfig(**config.optimizer),
+        plan=plan,
+        specs=specs(kind),
+        num_steps=100,
+    )
+    method.check(setup)
 
 
 def put_batch(sh: ShardingPlan, accumulation: int, rows: int = ROWS, kind: str = "decoder") -> Any:

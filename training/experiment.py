@@ -14,8 +14,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import models
-from compression.by_config import OPTIMIZERS, CompressionConfig, make_codecs
+from compression.by_config import CompressionConfig, make_codecs
 from compression.local_sgd import drift
+from compression.methods import method_named
 from configs.door import Config, settings
 from input_pipeline import DataConfig
 from optimizers import OptimizerConfig, make_schedule
@@ -73,7 +74,7 @@ class Experiment:
     @property
     def train_step(self) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
         """The function `step(state, batch) -> (state, metrics)`."""
-        hands_on = "update" if self.config.compression.hop_two in OPTIMIZERS else "grad"
+        hands_on = method_named(self.config.compression.hop_two).hands_on
         return build_train_step(self.model.loss, self.plan, self.tx, partial(watch, hands_on=hands_on), drift)
 
     def compile_train_step(self) -> jax.stages.Compiled:

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from compression.by_config import CompressionConfig, behind, make_hop_two
+from compression.by_config import CompressionConfig
+from compression.hop_two import Setup
 from compression.local_sgd import LocalSGDConfig, LocalState, local_sgd
+from compression.methods import method_named
 from compression.statistics import statistics
 from configs.door import Config, settings
 from optimizers import OptimizerConfig, make_optimizer, watched
@@ -20,20 +22,17 @@ from sharding.step import ShardingPlan
 def make_tx(
     config: Config, plan: ShardingPlan, specs: Any, compression: CompressionConfig, optimizer: OptimizerConfig
 ) -> optax.GradientTransformation:
-    """Returns hop two and the optimizer behind it, or around it with local SGD. ValueError for what does not fit."""
-    hop_two = make_hop_two(compression, plan, specs, optimizer)
-    rest = behind(compression, optimizer)
-    if rest is not optimizer and compression.warmup_steps >= config.num_steps:
-        raise ValueError(
-            f"compression.warmup_steps={compression.warmup_steps} is the whole run of num_steps={config.num_steps}: "
-            f"{compression.hop_two} would never get past its warm-up; set it lower"
-        )
-    make = partial(make_optimizer, rest, config.num_steps, specs, local=on_each_device(plan.mesh))
+    """Returns hop two and the downstream optimizer, or local SGD around both. ValueError for what does not fit."""
+    setup = Setup(compression=compression, optimizer=optimizer, plan=plan, specs=specs, num_steps=config.num_steps)
+    method = method_named(compression.hop_two)
+    method.check(setup)
+    hop_two, downstream = method.transform(setup), method.downstream(optimizer)
+    make = partial(make_optimizer, downstream, config.num_steps, specs, local=on_each_device(plan.mesh))
     local = settings(LocalSGDConfig, config.local_sgd, "local_sgd")
     if not local.inner_steps:
         return make(hop_two)
     local.check(plan.layout, config.num_steps)
-    if rest is not optimizer or compression.delayed or optimizer.name == "muon":
+    if method.takes_over or compression.delayed or optimizer.name == "muon":
         raise ValueError(
             "local_sgd keeps an optimizer in each replica: it goes with no compression.hop_two that is one itself "
             f"({compression.hop_two}), nor with compression.delayed or optimizer.name=muon"
@@ -46,7 +45,7 @@ def watch(opt_state: Any, *, hands_on: str = "grad") -> dict[str, jax.Array]:
 
     `hands_on`: what hop two hands on, and the guard takes the norm of, `grad` or `update`.
     """
-    guard = opt_state.inner["local"] if isinstance(opt_state, LocalState) else opt_state
+    guard = opt_state.inner.tree if isinstance(opt_state, LocalState) else opt_state
     return {name: jnp.max(x) for name, x in watched(guard, hands_on=hands_on).items()} | statistics(opt_state)
 
 

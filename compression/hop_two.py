@@ -1,0 +1,71 @@
+"""`HopTwo`: a method of hop two as one value, what it does, what it refuses and what it claims to save.
+
+Each method defines its value beside its code; compression/methods.py has all of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import optax
+
+from compression.by_config import CompressionConfig
+from compression.delayed import delayed
+from optimizers import OptimizerConfig
+from sharding.step import ShardingPlan
+
+PyTree = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The run that a hop two is for."""
+
+    compression: CompressionConfig
+    optimizer: OptimizerConfig
+    plan: ShardingPlan
+    specs: PyTree  # of ParamSpec
+    num_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopTwo:
+    """A method of hop two. A value of the key `compression.hop_two`."""
+
+    name: str
+    build: Callable[[Setup], optax.GradientTransformation]  # gradients `[R, ...]` to one, in the optimizer's scope
+    refuse: Callable[[Setup], None]  # ValueError for a layout, or a value of a key, that the method cannot work with
+    # The optimizer whose work the method does: what it hands on is that optimizer's update, not a gradient.
+    takes_over: Literal["sgd", "adamw"] | None = None
+    # The settings of the optimizer that follows: without what the method has done already.
+    downstream: Callable[[OptimizerConfig], OptimizerConfig] = lambda optimizer: optimizer
+    # How many times fewer bytes than f32's all-reduce cross nodes in a run, for the table of benchmarks/accuracy.py;
+    # from (ratio of an encoded step, replicas, share of the steps in the warm-up).
+    times_smaller: Callable[[float, int, float], float] = lambda ratio, replicas, warmup: ratio
+
+    @property
+    def hands_on(self) -> str:
+        """What the next transform gets, and the guard takes the norm of: `grad` or `update`."""
+        return "update" if self.takes_over else "grad"
+
+    def check(self, setup: Setup) -> None:
+        """Raises ValueError if the method does not go with the rest of the run."""
+        compression, optimizer = setup.compression, setup.optimizer
+        if self.takes_over and optimizer.name != self.takes_over:
+            raise ValueError(
+                f"compression.hop_two={self.name} does the work of optimizer.name={self.takes_over}, not of "
+                f"{optimizer.name}; set that to {self.takes_over}"
+            )
+        self.refuse(setup)
+        if compression.delayed and not setup.plan.layout.replica_axes:
+            raise ValueError("compression.delayed has nothing to delay: there is one partition group alone")
+        if self.takes_over and compression.warmup_steps >= setup.num_steps:
+            raise ValueError(
+                f"compression.warmup_steps={compression.warmup_steps} is the whole run of num_steps={setup.num_steps}: "
+                f"{self.name} would never get past its warm-up; set it lower"
+            )
+
+    def transform(self, setup: Setup) -> optax.GradientTransformation:
+        """Returns hop two for a run that `check` has accepted."""
+        hop_two = self.build(setup)
+        return delayed(hop_two, setup.plan.layout.num_replicas) if setup.compression.delayed else hop_two

@@ -1,0 +1,14 @@
+"""All methods of hop two."""
+
+from compression.dgc import DGC
+from compression.exchange import EXCHANGES
+from compression.hop_two import HopTwo
+from compression.one_bit_adam import ONE_BIT_ADAM
+from compression.power_sgd import POWER_SGD
+
+METHODS: tuple[HopTwo, ...] = (*EXCHANGES, ONE_BIT_ADAM, DGC, POWER_SGD)
+
+
+def method_named(name: str) -> HopTwo:
+    """Returns the method that `compression.hop_two=name` means."""
+    return next(method for method in METHODS if method.name == name)

@@ -1,0 +1,75 @@
+"""What each replica keeps by itself is told by its type, not by a name: a model may call its modules as it likes."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import workload
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from compression.codecs import OneBit
+from compression.exchange import exchange
+from compression.statistics import statistics
+from optimizers import guarded
+from sharding.scopes import make_layout
+from sharding.spec import ParamSpec, place_all
+from sharding.state import state_shardings
+from sharding.step import ShardingPlan, TrainState
+from state import CheckpointConfig, Checkpointer
+
+
+def array_on(devices: int, value: np.ndarray) -> jax.Array:
+    mesh = Mesh(np.array(jax.devices()[:devices]), "a")
+    return jax.device_put(value, NamedSharding(mesh, PartitionSpec("a")))
+
+
+@pytest.mark.parametrize("module", ["local", "residual"])
+def test_parameters_of_another_shape_are_refused_whatever_their_module_is_called(module: str, tmp_path: Path) -> None:
+    def state(devices: int) -> Any:
+        return {"params": {module: {"weight": array_on(devices, np.ones((devices, 8), np.float32))}}}
+
+    with Checkpointer(tmp_path, CheckpointConfig(every=1, keep_last=9)) as checkpointer:
+        checkpointer.save(1, state(4), data={}, config={})
+        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(2))
+        with pytest.raises(ValueError, match=rf"another model: params\.{module}\.weight"):
+            checkpointer.restore(wanted)
+
+
+def plan_of(module: str) -> tuple[ShardingPlan, Any]:
+    """Returns 4 nodes of 2, each node a replica, and the parameters of a module: a matrix and a bias."""
+    layout = make_layout(workload.sharding_config(strategy="hsdp"), num_nodes=4, devices_per_node=2)
+    specs = {
+        module: {
+            "weight": ParamSpec(shape=(16, 32), dims=("embed", "mlp")),
+            "bias": ParamSpec(shape=(32,), dims=("mlp",)),
+        }
+    }
+    plan = workload.plan("tensors", strategy="hsdp")
+    plan = ShardingPlan(mesh=plan.mesh, layout=layout, placements=place_all(specs, layout))
+    return plan, jax.tree.map(lambda spec: jnp.ones(spec.shape), specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+
+
+@pytest.mark.parametrize("module", ["local", "residual"])
+def test_factored_moments_of_any_module_are_on_every_device(module: str) -> None:
+    plan, params = plan_of(module)
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=8)
+    state = TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params))
+    factored = state.opt_state[0]
+    placed = state_shardings(plan, state).opt_state[0]
+    for moments, shardings in ((factored.v_row, placed.v_row), (factored.v_col, placed.v_col)):
+        assert moments[module]["weight"].ndim == 1 and moments[module]["weight"].size > 1
+        assert shardings[module]["weight"].is_fully_replicated
+
+
+@pytest.mark.parametrize("module", ["plain", "residual", "velocity"])
+def test_the_norm_of_residuals_counts_no_module(module: str) -> None:
+    """Adam's moments of a module called `residual` are none, and a residual of one called `velocity` is one."""
+    plan, params = plan_of(module)
+    tx = guarded(exchange(plan, OneBit(block=32)), optax.adam(0.1))
+    state = jax.tree.map(lambda x: jnp.full_like(x, 2), tx.init(params))
+    sizes = 4 * (16 * 32 + 32)  # of four replicas
+    np.testing.assert_allclose(statistics(state)["residual_norm"], 2 * sizes**0.5, rtol=1e-6)
