@@ -42,7 +42,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--address", default="auto", help="of the Ray cluster, HOST:PORT (default: the one here)")
     parser.add_argument("--min_nodes", type=int, required=True, help="with fewer it waits")
-    parser.add_argument("--max_nodes", type=int, required=True, help="with more there are spares")
+    parser.add_argument("--max_nodes", type=int, required=True, help="with more the others stay idle")
     parser.add_argument("--nodes_per_group", type=int, default=1, help="that a partition group spans")
     parser.add_argument("--devices_per_node", type=int, default=0, help="JAX's virtual CPU devices (0: as configured)")
     parser.add_argument("--max_failures", type=int, default=5, help="in a row, without a step that is new")

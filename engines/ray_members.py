@@ -37,13 +37,13 @@ class Member:
         """Whether it has answered lately."""
         return self.news is not None and time.monotonic() - self.heard_s < SILENT_S
 
-    def start(self, generation: int, arguments: Sequence[str]) -> None:
+    def start(self, attempt: int, arguments: Sequence[str]) -> None:
         """Starts the program; how it went is in the news."""
-        self.supervisor.start.remote(generation, list(arguments))
+        self.supervisor.start.remote(attempt, list(arguments))
 
-    def send(self, generation: int, number: int) -> None:
-        """Sends the program of a generation a signal."""
-        self.supervisor.send.remote(generation, number)
+    def send(self, attempt: int, number: int) -> None:
+        """Sends the program of an attempt a signal."""
+        self.supervisor.send.remote(attempt, number)
 
     def warm_up(self) -> None:
         """Prepares the next start."""
@@ -66,7 +66,7 @@ class Members:
     ) -> None:
         self.by_node: dict[str, Member] = {}
         self.draining: set[str] = set()
-        self.spare_hosts: list[str] = []  # alive, but over `max_nodes`
+        self.idle_hosts: list[str] = []  # alive, but over `max_nodes`
         self._max_nodes = max_nodes
         self._arguments = (list(command), folder, dict(environment))
         self._note_loss = note_loss
@@ -125,7 +125,7 @@ class Members:
         wanted = max(0, self._max_nodes - len(there))
         for node in others[:wanted]:
             self._add(node)
-        self.spare_hosts = [node["NodeManagerHostname"] for node in others[wanted:]]
+        self.idle_hosts = [node["NodeManagerHostname"] for node in others[wanted:]]
 
     def _add(self, node: Mapping[str, Any]) -> None:
         actor = ray.remote(  # pyright: ignore[reportCallIssue]

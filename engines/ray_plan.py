@@ -1,6 +1,6 @@
-"""Which nodes train next, and what the end of a generation means: decisions of `python -m engines.ray`, without Ray.
+"""Which nodes train next, and what the end of an attempt means: decisions of `python -m engines.ray`, without Ray.
 
-A generation is one start of the program on a fixed set of nodes, one process a node; the next one has another set.
+An attempt is one start of the program on a fixed set of nodes, one process a node; the next one has another set.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,10 +30,10 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The nodes of a generation, in the order of their processes: each partition group's are neighbours."""
+    """The nodes of an attempt, in the order of their processes: each partition group's are neighbours."""
 
     nodes: tuple[str, ...]  # empty if there are too few
-    spares: tuple[str, ...]
+    idle: tuple[str, ...]
     missing: int  # so many more must come before training can start
 
 
@@ -52,19 +52,19 @@ def choose(there: Sequence[str], previous: Sequence[str], limits: Limits) -> Wor
     missing = max(0, limits.min_nodes - len(ordered))
     if missing:
         count = 0
-    return World(nodes=tuple(ordered[:count]), spares=tuple(ordered[count:]), missing=missing)
+    return World(nodes=tuple(ordered[:count]), idle=tuple(ordered[count:]), missing=missing)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the end of a generation means: 0 finished, 75 goes on, anything else is an error of the program."""
+    """What the end of an attempt means: 0 finished, 75 goes on, anything else is an error of the program."""
 
     code: int
     node: str = ""  # where the error was
 
 
 def judge(codes: Mapping[str, int | None]) -> Verdict:
-    """Returns what the exit codes of a generation's processes mean; None is a lost node, negative is a signal."""
+    """Returns what the exit codes of an attempt's processes mean; None is a lost node, negative is a signal."""
     for node, code in codes.items():
         if code is not None and 0 < code < 128 and code != ExitCode.RESUMABLE:
             return Verdict(code=code, node=node)
@@ -73,7 +73,7 @@ def judge(codes: Mapping[str, int | None]) -> Verdict:
 
 @dataclass(kw_only=True)
 class Patience:
-    """Counts the generations that ended by a failure without a step that no generation had reached before."""
+    """Counts the attempts that ended by a failure without a step that no attempt had reached before."""
 
     max_failures: int
     failures: int = 0

@@ -31,15 +31,15 @@ PORTS = range(20000, 32000)  # above Ray's, below those that Linux gives to conn
 class News:
     """What happened on a node since it was last asked, and how things are now."""
 
-    codes: dict[int, int | None]  # of the generations: how its process ended (negative: by a signal), None if it runs
-    lines: list[tuple[int, str]]  # of output, each with its generation (0: of the supervisor itself)
+    codes: dict[int, int | None]  # of the attempts: how its process ended (negative: by a signal), None if it runs
+    lines: list[tuple[int, str]]  # of output, each with its attempt (0: of the supervisor itself)
     is_leaving: bool  # the node was asked to go: SIGTERM
-    is_warm: bool  # a process has been started for the next generation
+    is_warm: bool  # a process has been started for the next attempt
     free_port: int
 
 
 class Supervisor:
-    """Runs the program of one node: a process for each generation, in a process group of its own."""
+    """Runs the program of one node: a process for each attempt, in a process group of its own."""
 
     def __init__(self, command: Sequence[str], folder: str, environment: Mapping[str, str]) -> None:
         """`command` is a Python, its program, and the arguments that all nodes have in common."""
@@ -50,38 +50,38 @@ class Supervisor:
         self._codes: dict[int, int | None] = {}
         self._told: dict[int, int | None] = {}  # of these
         self._running: dict[int, subprocess.Popen[str]] = {}
-        self._spare: subprocess.Popen[str] | None = None
+        self._warm: subprocess.Popen[str] | None = None
         self._is_leaving = False
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_sigterm)
         self.warm_up()
 
-    def start(self, generation: int, arguments: Sequence[str]) -> None:
-        """Starts the program for a generation, with these arguments behind the common ones."""
+    def start(self, attempt: int, arguments: Sequence[str]) -> None:
+        """Starts the program for an attempt, with these arguments behind the common ones."""
         with self._changed:
-            if generation in self._codes:  # it was killed before it began
+            if attempt in self._codes:  # it was killed before it began
                 return
-            self._codes[generation] = None
-            if self._spare and self._spare.poll() is not None:  # it was killed while it waited
-                self._spare.communicate()
-                self._spare = None
+            self._codes[attempt] = None
+            if self._warm and self._warm.poll() is not None:  # it was killed while it waited
+                self._warm.communicate()
+                self._warm = None
             self.warm_up()
-            process, self._spare = self._spare, None
+            process, self._warm = self._warm, None
             if process is None:
-                self._end(generation, ExitCode.BAD_INPUT)
+                self._end(attempt, ExitCode.BAD_INPUT)
                 return
-            self._running[generation] = process
-        threading.Thread(target=self._watch, args=(process, generation), daemon=True).start()
+            self._running[attempt] = process
+        threading.Thread(target=self._watch, args=(process, attempt), daemon=True).start()
         with contextlib.suppress(OSError):  # if it has ended, `_watch` says how
             print(json.dumps([*self._command[2:], *arguments]), file=process.stdin, flush=True)
 
     def warm_up(self) -> None:
-        """Starts the process of the next generation, up to where it waits for its arguments, if there is none."""
+        """Starts the process of the next attempt, up to where it waits for its arguments, if there is none."""
         with self._changed:  # `start` may run in another thread
-            if self._spare:
+            if self._warm:
                 return
             try:
-                self._spare = subprocess.Popen(
+                self._warm = subprocess.Popen(
                     [self._command[0], "-u", str(STANDBY), self._command[1]],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -96,12 +96,12 @@ class Supervisor:
                 where = f"{self._command[0]} in {self._folder}"
                 self._say(0, f"error: {where}: {error.strerror}; every node needs the same files")
 
-    def send(self, generation: int, number: int) -> None:
-        """Sends a signal to the program of a generation, if it runs; SIGKILL also goes to what it started."""
+    def send(self, attempt: int, number: int) -> None:
+        """Sends a signal to the program of an attempt, if it runs; SIGKILL also goes to what it started."""
         with self._changed:  # Ray's calls may overtake each other
-            process = self._running.get(generation)
-            if number == signal.SIGKILL and generation not in self._codes:
-                self._end(generation, -number)
+            process = self._running.get(attempt)
+            if number == signal.SIGKILL and attempt not in self._codes:
+                self._end(attempt, -number)
         if process and process.poll() is None:
             if number == signal.SIGKILL:
                 os.killpg(process.pid, number)
@@ -118,36 +118,36 @@ class Supervisor:
                 codes=dict(self._codes),
                 lines=lines,
                 is_leaving=self._is_leaving,
-                is_warm=self._spare is not None,
+                is_warm=self._warm is not None,
                 free_port=_free_port(),
             )
 
-    def _watch(self, process: subprocess.Popen[str], generation: int) -> None:
+    def _watch(self, process: subprocess.Popen[str], attempt: int) -> None:
         """Passes the output on, until the process has ended: its children may hold the pipe open."""
-        reading = threading.Thread(target=self._read, args=(process, generation), daemon=True)
+        reading = threading.Thread(target=self._read, args=(process, attempt), daemon=True)
         reading.start()
         code = process.wait()
         reading.join(1.0)
         assert process.stdin
         with contextlib.suppress(OSError):  # if it took not even its arguments
             process.stdin.close()
-        self._end(generation, code)
+        self._end(attempt, code)
 
-    def _read(self, process: subprocess.Popen[str], generation: int) -> None:
+    def _read(self, process: subprocess.Popen[str], attempt: int) -> None:
         assert process.stdout
         with process.stdout:
             for line in process.stdout:
-                self._say(generation, line.rstrip("\n"))
+                self._say(attempt, line.rstrip("\n"))
 
-    def _say(self, generation: int, line: str) -> None:
+    def _say(self, attempt: int, line: str) -> None:
         with self._changed:
-            self._lines.append((generation, line))
+            self._lines.append((attempt, line))
             self._changed.notify_all()
 
-    def _end(self, generation: int, code: int) -> None:
+    def _end(self, attempt: int, code: int) -> None:
         with self._changed:
-            self._codes[generation] = code
-            self._running.pop(generation, None)
+            self._codes[attempt] = code
+            self._running.pop(attempt, None)
             self._changed.notify_all()
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:

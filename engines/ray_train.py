@@ -1,4 +1,4 @@
-"""`Engine`: runs a program on a Ray cluster, generation after generation, on the nodes that are there."""
+"""`Engine`: runs a program on a Ray cluster, attempt after attempt, on the nodes that are there."""
 
 import contextlib
 import signal
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines.ray_generation import Attempt, Coming, how
+from engines.ray_attempt import Attempt, Coming, how
 from engines.ray_output import say
 from engines.ray_plan import Limits, Patience, World, choose, judge
 from engines.ray_supervisor import STARTING_S
@@ -22,9 +22,9 @@ STOP_S = 60.0  # for the program to stop in good order once it was asked to
 LAST_S = 15.0  # for the others, when the first process has stopped as it was asked to
 FAILED_S = 4.0  # for the others, when a process failed or a node is lost: to say what they know
 KILL_S = 3.0  # for a supervisor to tell that the kill was done
-SETTLED_S = 300.0  # after which a generation counts as settled, even if its metrics tell of no step
-JOINING_S = 300.0  # for a larger generation to be ready; and for any, when it is its turn
-NOTICE_S = 1.0  # for Ray's nodes to be looked at again: a spare may take the place of one that is to go
+SETTLED_S = 300.0  # after which an attempt counts as settled, even if its metrics tell of no step
+JOINING_S = 300.0  # for a larger attempt to be ready; and for any, when it is its turn
+NOTICE_S = 1.0  # for Ray's nodes to be looked at again: an idle one may take the place of one that is to go
 STANDBY = "--standby"  # what tells the program to compile, and to wait
 
 
@@ -41,16 +41,16 @@ class Engine:
         compile_ahead: bool = False,
         notice_s: float = 30.0,
     ) -> None:
-        """With `compile_ahead` a planned change starts the next generation before it stops the one that trains.
+        """With `compile_ahead` a planned change starts the next attempt before it stops the one that trains.
 
-        `notice_s` is how long a node that is to go is there: the next generation gets half of it to be ready.
+        `notice_s` is how long a node that is to go is there: the next attempt gets half of it to be ready.
         """
         self._members, self._limits, self._patience, self._workdir = members, limits, patience, workdir
         self._patience.farthest_step = read_progress(workdir).step  # of an engine before this one
         self._compile_ahead, self._leaving_s = compile_ahead, notice_s / 2
         self._events, self._news = EventLog(workdir), EventReader(workdir)
         self._news.skip()  # what is there is of an engine before this one
-        self._number = 0  # of the last generation
+        self._number = 0  # of the current attempt
         self._coming: Coming | None = None
         self._previous: tuple[str, ...] = ()
         self._hosts: dict[str, str] = {}  # of nodes that are gone too
@@ -68,29 +68,29 @@ class Engine:
             self._give_up("it is not needed")
 
     def _run(self) -> int:
-        while (generation := self._take_turn() or self._begin()) is not None:
-            self._train(generation)
-            verdict = judge(generation.codes)
+        while (attempt := self._take_turn() or self._begin()) is not None:
+            self._train(attempt)
+            verdict = judge(attempt.codes)
             step = read_progress(self._workdir).step
-            ends = {self._name(node): how(code) for node, code in generation.codes.items()}
-            self._events.write(Event.ATTEMPT_ENDED, attempt=generation.number, step=step, ends=ends)
+            ends = {self._name(node): how(code) for node, code in attempt.codes.items()}
+            self._events.write(Event.ATTEMPT_ENDED, attempt=attempt.number, step=step, ends=ends)
             if verdict.code != ExitCode.RESUMABLE:
                 where = f" on {self._hosts[verdict.node]}" if verdict.node else ""
                 said = f": {self._last_words.get(verdict.node, '')}" if verdict.code else ""
-                say(f"generation {generation.number} ended{where} with exit code {verdict.code}{said}")
+                say(f"attempt {attempt.number} ended{where} with exit code {verdict.code}{said}")
                 return verdict.code
-            say(f"generation {generation.number} stopped at step {step}: {self._codes(generation)}")
-            if not generation.why_stopped and self._patience.is_over(step):
-                said = next((self._last_words[n] for n in generation.codes if n in self._last_words), "nothing")
+            say(f"attempt {attempt.number} stopped at step {step}: {self._codes(attempt)}")
+            if not attempt.why_stopped and self._patience.is_over(step):
+                said = next((self._last_words[n] for n in attempt.codes if n in self._last_words), "nothing")
                 say(f"error: {self._patience.failures} failures in a row without a new step; it said: {said}")
                 return 1
         say("stopped; the same command goes on")
         return ExitCode.RESUMABLE
 
-    # -------------------------------------------------------------------------------------------- between generations
+    # -------------------------------------------------------------------------------------------- between attempts
 
     def _begin(self) -> Attempt | None:
-        """Starts a generation on the nodes that there are, as soon as there are enough; None if asked to stop."""
+        """Starts an attempt on the nodes that there are, as soon as there are enough; None if asked to stop."""
         world = self._await_world()
         return self._start(world, self._event_s) if world else None
 
@@ -124,7 +124,7 @@ class Engine:
                 return world
             if world.missing:
                 until_s = time.monotonic() + STARTING_S
-                self._say_once(f"waiting for {world.missing} more nodes; there: {self._names(world.spares) or 'none'}")
+                self._say_once(f"waiting for {world.missing} more nodes; there: {self._names(world.idle) or 'none'}")
         return None
 
     def _choose(self) -> World:
@@ -132,107 +132,107 @@ class Engine:
         there.sort(key=lambda member: member.address)
         return choose([member.node for member in there], self._previous, self._limits)
 
-    # --------------------------------------------------------------------------------------------------- a generation
+    # --------------------------------------------------------------------------------------------------- an attempt
 
-    def _train(self, generation: Attempt) -> None:
-        """Follows a generation until no process of it runs any more."""
-        nodes = generation.world.nodes
-        spares = [*map(self._name, generation.world.spares), *self._members.spare_hosts]
-        named = f"{len(nodes)} nodes: {self._names(nodes)}; spares: {', '.join(spares) or 'none'}"
-        say(f"generation {generation.number}: {named}")
+    def _train(self, attempt: Attempt) -> None:
+        """Follows an attempt until no process of it runs any more."""
+        nodes = attempt.world.nodes
+        idle = [*map(self._name, attempt.world.idle), *self._members.idle_hosts]
+        named = f"{len(nodes)} nodes: {self._names(nodes)}; idle: {', '.join(idle) or 'none'}"
+        say(f"attempt {attempt.number}: {named}")
         hosts = [*map(self._name, nodes)]
-        self._events.write(Event.ATTEMPT_STARTED, attempt=generation.number, hosts=hosts, idle=spares)
-        generation.progress, generation.started_s = read_progress(self._workdir), time.monotonic()
+        self._events.write(Event.ATTEMPT_STARTED, attempt=attempt.number, hosts=hosts, idle=idle)
+        attempt.progress, attempt.started_s = read_progress(self._workdir), time.monotonic()
         self._previous = nodes
-        while generation.running:
-            self._turn(generation)
-            for node in generation.running:
+        while attempt.running:
+            self._turn(attempt)
+            for node in attempt.running:
                 if node not in self._members.by_node:
-                    self._note_end(generation, node, None)
-            self._let_begin(generation)
-            self._note_first_step(generation)
+                    self._note_end(attempt, node, None)
+            self._let_begin(attempt)
+            self._note_first_step(attempt)
             self._check_coming()
-            self._stop_if_needed(generation)
-            self._kill_if_late(generation)
+            self._stop_if_needed(attempt)
+            self._kill_if_late(attempt)
 
-    def _turn(self, generation: Attempt | None = None) -> None:
+    def _turn(self, attempt: Attempt | None = None) -> None:
         """Takes news from the supervisors: output, and how processes ended."""
         for member in self._members.turn():
             self._hosts[member.node] = member.host
-            self._print(member, generation)
-            code = generation.code_on(member) if generation else None
-            if generation and code is not None:
-                self._note_end(generation, member.node, code)
+            self._print(member, attempt)
+            code = attempt.code_on(member) if attempt else None
+            if attempt and code is not None:
+                self._note_end(attempt, member.node, code)
         ready = {event["coordinator"] for event in self._news.new() if event["event"] == Event.READY}
-        for one in (generation, self._coming and self._coming.generation):
+        for one in (attempt, self._coming and self._coming.attempt):
             if one and one.coordinator in ready:
                 one.is_ready = True
 
-    def _let_begin(self, generation: Attempt) -> None:
-        """Tells a generation that was started ahead to begin, once it listens; ends it if it never does."""
-        if not generation.stands_by:
+    def _let_begin(self, attempt: Attempt) -> None:
+        """Tells an attempt that was started ahead to begin, once it listens; ends it if it never does."""
+        if not attempt.stands_by:
             return
-        first = self._members.by_node.get(generation.world.nodes[0])
-        if generation.is_ready and first:
-            generation.stands_by = False
-            first.send(generation.number, signal.SIGUSR1)
-        elif time.monotonic() > generation.started_s + JOINING_S and generation.kill_at_s == float("inf"):
-            say(f"generation {generation.number} is not ready after {JOINING_S:g} s")
-            generation.kill_at_s = 0.0
+        first = self._members.by_node.get(attempt.world.nodes[0])
+        if attempt.is_ready and first:
+            attempt.stands_by = False
+            first.send(attempt.number, signal.SIGUSR1)
+        elif time.monotonic() > attempt.started_s + JOINING_S and attempt.kill_at_s == float("inf"):
+            say(f"attempt {attempt.number} is not ready after {JOINING_S:g} s")
+            attempt.kill_at_s = 0.0
 
-    def _note_end(self, generation: Attempt, node: str, code: int | None) -> None:
-        if not generation.codes:
-            if not generation.why_stopped:
+    def _note_end(self, attempt: Attempt, node: str, code: int | None) -> None:
+        if not attempt.codes:
+            if not attempt.why_stopped:
                 self._event_s = time.monotonic()
                 if code:
                     say(f"{self._name(node)}: the program ended {how(code)}")
                     host = self._name(node)
-                    self._events.write(Event.ATTEMPT_FAILED, attempt=generation.number, host=host, how=how(code))
-            patience_s = LAST_S if code == 0 or (generation.why_stopped and code == ExitCode.RESUMABLE) else FAILED_S
-            generation.kill_at_s = min(generation.kill_at_s, time.monotonic() + patience_s)
-        generation.codes[node] = code
+                    self._events.write(Event.ATTEMPT_FAILED, attempt=attempt.number, host=host, how=how(code))
+            patience_s = LAST_S if code == 0 or (attempt.why_stopped and code == ExitCode.RESUMABLE) else FAILED_S
+            attempt.kill_at_s = min(attempt.kill_at_s, time.monotonic() + patience_s)
+        attempt.codes[node] = code
 
-    def _stop_if_needed(self, generation: Attempt) -> None:
-        """Stops the program if the world is to change, or starts the next generation, which is to be ready first."""
+    def _stop_if_needed(self, attempt: Attempt) -> None:
+        """Stops the program if the world is to change, or starts the next attempt, which is to be ready first."""
         if self._signals > 1:
-            generation.kill_at_s = 0.0
-        if generation.why_stopped or generation.codes:
+            attempt.kill_at_s = 0.0
+        if attempt.why_stopped or attempt.codes:
             return
         if self._coming:
-            if self._coming.generation.is_ready or time.monotonic() > self._coming.until_s:
-                self._stop(generation, self._coming.why)
+            if self._coming.attempt.is_ready or time.monotonic() > self._coming.until_s:
+                self._stop(attempt, self._coming.why)
             return
-        why, patience_s = self._why_stop(generation)
+        why, patience_s = self._why_stop(attempt)
         if not why:
-            generation.change_s, generation.may_prepare = 0.0, True
+            attempt.change_s, attempt.may_prepare = 0.0, True
             return
-        generation.change_s = generation.change_s or time.monotonic()
-        if not (self._compile_ahead and patience_s and generation.is_settled and generation.may_prepare):
-            self._stop(generation, why)
-        elif time.monotonic() > generation.change_s + NOTICE_S and not self._starting():
-            self._prepare(generation, why, generation.change_s + patience_s)
+        attempt.change_s = attempt.change_s or time.monotonic()
+        if not (self._compile_ahead and patience_s and attempt.is_settled and attempt.may_prepare):
+            self._stop(attempt, why)
+        elif time.monotonic() > attempt.change_s + NOTICE_S and not self._starting():
+            self._prepare(attempt, why, attempt.change_s + patience_s)
 
-    def _stop(self, generation: Attempt, why: str) -> None:
+    def _stop(self, attempt: Attempt, why: str) -> None:
         """Asks the program to stop: one process tells the others."""
         self._event_s = time.monotonic()
-        generation.why_stopped = why
-        generation.kill_at_s = time.monotonic() + STOP_S
+        attempt.why_stopped = why
+        attempt.kill_at_s = time.monotonic() + STOP_S
         say(f"{why}: the program is asked to stop")
-        self._events.write(Event.ATTEMPT_STOPPING, attempt=generation.number, why=why)
-        self._members.by_node[generation.running[0]].send(generation.number, signal.SIGTERM)
+        self._events.write(Event.ATTEMPT_STOPPING, attempt=attempt.number, why=why)
+        self._members.by_node[attempt.running[0]].send(attempt.number, signal.SIGTERM)
 
-    def _why_stop(self, generation: Attempt) -> tuple[str, float]:
+    def _why_stop(self, attempt: Attempt) -> tuple[str, float]:
         """Returns why the world is to change ("" if it is not), and how long that can wait."""
         if self._signals:
             return "a signal", 0.0
-        for node in generation.running:
+        for node in attempt.running:
             member = self._members.by_node[node]
             if self._members.is_going(member):
                 return f"{member.host} is to go", self._leaving_s
-        if not self._starting() and generation.is_settled:  # one after the other: a start that is stopped wins nothing
+        if not self._starting() and attempt.is_settled:  # one after the other: a start that is stopped wins nothing
             better = self._choose()
-            new = [node for node in better.nodes if node not in generation.world.nodes]
-            if len(better.nodes) > len(generation.world.nodes):
+            new = [node for node in better.nodes if node not in attempt.world.nodes]
+            if len(better.nodes) > len(attempt.world.nodes):
                 return f"{self._names(new)} joined", JOINING_S
         return "", 0.0
 
@@ -243,31 +243,31 @@ class Engine:
 
     # ------------------------------------------------------------------------------------- the next one, started ahead
 
-    def _prepare(self, generation: Attempt, why: str, until_s: float) -> None:
-        """Starts the next generation while this one trains; stops this one if there are not enough nodes for it."""
-        generation.may_prepare = False  # again: if it fails, the next one starts when this one has ended
+    def _prepare(self, attempt: Attempt, why: str, until_s: float) -> None:
+        """Starts the next attempt while this one trains; stops this one if there are not enough nodes for it."""
+        attempt.may_prepare = False  # again: if it fails, the next one starts when this one has ended
         world = self._choose()
         if not world.nodes:
-            self._stop(generation, why)
+            self._stop(attempt, why)
             return
-        self._coming = Coming(generation=self._start(world, time.monotonic(), STANDBY), why=why, until_s=until_s)
-        say(f"{why}: generation {self._number} starts ahead: {len(world.nodes)} nodes: {self._names(world.nodes)}")
+        self._coming = Coming(attempt=self._start(world, time.monotonic(), STANDBY), why=why, until_s=until_s)
+        say(f"{why}: attempt {self._number} starts ahead: {len(world.nodes)} nodes: {self._names(world.nodes)}")
         hosts = [*map(self._name, world.nodes)]
         self._events.write(Event.ATTEMPT_AHEAD, attempt=self._number, hosts=hosts, why=why)
 
     def _check_coming(self) -> None:
-        """Gives the next generation up when it cannot be the next one any more."""
+        """Gives the next attempt up when it cannot be the next one any more."""
         if self._coming and self._signals:
             self._give_up("the run is to stop")
-        elif self._coming and (why := self._why_not(self._coming.generation)):
-            nodes = self._coming.generation.world.nodes
+        elif self._coming and (why := self._why_not(self._coming.attempt)):
+            nodes = self._coming.attempt.world.nodes
             self._give_up(why)
             for node in nodes:
                 if node in self._members.by_node:
                     self._members.by_node[node].warm_up()
 
     def _why_not(self, coming: Attempt) -> str:
-        """Returns why a generation that was started ahead cannot train, "" if it can."""
+        """Returns why an attempt that was started ahead cannot train, "" if it can."""
         for node in coming.world.nodes:
             member = self._members.by_node.get(node)
             if member is None:
@@ -279,67 +279,67 @@ class Engine:
         return ""
 
     def _give_up(self, why: str) -> None:
-        """Ends the generation that waits for its turn, which has touched nothing."""
+        """Ends the attempt that waits for its turn, which has touched nothing."""
         if not self._coming:
             return
-        coming, self._coming = self._coming.generation, None
-        say(f"generation {coming.number} is given up: {why}")
+        coming, self._coming = self._coming.attempt, None
+        say(f"attempt {coming.number} is given up: {why}")
         for node in coming.world.nodes:
             if node in self._members.by_node:
                 self._members.by_node[node].send(coming.number, signal.SIGKILL)
 
     def _take_turn(self) -> Attempt | None:
-        """Returns the generation that was started ahead, if it can train now."""
+        """Returns the attempt that was started ahead, if it can train now."""
         self._members.give_back()
         self._check_coming()
         silent = [
             member.host
-            for node in (self._coming.generation.world.nodes if self._coming else ())
+            for node in (self._coming.attempt.world.nodes if self._coming else ())
             if not (member := self._members.by_node[node]).answers
         ]
         if silent:
             self._give_up(f"{', '.join(silent)} does not answer")
         coming, self._coming = self._coming, None
-        return coming.generation if coming else None
+        return coming.attempt if coming else None
 
     # -------------------------------------------------------------------------------------------------------- its end
 
-    def _kill_if_late(self, generation: Attempt) -> None:
+    def _kill_if_late(self, attempt: Attempt) -> None:
         now_s = time.monotonic()
-        if now_s > generation.kill_at_s and generation.killed_s == float("inf"):
-            generation.killed_s = now_s
-            for node in generation.running:
-                self._members.by_node[node].send(generation.number, signal.SIGKILL)
-        if now_s > generation.killed_s + KILL_S:
-            for node in generation.running:
+        if now_s > attempt.kill_at_s and attempt.killed_s == float("inf"):
+            attempt.killed_s = now_s
+            for node in attempt.running:
+                self._members.by_node[node].send(attempt.number, signal.SIGKILL)
+        if now_s > attempt.killed_s + KILL_S:
+            for node in attempt.running:
                 self._members.drop(node, "does not answer")
-                generation.codes[node] = None
+                attempt.codes[node] = None
 
-    def _note_first_step(self, generation: Attempt) -> None:
+    def _note_first_step(self, attempt: Attempt) -> None:
         """Says how long it took to the first finished step: then the machine has time to prepare the next start."""
-        if generation.has_stepped:
+        if attempt.has_stepped:
             return
-        before, now = generation.progress, read_progress(self._workdir)
-        generation.progress = now
+        before, now = attempt.progress, read_progress(self._workdir)
+        attempt.progress = now
         if now.size_bytes > before.size_bytes:
-            generation.has_stepped = True
-            took_s = time.monotonic() - generation.since_s
-            say(f"generation {generation.number}: step {now.step} is done, {took_s:.1f} s after the event")
+            attempt.has_stepped = True
+            took_s = time.monotonic() - attempt.since_s
+            say(f"attempt {attempt.number}: step {now.step} is done, {took_s:.1f} s after the event")
             after_s = round(took_s, 3)
-            self._events.write(Event.ATTEMPT_STEPPED, attempt=generation.number, step=now.step, after_s=after_s)
-        is_late = time.monotonic() > generation.started_s + SETTLED_S
-        if (generation.has_stepped or is_late) and not generation.is_settled:
-            generation.is_settled = True
+            self._events.write(Event.ATTEMPT_STEPPED, attempt=attempt.number, step=now.step, after_s=after_s)
+        is_late = time.monotonic() > attempt.started_s + SETTLED_S
+        if (attempt.has_stepped or is_late) and not attempt.is_settled:
+            attempt.is_settled = True
             for member in self._members.by_node.values():
                 member.warm_up()
 
     # ------------------------------------------------------------------------------------------------------- messages
 
-    def _print(self, member: "Member", generation: Attempt | None) -> None:
+    def _print(self, member: "Member", attempt: Attempt | None) -> None:
         assert member.news
-        first = generation and (generation.number, generation.world.nodes[0])
+        first = attempt and (attempt.number, attempt.world.nodes[0])
         for number, line in member.news.lines:
-            if not (self._coming and number == self._coming.generation.number):
+            if not (self._coming and number == self._coming.attempt.number):
                 self._last_words[member.node] = line
             print(line if (number, member.node) == first else f"[{member.host}] {line}", flush=True)
 
@@ -348,8 +348,8 @@ class Engine:
             self._said = text
             say(text)
 
-    def _codes(self, generation: Attempt) -> str:
-        return ", ".join(f"{self._name(node)} {how(code)}" for node, code in generation.codes.items())
+    def _codes(self, attempt: Attempt) -> str:
+        return ", ".join(f"{self._name(node)} {how(code)}" for node, code in attempt.codes.items())
 
     def _name(self, node: str) -> str:
         return self._hosts.get(node, node)

@@ -57,7 +57,7 @@ def test_the_events_tell_the_world_and_what_was_lost(tmp_path: Path) -> None:
     with (run.workdir / "events.jsonl").open("ab") as file:  # a line that is not whole
         file.write(b'{"time": "2026-01-01T00:00:00+00:00", "event": "first_')
     run.look()
-    assert (run.generation, run.world, run.is_settled, run.lost_steps) == (1, (2, 1, 3), False, 0)
+    assert (run.attempt, run.world, run.is_settled, run.lost_steps) == (1, (2, 1, 3), False, 0)
     with (run.workdir / "events.jsonl").open("ab") as file:
         file.write(b'step", "step": 1}\n')
     run.look()
@@ -69,7 +69,7 @@ def test_the_events_tell_the_world_and_what_was_lost(tmp_path: Path) -> None:
     log.write(Event.ATTEMPT_ENDED, attempt=1, step=8, ends=ENDS)
     log.write(Event.ATTEMPT_STARTED, attempt=2, hosts=["node3", "node2"], idle=[])
     run.look()
-    assert (run.generation, run.world, run.is_settled, run.step) == (2, (3, 2), False, 8)
+    assert (run.attempt, run.world, run.is_settled, run.step) == (2, (3, 2), False, 8)
     log.write(Event.RESTORED, step=5, source="memory (2 of 2 nodes had it)", steps_again=3)
     log.write(Event.FIRST_STEP, step=6)
     log.write(Event.ATTEMPT_STEPPED, attempt=2, step=6, after_s=5.5)

@@ -1,24 +1,24 @@
-"""The engine starts the next generation while the last one trains, in stories (ray_story.py)."""
+"""The engine starts the next attempt while the last one trains, in scenarios (ray_scenario.py)."""
 
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray_story import Members, play, until
+from ray_scenario import Members, run_scenario, until
 
 
-def standing_by(cluster: Members, generation: int) -> str:
-    """Returns the hosts where a generation waits for its turn."""
-    there = [m for m in cluster.by_node.values() if m.codes.get(generation, 0) is None]
-    assert all("--standby" in m.arguments[generation] for m in there)
+def standing_by(cluster: Members, attempt: int) -> str:
+    """Returns the hosts where an attempt waits for its turn."""
+    there = [m for m in cluster.by_node.values() if m.codes.get(attempt, 0) is None]
+    assert all("--standby" in m.arguments[attempt] for m in there)
     return "".join(m.host for m in there)
 
 
-def test_the_next_generation_compiles_while_the_last_one_trains(
+def test_the_next_attempt_compiles_while_the_last_one_trains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def story(cluster: Members) -> Iterator[object]:
+    def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "ab")
         cluster.join("c")
         cluster.step(1)
@@ -39,16 +39,16 @@ def test_the_next_generation_compiles_while_the_last_one_trains(
         cluster.end_all(0)
         yield
 
-    assert play("ab", story, tmp_path, compile_ahead=True)[0] == 0
+    assert run_scenario("ab", scenario, tmp_path, compile_ahead=True)[0] == 0
     said = capsys.readouterr().err
-    assert "c joined: generation 2 starts ahead: 3 nodes: a, b, c" in said and "generation 2: step 3 is done" in said
+    assert "c joined: attempt 2 starts ahead: 3 nodes: a, b, c" in said and "attempt 2: step 3 is done" in said
 
 
 @pytest.mark.parametrize("what", ["lost", "failed", "going"])
-def test_a_generation_that_cannot_take_its_turn_is_given_up(what: str, tmp_path: Path) -> None:
+def test_a_attempt_that_cannot_take_its_turn_is_given_up(what: str, tmp_path: Path) -> None:
     """The change is made all the same: the next one starts when the last one has ended."""
 
-    def story(cluster: Members) -> Iterator[object]:
+    def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "ab")
         cluster.step(1)
         cluster.join("c")
@@ -67,13 +67,13 @@ def test_a_generation_that_cannot_take_its_turn_is_given_up(what: str, tmp_path:
         cluster.end_all(0)
         yield
 
-    assert play("ab", story, tmp_path, compile_ahead=True)[0] == 0
+    assert run_scenario("ab", scenario, tmp_path, compile_ahead=True)[0] == 0
 
 
 def test_another_node_joins_after_one_was_lost(tmp_path: Path) -> None:
     """What was given up was for a change that is no more: the next change is prepared again."""
 
-    def story(cluster: Members) -> Iterator[object]:
+    def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "a")
         cluster.step(1)
         cluster.join("b")
@@ -89,13 +89,13 @@ def test_another_node_joins_after_one_was_lost(tmp_path: Path) -> None:
         cluster.end_all(0)
         yield
 
-    assert play("a", story, tmp_path, compile_ahead=True)[0] == 0
+    assert run_scenario("a", scenario, tmp_path, compile_ahead=True)[0] == 0
 
 
-def test_a_generation_that_never_gets_ready_is_ended(tmp_path: Path) -> None:
+def test_a_attempt_that_never_gets_ready_is_ended(tmp_path: Path) -> None:
     """The one before has been stopped for it."""
 
-    def story(cluster: Members) -> Iterator[object]:
+    def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "a")
         cluster.step(1)
         cluster.join("b")
@@ -104,11 +104,11 @@ def test_a_generation_that_never_gets_ready_is_ended(tmp_path: Path) -> None:
         cluster.end_all(0)
         yield
 
-    assert play("a", story, tmp_path, compile_ahead=True, JOINING_S=0.05)[0] == 0
+    assert run_scenario("a", scenario, tmp_path, compile_ahead=True, JOINING_S=0.05)[0] == 0
 
 
-def test_a_failure_while_the_next_generation_compiles(tmp_path: Path) -> None:
-    def story(cluster: Members) -> Iterator[object]:
+def test_a_failure_while_the_next_attempt_compiles(tmp_path: Path) -> None:
+    def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "ab")
         cluster.step(1)
         cluster.by_node["b"].is_leaving = True
@@ -123,13 +123,13 @@ def test_a_failure_while_the_next_generation_compiles(tmp_path: Path) -> None:
         cluster.end_all(0)
         yield
 
-    assert play("ab", story, tmp_path, compile_ahead=True)[0] == 0
+    assert run_scenario("ab", scenario, tmp_path, compile_ahead=True)[0] == 0
 
 
-def test_a_spare_takes_the_place_of_a_node_that_goes(tmp_path: Path) -> None:
-    """Its supervisor is only just starting: the next generation is not prepared without it."""
+def test_an_idle_node_takes_the_place_of_a_node_that_goes(tmp_path: Path) -> None:
+    """Its supervisor is only just starting: the next attempt is not prepared without it."""
 
-    def story(cluster: Members) -> Iterator[object]:
+    def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "ab")
         cluster.step(1)
         cluster.by_node["b"].is_leaving = True
@@ -145,13 +145,16 @@ def test_a_spare_takes_the_place_of_a_node_that_goes(tmp_path: Path) -> None:
         cluster.end_all(0)
         yield
 
-    assert play("ab", story, tmp_path, least=2, most=2, compile_ahead=True, STARTING_S=60.0, NOTICE_S=0.5)[0] == 0
+    assert (
+        run_scenario("ab", scenario, tmp_path, least=2, most=2, compile_ahead=True, STARTING_S=60.0, NOTICE_S=0.5)[0]
+        == 0
+    )
 
 
 def test_a_supervisor_is_silent_when_it_is_the_next_turn(tmp_path: Path) -> None:
     """It was silent while it compiled too, which does not matter."""
 
-    def story(cluster: Members) -> Iterator[object]:
+    def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "a")
         cluster.step(1)
         cluster.join("b")
@@ -165,14 +168,14 @@ def test_a_supervisor_is_silent_when_it_is_the_next_turn(tmp_path: Path) -> None
         cluster.end_all(0)
         yield
 
-    assert play("a", story, tmp_path, compile_ahead=True)[0] == 0
+    assert run_scenario("a", scenario, tmp_path, compile_ahead=True)[0] == 0
 
 
 @pytest.mark.parametrize("code", [0, 75])
-def test_the_end_while_the_next_generation_compiles(code: int, tmp_path: Path) -> None:
+def test_the_end_while_the_next_attempt_compiles(code: int, tmp_path: Path) -> None:
     """The run is finished, or this program is asked to stop."""
 
-    def story(cluster: Members) -> Iterator[object]:
+    def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "a")
         cluster.step(1)
         cluster.join("b")
@@ -184,7 +187,7 @@ def test_the_end_while_the_next_generation_compiles(code: int, tmp_path: Path) -
         while True:
             yield
 
-    ended, cluster = play("a", story, tmp_path, compile_ahead=True)
+    ended, cluster = run_scenario("a", scenario, tmp_path, compile_ahead=True)
     assert ended == code
     killed = {("a", signal.SIGKILL), ("b", signal.SIGKILL)}
     assert set(cluster.sent) == (killed | {("a", signal.SIGTERM)} if code else killed)

@@ -78,19 +78,19 @@ def await_line(pattern: str, tmp_path: Path, process: subprocess.Popen[bytes]) -
 
 
 def test_a_run_grows_shrinks_and_survives(cluster: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    await_line(r"generation 1: step \d+ is done", tmp_path, cluster)
+    await_line(r"attempt 1: step \d+ is done", tmp_path, cluster)
     added = f"added-{name(tmp_path)}"  # only to find it
     assert ctl(f"--name={name(tmp_path)}", "add", "--", sys.executable, "-m", "engines.ray_nodes", added)[0] == 0
-    await_line(r"node3 joined: generation 2 starts ahead: 3 nodes: node1, node2, node3\n", tmp_path, cluster)
+    await_line(r"node3 joined: attempt 2 starts ahead: 3 nodes: node1, node2, node3\n", tmp_path, cluster)
     await_line(r"ready: waits for its turn\n(?:.*\n)*.*node3 joined: the program is asked to stop", tmp_path, cluster)
-    await_line(r"generation 1 stopped at step \d+: node\d with 75, node\d with 75\n", tmp_path, cluster)
-    await_line(r"generation 2: 3 nodes: node1, node2, node3; spares: none", tmp_path, cluster)
+    await_line(r"attempt 1 stopped at step \d+: node\d with 75, node\d with 75\n", tmp_path, cluster)
+    await_line(r"attempt 2: 3 nodes: node1, node2, node3; idle: none", tmp_path, cluster)
     await_line(r"node2: the program ended by SIGKILL", tmp_path, cluster)
-    await_line(r"generation 3: step \d+ is done", tmp_path, cluster)
+    await_line(r"attempt 3: step \d+ is done", tmp_path, cluster)
     (launcher,) = running_with(added, "ray_nodes")
     os.kill(launcher, signal.SIGTERM)  # Ray drains the node
-    await_line(r"node3 is to go: generation 4 starts ahead: 2 nodes: node1, node2\n", tmp_path, cluster)
-    await_line(r"generation 4: 2 nodes: node1, node2; spares: none", tmp_path, cluster)
+    await_line(r"node3 is to go: attempt 4 starts ahead: 2 nodes: node1, node2\n", tmp_path, cluster)
+    await_line(r"attempt 4: 2 nodes: node1, node2; idle: none", tmp_path, cluster)
     assert cluster.wait(WAIT_S) == 0, (tmp_path / "log").read_text()
     assert not running_with(str(tmp_path))
 

@@ -1,15 +1,15 @@
-"""The engine's generations, in stories (ray_story.py)."""
+"""The engine's attempts, in scenarios (ray_scenario.py)."""
 
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray_story import Members, play, until
+from ray_scenario import Members, run_scenario, until
 
 
 def test_a_node_joins_and_another_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def story(cluster: Members) -> Iterator[object]:
+    def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "ab")
         assert cluster.by_node["b"].arguments[1][0] == "--coordinator=ip-a:4000"
         cluster.join("c")
@@ -26,14 +26,14 @@ def test_a_node_joins_and_another_goes(tmp_path: Path, capsys: pytest.CaptureFix
         cluster.end_all(0)
         yield
 
-    assert play("ab", story, tmp_path)[0] == 0
+    assert run_scenario("ab", scenario, tmp_path)[0] == 0
     said = capsys.readouterr().err
-    assert "generation 2: 3 nodes: a, b, c; spares: none" in said and "c joined" in said
-    assert "generation 1: step 1 is done" in said
+    assert "attempt 2: 3 nodes: a, b, c; idle: none" in said and "c joined" in said
+    assert "attempt 1: step 1 is done" in said
 
 
-def test_a_lost_node_ends_the_generation_and_a_spare_helps(tmp_path: Path) -> None:
-    def story(cluster: Members) -> Iterator[object]:
+def test_a_lost_node_ends_the_attempt_and_an_idle_node_helps(tmp_path: Path) -> None:
+    def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "abcd")
         cluster.by_node["a"].ignores = cluster.by_node["d"].ignores = True  # they hang in a collective
         cluster.drop("b", "")
@@ -50,7 +50,7 @@ def test_a_lost_node_ends_the_generation_and_a_spare_helps(tmp_path: Path) -> No
         cluster.end_all(0)
         yield
 
-    code, cluster = play("abcde", story, tmp_path, least=2, group=2)
+    code, cluster = run_scenario("abcde", scenario, tmp_path, least=2, group=2)
     assert code == 0
     assert ("b", signal.SIGKILL) not in cluster.sent
 
@@ -58,7 +58,7 @@ def test_a_lost_node_ends_the_generation_and_a_spare_helps(tmp_path: Path) -> No
 def test_a_cut_node_is_left_out(tmp_path: Path) -> None:
     """Ray says that it is alive, but its supervisor is silent: the others go on, and it joins when it answers."""
 
-    def story(cluster: Members) -> Iterator[object]:
+    def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "abc")
         cut = cluster.by_node["b"]
         cut.answers, cut.ignores = False, True
@@ -70,23 +70,23 @@ def test_a_cut_node_is_left_out(tmp_path: Path) -> None:
         cluster.end_all(0)
         yield
 
-    assert play("abc", story, tmp_path)[0] == 0
+    assert run_scenario("abc", scenario, tmp_path)[0] == 0
 
 
 def test_a_silent_supervisor_is_not_waited_for(tmp_path: Path) -> None:
-    def story(cluster: Members) -> Iterator[object]:
+    def scenario(cluster: Members) -> Iterator[object]:
         cluster.by_node["b"].answers = False
         yield from until(lambda: cluster.world() == "ac")
         cluster.end_all(0)
         yield
 
-    assert play("abc", story, tmp_path)[0] == 0
+    assert run_scenario("abc", scenario, tmp_path)[0] == 0
 
 
 def test_a_run_grows_beside_a_node_that_never_begins(tmp_path: Path) -> None:
     """Another job holds its CPUs: its supervisor waits for them."""
 
-    def story(cluster: Members) -> Iterator[object]:
+    def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "a")
         cluster.step(1)
         cluster.join("b")
@@ -96,13 +96,13 @@ def test_a_run_grows_beside_a_node_that_never_begins(tmp_path: Path) -> None:
         cluster.end_all(0)
         yield
 
-    assert play("a", story, tmp_path)[0] == 0
+    assert run_scenario("a", scenario, tmp_path)[0] == 0
 
 
 def test_a_run_without_metrics_grows_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And says of a first step that came late when that was."""
 
-    def story(cluster: Members) -> Iterator[object]:
+    def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "a")
         cluster.join("b")
         yield from until(lambda: cluster.world() == "ab")
@@ -112,12 +112,12 @@ def test_a_run_without_metrics_grows_too(tmp_path: Path, capsys: pytest.CaptureF
         cluster.end_all(0)
         yield
 
-    assert play("a", story, tmp_path, SETTLED_S=0.05)[0] == 0
-    assert "generation 2: step 1 is done" in capsys.readouterr().err
+    assert run_scenario("a", scenario, tmp_path, SETTLED_S=0.05)[0] == 0
+    assert "attempt 2: step 1 is done" in capsys.readouterr().err
 
 
 def test_a_world_that_is_too_small_says_what_it_waits_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def story(cluster: Members) -> Iterator[object]:
+    def scenario(cluster: Members) -> Iterator[object]:
         yield from (None for _ in range(5))
         assert cluster.world() == ""
         cluster.join("b")
@@ -125,13 +125,13 @@ def test_a_world_that_is_too_small_says_what_it_waits_for(tmp_path: Path, capsys
         cluster.end_all(0)
         yield
 
-    assert play("a", story, tmp_path, least=2, group=2)[0] == 0
+    assert run_scenario("a", scenario, tmp_path, least=2, group=2)[0] == 0
     assert capsys.readouterr().err.count("waiting for 1 more nodes; there: a") == 1
 
 
 @pytest.mark.parametrize("code", [1, 2])
 def test_an_error_of_the_program_ends_all(code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def story(cluster: Members) -> Iterator[object]:
+    def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "ab")
         cluster.by_node["b"].lines = ["error: no such key"]
         cluster.by_node["b"].code = code
@@ -140,13 +140,13 @@ def test_an_error_of_the_program_ends_all(code: int, tmp_path: Path, capsys: pyt
         cluster.end_all(75)
         yield
 
-    assert play("ab", story, tmp_path)[0] == code
+    assert run_scenario("ab", scenario, tmp_path)[0] == code
     captured = capsys.readouterr()
     assert "[b] error: no such key" in captured.out and "on b with exit code" in captured.err
 
 
 def test_failures_without_progress_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def story(cluster: Members) -> Iterator[object]:
+    def scenario(cluster: Members) -> Iterator[object]:
         for step in (1, 2, 2, 2):
             yield from until(lambda: cluster.world() == "ab")
             cluster.step(step)
@@ -158,27 +158,27 @@ def test_failures_without_progress_end(tmp_path: Path, capsys: pytest.CaptureFix
             cluster.end_all(75)
             yield
 
-    assert play("ab", story, tmp_path, max_failures=1)[0] == 1
+    assert run_scenario("ab", scenario, tmp_path, max_failures=1)[0] == 1
     assert "2 failures in a row without a new step; it said: it crashed" in capsys.readouterr().err
 
 
 def test_steps_of_an_engine_before_are_not_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A program that always fails in a directory that has steps already gets no failure more than in an empty one."""
 
-    def story(cluster: Members) -> Iterator[object]:
+    def scenario(cluster: Members) -> Iterator[object]:
         for _ in range(2):
             yield from until(lambda: cluster.world() == "a")
             cluster.by_node["a"].code = -signal.SIGSEGV
             yield
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
-    assert play("a", story, tmp_path, max_failures=1)[0] == 1
+    assert run_scenario("a", scenario, tmp_path, max_failures=1)[0] == 1
     assert "2 failures in a row without a new step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_sigterm_stops_it_in_good_order(hangs: bool, tmp_path: Path) -> None:
-    def story(cluster: Members) -> Iterator[object]:
+    def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "ab")
         cluster.by_node["b"].ignores = hangs
         signal.raise_signal(signal.SIGTERM)
@@ -187,6 +187,6 @@ def test_sigterm_stops_it_in_good_order(hangs: bool, tmp_path: Path) -> None:
         while True:
             yield
 
-    code, cluster = play("ab", story, tmp_path)
+    code, cluster = run_scenario("ab", scenario, tmp_path)
     assert code == 75 and cluster.sent[0] == ("a", signal.SIGTERM)
     assert (("b", signal.SIGKILL) in cluster.sent) == hangs

@@ -28,10 +28,10 @@ def members(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_no_more_than_wanted(members: Any) -> None:
     members._look()
-    assert (list(members.by_node), members.spare_hosts) == (["a", "b"], ["c"])
+    assert (list(members.by_node), members.idle_hosts) == (["a", "b"], ["c"])
     members.drained = {"a": 0}
     members._look()
-    assert (list(members.by_node), members.spare_hosts) == (["a", "b", "c"], [])
+    assert (list(members.by_node), members.idle_hosts) == (["a", "b", "c"], [])
 
 
 def test_a_supervisor_that_never_begins_keeps_no_node_out(members: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which nodes make up a world, what the end of a generation means, and how often it may fail: no Ray."""
+"""Which nodes make up a world, what the end of an attempt means, and how often it may fail: no Ray."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def limits(least: int, most: int, group: int = 1) -> Limits:
 
 
 @pytest.mark.parametrize(
-    ("there", "previous", "group", "nodes", "spares"),
+    ("there", "previous", "group", "nodes", "idle"),
     [
         ("abc", "", 1, "abc", ""),
         ("abcde", "", 1, "abcd", "e"),  # at most 4
@@ -33,14 +33,14 @@ def limits(least: int, most: int, group: int = 1) -> Limits:
         ("xyabd", "abcd", 2, "abdx", "y"),
     ],
 )
-def test_the_largest_world_of_whole_groups(there: str, previous: str, group: int, nodes: str, spares: str) -> None:
+def test_the_largest_world_of_whole_groups(there: str, previous: str, group: int, nodes: str, idle: str) -> None:
     world = choose(list(there), list(previous), limits(group, 4, group))
-    assert ("".join(world.nodes), "".join(world.spares), world.missing) == (nodes, spares, 0)
+    assert ("".join(world.nodes), "".join(world.idle), world.missing) == (nodes, idle, 0)
 
 
 def test_a_world_that_is_too_small_waits() -> None:
     world = choose(["a"], ["a", "b", "c", "d"], limits(4, 4, 2))
-    assert (world.nodes, world.spares, world.missing) == ((), ("a",), 3)
+    assert (world.nodes, world.idle, world.missing) == ((), ("a",), 3)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_ray_is_needed_to_run_and_not_to_import(
         ([0, 0], 0),
         ([75, 75], 75),
         ([75, -9], 75),
-        ([None, 0], 75),  # a node was lost at the end: the next generation finds the run finished, or finishes it
+        ([None, 0], 75),  # a node was lost at the end: the next attempt finds the run finished, or finishes it
         ([-6, -9], 75),  # jax aborted
         ([75, 2], 2),
         ([1, 75], 1),

@@ -42,7 +42,7 @@ def supervisor(program: Path) -> Iterator[Supervisor]:
     supervisor = Supervisor([sys.executable, str(program), "3"], str(program.parent), {"SEEN": "yes"})
     yield supervisor
     signal.signal(signal.SIGTERM, before)
-    for process in (*supervisor._running.values(), supervisor._spare):
+    for process in (*supervisor._running.values(), supervisor._warm):
         if process and process.poll() is None:
             process.kill()
             process.communicate()
@@ -61,7 +61,7 @@ def collect(supervisor: Supervisor, text: str = "", *, ended: bool = False) -> t
 
 
 def test_a_program_is_imported_before_it_is_started(supervisor: Supervisor) -> None:
-    # the spare's output is read from its start on
+    # the warm process' output is read from its start on
     supervisor.start(1, ["--process_id=0"])
     news, lines = collect(supervisor, ended=True)
     assert lines == ["imported as standby", "imported as __main__", "started with 3 --process_id=0"]
@@ -71,19 +71,19 @@ def test_a_program_is_imported_before_it_is_started(supervisor: Supervisor) -> N
     assert 20000 <= news.free_port < 32000  # outside of what Linux gives to connections
 
 
-def test_a_signal_ends_it_and_the_next_generation_starts(supervisor: Supervisor) -> None:
+def test_a_signal_ends_it_and_the_next_attempt_starts(supervisor: Supervisor) -> None:
     supervisor.start(1, ["--wait"])
     collect(supervisor, "started")
     supervisor.send(1, signal.SIGTERM)
     assert collect(supervisor, ended=True)[0].codes == {1: 75}
-    supervisor.start(2, ["--wait"])  # no spare: the imports cost their time
+    supervisor.start(2, ["--wait"])  # no warm process: the imports cost their time
     news, _ = collect(supervisor, "started")
     assert news.codes == {1: 75, 2: None}
     supervisor.send(2, signal.SIGKILL)
     assert collect(supervisor, ended=True)[0].codes[2] == -signal.SIGKILL
 
 
-def test_two_generations_at_a_time(supervisor: Supervisor) -> None:
+def test_two_attempts_at_a_time(supervisor: Supervisor) -> None:
     supervisor.start(1, ["--wait"])
     collect(supervisor, "started")
     supervisor.start(2, ["--wait"])
@@ -106,15 +106,15 @@ def test_lines_and_an_early_kill_know_their_generation(supervisor: Supervisor) -
     while (2, "started with 3") not in lines:
         lines += supervisor.news(0.2).lines
         assert time.monotonic() < deadline_s
-    assert {generation for generation, _ in lines} == {2}
+    assert {attempt for attempt, _ in lines} == {2}
     assert collect(supervisor, ended=True)[0].codes == {1: -signal.SIGKILL, 2: 3}
 
 
-def test_a_killed_spare_is_replaced(supervisor: Supervisor) -> None:
-    assert supervisor._spare
-    supervisor._spare.kill()
-    supervisor._spare.wait(WAIT_S)
-    supervisor._spare.communicate()
+def test_a_killed_warm_process_is_replaced(supervisor: Supervisor) -> None:
+    assert supervisor._warm
+    supervisor._warm.kill()
+    supervisor._warm.wait(WAIT_S)
+    supervisor._warm.communicate()
     supervisor.start(1, [])
     assert collect(supervisor, ended=True)[0].codes == {1: 3}
 

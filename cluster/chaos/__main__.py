@@ -109,7 +109,7 @@ def disturb(run: ElasticRun, options: argparse.Namespace) -> bool:
             json_lines.append(run.folder / "outcomes.jsonl", asdict(outcome) | {"load": os.getloadavg()[0]})
         code = run.finish(END_S)
     left = run.left()
-    print(f"the run ended with exit code {code} after {run.generation} starts; left: {'; '.join(left) or 'nothing'}")
+    print(f"the run ended with exit code {code} after {run.attempt} starts; left: {'; '.join(left) or 'nothing'}")
     return code == 0 and not left
 
 

@@ -45,12 +45,12 @@ def inject(run: ElasticRun, event: Fault) -> Outcome:
         node = MOMENTS[event.kind](run, event.process)
     else:
         node = run.world[event.process % len(run.world)]
-    nodes, generation, lost, start_s = len(run.world), run.generation, run.lost_steps, time.monotonic()
+    nodes, attempt, lost, start_s = len(run.world), run.attempt, run.lost_steps, time.monotonic()
     KINDS[event.kind](run, node)
     at_step, grows = run.step, event.kind == "join"
     bigger = lambda: len(run.world) > nodes or len(run.world) == run.max_nodes
     run.wait(
-        lambda: run.generation > generation and run.is_settled and run.has_stepped and (not grows or bigger()),
+        lambda: run.attempt > attempt and run.is_settled and run.has_stepped and (not grows or bigger()),
         f"recovery from {event.kind} of node{node}",
         RECOVERY_S,
     )
@@ -71,7 +71,7 @@ def inject(run: ElasticRun, event: Fault) -> Outcome:
         next_step_s=run.settled_s - start_s,
         pause_s=run.longest_pause(start_s),
         phases={name: run.since(start_s, pattern) for name, pattern in phases.items()},
-        starts=run.generation - generation,
+        starts=run.attempt - attempt,
         source=run.source,
     )
 
@@ -181,10 +181,10 @@ def _await(run: ElasticRun, process: int, watch: Callable[[int], Callable[[], bo
     deadline_s = time.monotonic() + MOMENT_S
     while time.monotonic() < deadline_s:
         settle(run)
-        node, generation = run.world[process % len(run.world)], run.generation
+        node, attempt = run.world[process % len(run.world)], run.attempt
         run.program(node)  # found now: there is no time later
         is_so, look_again_s = watch(node), 0.0
-        while run.generation == generation and run.is_settled and time.monotonic() < deadline_s:
+        while run.attempt == attempt and run.is_settled and time.monotonic() < deadline_s:
             if is_so():
                 return node
             if time.monotonic() > look_again_s:

@@ -52,7 +52,7 @@ class ElasticRun:
         """`arguments` are train.py's, but the `--workdir`, which is `folder/run`; `options` are engines.ray's."""
         self.folder, self.workdir, self.max_nodes = folder, folder / "run", nodes
         self.events: list[dict[str, Any]] = []  # with `at_s`, by this process' monotonic clock
-        self.generation, self.is_settled, self.settled_s = 0, False, 0.0  # settled: it has finished a step
+        self.attempt, self.is_settled, self.settled_s = 0, False, 0.0  # settled: it has finished a step
         self.world: tuple[int, ...] = ()  # the node of each process
         self.alive = set(range(1, nodes + 1))  # nodes that may train, or will
         self.step, self.lost_steps, self.source = 0, 0, ""
@@ -62,7 +62,7 @@ class ElasticRun:
         self._newest = 0  # the newest step of this history of the run
         self._news = EventReader(self.workdir)
         self._later: list[tuple[float, Callable[[], None]]] = []
-        self._programs: dict[int, int] = {}  # of this generation
+        self._programs: dict[int, int] = {}  # of this attempt
         self._namespaces: dict[str, int] = {}  # of the nodes, held open: the kernel would give their numbers away again
         cluster = [f"--name={self._name}", f"--nodes={nodes + 1}", f"--devices_per_node={devices_per_node}"]
         cluster += [f"--rate={rate}", f"--workdir={folder / 'nodes'}"]
@@ -105,7 +105,7 @@ class ElasticRun:
         self.events.append(event)
         kind = event["event"]
         if kind == Event.ATTEMPT_STARTED:
-            self.generation, self.is_settled = event["attempt"], False
+            self.attempt, self.is_settled = event["attempt"], False
             self.world = tuple(int(host.removeprefix("node")) for host in event["hosts"])
             self._programs.clear()
             self._inits()  # notes their namespaces

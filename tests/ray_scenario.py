@@ -15,12 +15,12 @@ from engines.ray_train import Engine
 from runtime.events import Event, EventLog
 
 SHORT = ("STOP_S", "LAST_S", "FAILED_S", "KILL_S", "STARTING_S", "NOTICE_S")
-Story = Callable[["Members"], Iterator[object]]
+Scenario = Callable[["Members"], Iterator[object]]
 
 
 @dataclass(eq=False)
 class Member:
-    """A node whose program does what the story says."""
+    """A node whose program does what the scenario says."""
 
     host: str
     cluster: "Members"
@@ -29,10 +29,10 @@ class Member:
     added_s: float = field(default_factory=time.monotonic)
     is_leaving: bool = False
     ignores: bool = False  # signals
-    codes: dict[int, int | None] = field(default_factory=dict)  # of the generations
+    codes: dict[int, int | None] = field(default_factory=dict)  # of the attempts
     arguments: dict[int, Sequence[str]] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)  # that it says at each turn
-    ready: set[int] = field(default_factory=set)  # the generations that have compiled
+    ready: set[int] = field(default_factory=set)  # the attempts that have compiled
 
     @property
     def node(self) -> str:
@@ -63,42 +63,42 @@ class Member:
     def code(self, code: int) -> None:
         self.codes[self.cluster.training] = code
 
-    def start(self, generation: int, arguments: Sequence[str]) -> None:
-        self.codes[generation], self.arguments[generation] = None, arguments
+    def start(self, attempt: int, arguments: Sequence[str]) -> None:
+        self.codes[attempt], self.arguments[attempt] = None, arguments
         if "--standby" not in arguments:
-            self.cluster.training = generation
+            self.cluster.training = attempt
 
-    def send(self, generation: int, number: int) -> None:
+    def send(self, attempt: int, number: int) -> None:
         self.cluster.sent.append((self.host, number))
         if self.ignores:
             return
         if number == signal.SIGTERM:  # all agree on a step
             self.cluster.end_all(75)
         elif number == signal.SIGUSR1:
-            assert generation in self.ready, "it would be killed"
-            self.cluster.training = generation
-        elif self.codes[generation] is None:
-            self.codes[generation] = -number
+            assert attempt in self.ready, "it would be killed"
+            self.cluster.training = attempt
+        elif self.codes[attempt] is None:
+            self.codes[attempt] = -number
 
     def warm_up(self) -> None:
         self.cluster.warmed += 1
 
 
 class Members:
-    """Stands for `ray_members.Members`; the story goes on by one `yield` a turn."""
+    """Stands for `ray_members.Members`; the scenario goes on by one `yield` a turn."""
 
-    def __init__(self, hosts: str, story: Story, workdir: Path) -> None:
+    def __init__(self, hosts: str, scenario: Scenario, workdir: Path) -> None:
         self.by_node: dict[str, Member] = {}
-        self.spare_hosts: list[str] = []
+        self.idle_hosts: list[str] = []
         self.draining: set[str] = set()
         self.sent: list[tuple[str, int]] = []
         self.dropped: list[str] = []
-        self.warmed = self.training = 0  # the generation that was told to train
+        self.warmed = self.training = 0  # the attempt that was told to train
         self.metrics = workdir / "metrics.jsonl"
         self._events, self._told = EventLog(workdir), set[int]()  # the attempts that have said that they are ready
         for host in hosts:
             self.join(host)
-        self._story = story(self)
+        self._scenario = scenario(self)
 
     def join(self, host: str) -> None:
         self.by_node[host] = Member(host, self)
@@ -113,11 +113,11 @@ class Members:
             file.write(f'{{"step": {step}}}\n')
 
     def turn(self) -> list[Member]:
-        assert next(self._story, "over") != "over", "the engine goes on after the end of the story"
+        assert next(self._scenario, "over") != "over", "the engine goes on after the end of the scenario"
         for member in self.by_node.values():
-            for generation in member.ready - self._told:
-                self._told.add(generation)
-                coordinator = member.arguments[generation][0].removeprefix("--coordinator=")
+            for attempt in member.ready - self._told:
+                self._told.add(attempt)
+                coordinator = member.arguments[attempt][0].removeprefix("--coordinator=")
                 self._events.write(Event.READY, coordinator=coordinator)
         return [member for member in self.by_node.values() if member.has_begun]
 
@@ -141,9 +141,9 @@ class Members:
         return "".join(m.host for m in sorted(there, key=lambda m: m.arguments[self.training][2]))
 
 
-def play(
+def run_scenario(
     hosts: str,
-    story: Story,
+    scenario: Scenario,
     workdir: Path,
     *,
     least: int = 1,
@@ -153,8 +153,8 @@ def play(
     compile_ahead: bool = False,
     **times_s: float,
 ) -> tuple[int, Members]:
-    """Runs an engine through a story, with short times but for those that are given; returns its exit code."""
-    members = Members(hosts, story, workdir)
+    """Runs an engine through a scenario, with short times but for those that are given; returns its exit code."""
+    members = Members(hosts, scenario, workdir)
     limits = Limits(min_nodes=least, max_nodes=most, nodes_per_group=group)
     patience = Patience(max_failures=max_failures)
     ahead = {"compile_ahead": compile_ahead, "notice_s": 0.1}

@@ -46,9 +46,9 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Coming:
-    """A generation that was started while another one trains, and waits for its turn."""
+    """An attempt that was started while another one trains, and waits for its turn."""
 
-    generation: Attempt
+    attempt: Attempt
     why: str
     until_s: float  # it is waited for
 
