@@ -276,7 +276,8 @@ class Keeper:
         before = time.perf_counter()
         self._snapshots.save(step, state, data=self._data(step), config=self._config)
         self._log.spent("snapshot_s", time.perf_counter() - before)
-        self._supervisor.events.write(Event.SNAPSHOT, step=step)
+        if self._snapshots.last_step == step:  # they are on
+            self._supervisor.events.write(Event.SNAPSHOT, step=step)
 
     def save(self, step: int, state: TrainState, validation: Validation | None = None) -> None:
         """Starts saving a checkpoint, after the rows up to its step are written."""
