@@ -35,7 +35,7 @@ from metrics.units import one_line
 from metrics.writer import METRICS_FILE
 from runtime import launch
 from runtime.command_line import escape_output
-from runtime.consensus import from_process_zero, new_ticket
+from runtime.consensus import broadcast, new_key
 from runtime.handshake import shared_token
 from runtime.heartbeat import IN_A_STEP, ElasticConfig, Heartbeat
 from runtime.interruption import EXIT_RESUMABLE, Interruption
@@ -168,7 +168,7 @@ def keep_freed_memory() -> None:
 
 def is_finished(config: Config, workdir: Path) -> bool:
     """Whether `workdir` holds this run and it is done, which is said. ValueError if it holds another run."""
-    done = from_process_zero(new_ticket("finished"), lambda: holds_finished(config, workdir))
+    done = broadcast(new_key("finished"), lambda: holds_finished(config, workdir))
     if done and jax.process_index() == 0:
         print(f"{workdir} is finished: {config.num_steps} steps are done")
     return done
@@ -278,7 +278,7 @@ def resume(checked: Checked, workdir: Path) -> Resumed:
         snapshots=snapshots,
         restored=restored,
         start=restored.step if restored else 0,
-        saved=from_process_zero(new_ticket("saved"), lambda: checkpointer.latest_step() or 0),
+        saved=broadcast(new_key("saved"), lambda: checkpointer.latest_step() or 0),
     )
 
 

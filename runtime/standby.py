@@ -6,7 +6,7 @@ import time
 
 import jax
 
-from runtime.consensus import from_process_zero, new_ticket
+from runtime.consensus import broadcast, new_key
 from runtime.interruption import Interruption
 
 READY = "ready: waits for its turn"  # what process 0 prints
@@ -26,7 +26,7 @@ class StandbyGate:
             sys.stdout.write(f"{READY}\n")  # at once: jax's threads may print too
             sys.stdout.flush()
         while not interruption.requested():
-            if from_process_zero(new_ticket("turn"), self._wait):
+            if broadcast(new_key("turn"), self._wait):
                 return True
         return False
 

@@ -360,7 +360,7 @@ PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin") or ""
 
 
 def as_nobody(folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
-    """Runs an emulation as a user without rights, in a folder with a copy of `cluster`."""
+    """Runs an emulation as a user without rights, in a folder with a copy of what it needs."""
     user = ["setpriv", "--reuid=65534", "--clear-groups", "env", "-u", "XDG_RUNTIME_DIR", "PYTHONDONTWRITEBYTECODE=1"]
     emulator = [PYTHON, "-m", "cluster.emulate", "--nodes=2", "--devices_per_node=2"]
     program = ["--workdir=run", "--", "sh", "-c", "hostname; ls /sys/class/net; exit 5"]
@@ -374,7 +374,8 @@ def test_without_root() -> None:
     """By a user namespace; where there is none to be had, one line."""
     with tempfile.TemporaryDirectory() as name:  # which others may reach, unlike tmp_path
         folder = Path(name)
-        shutil.copytree(ROOT / "cluster", folder / "cluster")
+        for part in ("cluster", "files", "runtime"):
+            shutil.copytree(ROOT / part, folder / part)
         folder.chmod(0o777)
         refused = as_nobody(folder, "unshare", "--user")  # a user namespace without rights, nor a way to get some
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
