@@ -30,7 +30,7 @@ from input_pipeline import Batches, Dataset
 from metrics.run_log import RunLog
 from runtime import launch
 from runtime.command_line import escape_output
-from runtime.consensus import from_process_zero, new_ticket
+from runtime.consensus import broadcast, new_key
 from runtime.events import Event
 from runtime.exit_codes import ResumableError
 from runtime.heartbeat import ElasticConfig
@@ -268,7 +268,7 @@ class Keeper:
         self._config = json.loads(ex.config.to_json())
         self._position = {"seed": ex.config.seed, **fingerprints}
         self._supervisor = supervisor
-        self._saved = from_process_zero(new_ticket("saved"), lambda: checkpointer.latest_step() or 0)
+        self._saved = broadcast(new_key("saved"), lambda: checkpointer.latest_step() or 0)
 
     def snapshot(self, step: int, state: TrainState) -> None:
         """Keeps a state in memory, after the rows up to its step are written."""

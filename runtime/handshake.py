@@ -24,7 +24,7 @@ from pathlib import Path
 import jax
 
 from files import locks, private
-from runtime.consensus import from_all, from_process_zero, new_ticket
+from runtime.consensus import all_gather, broadcast, new_key
 
 FILE_NAME = "token"
 STRANGERS = 64  # who may be at an entrance at a time, besides the processes of the run
@@ -39,13 +39,13 @@ def shared_token(workdir: Path) -> str:
 
     ValueError in every process if one of them cannot read it, or if other users could.
     """
-    from_process_zero(new_ticket("token"), lambda: _make_token(workdir / FILE_NAME))
+    broadcast(new_key("token"), lambda: _make_token(workdir / FILE_NAME))
     token = error = ""
     try:
         token = _read_token(workdir / FILE_NAME)
     except (OSError, ValueError) as failed:
         error = f"process {jax.process_index()} on {socket.gethostname()} cannot use {workdir / FILE_NAME}: {failed}"
-    errors = [said for said in from_all(new_ticket("token-read"), error) if said]
+    errors = [said for said in all_gather(new_key("token-read"), error or None) if said]
     if errors:
         raise ValueError(errors[0])
     return token

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from runtime.addresses import listen, own_address
-from runtime.consensus import from_process_zero, new_ticket
+from runtime.consensus import broadcast, new_key
 from runtime.handshake import Entrance, introduce
 from runtime.heartbeat import Peer
 
@@ -32,7 +32,7 @@ def rendezvous(coordinator: str | None, token: str) -> list[Peer]:
         listener = listen(host, jax.process_count() - 1)
         return [host, listener.getsockname()[1], socket.gethostname()]
 
-    address, port, host = from_process_zero(new_ticket("heartbeat"), where)
+    address, port, host = broadcast(new_key("heartbeat"), where)
     if listener:
         return accept(listener, token, jax.process_count() - 1)
     return [connect(address, port, token, host, jax.process_index())]

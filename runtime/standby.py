@@ -3,7 +3,7 @@
 import signal
 import time
 
-from runtime.consensus import from_process_zero, new_ticket
+from runtime.consensus import broadcast, new_key
 from runtime.interruption import Interruption
 
 _LOOK_S, _ANSWER_S = 0.05, 0.5
@@ -19,7 +19,7 @@ class StandbyGate:
     def opens(self, interruption: Interruption) -> bool:
         """Waits; returns False if the run is asked to stop before. Every process must call it."""
         while not interruption.requested():
-            if from_process_zero(new_ticket("turn"), self._wait):
+            if broadcast(new_key("turn"), self._wait):
                 return True
         return False
 

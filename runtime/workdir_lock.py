@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from files import locks
-from runtime.consensus import from_process_zero, new_ticket
+from runtime.consensus import broadcast, new_key
 
 _WAIT_S = 90.0  # for an attempt before this one: `engines/ray_standby.py` ends one that was left behind after 60 s
 
@@ -20,7 +20,7 @@ def workdir_lock(workdir: Path) -> Iterator[None]:
     and will end by itself, must not stop the next attempt here.
     """
     with ExitStack() as held:
-        from_process_zero(new_ticket("workdir-lock"), lambda: _hold(workdir, held))
+        broadcast(new_key("workdir-lock"), lambda: _hold(workdir, held))
         yield
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from files import atomic
-from runtime.consensus import from_process_zero, new_ticket
+from runtime.consensus import broadcast, new_key
 from state import manifest
 
 FILE_NAME = "attempts.json"
@@ -67,7 +67,7 @@ def read_attempts(workdir: Path, report: Callable[[str], None]) -> Attempts:
             return asdict(new)
         return asdict(found)
 
-    return _from_json(from_process_zero(new_ticket("attempts"), answer))
+    return _from_json(broadcast(new_key("attempts"), answer))
 
 
 def write_attempts(workdir: Path, attempts: Attempts) -> Attempts:
@@ -79,7 +79,7 @@ def write_attempts(workdir: Path, attempts: Attempts) -> Attempts:
         atomic.replace(workdir / FILE_NAME, json.dumps(asdict(now)) + "\n", durable=True)
         return now.saved
 
-    return replace(attempts, saved=from_process_zero(new_ticket("attempt"), answer))
+    return replace(attempts, saved=broadcast(new_key("attempt"), answer))
 
 
 def newest_checkpoint(workdir: Path) -> int:

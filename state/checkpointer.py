@@ -21,7 +21,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from files import atomic
-from runtime.consensus import from_process_zero, new_ticket
+from runtime.consensus import Key, broadcast, new_key
 from state import check_path, manifest, retention, tree
 from state.quiet import quiet_orbax
 from state.retention import CheckpointConfig
@@ -133,12 +133,12 @@ class Checkpointer:
         )
         metrics = {name: float(value) for name, value in (metrics or {}).items()}
         try:
-            attempt = from_process_zero(new_ticket("prepare"), lambda: self._prepare(step, data, config))
+            attempt = broadcast(new_key("prepare"), lambda: self._prepare(step, data, config))
         except (OSError, RuntimeError) as error:
             raise self._failed(step, error) from error
         if attempt is None:
             return
-        ticket = new_ticket("commit")
+        key = new_key("commit")
         try:
             if self._manager is None or attempt != self._attempt:
                 self._manager, self._attempt = self._new_manager(attempt), attempt
@@ -149,7 +149,7 @@ class Checkpointer:
             self._manager = None
             raise self._failed(step, error) from error
         self._thread = threading.Thread(
-            target=self._finish, args=(manager, ticket, step, leaves, metrics), name=f"checkpoint-{step}"
+            target=self._finish, args=(manager, key, step, leaves, metrics), name=f"checkpoint-{step}"
         )
         self._thread.start()
 
@@ -164,7 +164,7 @@ class Checkpointer:
         """
         self.wait()
         wanted = tree.flatten_abstract(abstract_state)
-        step = from_process_zero(new_ticket("restore"), lambda: self._choose(wanted, newer_than))
+        step = broadcast(new_key("restore"), lambda: self._choose(wanted, newer_than))
         if step is None:
             return None
         folder = self.directory / str(step)
@@ -247,7 +247,7 @@ class Checkpointer:
     def _finish(
         self,
         manager: ocp.CheckpointManager,
-        ticket: str,
+        key: Key,
         step: int,
         leaves: tuple[manifest.Leaf, ...],
         metrics: dict[str, float],
@@ -261,7 +261,7 @@ class Checkpointer:
         try:
             if jax.process_index() != 0:
                 manager.wait_until_finished()
-            from_process_zero(ticket, write_and_commit)
+            broadcast(key, write_and_commit)
         except Exception as error:
             self._manager = None  # Orbax's manager keeps raising the error of a save that failed
             self._error = self._failed(step, error)

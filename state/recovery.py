@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from runtime.consensus import from_all, new_ticket
+from runtime.consensus import all_gather, new_key
 from state import tree
 from state.attempts import Attempts
 from state.manifest import Leaf
@@ -57,7 +57,7 @@ def find(
     """
     own, damaged = folder.generations() if reads else ([], [])
     told = {"host": socket.gethostname(), "damaged": damaged, "generations": [x.as_json() for x in own]}
-    everyone = from_all(new_ticket("snapshots"), told)
+    everyone = all_gather(new_key("snapshots"), told)
     if jax.process_index() != 0:
         report = _silently
     by_step: dict[tuple[int, tuple[int, ...]], list[Source]] = defaultdict(list)
@@ -221,7 +221,7 @@ def _without_damaged(folder: MemoryFolder, sources: list[Source], hosts: list[st
         name: [generation.pieces.index(piece) for piece in folder.damaged(generation)]
         for name, generation in own.items()
     }
-    everyone = from_all(new_ticket("damaged"), damaged)
+    everyone = all_gather(new_key("damaged"), damaged)
     good = [x for x in sources if x.number not in everyone[x.process][x.generation.name]]
     for process, found in enumerate(everyone):
         for name, numbers in found.items():

@@ -6,7 +6,6 @@ commit and the partner's copy follow in a thread. No process writes over the new
 have a newer one.
 """
 
-import json
 import math
 import secrets
 import socket
@@ -21,7 +20,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from runtime.consensus import from_all, from_process_zero, hear_all, new_ticket, wait_for_all
+from runtime.consensus import all_gather, barrier, broadcast, new_key
 from runtime.handshake import shared_token
 from state import tree
 from state.attempts import newest_checkpoint, read_attempts, write_attempts
@@ -60,7 +59,7 @@ class Snapshots:
         self._attempts = read_attempts(workdir, report)
         if not every:
             return
-        spare = from_process_zero(new_ticket("spare"), lambda: secrets.token_hex(8))
+        spare = broadcast(new_key("spare"), lambda: secrets.token_hex(8))
         self._folder = MemoryFolder(memory_dir, self._attempts.run_id, spare)
         self._attempt = self._attempts.next
         self._slots = Slots(self._folder, self._attempt, self._me)
@@ -85,7 +84,7 @@ class Snapshots:
         if not self._every:
             return checkpointer.restore(abstract_state)
         wanted = tree.flatten_abstract(abstract_state)
-        saved = from_process_zero(new_ticket("newest"), lambda: newest_checkpoint(self._workdir))
+        saved = broadcast(new_key("newest"), lambda: newest_checkpoint(self._workdir))
         found = find(self._folder, self._reader == self._me, self._attempts, saved, wanted, self._report)
         restored = checkpointer.restore(abstract_state, newer_than=found.generation.step if found else -1)
         if found and restored is None:
@@ -106,7 +105,7 @@ class Snapshots:
         if self._every:
             if self._reader == self._me:
                 self._folder.remove(self._folder.names() - self._used)
-            wait_for_all("begun")  # or it would remove the first snapshot of another process of its node
+            barrier("begun")  # or it would remove the first snapshot of another process of its node
 
     def due(self, step: int) -> bool:
         """Whether to keep the state after `step`."""
@@ -156,7 +155,8 @@ class Snapshots:
         self._started = False
         saved = newest_checkpoint(self._workdir) if self._me == 0 else 0
         has_news = self._failed or saved > self._attempts.saved
-        said = [*map(json.loads, hear_all("snapshot", json.dumps([self._failed, saved]) if has_news else ""))]
+        told = all_gather(new_key("snapshot"), [self._failed, saved] if has_news else None)
+        said = [news for news in told if news]
         self._attempts = replace(self._attempts, saved=max([self._attempts.saved, *(saved for _, saved in said)]))
         if any(failed for failed, _ in said):
             return  # the next one is written over this one, not over the one before, which all have
@@ -194,7 +194,7 @@ class Snapshots:
         if count > 1:
             self._service = Service(self._folder, self._attempt, self._me, count, self._token)
         address = vars(self._service.address) if self._service else {}
-        told = from_all(new_ticket("nodes"), {"node": self._folder.identity, "address": address})
+        told = all_gather(new_key("nodes"), {"node": self._folder.identity, "address": address})
         self._nodes = [said["node"] for said in told]
         self._addresses = [Address(**said["address"]) for said in told] if self._service else []
         self._reader = self._nodes.index(self._nodes[self._me])
@@ -215,7 +215,7 @@ class Snapshots:
             state = load(found, abstract_state, self._folder, self._reader, self._addresses, self._token)
         except OSError as failed:
             error = f"process {self._me} on {socket.gethostname()}: {failed}"
-        errors = [said for said in from_all(new_ticket("loaded"), error) if said]
+        errors = [said for said in all_gather(new_key("loaded"), error or None) if said]
         if errors:
             if self._me == 0:
                 self._report(f"the snapshots of step {kept.step} cannot be fetched ({errors[0]}): not used")
@@ -299,5 +299,5 @@ class Pace:
     def agree(self) -> None:
         """Settles the pace when all that is needed for it is measured: the slowest process decides."""
         if self.is_measuring and self._count > _MEASURED:
-            wanted = from_all(new_ticket("pace"), math.ceil(self._cost_s / (SHARE * self._step_s)))
+            wanted = all_gather(new_key("pace"), math.ceil(self._cost_s / (SHARE * self._step_s)))
             self._every = max(1, *wanted)

@@ -32,7 +32,7 @@ def test_an_error_of_process_0_is_one_of_the_same_kind_in_the_others(
     raised: Exception, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ValueError or an OSError before training ends the program with 2, anything else with 1."""
-    store, ticket = Store(), consensus.new_ticket("test")
+    store, key = Store(), consensus.new_key("test")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(consensus.multihost, "get_jax_distributed_client", lambda: store)
 
@@ -42,5 +42,5 @@ def test_an_error_of_process_0_is_one_of_the_same_kind_in_the_others(
     for process, kind in ((0, type(raised)), (1, expected)):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         with pytest.raises(kind) as caught:
-            consensus.from_process_zero(ticket, answer)
+            consensus.broadcast(key, answer)
         assert type(caught.value) is kind and str(caught.value) == str(raised)

@@ -24,7 +24,7 @@ from orbax.checkpoint import multihost
 from running import free_port
 from test_snapshots import files_no_larger_than
 
-from runtime.consensus import wait_for_all
+from runtime.consensus import barrier
 from sharding.replicas import PerReplica
 from state import CheckpointConfig, Checkpointer, Restored, recovery, snapshots
 from state.memory_files import MemoryFolder
@@ -133,7 +133,7 @@ class Node:
     def restore(self, across: str = "nodes", replicas: int = 2) -> Restored | None:
         with self.checkpoints() as checkpointer, self.attempt() as memory_tier:
             restored = memory_tier.restore(abstract(place(values_of(0, replicas), across)), checkpointer)
-            wait_for_all("restored")  # or the other may ask a service that is closed: in a run it is open to the end
+            barrier("restored")  # or the other may ask a service that is closed: in a run it is open to the end
         return restored
 
     def take_said(self) -> list[str]:
@@ -208,17 +208,17 @@ def one_of_two_is_late(node: Node) -> None:
         memory_tier.begin(0)
         memory_tier.save(1, place(values_of(1)), data={"step": 1}, config={"seed": 1})
         memory_tier.end(finished=True)
-        wait_for_all("ended")
+        barrier("ended")
     MemoryFolder.names = names
     assert node.take_said() == [] and not list(shared.rglob("*.data"))
 
 
 def check_files(shared: Path, generations: int) -> None:
     """Checks that the two processes of a node hold each generation once between them."""
-    wait_for_all("written")
+    barrier("written")
     sizes = [file.stat().st_size for file in shared.rglob("*.data")]
     assert len(sizes) == 2 * generations and sum(sizes) == generations * BYTES, sizes
-    wait_for_all("looked")
+    barrier("looked")
 
 
 def copies_that_differ(node: Node) -> None:
@@ -244,7 +244,7 @@ def no_room_on_one(node: Node) -> None:
         memory_tier.save(2, place(values_of(2)), data={"step": 2}, config={"seed": 1})
         memory_tier.wait()
         with files_no_larger_than(100) if node.rank == 1 else nullcontext():
-            wait_for_all("full")
+            barrier("full")
             memory_tier.save(3, place(values_of(3)), data={"step": 3}, config={"seed": 1})
             memory_tier.wait()
         said = node.take_said()
@@ -262,7 +262,7 @@ def no_room_on_one_for_long(node: Node) -> None:
         memory_tier.begin(0)
         for step in range(1, 7):
             with files_no_larger_than(100) if node.rank == 1 and step > 2 else nullcontext():
-                wait_for_all("full")
+                barrier("full")
                 memory_tier.save(step, place(values_of(step)), data={"step": step}, config={"seed": 1})
                 memory_tier.wait()
     assert len(node.take_said()) == 1
@@ -314,7 +314,7 @@ def a_stranger(node: Node) -> None:
                 assert known and np.array_equal(got, values_of(1)["t"][part.within(part)[0], part_columns(part)])
             finally:
                 connection.close()
-        wait_for_all("asked")
+        barrier("asked")
 
 
 def what_a_partner_may_send(node: Node) -> None:
@@ -339,9 +339,9 @@ def what_a_partner_may_send(node: Node) -> None:
                 raise AssertionError(planted.name)
             finally:
                 connection.close()
-        wait_for_all("planted")
+        barrier("planted")
         assert sorted(memory_tier._folder.names()) == before
-        wait_for_all("looked")
+        barrier("looked")
 
 
 def a_work_directory_that_is_not_shared(node: Node) -> None:

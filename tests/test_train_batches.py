@@ -11,7 +11,7 @@ from running import IGNORED, arguments, finish, run_here, start_together
 
 import train
 from input_pipeline import DataConfig, load
-from runtime.consensus import wait_for_all
+from runtime.consensus import barrier
 from runtime.exit_codes import ResumableError
 from training import resume
 from training.datasets import load_datasets
@@ -37,7 +37,7 @@ def in_place_of_restoring(out: str) -> Callable[..., resume.Start]:
                             found |= {f"{key} data": np.asarray(shard.data), f"{key} place": np.array(place)}
                             found[f"{first} {step} {name} shape"] = np.array(x.shape)
         np.savez(f"{out}/{jax.process_index()}.npz", **found)
-        wait_for_all("written")
+        barrier("written")
         raise ResumableError("the batches are written")
 
     return write_shards

@@ -13,7 +13,7 @@ from configs import door
 from configs.door import Config
 from metrics.run_files import RunFiles, read_run
 from metrics.writer import METRICS_FILE
-from runtime.consensus import from_process_zero, new_ticket
+from runtime.consensus import broadcast, new_key
 from state import Checkpointer, Restored, latest_config, manifest
 from state.snapshots import Snapshots
 from training.experiment import Experiment
@@ -60,7 +60,7 @@ def has_begun(workdir: Path) -> bool:
 
 def is_finished(config: Config, workdir: Path) -> bool:
     """Whether `workdir` holds this run and it is done, which is said. ValueError if it holds another run."""
-    done = from_process_zero(new_ticket("finished"), lambda: _holds_finished(config, workdir))
+    done = broadcast(new_key("finished"), lambda: _holds_finished(config, workdir))
     if done and jax.process_index() == 0:
         print(f"{workdir} is finished: {config.num_steps} steps are done")
     return done
