@@ -9,13 +9,12 @@ On several machines, start it once per process: SLURM, Open MPI and Kubernetes a
 """
 
 import ctypes
-import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,9 @@ import numpy as np
 from absl import flags
 from jax.experimental import multihost_utils
 
-from configs import door
-from configs.door import Config
-from input_pipeline import Batches, Dataset, TextDataset, load
+from configs import command_line
+from configs.schema import Config, flat, may_change
+from input_pipeline import Batches, Dataset, TextDataset, load, row_arrays
 from metrics.environment import environment
 from metrics.run_files import RunFiles, read_run
 from metrics.run_log import RunLog
@@ -36,7 +35,7 @@ from runtime import launch
 from runtime.command_line import escape_output
 from runtime.consensus import from_process_zero, new_ticket
 from runtime.handshake import shared_token
-from runtime.heartbeat import IN_A_STEP, ElasticConfig, Heartbeat
+from runtime.heartbeat import IN_A_STEP, Heartbeat
 from runtime.interruption import EXIT_RESUMABLE, Interruption
 from runtime.rendezvous import meet
 from runtime.standby import StandbyGate
@@ -45,7 +44,6 @@ from sharding import drawing, hlo
 from sharding.scopes import WorldTooSmallError
 from sharding.step import TrainState
 from state import (
-    CheckpointConfig,
     Checkpointer,
     CheckpointError,
     Restored,
@@ -54,15 +52,12 @@ from state import (
     manifest,
 )
 from state.snapshots import Snapshots
-from training.experiment import Experiment, MeshConfig, make_experiment
-from training.sampling import SampleConfig, Sampler
-from training.validation import EvalConfig, Validation, Validator
+from training.experiment import Experiment, make_experiment
+from training.sampling import Sampler
+from training.validation import Validation, Validator
 
 EXIT_BAD_CONFIG = 2
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
-# What a resumed run may change: it is not what is learned (docs/training.md); data is known by its fingerprint.
-MAY_CHANGE = ("mesh.", "sharding.", "checkpoint.", "elastic.", "eval.", "sample.", "log_every", "batch.micro_size")
-MAY_CHANGE += ("model.remat", "model.attention", "data.prefetch", "data.path", "data.tokenizer_path")
 
 
 class NonFiniteError(RuntimeError):
@@ -76,7 +71,7 @@ def main(argv: Sequence[str], *, ends_process: bool = False) -> int:
     """
     started_s = time.perf_counter()
     escape_output()
-    values = door.new_flags(argv)
+    values = command_line.new_flags(argv)
     flags.DEFINE_string("workdir", None, "the run's directory (default: runs/NAME-OF-CONFIG)", flag_values=values)
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0", flag_values=values)
     flags.DEFINE_integer("num_processes", None, "number of processes", flag_values=values)
@@ -87,19 +82,18 @@ def main(argv: Sequence[str], *, ends_process: bool = False) -> int:
     heartbeat = Heartbeat()
     with Interruption(to_the_end=ends_process) as interruption:
         try:
-            if door.asks_for_help(argv):
-                print(door.help_text(__doc__ or "", argv, values))
+            if command_line.asks_for_help(argv):
+                print(command_line.help_text(__doc__ or "", argv, values))
                 return 0
-            config = door.parse(argv, values)
-            workdir = Path(values.workdir or Path("runs") / door.config_name(values))
+            config = command_line.parse(argv, values)
+            workdir = Path(values.workdir or Path("runs") / command_line.config_name(values))
             check_path(workdir)
-            elastic = door.settings(ElasticConfig, config.elastic, "elastic")
             turn = StandbyGate() if values.standby else None
-            start_jax(config, values)
+            config = start_jax(config, values)
             token = shared_token(workdir) if jax.process_count() > 1 else ""
             code = EXIT_RESUMABLE  # a process that is lost before all have met
             peers = meet(values.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS"), token)
-            heartbeat.start(jax.process_index(), peers, elastic.silence_s, elastic.stall_s)
+            heartbeat.start(jax.process_index(), peers, config.elastic.silence_s, config.elastic.stall_s)
             code = EXIT_BAD_CONFIG
             if is_finished(config, workdir):
                 return heartbeat.end(0)
@@ -124,7 +118,7 @@ def main(argv: Sequence[str], *, ends_process: bool = False) -> int:
             expected = code == EXIT_BAD_CONFIG or isinstance(error, known)
             if not expected or (values.debug if values.is_parsed() else "--debug" in argv):
                 traceback.print_exc()
-            said = door.one_line(str(error))
+            said = command_line.one_line(str(error))
             print(f"error: {said}", file=sys.stderr)
             return heartbeat.end(code, failure=said)
         except KeyboardInterrupt:
@@ -133,18 +127,18 @@ def main(argv: Sequence[str], *, ends_process: bool = False) -> int:
         except Exception as error:
             heartbeat.await_verdict(error)
             traceback.print_exc()
-            return heartbeat.end(1, failure=door.one_line(f"{type(error).__name__}: {error}"))
+            return heartbeat.end(1, failure=command_line.one_line(f"{type(error).__name__}: {error}"))
 
 
 # ----------------------------------------------------------------------------------------------- preparation
 
 
-def start_jax(config: Config, values: flags.FlagValues) -> None:
-    """Sets the devices and the compilation cache, and joins the other processes if there are any."""
+def start_jax(config: Config, values: flags.FlagValues) -> Config:
+    """Sets the devices and the compilation cache, and joins the others; returns the config with the launcher's mesh."""
     devices = launch.virtual_devices()
     if devices:  # a launcher starts one process of several: what one process plays alone does not hold
-        config.mesh.update({"num_cpu_devices": devices, "devices_per_node": 0})
-    if door.settings(MeshConfig, config.mesh, "mesh").num_cpu_devices:
+        config = replace(config, mesh=replace(config.mesh, num_cpu_devices=devices, devices_per_node=0))
+    if config.mesh.num_cpu_devices:
         keep_freed_memory()
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.mesh.num_cpu_devices)
@@ -155,6 +149,7 @@ def start_jax(config: Config, values: flags.FlagValues) -> None:
         cache = Path(os.environ.get("MICS_JAX_CACHE") or Path.home() / ".cache" / "mics-jax")
         jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    return config
 
 
 def keep_freed_memory() -> None:
@@ -191,7 +186,7 @@ def holds_finished(config: Config, workdir: Path) -> bool:
 
 def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> None:
     """Raises ValueError with the differences if `saved` is the config of another run than this one."""
-    changed = changed_keys(saved, json.loads(config.to_json()))
+    changed = changed_keys(saved, config.to_dict())
     if changed:
         changes = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changed.items())
         raise ValueError(f"{workdir} holds a run of another config: {changes}; choose another --workdir")
@@ -199,8 +194,8 @@ def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> N
 
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Returns the old and the new value of each key in which two configs are of different runs."""
-    old, new = door.flat(saved), door.flat(config)
-    keys = [key for key in sorted({*old, *new}) if not key.startswith(MAY_CHANGE)]
+    old, new = flat(saved), flat(config)
+    keys = [key for key in sorted({*old, *new}) if not may_change(key)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
@@ -213,7 +208,6 @@ class Checked:
     fingerprints: dict[str, str]  # of training and validation data, as checkpoints name them
     validate: Validator
     sample: Sampler
-    saving: CheckpointConfig
 
     @property
     def config(self) -> Config:
@@ -222,11 +216,6 @@ class Checked:
 
 def check(config: Config) -> Checked:
     """Checks the config against devices and data."""
-    if config.num_steps < 1 or config.log_every < 1:
-        raise ValueError(f"num_steps={config.num_steps} and log_every={config.log_every} must be at least 1")
-    evaluation = door.settings(EvalConfig, config.eval, "eval")
-    saving = door.settings(CheckpointConfig, config.checkpoint, "checkpoint")
-    saving.check_validated(evaluation.every)
     experiment = make_experiment(config)
     train_data, validation_data = (load(experiment.data, split, config.seed) for split in ("train", "validation"))
     check_data(experiment, train_data, validation_data)
@@ -234,9 +223,8 @@ def check(config: Config) -> Checked:
         experiment=experiment,
         train_data=train_data,
         fingerprints={"fingerprint": train_data.fingerprint, "validation_fingerprint": validation_data.fingerprint},
-        validate=Validator(experiment, validation_data, evaluation.num_batches),
-        sample=Sampler(experiment, train_data, door.settings(SampleConfig, config.sample, "sample")),
-        saving=saving,
+        validate=Validator(experiment, validation_data, config.eval.num_batches),
+        sample=Sampler(experiment, train_data, config.sample),
     )
 
 
@@ -255,10 +243,10 @@ class Resumed(Checked):
 def resume(checked: Checked, workdir: Path) -> Resumed:
     """Restores what there is of the run."""
     ex = checked.experiment
-    elastic = door.settings(ElasticConfig, ex.config.elastic, "elastic")
+    elastic = ex.config.elastic
     check_writable(workdir, workdir / "checkpoints")
     is_same_run = lambda saved, config: not changed_keys(saved, config)
-    checkpointer = Checkpointer(workdir / "checkpoints", checked.saving, is_same_run=is_same_run)
+    checkpointer = Checkpointer(workdir / "checkpoints", ex.config.checkpoint, is_same_run=is_same_run)
     snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every)
     restored = snapshots.restore(ex.state_shapes, checkpointer)
     if restored:  # what is only in memory, `is_finished` has not seen
@@ -305,8 +293,8 @@ def check_size(experiment: Experiment, dataset: Dataset) -> None:
         key, there, what = "vocab_size", dataset.vocab_size, f"ids of data.tokenizer={data.tokenizer}"
     else:
         key, there, what = "num_classes", dataset.num_classes, f"classes of data.source={data.source}"
-    if there > model[key]:
-        raise ValueError(f"model.{key}={model[key]} is smaller than the {there} {what}; set model.{key}={there}")
+    if there > (here := getattr(model, key)):
+        raise ValueError(f"model.{key}={here} is smaller than the {there} {what}; set model.{key}={there}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,7 +338,7 @@ def make_log(experiment: Experiment, workdir: Path, start: int, step_fn: Any, st
     peak = peak_flops(device.device_kind)
     rows, data = experiment.batches.global_size, experiment.data
     unit, units_per_row = ("examples", 1) if data.objective == "classify" else ("tokens", data.seq_len)
-    row = next(iter(data.row_arrays.values()))
+    row = next(iter(row_arrays(data).values()))
     return RunLog(
         workdir,
         enabled=jax.process_index() == 0,
@@ -364,7 +352,7 @@ def make_log(experiment: Experiment, workdir: Path, start: int, step_fn: Any, st
             peak and peak * shape.num_devices,
         ),
         files={
-            "config": json.loads(config.to_json()),
+            "config": config.to_dict(),
             "environment": environment(
                 {
                     "devices": f"{shape.num_devices} x {device.device_kind}",
@@ -484,7 +472,7 @@ def snapshot(run: Run, step: int, state: TrainState) -> None:
     """Keeps the state in the nodes' memories, after the rows up to its step are written."""
     run.log.flush()
     before = time.perf_counter()
-    run.snapshots.save(step, state, data=position(run, step), config=json.loads(run.config.to_json()))
+    run.snapshots.save(step, state, data=position(run, step), config=run.config.to_dict())
     run.log.spent("snapshot_s", time.perf_counter() - before)
 
 
@@ -493,7 +481,7 @@ def save(run: Run, step: int, state: TrainState, validation: Validation | None =
     run.log.flush()
     before = time.perf_counter()
     best = {} if validation is None else {"validation_loss": validation.loss}
-    run.checkpointer.save(step, state, data=position(run, step), config=json.loads(run.config.to_json()), metrics=best)
+    run.checkpointer.save(step, state, data=position(run, step), config=run.config.to_dict(), metrics=best)
     run.log.spent("checkpoint_s", time.perf_counter() - before)
 
 

@@ -20,10 +20,10 @@ from typing import Any, Self
 import jax
 import orbax.checkpoint as ocp
 
+from configs.schema import CheckpointConfig
 from runtime.consensus import from_process_zero, new_ticket
 from state import check_path, manifest, retention, tree
 from state.quiet import quiet_orbax
-from state.retention import CheckpointConfig
 
 _ANNOTATION = re.compile(r" \[\w+(\[\d+\])?='([^'\\]|\\.)*'\]")  # TensorStore's: specifications of kilobytes
 

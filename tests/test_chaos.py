@@ -20,7 +20,8 @@ from cluster.chaos.faults import KINDS, MOMENTS, _open_slots
 from cluster.chaos.plan import NODES_AFTER, Event, make_plan
 from cluster.chaos.run import NOTICED, ElasticRun
 from cluster.chaos.same import compare_losses, compare_parameters
-from state import CheckpointConfig, Checkpointer
+from configs.schema import CheckpointConfig
+from state import Checkpointer
 
 TIMEOUT_S = 600
 # What a run said; the steps of its metrics are set between the lines.

@@ -24,8 +24,9 @@ from orbax.checkpoint import multihost
 from running import free_port
 from test_snapshots import files_no_larger_than
 
+from configs.schema import CheckpointConfig
 from runtime.consensus import wait_for_all
-from state import CheckpointConfig, Checkpointer, Restored, recovery, snapshots
+from state import Checkpointer, Restored, recovery, snapshots
 from state.memory_files import MemoryFolder
 from state.snapshots import Snapshots
 

@@ -11,7 +11,8 @@ import pytest
 from running import IGNORED, arguments, finish, run_here, start_together
 
 import train
-from input_pipeline import DataConfig, load
+from configs.schema import DataConfig
+from input_pipeline import load
 from runtime.heartbeat import Heartbeat
 from runtime.interruption import Interruption
 

@@ -9,18 +9,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from compression.by_config import CompressionConfig, behind, make_hop_two
-from compression.local_sgd import LocalSGDConfig, LocalState, local_sgd
+from compression.by_config import behind, make_hop_two
+from compression.local_sgd import LocalState, check_local_sgd, local_sgd
 from compression.statistics import statistics
-from configs.door import Config, settings
-from optimizers import OptimizerConfig, make_optimizer, watched
+from configs.schema import Config
+from optimizers import make_optimizer, watched
 from sharding.step import ShardingPlan
 
 
-def make_tx(
-    config: Config, plan: ShardingPlan, specs: Any, compression: CompressionConfig, optimizer: OptimizerConfig
-) -> optax.GradientTransformation:
+def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTransformation:
     """Returns hop two and the optimizer behind it, or around it with local SGD. ValueError for what does not fit."""
+    compression, optimizer, local = config.compression, config.optimizer, config.local_sgd
     hop_two = make_hop_two(compression, plan, specs, optimizer)
     rest = behind(compression, optimizer)
     if rest is not optimizer and compression.warmup_steps >= config.num_steps:
@@ -29,10 +28,9 @@ def make_tx(
             f"{compression.hop_two} would never get past its warm-up; set it lower"
         )
     make = partial(make_optimizer, rest, config.num_steps, specs, local=on_each_device(plan.mesh))
-    local = settings(LocalSGDConfig, config.local_sgd, "local_sgd")
     if not local.inner_steps:
         return make(hop_two)
-    local.check(plan.layout, config.num_steps)
+    check_local_sgd(local, plan.layout, config.num_steps)
     if rest is not optimizer or compression.delayed or optimizer.name == "muon":
         raise ValueError(
             "local_sgd keeps an optimizer in each replica: it goes with no compression.hop_two that is one itself "
