@@ -7,9 +7,7 @@ decoupled, `learning_rate * weight_decay * p`, except where the method itself pu
 under the trust ratio (lamb).
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -17,48 +15,12 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
+from configs.schema import OptimizerConfig
 from sharding.spec import ParamSpec
 
 PyTree = Any
 Transform = optax.GradientTransformation
 Local = Callable[[Callable[..., Any]], Callable[..., Any]]
-NAMES = ("adamw", "sgd", "lamb", "lars", "adafactor", "muon")
-SCHEDULES = ("constant", "linear", "cosine")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """The `optimizer` section of a config (meanings: configs/base.py). Raises ValueError for an impossible value."""
-
-    name: str
-    learning_rate: float
-    schedule: str
-    warmup_steps: int
-    final_fraction: float
-    momentum: float
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
-    decay_mask: str
-    clip_norm: float
-    max_skipped: int
-
-    def __post_init__(self) -> None:
-        for key, allowed in (("name", NAMES), ("schedule", SCHEDULES), ("decay_mask", ("all", "matrices"))):
-            if getattr(self, key) not in allowed:
-                raise ValueError(f"optimizer.{key}={getattr(self, key)} is not known; one of {', '.join(allowed)}")
-        for key in ("learning_rate", "eps"):
-            if not 0 < getattr(self, key) < math.inf:
-                raise ValueError(f"optimizer.{key}={getattr(self, key)} must be above 0")
-        for key in ("momentum", "b1", "b2"):
-            if not 0 <= getattr(self, key) < 1:
-                raise ValueError(f"optimizer.{key}={getattr(self, key)} must be at least 0 and below 1")
-        for key in ("warmup_steps", "final_fraction", "weight_decay", "clip_norm"):
-            if not getattr(self, key) >= 0:
-                raise ValueError(f"optimizer.{key}={getattr(self, key)} must be at least 0")
-        if self.max_skipped < 1:
-            raise ValueError(f"optimizer.max_skipped={self.max_skipped} must be at least 1")
 
 
 class GuardState(NamedTuple):

@@ -11,11 +11,10 @@ On several machines, start it once per process: SLURM, Open MPI and Kubernetes a
 runtime/supervisor.py; what happens between steps are the hooks at the end of this file.
 """
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,8 +23,8 @@ import jax
 import numpy as np
 from absl import flags
 
-from configs import door
-from configs.door import Config
+from configs import command_line
+from configs.schema import Config
 from input_pipeline import Batches, Dataset
 from metrics.run_log import RunLog
 from runtime import launch
@@ -33,22 +32,21 @@ from runtime.command_line import escape_output
 from runtime.consensus import broadcast, new_key
 from runtime.events import Event
 from runtime.exit_codes import ResumableError
-from runtime.heartbeat import ElasticConfig
 from runtime.phases import Phase
 from runtime.supervisor import Supervisor, supervise
 from runtime.workdir_lock import workdir_lock
 from sharding import drawing
 from sharding.scopes import WorldTooSmallError
 from sharding.step import TrainState
-from state import CheckpointConfig, Checkpointer, CheckpointError, check_path
+from state import Checkpointer, CheckpointError, check_path
 from state.snapshots import Snapshots
 from training import resume
 from training.datasets import load_datasets
 from training.devices import use_compilation_cache, use_cpu_devices
-from training.experiment import Experiment, MeshConfig, make_experiment
+from training.experiment import Experiment, make_experiment
 from training.log import make_log
-from training.sampling import SampleConfig, Sampler
-from training.validation import EvalConfig, Validation, Validator
+from training.sampling import Sampler
+from training.validation import Validation, Validator
 
 
 class NonFiniteError(RuntimeError):
@@ -73,19 +71,19 @@ def main(argv: Sequence[str], *, ends_process: bool = False, hooks: Sequence[Hoo
 def from_command_line(argv: Sequence[str], hooks: Sequence[Hook], supervisor: Supervisor) -> bool:
     """Runs what `argv` (program first) says and returns whether it is finished."""
     supervisor.shows_tracebacks = "--debug" in argv
-    values = door.new_flags(argv)
+    values = command_line.new_flags(argv)
     flags.DEFINE_string("workdir", None, "the run's directory (default: runs/NAME-OF-CONFIG)", flag_values=values)
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0", flag_values=values)
     flags.DEFINE_integer("num_processes", None, "number of processes", flag_values=values)
     flags.DEFINE_integer("process_id", None, "number of this process", flag_values=values)
     flags.DEFINE_boolean("standby", False, "compile, then wait for SIGUSR1 to process 0 (engines)", flag_values=values)
     flags.DEFINE_boolean("debug", False, "show tracebacks", flag_values=values)
-    if door.asks_for_help(argv):
-        print(door.help_text(__doc__ or "", argv, values))
+    if command_line.asks_for_help(argv):
+        print(command_line.help_text(__doc__ or "", argv, values))
         return True
-    config = door.parse(argv, values)
+    config = command_line.parse(argv, values)
     supervisor.shows_tracebacks = values.debug
-    workdir = Path(values.workdir or Path("runs") / door.config_name(values))
+    workdir = Path(values.workdir or Path("runs") / command_line.config_name(values))
     check_path(workdir)
     if values.standby:
         supervisor.stand_by()
@@ -107,22 +105,17 @@ def run(
     started_s = time.perf_counter()
 
     # ------------------------------------------------------------------------------------------- devices and processes
-    elastic = door.settings(ElasticConfig, config.elastic, "elastic")
+    elastic = config.elastic
     if devices := launch.virtual_devices():  # a launcher starts one process of several: none plays several nodes
-        config.mesh.update({"num_cpu_devices": devices, "devices_per_node": 0})
-    if devices := door.settings(MeshConfig, config.mesh, "mesh").num_cpu_devices:
-        use_cpu_devices(devices)
+        config = replace(config, mesh=replace(config.mesh, num_cpu_devices=devices, devices_per_node=0))
+    if config.mesh.num_cpu_devices:
+        use_cpu_devices(config.mesh.num_cpu_devices)
     supervisor.join(address, workdir=workdir, silence_s=elastic.silence_s, stall_s=elastic.stall_s)
     use_compilation_cache()
     if resume.is_finished(config, workdir):
         return True
 
     # ----------------------------------------------------------------- mesh, model, optimizer, data: checked, not made
-    if config.num_steps < 1 or config.log_every < 1:
-        raise ValueError(f"num_steps={config.num_steps} and log_every={config.log_every} must be at least 1")
-    evaluation = door.settings(EvalConfig, config.eval, "eval")
-    saving = door.settings(CheckpointConfig, config.checkpoint, "checkpoint")
-    saving.check_validated(evaluation.every)
     try:
         ex = make_experiment(config)
     except WorldTooSmallError as error:
@@ -130,8 +123,8 @@ def run(
             raise
         raise ResumableError(str(error)) from error  # maybe it began with more nodes: it goes on when they are back
     data = load_datasets(ex)
-    validator = Validator(ex, data.validation, evaluation.num_batches)
-    sampler = Sampler(ex, data.train, door.settings(SampleConfig, config.sample, "sample"))
+    validator = Validator(ex, data.validation, config.eval.num_batches)
+    sampler = Sampler(ex, data.train, config.sample)
 
     # --------------------------------------------------------- standby: compiled while the attempt before still trains
     if supervisor.stands_by:
@@ -144,7 +137,7 @@ def run(
         if resume.is_finished(config, workdir):  # by the attempt before
             return True
         resume.check_writable(workdir, workdir / "checkpoints")
-        checkpointer = Checkpointer(workdir / "checkpoints", saving, is_same_run=resume.is_same_run)
+        checkpointer = Checkpointer(workdir / "checkpoints", config.checkpoint, is_same_run=resume.is_same_run)
         snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every)
         start = resume.restore(ex, workdir, checkpointer, snapshots, data.fingerprints)
 
@@ -169,7 +162,7 @@ def run(
                 supervisor.enter(Phase.STEPPING)
                 state, metrics = ex.block(step_fn(state, batch))
                 step += 1
-                evaluates, saves = is_due(step, evaluation.every, last), is_due(step, saving.every, last)
+                evaluates, saves = is_due(step, config.eval.every, last), is_due(step, config.checkpoint.every, last)
                 keeps = step < last and snapshots.due(step)
                 reporter(step, metrics, batches.wait_s, at_once=evaluates or saves or keeps)
                 supervisor.enter(Phase.RECORDING)
@@ -265,7 +258,7 @@ class Keeper:
         supervisor: Supervisor,
     ) -> None:
         self._log, self._checkpointer, self._snapshots = log, checkpointer, snapshots
-        self._config = json.loads(ex.config.to_json())
+        self._config = ex.config.to_dict()
         self._position = {"seed": ex.config.seed, **fingerprints}
         self._supervisor = supervisor
         self._saved = broadcast(new_key("saved"), lambda: checkpointer.latest_step() or 0)

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from ml_collections import ConfigDict
 
 from benchmarks import records
 from benchmarks.records import machine, spread
 from compression.methods import method_named
-from configs import base, door
+from configs import base
 from configs import digits as digits_config
+from configs.schema import Config
 from input_pipeline import Batches, load
 from training.experiment import make_experiment
 from training.validation import Validator
@@ -78,7 +80,7 @@ def hop_two(name: str, **more: Any) -> dict[str, Any]:
 
 def methods(task: str) -> dict[str, Method]:
     """Returns the rows of a task's table; each optimizer has a dense row, named by it."""
-    config: door.Config = text_config() if task == "text" else digits_config.get_config()
+    config: Any = base_config(task)
     steps: int = config.num_steps
     ways = {
         "bf16": hop_two("bf16"),
@@ -104,9 +106,9 @@ def methods(task: str) -> dict[str, Method]:
     return rows
 
 
-def text_config() -> door.Config:
+def text_config() -> ConfigDict:
     """A decoder of 0.1 M parameters on the standard library's sources: 1000 steps of 16 rows of 64 bytes."""
-    config: door.Config = base.get_config()
+    config: Any = base.get_config()
     config.num_steps = 1000
     config.data.seq_len = config.model.max_len = 64
     config.model.update({"num_layers": 2, "hidden": 64, "intermediate": 192, "remat": "none"})
@@ -116,18 +118,23 @@ def text_config() -> door.Config:
     return config
 
 
-def config_of(task: str, overrides: dict[str, Any], seed: int) -> door.Config:
+def base_config(task: str) -> ConfigDict:
+    """Returns the config that the runs of a task start from."""
+    return text_config() if task == "text" else digits_config.get_config()
+
+
+def config_of(task: str, overrides: dict[str, Any], seed: int) -> Config:
     """Returns the config of a run: data parallel, each of 4 nodes a replica."""
-    config: door.Config = text_config() if task == "text" else digits_config.get_config()
+    config: Any = base_config(task)
     config.mesh.update({"num_cpu_devices": REPLICAS, "devices_per_node": 1})
     config.sharding.update({"strategy": "ddp", "partition_size": 0})
     config.optimizer.update({"clip_norm": 0.0})
     config.seed = seed
     config.update_from_flattened_dict(overrides)
-    return config
+    return base.typed(config)
 
 
-def train(config: door.Config) -> dict[str, float]:
+def train(config: Config) -> dict[str, float]:
     """Trains to the end; returns the validation, and hop two's numbers at the end."""
     experiment = make_experiment(config)
     data, validation_data = (load(experiment.data, split, config.seed) for split in ("train", "validation"))

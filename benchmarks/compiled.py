@@ -21,7 +21,8 @@ import jax
 
 import models
 from benchmarks.names import sharding_of
-from configs.door import Config
+from configs import base
+from configs.schema import Config
 from metrics.environment import environment
 from planner.table import table_rows
 from sharding import hlo
@@ -102,7 +103,7 @@ def about_record() -> dict[str, Any]:
 def model_records() -> Iterator[dict[str, Any]]:
     """Returns the parameters of each model of the paper, counted in the shapes of the model that would be trained."""
     for name in PAPER_MODELS:
-        config = importlib.import_module(f"configs.{name}").get_config()
+        config = base.typed(importlib.import_module(f"configs.{name}").get_config())
         yield {"kind": "model", "config": name, "num_params": models.build(config.model).num_params}
 
 
@@ -127,12 +128,12 @@ def step_record(case: Case) -> dict[str, Any]:
 
 def config_of(case: Case) -> Config:
     """Returns the config of a case: one row a device a micro-step."""
-    config: Config = importlib.import_module(f"configs.{case.config}").get_config()
+    config = importlib.import_module(f"configs.{case.config}").get_config()
     devices = case.nodes * case.devices_per_node
     config.batch.update({"global_size": devices * case.accum, "micro_size": 1})
     config.mesh.update({"num_cpu_devices": devices, "devices_per_node": case.devices_per_node})
     config.sharding.update(sharding_of(case.strategy))
-    return config
+    return base.typed(config)
 
 
 if __name__ == "__main__":

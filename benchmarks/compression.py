@@ -27,9 +27,10 @@ from benchmarks import compression_report
 from benchmarks.compression_report import DEVICES, NODES, VALUES
 from benchmarks.records import add, machine, recorded
 from cluster.links import Links
-from compression.by_config import CODECS, CompressionConfig, make_codec
+from compression.by_config import make_codec
 from compression.route import Route
-from configs import base, door
+from configs.schema import CompressionConfig
+from configs.schema.compression import CODECS
 from sharding.mesh import MeshShape, find_nodes, make_mesh
 from sweeps.records import State
 
@@ -79,9 +80,7 @@ def codec_times(name: str) -> dict[str, Any]:
     An exchange here is hop two with error feedback between 4 devices of this process, 105 MB together: the work of one
     node that has 105 MB, and the payloads copied in memory instead of sent.
     """
-    config: door.Config = base.get_config()
-    config.compression.threshold = THRESHOLD
-    codec = make_codec(name, door.settings(CompressionConfig, config.compression, "compression"))
+    codec = make_codec(name, CompressionConfig(threshold=THRESHOLD))
     assert codec is not None
     key = jax.random.key(0)
     x = jax.random.normal(key, (NODES, VALUES // NODES), jnp.float32) * THRESHOLD

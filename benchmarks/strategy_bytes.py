@@ -6,12 +6,12 @@ The quickstart's model on 8 virtual devices, 4 nodes of 2, two micro-steps a ste
 """
 
 import math
+from typing import Any
 
 import jax
 
 from benchmarks.names import sharding_of
-from configs import quickstart
-from configs.door import Config
+from configs import base, quickstart
 from sharding import hlo
 from training.experiment import make_experiment
 
@@ -35,10 +35,10 @@ def main() -> None:
     print("| strategy | state a device | between nodes | inside nodes |")
     print("|---|---|---|---|")
     for name in STRATEGIES:
-        config: Config = quickstart.get_config()
+        config: Any = quickstart.get_config()
         config.batch.micro_size = 2
         config.sharding.update(sharding_of(name))
-        experiment = make_experiment(config)
+        experiment = make_experiment(base.typed(config))
         state = jax.tree.leaves(experiment.state_shapes)
         held = sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in state)
         text = experiment.compile_train_step().as_text() or ""

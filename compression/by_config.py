@@ -1,56 +1,10 @@
-"""The `compression` section of a config, and the codecs that it names."""
-
-import math
-from dataclasses import dataclass
+"""The codecs that the section `compression` of a config names."""
 
 from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
+from configs.schema import CompressionConfig
 from sharding.collectives import Codec, LevelCodecs, levels
 from sharding.mesh import INTER_AXES
 from sharding.scopes import Layout
-
-CODECS = ("none", "bf16", "int8", "int4")  # those that are of use without error feedback
-HOP_TWO = (*CODECS, "two_bit", "one_bit", "one_bit_adam", "dgc", "power_sgd")  # each is in compression/methods.py
-ROUNDINGS = ("nearest", "stochastic")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompressionConfig:
-    """The `compression` section of a config (meanings: configs/base.py). Raises ValueError for an impossible value."""
-
-    hop_two: str
-    gather_inter: str
-    gather_intra: str
-    hop_one_inter: str
-    hop_one_intra: str
-    block: int
-    rounding: str
-    threshold: float
-    error_feedback: bool
-    sparsity: float
-    sampled: float
-    warmup_steps: int
-    rank: int
-    delayed: bool
-
-    def __post_init__(self) -> None:
-        hops = ("gather_inter", "gather_intra", "hop_one_inter", "hop_one_intra")
-        for key, allowed in (("hop_two", HOP_TWO), ("rounding", ROUNDINGS), *((hop, CODECS) for hop in hops)):
-            if getattr(self, key) not in allowed:
-                raise ValueError(f"compression.{key}={getattr(self, key)} is not known; one of {', '.join(allowed)}")
-        if self.block < 8 or self.block % 8:
-            raise ValueError(f"compression.block={self.block} must be a multiple of 8: values fill whole bytes")
-        if not 0 < self.threshold < math.inf:
-            raise ValueError(f"compression.threshold={self.threshold} must be above 0")
-        if not 0 < self.sparsity < 1:
-            raise ValueError(
-                f"compression.sparsity={self.sparsity} must be above 0 and below 1: the share that is not sent"
-            )
-        if not 0 < self.sampled <= 1:
-            raise ValueError(f"compression.sampled={self.sampled} must be above 0 and at most 1")
-        if self.warmup_steps < 0:
-            raise ValueError(f"compression.warmup_steps={self.warmup_steps} must be at least 0")
-        if self.rank < 1:
-            raise ValueError(f"compression.rank={self.rank} must be at least 1")
 
 
 def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest") -> Codec | None:

@@ -24,7 +24,7 @@ from jax import lax
 from compression.hop_two import HopTwo, Setup
 from compression.shards import Shards, not_finite, on_shards, to_optimizer_scope
 from compression.statistics import Sent, added, nothing_sent
-from optimizers import OptimizerConfig
+from configs.schema import OptimizerConfig
 from sharding.collectives import all_gather_chunks, join, reduce_scatter_chunks, split, vary
 from sharding.mesh import INTER_AXES
 from sharding.replicas import PerReplica

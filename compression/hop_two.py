@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 import optax
 
-from compression.by_config import CompressionConfig
 from compression.delayed import delayed
-from optimizers import OptimizerConfig
+from configs.schema import CompressionConfig, OptimizerConfig
 from sharding.step import ShardingPlan
 
 PyTree = Any

@@ -8,7 +8,7 @@ With an outer learning rate of 1 and no momentum the parameters become the repli
 The outer gradient goes through hop two, codec and all, once in H steps.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,45 +17,30 @@ import optax
 from jax import lax
 
 from compression.statistics import with_zero_counts
+from configs.schema import LocalSGDConfig
 from sharding.replicas import PerReplica
 from sharding.scopes import Layout
 
 PyTree = Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalSGDConfig:
-    """The `local_sgd` section of a config (meanings: configs/base.py). Raises ValueError for an impossible value."""
-
-    inner_steps: int
-    outer_learning_rate: float
-    outer_momentum: float
-
-    def __post_init__(self) -> None:
-        if self.inner_steps < 0:
-            raise ValueError(f"local_sgd.inner_steps={self.inner_steps} must be at least 0 (0: off)")
-        if not self.outer_learning_rate > 0:
-            raise ValueError(f"local_sgd.outer_learning_rate={self.outer_learning_rate} must be above 0")
-        if not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"local_sgd.outer_momentum={self.outer_momentum} must be at least 0 and below 1")
-
-    def check(self, layout: Layout, num_steps: int) -> None:
-        """Raises ValueError if a run cannot be trained so."""
-        if not layout.replica_axes:
-            raise ValueError(
-                "local_sgd needs replicas, and there is one partition group alone; set local_sgd.inner_steps=0, or "
-                "choose a smaller group (with sharding.partitioner=manual)"
-            )
-        if not layout.parameters == layout.gradients == layout.optimizer:
-            raise ValueError(
-                "local_sgd needs a whole optimizer in each replica: sharding.strategy=ddp, hsdp or mics (one scope for "
-                "parameters, gradients and optimizer state)"
-            )
-        if num_steps % self.inner_steps:
-            raise ValueError(
-                f"num_steps={num_steps} must be a multiple of local_sgd.inner_steps={self.inner_steps}, or the last "
-                "steps would be lost"
-            )
+def check_local_sgd(config: LocalSGDConfig, layout: Layout, num_steps: int) -> None:
+    """Raises ValueError if a run cannot be trained so."""
+    if not layout.replica_axes:
+        raise ValueError(
+            "local_sgd needs replicas, and there is one partition group alone; set local_sgd.inner_steps=0, or "
+            "choose a smaller group (with sharding.partitioner=manual)"
+        )
+    if not layout.parameters == layout.gradients == layout.optimizer:
+        raise ValueError(
+            "local_sgd needs a whole optimizer in each replica: sharding.strategy=ddp, hsdp or mics (one scope for "
+            "parameters, gradients and optimizer state)"
+        )
+    if num_steps % config.inner_steps:
+        raise ValueError(
+            f"num_steps={num_steps} must be a multiple of local_sgd.inner_steps={config.inner_steps}, or the last "
+            "steps would be lost"
+        )
 
 
 class LocalState(NamedTuple):

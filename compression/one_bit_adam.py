@@ -21,7 +21,7 @@ from compression.by_config import make_codec
 from compression.exchange import exchange, refuse_nothing_to_encode
 from compression.hop_two import HopTwo, Setup
 from compression.statistics import dense_sent
-from optimizers import OptimizerConfig
+from configs.schema import OptimizerConfig
 from sharding.collectives import Codec
 from sharding.step import ShardingPlan
 

@@ -1,6 +1,6 @@
 """Batches that are a pure function of (seed, step), for any number of processes and across restarts.
 
-    config = DataConfig(source="stdlib_text", ...)             # config.py: the settings, checked at the door
+    config = DataConfig(source="stdlib_text", ...)             # configs/schema/data.py
     dataset = load(config, "train", seed=0)                    # dataset.py: dataset[i] for any i >= 0
     with Batches(dataset, global_size=32, rows=range(32),      # batches.py: rows of each step, prepared ahead
                  start_step=0, prefetch=4) as batches:
@@ -13,7 +13,7 @@ Images come with a label each (`digits.py`, `tfds_images.py`) and are cut to siz
 """
 
 from input_pipeline.batches import Batches
-from input_pipeline.config import DataConfig
 from input_pipeline.dataset import Dataset, TextDataset, load
+from input_pipeline.rows import RowArray, row_arrays
 
-__all__ = ["Batches", "DataConfig", "Dataset", "TextDataset", "load"]
+__all__ = ["Batches", "Dataset", "RowArray", "TextDataset", "load", "row_arrays"]

@@ -6,9 +6,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from configs.schema import DataConfig
 from input_pipeline import digits, folder, index, stdlib_text, streams, tfds_images, tfds_text
-from input_pipeline.config import DataConfig, check_choice
 from input_pipeline.images import ImageDataset, Images
+from input_pipeline.rows import row_arrays
 from input_pipeline.synthetic import SyntheticWindows
 from input_pipeline.tokenizers import Tokenizer, make_tokenizer
 
@@ -61,7 +62,7 @@ class TextDataset:
         self.tokenizer = tokenizer
         self.seed = seed
         self.seq_len = config.seq_len
-        self.row_arrays = config.row_arrays
+        self.row_arrays = row_arrays(config)
         self.vocab_size = tokenizer.num_ids + (config.objective == "masked")  # ids that can occur in an example
         self.bytes_per_token = windows.bytes_per_token  # average over the split, for bits per byte
         self._windows, self._objective, self._mask_rate = windows, config.objective, config.mask_rate
@@ -103,7 +104,8 @@ def load(config: DataConfig, split: Split, seed: int) -> Dataset:
 
     Raises ValueError for data or a vocabulary that is missing, empty, unreadable or too small for one example.
     """
-    check_choice("split", split, SPLITS)
+    if split not in SPLITS:
+        raise ValueError(f"split={split} is not known; one of {', '.join(SPLITS)}")
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed is {seed}: use a number from 0 to 2**63 - 1")
     if config.objective == "classify":

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from configs.schema import DataConfig
 from input_pipeline import index
-from input_pipeline.config import DataConfig
+from input_pipeline.rows import row_arrays
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -43,7 +44,7 @@ class ImageDataset:
 
     def __init__(self, images: Images, config: DataConfig, seed: int, *, training: bool) -> None:
         self.seed = seed
-        self.row_arrays = config.row_arrays
+        self.row_arrays = row_arrays(config)
         self.num_classes, self.threads = images.num_classes, images.threads
         self._images, self._size, self._channels = images, config.image_size, config.channels
         self._augment, self._training = config.augment, training

@@ -1,10 +1,11 @@
 """The records of any TFDS data set, by name: prepared if they are not, split, and read one by one."""
 
+import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from input_pipeline import cache
-from input_pipeline.config import nearest
 from input_pipeline.folder import VALIDATION_SHARE
 
 VALIDATION_SPLITS = ("validation", "valid", "test")
@@ -26,7 +27,7 @@ def prepared_builder(name: str, data_dir: str) -> Any:
         known = tfds.list_builders(with_community_datasets=False)
         raise ValueError(
             f"data.source is 'tfds:{name}': TFDS knows no such data set, and there is none in "
-            f"{where or 'its default data_dir'} (data.path).{nearest(name, known)}"
+            f"{where or 'its default data_dir'} (data.path).{_did_you_mean(name, known)}"
         ) from error
     except Exception as error:  # a builder is other people's code: it raises anything at all
         raise ValueError(
@@ -65,3 +66,9 @@ def range_of(name: str, splits: Any, split: str) -> tuple[str, int, int]:
 def first_line(error: Exception) -> str:
     """Returns the first line of what an error says."""
     return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns " Did you mean 'NAME'?" for the known name that is most like `name`, "" if none is."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""

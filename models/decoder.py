@@ -16,54 +16,26 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from models import settings
+from configs.schema import DecoderConfig
 from models.block import Block, BlockConfig, Norm, initial_std, multiply, normal, rotary_angles
 from models.model import Gather, Group, Params, mask_padding
 from models.transformer import Transformer
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig(settings.TransformerConfig):
-    """The settings of a decoder; the meaning of each is in `configs/base.py`."""
-
-    num_kv_heads: int
-    positions: str
-    norm: str
-    activation: str
-    tied_head: bool
-    use_bias: bool
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fix = f"it must divide model.num_heads = {self.num_heads}"
-        settings.require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", self.num_kv_heads, fix)
-        settings.require_one_of("positions", self.positions, ("learned", "rotary"))
-        settings.require_one_of("norm", self.norm, ("layer", "rms"))
-        settings.require_one_of("activation", self.activation, ("gelu", "swiglu"))
-        even = self.positions != "rotary" or self.head_dim % 2 == 0
-        fix = f"rotary positions need an even model.hidden / model.num_heads, not {self.head_dim}"
-        settings.require(even, "num_heads", self.num_heads, fix)
-
-    @property
-    def head_dim(self) -> int:
-        """Hidden of one head."""
-        return self.hidden // self.num_heads
-
-    @property
-    def block(self) -> BlockConfig:
-        """The settings of one layer."""
-        return BlockConfig(
-            num_layers=self.num_layers,
-            hidden=self.hidden,
-            intermediate=self.intermediate,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            norm=self.norm,
-            activation=self.activation,
-            use_bias=self.use_bias,
-            causal=True,
-            attention="cudnn" if self.attention == "cudnn" else "xla",
-        )
+def block_config(c: DecoderConfig) -> BlockConfig:
+    """Returns the settings of one layer."""
+    return BlockConfig(
+        num_layers=c.num_layers,
+        hidden=c.hidden,
+        intermediate=c.intermediate,
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+        norm=c.norm,
+        activation=c.activation,
+        use_bias=c.use_bias,
+        causal=True,
+        attention="cudnn" if c.attention == "cudnn" else "xla",
+    )
 
 
 class Embedding(nnx.Module):
@@ -107,7 +79,7 @@ class Decoder(Transformer):
         c = self.config
         return {
             "embed": Group(lambda key: Embedding(c, key)),
-            "layers": Group(lambda key: Block(c.block, key), c.num_layers),
+            "layers": Group(lambda key: Block(block_config(c), key), c.num_layers),
             "head": Group(lambda key: Head(c, key)),
         }
 
@@ -140,7 +112,8 @@ class Decoder(Transformer):
         embedding: Embedding = self._module("embed", params["embed"], gather)
         # Carries start from data, so that inside a shard_map they vary over the mesh as their later values do.
         zero = prompt_BP[0, 0] * 0 + embedding.token[0, 0].astype(jnp.int32) * 0
-        cache = jnp.zeros((c.num_layers, batch, total, c.num_kv_heads, c.head_dim), c.dtype) + zero.astype(c.dtype)
+        shape = (c.num_layers, batch, total, c.num_kv_heads, c.head_dim)
+        cache = jnp.zeros(shape, self.dtype) + zero.astype(self.dtype)
 
         def layer(carry: tuple[Array, Array], inputs: tuple[Params, Array, Array]) -> Any:
             (x_B1D, t), (values, keys_BSKH, values_BSKH) = carry, inputs
@@ -167,7 +140,7 @@ class Decoder(Transformer):
         return jnp.concatenate([prompt_BP[:, :1], later_SB.T], axis=1)
 
     def _module(self, name: str, values: Params, gather: Gather) -> Any:
-        return self.groups[name].module(gather(name, values), self.config.dtype)
+        return self.groups[name].module(gather(name, values), self.dtype)
 
     def _angles(self, positions_T: Array) -> Array | None:
         return rotary_angles(positions_T, self.config.head_dim) if self.config.positions == "rotary" else None

@@ -20,31 +20,26 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from models import settings
+from configs.schema import EncoderConfig
 from models.block import Block, BlockConfig, Linear, Norm, initial_std, multiply, normal
 from models.model import Gather, Group, Params, mask_padding
 from models.transformer import Transformer
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncoderConfig(settings.TransformerConfig):
-    """The settings of an encoder; the meaning of each is in `configs/base.py`."""
-
-    @property
-    def block(self) -> BlockConfig:
-        """The settings of one layer."""
-        return BlockConfig(
-            num_layers=self.num_layers,
-            hidden=self.hidden,
-            intermediate=self.intermediate,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads,
-            norm="layer",
-            activation="gelu",
-            use_bias=True,
-            causal=False,
-            attention="cudnn" if self.attention == "cudnn" else "xla",
-        )
+def block_config(c: EncoderConfig) -> BlockConfig:
+    """Returns the settings of one layer."""
+    return BlockConfig(
+        num_layers=c.num_layers,
+        hidden=c.hidden,
+        intermediate=c.intermediate,
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_heads,
+        norm="layer",
+        activation="gelu",
+        use_bias=True,
+        causal=False,
+        attention="cudnn" if c.attention == "cudnn" else "xla",
+    )
 
 
 class Embedding(nnx.Module):
@@ -88,7 +83,7 @@ class Encoder(Transformer):
         c = self.config
         return {
             "embed": Group(lambda key: Embedding(c, key)),
-            "layers": Group(lambda key: Block(c.block, key), c.num_layers),
+            "layers": Group(lambda key: Block(block_config(c), key), c.num_layers),
             "head": Group(lambda key: Head(c, key)),
         }
 
@@ -102,7 +97,7 @@ class Encoder(Transformer):
         c, groups = self.config, self.groups
         if tokens_BT.shape[1] > c.max_len:
             raise ValueError(f"a sequence of {tokens_BT.shape[1]} tokens is longer than model.max_len = {c.max_len}")
-        embedding: Embedding = groups["embed"].module(gather("embed", params["embed"]), c.dtype)
+        embedding: Embedding = groups["embed"].module(gather("embed", params["embed"]), self.dtype)
         x_BTD = self.run_layers(params, embedding(tokens_BT), gather)
-        head: Head = groups["head"].module(gather("head", params["head"]), c.dtype)
+        head: Head = groups["head"].module(gather("head", params["head"]), self.dtype)
         return mask_padding(head(x_BTD, embedding), c.vocab_size)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from models.settings import ModelConfig
+from configs.schema import ModelConfig
 from sharding.spec import ParamSpec
 
 Params = dict[str, Any]
@@ -72,6 +72,11 @@ class Model(ABC):
 
     config: ModelConfig
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype in which the model computes (parameters are float32)."""
+        return jnp.dtype(self.config.compute_dtype)
+
     @cached_property
     def groups(self) -> dict[str, Group[Any]]:
         """The parameter groups by their top-level key; each model has its own."""
@@ -81,7 +86,7 @@ class Model(ABC):
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
         """Returns the sum over what is predicted of weight times cross-entropy in nats, a float32 scalar.
 
-        `batch` holds the arrays of the rows (`DataConfig.row_arrays`), `weights` among them.
+        `batch` holds the arrays of the rows (`input_pipeline.row_arrays`), `weights` among them.
         """
 
     def evaluate(self, params: Params, batch: Batch, gather: Gather) -> dict[str, Array]:

@@ -24,66 +24,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from models import settings
+from configs.schema import ResNetConfig
 from models.block import normal
 from models.model import Batch, Gather, Group, Model, Params, cross_entropy, mask_padding, rematerialise
 
 NORM_EPS = 1e-5
 EXPANSION = {"basic": 1, "bottleneck": 4}  # channels that a block hands on, by those inside it
 LAYOUT = ("NHWC", "OIHW", "NHWC")  # a kernel has its outputs first: they are what shards cut
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResNetConfig(settings.ModelConfig):
-    """The settings of a ResNet; the meaning of each is in `configs/base.py`."""
-
-    channels: int
-    num_classes: int
-    class_multiple: int
-    stem: str
-    block: str
-    stage_blocks: tuple[int, ...]
-    width: int
-    norm_groups: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "stage_blocks", tuple(self.stage_blocks))  # a list, if the config was JSON before
-        settings.require(len(self.stage_blocks) > 0, "stage_blocks", self.stage_blocks, "name at least one stage")
-        for count in self.stage_blocks:
-            settings.require_count("stage_blocks", count)
-        settings.require_one_of("stem", self.stem, ("conv7_pool", "conv3"))
-        settings.require_one_of("block", self.block, tuple(EXPANSION))
-        fix = f"groups must divide model.width = {self.width}"
-        settings.require(self.width % self.norm_groups == 0, "norm_groups", self.norm_groups, fix)
-
-    @property
-    def stem_conv(self) -> "ConvConfig":
-        """The convolution of the stem."""
-        kernel, stride = (7, 2) if self.stem == "conv7_pool" else (3, 1)
-        return ConvConfig(kernel=kernel, inputs=self.channels, outputs=self.width, stride=stride)
-
-    @property
-    def blocks(self) -> dict[str, "BlockConfig"]:
-        """The blocks in order, by name: each stage has twice the channels of the one before on half the side."""
-        found, inputs = {}, self.width
-        for stage, count in enumerate(self.stage_blocks):
-            for i in range(count):
-                stride = 2 if stage > 0 and i == 0 else 1
-                block = BlockConfig(kind=self.block, inputs=inputs, width=self.width * 2**stage, stride=stride)
-                found[f"stage{stage + 1}_block{i}"] = block
-                inputs = block.outputs
-        return found
-
-    @property
-    def padded_classes(self) -> int:
-        """Columns of the head: `num_classes` rounded up to a multiple of `class_multiple`."""
-        return -(-self.num_classes // self.class_multiple) * self.class_multiple
-
-    @property
-    def features(self) -> int:
-        """Channels that the last block hands to the head."""
-        return self.width * 2 ** (len(self.stage_blocks) - 1) * EXPANSION[self.block]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +93,29 @@ class BlockConfig:
         return total
 
 
+def stem_conv(c: ResNetConfig) -> ConvConfig:
+    """Returns the convolution of the stem."""
+    kernel, stride = (7, 2) if c.stem == "conv7_pool" else (3, 1)
+    return ConvConfig(kernel=kernel, inputs=c.channels, outputs=c.width, stride=stride)
+
+
+def residual_blocks(c: ResNetConfig) -> dict[str, BlockConfig]:
+    """Returns the blocks in order, by name: each stage has twice the channels of the one before on half the side."""
+    found, inputs = {}, c.width
+    for stage, count in enumerate(c.stage_blocks):
+        for i in range(count):
+            stride = 2 if stage > 0 and i == 0 else 1
+            block = BlockConfig(kind=c.block, inputs=inputs, width=c.width * 2**stage, stride=stride)
+            found[f"stage{stage + 1}_block{i}"] = block
+            inputs = block.outputs
+    return found
+
+
+def num_features(c: ResNetConfig) -> int:
+    """Returns the channels that the last block hands to the head."""
+    return c.width * 2 ** (len(c.stage_blocks) - 1) * EXPANSION[c.block]
+
+
 class ConvNorm(nnx.Module):
     """A convolution without bias, and its group norm (statistics in float32)."""
 
@@ -174,7 +144,7 @@ class Stem(nnx.Module):
 
     def __init__(self, config: ResNetConfig, key: Array) -> None:
         self.pools = config.stem == "conv7_pool"
-        self.conv = ConvNorm(config.stem_conv, config.norm_groups, key)
+        self.conv = ConvNorm(stem_conv(config), config.norm_groups, key)
 
     def __call__(self, x_BHWC: Array) -> Array:
         x_BHWC = jax.nn.relu(self.conv(x_BHWC))
@@ -207,7 +177,7 @@ class Head(nnx.Module):
     """The mean over the image, and a matrix `[C, V]` with bias."""
 
     def __init__(self, config: ResNetConfig, key: Array) -> None:
-        shape = (config.features, config.padded_classes)
+        shape = (num_features(config), config.padded_classes)
         self.weight = normal(key, shape, ("channels_in", "classes"), 0.01)  # as Goyal et al. 2017, 5.1
         self.bias = nnx.Param(jnp.zeros(config.padded_classes), dims=("classes",))
 
@@ -226,7 +196,8 @@ class ResNet(Model):
         """The parameter groups by their top-level key, in the order in which they are used."""
         c = self.config
         blocks = {
-            name: Group(lambda key, block=block: Block(block, c.norm_groups, key)) for name, block in c.blocks.items()
+            name: Group(lambda key, block=block: Block(block, c.norm_groups, key))
+            for name, block in residual_blocks(c).items()
         }
         return {"stem": Group(lambda key: Stem(c, key)), **blocks, "head": Group(lambda key: Head(c, key))}
 
@@ -248,11 +219,11 @@ class ResNet(Model):
 
     def logits(self, params: Params, images_BHWC: Array, gather: Gather) -> Array:
         """Returns float32 logits `[B, V]`; padding classes have no chance."""
-        x = images_BHWC.astype(self.config.dtype)
+        x = images_BHWC.astype(self.dtype)
         for name, group in self.groups.items():
 
             def run(values: Params, x: Array, name: str = name, group: Group[Any] = group) -> Array:
-                return group.module(gather(name, values), self.config.dtype)(x)
+                return group.module(gather(name, values), self.dtype)(x)
 
             x = rematerialise(run, self.config.remat)(params[name], x)
         return mask_padding(x, self.config.num_classes)
@@ -264,10 +235,10 @@ class ResNet(Model):
         rematerialisation computes again.
         """
         c, size = self.config, shape[0]
-        total = c.stem_conv.products(size)
-        size = c.stem_conv.size_after(size)
+        total = stem_conv(c).products(size)
+        size = stem_conv(c).size_after(size)
         size = -(-size // 2) if c.stem == "conv7_pool" else size
-        for block in c.blocks.values():
+        for block in residual_blocks(c).values():
             total += block.products(size)
             size = -(-size // block.stride)
-        return 6 * (total + c.features * c.padded_classes)
+        return 6 * (total + num_features(c) * c.padded_classes)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import jax
 from jax import Array
 
+from configs.schema import TransformerConfig
 from models.model import Batch, Gather, Model, Params, cross_entropy, rematerialise
-from models.settings import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Transformer(Model):
         layers = self.groups["layers"]
 
         def body(x_BTD: Array, values: Params) -> tuple[Array, None]:
-            block = layers.module(gather("layers", values), self.config.dtype)
+            block = layers.module(gather("layers", values), self.dtype)
             return block(x_BTD, *args), None
 
         return jax.lax.scan(rematerialise(body, self.config.remat, in_scan=True), x_BTD, params["layers"])[0]

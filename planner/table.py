@@ -11,15 +11,15 @@ import math
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 from absl import flags
 from jax.sharding import NamedSharding, Sharding
 
-from configs import door
-from configs.door import Config
+from configs import command_line
+from configs.schema import Config
 from metrics.units import format_bytes, format_count
 from runtime.exit_codes import ExitCode
 from sharding import drawing
@@ -45,17 +45,16 @@ class Row:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the program and returns its exit code; a user's mistake is one line."""
-    values = door.new_flags(argv)
+    values = command_line.new_flags(argv)
     flags.DEFINE_integer("devices", None, "devices of a cluster that is not here", flag_values=values)
     flags.DEFINE_integer("devices_per_node", None, "devices of each node", flag_values=values)
     flags.DEFINE_string("png", None, "file for a picture of the mesh", flag_values=values)
     try:
-        if door.asks_for_help(argv):
-            print(door.help_text(__doc__ or "", argv, values))
+        if command_line.asks_for_help(argv):
+            print(command_line.help_text(__doc__ or "", argv, values))
             return 0
-        config = door.parse(argv, values)
-        start_devices(config, values.devices, values.devices_per_node)
-        experiment = _described(config)
+        config = command_line.parse(argv, values)
+        experiment = _described(start_devices(config, values.devices, values.devices_per_node))
         print(table_text(experiment))
         if values.png:
             Path(values.png).write_bytes(drawing.mesh_png(experiment.plan.layout))
@@ -66,15 +65,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def start_devices(config: Config, devices: int | None, devices_per_node: int | None) -> None:
-    """Makes virtual devices if the flags or the config ask for them."""
-    for key, value in (("num_cpu_devices", devices), ("devices_per_node", devices_per_node)):
+def start_devices(config: Config, devices: int | None, devices_per_node: int | None) -> Config:
+    """Makes virtual devices if the flags or the config ask for them; returns the config with those of the flags."""
+    asked = {"num_cpu_devices": devices, "devices_per_node": devices_per_node}
+    for key, value in asked.items():
         if value is not None and value < 1:
             raise ValueError(f"--{key.removeprefix('num_cpu_')}={value} must be at least 1")
-        config.mesh[key] = value or config.mesh[key]
-    if config.mesh.num_cpu_devices > 0:
+    mesh = replace(config.mesh, **{key: value for key, value in asked.items() if value})
+    if mesh.num_cpu_devices > 0:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", config.mesh.num_cpu_devices)
+        jax.config.update("jax_num_cpu_devices", mesh.num_cpu_devices)
+    return replace(config, mesh=mesh)
 
 
 def _described(config: Config) -> Experiment:

@@ -37,25 +37,6 @@ _NAMED = 5  # processes, in a message
 _LEAVE_S = 5.0  # for the others to leave before process 0, with which jax's service ends and aborts who is there
 
 
-@dataclass(frozen=True, kw_only=True)
-class ElasticConfig:
-    """The section `elastic` of the config."""
-
-    silence_s: float
-    stall_s: float
-    snapshot_every: int  # steps; 0: no snapshots, -1: as many as cost under 2 % of the time
-    memory_dir: str
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for what cannot be, and if jax would act before we do."""
-        if self.snapshot_every < -1:
-            raise ValueError(f"elastic.snapshot_every={self.snapshot_every} must be at least -1")
-        if not 1 <= self.silence_s <= 60:
-            raise ValueError(f"elastic.silence_s={self.silence_s} must be from 1 to 60 (jax aborts after 100 s)")
-        if not self.stall_s >= 1:
-            raise ValueError(f"elastic.stall_s={self.stall_s} must be 1 or more; inf waits for ever")
-
-
 @dataclass(kw_only=True)
 class Peer:
     """Another process of the run, at the other end of a connection."""

@@ -1,8 +1,8 @@
 """Strategies as scopes: over which mesh axes parameters, gradients and optimizer state are partitioned, and no more."""
 
-import difflib
 from dataclasses import dataclass
 
+from configs.schema import ShardingConfig
 from sharding.mesh import CHUNK_ORDER, DATA_AXES, MeshShape
 
 # strategy: scopes of parameters, gradients, optimizer state (ZeRO, arXiv 1910.02054; MiCS, arXiv 2205.00119)
@@ -13,56 +13,6 @@ STRATEGIES = {
     "zero3": ("all", "all", "all"),
     "hsdp": ("node", "node", "node"),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardingConfig:
-    """The `sharding` section of a config (meanings: configs/base.py). Raises ValueError for an impossible choice."""
-
-    strategy: str
-    partition_size: int
-    parameters: str | int
-    gradients: str | int
-    optimizer: str | int
-    hierarchical: bool
-    two_hop: bool
-    gather: str
-    partitioner: str
-
-    def __post_init__(self) -> None:
-        _one_of("sharding.strategy", self.strategy, [*STRATEGIES, "mics", "custom"])
-        _one_of("sharding.gather", self.gather, ["layer", "node", "micro_step", "step"])
-        _one_of("sharding.partitioner", self.partitioner, ["manual", "auto"])
-        if self.gather == "node" and not self.two_hop:
-            raise ValueError("sharding.gather=node needs sharding.two_hop: hop one has its two levels apart")
-        by_hand = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer")}
-        if self.strategy == "mics" and self.partition_size < 1:
-            raise ValueError(
-                "sharding.strategy=mics needs sharding.partition_size, the devices that hold one model state"
-            )
-        if self.strategy != "mics" and self.partition_size:
-            raise ValueError(
-                f"sharding.partition_size={self.partition_size} belongs to mics, not to {self.strategy}; set it to 0"
-            )
-        for name, scope in by_hand.items():
-            if self.strategy == "custom":
-                if scope == "":
-                    raise ValueError(
-                        f"sharding.strategy=custom needs sharding.{name}: none, node, all or a number of devices"
-                    )
-            elif scope != "":
-                raise ValueError(
-                    f"sharding.{name}={scope} is only read by sharding.strategy=custom, not {self.strategy}"
-                )
-
-    @property
-    def scopes(self) -> tuple[str | int, str | int, str | int]:
-        """The scopes of parameters, gradients and optimizer state as written."""
-        if self.strategy == "custom":
-            return self.parameters, self.gradients, self.optimizer
-        if self.strategy == "mics":
-            return self.partition_size, self.partition_size, self.partition_size
-        return STRATEGIES[self.strategy]
 
 
 class WorldTooSmallError(ValueError):
@@ -118,7 +68,7 @@ def make_layout(config: ShardingConfig, *, num_nodes: int, devices_per_node: int
     names = ("parameters", "gradients", "optimizer")
     sizes = [
         _scope_size(name, scope, num_nodes=num_nodes, local=local, tensor=tensor)
-        for name, scope in zip(names, config.scopes, strict=True)
+        for name, scope in zip(names, _scopes(config), strict=True)
     ]
     for (inner, a), (outer, b) in zip(zip(names, sizes), list(zip(names, sizes))[1:]):
         if a > b or b % a:
@@ -147,6 +97,15 @@ def make_layout(config: ShardingConfig, *, num_nodes: int, devices_per_node: int
         gather=config.gather,
         partitioner=config.partitioner,
     )
+
+
+def _scopes(config: ShardingConfig) -> tuple[str | int, str | int, str | int]:
+    """Returns the scopes of parameters, gradients and optimizer state as written."""
+    if config.strategy == "custom":
+        return config.parameters, config.gradients, config.optimizer
+    if config.strategy == "mics":
+        return config.partition_size, config.partition_size, config.partition_size
+    return STRATEGIES[config.strategy]
 
 
 def _scope_size(name: str, scope: str | int, *, num_nodes: int, local: int, tensor: int) -> int:
@@ -186,10 +145,3 @@ def _axes(shape: MeshShape, size: int) -> tuple[str, ...]:
         product *= shape.sizes[axis]
     assert product == size, (shape, size)
     return tuple(axes)
-
-
-def _one_of(key: str, value: str, allowed: list[str]) -> None:
-    if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(allowed)}"
-        raise ValueError(f"{key}={value} is not known; {hint}")

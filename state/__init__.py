@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from state import manifest as _manifest
-from state.retention import CheckpointConfig
 
 if TYPE_CHECKING:
     from state.checkpointer import Checkpointer, CheckpointError, Restored
 
-__all__ = ["CheckpointConfig", "CheckpointError", "Checkpointer", "Restored", "check_path", "latest_config"]
+__all__ = ["CheckpointError", "Checkpointer", "Restored", "check_path", "latest_config"]
 
 _REFUSED = "*?[\\"  # Orbax takes a path for a pattern of paths, TensorStore takes a backslash for a slash
 

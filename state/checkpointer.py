@@ -20,11 +20,11 @@ from typing import Any, Self
 import jax
 import orbax.checkpoint as ocp
 
+from configs.schema import CheckpointConfig
 from files import atomic
 from runtime.consensus import Key, broadcast, new_key
 from state import check_path, manifest, retention, tree
 from state.quiet import quiet_orbax
-from state.retention import CheckpointConfig
 
 _ANNOTATION = re.compile(r" \[\w+(\[\d+\])?='([^'\\]|\\.)*'\]")  # TensorStore's: specifications of kilobytes
 

@@ -1,11 +1,11 @@
-"""Which checkpoints stay: settings, and the order in which old ones go (never before a newer one is committed)."""
+"""Which checkpoints stay, and the order in which old ones go (never before a newer one is committed)."""
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isnan, nan
 from pathlib import Path
 
+from configs.schema import CheckpointConfig
 from state.manifest import (
     SET_ASIDE,
     UNFINISHED,
@@ -17,31 +17,6 @@ from state.manifest import (
 )
 
 BEST_METRIC = "validation_loss"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """When checkpoints are written (`every`, for the training loop) and which of them stay."""
-
-    every: int  # steps between checkpoints; 0: only at the end and when interrupted
-    keep_last: int
-    keep_every: int = 0  # also keep each step that is a multiple of this; 0: none
-    keep_best: int = 0  # also keep this many with the lowest validation loss
-
-    def __post_init__(self) -> None:
-        for name, least in (("every", 0), ("keep_last", 1), ("keep_every", 0), ("keep_best", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"checkpoint.{name} must be an integer of at least {least}; it is {value!r}")
-
-    def check_validated(self, eval_every: int) -> None:
-        """Raises ValueError if `keep_best` is set and checkpoints come without a validation (0: only at the end)."""
-        if self.keep_best and (not eval_every or self.every % eval_every):
-            fix = f"set eval.every={self.every} or a divisor of it" if self.every else "set both above 0"
-            raise ValueError(
-                f"checkpoint.keep_best={self.keep_best} needs a validation at every checkpoint, but eval.every="
-                f"{eval_every} and checkpoint.every={self.every}; {fix}, or checkpoint.keep_best=0"
-            )
 
 
 def kept_steps(manifests: Sequence[Manifest], config: CheckpointConfig) -> set[int]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs import door
+from configs import command_line
 from configs.overrides import Overrides, product
-from configs.ranges import check_ranges
+from configs.schema import flat, nearest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Options of `python -m cluster.emulate` that a sweep may set; it sets the work directory itself.
@@ -135,8 +135,7 @@ def _resolve(config: str, overrides: Overrides, workdir: Path, common: Mapping[s
             flags.append(f"--config.{key}={value}")
     base = _short(Path(file).resolve()) + (f":{argument}" if argument else "")
     argv = ["sweep.py", f"--config={file}" + (f":{argument}" if argument else ""), *flags]
-    values = door.flat(json.loads(door.parse(argv, door.new_flags(argv)).to_json()))
-    check_ranges(values)
+    values = flat(command_line.parse(argv, command_line.new_flags(argv)).to_dict())
     values |= {f"emulate.{key}": value for key, value in sorted(emulate.items())} | extra
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
     # A run that another choice of sweeps has already named keeps its name.
@@ -168,8 +167,9 @@ def parse_emulate(options: str) -> dict[str, str]:
 
 def _check_option(option: str) -> None:
     if option not in EMULATE_OPTIONS:
-        nearest = door.nearest(option, EMULATE_OPTIONS)
-        raise ValueError(f"emulate.{option} is not an option; the nearest is emulate.{nearest}")
+        raise ValueError(
+            f"emulate.{option} is not an option; the nearest is emulate.{nearest(option, EMULATE_OPTIONS)}"
+        )
 
 
 def describe(overrides: Overrides) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
-from configs import quickstart
+from configs import base, quickstart
 from sharding import hlo
 from training.experiment import make_experiment
 
@@ -42,7 +42,7 @@ def main() -> None:
     jax.devices = lambda: topology.devices  # what make_experiment takes
     config = quickstart.get_config()
     config.update_from_flattened_dict(SMALL | json.loads(sys.argv[1]))
-    experiment = make_experiment(config)
+    experiment = make_experiment(base.typed(config))
     collectives = hlo.read_collectives(experiment.compile_train_step().as_text() or "", experiment.plan.layout.shape)
     print(json.dumps([asdict(collective) for collective in collectives]))
 

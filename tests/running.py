@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import fast_compile
 import jax
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 from ports import free_port
 
 import train
-from state import CheckpointConfig, Checkpointer
+from configs.schema import CheckpointConfig, Config, EvalConfig
+from state import Checkpointer
 from training.experiment import Experiment, make_experiment
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,8 +67,8 @@ def run_here(*args: str, compile_once: bool = True) -> int:
 
 
 @functools.cache
-def _compiled(key: str) -> tuple[Any, Any, Any]:
-    experiment = make_experiment(ConfigDict(json.loads(key)))
+def _compiled(config: Config) -> tuple[Any, Any, Any]:
+    experiment = make_experiment(config)
     state = experiment.init_state()
     shardings = jax.tree.map(lambda x: x.sharding, state)
     on_host = jax.tree.map(np.asarray, state)
@@ -78,12 +79,11 @@ def _compiled(key: str) -> tuple[Any, Any, Any]:
     )
 
 
-def _make_experiment_once(config: Any) -> Experiment:
+def _make_experiment_once(config: Config) -> Experiment:
     experiment = make_experiment(config)
-    program = json.loads(config.to_json())
-    program |= {"checkpoint": 0, "eval": 0, "log_every": 0}  # which do not change it
+    program = replace(config, checkpoint=CheckpointConfig(), eval=EvalConfig(), log_every=1)  # which do not change it
     names = ("compile_train_step", "compile_eval_step", "init_state")
-    vars(experiment).update(zip(names, _compiled(json.dumps(program)), strict=True))
+    vars(experiment).update(zip(names, _compiled(program), strict=True))
     return experiment
 
 

@@ -20,6 +20,7 @@ from configs.overrides import *
 def get_config(arg=""):
     config = base.get_config()
     config.num_steps = {num_steps}
+    config.sharding.strategy = "ddp"
     return config
 """
 # The seed says what happens: 0 finishes, 1 fails, 2 stops resumable once, 3 always, 4 waits for a signal, 5 diverges.

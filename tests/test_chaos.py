@@ -20,8 +20,9 @@ from cluster.chaos.faults import KINDS, MOMENTS, _open_slots
 from cluster.chaos.plan import NODES_AFTER, Fault, make_plan
 from cluster.chaos.run import NOTICED, ElasticRun
 from cluster.chaos.same import compare_losses, compare_parameters
+from configs.schema import CheckpointConfig
 from runtime.events import Event, EventLog
-from state import CheckpointConfig, Checkpointer
+from state import Checkpointer
 
 TIMEOUT_S = 600
 ENDS = {"node1": "by SIGKILL", "node2": "with 75", "node3": "with 75"}

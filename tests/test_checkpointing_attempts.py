@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import state.checkpointer
-from state import CheckpointConfig, Checkpointer, CheckpointError, manifest
+from configs.schema import CheckpointConfig
+from state import Checkpointer, CheckpointError, manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)

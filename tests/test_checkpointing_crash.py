@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from state import CheckpointConfig, Checkpointer, CheckpointError, manifest
+from configs.schema import CheckpointConfig
+from state import Checkpointer, CheckpointError, manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 KEEP_TWO = CheckpointConfig(every=1, keep_last=2)

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from state import CheckpointConfig, Checkpointer, latest_config, manifest
+from configs.schema import CheckpointConfig
+from state import Checkpointer, latest_config, manifest
 from state import __main__ as command_line
 
 KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)

@@ -17,7 +17,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ports import free_port
 
-from state import CheckpointConfig, Checkpointer, CheckpointError, latest_config, manifest
+from configs.schema import CheckpointConfig
+from state import Checkpointer, CheckpointError, latest_config, manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)

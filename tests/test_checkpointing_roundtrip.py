@@ -15,7 +15,8 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from state import CheckpointConfig, Checkpointer, CheckpointError, latest_config, manifest, retention, tree
+from configs.schema import CheckpointConfig
+from state import Checkpointer, CheckpointError, latest_config, manifest, retention, tree
 
 KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)
 
@@ -251,7 +252,7 @@ def test_another_model_is_named_and_nothing_is_moved(tmp_path: Path) -> None:
 
 def test_bad_arguments_are_named(tmp_path: Path) -> None:
     for bad in ({"every": -1, "keep_last": 1}, {"every": 1, "keep_last": 0}, {"every": 1, "keep_last": 1.5}):
-        with pytest.raises(ValueError, match=r"checkpoint\.(every|keep_last) must be an integer of at least"):
+        with pytest.raises(ValueError, match=r"checkpoint\.(every|keep_last)=\S+ must be (at least \d|a whole number)"):
             CheckpointConfig(**bad)  # pyright: ignore[reportArgumentType]
     state = small_state(0)
     with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compression.by_config import CompressionConfig, make_codec
+from compression.by_config import make_codec
 from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
 from configs import base
+from configs.schema import CompressionConfig
 from sharding.collectives import Codec
 
 BLOCK = 32

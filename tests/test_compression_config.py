@@ -6,11 +6,12 @@ import jax
 import pytest
 from test_sharding_table import tiny_config
 
-from compression.by_config import HOP_TWO
 from compression.delayed import DelayedState
 from compression.local_sgd import LocalState
 from compression.methods import METHODS
 from compression.one_bit_adam import OneBitAdamState
+from configs.base import typed
+from configs.schema.compression import HOP_TWO
 from optimizers import GuardState
 from sharding.replicas import replica_key
 from training.experiment import make_experiment
@@ -22,7 +23,7 @@ ONE_BIT_ADAM = {"compression.hop_two": "one_bit_adam", "compression.warmup_steps
 def state_of(changes: dict[str, Any]) -> GuardState:
     config = tiny_config(partition_size=2)
     config.update_from_flattened_dict(changes)
-    return make_experiment(config).state_shapes.opt_state
+    return make_experiment(typed(config)).state_shapes.opt_state
 
 
 def test_every_value_of_hop_two_is_a_method() -> None:
@@ -56,7 +57,7 @@ def test_the_norm_of_an_update_is_not_called_a_gradients(changes: dict[str, Any]
     """Of Adam's direction, or of what dgc has accumulated and sends: no gradient is averaged that could have a norm."""
     config = tiny_config(partition_size=2)
     config.update_from_flattened_dict(changes)
-    experiment = make_experiment(config)
+    experiment = make_experiment(typed(config))
     _, metrics = jax.eval_shape(experiment.train_step, experiment.state_shapes, experiment.batches.shapes)
     assert {name for name in metrics if name in ("grad_norm", "update_norm")} == {key}
 

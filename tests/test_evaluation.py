@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from configs import base
-from input_pipeline import DataConfig, load
+from configs.schema import DataConfig
+from input_pipeline import load
 from training.validation import Validator
 
 

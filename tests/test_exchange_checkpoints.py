@@ -13,10 +13,11 @@ import workload
 from compression.codecs import OneBit
 from compression.dgc import DGCConfig, dgc
 from compression.exchange import exchange
-from compression.local_sgd import LocalSGDConfig, local_sgd
+from compression.local_sgd import local_sgd
+from configs.schema import CheckpointConfig, LocalSGDConfig
 from optimizers import guarded
 from sharding.step import ShardingPlan, TrainState
-from state import CheckpointConfig, Checkpointer
+from state import Checkpointer
 
 CODEC = OneBit(block=32)
 

@@ -10,8 +10,9 @@ import pytest
 from compiling import HIDDEN, LAYERS, MLP
 from running import ROOT
 
-from compression.by_config import CompressionConfig, make_codec
+from compression.by_config import make_codec
 from configs import base
+from configs.schema import CompressionConfig
 from sharding.hlo import Collective
 from sharding.mesh import INTER_AXES
 

@@ -20,9 +20,10 @@ from emulating import EMULATED, ctl, emulate, until
 from emulating import finish as finish_emulation
 from running import IGNORED, ROOT, TRAIN, arguments, finish, free_port, start_together, steps_logged, wait_until
 
+from configs.schema import ElasticConfig
 from runtime import heartbeat
 from runtime.events import EventReader
-from runtime.heartbeat import ElasticConfig, Heartbeat, Peer
+from runtime.heartbeat import Heartbeat, Peer
 
 pytestmark = IGNORED
 RESUMABLE = 75

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from configs import base
-from input_pipeline import DataConfig, load
+from configs.schema import Config, DataConfig
+from input_pipeline import load
 from input_pipeline.dataset import Split
 
 BYTES = b"".join(b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte in range(256))
@@ -29,33 +30,37 @@ def one_line(message: str):
 
 
 def test_the_defaults_are_accepted_and_every_key_is_needed():
-    assert vars(DataConfig(**DEFAULTS)) == DEFAULTS
+    assert vars(DataConfig()) == vars(DataConfig(**DEFAULTS)) == DEFAULTS
     for key in DEFAULTS:
-        with pytest.raises(TypeError, match=key):
-            DataConfig(**{name: value for name, value in DEFAULTS.items() if name != key})
+        section = {name: value for name, value in DEFAULTS.items() if name != key}
+        with pytest.raises(ValueError, match=f"^data.{key} is missing from the config"):
+            Config.from_dict(base.get_config().to_dict() | {"data": section})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": "stdlib_txt"}, r"data.source is 'stdlib_txt': choose .*Did you mean 'stdlib_text'\?"),
-        ({"source": "tfds:"}, "data.source is 'tfds:': choose .*tfds:NAME"),
+        ({"source": "stdlib_txt"}, r"data.source=stdlib_txt is not known; one of .*; did you mean stdlib_text\?"),
+        ({"source": "tfds:"}, "data.source=tfds: is not known; one of .*tfds:NAME"),
         ({"source": "tfds:NAME"}, "in NAME's place"),
         ({"source": "folder"}, "data.path is empty: data.source='folder' needs"),
         ({"path": "texts"}, "data.path is 'texts' but data.source='stdlib_text' reads no path"),
         ({"source": "synthetic", "path": "texts"}, "data.path is 'texts' but data.source='synthetic' reads no path"),
-        ({"tokenizer": "byte"}, r"data.tokenizer is 'byte': choose .*Did you mean 'bytes'\?"),
+        ({"tokenizer": "byte"}, r"data.tokenizer=byte is not known; one of .*; did you mean bytes\?"),
         ({"tokenizer": "tiktoken"}, "data.tokenizer_path is empty: data.tokenizer='tiktoken' needs"),
         ({"tokenizer_path": "v"}, "data.tokenizer_path is 'v' but data.tokenizer='bytes' reads no file"),
         (
             {"source": "synthetic", "tokenizer": "tiktoken", "tokenizer_path": "v"},
             "'synthetic' works with 'bytes' only",
         ),
-        ({"objective": "mask"}, r"data.objective is 'mask': choose causal, masked, classify. Did you mean 'masked'\?"),
-        ({"seq_len": 0}, "data.seq_len is 0"),
-        ({"mask_rate": 0.0}, "data.mask_rate is 0.0"),
-        ({"mask_rate": 15.0}, "data.mask_rate is 15.0"),
-        ({"prefetch": -1}, "data.prefetch is -1"),
+        (
+            {"objective": "mask"},
+            r"data.objective=mask is not known; one of causal, masked, classify; did you mean masked\?",
+        ),
+        ({"seq_len": 0}, "data.seq_len=0 must be at least 1"),
+        ({"mask_rate": 0.0}, "data.mask_rate=0.0 must be above 0 and at most 1"),
+        ({"mask_rate": 15.0}, "data.mask_rate=15.0 must be above 0 and at most 1"),
+        ({"prefetch": -1}, "data.prefetch=-1 must be at least 0"),
     ],
 )
 def test_settings_that_cannot_work(changes, message):
@@ -68,7 +73,7 @@ def load_folder(path: Path, split: Split = "train", seed=0, **changes):
 
 
 def test_split_and_seed():
-    with one_line(r"split is 'valid': choose train, validation. Did you mean 'validation'\?"):
+    with one_line("split=valid is not known; one of train, validation"):
         load(DataConfig(**DEFAULTS), "valid", 0)  # pyright: ignore
     for seed in (-1, 2**63):
         with one_line(f"seed is {seed}: use a number from 0"):

@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from input_pipeline import Batches, DataConfig, Dataset, load
+from configs.schema import DataConfig
+from input_pipeline import Batches, Dataset, load
 
 GLOBAL_SIZE = 10
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from input_pipeline import DataConfig, Dataset, load
+from configs.schema import DataConfig
+from input_pipeline import Dataset, load
 from input_pipeline.dataset import SPLITS, Split
 
 TEXT = {"a.txt": "The quick brown fox\n" * 9, "b.txt": "jumps över the lazy dog. " * 8, "c/d.py": "x = 1\n" * 30}

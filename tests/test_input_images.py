@@ -12,7 +12,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from configs import base
-from input_pipeline import Batches, DataConfig, load, streams
+from configs.schema import DataConfig
+from input_pipeline import Batches, load, streams
 from input_pipeline.dataset import SPLITS
 from input_pipeline.images import centre_box, pixels, random_box
 
@@ -265,9 +266,9 @@ def test_damaged_records_are_an_error(data_dir: str) -> None:
     [
         ({"objective": "causal"}, "data.objective is 'causal', which data.source='digits' .*: set it to 'classify'"),
         ({"source": "stdlib_text"}, "data.objective is 'classify', which data.source='stdlib_text' .* to 'causal' or"),
-        ({"augment": "crop"}, r"data.augment is 'crop': choose none, crop_flip. Did you mean 'crop_flip'\?"),
-        ({"image_size": 0}, "data.image_size is 0"),
-        ({"channels": 4}, r"data.channels is 4: 1 \(grey\) or 3"),
+        ({"augment": "crop"}, r"data.augment=crop is not known; one of none, crop_flip; did you mean crop_flip\?"),
+        ({"image_size": 0}, "data.image_size=0 must be at least 1"),
+        ({"channels": 4}, "data.channels=4 must be 1 or 3"),
         ({"path": "images"}, "data.path is 'images' but data.source='digits' reads no path"),
     ],
 )

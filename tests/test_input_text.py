@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from configs.schema import DataConfig
 from files import locks
-from input_pipeline import DataConfig, cache, load, stdlib_text
+from input_pipeline import cache, load, stdlib_text
 from input_pipeline.dataset import SPLITS, Split
 
 ROOT = Path(__file__).parents[1]

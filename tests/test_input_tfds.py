@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from input_pipeline import DataConfig, load
+from configs.schema import DataConfig
+from input_pipeline import load
 from input_pipeline.dataset import Split
 
 

@@ -14,7 +14,8 @@ from test_exchange_codecs import gradients
 
 from compression.delayed import delayed
 from compression.exchange import exchange
-from compression.local_sgd import LocalSGDConfig, drift, local_sgd
+from compression.local_sgd import drift, local_sgd
+from configs.schema import LocalSGDConfig
 from optimizers import guarded
 from sharding import hlo
 from sharding.step import ShardingPlan

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import models
-from configs import base
+from configs.schema import DecoderConfig, EncoderConfig
 from models.model import Params
 
 
@@ -18,10 +18,8 @@ def identity(name: str, tree: Any) -> Any:
 
 
 def small(**changes: Any) -> models.Decoder:
-    section = base.decoder()
-    section.update(num_layers=3, hidden=32, intermediate=48, vocab_size=50, vocab_multiple=64, max_len=16)
-    section.update(changes)
-    model = models.build(section)
+    section = dict(num_layers=3, hidden=32, intermediate=48, vocab_size=50, vocab_multiple=64, max_len=16) | changes
+    model = models.build(DecoderConfig(**section))
     assert isinstance(model, models.Decoder)
     return model
 
@@ -61,9 +59,7 @@ def test_a_logit_depends_on_all_tokens_up_to_it_and_on_none_behind(positions: st
 
 
 def test_an_encoder_sees_both_sides() -> None:
-    section = base.encoder()
-    section.update(num_layers=1, hidden=32, intermediate=48, max_len=16)
-    model = models.build(section)
+    model = models.build(EncoderConfig(num_layers=1, hidden=32, intermediate=48, max_len=16))
     assert isinstance(model, models.Encoder)
     params, tokens = perturbed(model), random_tokens((1, 8))
     changed = tokens + np.eye(8, dtype=np.int32)[7:]  # only the last token

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import models
-from configs import base
+from configs.schema import MODELS, DecoderConfig
 from models.model import Params
 
 GPT2 = {"positions": "learned", "norm": "layer", "activation": "gelu", "use_bias": True, "tied_head": True}
@@ -22,10 +22,8 @@ STYLES = {
 
 
 def small(kind: str, **changes: Any) -> models.Model:
-    section = base.decoder() if kind == "decoder" else base.encoder()
-    section.update(num_layers=2, hidden=16, intermediate=40, num_heads=4, vocab_size=11, vocab_multiple=8, max_len=9)
-    section.update(changes)
-    return models.build(section)
+    section = dict(num_layers=2, hidden=16, intermediate=40, num_heads=4, vocab_size=11, vocab_multiple=8, max_len=9)
+    return models.build(MODELS[kind](**section | changes))
 
 
 def random_params(model: models.Model) -> Params:
@@ -76,7 +74,7 @@ def layer(x: np.ndarray, p: Params, num_heads: int, kv_heads: int, kind: str, ro
 
 def reference(params: Params, tokens: np.ndarray, config: Any) -> np.ndarray:
     """Returns the logits `[T, vocab_size]` of one row."""
-    decoder = isinstance(config, models.DecoderConfig)
+    decoder = isinstance(config, DecoderConfig)
     embed, head, kind = params["embed"], params["head"], config.norm if decoder else "layer"
     x = embed["token"][tokens] + (embed["position"][: len(tokens)] if "position" in embed else 0)
     for index in range(config.num_layers):

@@ -12,7 +12,8 @@ from jax.extend.core import jaxprs_in_params
 from test_strategies import STRATEGIES
 
 import models
-from configs import base, resnet50
+from configs import digits, resnet50
+from configs.schema import Config, ResNetConfig
 from models.model import Params
 from sharding.hlo import read_collectives
 
@@ -22,7 +23,7 @@ def whole(name: str, tree: Params) -> Params:
 
 
 def build(**changes: Any) -> models.ResNet:
-    model = models.build(base.resnet().to_dict() | changes)
+    model = models.build(ResNetConfig(**changes))
     assert isinstance(model, models.ResNet)
     return model
 
@@ -60,7 +61,7 @@ def pool(x: np.ndarray) -> np.ndarray:
     return np.stack([[x[2 * i : 2 * i + 3, 2 * j : 2 * j + 3].max((0, 1)) for j in range(size)] for i in range(size)])
 
 
-def reference(params: Params, x: np.ndarray, c: models.ResNetConfig) -> np.ndarray:
+def reference(params: Params, x: np.ndarray, c: ResNetConfig) -> np.ndarray:
     """Returns the logits of one image."""
     large = c.stem == "conv7_pool"
     x = relu(conv_norm(x.astype(float), params["stem"]["conv"], c.norm_groups, 2 if large else 1))
@@ -165,7 +166,7 @@ def test_parameters_and_flops_of_the_published_networks(
     changes: dict[str, Any], parameters: int, billions: float
 ) -> None:
     section = resnet50.get_config().model.to_dict() | changes | dict(class_multiple=1)
-    model = models.build(section)
+    model = models.build(ResNetConfig(**section))
     assert isinstance(model, models.ResNet)
     assert model.num_params == parameters
     forward = model.flops_per_row((224, 224, 3)) / 3  # backward takes twice as much
@@ -228,8 +229,8 @@ def test_a_config_that_was_json_has_lists() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"block": "basics"}, ["model.block", "'basics'", "basic, bottleneck"]),
-        ({"stem": "conv5"}, ["model.stem", "'conv5'", "conv7_pool, conv3"]),
+        ({"block": "basics"}, ["model.block=basics", "basic, bottleneck"]),
+        ({"stem": "conv5"}, ["model.stem=conv5", "conv7_pool, conv3"]),
         ({"stage_blocks": ()}, ["model.stage_blocks", "at least one stage"]),
         ({"stage_blocks": (1, 0)}, ["model.stage_blocks", "0", "above zero"]),
         ({"norm_groups": 5}, ["model.norm_groups", "5", "model.width = 16"]),
@@ -238,7 +239,8 @@ def test_a_config_that_was_json_has_lists() -> None:
     ],
 )
 def test_a_bad_setting_is_named_with_its_value_and_what_would_work(changes: dict[str, Any], words: list[str]) -> None:
+    values = digits.get_config().to_dict()
     with pytest.raises(ValueError) as error:
-        build(**changes)
+        Config.from_dict(values | {"model": values["model"] | changes})
     message = str(error.value)
     assert all(word in message for word in words) and "\n" not in message, message

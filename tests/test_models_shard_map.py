@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import models
-from configs import base
+from configs.schema import MODELS
 from sharding.spec import ParamSpec
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -25,9 +25,8 @@ def identity(name: str, tree: Any) -> Any:
 
 
 def small(kind: str, remat: str) -> models.Model:
-    section = base.decoder() if kind == "decoder" else base.encoder()
-    section.update(num_layers=3, hidden=32, intermediate=48, vocab_size=50, vocab_multiple=64, max_len=16, remat=remat)
-    return models.build(section)
+    section: dict[str, Any] = dict(num_layers=3, hidden=32, intermediate=48, vocab_size=50, vocab_multiple=64)
+    return models.build(MODELS[kind](**section, max_len=16, remat=remat))
 
 
 def mesh() -> jax.sharding.Mesh:

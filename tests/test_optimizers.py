@@ -11,9 +11,9 @@ import optax
 import pytest
 from optax import contrib
 
-from configs import base
-from configs.door import settings
-from optimizers import NAMES, GuardState, OptimizerConfig, make_optimizer, make_schedule, watched
+from configs.schema import OptimizerConfig
+from configs.schema.optimizer import NAMES
+from optimizers import GuardState, make_optimizer, make_schedule, watched
 from sharding.spec import ParamSpec
 
 LAYERS, STEPS = 3, 5
@@ -46,10 +46,8 @@ SPECS["layers"]["wide"]["weight"] = ParamSpec(shape=(LAYERS, 128, 136), dims=("l
 
 
 def optimizer_config(name: str, **changes: Any) -> OptimizerConfig:
-    section = base.get_config().optimizer
-    section.update(name=name, learning_rate=0.02, warmup_steps=2, weight_decay=0.3, b2=0.99, eps=1e-7)
-    section.update(changes)
-    return settings(OptimizerConfig, section, "optimizer")
+    section: dict[str, Any] = dict(learning_rate=0.02, warmup_steps=2, weight_decay=0.3, b2=0.99, eps=1e-7) | changes
+    return OptimizerConfig(**{"name": name} | section)
 
 
 def no_exchange() -> optax.GradientTransformation:

@@ -8,16 +8,16 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
-from ml_collections import ConfigDict
 from test_optimizers import GRADS, PARAMS, SPECS, STEPS, close, flat, no_exchange, optimizer_config, run
 
 from compression.exchange import exchange
 from configs import base
-from configs.door import settings
-from optimizers import NAMES, OptimizerConfig, make_optimizer
+from configs.schema import Config, ShardingConfig
+from configs.schema.optimizer import NAMES
+from optimizers import make_optimizer
 from sharding import hlo
 from sharding.mesh import find_nodes, make_mesh
-from sharding.scopes import ShardingConfig, make_layout
+from sharding.scopes import make_layout
 from sharding.spec import is_placement, place_all
 from sharding.state import state_shardings
 from sharding.step import ShardingPlan, TrainState, gradient_specs
@@ -32,10 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def make_sharded(layout_name: str) -> ShardingPlan:
-    section = base.get_config().sharding
-    section.unlock()
-    section.update(LAYOUTS[layout_name])
-    layout = make_layout(settings(ShardingConfig, section, "sharding"), num_nodes=4, devices_per_node=2)
+    layout = make_layout(ShardingConfig(**LAYOUTS[layout_name]), num_nodes=4, devices_per_node=2)
     mesh = make_mesh(layout.shape, find_nodes(jax.devices(), 2))
     return ShardingPlan(mesh=mesh, layout=layout, placements=place_all(SPECS, layout))
 
@@ -137,9 +134,7 @@ def test_a_model_learns_as_on_one_device(name: str, layout_name: str) -> None:
         losses.append(float(metrics["loss"]))
 
     model = experiment.model
-    tx = make_optimizer(
-        settings(OptimizerConfig, config.optimizer, "optimizer"), config.num_steps, model.param_specs(), no_exchange()
-    )
+    tx = make_optimizer(config.optimizer, config.num_steps, model.param_specs(), no_exchange())
 
     @jax.jit
     def plain(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -161,7 +156,7 @@ def test_a_model_learns_as_on_one_device(name: str, layout_name: str) -> None:
     assert len({round(loss, 4) for loss in losses}) == 3
 
 
-def tiny_config(name: str, **sharding: Any) -> ConfigDict:
+def tiny_config(name: str, **sharding: Any) -> Config:
     config = base.get_config()
     config.model.update(num_layers=2, hidden=32, intermediate=64, vocab_multiple=64, max_len=16)
     config.data.seq_len = 16
@@ -169,4 +164,4 @@ def tiny_config(name: str, **sharding: Any) -> ConfigDict:
     config.mesh.devices_per_node = 2
     config.sharding.update(sharding)
     config.optimizer.update(name=name, learning_rate=0.02, warmup_steps=2)
-    return config
+    return base.typed(config)

@@ -81,10 +81,10 @@ def test_both_curves_have_the_same_steps_and_the_same_loss(records: Records) -> 
 
 
 def test_the_fidelity_config_differs_in_the_strategy_alone() -> None:
-    from configs import door
     from configs.fidelity import get_config
+    from configs.schema import flat
 
-    mics, zero3 = (door.flat(json.loads(get_config(arg).to_json())) for arg in fidelity.STRATEGIES.values())
+    mics, zero3 = (flat(json.loads(get_config(arg).to_json())) for arg in fidelity.STRATEGIES.values())
     assert {key for key in mics if mics[key] != zero3[key]} == {"sharding.strategy", "sharding.partition_size"}
     with pytest.raises(ValueError, match="there are mics and zero3"):
         get_config("ddp")

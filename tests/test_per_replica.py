@@ -14,12 +14,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from compression.codecs import OneBit
 from compression.exchange import exchange
 from compression.statistics import statistics
+from configs.schema import CheckpointConfig
 from optimizers import guarded
 from sharding.scopes import make_layout
 from sharding.spec import ParamSpec, place_all
 from sharding.state import state_shardings
 from sharding.step import ShardingPlan, TrainState
-from state import CheckpointConfig, Checkpointer
+from state import Checkpointer
 
 
 def array_on(devices: int, value: np.ndarray) -> jax.Array:

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from configs.schema import ShardingConfig
 from sharding.mesh import CHUNK_ORDER, MeshShape, find_nodes, make_mesh
-from sharding.scopes import Layout, ShardingConfig, make_layout
+from sharding.scopes import Layout, make_layout
 from sharding.spec import ParamSpec, Placement, place
 
 GRIDS = [(1, 1, 1), (1, 8, 1), (4, 2, 1), (2, 4, 1), (8, 1, 1), (3, 6, 1), (2, 4, 2), (4, 2, 2), (1, 8, 4), (6, 8, 2)]
@@ -122,15 +123,22 @@ def test_without_the_second_hop_nothing_is_left_to_average() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"strategy": "mic", "partition_size": 2}, "sharding.strategy=mic is not known; did you mean mics?"),
+        (
+            {"strategy": "mic", "partition_size": 2},
+            "sharding.strategy=mic is not known; one of ddp, zero1, zero2, zero3, hsdp, mics, custom; "
+            "did you mean mics?",
+        ),
         ({"strategy": "zero4"}, "did you mean zero"),
         ({"strategy": "???"}, "one of ddp, zero1, zero2, zero3, hsdp, mics, custom"),
         ({"strategy": "mics"}, "needs sharding.partition_size"),
-        ({"strategy": "mics", "partition_size": -2}, "needs sharding.partition_size"),
+        ({"strategy": "mics", "partition_size": -2}, "sharding.partition_size=-2 must be at least 0"),
         ({"strategy": "zero3", "partition_size": 4}, "sharding.partition_size=4 belongs to mics, not to zero3"),
         ({"strategy": "hsdp", "optimizer": "all"}, "sharding.optimizer=all is only read by sharding.strategy=custom"),
         ({"strategy": "custom", "parameters": "none", "gradients": "all"}, "custom needs sharding.optimizer"),
-        ({"gather": "layers"}, "sharding.gather=layers is not known; did you mean layer?"),
+        (
+            {"gather": "layers"},
+            "sharding.gather=layers is not known; one of layer, node, micro_step, step; did you mean layer?",
+        ),
         ({"partitioner": "automatic"}, "sharding.partitioner=automatic is not known"),
     ],
 )

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 import palette
 from configs import base
+from configs.base import typed
 from planner import table
 from sharding import drawing
 from sharding.spec import path_name
@@ -57,7 +58,7 @@ def tiny_config(
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def experiment(request: pytest.FixtureRequest) -> Experiment:
-    return make_experiment(tiny_config(**LAYOUTS[request.param]))
+    return make_experiment(typed(tiny_config(**LAYOUTS[request.param])))
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +85,9 @@ def test_bytes_are_those_of_a_real_state(experiment: Experiment, state: Any) -> 
 def test_residuals_belong_to_their_parameter() -> None:
     """A device holds one replica's, cut like the gradient; one device alone would have none."""
     config = tiny_config(partition_size=2)
-    plain = table.table_rows(make_experiment(config))
+    plain = table.table_rows(make_experiment(typed(config)))
     config.compression.hop_two = "int8"
-    for before, row in zip(plain[:-1], table.table_rows(make_experiment(config)), strict=False):
+    for before, row in zip(plain[:-1], table.table_rows(make_experiment(typed(config))), strict=False):
         assert row.device_bytes[2] == before.device_bytes[2] + row.device_bytes[1]
         assert row.whole_bytes == before.whole_bytes
 
@@ -95,7 +96,7 @@ def test_what_each_replica_keeps_by_itself_counts_once() -> None:
     """Of local SGD Adam's moments and the drift of one replica, and the outer momentum: four copies."""
     config = tiny_config(partition_size=2)
     config.local_sgd.inner_steps = 2
-    *rows, rest = table.table_rows(make_experiment(config))
+    *rows, rest = table.table_rows(make_experiment(typed(config)))
     for row in rows:
         assert row.device_bytes[2] == 4 * row.device_bytes[0] and row.whole_bytes[2] == 4 * row.whole_bytes[0]
     assert rest.spec == ("whole in every replica",) and 0 < rest.whole_bytes[2] < 100
@@ -298,7 +299,7 @@ def test_groups_are_rectangles(count: int, group: int, most: int, wanted: int) -
 
 
 def test_text_of_a_large_mesh_stays_narrow() -> None:
-    done = make_experiment(tiny_config(partition_size=1, per_node=8))
+    done = make_experiment(typed(tiny_config(partition_size=1, per_node=8)))
     text = drawing.mesh_text(done.plan.layout)
     assert max(map(len, text.splitlines())) <= drawing.TEXT_WIDTH
     assert re.findall(r"\bd(\d) whole", text) == [str(i) for i in range(8)]

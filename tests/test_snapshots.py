@@ -16,9 +16,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_checkpointing_crash import files_no_larger_than
 
+from configs.schema import CheckpointConfig
 from runtime.addresses import own_address
 from sharding.replicas import Combine, PerReplica
-from state import CheckpointConfig, Checkpointer, Restored, manifest
+from state import Checkpointer, Restored, manifest
 from state.memory_files import MemoryFolder
 from state.snapshots import AUTOMATIC, Pace, Snapshots
 

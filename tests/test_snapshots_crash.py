@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from state import CheckpointConfig, Checkpointer, memory_files
+from configs.schema import CheckpointConfig
+from state import Checkpointer, memory_files
 from state.snapshots import Snapshots
 
 ROOT = Path(__file__).resolve().parent.parent

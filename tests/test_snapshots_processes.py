@@ -24,9 +24,10 @@ from orbax.checkpoint import multihost
 from running import free_port
 from test_snapshots import files_no_larger_than
 
+from configs.schema import CheckpointConfig
 from runtime.consensus import barrier
 from sharding.replicas import PerReplica
-from state import CheckpointConfig, Checkpointer, Restored, recovery, snapshots
+from state import Checkpointer, Restored, recovery, snapshots
 from state.memory_files import MemoryFolder
 from state.snapshots import Snapshots
 

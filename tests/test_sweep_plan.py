@@ -39,6 +39,16 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         [],
         "learning_rate=-0.001: optimizer.learning_rate=-0.001 must be above 0 and finite",
     ),
+    "an unknown word": (
+        "def sweep_x(): return over('optimizer.name', ('adamw', 'adm'))",
+        [],
+        r"name=adm: optimizer.name=adm is not known; one of adamw, .*; did you mean adamw\?$",
+    ),
+    "keys that do not go together": (
+        "def sweep_x(): return over('sharding.partition_size', (2,))",
+        [],
+        "partition_size=2: sharding.partition_size=2 belongs to mics, not to ddp",
+    ),
     "a link of no rate": (
         "def sweep_x(): return over('emulate.rate', ('1gbit', '-5mbit'))",
         ["--emulate=--nodes=2 --devices_per_node=2"],

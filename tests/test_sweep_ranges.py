@@ -1,86 +1,66 @@
-"""The numbers that a sweep refuses are those that the parts of a run refuse, and the defaults are none of them."""
+"""The numbers that each key may have, written out once more: what a sweep and a run refuse, and what they take."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from compression.by_config import CompressionConfig
-from compression.local_sgd import LocalSGDConfig
-from configs import base, door
-from configs.ranges import check_ranges
-from input_pipeline import DataConfig
-from models.decoder import DecoderConfig
-from models.encoder import EncoderConfig
-from models.resnet import ResNetConfig
-from optimizers import OptimizerConfig
-from runtime.heartbeat import ElasticConfig
-from state import CheckpointConfig
-from training.batches import BatchConfig
-from training.experiment import MeshConfig
-from training.sampling import SampleConfig
-from training.validation import EvalConfig
+from configs.schema import defaults, flat, known_keys, sections
 
-SECTIONS: dict[str, Any] = {
-    "data": DataConfig,
-    "batch": BatchConfig,
-    "mesh": MeshConfig,
-    "compression": CompressionConfig,
-    "local_sgd": LocalSGDConfig,
-    "optimizer": OptimizerConfig,
-    "checkpoint": CheckpointConfig,
-    "elastic": ElasticConfig,
-    "eval": EvalConfig,
-    "sample": SampleConfig,
+RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "at least 1": ("at least 1", lambda x: x >= 1),
+    "positive": ("above 0 and finite", lambda x: 0 < x < math.inf),
+    "below one": ("at least 0 and below 1", lambda x: 0 <= x < 1),
+    "share": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+    "others": ("at least 0", lambda x: x >= 0),
+    "data.channels": ("1 or 3", lambda x: x in (1, 3)),
+    "compression.sparsity": ("above 0 and below 1", lambda x: 0 < x < 1),
+    "compression.block": ("a multiple of 8", lambda x: x >= 8 and x % 8 == 0),
+    "local_sgd.outer_learning_rate": ("above 0", lambda x: x > 0),
+    "elastic.silence_s": ("from 1 to 60", lambda x: 1 <= x <= 60),
+    "elastic.snapshot_every": ("at least -1", lambda x: x >= -1),
 }
-MODELS: dict[str, Any] = {"decoder": DecoderConfig, "encoder": EncoderConfig, "resnet": ResNetConfig}
-# What the devices or other keys decide too
-NOT_ALONE = ("mesh.tensor", "model.hidden", "model.num_heads", "model.num_kv_heads", "model.width", "model.norm_groups")
+OF: dict[str, str] = {
+    "at least 1": """num_steps log_every data.seq_len data.image_size batch.global_size batch.micro_size mesh.tensor
+        compression.rank optimizer.max_skipped checkpoint.keep_last elastic.stall_s eval.num_batches model.vocab_size
+        model.vocab_multiple model.max_len model.num_layers model.hidden model.intermediate model.num_heads
+        model.num_kv_heads model.channels model.num_classes model.class_multiple model.width model.norm_groups""",
+    "positive": "optimizer.learning_rate optimizer.eps compression.threshold",
+    "below one": "optimizer.momentum optimizer.b1 optimizer.b2 local_sgd.outer_momentum",
+    "share": "data.mask_rate compression.sampled",
+}
+RANGE_OF = {key: name for name, keys in OF.items() for key in keys.split()} | {key: key for key in RANGES if "." in key}
+# What other keys of their section decide too
+NOT_ALONE = ("sharding.partition_size", "model.hidden", "model.num_heads", "model.num_kv_heads", "model.width")
 NUMBERS = (-math.inf, -2, -1, -1e-9, 0, 1e-9, 0.5, 1, 1.5, 2, 60, 61, math.inf, math.nan)
-WHOLE = (-2, -1, 0, 1, 2, 3, 60, 61)
+WHOLE = (-2, -1, 0, 1, 2, 3, 8, 60, 61)
 
 
-def refuses(section: str, key: str, value: float, config: Any) -> bool:
-    """Says whether the part of a run that reads a section refuses a number that it accepts otherwise."""
-    changed = config.copy_and_resolve_references().unlock()
-    changed[key] = value
-    cls = MODELS[config.kind] if section == "model" else SECTIONS[section]
+def said(name: str, value: float, kind: str) -> str:
+    """Returns what is said of a number, "" if it is accepted."""
+    section, _, key = name.rpartition(".")
     try:
-        door.settings(cls, changed, section)
-    except ValueError:
-        return True
-    return False
-
-
-def refused_early(name: str, value: float) -> bool:
-    """Says whether a sweep refuses a number."""
-    try:
-        check_ranges({name: value})
+        if not section or name in NOT_ALONE or name == "model.norm_groups":
+            known_keys(kind)[name].check(name, value)
+        else:
+            sections(kind)[section](**{key: value}, **({"strategy": "ddp"} if section == "sharding" else {}))
     except ValueError as error:
-        assert str(error).startswith(f"{name}={value} must be ")
-        return True
-    return False
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder", "resnet"])
-def test_a_sweep_refuses_what_runs_refuse(kind: str) -> None:
-    config = base.get_config()
-    config.model = base.MODELS[kind]()
-    values = door.flat(config.to_dict())
-    check_ranges(values)
+def test_each_key_takes_its_numbers_alone(kind: str) -> None:
+    values: dict[str, Any] = flat(defaults(kind))
     differ = []
     for name, default in values.items():
-        section, _, key = name.rpartition(".")
-        is_number = isinstance(default, int | float) and not isinstance(default, bool)
-        if not is_number or section in ("", "sharding") or name in NOT_ALONE:
+        if not isinstance(default, int | float) or isinstance(default, bool):
             continue
+        text, has = RANGES[RANGE_OF.get(name, "others")]
         for number in NUMBERS if isinstance(default, float) else WHOLE:
-            if refused_early(name, number) != refuses(section, key, number, config[section]):
-                differ.append((name, number))
+            message = said(name, number, kind)
+            if message.startswith(f"{name}={number} must be {text}") == has(number) or bool(message) == has(number):
+                differ.append((name, number, message))
     assert differ == []
-
-
-@pytest.mark.parametrize("name", [*NOT_ALONE, "num_steps", "log_every", "sharding.partition_size", "seed"])
-def test_what_no_run_takes_is_refused_where_others_decide_too(name: str) -> None:
-    """Their own parts need devices to say so: tests/test_train_bad_input.py."""
-    assert refused_early(name, -1) and not refused_early(name, 1)
+    assert [name for name in RANGE_OF if name not in values and not name.startswith("model.")] == []

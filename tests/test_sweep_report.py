@@ -89,13 +89,13 @@ def test_the_page_is_whole_and_needs_nothing_else(grid: Path) -> None:
 
 
 def test_words_of_users_are_escaped(tmp_path: Path) -> None:
-    body = "def sweep_x(): return over('data.path', ('<b>&', 'a|b', 'c\\nd'))"
+    body = "def sweep_x(): return over('sample.prompt', ('<b>&', 'a|b', 'c\\nd'))"
     assert run_sweep(tmp_path, sweep_file(tmp_path, body)) == 0
     text = (tmp_path / "runs" / "index.html").read_text()
     assert "<b>" not in text and "&lt;b&gt;&amp;" in text
     table = (tmp_path / "runs" / "results.md").read_text()
     assert "a\\|b" in table and "| c d | " in table
-    assert "data.path=_b" not in text and len(list((tmp_path / "runs").glob("path=_b_-*"))) == 1
+    assert "sample.prompt=_b" not in text and len(list((tmp_path / "runs").glob("prompt=_b_-*"))) == 1
 
 
 def test_the_best_is_the_highest_where_the_file_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

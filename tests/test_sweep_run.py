@@ -17,6 +17,7 @@ from running import IGNORED, ROOT, SMALL
 from sweeping import events, program, run_sweep, seeds, started, sweep_file
 
 import sweep
+from configs.schema import flat
 from sweeps import plan, pool
 from sweeps.records import State
 
@@ -200,7 +201,7 @@ def test_train_py_runs_as_planned(tmp_path: Path) -> None:
     assert sweep.main(["sweep.py", f"--config={config}", f"--workdir={tmp_path / 'runs'}"]) == 0
     (run,) = plan.plan(config, [small], workdir=tmp_path / "runs")
     resolved = json.loads((run.run_dir / "config.json").read_text())
-    assert plan.door.flat(resolved) == run.values and resolved["sharding"]["two_hop"] is False
+    assert flat(resolved) == run.values and resolved["sharding"]["two_hop"] is False
     last = json.loads((run.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     (row,) = csv.DictReader((tmp_path / "runs" / "results.csv").read_text().splitlines())
     assert (row["directory"], float(row["validation_loss"])) == (run.name, last["validation_loss"])

@@ -1,5 +1,6 @@
 """What a user can get wrong: exit code 2 and one line that names the thing and what would work."""
 
+import dataclasses
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import models
 import train
 from input_pipeline.folder import validation_names
 from runtime.heartbeat import Heartbeat
+from runtime.supervisor import Supervisor
 
 pytestmark = IGNORED
 
@@ -172,7 +174,7 @@ def test_data_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_a_config_after_a_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, *rest = arguments(tmp_path / "run", num_steps=0)
     for flag in ("--config", "-config"):
-        assert error_of(capsys, flag, config.partition("=")[2], *rest).startswith("num_steps=0 and")
+        assert error_of(capsys, flag, config.partition("=")[2], *rest).startswith("num_steps=0 must be")
     assert error_of(capsys, "--config", "missing.py:arg", *rest) == "--config=missing.py: there is no such file"
     assert "config" in error_of(capsys, *rest, "--config")
 
@@ -206,7 +208,7 @@ def test_a_workdir_where_checkpoints_cannot_be(
     name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Is refused before anything runs, wherever in the absolute path the reason is."""
-    monkeypatch.setattr(train, "start_jax", lambda *_: pytest.fail("it has begun"))
+    monkeypatch.setattr(Supervisor, "join", lambda *_, **__: pytest.fail("it has begun"))
     assert_matches(error_of(capsys, *arguments(tmp_path / name / "run")), message)
     (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / name)
@@ -226,7 +228,7 @@ def test_a_workdir_that_cannot_be_written(
     with monkeypatch.context() as patched:  # as on a disk that is mounted read-only, where root cannot write either
         access = os.access
         patched.setattr(os, "access", lambda path, mode: path != tmp_path / name and access(path, mode))
-        patched.setattr(train, "prepare", lambda *_: pytest.fail("it has begun"))
+        patched.setattr(Supervisor, "started", lambda *_, **__: pytest.fail("it has begun"))
         message = f"{tmp_path / name} cannot be written; change that, or choose another --workdir"
         assert error_of(capsys, *args) == message
     assert run_here(*args) == 0
@@ -269,12 +271,12 @@ def test_help_shows_the_flags_and_the_keys(tmp_path: Path, capsys: pytest.Captur
         for name in ("config", "workdir", "coordinator", "num_processes", "process_id", "debug"):
             assert f"\n  --{name}" in out
         assert {f"--config.{key}" for key in SMALL} <= set(re.findall(r"--config\.[\w.]+", out))
-        assert "\n  --config.optimizer.learning_rate=0.001\n" in out and "quickstart.py;" not in out
+        assert "\n  --config.optimizer.learning_rate=0.001\n" in out and "values by default" in out
     args = arguments(tmp_path / "run", "digits", seed=7)
     del args[3:-1]  # keys of another model
     assert run_here(args[0], "--help", *args[1:]) == 0
     out = capsys.readouterr().out
-    assert "digits.py; configs/base.py says" in out and "\n  --config.seed=7\n" in out
+    assert "values in " in out and "digits.py (docs/config.md" in out and "\n  --config.seed=7\n" in out
     assert "\n  '--config.model.stage_blocks=(1, 1, 1)'\n" in out and "--config.model.positions" not in out
     assert not (tmp_path / "run").exists()
     assert "seeed is not a key; the nearest is seed" in error_of(capsys, "--help", args[0], "--config.seeed=3")
@@ -286,12 +288,14 @@ def test_a_long_error_keeps_its_ends(
     long = f"model.hidden=32 in {tmp_path}: {'f32[8,8] fusion(...)  ' * 1000}; set model.hidden=64"
     failures: list[str] = []
     end = Heartbeat.end
-    monkeypatch.setattr(Heartbeat, "end", lambda *args, failure: failures.append(failure) or end(*args, failure))
+    monkeypatch.setattr(Heartbeat, "end", lambda self, code, why="": failures.append(why) or end(self, code, why))
 
     def fail(error: Exception, *args: str) -> str:
         with monkeypatch.context() as patched:
-            patched.setattr(train, "check", lambda config: (_ for _ in ()).throw(error))
-            assert run_here(*arguments(tmp_path), *args) == (2 if isinstance(error, ValueError) else 1)
+            patched.setattr(train, "make_experiment", lambda config: (_ for _ in ()).throw(error))
+            assert run_here(*arguments(tmp_path), *args, compile_once=False) == (
+                2 if isinstance(error, ValueError) else 1
+            )
         return capsys.readouterr().err
 
     said = fail(ValueError(long))
@@ -325,7 +329,7 @@ def test_a_checkpoint_of_another_model(tmp_path: Path, capsys: pytest.CaptureFix
     assert run_here(*arguments(tmp_path)) == 0
     with pytest.MonkeyPatch.context() as patched:
         build = models.build
-        patched.setattr(models, "build", lambda values: build({**values, "intermediate": 128}))
+        patched.setattr(models, "build", lambda config: build(dataclasses.replace(config, intermediate=128)))
         (tmp_path / "summary.json").unlink()
         before = snapshot(tmp_path)
         message = error_of(capsys, *arguments(tmp_path))

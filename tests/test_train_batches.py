@@ -10,7 +10,8 @@ import pytest
 from running import IGNORED, arguments, finish, run_here, start_together
 
 import train
-from input_pipeline import DataConfig, load
+from configs.schema import DataConfig
+from input_pipeline import load
 from runtime.consensus import barrier
 from runtime.exit_codes import ResumableError
 from training import resume

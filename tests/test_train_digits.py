@@ -13,7 +13,8 @@ from running import IGNORED, ROOT, arrays, finish, rows, run_here, start
 
 import models
 from configs import digits
-from input_pipeline import DataConfig, load
+from configs.schema import DataConfig, ResNetConfig
+from input_pipeline import load
 
 pytestmark = IGNORED
 SMALL: dict[str, Any] = {
@@ -49,7 +50,7 @@ def test_accuracy_and_loss_are_those_of_every_validation_image_once(
     monkeypatch.setattr(models.ResNet, "init", scattered)
     assert run_here(*arguments(tmp_path), compile_once=False) == 0
     config = json.loads((tmp_path / "config.json").read_text())
-    model = models.build(config["model"])
+    model = models.build(ResNetConfig(**config["model"]))
     assert isinstance(model, models.ResNet)
     params: Any = {}
     for name, value in arrays(tmp_path, 2).items():
@@ -91,7 +92,7 @@ def test_accuracy_and_loss_are_those_of_every_validation_image_once(
         ({"mesh__tensor": 2, "mesh__devices_per_node": 2}, "mesh.tensor=2 cannot split a resnet; set mesh.tensor=1"),
         ({"model__widht": 64}, "model.widht is not a key; the nearest is model.width"),
         ({"model__width": 12, "model__norm_groups": 5}, "model.norm_groups = 5"),
-        ({"model__norm_groups": 0}, "model.norm_groups = 0: give a whole number above zero"),
+        ({"model__norm_groups": 0}, "model.norm_groups=0 must be at least 1"),
     ],
 )
 def test_what_cannot_be_is_one_line(

@@ -9,9 +9,10 @@ import pytest
 import workload
 from jax.sharding import PartitionSpec as P
 
-from compression.by_config import CompressionConfig, make_codecs
+from compression.by_config import make_codecs
 from compression.codecs import Blockwise
 from configs import base
+from configs.schema import CompressionConfig
 from sharding import hlo
 from sharding.collectives import Group, LevelCodecs, all_gather_chunks, reduce_scatter_chunks
 from sharding.mesh import INTER_AXES

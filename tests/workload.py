@@ -15,10 +15,11 @@ from compression.exchange import exchange
 from compression.hop_two import Setup
 from compression.methods import method_named
 from configs import base
+from configs.schema import MODELS, ResNetConfig, ShardingConfig
 from optimizers import OptimizerConfig, guarded
 from sharding.collectives import PLAIN, LevelCodecs
 from sharding.mesh import find_nodes, make_mesh
-from sharding.scopes import ShardingConfig, make_layout
+from sharding.scopes import make_layout
 from sharding.spec import ParamSpec, place_all
 from sharding.state import state_shardings
 from sharding.step import ShardingPlan, TrainState, build_train_step
@@ -41,14 +42,13 @@ TENSORS = {
 @cache
 def model(kind: str, num_layers: int = 2) -> models.Model:
     """A model with every kind of parameter: stacked matrices and vectors, an embedding, a head."""
-    section = base.MODELS[kind]().to_dict()
     if kind == "resnet":
-        return models.build(section | dict(stage_blocks=(1, 1), width=8, norm_groups=2))
-    section |= dict(num_layers=num_layers, hidden=16, intermediate=32, num_heads=4, max_len=SEQ_LEN)
+        return models.build(ResNetConfig(stage_blocks=(1, 1), width=8, norm_groups=2))
+    section: dict[str, Any] = dict(num_layers=num_layers, hidden=16, intermediate=32, num_heads=4, max_len=SEQ_LEN)
     section |= dict(vocab_size=40, vocab_multiple=16)
     if kind == "decoder":
         section |= dict(num_kv_heads=2)
-    return models.build(section)
+    return models.build(MODELS[kind](**section))
 
 
 def specs(kind: str, num_layers: int = 2) -> Any:
@@ -106,10 +106,7 @@ def single_device_losses(kind: str, rows: int = ROWS) -> np.ndarray:
 
 
 def sharding_config(**changes: Any) -> ShardingConfig:
-    section = base.get_config().sharding.to_dict()
-    if "parameters" in changes:
-        section |= dict(strategy="custom")
-    return ShardingConfig(**(section | changes))
+    return ShardingConfig(**({"strategy": "custom"} if "parameters" in changes else {}) | changes)
 
 
 def plan(

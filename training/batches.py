@@ -8,30 +8,20 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from input_pipeline.config import RowArray
+from configs.schema import BatchConfig
+from input_pipeline.rows import RowArray
 from sharding.step import ShardingPlan
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchConfig:
-    """The `batch` section of a config: rows of the global batch, and of one device in one micro-step."""
-
-    global_size: int
-    micro_size: int
-
-    def __post_init__(self) -> None:
-        if self.global_size < 1 or self.micro_size < 1:
-            raise ValueError(f"batch sizes must be at least 1, not {self.global_size} and {self.micro_size}")
-
-    def accumulation(self, num_devices: int) -> int:
-        """Returns the micro-steps of a step on `num_devices` data devices. ValueError if micro-batches stay empty."""
-        most = -(-self.global_size // num_devices)
-        if self.micro_size > most:
-            raise ValueError(
-                f"batch.micro_size={self.micro_size} on {num_devices} devices is more than batch.global_size="
-                f"{self.global_size} has; at most {most} fit"
-            )
-        return -(-self.global_size // (num_devices * self.micro_size))
+def accumulation(config: BatchConfig, num_devices: int) -> int:
+    """Returns the micro-steps of a step on `num_devices` data devices. ValueError if micro-batches stay empty."""
+    most = -(-config.global_size // num_devices)
+    if config.micro_size > most:
+        raise ValueError(
+            f"batch.micro_size={config.micro_size} on {num_devices} devices is more than batch.global_size="
+            f"{config.global_size} has; at most {most} fit"
+        )
+    return -(-config.global_size // (num_devices * config.micro_size))
 
 
 @dataclass(frozen=True, kw_only=True)

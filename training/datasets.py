@@ -42,5 +42,5 @@ def _check_size(experiment: Experiment, dataset: Dataset) -> None:
         key, there, what = "vocab_size", dataset.vocab_size, f"ids of data.tokenizer={data.tokenizer}"
     else:
         key, there, what = "num_classes", dataset.num_classes, f"classes of data.source={data.source}"
-    if there > model[key]:
-        raise ValueError(f"model.{key}={model[key]} is smaller than the {there} {what}; set model.{key}={there}")
+    if there > (here := getattr(model, key)):
+        raise ValueError(f"model.{key}={here} is smaller than the {there} {what}; set model.{key}={there}")

@@ -4,7 +4,7 @@ Used by the programs (train.py, planner/table.py); everything here is the same f
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,33 +14,19 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import models
-from compression.by_config import CompressionConfig, make_codecs
+from compression.by_config import make_codecs
 from compression.local_sgd import drift
 from compression.methods import method_named
-from configs.door import Config, settings
-from input_pipeline import DataConfig
-from optimizers import OptimizerConfig, make_schedule
+from configs.schema import Config, DataConfig, ModelConfig, TransformerConfig
+from input_pipeline import row_arrays
+from optimizers import make_schedule
 from sharding.mesh import find_nodes, make_mesh
-from sharding.scopes import ShardingConfig, make_layout
+from sharding.scopes import make_layout
 from sharding.spec import has_tensor_dims, place_all
 from sharding.state import state_shardings
 from sharding.step import ShardingPlan, TrainState, build_eval_step, build_train_step
-from training.batches import BatchConfig, BatchLayout
+from training.batches import BatchLayout, accumulation
 from training.optimizer_chain import make_tx, watch
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshConfig:
-    """The `mesh` section of a config (meanings: configs/base.py)."""
-
-    num_cpu_devices: int
-    devices_per_node: int
-    tensor: int
-
-    def __post_init__(self) -> None:
-        for key in ("num_cpu_devices", "devices_per_node"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"mesh.{key}={getattr(self, key)} must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,15 +104,10 @@ class Experiment:
 
 def make_experiment(config: Config) -> Experiment:
     """Returns the parts of the run that `config` describes, on all devices. ValueError names what cannot be."""
-    mesh_config = settings(MeshConfig, config.mesh, "mesh")
-    sharding_config = settings(ShardingConfig, config.sharding, "sharding")
-    batch = settings(BatchConfig, config.batch, "batch")
-    data = settings(DataConfig, config.data, "data")
     model = models.build(_resolved(config.model))
-    check_fit(model, data)
-    nodes = find_nodes(jax.devices(), mesh_config.devices_per_node)
+    nodes = find_nodes(jax.devices(), config.mesh.devices_per_node)
     layout = make_layout(
-        sharding_config, num_nodes=len(nodes), devices_per_node=len(nodes[0]), tensor=mesh_config.tensor
+        config.sharding, num_nodes=len(nodes), devices_per_node=len(nodes[0]), tensor=config.mesh.tensor
     )
     if layout.gather in ("layer", "node") and layout.parameters and model.config.remat == "none":
         raise ValueError(
@@ -134,10 +115,9 @@ def make_experiment(config: Config) -> Experiment:
             "pass; use model.remat=full or dots, or sharding.gather=micro_step"
         )
     specs = model.param_specs()
-    if mesh_config.tensor > 1 and not has_tensor_dims(specs):
-        raise ValueError(f"mesh.tensor={mesh_config.tensor} cannot split a {model.config.kind}; set mesh.tensor=1")
-    compression = settings(CompressionConfig, config.compression, "compression")
-    gathers, scatters = make_codecs(compression, layout)
+    if config.mesh.tensor > 1 and not has_tensor_dims(specs):
+        raise ValueError(f"mesh.tensor={config.mesh.tensor} cannot split a {model.config.kind}; set mesh.tensor=1")
+    gathers, scatters = make_codecs(config.compression, layout)
     plan = ShardingPlan(
         mesh=make_mesh(layout.shape, nodes),
         layout=layout,
@@ -147,40 +127,26 @@ def make_experiment(config: Config) -> Experiment:
         scatters=scatters,
     )
     batches = BatchLayout(
-        config=batch,
+        config=config.batch,
         plan=plan,
-        row_arrays=data.row_arrays,
-        accumulation=batch.accumulation(layout.shape.num_data_devices),
+        row_arrays=row_arrays(config.data),
+        accumulation=accumulation(config.batch, layout.shape.num_data_devices),
     )
-    optimizer = settings(OptimizerConfig, config.optimizer, "optimizer")
     return Experiment(
         config=config,
         model=model,
         plan=plan,
-        tx=make_tx(config, plan, specs, compression, optimizer),
-        schedule=make_schedule(optimizer, config.num_steps),
-        max_skipped=optimizer.max_skipped,
+        tx=make_tx(config, plan, specs),
+        schedule=make_schedule(config.optimizer, config.num_steps),
+        max_skipped=config.optimizer.max_skipped,
         batches=batches,
-        data=data,
+        data=config.data,
     )
 
 
-def check_fit(model: models.Model, data: DataConfig) -> None:
-    """Raises ValueError if the model cannot learn from examples such as the data's."""
-    kind = model.config.kind
-    wanted = {"decoder": "causal", "encoder": "masked", "resnet": "classify"}[kind]
-    if data.objective != wanted:
-        raise ValueError(f"data.objective={data.objective} does not fit model.kind={kind}; it must be {wanted}")
-    if isinstance(model, models.Transformer) and data.seq_len > model.config.max_len:
-        raise ValueError(f"data.seq_len={data.seq_len} is longer than model.max_len={model.config.max_len}")
-    if isinstance(model, models.ResNet) and data.channels != model.config.channels:
-        raise ValueError(f"data.channels={data.channels} differs from model.channels={model.config.channels}")
-
-
-def _resolved(section: Config) -> dict[str, Any]:
+def _resolved(model: ModelConfig) -> ModelConfig:
     """Returns the model section with `attention=auto` decided: cuDNN's fused kernel on GPUs in half precision."""
-    values = section.to_dict()
-    if values.get("attention") == "auto":
-        fused = jax.default_backend() == "gpu" and values.get("compute_dtype") == "bfloat16"
-        values["attention"] = "cudnn" if fused else "xla"
-    return values
+    if not isinstance(model, TransformerConfig) or model.attention != "auto":
+        return model
+    fused = jax.default_backend() == "gpu" and model.compute_dtype == "bfloat16"
+    return replace(model, attention="cudnn" if fused else "xla")

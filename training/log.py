@@ -1,10 +1,10 @@
 """The log of a run: what its metrics and its report need to know about the experiment."""
 
-import json
 from pathlib import Path
 
 import jax
 
+from input_pipeline import row_arrays
 from metrics.environment import environment
 from metrics.run_log import RunLog
 from metrics.throughput import StepTimer, peak_flops
@@ -22,7 +22,7 @@ def make_log(
     peak = peak_flops(device.device_kind)
     rows, data = experiment.batches.global_size, experiment.data
     unit, units_per_row = ("examples", 1) if data.objective == "classify" else ("tokens", data.seq_len)
-    row = next(iter(data.row_arrays.values()))
+    row = next(iter(row_arrays(data).values()))
     return RunLog(
         workdir,
         enabled=jax.process_index() == 0,
@@ -36,7 +36,7 @@ def make_log(
             peak and peak * shape.num_devices,
         ),
         files={
-            "config": json.loads(config.to_json()),
+            "config": config.to_dict(),
             "environment": environment(
                 {
                     "devices": f"{shape.num_devices} x {device.device_kind}",

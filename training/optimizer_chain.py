@@ -9,29 +9,26 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from compression.by_config import CompressionConfig
 from compression.hop_two import Setup
-from compression.local_sgd import LocalSGDConfig, LocalState, local_sgd
+from compression.local_sgd import LocalState, check_local_sgd, local_sgd
 from compression.methods import method_named
 from compression.statistics import statistics
-from configs.door import Config, settings
-from optimizers import OptimizerConfig, make_optimizer, watched
+from configs.schema import Config
+from optimizers import make_optimizer, watched
 from sharding.step import ShardingPlan
 
 
-def make_tx(
-    config: Config, plan: ShardingPlan, specs: Any, compression: CompressionConfig, optimizer: OptimizerConfig
-) -> optax.GradientTransformation:
+def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTransformation:
     """Returns hop two and the downstream optimizer, or local SGD around both. ValueError for what does not fit."""
+    compression, optimizer, local = config.compression, config.optimizer, config.local_sgd
     setup = Setup(compression=compression, optimizer=optimizer, plan=plan, specs=specs, num_steps=config.num_steps)
     method = method_named(compression.hop_two)
     method.check(setup)
     hop_two, downstream = method.transform(setup), method.downstream(optimizer)
     make = partial(make_optimizer, downstream, config.num_steps, specs, local=on_each_device(plan.mesh))
-    local = settings(LocalSGDConfig, config.local_sgd, "local_sgd")
     if not local.inner_steps:
         return make(hop_two)
-    local.check(plan.layout, config.num_steps)
+    check_local_sgd(local, plan.layout, config.num_steps)
     if method.takes_over or compression.delayed or optimizer.name == "muon":
         raise ValueError(
             "local_sgd keeps an optimizer in each replica: it goes with no compression.hop_two that is one itself "

@@ -1,6 +1,5 @@
 """Whether a work directory holds this run, whether it is finished, and the newest step that it can go on from."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,18 +8,13 @@ from typing import Any
 
 import jax
 
-from configs import door
-from configs.door import Config
+from configs.schema import Config, flat, may_change
 from metrics.run_files import RunFiles, read_run
 from metrics.writer import METRICS_FILE
 from runtime.consensus import broadcast, new_key
 from state import Checkpointer, Restored, latest_config, manifest
 from state.snapshots import Snapshots
 from training.experiment import Experiment
-
-# What a resumed run may change: it is not what is learned (docs/training.md); data is known by its fingerprint.
-MAY_CHANGE = ("mesh.", "sharding.", "checkpoint.", "elastic.", "eval.", "sample.", "log_every", "batch.micro_size")
-MAY_CHANGE += ("model.remat", "model.attention", "data.prefetch", "data.path", "data.tokenizer_path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +77,7 @@ def _holds_finished(config: Config, workdir: Path) -> bool:
 
 def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> None:
     """Raises ValueError with the differences if `saved` is the config of another run than this one."""
-    changed = changed_keys(saved, json.loads(config.to_json()))
+    changed = changed_keys(saved, config.to_dict())
     if changed:
         changes = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changed.items())
         raise ValueError(f"{workdir} holds a run of another config: {changes}; choose another --workdir")
@@ -91,8 +85,8 @@ def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> N
 
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Returns the old and the new value of each key in which two configs are of different runs."""
-    old, new = door.flat(saved), door.flat(config)
-    keys = [key for key in sorted({*old, *new}) if not key.startswith(MAY_CHANGE)]
+    old, new = flat(saved), flat(config)
+    keys = [key for key in sorted({*old, *new}) if not may_change(key)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 

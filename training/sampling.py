@@ -1,6 +1,5 @@
 """A sample of text from a trained decoder."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -8,23 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import models
+from configs.schema import SampleConfig
 from input_pipeline import Dataset, TextDataset
 from sharding.step import auto_gather, layer_gather, run_manual
 from training.experiment import Experiment
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleConfig:
-    """The `sample` section of a config (meanings: configs/base.py)."""
-
-    prompt: str
-    length: int
-    temperature: float
-
-    def __post_init__(self) -> None:
-        for key in ("length", "temperature"):
-            if not getattr(self, key) >= 0:
-                raise ValueError(f"sample.{key}={getattr(self, key)} must be at least 0")
 
 
 class Sampler:
@@ -35,10 +21,10 @@ class Sampler:
         self.wanted = isinstance(experiment.model, models.Decoder) and config.length > 0
         if not self.wanted:
             return
-        assert isinstance(data, TextDataset)
+        assert isinstance(experiment.model, models.Decoder) and isinstance(data, TextDataset)
         self._tokenizer = data.tokenizer
         self._prompt = self._tokenizer.encode(config.prompt)
-        max_len = experiment.config.model.max_len
+        max_len = experiment.model.config.max_len
         room = max_len - len(self._prompt)
         if len(self._prompt) == 0 or room < 1:
             raise ValueError(

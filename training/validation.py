@@ -11,19 +11,6 @@ from training.experiment import Experiment
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """The `eval` section of a config (meanings: configs/base.py)."""
-
-    every: int
-    num_batches: int
-
-    def __post_init__(self) -> None:
-        for key, least in (("every", 0), ("num_batches", 1)):
-            if getattr(self, key) < least:
-                raise ValueError(f"eval.{key}={getattr(self, key)} must be at least {least}")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Validation:
     """The result of one validation."""
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from configs.schema import CheckpointConfig
 from metrics.run_files import read_run, series
-from state import CheckpointConfig, Checkpointer, manifest
+from state import Checkpointer, manifest
 
 
 @dataclass(frozen=True, kw_only=True)

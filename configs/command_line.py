@@ -1,21 +1,19 @@
-"""The way from a command line to frozen settings: every mistake a user can make here is a ValueError of one line."""
+"""From a command line to the config of a run: every mistake a user can make here is a ValueError of one line."""
 
-import dataclasses
-import difflib
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from configs import base
+from configs.schema import MODELS, Config, Key, defaults, flat, known_keys, nearest
 
-Settings = TypeVar("Settings")
 HELP = ("--help", "-help", "-h")
-Config = Any  # an ml_collections.ConfigDict with the keys of configs/base.py, or a section of one
 
 
 def new_flags(argv: Sequence[str] | None = None) -> flags.FlagValues:
@@ -36,31 +34,40 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def help_text(usage: str, argv: Sequence[str], values: flags.FlagValues) -> str:
-    """Returns the usage, the flags, and the keys with their values: in the config that `argv` gives, else in the base.
+    """Returns the usage, the flags, and the keys with their values: in the config that `argv` gives, else by default.
 
     ValueError for mistakes, as in `parse`.
     """
     rest = [word for word in argv if word not in HELP]
     file = _config_file(rest)
-    config = parse(rest, values) if file else base.get_config()
+    config = parse(rest, values).to_dict() if file else defaults()
+    known = known_keys(config["model"]["kind"])
     names = [(f"--{name}" if values[name].boolean else f"--{name}=...", values[name].help) for name in values]
-    where = f"{file}; configs/base.py says what they mean" if file else "configs/base.py, which says what they mean"
-    keys = flat(config.to_dict()).items()
+    where = f"in {file}" if file else "by default"
     return "\n".join(
         [
             usage.strip(),
             "\nFlags:",
             *(f"  {name:20} {meaning}" for name, meaning in names),
-            f"\nKeys of the config, with their values in {where}:",
-            *(f"  {shlex.quote(f'--config.{key}={value}')}" for key, value in keys),
+            f"\nKeys of the config, with their values {where} (docs/config.md has those of every kind of model):",
+            *(_key_help(name, value, known[name]) for name, value in flat(config).items()),
         ]
     )
 
 
+def _key_help(name: str, value: Any, declared: Key) -> str:
+    """Returns lines on a key: its value, as it is written on a command line, and what the schema says of it."""
+    written = tuple(value) if isinstance(value, list) else value
+    facts = [f"{declared.type_name} ({declared.unit})" if declared.unit else declared.type_name]
+    facts += [f"one of {declared.allowed}" if declared.choices else declared.range, f"default {declared.default!r}"]
+    facts += ["a resumed run may change it" if declared.resumable else ""]
+    about = textwrap.wrap(f"{declared.meaning} [{'; '.join(filter(None, facts))}]", 114, break_on_hyphens=False)
+    return "\n      ".join([f"  {shlex.quote(f'--config.{name}={written}')}", *about])
+
+
 def parse(argv: Sequence[str], values: flags.FlagValues) -> Config:
-    """Parses `argv` (program first) into `values` and returns the locked config. ValueError for a bad flag or key."""
-    known = [*flat(base.get_config().to_dict())]
-    known += [key for model in base.MODELS.values() for key in flat({"model": model().to_dict()})]
+    """Parses `argv` (program first) into `values` and returns the config. ValueError for a bad flag, key or value."""
+    known = [*dict.fromkeys(name for kind in MODELS for name in known_keys(kind))]
     for word in argv[1:]:
         override = re.match(r"--?config\.([^=]+)", word)
         if override and override[1] not in known:
@@ -81,47 +88,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> Config:
         raise ValueError(f"--config=configs/X.py is missing; there are {names}")
     if not isinstance(values.config, ConfigDict):
         raise ValueError(f"{file}: get_config must return the config; it returned {values.config!r}")
-    check_keys(values.config)
-    return values.config
-
-
-def check_keys(config: Config) -> None:
-    """Raises ValueError for a key that configs/base.py does not have, for one that is missing, and for a wrong type."""
-    known = flat(base.get_config().to_dict())
-    kind = flat(config.to_dict()).get("model.kind")
-    if kind in base.MODELS:
-        known = {key: value for key, value in known.items() if not key.startswith("model.")}
-        known |= flat({"model": base.MODELS[kind]().to_dict()})
-    given = flat(config.to_dict())
-    for key in given:
-        if key not in known:
-            raise ValueError(f"{key} is not a key; the nearest is {nearest(key, list(known))}")
-    for key, default in known.items():
-        if key not in given:
-            raise ValueError(f"{key} is missing from the config; its default is {default!r}")
-        value, wanted = given[key], (int, float) if isinstance(default, float) else type(default)
-        if not isinstance(value, wanted) or isinstance(value, bool) != isinstance(default, bool):
-            raise ValueError(f"{key}={value!r} must be of type {type(default).__name__}, like {default!r}")
-
-
-def settings(cls: type[Settings], section: Config, name: str) -> Settings:
-    """Returns the frozen dataclass `cls` of a config section; ValueError for a key unknown, missing or mistyped."""
-    given = dict(section.items())
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
-    for key in given:
-        if key not in fields:
-            raise ValueError(f"{name}.{key} is not a key; the nearest is {name}.{nearest(key, list(fields))}")
-    for key, field in fields.items():
-        if key not in given:
-            raise ValueError(f"{name}.{key} is missing; {name} needs {', '.join(fields)}")
-        if field.type is int and (not isinstance(given[key], int) or isinstance(given[key], bool)):
-            raise ValueError(f"{name}.{key}={given[key]!r} must be a whole number")
-    return cls(**given)
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """Returns the known word most like `word`."""
-    return difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
+    return base.typed(values.config)
 
 
 def _config_file(argv: Sequence[str]) -> str:
@@ -149,11 +116,3 @@ def config_name(values: flags.FlagValues) -> str:
     path = config_flags.get_config_filename(values["config"])
     name, _, arg = Path(path).name.partition(":")
     return name.removesuffix(".py") + (f"-{arg}" if arg else "")
-
-
-def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns a nested dict as `{"a.b": value}`."""
-    out: dict[str, Any] = {}
-    for key, value in section.items():
-        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-    return out

@@ -1,0 +1,174 @@
+"""The config of a run: one frozen dataclass a section, with each key's default, meaning and limits beside it.
+
+    config = Config.from_dict(values)       # checks everything that can be known without devices and data
+    config.optimizer.learning_rate
+    config.to_dict()                        # as `config.json` and checkpoints hold it
+
+Each section is in the file of its name; `python -m configs.schema` prints docs/config.md. Standard library only.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from configs.schema.batch import BatchConfig
+from configs.schema.checkpoint import CheckpointConfig
+from configs.schema.compression import CompressionConfig
+from configs.schema.data import DataConfig
+from configs.schema.elastic import ElasticConfig
+from configs.schema.eval import EvalConfig
+from configs.schema.key import Key, Section, flat, key, keys_of, nearest
+from configs.schema.local_sgd import LocalSGDConfig
+from configs.schema.mesh import MeshConfig
+from configs.schema.model import (
+    MODELS,
+    DecoderConfig,
+    EncoderConfig,
+    ModelConfig,
+    ResNetConfig,
+    TransformerConfig,
+)
+from configs.schema.optimizer import OptimizerConfig
+from configs.schema.sample import SampleConfig
+from configs.schema.sharding import ShardingConfig
+
+__all__ = [
+    "MODELS",
+    "BatchConfig",
+    "CheckpointConfig",
+    "CompressionConfig",
+    "Config",
+    "DataConfig",
+    "DecoderConfig",
+    "ElasticConfig",
+    "EncoderConfig",
+    "EvalConfig",
+    "Key",
+    "LocalSGDConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ResNetConfig",
+    "SampleConfig",
+    "Section",
+    "ShardingConfig",
+    "TransformerConfig",
+    "defaults",
+    "flat",
+    "known_keys",
+    "may_change",
+    "nearest",
+    "sections",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Section):
+    """The whole config: keys of its own, and the sections."""
+
+    seed: int = key(0, "seed of the parameters, the order of examples and every random draw", least=0)
+    num_steps: int = key(
+        100, "optimizer steps of the whole run; the learning rate schedule ends there", least=1, unit="steps"
+    )
+    model: ModelConfig
+    data: DataConfig
+    batch: BatchConfig
+    mesh: MeshConfig
+    sharding: ShardingConfig
+    compression: CompressionConfig
+    local_sgd: LocalSGDConfig
+    optimizer: OptimizerConfig
+    checkpoint: CheckpointConfig
+    elastic: ElasticConfig
+    eval: EvalConfig
+    sample: SampleConfig
+    log_every: int = key(1, "steps between lines of metrics.jsonl", least=1, unit="steps", resumable=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        model, data = self.model, self.data
+        wanted = {"decoder": "causal", "encoder": "masked", "resnet": "classify"}[model.kind]
+        if data.objective != wanted:
+            raise ValueError(
+                f"data.objective={data.objective} does not fit model.kind={model.kind}; it must be {wanted}"
+            )
+        if isinstance(model, TransformerConfig) and data.seq_len > model.max_len:
+            raise ValueError(f"data.seq_len={data.seq_len} is longer than model.max_len={model.max_len}")
+        if isinstance(model, ResNetConfig) and data.channels != model.channels:
+            raise ValueError(f"data.channels={data.channels} differs from model.channels={model.channels}")
+        every, eval_every = self.checkpoint.every, self.eval.every
+        if self.checkpoint.keep_best and (not eval_every or every % eval_every):
+            fix = f"set eval.every={every} or a divisor of it" if every else "set both above 0"
+            raise ValueError(
+                f"checkpoint.keep_best={self.checkpoint.keep_best} needs a validation at every checkpoint, but "
+                f"eval.every={eval_every} and checkpoint.every={every}; {fix}, or checkpoint.keep_best=0"
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Config":
+        """Returns the config that nested dicts describe.
+
+        ValueError for a key that is unknown or missing, and for a value that no run takes.
+        """
+        given = flat(values)
+        kind = str(given.get("model.kind"))
+        known = known_keys(kind)
+        for name in given:
+            if name not in known:
+                raise ValueError(f"{name} is not a key; the nearest is {nearest(name, list(known))}")
+        for name, declared in known.items():
+            if name not in given:
+                raise ValueError(f"{name} is missing from the config; its default is {declared.default!r}")
+        own = {name: values[name] for name in keys_of(cls)}
+        parts: dict[str, Any] = {name: section(**values[name]) for name, section in sections(kind).items()}
+        return cls(**own, **parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the config as nested dicts, as JSON has them: a tuple is a list."""
+        return {name: _as_json(value) for name, value in asdict(self).items()}
+
+
+def sections(kind: str) -> dict[str, type[Section]]:
+    """Returns the sections by name; that of the model is of a kind (an unknown one has a decoder's keys)."""
+    found = {f.name: f.type for f in fields(Config) if isinstance(f.type, type) and issubclass(f.type, Section)}
+    return found | {"model": MODELS.get(kind, DecoderConfig)}
+
+
+@functools.cache
+def known_keys(kind: str) -> Mapping[str, Key]:
+    """Returns every key of a config with a model of that kind, by its whole name, in their order."""
+    own, found = keys_of(Config), sections(kind)
+    known: dict[str, Key] = {}
+    for f in fields(Config):
+        if f.name in own:
+            known[f.name] = own[f.name]
+        else:
+            known |= {f"{f.name}.{name}": declared for name, declared in keys_of(found[f.name]).items()}
+    return known
+
+
+def defaults(kind: str = "decoder") -> dict[str, Any]:
+    """Returns the default of every key, as nested dicts. A strategy and its group are left to choose."""
+    found: dict[str, Any] = {}
+    for name, declared in known_keys(kind).items():
+        section, _, last = name.rpartition(".")
+        (found.setdefault(section, {}) if section else found)[last] = declared.default
+    return found
+
+
+def may_change(name: str) -> bool:
+    """Whether a resumed run may change a key: it is not what is learned (docs/training.md).
+
+    A key that another version had counts as the rest of its section does.
+    """
+    section = sections("").get(name.partition(".")[0])
+    if section is not None and section.RESUMABLE:
+        return True
+    return any(name in (known := known_keys(kind)) and known[name].resumable for kind in MODELS)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_json(item) for name, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,44 @@
+"""Prints docs/config.md: `python -m configs.schema > docs/config.md`."""
+
+from collections.abc import Mapping
+
+from configs.schema import MODELS, Config, Key, Section, keys_of, sections
+
+HEAD = """# Config
+
+Every key of a config with its default and its meaning, written by `python -m configs.schema > docs/config.md` from
+`configs/schema/`. An experiment changes keys in its file (`config.batch.global_size = 64`), a command line with
+`--config.batch.global_size=64`. "resumable": a run that is resumed may have another value than before
+([Training](training.md#a-run)). NaN is refused everywhere.
+"""
+
+
+def page() -> str:
+    """Returns the page: a table for each section, and for each kind of model."""
+    parts = [HEAD, table("Keys without a section", "", keys_of(Config))]
+    for name, section in sections("").items():
+        if name != "model":
+            parts.append(_section(f"`{name}`", section))
+            continue
+        parts += [_section(f"`model` with `kind={kind}`", model) for kind, model in MODELS.items()]
+    return "\n".join(parts)
+
+
+def _section(title: str, section: type[Section]) -> str:
+    return table(title, (section.__doc__ or "").partition("\n")[0], keys_of(section))
+
+
+def table(title: str, about: str, keys: Mapping[str, Key]) -> str:
+    """Returns a heading, what it is about, and a row for each key."""
+    lines = [f"## {title}\n", *([f"{about}\n"] if about else [])]
+    lines += ["| key | type | default | allowed | meaning | resumable |", "|---|---|---|---|---|---|"]
+    for name, key in keys.items():
+        kind = f"{key.type_name} ({key.unit})" if key.unit else key.type_name
+        allowed = ", ".join(f"`{choice}`" for choice in key.choices) or key.range
+        cells = (f"`{name}`", kind, f"`{key.default!r}`", allowed, key.meaning, "yes" if key.resumable else "")
+        lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in cells))
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

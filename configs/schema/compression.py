@@ -1,0 +1,44 @@
+"""The section `compression`: how what crosses the network is encoded."""
+
+from dataclasses import dataclass
+
+from configs.schema.key import Section, key
+
+CODECS = ("none", "bf16", "int8", "int4")  # those that are of use without error feedback
+HOP_TWO = (*CODECS, "two_bit", "one_bit", "one_bit_adam", "dgc", "power_sgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionConfig(Section):
+    """The method of hop two, and the codecs of gathers and hop one."""
+
+    SECTION = "compression"
+
+    hop_two: str = key("none", "method for gradients between replicas", choices=HOP_TWO)
+    gather_inter: str = key("none", "codec of parameters gathered between nodes", choices=CODECS)
+    gather_intra: str = key("none", "codec of parameters gathered inside a node", choices=CODECS)
+    hop_one_inter: str = key(
+        "none", "codec of gradients reduce-scattered between nodes in each micro-step", choices=CODECS
+    )
+    hop_one_intra: str = key(
+        "none", "codec of gradients reduce-scattered inside a node in each micro-step", choices=CODECS
+    )
+    block: int = key(1024, "int8, int4, one_bit: values that share a scale; a multiple of 8", unit="values")
+    rounding: str = key("nearest", "int8, int4: rounding in hop two", choices=("nearest", "stochastic"))
+    threshold: float = key(0.5, "two_bit: magnitude sent for values that reach it", above=0, below=float("inf"))
+    error_feedback: bool = key(True, "add what encoding lost to the next step's gradients")
+    sparsity: float = key(0.999, "dgc: share of values that are not sent", above=0, below=1)
+    sampled: float = key(1.0, "dgc: share of values sampled to find the large ones; 1 selects exactly", above=0, most=1)
+    warmup_steps: int = key(
+        0,
+        "dgc: steps from a sparsity of 0.75 to the final one; one_bit_adam: steps of plain Adam",
+        least=0,
+        unit="steps",
+    )
+    rank: int = key(2, "power_sgd: rank of the factors", least=1)
+    delayed: bool = key(False, "hop two exchanges the previous step's gradients, in parallel with the compute")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block < 8 or self.block % 8:
+            raise ValueError(f"compression.block={self.block} must be a multiple of 8: values fill whole bytes")

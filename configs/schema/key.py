@@ -1,0 +1,155 @@
+"""How a section declares a key: default, meaning, allowed values, unit, and whether a resumed run may change it."""
+
+import difflib
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, TypeVar
+
+Value = TypeVar("Value")
+TYPES: Mapping[Any, tuple[str, str]] = {  # as documents name them, and as errors ask for them
+    bool: ("bool", "True or False"),
+    int: ("int", "a whole number"),
+    float: ("float", "a number"),
+    str: ("str", "a string"),
+    str | int: ("str", "a string or a whole number"),
+    tuple[int, ...]: ("tuple of int", "a tuple of whole numbers"),
+}
+NAME = ":NAME"  # ends a choice that stands for every name: `tfds:NAME` allows `tfds:lm1b`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """All that is known about a key, whatever the other keys are. NaN is in no range."""
+
+    default: Any
+    meaning: str
+    type: Any
+    choices: tuple[str | int, ...]
+    least: float | None
+    above: float | None
+    most: float | None
+    below: float | None
+    unit: str
+    resumable: bool
+
+    @property
+    def type_name(self) -> str:
+        """Its type, as the documentation names it."""
+        return TYPES[self.type][0]
+
+    @property
+    def range(self) -> str:
+        """The numbers that it may have, in words; "" if that is not limited."""
+        match self.least, self.above, self.most, self.below:
+            case float() | int() as least, None, float() | int() as most, None:
+                return f"from {least} to {most}"
+            case None, float() | int() as above, None, math.inf:
+                return f"above {above} and finite"
+        bounds = (("at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below))
+        return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
+
+    @property
+    def allowed(self) -> str:
+        """The values that it may have, in words; "" if all of its type."""
+        return ", ".join(map(str, self.choices)) or self.range
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises ValueError if the key, whose whole name is `name`, must not have `value`."""
+        if not _has_type(value, self.type):
+            raise ValueError(f"{name}={value!r} must be {TYPES[self.type][1]}, like {self.default!r}")
+        if self.choices and not any(_is_choice(value, choice) for choice in self.choices):
+            if isinstance(self.default, int):
+                raise ValueError(f"{name}={value} must be {' or '.join(map(str, self.choices))}")
+            choices = [str(choice) for choice in self.choices]
+            near = nearest(value, choices)
+            raise ValueError(f"{name}={value} is not known; one of {', '.join(choices)}; did you mean {near}?")
+        if self.range and not self._is_in_range(value):
+            raise ValueError(f"{name}={value} must be {self.range}")
+
+    def _is_in_range(self, value: float) -> bool:
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+
+
+def key(
+    default: Value,
+    meaning: str,
+    *,
+    choices: Sequence[str | int] = (),
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    unit: str = "",
+    resumable: bool = False,
+) -> Value:
+    """Declares a key as a field of a section. `resumable`: a resumed run may change it."""
+    declared = Key(
+        default=default,
+        meaning=meaning,
+        type=None,  # the annotation, which `keys_of` adds
+        choices=tuple(choices),
+        least=least,
+        above=above,
+        most=most,
+        below=below,
+        unit=unit,
+        resumable=resumable,
+    )
+    return field(default=default, metadata={"key": declared})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A section of the config. ValueError for a value that one of its keys must not have."""
+
+    SECTION: ClassVar[str] = ""  # its name in the config
+    RESUMABLE: ClassVar[bool] = False  # a resumed run may change all of it
+
+    def __post_init__(self) -> None:
+        for name, declared in keys_of(type(self)).items():
+            declared.check(f"{self.SECTION}.{name}".lstrip("."), getattr(self, name))
+
+
+@functools.cache
+def keys_of(section: type[Section]) -> Mapping[str, Key]:
+    """Returns the keys of a section by name, in the order of their declaration."""
+    declared = {f.name: (f.metadata["key"], f.type) for f in fields(section) if "key" in f.metadata}
+    return {
+        name: replace(found, type=annotation, resumable=found.resumable or section.RESUMABLE)
+        for name, (found, annotation) in declared.items()
+    }
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """Returns the known word most like `word`."""
+    return difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns a nested dict as `{"a.b": value}`."""
+    out: dict[str, Any] = {}
+    for name, value in section.items():
+        out |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {f"{prefix}{name}": value}
+    return out
+
+
+def _has_type(value: Any, wanted: Any) -> bool:
+    if wanted == tuple[int, ...]:
+        return isinstance(value, tuple | list) and all(_has_type(item, int) for item in value)
+    if isinstance(value, bool):
+        return wanted is bool
+    return isinstance(value, int | float if wanted is float else wanted)
+
+
+def _is_choice(value: Any, choice: str | int) -> bool:
+    if isinstance(choice, str) and choice.endswith(NAME):
+        prefix = choice.removesuffix(NAME) + ":"
+        return value.startswith(prefix) and value != prefix
+    return value == choice

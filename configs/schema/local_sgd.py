@@ -1,0 +1,20 @@
+"""The section `local_sgd`: replicas that meet only every few steps (DiLoCo)."""
+
+from dataclasses import dataclass
+
+from configs.schema.key import Section, key
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGDConfig(Section):
+    """The steps between two meetings, and what is done with how far the replicas moved."""
+
+    SECTION = "local_sgd"
+
+    inner_steps: int = key(
+        0, "steps that each replica takes alone between two exchanges; 0 turns local SGD off", least=0, unit="steps"
+    )
+    outer_learning_rate: float = key(
+        0.7, "learning rate of Nesterov SGD on the replicas' mean movement (DiLoCo); 1 for plain averaging", above=0
+    )
+    outer_momentum: float = key(0.9, "momentum of that SGD; 0 for plain averaging", least=0, below=1)

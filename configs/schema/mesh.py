@@ -1,0 +1,21 @@
+"""The section `mesh`: the devices of a run."""
+
+from dataclasses import dataclass
+
+from configs.schema.key import Section, key
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig(Section):
+    """The devices, and how they are arranged."""
+
+    SECTION = "mesh"
+    RESUMABLE = True
+
+    num_cpu_devices: int = key(
+        0, "virtual CPU devices of each process; 0 keeps the platform's devices", least=0, unit="devices"
+    )
+    devices_per_node: int = key(
+        0, "devices of a node; 0 finds the nodes from the processes' host names", least=0, unit="devices"
+    )
+    tensor: int = key(1, "tensor-parallel devices inside a node", least=1, unit="devices")

@@ -1,0 +1,139 @@
+"""The section `model`, one form for each kind; the models themselves are in `models/`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from configs.schema.key import Section, key
+
+KIND = "kind of model; it decides which other keys this section has"
+KINDS = ("decoder", "encoder", "resnet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    """The keys that every model has."""
+
+    SECTION = "model"
+
+    kind: str = key("decoder", KIND, choices=KINDS)
+    compute_dtype: str = key(
+        "float32",
+        "dtype of activations and gathered parameters; stored parameters are always float32",
+        choices=("float32", "bfloat16"),
+    )
+    remat: str = key(
+        "full",
+        "what the backward pass recomputes: whole layers, all but matrix products, or nothing",
+        choices=("full", "dots", "none"),
+        resumable=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(ModelConfig):
+    """The keys that decoder and encoder share.
+
+    `attention = "auto"` means `xla` here: the program that knows the devices puts `cudnn` in its place where it can.
+    """
+
+    vocab_size: int = key(256, "token ids that the tokenizer can produce", least=1)
+    vocab_multiple: int = key(128, "the embedding is padded to a multiple of this many rows", least=1)
+    max_len: int = key(256, "longest sequence; learned positions have this many rows", least=1, unit="tokens")
+    num_layers: int = key(4, "number of layers", least=1)
+    hidden: int = key(128, "width of the residual stream; a multiple of num_heads", least=1)
+    intermediate: int = key(512, "width of the MLP's hidden layer", least=1)
+    num_heads: int = key(4, "attention heads of a layer", least=1)
+    attention: str = key(
+        "auto",
+        "attention kernel; auto uses cuDNN on GPUs in bfloat16 and XLA elsewhere",
+        choices=("auto", "xla", "cudnn"),
+        resumable=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        divisors = [n for n in range(1, self.hidden + 1) if self.hidden % n == 0]
+        nearest = min(divisors, key=lambda n: abs(n - self.num_heads))
+        fix = f"heads must divide model.hidden = {self.hidden}; the nearest that does is {nearest}"
+        require(self.hidden % self.num_heads == 0, "num_heads", self.num_heads, fix)
+        fused = self.attention != "cudnn" or self.compute_dtype == "bfloat16"
+        require(fused, "attention", self.attention, "cudnn needs model.compute_dtype = 'bfloat16'; otherwise use xla")
+
+    @property
+    def head_dim(self) -> int:
+        """Hidden of one head."""
+        return self.hidden // self.num_heads
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(TransformerConfig):
+    """A decoder-only language model."""
+
+    kind: str = key("decoder", KIND, choices=KINDS)
+    num_kv_heads: int = key(4, "key and value heads; fewer than num_heads give grouped-query attention", least=1)
+    positions: str = key("rotary", "position encoding", choices=("learned", "rotary"))
+    norm: str = key("rms", "LayerNorm or RMSNorm", choices=("layer", "rms"))
+    activation: str = key("swiglu", "activation of the MLP", choices=("gelu", "swiglu"))
+    tied_head: bool = key(True, "whether the output head shares the embedding's weights")
+    use_bias: bool = key(False, "whether linear layers and norms have biases")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fix = f"it must divide model.num_heads = {self.num_heads}"
+        require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", self.num_kv_heads, fix)
+        even = self.positions != "rotary" or self.head_dim % 2 == 0
+        fix = f"rotary positions need an even model.hidden / model.num_heads, not {self.head_dim}"
+        require(even, "num_heads", self.num_heads, fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig(TransformerConfig):
+    """A BERT / RoBERTa encoder trained by masked language modelling."""
+
+    kind: str = key("encoder", KIND, choices=KINDS)
+    vocab_size: int = key(257, "token ids that the tokenizer can produce, including the mask id", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetConfig(ModelConfig):
+    """A ResNet that classifies images."""
+
+    kind: str = key("resnet", KIND, choices=KINDS)
+    channels: int = key(1, "image channels: 1 for grey, 3 for colour", least=1)
+    num_classes: int = key(10, "number of classes", least=1)
+    class_multiple: int = key(8, "the head is padded to a multiple of this many classes", least=1)
+    stem: str = key(
+        "conv3", "first layers: conv7_pool for ImageNet, conv3 for small images", choices=("conv7_pool", "conv3")
+    )
+    block: str = key("basic", "kind of residual block", choices=("basic", "bottleneck"))
+    stage_blocks: tuple[int, ...] = key((1, 1, 1), "number of blocks of each stage")
+    width: int = key(16, "channels of the first stage; each later stage doubles them", least=1)
+    norm_groups: int = key(8, "groups of the group norm; a divisor of width", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "stage_blocks", tuple(self.stage_blocks))  # a list, if the config was JSON before
+        require(len(self.stage_blocks) > 0, "stage_blocks", self.stage_blocks, "name at least one stage")
+        for count in self.stage_blocks:
+            require(count > 0, "stage_blocks", count, "give a whole number above zero")
+        fix = f"groups must divide model.width = {self.width}"
+        require(self.width % self.norm_groups == 0, "norm_groups", self.norm_groups, fix)
+
+    @property
+    def padded_classes(self) -> int:
+        """Columns of the head: `num_classes` rounded up to a multiple of `class_multiple`."""
+        return -(-self.num_classes // self.class_multiple) * self.class_multiple
+
+
+MODELS: Mapping[str, type[ModelConfig]] = {"decoder": DecoderConfig, "encoder": EncoderConfig, "resnet": ResNetConfig}
+
+
+def require(holds: bool, name: str, value: object, fix: str) -> None:
+    """Raises a ValueError of one line with the key, its value and what would work, unless `holds`."""
+    if not holds:
+        raise ValueError(f"model.{name} = {value!r}: {fix}")

@@ -1,0 +1,33 @@
+"""The section `optimizer`: the optimizer, its schedule, and the guard before it."""
+
+import math
+from dataclasses import dataclass
+
+from configs.schema.key import Section, key
+
+NAMES = ("adamw", "sgd", "lamb", "lars", "adafactor", "muon")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Section):
+    """The optimizer, its schedule, and what happens to gradients before it."""
+
+    SECTION = "optimizer"
+
+    name: str = key("adamw", "optimizer", choices=NAMES)
+    learning_rate: float = key(1e-3, "peak learning rate", above=0, below=math.inf)
+    schedule: str = key("cosine", "learning rate schedule after the warm-up", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = key(10, "steps of the linear warm-up to the peak", least=0, unit="steps")
+    final_fraction: float = key(0.1, "learning rate of the last step, as a share of the peak", least=0)
+    momentum: float = key(0.9, "sgd, lars, muon: momentum", least=0, below=1)
+    b1: float = key(0.9, "adamw, lamb, muon: decay of the first moment", least=0, below=1)
+    b2: float = key(0.95, "adamw, lamb, muon: decay of the second moment", least=0, below=1)
+    eps: float = key(1e-8, "adamw, lamb, muon: added to the denominator", above=0, below=math.inf)
+    weight_decay: float = key(0.1, "weight decay", least=0)
+    decay_mask: str = key(
+        "matrices",
+        "which parameters decay; matrices leaves out biases, norms and positions",
+        choices=("all", "matrices"),
+    )
+    clip_norm: float = key(1.0, "global norm to which gradients are clipped; 0 for no clipping", least=0)
+    max_skipped: int = key(10, "non-finite updates in a row that end the run", least=1, unit="steps")

@@ -1,0 +1,55 @@
+"""The section `sharding`: over which devices parameters, gradients and optimizer state are partitioned."""
+
+from dataclasses import dataclass
+
+from configs.schema.key import Section, key
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingConfig(Section):
+    """A strategy, or three scopes by hand, and how collectives go over them."""
+
+    SECTION = "sharding"
+    RESUMABLE = True
+
+    strategy: str = key(
+        "mics",
+        "named choice of the three scopes; custom takes them from the keys below",
+        choices=("ddp", "zero1", "zero2", "zero3", "hsdp", "mics", "custom"),
+    )
+    partition_size: int = key(0, "mics: devices that hold one copy of the model state", least=0, unit="devices")
+    parameters: str | int = key("", "custom: scope of the parameters (none, node, all or a number of devices)")
+    gradients: str | int = key("", "custom: scope of the gradients")
+    optimizer: str | int = key("", "custom: scope of the optimizer state")
+    hierarchical: bool = key(True, "gather between nodes first, then inside each node")
+    two_hop: bool = key(
+        True, "synchronise replicas once a step; False all-reduces in every micro-step (the MiCS paper's alternative)"
+    )
+    gather: str = key("layer", "how long gathered parameters are kept", choices=("layer", "node", "micro_step", "step"))
+    partitioner: str = key(
+        "manual", "manual: shard_map; auto: XLA's partitioner on the same shardings", choices=("manual", "auto")
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gather == "node" and not self.two_hop:
+            raise ValueError("sharding.gather=node needs sharding.two_hop: hop one has its two levels apart")
+        by_hand = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer")}
+        if self.strategy == "mics" and self.partition_size < 1:
+            raise ValueError(
+                "sharding.strategy=mics needs sharding.partition_size, the devices that hold one model state"
+            )
+        if self.strategy != "mics" and self.partition_size:
+            raise ValueError(
+                f"sharding.partition_size={self.partition_size} belongs to mics, not to {self.strategy}; set it to 0"
+            )
+        for name, scope in by_hand.items():
+            if self.strategy == "custom":
+                if scope == "":
+                    raise ValueError(
+                        f"sharding.strategy=custom needs sharding.{name}: none, node, all or a number of devices"
+                    )
+            elif scope != "":
+                raise ValueError(
+                    f"sharding.{name}={scope} is only read by sharding.strategy=custom, not {self.strategy}"
+                )

@@ -1,0 +1,183 @@
+"""The schema of the config: what it says of each key, what it refuses, and that files and saved configs stay valid.
+
+`data/configs.json` holds the configs of all files as they were saved before there was a schema: `base.py` whole, of the
+others what differs. A run that was started then is resumed only if they stay as they are; a key that is added, or a
+config that is changed on purpose, changes its line.
+"""
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import ROOT
+
+import models
+from configs import base
+from configs.schema import (
+    MODELS,
+    CheckpointConfig,
+    Config,
+    OptimizerConfig,
+    defaults,
+    flat,
+    known_keys,
+    may_change,
+    sections,
+)
+from configs.schema.__main__ import page
+from models.resnet import EXPANSION
+from sharding.scopes import STRATEGIES
+
+RECORD: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "configs.json").read_text())
+# keys, or what they begin with, of which nothing that is learned depends
+MAY_CHANGE = ("mesh.", "sharding.", "checkpoint.", "elastic.", "eval.", "sample.", "log_every", "batch.micro_size")
+MAY_CHANGE += ("model.remat", "model.attention", "data.prefetch", "data.path", "data.tokenizer_path")
+ALL = [(kind, name) for kind in MODELS for name in known_keys(kind)]
+
+
+def values_of(file: str) -> dict[str, Any]:
+    """Returns what a config file with its argument gives, as JSON."""
+    path, _, argument = file.partition(":")
+    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    return json.loads((module.get_config(argument) if argument else module.get_config()).to_json())
+
+
+def recorded(file: str) -> dict[str, Any]:
+    """Returns the config of a file as it was, `{"a.b": value}`."""
+    changes, start = RECORD[file], RECORD["configs/base.py"]
+    if "model.kind" in changes:
+        start = {name: value for name, value in start.items() if not name.startswith("model.")}
+    return start | changes
+
+
+def text(values: dict[str, Any]) -> str:
+    """Returns JSON, in which 1, 1.0 and True differ."""
+    return json.dumps(values, sort_keys=True)
+
+
+@pytest.mark.parametrize(("kind", "name"), ALL, ids=[f"{kind}-{name}" for kind, name in ALL])
+def test_each_key_is_described_and_its_default_is_allowed(kind: str, name: str) -> None:
+    key = known_keys(kind)[name]
+    assert len(key.meaning) > 5 and key.meaning == key.meaning.strip(" .") and "|" not in key.meaning
+    assert key.type_name in ("bool", "int", "float", "str", "tuple of int")
+    key.check(name, key.default)
+    if key.type in (int, float):
+        assert key.choices or key.range or name == "compression.block"  # a multiple of 8
+
+
+def test_the_defaults_lack_a_partition_group_alone() -> None:
+    values = defaults()
+    with pytest.raises(ValueError, match="mics needs sharding.partition_size"):
+        Config.from_dict(values)
+    values["sharding"]["partition_size"] = 2
+    assert Config.from_dict(values).optimizer == OptimizerConfig()
+
+
+@pytest.mark.parametrize(("kind", "name"), ALL, ids=[f"{kind}-{name}" for kind, name in ALL])
+def test_a_wrong_word_type_or_nan_is_refused_by_name(kind: str, name: str) -> None:
+    key = known_keys(kind)[name]
+    if key.type is not str and key.type != str | int:
+        wrong: list[Any] = ["some"]
+    else:
+        wrong = [1.5] + ([f"{key.choices[-1]}_x", "", key.choices[0] * 2] if key.choices else [])
+    wrong += [True, None] if key.type is not bool else [1]
+    wrong += [float("nan")] if key.type is float else [1.0] if key.type is int else []
+    for value in wrong:
+        if value == "tfds:NAME_x":
+            continue  # is a name
+        with pytest.raises(ValueError) as error:
+            key.check(name, value)
+        assert str(error.value).startswith(f"{name}=") and "\n" not in str(error.value)
+
+
+def test_the_nearest_word_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^optimizer.name=adm is not known; one of adamw, .*; did you mean adamw\?$"):
+        OptimizerConfig(name="adm")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer.nam": "sgd"}, "optimizer.nam is not a key; the nearest is optimizer.name"),
+        ({"modell": {}}, "modell is not a key; the nearest is model"),
+        ({"model.kind": "resnet"}, "model.vocab_size is not a key"),
+        ({"model.kind": "decodr"}, "model.kind=decodr is not known; one of decoder, .*; did you mean decoder"),
+        ({"model.kind": ["decoder"]}, "model.kind=.* must be a string, like 'decoder'"),
+        ({"data.objective": "masked"}, "data.objective=masked does not fit model.kind=decoder; it must be causal"),
+        ({"data.seq_len": 257}, "data.seq_len=257 is longer than model.max_len=256"),
+        ({"optimizer.b1": "0.9"}, "optimizer.b1='0.9' must be a number, like 0.9"),
+        ({"num_steps": True}, "num_steps=True must be a whole number, like 100"),
+        ({"checkpoint.keep_best": 1, "eval.every": 30}, "keep_best=1 needs a validation at every checkpoint"),
+        ({"checkpoint.keep_best": 1, "eval.every": 0}, "keep_best=1 needs a validation at every checkpoint"),
+        ({"data.source": "folder"}, "data.path is empty"),
+        ({"model.num_heads": 5}, "the nearest that does is 4"),
+    ],
+)
+def test_what_cannot_be_together_or_is_no_key(changes: dict[str, Any], message: str) -> None:
+    values = defaults()
+    values["sharding"]["partition_size"] = 2
+    for name, value in changes.items():
+        section, _, key = name.rpartition(".")
+        (values[section] if section else values)[key] = value
+    with pytest.raises(ValueError, match=message):
+        Config.from_dict(values)
+
+
+def test_a_missing_key_is_named_with_its_default() -> None:
+    for name, key in known_keys("decoder").items():
+        values = defaults()
+        section, _, last = name.rpartition(".")
+        del (values[section] if section else values)[last]
+        with pytest.raises(ValueError) as error:
+            Config.from_dict(values)
+        assert str(error.value) == f"{name} is missing from the config; its default is {key.default!r}"
+
+
+def test_what_a_resumed_run_may_change() -> None:
+    for kind, name in ALL:
+        assert known_keys(kind)[name].resumable == may_change(name) == name.startswith(MAY_CHANGE), name
+    # keys of another version
+    assert may_change("sharding.gone") and not may_change("optimizer.gone") and not may_change("gone")
+
+
+def test_the_record_is_of_all_config_files() -> None:
+    files = [*(ROOT / "configs").glob("*.py"), *(ROOT / "configs" / "sweeps").glob("*.py")]
+    found = {str(file.relative_to(ROOT)) for file in files if "\ndef get_config(" in file.read_text()}
+    assert found == {name.partition(":")[0] for name in RECORD}
+
+
+@pytest.mark.parametrize("file", RECORD)
+def test_a_config_file_gives_and_saves_what_it_did_before(file: str) -> None:
+    values = values_of(file)
+    assert text(flat(values)) == text(recorded(file))
+    if values["sharding"]["strategy"] == "mics" and not values["sharding"]["partition_size"]:
+        values["sharding"]["partition_size"] = 2  # which the runs choose
+    config = Config.from_dict(values)
+    assert text(config.to_dict()) == text(values)
+    assert Config.from_dict(json.loads(text(config.to_dict()))) == config
+    assert config.model.kind == values["model"]["kind"] and type(config.model) is MODELS[config.model.kind]
+
+
+def test_an_experiment_changes_the_config_and_the_typed_one_is_frozen() -> None:
+    section = base.get_config()
+    section.sharding.update(strategy="ddp")
+    section.optimizer.clip_norm = 2
+    config = base.typed(section)
+    assert config.optimizer.clip_norm == 2.0 and config.checkpoint == CheckpointConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.num_steps = 3  # pyright: ignore[reportAttributeAccessIssue]
+    assert len({config, base.typed(section), dataclasses.replace(config, seed=1)}) == 2
+
+
+def test_the_words_are_those_that_the_packages_know() -> None:
+    assert known_keys("decoder")["sharding.strategy"].choices == (*STRATEGIES, "mics", "custom")
+    assert known_keys("resnet")["model.block"].choices == tuple(EXPANSION)
+    assert known_keys("decoder")["model.kind"].choices == tuple(MODELS) == tuple(models.KINDS)
+    assert [section.SECTION for section in sections("decoder").values()] == [*sections("decoder")]
+
+
+def test_the_page_of_keys_is_the_one_that_the_command_prints() -> None:
+    assert (ROOT / "docs" / "config.md").read_text() == page(), "python -m configs.schema > docs/config.md"
