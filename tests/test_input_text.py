@@ -125,7 +125,8 @@ def test_stdlib_text_holds_the_sources_and_the_topics_each_in_one_split():
 def test_a_warm_start_does_not_import_tfds_and_is_fast(cache_folder):
     first = load(settings("", source="stdlib_text", seq_len=64), "train", 0)
     program = (
-        "import sys, time; from input_pipeline import *; start = time.perf_counter();"
+        "import sys, time; from configs.schema import DataConfig; from input_pipeline import *;"
+        "start = time.perf_counter();"
         "d = load(DataConfig(source='stdlib_text', path='', tokenizer='bytes', tokenizer_path='', seq_len=64,"
         "image_size=8, channels=1, augment='none', objective='masked', mask_rate=0.15, prefetch=2), 'train', 0);"
         "print(d.fingerprint, 'tensorflow_datasets' in sys.modules, time.perf_counter() - start)"
@@ -153,7 +154,7 @@ def test_the_builder_records_fingerprints_and_a_changed_record_is_noticed(cache_
 
 def test_two_processes_may_prepare_at_the_same_time(cache_folder):
     program = (
-        "from input_pipeline import *;"
+        "from configs.schema import DataConfig; from input_pipeline import *;"
         "print(*(load(DataConfig(source='stdlib_text', path='', tokenizer='bytes', tokenizer_path='', seq_len=64,"
         "image_size=8, channels=1, augment='none', objective='causal', mask_rate=0.15, prefetch=2), split, 0)"
         ".fingerprint for split in ('train', 'validation')))"

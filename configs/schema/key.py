@@ -42,11 +42,10 @@ class Key:
     @property
     def range(self) -> str:
         """The numbers that it may have, in words; "" if that is not limited."""
-        match self.least, self.above, self.most, self.below:
-            case float() | int() as least, None, float() | int() as most, None:
-                return f"from {least} to {most}"
-            case None, float() | int() as above, None, math.inf:
-                return f"above {above} and finite"
+        if self.least is not None and self.most is not None:
+            return f"from {self.least} to {self.most}"
+        if self.below == math.inf:
+            return f"above {self.above} and finite"
         bounds = (("at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below))
         return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
 
