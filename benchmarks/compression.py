@@ -29,6 +29,7 @@ from benchmarks.compression_report import DEVICES, NODES, VALUES
 from benchmarks.strategies import machine
 from cluster.links import Links
 from compression.by_config import CODECS, CompressionConfig, make_codec
+from compression.methods import method_named
 from compression.route import Route
 from configs import base, door
 from sharding.mesh import MeshShape, find_nodes, make_mesh
@@ -140,8 +141,8 @@ def run(name: str, rate: str, repetition: int) -> bool:
         "elastic.snapshot_every": 0,  # they cross the links too
         "repetition": repetition,
     }
-    if name == "dgc":
-        overrides["optimizer.name"] = "sgd"  # that of the others is AdamW
+    if optimizer := method_named(name).takes_over:  # that of the others is AdamW
+        overrides["optimizer.name"] = optimizer
     (record,) = sweep.run(CONFIG, [overrides], workdir=WORKDIR, metric="step_time_s")
     shutil.rmtree(record.run.run_dir / "checkpoints", ignore_errors=True)  # 300 MB
     if record.state != State.FINISHED:
