@@ -5,9 +5,9 @@
     v <- v + u
     send the largest |v|, and set v and u to 0 where they were sent: momentum factor masking
 
-The largest are chosen in each layer of each tensor. What is handed on has the momentum in it: the optimizer behind is
-plain SGD. Replicas inside a node add up in f32 first, and each goes on with its part of every layer. Parameters of one
-dim a layer are averaged as they are, with momentum too.
+The largest are chosen in each layer of each tensor. What is handed on includes the momentum, so the downstream
+optimizer is plain SGD. Replicas inside a node are summed in f32 first; each then continues with its part of every
+layer. Parameters with one dim a layer are averaged as they are, with momentum too.
 """
 
 from collections.abc import Sequence
@@ -140,8 +140,8 @@ DGC = HopTwo(
     refuse=_refuse,
     takes_over="sgd",
     downstream=_downstream,
-    # everybody gets what everybody sent, where an all-reduce sends everything twice; without the warm-up
-    times_smaller=lambda ratio, replicas, warmup: ratio * 2 / replicas,
+    # each replica gets the payloads of all others, where an all-reduce sends everything twice; after the warm-up
+    times_smaller=lambda counted: counted.ratio * 2 / counted.replicas,
 )
 
 

@@ -27,7 +27,7 @@ class ExchangeState(NamedTuple):
     """State of an exchange with a codec."""
 
     step: jax.Array  # int32 []: exchanges done
-    residual: PerReplica  # what each has not sent yet of its share of the mean; () without feedback
+    residual: PerReplica  # what each replica has still to send of its share of the mean; () without feedback
     sent: Sent
 
 
@@ -36,15 +36,15 @@ def exchange(
 ) -> optax.GradientTransformation:
     """Returns the transform that takes gradients `[R, ...]` and hands on their mean over R, in the optimizer's scope.
 
-    The first of a chain: every transform behind it sees ordinary global arrays, so its norms are right by construction.
-    Where the optimizer state's scope is wider than the gradients', it reduce-scatters over the difference and
-    all-reduces only over what is left (MiCS section 3.4; docs/concepts.md: `2 (M/p) (R-1)/R` bytes a device).
+    It is the first of a chain: downstream transforms see ordinary global arrays, and their norms are right by
+    construction. Where the optimizer's scope is wider than the gradients', it reduce-scatters over the difference and
+    all-reduces over the remaining replica axes (MiCS section 3.4; docs/concepts.md: `2 (M/p) (R-1)/R` bytes a device).
 
-    With a codec, what crosses nodes is encoded (compression/route.py), but for parameters of one dim a layer: they are
-    few, and their gradients of another size, so a scale that they share with others would keep one or the other back.
-    `error_feedback` adds what encoding lost to the next step's gradients (arXiv 1901.09847): what was handed on so far
-    and the residuals add up to all gradients. What is not finite makes everything that is handed on not finite, for the
-    guard behind it to drop with the residuals.
+    A codec encodes what crosses nodes (compression/route.py), except parameters with one dim a layer. Those are few,
+    and their gradients differ in size from a matrix': a scale shared with them would suppress one or the other.
+    `error_feedback` adds what encoding lost to the next step's gradients (arXiv 1901.09847): the sum of all that was
+    handed on, plus the residuals, is the sum of all gradients. A value that is not finite makes the whole result not
+    finite, and the downstream guard drops the step together with its residuals.
     """
     layout = plan.layout
     if codec is None:
@@ -103,8 +103,8 @@ def _plain(plan: ShardingPlan) -> optax.GradientTransformation:
     """Returns the exchange without a codec."""
     layout = plan.layout
 
-    def exchange_shards(same: tuple[()], grads_R: Shards) -> tuple[Shards, tuple[()]]:
-        return _sums(plan, plan.placements, [x_R[0] / layout.num_replicas for x_R in grads_R]), same
+    def exchange_shards(replicated: tuple[()], grads_R: Shards) -> tuple[Shards, tuple[()]]:
+        return _sums(plan, plan.placements, [x_R[0] / layout.num_replicas for x_R in grads_R]), replicated
 
     @jax.named_scope("hop_two")
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
@@ -129,18 +129,18 @@ class Exchanged(NamedTuple):
 def _exchange_shards(
     plan: ShardingPlan, codec: Codec, step: jax.Array, grads_R: Shards, *residual_R: Shards
 ) -> tuple[Any, ...]:
-    """Exchanges this device's shards; with feedback a residual comes along, and goes back."""
+    """Exchanges this device's shards; with feedback it takes and returns their residuals too."""
     placements = plan.group(plan.placements, ()).placements
-    # this replica's share of the mean, and what it has not sent of those before
+    # this replica's share of the mean, plus what it has still to send of earlier ones
     xs = [x_R[0].astype(jnp.float32) / plan.layout.num_replicas for x_R in grads_R]
     for kept_R in residual_R:
         xs = [x + kept[0] for x, kept in zip(xs, kept_R, strict=True)]
-    # vectors as they are
-    exchanged, counts = _exchange_plain([i for i, p in enumerate(placements) if p.is_vector], placements, plan, xs)
-    # all others through the codec, those together that are cut alike
+    # vectors travel as they are
+    exchanged, counts = _exchange_plain(plan, placements, [i for i, p in enumerate(placements) if p.is_vector], xs)
+    # all others are encoded; those that are cut alike travel together
     key = jax.random.fold_in(jax.random.key(0), step)
     for members, cut_by in _kinds(placements, plan.layout.gradients):
-        found, sent = _exchange_encoded(members, cut_by, placements, plan, codec, xs, key)
+        found, sent = _exchange_encoded(plan, codec, placements, members, cut_by, xs, key)
         exchanged |= found
         counts += sent
     out = [exchanged[i].total.astype(g.dtype) for i, g in enumerate(grads_R)]
@@ -149,7 +149,7 @@ def _exchange_shards(
 
 
 def _exchange_plain(
-    members: Sequence[int], placements: Sequence[Placement], plan: ShardingPlan, xs: Shards
+    plan: ShardingPlan, placements: Sequence[Placement], members: Sequence[int], xs: Shards
 ) -> tuple[dict[int, Exchanged], list[Sent]]:
     """Returns what becomes of the shards `members`, summed in f32, and the counts of each."""
     totals = _sums(plan, [placements[i] for i in members], [xs[i] for i in members])
@@ -158,11 +158,11 @@ def _exchange_plain(
 
 
 def _exchange_encoded(
-    members: Sequence[int],
-    cut_by: Axes,
-    placements: Sequence[Placement],
     plan: ShardingPlan,
     codec: Codec,
+    placements: Sequence[Placement],
+    members: Sequence[int],
+    cut_by: Axes,
     xs: Shards,
     key: jax.Array,
 ) -> tuple[dict[int, Exchanged], list[Sent]]:
@@ -173,7 +173,7 @@ def _exchange_encoded(
     scatter = layout.optimizer_beyond_gradients if scatters else ()
     gather = layout.all_reduced_axes if scatters else layout.replica_axes
     route = Route(codec=codec, scatter=scatter, gather=gather, over_gloo=plan.over_gloo)
-    # random rounding: another on every shard, but copies of a shard on other devices are rounded alike
+    # stochastic rounding differs between shards, but is the same for the copies of one shard on several devices
     key = jax.random.fold_in(key, members[0])
     key = jax.random.fold_in(key, lax.axis_index(layout.replica_axes + cut_by))
     poison = not_finite([xs[i] for i in members], layout.replica_axes)

@@ -5,8 +5,8 @@
     between nodes     encode the sum, all-gather, decode: the second half, not over axes that cut the optimizer's state
     inside the node   all-gather, f32
 
-Whoever encodes keeps what it lost, in the unit of its own contribution: the sum of what was sent and of all that was
-kept is the sum of what was given. So one residual serves both halves: who encoded a sum adds that error to its own.
+Each device keeps the error of what it encodes: what was handed on plus all that is kept is the sum of all inputs. One
+residual serves both halves, because the device that encodes a sum adds that error to its own.
 Everything here runs inside a `shard_map` whose axes are all manual.
 """
 
