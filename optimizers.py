@@ -1,4 +1,4 @@
-"""Optimizers and schedules by name, all of them optax's, behind the exchange and a guard against non-finite gradients.
+"""Optax's optimizers and schedules by name, downstream of hop two and a guard against non-finite gradients.
 
 What an optimizer derives from a whole tensor (trust ratios, factors, orthogonalisation) it derives layer by layer, as
 if the layers were not stacked. Muon orthogonalises the matrices between hidden dims, and convolutions as matrices of
@@ -20,7 +20,7 @@ from sharding.spec import ParamSpec
 
 PyTree = Any
 Transform = optax.GradientTransformation
-Local = Callable[[Callable[..., Any]], Callable[..., Any]]
+OnEachDevice = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class GuardState(NamedTuple):
@@ -48,11 +48,11 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     peak, final = config.learning_rate, config.learning_rate * config.final_fraction
     if config.warmup_steps > num_steps:
         raise ValueError(f"optimizer.warmup_steps={config.warmup_steps} is more than num_steps={num_steps}")
-    rest = max(num_steps - 1 - config.warmup_steps, 1)  # the last step is num_steps - 1
+    remaining = max(num_steps - 1 - config.warmup_steps, 1)  # the last step is num_steps - 1
     after = {
         "constant": optax.constant_schedule(peak),
-        "linear": optax.linear_schedule(peak, final, rest),
-        "cosine": optax.cosine_decay_schedule(peak, rest, alpha=config.final_fraction),
+        "linear": optax.linear_schedule(peak, final, remaining),
+        "cosine": optax.cosine_decay_schedule(peak, remaining, alpha=config.final_fraction),
     }[config.schedule]
     # step 0 already moves: the warm-up counts from 1
     warmup = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, max(config.warmup_steps - 1, 1))
@@ -64,23 +64,25 @@ def make_optimizer(
     num_steps: int,
     specs: PyTree,
     exchange: Transform,
-    local: Local = lambda function: function,
+    on_each_device: OnEachDevice = lambda function: function,
 ) -> Transform:
     """Returns the whole chain on `[R, ...]` gradients: exchange, guard, clipping, the optimizer.
 
-    `specs` is the tree of ParamSpecs; it decides which parameters decay and which are matrices. `local` makes a
-    function run on whole arrays, on each device by itself; on one device there is nothing to do.
+    `specs` is the tree of ParamSpecs; it decides which parameters decay and which are matrices. `on_each_device`
+    wraps a function so that every device runs it on whole arrays; on one device there is nothing to wrap.
     """
     schedule = make_schedule(config, num_steps)
     if config.name in ("adamw", "sgd"):  # element by element: a stack of layers is as good as the layers
-        tx = _optimizer(config, schedule, specs, local)
+        tx = _optimizer(config, schedule, specs, on_each_device)
     else:
-        tx = per_layer(lambda specs: _optimizer(config, schedule, specs, local), specs)
+        tx = per_layer(lambda specs: _optimizer(config, schedule, specs, on_each_device), specs)
     clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     return guarded(exchange, optax.chain(*clip, tx))
 
 
-def _optimizer(config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree, local: Local) -> Transform:
+def _optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree, on_each_device: OnEachDevice
+) -> Transform:
     """Returns the optimizer of the tensors that `specs` describes, which may be a part of the parameters."""
     c, decay = config, config.weight_decay
     mask = _map_specs(lambda spec: c.decay_mask == "all" or is_matrix(spec), specs)
@@ -105,10 +107,10 @@ def _optimizer(config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree,
     dims = _map_specs(lambda spec: _matrix_dims(spec) if is_hidden_matrix(spec) else None, specs)
     muon = contrib.muon(schedule, beta=c.momentum, eps=c.eps, muon_weight_dimension_numbers=dims)
     adam = optax.nadam(schedule, c.b1, c.b2, c.eps)  # Nesterov's form for both, as in optax's muon
-    return optax.chain(optax.partition({"muon": everywhere(muon, local), "adam": adam}, labels), decoupled)
+    return optax.chain(optax.partition({"muon": everywhere(muon, on_each_device), "adam": adam}, labels), decoupled)
 
 
-def everywhere(inner: Transform, local: Local) -> Transform:
+def everywhere(inner: Transform, on_each_device: OnEachDevice) -> Transform:
     """Runs `inner` on whole arrays, on every device alike.
 
     Left to itself XLA spreads Newton-Schulz's products over all devices, over the replicas too, which takes ten times
@@ -116,7 +118,7 @@ def everywhere(inner: Transform, local: Local) -> Transform:
     """
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        return local(inner.update)(updates, state, params)
+        return on_each_device(inner.update)(updates, state, params)
 
     return optax.GradientTransformation(inner.init, update)
 
@@ -156,18 +158,18 @@ def per_layer(make: Callable[[PyTree], Transform], specs: PyTree) -> Transform:
 
     if "layers" not in specs:
         return make(specs)
-    stacked, rest = (make(part) for part in split(specs))
+    stacked, unstacked = (make(part) for part in split(specs))
 
     def init(params: PyTree) -> PyTree:
         layers, others = split(params)
-        return {"layers": jax.vmap(stacked.init)(layers), "rest": rest.init(others)}
+        return {"layers": jax.vmap(stacked.init)(layers), "rest": unstacked.init(others)}
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        (g_layers, g_rest), (p_layers, p_rest) = split(updates), split(params)
+        (g_layers, g_others), (p_layers, p_others) = split(updates), split(params)
         u_layers, s_layers = jax.vmap(stacked.update)(g_layers, state["layers"], p_layers)
-        u_rest: Any
-        u_rest, s_rest = rest.update(g_rest, state["rest"], p_rest)
-        return {**u_rest, "layers": u_layers}, {"layers": s_layers, "rest": s_rest}
+        u_others: Any
+        u_others, s_others = unstacked.update(g_others, state["rest"], p_others)
+        return {**u_others, "layers": u_layers}, {"layers": s_layers, "rest": s_others}
 
     return optax.GradientTransformation(init, update)
 

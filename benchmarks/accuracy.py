@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 
 from benchmarks import records
 from benchmarks.records import machine, spread
+from compression.hop_two import Counted
 from compression.methods import method_named
 from configs import base
 from configs import digits as digits_config
@@ -70,7 +71,8 @@ class Method:
         if "compression.gather_inter" in self.overrides:
             return 4 / (1 / 2 + 4 / self.overrides["compression.block"])
         way = method_named(self.overrides.get("compression.hop_two", "none"))
-        return way.times_smaller(ratio, REPLICAS, WARM_UP) * self.overrides.get("local_sgd.inner_steps", 1)
+        counted = Counted(ratio=ratio, replicas=REPLICAS, warmup=WARM_UP)
+        return way.times_smaller(counted) * self.overrides.get("local_sgd.inner_steps", 1)
 
 
 def hop_two(name: str, **more: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from benchmarks.compression_report import DEVICES, NODES, VALUES
 from benchmarks.records import add, machine, recorded
 from cluster.links import Links
 from compression.by_config import make_codec
+from compression.methods import method_named
 from compression.route import Route
 from configs.schema import CompressionConfig
 from configs.schema.compression import CODECS
@@ -127,8 +128,8 @@ def run(name: str, rate: str, repetition: int) -> bool:
         "elastic.snapshot_every": 0,  # they cross the links too
         "repetition": repetition,
     }
-    if name == "dgc":
-        overrides["optimizer.name"] = "sgd"  # that of the others is AdamW
+    if optimizer := method_named(name).takes_over:  # that of the others is AdamW
+        overrides["optimizer.name"] = optimizer
     (record,) = sweep.run(CONFIG, [overrides], workdir=WORKDIR, metric="step_time_s")
     shutil.rmtree(record.run.run_dir / "checkpoints", ignore_errors=True)  # 300 MB
     if record.state != State.FINISHED:

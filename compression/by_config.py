@@ -3,7 +3,7 @@
 from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
 from configs.schema import CompressionConfig
 from sharding.collectives import Codec, LevelCodecs, levels
-from sharding.mesh import INTER_AXES
+from sharding.mesh import inter_part
 from sharding.scopes import Layout
 
 
@@ -23,14 +23,14 @@ def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest
 
 
 def make_codecs(config: CompressionConfig, layout: Layout) -> tuple[LevelCodecs, LevelCodecs]:
-    """Returns the wires of gathers and of hop one (qwZ and qgZ of ZeRO++, arXiv 2306.10209).
+    """Returns the codecs of gathers and of hop one (qwZ and qgZ of ZeRO++, arXiv 2306.10209).
 
     ValueError for a codec on a level that the hop does not cross.
     """
     found = {}
-    for hop, scopes in _scopes(layout).items():
+    for hop, scopes in (("gather", layout.gather_scopes), ("hop_one", layout.hop_one_scopes)):
         crossed = [axes for scope in scopes for axes in levels(scope, hierarchical=layout.hierarchical)]
-        there = {"inter" if any(axis in INTER_AXES for axis in axes) else "intra" for axes in crossed}
+        there = {"inter" if inter_part(axes) else "intra" for axes in crossed}
         codecs = {}
         for level in ("inter", "intra"):
             name = getattr(config, f"{hop}_{level}")
@@ -43,15 +43,3 @@ def make_codecs(config: CompressionConfig, layout: Layout) -> tuple[LevelCodecs,
             codecs[level] = make_codec(name, config)
         found[hop] = LevelCodecs(**codecs)
     return found["gather"], found["hop_one"]
-
-
-def _scopes(layout: Layout) -> dict[str, list[tuple[str, ...]]]:
-    """Returns over which axes the micro-steps gather, and reduce-scatter, each at once."""
-    if layout.partitioner == "auto":
-        return {"gather": [], "hop_one": []}
-    gathers = [layout.parameters]
-    if layout.gather == "node":
-        inter = tuple(axis for axis in layout.parameters if axis in INTER_AXES)
-        gathers = [inter, tuple(axis for axis in layout.parameters if axis not in INTER_AXES)]
-    extra = tuple(axis for axis in layout.gradients if axis not in layout.parameters)
-    return {"gather": gathers, "hop_one": [*gathers, extra] if layout.two_hop else []}

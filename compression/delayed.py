@@ -24,10 +24,10 @@ class DelayedState(NamedTuple):
 
 
 def delayed(exchange: optax.GradientTransformation, replicas: int) -> optax.GradientTransformation:
-    """Returns a hop two that exchanges the gradients `[R, ...]` of the boundary before; at first they are zero.
+    """Returns a hop two that exchanges the previous boundary's gradients `[R, ...]`; at first they are zero.
 
-    Gradients that are not finite are never kept: what is handed on is then not finite either, for the guard behind it
-    to drop, and the gradients that waited go on waiting.
+    Gradients that are not finite are never kept: the result is then not finite either, the downstream guard drops the
+    step, and the gradients that waited keep waiting.
     """
 
     def init(params: PyTree) -> PyTree:

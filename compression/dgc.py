@@ -5,9 +5,9 @@
     v <- v + u
     send the largest |v|, and set v and u to 0 where they were sent: momentum factor masking
 
-The largest are chosen in each layer of each tensor. What is handed on has the momentum in it: the optimizer behind is
-plain SGD. Replicas inside a node add up in f32 first, and each goes on with its part of every layer. Parameters of one
-dim a layer are averaged as they are, with momentum too.
+The largest are chosen in each layer of each tensor. What is handed on includes the momentum, so the downstream
+optimizer is plain SGD. Replicas inside a node are summed in f32 first; each then continues with its part of every
+layer. Parameters with one dim a layer are averaged as they are, with momentum too.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from compression.shards import Shards, not_finite, on_shards, to_optimizer_scope
 from compression.statistics import Sent, added, nothing_sent
 from configs.schema import OptimizerConfig
 from sharding.collectives import all_gather_chunks, join, reduce_scatter_chunks, split, vary
-from sharding.mesh import INTER_AXES
+from sharding.mesh import inter_part, intra_part
 from sharding.replicas import PerReplica
 from sharding.spec import Placement
 from sharding.step import ShardingPlan
@@ -97,7 +97,7 @@ def dgc(plan: ShardingPlan, config: DGCConfig) -> optax.GradientTransformation:
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
         kept = state.unsent.tree, state.velocity.tree
-        out, unsent, velocity, sent = on_shards(plan, exchange_shards, updates, *kept, same=state.step)
+        out, unsent, velocity, sent = on_shards(plan, exchange_shards, updates, *kept, replicated=state.step)
         return out, DGCState(
             step=state.step + 1,
             unsent=replace(state.unsent, tree=unsent),
@@ -121,7 +121,7 @@ def _build(setup: Setup) -> optax.GradientTransformation:
 
 
 def _refuse(setup: Setup) -> None:
-    if not any(axis in INTER_AXES for axis in setup.plan.layout.replica_axes):
+    if not setup.plan.layout.replicas_cross_nodes:
         raise ValueError("compression.hop_two=dgc has nothing to send: no two replicas are on different nodes")
 
 
@@ -140,8 +140,8 @@ DGC = HopTwo(
     refuse=_refuse,
     takes_over="sgd",
     downstream=_downstream,
-    # everybody gets what everybody sent, where an all-reduce sends everything twice; without the warm-up
-    times_smaller=lambda ratio, replicas, warmup: ratio * 2 / replicas,
+    # each replica gets the payloads of all others, where an all-reduce sends everything twice; after the warm-up
+    times_smaller=lambda counted: counted.ratio * 2 / counted.replicas,
 )
 
 
@@ -191,8 +191,7 @@ def _exchange_sparse(
     config: DGCConfig, stage: jax.Array, key: jax.Array, axes: Axes, share: jax.Array, v: jax.Array, u: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, Sent]:
     """Returns the sum of what all sent of `[layers, ...]`, what this replica keeps of `v` and `u`, and counts."""
-    inter = tuple(axis for axis in axes if axis in INTER_AXES)
-    intra = tuple(axis for axis in axes if axis not in INTER_AXES)
+    inter, intra = inter_part(axes), intra_part(axes)
     shape, num_values = share.shape, share.size / prod(lax.axis_size(axis) for axis in intra)  # without what fills up
     share, v, u = (_part(x, intra) for x in (share, v, u))
     u = config.momentum * u + share
@@ -217,7 +216,7 @@ def _clip_scale(plan: ShardingPlan, grads: list[jax.Array], clip_norm: float) ->
     if not clip_norm:
         return jnp.ones(())
     layout, sizes = plan.layout, plan.layout.shape.sizes
-    axes = tuple(axis for axis in plan.mesh.axis_names if axis not in layout.replica_axes)
+    axes = layout.axes_inside_replica
     squares = jnp.zeros(())
     for p, grad in zip(plan.group(plan.placements, ()).placements, grads, strict=True):
         cut = {*(layout.gradients if p.dim is not None else ()), *(("tensor",) if p.tensor_dim is not None else ())}

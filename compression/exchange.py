@@ -12,11 +12,10 @@ from jax import lax
 
 from compression.by_config import make_codec
 from compression.hop_two import HopTwo, Setup
-from compression.route import Route
+from compression.route import Axes, Route
 from compression.shards import Shards, not_finite, on_shards
 from compression.statistics import Sent, added, nothing_sent
 from sharding.collectives import Codec, buckets, join, slice_apart, split
-from sharding.mesh import INTER_AXES
 from sharding.replicas import PerReplica
 from sharding.spec import Placement
 from sharding.step import ShardingPlan
@@ -28,7 +27,7 @@ class ExchangeState(NamedTuple):
     """State of an exchange with a codec."""
 
     step: jax.Array  # int32 []: exchanges done
-    residual: PerReplica  # what each has not sent yet of its share of the mean; () without feedback
+    residual: PerReplica  # what each replica has still to send of its share of the mean; () without feedback
     sent: Sent
 
 
@@ -37,15 +36,15 @@ def exchange(
 ) -> optax.GradientTransformation:
     """Returns the transform that takes gradients `[R, ...]` and hands on their mean over R, in the optimizer's scope.
 
-    The first of a chain: every transform behind it sees ordinary global arrays, so its norms are right by construction.
-    Where the optimizer state's scope is wider than the gradients', it reduce-scatters over the difference and
-    all-reduces only over what is left (MiCS section 3.4; docs/concepts.md: `2 (M/p) (R-1)/R` bytes a device).
+    It is the first of a chain: downstream transforms see ordinary global arrays, and their norms are right by
+    construction. Where the optimizer's scope is wider than the gradients', it reduce-scatters over the difference and
+    all-reduces over the remaining replica axes (MiCS section 3.4; docs/concepts.md: `2 (M/p) (R-1)/R` bytes a device).
 
-    With a codec, what crosses nodes is encoded (compression/route.py), but for parameters of one dim a layer: they are
-    few, and their gradients of another size, so a scale that they share with others would keep one or the other back.
-    `error_feedback` adds what encoding lost to the next step's gradients (arXiv 1901.09847): what was handed on so far
-    and the residuals add up to all gradients. What is not finite makes everything that is handed on not finite, for the
-    guard behind it to drop with the residuals.
+    A codec encodes what crosses nodes (compression/route.py), except parameters with one dim a layer. Those are few,
+    and their gradients differ in size from a matrix': a scale shared with them would suppress one or the other.
+    `error_feedback` adds what encoding lost to the next step's gradients (arXiv 1901.09847): the sum of all that was
+    handed on, plus the residuals, is the sum of all gradients. A value that is not finite makes the whole result not
+    finite, and the downstream guard drops the step together with its residuals.
     """
     layout = plan.layout
     if codec is None:
@@ -62,7 +61,7 @@ def exchange(
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
         kept = (state.residual.tree,) if error_feedback else ()
-        out, *kept, sent = on_shards(plan, exchange_shards, updates, *kept, same=state.step)
+        out, *kept, sent = on_shards(plan, exchange_shards, updates, *kept, replicated=state.step)
         residual = replace(state.residual, tree=kept[0] if error_feedback else ())
         return out, ExchangeState(step=state.step + 1, residual=residual, sent=sent)
 
@@ -71,7 +70,7 @@ def exchange(
 
 def refuse_nothing_to_encode(setup: Setup) -> None:
     """Raises ValueError if no two replicas are on different nodes."""
-    if not any(axis in INTER_AXES for axis in setup.plan.layout.replica_axes):
+    if not setup.plan.layout.replicas_cross_nodes:
         raise ValueError(
             "compression.hop_two has nothing to encode: hop two does not cross nodes; set it to none, or choose a "
             "smaller partition group (with sharding.two_hop, and sharding.partitioner=manual)"
@@ -93,26 +92,19 @@ NONE = HopTwo(name="none", build=lambda setup: exchange(setup.plan), refuse=lamb
 EXCHANGES = (NONE, *map(_with_codec, ("bf16", "int8", "int4", "two_bit", "one_bit")))
 
 
-def _scopes(plan: ShardingPlan) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the axes over which hop two cuts, in CHUNK_ORDER, and those over which all keep the same."""
-    layout = plan.layout
-    extra = tuple(axis for axis in layout.optimizer if axis not in layout.gradients)
-    return extra, tuple(axis for axis in layout.replica_axes if axis not in extra)
-
-
 def _sums(plan: ShardingPlan, placements: PyTree, xs: Shards) -> Shards:
     """Returns the sums over the replicas as they are, in the optimizer's scope."""
-    extra, rest = _scopes(plan)
-    group = plan.group(placements, extra, tensor_is_manual=True)
-    return [lax.psum(x, rest) if rest else x for x in group.reduce_scatter(xs)]
+    group = plan.group(placements, plan.layout.optimizer_beyond_gradients, tensor_is_manual=True)
+    axes = plan.layout.all_reduced_axes
+    return [lax.psum(x, axes) if axes else x for x in group.reduce_scatter(xs)]
 
 
 def _plain(plan: ShardingPlan) -> optax.GradientTransformation:
     """Returns the exchange without a codec."""
     layout = plan.layout
 
-    def exchange_shards(same: tuple[()], grads_R: Shards) -> tuple[Shards, tuple[()]]:
-        return _sums(plan, plan.placements, [x_R[0] / layout.num_replicas for x_R in grads_R]), same
+    def exchange_shards(replicated: tuple[()], grads_R: Shards) -> tuple[Shards, tuple[()]]:
+        return _sums(plan, plan.placements, [x_R[0] / layout.num_replicas for x_R in grads_R]), replicated
 
     @jax.named_scope("hop_two")
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
@@ -127,46 +119,82 @@ def _plain(plan: ShardingPlan) -> optax.GradientTransformation:
 # ------------------------------------------------------------------------------------------------ with a codec
 
 
+class Exchanged(NamedTuple):
+    """What becomes of one shard: the sum over the replicas, in the optimizer's scope, and what this replica keeps."""
+
+    total: jax.Array
+    kept: jax.Array
+
+
 def _exchange_shards(
     plan: ShardingPlan, codec: Codec, step: jax.Array, grads_R: Shards, *residual_R: Shards
 ) -> tuple[Any, ...]:
-    """Exchanges this device's shards; with feedback a residual comes along, and goes back."""
-    layout = plan.layout
+    """Exchanges this device's shards; with feedback it takes and returns their residuals too."""
     placements = plan.group(plan.placements, ()).placements
-    extra, rest = _scopes(plan)
-    xs = [x_R[0].astype(jnp.float32) / layout.num_replicas for x_R in grads_R]
+    # this replica's share of the mean, plus what it has still to send of earlier ones
+    xs = [x_R[0].astype(jnp.float32) / plan.layout.num_replicas for x_R in grads_R]
     for kept_R in residual_R:
         xs = [x + kept[0] for x, kept in zip(xs, kept_R, strict=True)]
-    out, kept, counts = list(xs), [jnp.zeros_like(x) for x in xs], []
-    vectors = [i for i, p in enumerate(placements) if p.is_vector]
-    for i, total in zip(vectors, _sums(plan, [placements[i] for i in vectors], [xs[i] for i in vectors])):
-        out[i] = total
-        counts.append(Sent(4 * xs[i].size, xs[i].size, xs[i].size))
-    for members, cut_by in _kinds(placements, layout.gradients):
-        cut = bool(extra) and placements[members[0]].dim is not None
-        scatter, gather = (extra, rest) if cut else ((), layout.replica_axes)
-        # copies of a tensor on other devices are to be rounded alike
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), members[0])
-        key = jax.random.fold_in(key, lax.axis_index(layout.replica_axes + cut_by))
-        route = Route(codec=codec, scatter=scatter, gather=gather, over_gloo=plan.over_gloo)
-        poison = not_finite([xs[i] for i in members], layout.replica_axes)
-        for bucket in buckets(members, [x.nbytes for x in xs], over_gloo=plan.over_gloo):
-            degree = layout.shape.size(scatter)
-            rows = [split(xs[i], placements[i].dim, degree) if cut else xs[i][None] for i in bucket]
-            packed = jnp.concatenate([row.reshape(degree, -1) for row in rows], axis=1)
-            total, error, sent = route.exchange(packed, jax.random.fold_in(key, bucket[0]))
-            counts.append(sent)
-            shapes = [row.shape[1:] for row in rows]
-            for i, x, e in zip(bucket, slice_apart(total, shapes), slice_apart(error, shapes), strict=True):
-                out[i] = x + poison
-                kept[i] = join(e, placements[i].dim) if cut else e[0]
-    out = [x.astype(g.dtype) for x, g in zip(out, grads_R, strict=True)]
-    return out, *([x[None] for x in kept] for _ in residual_R), added(counts, plan.mesh.axis_names)
+    # vectors travel as they are
+    exchanged, counts = _exchange_plain(plan, placements, [i for i, p in enumerate(placements) if p.is_vector], xs)
+    # all others are encoded; those that are cut alike travel together
+    key = jax.random.fold_in(jax.random.key(0), step)
+    for members, cut_by in _kinds(placements, plan.layout.gradients):
+        found, sent = _exchange_encoded(plan, codec, placements, members, cut_by, xs, key)
+        exchanged |= found
+        counts += sent
+    out = [exchanged[i].total.astype(g.dtype) for i, g in enumerate(grads_R)]
+    kept = [exchanged[i].kept[None] for i in range(len(xs))]
+    return out, *(kept for _ in residual_R), added(counts, plan.mesh.axis_names)
 
 
-def _kinds(placements: Sequence[Placement], scope: tuple[str, ...]) -> list[tuple[list[int], tuple[str, ...]]]:
+def _exchange_plain(
+    plan: ShardingPlan, placements: Sequence[Placement], members: Sequence[int], xs: Shards
+) -> tuple[dict[int, Exchanged], list[Sent]]:
+    """Returns what becomes of the shards `members`, summed in f32, and the counts of each."""
+    totals = _sums(plan, [placements[i] for i in members], [xs[i] for i in members])
+    exchanged = {i: Exchanged(total, jnp.zeros_like(xs[i])) for i, total in zip(members, totals, strict=True)}
+    return exchanged, [Sent(4 * xs[i].size, xs[i].size, xs[i].size) for i in members]
+
+
+def _exchange_encoded(
+    plan: ShardingPlan,
+    codec: Codec,
+    placements: Sequence[Placement],
+    members: Sequence[int],
+    cut_by: Axes,
+    xs: Shards,
+    key: jax.Array,
+) -> tuple[dict[int, Exchanged], list[Sent]]:
+    """Returns what becomes of the shards `members`, all cut over `cut_by`, and the counts of each collective."""
+    layout = plan.layout
+    # where hop two cuts further, each device gets its chunk of the sum alone
+    scatters = bool(layout.optimizer_beyond_gradients) and placements[members[0]].dim is not None
+    scatter = layout.optimizer_beyond_gradients if scatters else ()
+    gather = layout.all_reduced_axes if scatters else layout.replica_axes
+    route = Route(codec=codec, scatter=scatter, gather=gather, over_gloo=plan.over_gloo)
+    # stochastic rounding differs between shards, but is the same for the copies of one shard on several devices
+    key = jax.random.fold_in(key, members[0])
+    key = jax.random.fold_in(key, lax.axis_index(layout.replica_axes + cut_by))
+    poison = not_finite([xs[i] for i in members], layout.replica_axes)
+    exchanged: dict[int, Exchanged] = {}
+    counts = []
+    for bucket in buckets(members, [x.nbytes for x in xs], over_gloo=plan.over_gloo):
+        # pack `[degree, N]`, exchange, slice apart
+        degree = layout.shape.size(scatter)
+        rows = [split(xs[i], placements[i].dim, degree) if scatters else xs[i][None] for i in bucket]
+        packed = jnp.concatenate([row.reshape(degree, -1) for row in rows], axis=1)
+        total, error, sent = route.exchange(packed, jax.random.fold_in(key, bucket[0]))
+        counts.append(sent)
+        shapes = [row.shape[1:] for row in rows]
+        for i, x, e in zip(bucket, slice_apart(total, shapes), slice_apart(error, shapes), strict=True):
+            exchanged[i] = Exchanged(x + poison, join(e, placements[i].dim) if scatters else e[0])
+    return exchanged, counts
+
+
+def _kinds(placements: Sequence[Placement], scope: Axes) -> list[tuple[list[int], Axes]]:
     """Returns the encoded tensors that are cut over the same axes, which may travel together, and these axes."""
-    kinds: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
+    kinds: dict[tuple[bool, Axes], list[int]] = {}
     for i, p in enumerate(placements):
         if p.is_vector:
             continue

@@ -28,19 +28,29 @@ class Setup:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Counted:
+    """What a finished run tells about the bytes of its hop two."""
+
+    ratio: float  # of values in f32 to the payload, in a step after the warm-up
+    replicas: int
+    warmup: float  # share of the steps
+
+
+@dataclass(frozen=True, kw_only=True)
 class HopTwo:
-    """A method of hop two. A value of the key `compression.hop_two`."""
+    """A method of hop two: one value of the key `compression.hop_two`."""
 
     name: str
-    build: Callable[[Setup], optax.GradientTransformation]  # gradients `[R, ...]` to one, in the optimizer's scope
-    refuse: Callable[[Setup], None]  # ValueError for a layout, or a value of a key, that the method cannot work with
-    # The optimizer whose work the method does: what it hands on is that optimizer's update, not a gradient.
+    # takes gradients `[R, ...]`; hands on one gradient, or update, in the optimizer's scope
+    build: Callable[[Setup], optax.GradientTransformation]
+    # raises ValueError for a layout, or a value of a key, that the method cannot work with
+    refuse: Callable[[Setup], None]
+    # the optimizer whose work the method does: what it hands on is that optimizer's update, not a gradient
     takes_over: Literal["sgd", "adamw"] | None = None
-    # The settings of the optimizer that follows: without what the method has done already.
+    # the settings of the downstream optimizer, without the work that the method has done
     downstream: Callable[[OptimizerConfig], OptimizerConfig] = lambda optimizer: optimizer
-    # How many times fewer bytes than f32's all-reduce cross nodes in a run, for the table of benchmarks/accuracy.py;
-    # from (ratio of an encoded step, replicas, share of the steps in the warm-up).
-    times_smaller: Callable[[float, int, float], float] = lambda ratio, replicas, warmup: ratio
+    # how many times fewer bytes than an all-reduce in f32 a run has sent between nodes
+    times_smaller: Callable[[Counted], float] = lambda counted: counted.ratio
 
     @property
     def hands_on(self) -> str:

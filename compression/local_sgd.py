@@ -91,15 +91,15 @@ def local_sgd(
         drift_R = jax.tree.map(jnp.add, state.drift.tree, moves_R)
         step = state.step + 1
 
-        def meet() -> tuple[PyTree, ...]:
+        def synchronise() -> tuple[PyTree, ...]:
             mean, exchanged = exchange.update(jax.tree.map(jnp.negative, drift_R), state.exchange, params)
             moves, outer_state = outer.update(mean, state.outer, params)
             return moves, jax.tree.map(jnp.zeros_like, drift_R), outer_state, exchanged
 
-        def go_on() -> tuple[PyTree, ...]:
+        def continue_locally() -> tuple[PyTree, ...]:
             return jax.tree.map(jnp.zeros_like, params), drift_R, state.outer, with_zero_counts(state.exchange)
 
-        moves, drift_R, outer_state, exchanged = lax.cond(step % config.inner_steps == 0, meet, go_on)
+        moves, drift_R, outer_state, exchanged = lax.cond(step % config.inner_steps == 0, synchronise, continue_locally)
         return moves, LocalState(
             step=step,
             inner=replace(state.inner, tree=inner_state),

@@ -4,9 +4,9 @@
     then            v stays as it is; m <- the mean over replicas of  b1 m + (1 - b1) g,  one bit a value with feedback
 
 Momenta change less from step to step than gradients, so their signs tell more. What is handed on is Adam's direction:
-the optimizer behind multiplies by the learning rate and decays weights. A value's direction stays within Adam's own
-bound (Kingma & Ba 2015, section 2.1), which a variance that no longer grows does not keep: values whose gradients were
-rare or small in the warm-up would leap, by the scale of their block over the root of almost nothing.
+the downstream optimizer multiplies it by the learning rate and decays weights. The direction is clipped to Adam's own
+bound (Kingma & Ba 2015, section 2.1), because a frozen variance does not enforce it: a value whose gradients were rare
+or small during the warm-up would otherwise leap, by the scale of its block over the root of almost nothing.
 """
 
 from dataclasses import replace
@@ -67,7 +67,7 @@ def one_bit_adam(
         # one bit has no zero: what never had a gradient would move all the time
         direction = jax.tree.map(lambda m, v: jnp.where(v == 0, 0, m / (jnp.sqrt(v) + eps)), first, second)
         limit = jnp.where(state.step < warmup_steps, jnp.inf, bound)
-        # for the guard behind it: a moment that is not finite may give a direction of zero
+        # for the downstream guard: a moment that is not finite may give a direction of zero
         poison = jnp.where(jnp.isfinite(optax.tree.sum((mu, nu))), 0.0, jnp.nan)
         direction = jax.tree.map(lambda x: jnp.clip(x, -limit, limit) + poison, direction)
         return direction, OneBitAdamState(step=step, mu=mu, nu=nu, exchange=exchanged)
@@ -116,5 +116,5 @@ ONE_BIT_ADAM = HopTwo(
     refuse=_refuse,
     takes_over="adamw",
     downstream=_downstream,
-    times_smaller=lambda ratio, replicas, warmup: 1 / (warmup + (1 - warmup) / ratio),
+    times_smaller=lambda counted: 1 / (counted.warmup + (1 - counted.warmup) / counted.ratio),
 )

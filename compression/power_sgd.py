@@ -133,7 +133,7 @@ def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int) -> optax.GradientTra
         del params
         tree = jax.tree.structure(updates)
         factors = tree.flatten_up_to(state.factors)
-        out, kept, (factors, sent) = on_shards(plan, exchange_shards, updates, state.residual.tree, same=factors)
+        out, kept, (factors, sent) = on_shards(plan, exchange_shards, updates, state.residual.tree, replicated=factors)
         residual = replace(state.residual, tree=kept)
         return out, PowerSGDState(factors=tree.unflatten(factors), residual=residual, sent=sent)
 

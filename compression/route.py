@@ -5,8 +5,8 @@
     between nodes     encode the sum, all-gather, decode: the second half, not over axes that cut the optimizer's state
     inside the node   all-gather, f32
 
-Whoever encodes keeps what it lost, in the unit of its own contribution: the sum of what was sent and of all that was
-kept is the sum of what was given. So one residual serves both halves: who encoded a sum adds that error to its own.
+Each device keeps the error of what it encodes: what was handed on plus all that is kept is the sum of all inputs. One
+residual serves both halves, because the device that encodes a sum adds that error to its own.
 Everything here runs inside a `shard_map` whose axes are all manual.
 """
 
@@ -21,7 +21,7 @@ from jax import lax
 
 from compression.statistics import Sent
 from sharding.collectives import Codec, all_gather_chunks, all_to_all_rows, reduce_scatter_chunks
-from sharding.mesh import INTER_AXES
+from sharding.mesh import inter_part, intra_part
 
 Axes = tuple[str, ...]
 
@@ -38,12 +38,12 @@ class Route:
     @property
     def intra(self) -> Axes:
         """The axes inside a node."""
-        return _intra(self.scatter) + _intra(self.gather)
+        return intra_part(self.scatter) + intra_part(self.gather)
 
     @property
     def inter(self) -> Axes:
         """The axes between nodes: what crosses them is encoded."""
-        return _inter(self.scatter) + _inter(self.gather)
+        return inter_part(self.scatter) + inter_part(self.gather)
 
     def exchange(self, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array, Sent]:
         """Sums `x` `[d, N]`, d chunks over `scatter`, over all axes; returns this device's `[N]`, and what it keeps.
@@ -65,14 +65,14 @@ class Route:
         payloads = [payload]
 
         whole = total
-        if between := _inter(self.gather):
+        if between := inter_part(self.gather):
             payload = self.codec.encode(total, second, real[lax.axis_index(self.inter)])
             payloads.append(payload)
             gathered = all_gather_chunks(payload, between, hierarchical=True, to="invarying")
             whole = self.codec.decode(gathered).reshape(-1)
             own = jnp.arange(len(rows))[:, None] == lax.axis_index(self.inter)
             kept += jnp.where(own, total - self.codec.decode(payload), 0)
-        if inside := _intra(self.gather):
+        if inside := intra_part(self.gather):
             whole = all_gather_chunks(whole, inside, hierarchical=True, to="invarying").reshape(-1)
 
         mine = lax.axis_index(self.intra) if self.intra else 0
@@ -93,7 +93,7 @@ class Route:
     def _real(self, shape: tuple[int, ...], size: int) -> jax.Array:
         """Returns which values of this device's rows `[nodes, n]` are of chunks `[N]`, and not what fills them up."""
         gather = self._grid[-1]
-        inside = lax.axis_index(_intra(self.gather)) if _intra(self.gather) else 0
+        inside = lax.axis_index(intra_part(self.gather)) if intra_part(self.gather) else 0
         part = inside * gather + jnp.arange(shape[0]) % gather
         return part[:, None] * shape[1] + jnp.arange(shape[1])[None] < size
 
@@ -107,15 +107,12 @@ class Route:
     def _grid(self) -> tuple[int, int, int, int]:
         """How many devices cut a tensor: `scatter` inside and between nodes, `gather` inside and between nodes."""
         scatter, gather = self.scatter, self.gather
-        return _size(_intra(scatter)), _size(_inter(scatter)), _size(_intra(gather)), _size(_inter(gather))
-
-
-def _inter(axes: Axes) -> Axes:
-    return tuple(axis for axis in axes if axis in INTER_AXES)
-
-
-def _intra(axes: Axes) -> Axes:
-    return tuple(axis for axis in axes if axis not in INTER_AXES)
+        return (
+            _size(intra_part(scatter)),
+            _size(inter_part(scatter)),
+            _size(intra_part(gather)),
+            _size(inter_part(gather)),
+        )
 
 
 def _size(axes: Sequence[str]) -> int:

@@ -16,32 +16,30 @@ Shards = list[jax.Array]
 
 
 def on_shards(
-    plan: ShardingPlan, function: Callable[..., tuple[Any, ...]], grads: PyTree, *kept: PyTree, same: PyTree = ()
+    plan: ShardingPlan, function: Callable[..., tuple[Any, ...]], grads: PyTree, *kept: PyTree, replicated: PyTree = ()
 ) -> tuple[Any, ...]:
-    """Runs hop two on each device: `function(same, grads_R, *kept_R)`, with lists of its shards `[1, ...]`.
+    """Runs hop two on each device: `function(replicated, grads_R, *kept_R)`, with lists of its shards `[1, ...]`.
 
-    `grads` and `kept` are trees `[R, ...]`, `same` is what all devices have alike. The function returns the shards of
-    the means, in the optimizer's scope, those of each tree that is kept, and what all have alike; here the shards come
-    as trees.
+    `grads` and `kept` are trees `[R, ...]`; `replicated` is whole on every device. The function returns its shards of
+    the means, in the optimizer's scope, its shards of each tree in `kept`, and what is whole on every device. All of
+    it is returned, the shards as trees of global arrays.
     """
     leaves, tree = jax.tree.flatten(grads)
     specs_R = jax.tree.leaves(gradient_specs(plan))
     placements = jax.tree.leaves(plan.placements, is_leaf=is_placement)
     means = [p.pspec(plan.layout.optimizer) for p in placements]
-    *trees, same = jax.shard_map(
+    *trees, replicated = jax.shard_map(
         function,
         mesh=plan.mesh,
         in_specs=(PartitionSpec(), specs_R, *(specs_R for _ in kept)),
         out_specs=(means, *(specs_R for _ in kept), PartitionSpec()),
-    )(same, leaves, *map(jax.tree.leaves, kept))
-    return *map(tree.unflatten, trees), same
+    )(replicated, leaves, *map(jax.tree.leaves, kept))
+    return *map(tree.unflatten, trees), replicated
 
 
 def to_optimizer_scope(plan: ShardingPlan, shards: Shards) -> Shards:
     """Cuts a device's shards in the gradients' scope to those in the optimizer's."""
-    layout = plan.layout
-    extra = tuple(axis for axis in layout.optimizer if axis not in layout.gradients)
-    return plan.group(plan.placements, extra, tensor_is_manual=True).slice(shards)
+    return plan.group(plan.placements, plan.layout.optimizer_beyond_gradients, tensor_is_manual=True).slice(shards)
 
 
 def not_finite(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> jax.Array:

@@ -60,10 +60,10 @@ def added(counts: Sequence[Sent], axes: tuple[str, ...]) -> Sent:
 
 
 def statistics(opt_state: PyTree) -> dict[str, jax.Array]:
-    """Returns what hop two sent and keeps back, found anywhere in an optimizer's state; nothing if it has no codec.
+    """Returns what hop two sent and keeps back, from anywhere in an optimizer's state; nothing if it encodes nothing.
 
-    The payload of a device, with scales and what fills up blocks; how many times more its values, without these, take
-    in f32; the share of them that is not left out; and the norm of all residuals.
+    These are: the payload of a device, with scales and padding; how many times larger its values are in f32, without
+    either; the share of the values that was sent; and the norm of all residuals.
     """
     state = next((x for x in jax.tree.leaves(opt_state, is_leaf=_is_encoding) if _is_encoding(x)), None)
     if state is None:

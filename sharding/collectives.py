@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.mesh import INTER_AXES
+from sharding.mesh import inter_part, intra_part
 from sharding.spec import Placement
 
 Collective = Callable[[jax.Array], jax.Array]  # packed shards to packed chunks, or back
@@ -57,17 +57,17 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LevelCodecs:
-    """The codecs of a hop, between and inside nodes; None: the values as they are."""
+    """The codecs of a hop at its two network levels, between and inside nodes; None: values travel as they are."""
 
     inter: Codec | None = None
     intra: Codec | None = None
 
     def over(self, axes: Sequence[str]) -> Codec | None:
         """Returns the codec of a collective over `axes`."""
-        return self.inter if any(axis in INTER_AXES for axis in axes) else self.intra
+        return self.inter if inter_part(axes) else self.intra
 
-    def codecs(self, scope: Sequence[str], *, hierarchical: bool) -> list[Codec]:
-        """Returns the codecs that a gather over `scope` passes."""
+    def used(self, scope: Sequence[str], *, hierarchical: bool) -> list[Codec]:
+        """Returns the codecs that a gather over `scope` uses, in the order of its levels."""
         return [codec for axes in levels(scope, hierarchical=hierarchical) if (codec := self.over(axes))]
 
 
@@ -79,20 +79,19 @@ def levels(scope: Sequence[str], *, hierarchical: bool) -> list[tuple[str, ...]]
 
     Hierarchical (MiCS section 3.3): between nodes first, then inside the node. Flat: all at once.
     """
-    inter = tuple(axis for axis in scope if axis in INTER_AXES)
-    intra = tuple(axis for axis in scope if axis not in INTER_AXES)
+    inter, intra = inter_part(scope), intra_part(scope)
     if hierarchical:
         return [axes for axes in (inter, intra) if axes]
     return [inter[::-1] + intra[::-1]] if scope else []
 
 
 def all_gather_chunks(
-    x: jax.Array, scope: Sequence[str], *, hierarchical: bool, to: str = "varying", wire: LevelCodecs = PLAIN
+    x: jax.Array, scope: Sequence[str], *, hierarchical: bool, to: str = "varying", codecs: LevelCodecs = PLAIN
 ) -> jax.Array:
     """Gathers local chunks `[N]` into `[p, N]`, chunks in CHUNK_ORDER of `scope`."""
     size = x.size
     for axes in levels(scope, hierarchical=hierarchical):
-        codec = wire.over(axes)
+        codec = codecs.over(axes)
         x = _coded_all_gather(x, axes, codec, to) if codec else _all_gather(x, axes, to)
     if not hierarchical and len(scope) > 1:  # devices' order, outermost first: turn it into CHUNK_ORDER
         x = x.reshape(*(lax.axis_size(axis) for axis in reversed(scope)), size).transpose(
@@ -142,7 +141,7 @@ def _filled(rows: jax.Array, multiple: int) -> jax.Array:
 
 
 def reduce_scatter_chunks(
-    x: jax.Array, scope: Sequence[str], *, hierarchical: bool, by_ring: bool = False, wire: LevelCodecs = PLAIN
+    x: jax.Array, scope: Sequence[str], *, hierarchical: bool, by_ring: bool = False, codecs: LevelCodecs = PLAIN
 ) -> jax.Array:
     """Sums `[p, N]` over the devices of `scope` and returns this device's chunk `[N]`: the gather, transposed."""
     size = x.shape[-1]
@@ -151,7 +150,7 @@ def reduce_scatter_chunks(
         x = x.transpose(*reversed(range(len(scope))), -1)
     for axes in reversed(levels(scope, hierarchical=hierarchical)):
         rows = x.reshape(prod(lax.axis_size(axis) for axis in axes), -1)
-        if codec := wire.over(axes):
+        if codec := codecs.over(axes):
             x = _coded_reduce_scatter(rows, axes, codec)
         else:
             x = ring_reduce_scatter(rows, axes) if by_ring else lax.psum_scatter(rows, axes)
@@ -187,8 +186,8 @@ class Group:
     scope: tuple[str, ...]
     hierarchical: bool
     over_gloo: bool = False  # reduce-scatters are rings of our own, and only small tensors are packed
-    gathers: LevelCodecs = PLAIN
-    scatters: LevelCodecs = PLAIN
+    gather_codecs: LevelCodecs = PLAIN
+    reduce_scatter_codecs: LevelCodecs = PLAIN
     tensor_is_manual: bool = False
 
     @property
@@ -198,7 +197,7 @@ class Group:
     def gather(self, shards: Sequence[jax.Array], *, to: str = "varying") -> list[jax.Array]:
         """Returns the full tensors of local `shards`; those without a partitioned dim come back as they are."""
         collective = partial(all_gather_chunks, scope=self.scope, hierarchical=self.hierarchical, to=to)
-        return self._exchange(_gather_packed, collective, self.gathers, shards)
+        return self._exchange(_gather_packed, collective, self.gather_codecs, shards)
 
     def reduce_scatter(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns this device's shards of the sums of full `tensors` over the scope; unpartitioned ones, their sums."""
@@ -211,7 +210,7 @@ class Group:
             by_ring=self.over_gloo,
         )
         whole = [lax.psum(x, self.scope) if p.dim is None else x for x, p in zip(tensors, self.placements, strict=True)]
-        return self._exchange(_scatter_packed, collective, self.scatters, whole)
+        return self._exchange(_scatter_packed, collective, self.reduce_scatter_codecs, whole)
 
     def all_reduce_then_slice(self, tensors: Sequence[jax.Array], over: Sequence[str]) -> list[jax.Array]:
         """Sums full `tensors` over the axes `over`, returns this device's shards: MiCS section 3.4's alternative."""
@@ -228,7 +227,7 @@ class Group:
         self,
         packed: Callable[..., tuple],
         collective: Callable[..., jax.Array],
-        wire: LevelCodecs,
+        codecs: LevelCodecs,
         xs: Sequence[jax.Array],
     ) -> list[jax.Array]:
         """Runs `packed` on buckets of the partitioned tensors; those split over `tensor` travel apart.
@@ -237,11 +236,11 @@ class Group:
         of norms near 1, weights near 0.02). Of the others each begins a block of the codec.
         """
         out = list(xs)
-        codecs = wire.codecs(self.scope, hierarchical=self.hierarchical)
+        used = codecs.used(self.scope, hierarchical=self.hierarchical)
         kinds: dict[tuple[bool, bool], list[int]] = {}
         for i, p in enumerate(self.placements):
             if p.dim is not None and self.scope:
-                coded = bool(codecs) and not p.is_vector
+                coded = bool(used) and not p.is_vector
                 kinds.setdefault((p.tensor_dim is not None, coded), []).append(i)
         for (over_tensor, coded), members in kinds.items():
             for bucket in buckets(members, [x.nbytes for x in xs], over_gloo=self.over_gloo):
@@ -249,9 +248,9 @@ class Group:
                 exchange = partial(
                     packed,
                     places=places,
-                    collective=partial(collective, wire=wire if coded else PLAIN),
+                    collective=partial(collective, codecs=codecs if coded else PLAIN),
                     degree=self._degree,
-                    multiple=lcm(*(codec.multiple for codec in codecs)) if coded else 1,
+                    multiple=lcm(*(codec.multiple for codec in used)) if coded else 1,
                 )
                 if over_tensor and not self.tensor_is_manual:
                     specs = tuple(p.pspec(()) for p in places)

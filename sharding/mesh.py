@@ -28,6 +28,16 @@ NAME_BYTES = 256  # of a host; POSIX allows 255
 CHUNK_ORDER = ("shard_intra", "replica_intra", "shard_inter", "replica_inter")
 
 
+def inter_part(axes: Sequence[str]) -> tuple[str, ...]:
+    """Returns those of `axes` that lie between nodes, in the order given."""
+    return tuple(axis for axis in axes if axis in INTER_AXES)
+
+
+def intra_part(axes: Sequence[str]) -> tuple[str, ...]:
+    """Returns those of `axes` that lie inside a node, in the order given."""
+    return tuple(axis for axis in axes if axis not in INTER_AXES)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeshShape:
     """Number of devices along each axis."""

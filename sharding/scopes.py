@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from configs.schema import ShardingConfig
-from sharding.mesh import CHUNK_ORDER, DATA_AXES, MeshShape
+from sharding.gather_policy import GATHER_POLICIES, LAYER, GatherPolicy
+from sharding.mesh import AXES, CHUNK_ORDER, DATA_AXES, MeshShape, inter_part
 
 # strategy: scopes of parameters, gradients, optimizer state (ZeRO, arXiv 1910.02054; MiCS, arXiv 2205.00119)
 STRATEGIES = {
@@ -29,8 +30,8 @@ class Layout:
     optimizer: tuple[str, ...]
     hierarchical: bool = True
     two_hop: bool = True
-    gather: str = "layer"
-    partitioner: str = "manual"
+    gather: GatherPolicy = LAYER
+    is_automatic: bool = False  # XLA's partitioner chooses the collectives
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -40,14 +41,56 @@ class Layout:
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """The axes that hop two crosses: those over which a gradient still differs after the micro-steps."""
-        if self.partitioner == "auto" or not self.two_hop:
+        if self.is_automatic or not self.two_hop:
             return ()
-        return tuple(axis for axis in self.data_axes if axis not in self.gradients)
+        return _beyond(self.gradients, self.data_axes)
+
+    @property
+    def axes_inside_replica(self) -> tuple[str, ...]:
+        """All other axes, `tensor` included: those over which a replica's gradient is cut or copied."""
+        return _beyond(self.replica_axes, AXES)
 
     @property
     def num_replicas(self) -> int:
         """Gradients that hop two averages."""
         return self.shape.size(self.replica_axes)
+
+    @property
+    def replicas_cross_nodes(self) -> bool:
+        """Whether any two replicas are on different nodes: if not, hop two sends nothing between nodes."""
+        return bool(inter_part(self.replica_axes))
+
+    @property
+    def gradients_beyond_parameters(self) -> tuple[str, ...]:
+        """What the gradients' scope adds to the parameters': ZeRO-2 reduce-scatters over it in each micro-step."""
+        return _beyond(self.parameters, self.gradients)
+
+    @property
+    def optimizer_beyond_gradients(self) -> tuple[str, ...]:
+        """What the optimizer's scope adds to the gradients': hop two reduce-scatters over it."""
+        return _beyond(self.gradients, self.optimizer)
+
+    @property
+    def optimizer_beyond_parameters(self) -> tuple[str, ...]:
+        """What the optimizer's scope adds to the parameters': updated parameters are gathered over it."""
+        return _beyond(self.parameters, self.optimizer)
+
+    @property
+    def all_reduced_axes(self) -> tuple[str, ...]:
+        """The replica axes over which hop two hands the same on to all: it all-reduces over these."""
+        return _beyond(self.optimizer_beyond_gradients, self.replica_axes)
+
+    @property
+    def gather_scopes(self) -> tuple[tuple[str, ...], ...]:
+        """The axes of each gather of the micro-steps, as far as we choose them."""
+        return () if self.is_automatic else self.gather.scopes(self.parameters)
+
+    @property
+    def hop_one_scopes(self) -> tuple[tuple[str, ...], ...]:
+        """The axes of each reduce-scatter of the micro-steps, as far as we choose them."""
+        if self.is_automatic or not self.two_hop:
+            return ()
+        return (*self.gather_scopes, self.gradients_beyond_parameters)
 
     @property
     def partition_size(self) -> int:
@@ -60,8 +103,14 @@ def make_layout(config: ShardingConfig, *, num_nodes: int, devices_per_node: int
 
     A scope of p devices lies inside a node if p <= devices_per_node and spans whole consecutive nodes otherwise.
     ValueError if a scope does not divide the devices, or the three are not nested (parameters within gradients within
-    optimizer state), or they would cut a node, or the nodes, in more than one place.
+    optimizer state), or they would cut a node, or the nodes, in more than one place; and for keys that do not go
+    together.
     """
+    gather = GATHER_POLICIES[config.gather]
+    if not config.two_hop:
+        gather.refuse_one_hop()
+    if config.partitioner == "auto":
+        _refuse_choices(config)
     if tensor < 1 or devices_per_node % tensor:
         raise ValueError(f"mesh.tensor={tensor} does not divide the {devices_per_node} devices of a node")
     local = devices_per_node // tensor
@@ -94,8 +143,8 @@ def make_layout(config: ShardingConfig, *, num_nodes: int, devices_per_node: int
         **{name: _axes(shape, size) for name, size in zip(names, sizes, strict=True)},
         hierarchical=config.hierarchical,
         two_hop=config.two_hop,
-        gather=config.gather,
-        partitioner=config.partitioner,
+        gather=gather,
+        is_automatic=config.partitioner == "auto",
     )
 
 
@@ -106,6 +155,21 @@ def _scopes(config: ShardingConfig) -> tuple[str | int, str | int, str | int]:
     if config.strategy == "mics":
         return config.partition_size, config.partition_size, config.partition_size
     return STRATEGIES[config.strategy]
+
+
+def _refuse_choices(config: ShardingConfig) -> None:
+    """Raises ValueError for a key that XLA's partitioner would not follow."""
+    for key, default in (("hierarchical", True), ("two_hop", True), ("gather", LAYER.name)):
+        if getattr(config, key) != default:
+            raise ValueError(
+                f"sharding.{key}={getattr(config, key)} has no effect with sharding.partitioner=auto, by which XLA "
+                f"chooses the collectives; set sharding.{key}={default}, or sharding.partitioner=manual"
+            )
+
+
+def _beyond(inner: tuple[str, ...], outer: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the axes of `outer` that are not in `inner`, in their order."""
+    return tuple(axis for axis in outer if axis not in inner)
 
 
 def _scope_size(name: str, scope: str | int, *, num_nodes: int, local: int, tensor: int) -> int:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.collectives import PLAIN, Group, LevelCodecs, vary
-from sharding.mesh import DATA_AXES, INTER_AXES
+from sharding.mesh import DATA_AXES
 from sharding.scopes import Layout
 from sharding.spec import Placement, is_placement, pspecs
 
@@ -52,8 +52,8 @@ class ShardingPlan:
     layout: Layout
     placements: PyTree  # of Placement, a tree like the parameters
     compute_dtype: Any = jnp.float32
-    gathers: LevelCodecs = PLAIN  # the codecs of the micro-steps' gathers
-    scatters: LevelCodecs = PLAIN  # and of hop one
+    gather_codecs: LevelCodecs = PLAIN  # of the micro-steps' gathers
+    hop_one_codecs: LevelCodecs = PLAIN
 
     @property
     def sum_dtype(self) -> Any:
@@ -77,7 +77,7 @@ class ShardingPlan:
     @property
     def without_codecs(self) -> "ShardingPlan":
         """The same with gathers that lose nothing: for what is told about the parameters, not how they are trained."""
-        return dataclasses.replace(self, gathers=PLAIN)
+        return dataclasses.replace(self, gather_codecs=PLAIN)
 
     def map(self, function: Callable[..., Any], *trees: PyTree) -> PyTree:
         """Maps `function(placement, leaf, ...)` over trees like the parameters."""
@@ -96,8 +96,8 @@ class ShardingPlan:
             scope=scope,
             hierarchical=self.layout.hierarchical,
             over_gloo=self.over_gloo,
-            gathers=self.gathers if coded else PLAIN,
-            scatters=self.scatters if coded else PLAIN,
+            gather_codecs=self.gather_codecs if coded else PLAIN,
+            reduce_scatter_codecs=self.hop_one_codecs if coded else PLAIN,
             tensor_is_manual=tensor_is_manual,
         )
 
@@ -120,10 +120,9 @@ def build_train_step(
     `watch` picks from the optimizer's state. Where `drift` finds `[R, ...]` in it, a replica's gradient is that at the
     parameters plus its drift.
     """
-    auto = plan.layout.partitioner == "auto"
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        if auto:
+        if plan.layout.is_automatic:
             grads_R, value = auto_gradients(loss, plan, state.params, batch)
         else:
             grads_R, value = manual_gradients(loss, plan, state.params, batch, drift(state.opt_state))
@@ -144,7 +143,7 @@ def build_eval_step(measures: Measures, plan: ShardingPlan) -> Callable[[PyTree,
         def rows_sums(params: PyTree, batch: Batch, gather: Gather) -> dict[str, jax.Array]:
             return jax.tree.map(jnp.sum, lax.map(lambda micro: measures(params, micro, gather), dict(batch)))
 
-        if plan.layout.partitioner == "auto":
+        if plan.layout.is_automatic:
             sums = rows_sums(params, batch, auto_gather(plan))
         else:
             gather = layer_gather(plan.without_codecs)
@@ -185,47 +184,68 @@ def manual_gradients(
     """
     layout = plan.layout
 
-    def micro_steps(params: PyTree, batch: Batch, total: jax.Array, drift_R: PyTree) -> tuple[PyTree, jax.Array]:
-        if layout.two_hop:  # the types now differ between replicas: autodiff sums nothing over them
-            params = jax.tree.map(lambda x: vary(x, layout.data_axes), params)
-        if drift_R is not None:
-            params = jax.tree.map(lambda x, d: x + vary(d[0], layout.data_axes), params, drift_R)
-        kept = gather_tree(plan, plan.placements, params) if layout.gather == "step" else params
-        inter = tuple(axis for axis in layout.parameters if axis in INTER_AXES)
-        intra = tuple(axis for axis in layout.parameters if axis not in INTER_AXES)
-
-        def micro_loss(kept: PyTree, micro: Batch) -> jax.Array:
-            match layout.gather:
-                case "layer":
-                    return loss(kept, micro, layer_gather(plan)) / total
-                case "node":
-                    in_node = gather_tree(plan, plan.placements, kept, inter)
-                    return loss(in_node, micro, layer_gather(plan, intra)) / total
-                case "micro_step":
-                    kept = gather_tree(plan, plan.placements, kept)
-            return loss(kept, micro, lambda name, tree: tree) / total
-
-        def micro_step(carry: tuple[PyTree, jax.Array], item: tuple[jax.Array, Batch]) -> tuple[Any, None]:
-            i, micro = item
-            used = kept  # tied to the loop, or XLA would move gathers out of it and keep what they gather
-            if layout.gather != "step":
-                used = jax.tree.map(lambda x: lax.optimization_barrier((x, i))[0], kept)
-            value, grads = jax.value_and_grad(micro_loss)(used, micro)
-            if layout.gather == "step":
-                grads = hop_one(plan, plan.placements, grads)
-            grads = to_gradient_scope(plan, grads)
-            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry, (grads, value)), None
-
-        zeros = to_gradient_scope(plan, jax.tree.map(jnp.zeros_like, params), zeros=True)
-        carry = (zeros, vary(jnp.zeros(()), layout.data_axes))
-        micros = batch["weights"].shape[0]
-        (grads, value), _ = lax.scan(micro_step, carry, (jnp.arange(micros), dict(batch)))
+    def on_device(params: PyTree, batch: Batch, total: jax.Array, drift_R: PyTree) -> tuple[PyTree, jax.Array]:
+        own = replica_parameters(plan, params, drift_R)
+        grads, value = micro_steps(loss, plan, own, batch, total)
+        # what is not cut is equal on all devices of the scope: its type is to say so
         grads = plan.map(lambda p, g: g if p.dim is not None else same_on_all(g, layout.gradients), grads)
+        # times R: hop two takes the mean, and divided by the `total` of all replicas their gradients are to add up
         return jax.tree.map(lambda g: g[None] * layout.num_replicas, grads), lax.psum(value, layout.data_axes)
 
     specs_R = gradient_specs(plan, tensor=False)
-    run = run_manual(plan, micro_steps, (specs_R, REPLICATED), (REPLICATED, None if drift_R is None else specs_R))
+    run = run_manual(plan, on_device, (specs_R, REPLICATED), (REPLICATED, None if drift_R is None else specs_R))
     return run(params, batch, jnp.sum(batch["weights"]), drift_R)
+
+
+def replica_parameters(plan: ShardingPlan, params: PyTree, drift_R: PyTree | None) -> PyTree:
+    """Returns this device's shards of its replica's parameters.
+
+    With two hops their types differ between replicas, so that autodiff sums nothing over them: hop two is deferred.
+    """
+    axes = plan.layout.data_axes
+    if plan.layout.two_hop:
+        params = jax.tree.map(lambda x: vary(x, axes), params)
+    if drift_R is not None:
+        params = jax.tree.map(lambda x, d: x + vary(d[0], axes), params, drift_R)
+    return params
+
+
+def micro_steps(
+    loss: Loss, plan: ShardingPlan, params: PyTree, batch: Batch, total: jax.Array
+) -> tuple[PyTree, jax.Array]:
+    """Returns the sums over the micro-steps of this device's gradients, in their scope, and losses over `total`."""
+    policy, parameters = plan.layout.gather, plan.layout.parameters
+
+    # before the micro-steps: gather what is kept for all of them
+    kept = gather_tree(plan, plan.placements, params, policy.each_step(parameters)) if policy.each_step else params
+
+    def micro_step(carry: tuple[PyTree, jax.Array], item: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+        i, micro = item
+        used = kept
+        if not policy.each_step:  # tied to the loop, or XLA would move gathers out of it and keep what they gather
+            used = jax.tree.map(lambda x: lax.optimization_barrier((x, i))[0], kept)
+        # forward and backward pass; what is gathered in it is reduce-scattered on the way back: hop one
+        value, grads = jax.value_and_grad(lambda kept: micro_loss(loss, plan, kept, micro) / total)(used)
+        if policy.each_step:
+            grads = hop_one(plan, plan.placements, grads)
+        grads = to_gradient_scope(plan, grads)
+        return jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry, (grads, value)), None
+
+    zeros = to_gradient_scope(plan, jax.tree.map(jnp.zeros_like, params), zeros=True)
+    carry = (zeros, vary(jnp.zeros(()), plan.layout.data_axes))
+    indices = jnp.arange(batch["weights"].shape[0])
+    (grads, value), _ = lax.scan(micro_step, carry, (indices, dict(batch)))
+    return grads, value
+
+
+def micro_loss(loss: Loss, plan: ShardingPlan, kept: PyTree, micro: Batch) -> jax.Array:
+    """Returns the loss of this device's rows `[rows, ...]`, gathering what the policy gathers in a micro-step."""
+    policy, parameters = plan.layout.gather, plan.layout.parameters
+    if policy.each_micro_step:
+        kept = gather_tree(plan, plan.placements, kept, policy.each_micro_step(parameters))
+    if policy.each_use:
+        return loss(kept, micro, layer_gather(plan, policy.each_use(parameters)))
+    return loss(kept, micro, lambda name, tree: tree)
 
 
 def same_on_all(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -325,10 +345,10 @@ def _hop_one_leaves(plan: ShardingPlan, group: Group, grads: list[jax.Array]) ->
 def to_gradient_scope(plan: ShardingPlan, grads: PyTree, *, zeros: bool = False) -> PyTree:
     """Reduces gradients from the parameters' scope to their own, each micro-step (ZeRO-2); `zeros` needs no sum."""
     layout = plan.layout
-    extra = tuple(axis for axis in layout.gradients if axis not in layout.parameters)
-    group = plan.group(plan.placements, extra, coded=True)
+    added_axes = layout.gradients_beyond_parameters
+    group = plan.group(plan.placements, added_axes, coded=True)
     leaves, tree = jax.tree.flatten(grads)
-    if layout.two_hop and not zeros and extra:
+    if layout.two_hop and not zeros and added_axes:
         # the values came from the compute dtype: nothing is lost in casting back
         summed = group.reduce_scatter([x.astype(plan.sum_dtype) for x in leaves])
     else:
@@ -342,11 +362,11 @@ def to_gradient_scope(plan: ShardingPlan, grads: PyTree, *, zeros: bool = False)
 def to_parameter_scope(plan: ShardingPlan, params: PyTree) -> PyTree:
     """Gathers updated parameters from the optimizer state's scope into their own, once a step."""
     layout = plan.layout
-    extra = tuple(axis for axis in layout.optimizer if axis not in layout.parameters)
-    if not extra or layout.partitioner == "auto":
+    added_axes = layout.optimizer_beyond_parameters
+    if not added_axes or layout.is_automatic:
         return plan.constrain(params, layout.parameters)
 
-    group = plan.group(plan.placements, extra, tensor_is_manual=True)
+    group = plan.group(plan.placements, added_axes, tensor_is_manual=True)
     leaves, tree = jax.tree.flatten(params)
     gather = jax.shard_map(
         lambda shards: group.gather(shards, to="invarying"),

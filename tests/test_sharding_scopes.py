@@ -149,6 +149,47 @@ def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gather": "node", "two_hop": False}, "sharding.gather=node needs sharding.two_hop"),
+        ({"partitioner": "auto", "hierarchical": False}, "sharding.hierarchical=False has no effect"),
+        ({"partitioner": "auto", "two_hop": False}, "set sharding.two_hop=True, or sharding.partitioner=manual"),
+        ({"partitioner": "auto", "gather": "step"}, "sharding.gather=step has no effect"),
+        ({"partitioner": "auto", "gather": "node"}, "set sharding.gather=layer"),
+    ],
+)
+def test_choices_that_do_not_go_together(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        layout_of("zero3", 4, 2, **changes)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_a_scope_adds_to_another() -> None:
+    """On 4 nodes of 2: parameters by the node, gradients by two nodes, optimizer state by all."""
+    layout = layout_of("custom", 4, 2, parameters="node", gradients=4, optimizer=4)
+    assert layout.gradients_beyond_parameters == layout.optimizer_beyond_parameters == ("shard_inter",)
+    assert layout.optimizer_beyond_gradients == () and layout.all_reduced_axes == ("replica_inter",)
+    layout = layout_of("custom", 4, 2, parameters="node", gradients="node", optimizer=4)
+    assert layout.optimizer_beyond_gradients == ("shard_inter",) and layout.all_reduced_axes == ("replica_inter",)
+    assert layout.axes_inside_replica == ("replica_intra", "shard_intra", "tensor") and layout.replicas_cross_nodes
+
+
+@pytest.mark.parametrize(
+    ("gather", "scopes"),
+    [
+        ("layer", [("shard_intra", "shard_inter")]),
+        ("node", [("shard_inter",), ("shard_intra",)]),
+        ("micro_step", [("shard_intra", "shard_inter")]),
+        ("step", [("shard_intra", "shard_inter")]),
+    ],
+)
+def test_gathers_of_a_micro_step(gather: str, scopes: list[tuple[str, ...]]) -> None:
+    layout = layout_of("zero3", 4, 2, gather=gather)
+    assert list(layout.gather_scopes) == scopes and list(layout.hop_one_scopes) == [*scopes, ()]
+    assert layout_of("zero3", 4, 2, partitioner="auto").gather_scopes == ()
+
+
+@pytest.mark.parametrize(
     ("scopes", "said"),
     [
         (("all", "node", "all"), "the scope of parameters (16 devices) must lie within that of gradients (4 devices)"),

@@ -29,7 +29,7 @@ OPTIONS = {
 
 
 def is_legal(case: dict) -> bool:
-    """A group of one device holds no tensor split; the automatic partitioner reads neither gathers nor hops."""
+    """A group of one device holds no tensor split; the automatic partitioner refuses to be told of gathers and hops."""
     if case["tensor"] == 2 and case["strategy"] == "mics1":
         return False
     return case["partitioner"] == "manual" or (case["hierarchical"], case["two_hop"], case["gather"]) == (

@@ -39,10 +39,10 @@ def rounded(x: np.ndarray, bits: int) -> np.ndarray:
 def test_a_coded_gather_is_numpy(hierarchical: bool) -> None:
     """Each level encodes what it gathers; a flat gather between nodes has the codec between nodes."""
     chunks = np.random.default_rng(0).normal(size=(8, 50)).astype(np.float32)
-    wire = LevelCodecs(inter=INT8, intra=INT4)
+    codecs = LevelCodecs(inter=INT8, intra=INT4)
 
     def gather(x: jax.Array) -> jax.Array:
-        return all_gather_chunks(x.reshape(-1), SCOPE, hierarchical=hierarchical, to="invarying", wire=wire)
+        return all_gather_chunks(x.reshape(-1), SCOPE, hierarchical=hierarchical, to="invarying", codecs=codecs)
 
     got = jax.jit(jax.shard_map(gather, mesh=MESH, in_specs=P(SCOPE), out_specs=P()))(chunks)
     wanted = rounded(chunks, 8)
@@ -56,10 +56,10 @@ def test_a_coded_gather_is_numpy(hierarchical: bool) -> None:
 def test_a_coded_reduce_scatter_is_numpy(hierarchical: bool) -> None:
     """Inside the node first, each level's rows encoded once and summed in f32."""
     given = np.random.default_rng(0).normal(size=(2, 4, 8, 50)).astype(np.float32)  # [inter, intra, chunk, N]
-    wire = LevelCodecs(inter=INT4, intra=INT8)
+    codecs = LevelCodecs(inter=INT4, intra=INT8)
 
     def scatter(x: jax.Array) -> jax.Array:
-        return reduce_scatter_chunks(x[0, 0], SCOPE, hierarchical=hierarchical, wire=wire)
+        return reduce_scatter_chunks(x[0, 0], SCOPE, hierarchical=hierarchical, codecs=codecs)
 
     spec = P("shard_inter", "shard_intra")
     got = jax.jit(jax.shard_map(scatter, mesh=MESH, in_specs=spec, out_specs=P(SCOPE)))(given).reshape(8, 50)
@@ -77,8 +77,8 @@ GROUP = Group(
     placements=tuple(Placement(dim=0, tensor_dim=None, ndim=len(shape)) for shape in SHAPES.values()),
     scope=SCOPE,
     hierarchical=True,
-    gathers=LevelCodecs(inter=INT4, intra=INT4),
-    scatters=LevelCodecs(intra=INT4),
+    gather_codecs=LevelCodecs(inter=INT4, intra=INT4),
+    reduce_scatter_codecs=LevelCodecs(intra=INT4),
 )
 
 
@@ -118,11 +118,11 @@ def test_a_gradient_is_summed_in_blocks_of_its_own_and_a_vector_as_it_is() -> No
     np.testing.assert_allclose(np.asarray(got[2]), given[2].sum((0, 1)), rtol=1e-5, atol=1e-5)
 
 
-ZERO_PLUS_PLUS = dict(gathers=LevelCodecs(inter=INT8), scatters=LevelCodecs(inter=INT4, intra=INT4))
+ZERO_PLUS_PLUS = dict(gather_codecs=LevelCodecs(inter=INT8), hop_one_codecs=LevelCodecs(inter=INT4, intra=INT4))
 
 
-def plan(wires: dict[str, LevelCodecs], **how: Any) -> ShardingPlan:
-    return workload.plan("decoder", **({"strategy": "zero3"} | how), **wires)
+def plan(codecs: dict[str, LevelCodecs], **how: Any) -> ShardingPlan:
+    return workload.plan("decoder", **({"strategy": "zero3"} | how), **codecs)
 
 
 def collectives(sharding: ShardingPlan) -> list[hlo.Collective]:
@@ -145,7 +145,7 @@ def test_the_program_sends_bytes() -> None:
 
 def test_a_coded_gather_sends_whole_blocks_of_each_matrix_and_vectors_apart() -> None:
     """Of each of two layers in each micro-step, in zero3: what the codec claims for each matrix, f32 for the norms."""
-    found = collectives(plan(dict(gathers=LevelCodecs(inter=INT8))))
+    found = collectives(plan(dict(gather_codecs=LevelCodecs(inter=INT8))))
     crossing = [c for c in found if set(c.axes) & set(INTER_AXES) and c.label == "gather" and c.times == 2 * 2]
     layer = jax.tree.leaves(workload.specs("decoder")["layers"], is_leaf=lambda x: hasattr(x, "dims"))
     shards = [int(np.prod(spec.shape[1:])) // 8 for spec in layer if len(spec.shape) > 2]
@@ -199,9 +199,9 @@ def test_a_rematerialised_layer_takes_codecs(name: str, bits: int) -> None:
     """The first loss is that of a single device with rounded matrices; hop one's codec is in those after it."""
     degree, how, where = IN_A_LAYER[name]
     codec = Blockwise(bits=bits, block=BLOCK)
-    wire = LevelCodecs(inter=codec, intra=codec) if where == "both" else LevelCodecs(intra=codec)
+    codecs = LevelCodecs(inter=codec, intra=codec) if where == "both" else LevelCodecs(intra=codec)
     how = dict(strategy="mics", partition_size=8 if "tensor" in how else 4) | how
-    sharding = plan(dict(gathers=wire, scatters=wire), **how)
+    sharding = plan(dict(gather_codecs=codecs, hop_one_codecs=codecs), **how)
     got = workload.losses("decoder", sharding)
     np.testing.assert_allclose(got[0], single_device_loss(as_gathered(sharding, bits, degree)), rtol=1e-6)
     np.testing.assert_allclose(got, workload.single_device_losses("decoder"), rtol={8: 3e-3, 4: 0.04}[bits])
@@ -209,7 +209,7 @@ def test_a_rematerialised_layer_takes_codecs(name: str, bits: int) -> None:
 
 def test_validation_is_of_the_parameters_as_they_are_stored() -> None:
     """Those of a checkpoint, not what a coded gather makes of them."""
-    sharding = plan(dict(gathers=LevelCodecs(inter=INT4, intra=INT4)))
+    sharding = plan(dict(gather_codecs=LevelCodecs(inter=INT4, intra=INT4)))
     state = workload.first_state("decoder", sharding, optax.identity())
     evaluate = jax.jit(build_eval_step(workload.model("decoder").evaluate, sharding))
     sums = evaluate(state.params, workload.put_batch(sharding, 1))
@@ -220,10 +220,10 @@ def test_validation_is_of_the_parameters_as_they_are_stored() -> None:
 @pytest.mark.parametrize("strategy", [dict(), dict(strategy="mics", partition_size=4), dict(strategy="zero2")])
 @pytest.mark.parametrize("gather", ["layer", "node", "micro_step"])
 def test_training_with_codecs_stays_near(strategy: dict, gather: str) -> None:
-    wires = (
-        ZERO_PLUS_PLUS if strategy.get("strategy") != "zero2" else dict(scatters=LevelCodecs(inter=INT8, intra=INT8))
-    )
-    got = workload.losses("decoder", plan(wires, gather=gather, **strategy))
+    codecs = ZERO_PLUS_PLUS
+    if strategy.get("strategy") == "zero2":
+        codecs = dict(hop_one_codecs=LevelCodecs(inter=INT8, intra=INT8))
+    got = workload.losses("decoder", plan(codecs, gather=gather, **strategy))
     np.testing.assert_allclose(got, workload.single_device_losses("decoder"), rtol=0.03)
     assert (got != workload.losses("decoder", plan({}, gather=gather, **strategy))).any()
 
@@ -282,11 +282,11 @@ def test_a_codec_on_a_level_that_is_not_crossed(changes: dict, how: dict, said: 
         make_codecs(config, workload.plan("decoder", **how).layout)
 
 
-def test_wires_by_the_config() -> None:
+def test_codecs_by_the_config() -> None:
     changes = {"gather_inter": "int8", "hop_one_inter": "int4", "rounding": "stochastic", "block": 64}
     config = CompressionConfig(**(base.get_config().compression.to_dict() | changes))
-    gathers, scatters = make_codecs(config, workload.plan("decoder", strategy="zero3").layout)
-    assert gathers == LevelCodecs(inter=Blockwise(bits=8, block=64)) and scatters == LevelCodecs(
+    gather_codecs, hop_one_codecs = make_codecs(config, workload.plan("decoder", strategy="zero3").layout)
+    assert gather_codecs == LevelCodecs(inter=Blockwise(bits=8, block=64)) and hop_one_codecs == LevelCodecs(
         inter=Blockwise(bits=4, block=64)
     )
     with pytest.raises(ValueError, match="gather_inter=two_bit is not known; one of none, bf16, int8, int4"):

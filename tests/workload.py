@@ -117,15 +117,20 @@ def plan(
     tensor: int = 1,
     num_layers: int = 2,
     dtype: Any = jnp.float32,
-    gathers: LevelCodecs = PLAIN,
-    scatters: LevelCodecs = PLAIN,
+    gather_codecs: LevelCodecs = PLAIN,
+    hop_one_codecs: LevelCodecs = PLAIN,
     **how,
 ) -> ShardingPlan:
     layout = make_layout(sharding_config(**how), num_nodes=nodes, devices_per_node=per_node, tensor=tensor)
     mesh = make_mesh(layout.shape, find_nodes(jax.devices()[: nodes * per_node], per_node))
     placements = place_all(specs(kind, num_layers), layout)
     return ShardingPlan(
-        mesh=mesh, layout=layout, placements=placements, compute_dtype=dtype, gathers=gathers, scatters=scatters
+        mesh=mesh,
+        layout=layout,
+        placements=placements,
+        compute_dtype=dtype,
+        gather_codecs=gather_codecs,
+        hop_one_codecs=hop_one_codecs,
     )
 
 

@@ -109,22 +109,18 @@ def make_experiment(config: Config) -> Experiment:
     layout = make_layout(
         config.sharding, num_nodes=len(nodes), devices_per_node=len(nodes[0]), tensor=config.mesh.tensor
     )
-    if layout.gather in ("layer", "node") and layout.parameters and model.config.remat == "none":
-        raise ValueError(
-            f"sharding.gather={layout.gather} with model.remat=none would keep every gathered layer for the backward "
-            "pass; use model.remat=full or dots, or sharding.gather=micro_step"
-        )
+    layout.gather.refuse_remat(model.config.remat, layout.parameters)
     specs = model.param_specs()
     if config.mesh.tensor > 1 and not has_tensor_dims(specs):
         raise ValueError(f"mesh.tensor={config.mesh.tensor} cannot split a {model.config.kind}; set mesh.tensor=1")
-    gathers, scatters = make_codecs(config.compression, layout)
+    gather_codecs, hop_one_codecs = make_codecs(config.compression, layout)
     plan = ShardingPlan(
         mesh=make_mesh(layout.shape, nodes),
         layout=layout,
         placements=place_all(specs, layout),
         compute_dtype=jnp.dtype(model.config.compute_dtype),
-        gathers=gathers,
-        scatters=scatters,
+        gather_codecs=gather_codecs,
+        hop_one_codecs=hop_one_codecs,
     )
     batches = BatchLayout(
         config=config.batch,

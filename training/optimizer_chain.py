@@ -25,7 +25,7 @@ def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTra
     method = method_named(compression.hop_two)
     method.check(setup)
     hop_two, downstream = method.transform(setup), method.downstream(optimizer)
-    make = partial(make_optimizer, downstream, config.num_steps, specs, local=on_each_device(plan.mesh))
+    make = partial(make_optimizer, downstream, config.num_steps, specs, on_each_device=on_each_device(plan.mesh))
     if not local.inner_steps:
         return make(hop_two)
     check_local_sgd(local, plan.layout, config.num_steps)

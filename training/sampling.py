@@ -57,7 +57,7 @@ def generate(ex: Experiment, params: Any, prompt: np.ndarray, *, length: int, te
         return out[None]
 
     def run(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        if layout.partitioner == "auto":
+        if layout.is_automatic:
             return sample(params, batch, auto_gather(ex.plan))
         gather = layer_gather(ex.plan.without_codecs)
         return run_manual(ex.plan, lambda p, b: sample(p, b, gather), ex.plan.batch_spec)(params, batch)

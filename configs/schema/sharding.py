@@ -32,8 +32,6 @@ class ShardingConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gather == "node" and not self.two_hop:
-            raise ValueError("sharding.gather=node needs sharding.two_hop: hop one has its two levels apart")
         by_hand = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer")}
         if self.strategy == "mics" and self.partition_size < 1:
             raise ValueError(
