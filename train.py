@@ -52,8 +52,8 @@ from state import (
     Restored,
     check_path,
     latest_config,
-    manifest,
 )
+from state.shared_hashing import damage
 from state.snapshots import Snapshots
 from training.experiment import Experiment, MeshConfig, make_experiment
 from training.sampling import SampleConfig, Sampler
@@ -168,26 +168,22 @@ def keep_freed_memory() -> None:
 
 def is_finished(config: Config, workdir: Path) -> bool:
     """Whether `workdir` holds this run and it is done, which is said. ValueError if it holds another run."""
-    done = broadcast(new_key("finished"), lambda: holds_finished(config, workdir))
+    done = broadcast(new_key("finished"), lambda: says_finished(config, workdir))
+    if done:  # with a last checkpoint that is damaged, `resume` says so, and goes on from the step before it
+        done = damage(workdir / "checkpoints" / str(config.num_steps), new_key("finished-checkpoint")) is None
     if done and jax.process_index() == 0:
         print(f"{workdir} is finished: {config.num_steps} steps are done")
     return done
 
 
-def holds_finished(config: Config, workdir: Path) -> bool:
-    """Whether `workdir` holds this run and it is done. ValueError with the differences if it holds another run."""
+def says_finished(config: Config, workdir: Path) -> bool:
+    """Whether `workdir` holds this run and says that it is done. ValueError with the differences if it is another."""
     files = read_run(workdir) if (workdir / METRICS_FILE).exists() else RunFiles(run_dir=workdir)
     saved = latest_config(workdir / "checkpoints") or files.config  # if it stopped before its first checkpoint
     if not saved:
         return False
     check_same_run(saved, config, workdir)
-    if files.summary.get("exit_reason") != "finished":
-        return False
-    try:
-        manifest.verify(workdir / "checkpoints" / str(config.num_steps))
-    except manifest.DamagedError:  # `resume` says so, and goes on from the step before it
-        return False
-    return True
+    return files.summary.get("exit_reason") == "finished"
 
 
 def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> None:
