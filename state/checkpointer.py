@@ -1,8 +1,8 @@
 """Saves training states through Orbax's asynchronous CheckpointManager; restores only what verifies.
 
 A save writes into a folder in DIR/unfinished. When the data of every process is there (Orbax waits for all of them),
-process 0 hashes the files, commits the manifest, renames the step into DIR, and only then deletes older steps. Restore
-verifies every file of a step before it loads one.
+each process hashes its own files; process 0 commits the manifest, renames the step into DIR, and only then deletes
+older steps. Restore verifies every file of a step before it loads one; the processes share that too.
 """
 
 import json
@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from configs.schema import CheckpointConfig
 from files import atomic
 from runtime.consensus import Key, broadcast, new_key
-from state import check_path, manifest, retention, tree
+from state import check_path, manifest, retention, shared_hashing, tree
 from state.quiet import quiet_orbax
 
 _ANNOTATION = re.compile(r" \[\w+(\[\d+\])?='([^'\\]|\\.)*'\]")  # TensorStore's: specifications of kilobytes
@@ -132,13 +132,17 @@ class Checkpointer:
             state=tree.save_arguments(arrays), data=ocp.args.JsonSave(data), config=ocp.args.JsonSave(config)
         )
         metrics = {name: float(value) for name, value in (metrics or {}).items()}
+        folder = self.directory / str(step)
         try:
-            attempt = broadcast(new_key("prepare"), lambda: self._prepare(step, data, config))
+            is_there = broadcast(new_key("is-there"), folder.exists)
+            damage = shared_hashing.damage(folder, new_key("saved")) if is_there else None
+            is_saved = is_there and broadcast(new_key("is-saved"), lambda: self._is_saved(step, damage, data, config))
+            attempt = None if is_saved else broadcast(new_key("prepare"), self._prepare)
         except (OSError, RuntimeError) as error:
             raise self._failed(step, error) from error
         if attempt is None:
             return
-        key = new_key("commit")
+        keys = new_key("written"), new_key("hashes"), new_key("commit")
         try:
             if self._manager is None or attempt != self._attempt:
                 self._manager, self._attempt = self._new_manager(attempt), attempt
@@ -149,7 +153,7 @@ class Checkpointer:
             self._manager = None
             raise self._failed(step, error) from error
         self._thread = threading.Thread(
-            target=self._finish, args=(manager, key, step, leaves, metrics), name=f"checkpoint-{step}"
+            target=self._finish, args=(manager, keys, step, leaves, metrics), name=f"checkpoint-{step}"
         )
         self._thread.start()
 
@@ -164,7 +168,7 @@ class Checkpointer:
         """
         self.wait()
         wanted = tree.flatten_abstract(abstract_state)
-        step = broadcast(new_key("restore"), lambda: self._choose(wanted, newer_than))
+        step = self._choose(wanted, newer_than)
         if step is None:
             return None
         folder = self.directory / str(step)
@@ -211,31 +215,27 @@ class Checkpointer:
             ),
         )
 
-    def _prepare(self, step: int, data: dict[str, Any], config: dict[str, Any]) -> str | None:
+    def _prepare(self) -> str:
         """Makes room for a new step and returns the folder in DIR/unfinished to write it in (process 0).
 
-        After a failed save that is a new folder: TensorStore may still be writing into the old one. None if there is
-        nothing to write.
+        After a failed save that is a new folder: TensorStore may still be writing into the old one.
         """
-        if self._is_saved(step, data, config):
-            return None
         attempt = self._attempt if self._manager is not None else secrets.token_hex(8)
         retention.remove_unfinished(self.directory, keep=attempt)
         (self.directory / manifest.UNFINISHED / attempt).mkdir(parents=True, exist_ok=True)
         return attempt
 
-    def _is_saved(self, step: int, data: dict[str, Any], config: dict[str, Any]) -> bool:
-        """Whether this run has saved `step`, after setting aside one that is damaged. ValueError for another run's.
+    def _is_saved(self, step: int, damage: str | None, data: dict[str, Any], config: dict[str, Any]) -> bool:
+        """Whether this run has saved `step`, which is there; sets it aside if it has `damage` (process 0).
 
-        An earlier attempt may do that at any time: its process 0 was frozen in a commit, and goes on.
+        ValueError if it is another run's. An earlier attempt may save it at any time: its process 0 was frozen in a
+        commit, and goes on.
         """
         folder = self.directory / str(step)
         if not folder.exists():
             return False
-        try:
-            manifest.verify(folder)
-        except manifest.DamagedError as error:
-            self._set_aside([(step, error)], f"step {step} is saved again")
+        if damage is not None:
+            self._set_aside({step: damage}, f"step {step} is saved again")
             return False
         files = (manifest.DATA_FILE, manifest.CONFIG_FILE)
         saved_data, saved_config = (json.loads((folder / file).read_text()) for file in files)
@@ -247,61 +247,81 @@ class Checkpointer:
     def _finish(
         self,
         manager: ocp.CheckpointManager,
-        key: Key,
+        keys: tuple[Key, Key, Key],
         step: int,
         leaves: tuple[manifest.Leaf, ...],
         metrics: dict[str, float],
     ) -> None:
         """Waits for the data, commits the step, deletes old ones (in a thread; `wait` raises what went wrong)."""
-
-        def write_and_commit() -> None:
+        written, hashes, commit = keys
+        folder = self.directory / manifest.UNFINISHED / self._attempt / str(step)
+        failed: Exception | None = None
+        try:
             manager.wait_until_finished()
-            self._commit(step, leaves, metrics)
+        except Exception as error:  # the others hear of it
+            failed = error
+
+        def check_written() -> None:
+            if failed:
+                raise failed
 
         try:
-            if jax.process_index() != 0:
-                manager.wait_until_finished()
-            broadcast(key, write_and_commit)
+            broadcast(written, check_written)  # in process 0, where Orbax renames the files of all
+            files = shared_hashing.describe(folder, hashes, check_written)
+            broadcast(commit, lambda: self._commit(folder, files, step, leaves, metrics))
         except Exception as error:
             self._manager = None  # Orbax's manager keeps raising the error of a save that failed
             self._error = self._failed(step, error)
             self._error.__cause__ = error
 
-    def _commit(self, step: int, leaves: tuple[manifest.Leaf, ...], metrics: dict[str, float]) -> None:
-        """Makes the step in DIR/unfinished a checkpoint: hashes, manifest, rename; then the old ones go."""
-        folder = self.directory / manifest.UNFINISHED / self._attempt / str(step)
-        manifest.write(folder, manifest.build(folder, step=step, tree=leaves, metrics=metrics))
+    def _commit(
+        self,
+        folder: Path,
+        files: tuple[manifest.File, ...],
+        step: int,
+        leaves: tuple[manifest.Leaf, ...],
+        metrics: dict[str, float],
+    ) -> None:
+        """Makes the step in DIR/unfinished a checkpoint: manifest, rename; then the old ones go (process 0)."""
+        manifest.write(folder, manifest.build(folder, files, step=step, tree=leaves, metrics=metrics))
         folder.rename(self.directory / str(step))
         atomic.sync(self.directory)
         retention.remove_old(self.directory, self.config)
 
     def _choose(self, wanted: Mapping[str, tree.Wanted], newer_than: int) -> int | None:
-        """Returns the newest step that verifies, after setting the damaged ones above it aside (process 0)."""
-        damaged: list[tuple[int, manifest.DamagedError]] = []
-        for step in reversed(manifest.step_numbers(self.directory)):
-            if step <= newer_than:
+        """Returns the newest step that verifies, the same in every process."""
+        steps = broadcast(new_key("steps"), lambda: manifest.step_numbers(self.directory))
+        chosen, damaged = None, {}
+        for step in reversed([step for step in steps if step > newer_than]):
+            damage = shared_hashing.damage(self.directory / str(step), new_key("verified"))
+            if damage is None:
+                chosen = step
                 break
-            try:
-                found = manifest.verify(self.directory / str(step))
-            except manifest.DamagedError as error:
-                damaged.append((step, error))
-                continue
-            tree.check_same_model(self.directory / str(step), found.tree, wanted)
-            self._set_aside(damaged, f"step {step} is used instead")
-            return step
-        if newer_than >= 0:
+            damaged[step] = damage
+        return broadcast(new_key("restore"), lambda: self._settle(chosen, damaged, wanted, newer_than))
+
+    def _settle(
+        self, chosen: int | None, damaged: dict[int, str], wanted: Mapping[str, tree.Wanted], newer_than: int
+    ) -> int | None:
+        """Returns `chosen`, a step that verifies, after setting the damaged ones above it aside (process 0)."""
+        if chosen is not None:
+            folder = self.directory / str(chosen)
+            tree.check_same_model(folder, manifest.read(folder).tree, wanted)
+            self._set_aside(damaged, f"step {chosen} is used instead")
+        elif newer_than >= 0:
             self._set_aside(damaged, f"step {newer_than} is used instead")
         elif damaged:
+            found = "; ".join(f"step {step}: {damage}" for step, damage in damaged.items())
             raise ValueError(
-                f"no checkpoint in {self.directory} verifies ({'; '.join(f'step {s}: {e}' for s, e in damaged)});"
+                f"no checkpoint in {self.directory} verifies ({found});"
                 " put a good copy back, or start again in an empty directory"
             )
-        return None
+        return chosen
 
-    def _set_aside(self, damaged: list[tuple[int, manifest.DamagedError]], instead: str) -> None:
-        for step, error in damaged:
+    def _set_aside(self, damaged: dict[int, str], instead: str) -> None:
+        for step, damage in damaged.items():
             target = retention.set_aside(self.directory, step)
-            self._report(f"checkpoint {self.directory / str(step)} is damaged ({error}): moved to {target}; {instead}")
+            self._report(f"checkpoint {self.directory / str(step)} is damaged ({damage}): moved to {target}; {instead}")
 
     def _is_committed(self, step: int) -> bool:
         try:

@@ -7,6 +7,7 @@ more: Orbax reads some that it finds.
 """
 
 import hashlib
+import heapq
 import json
 import os
 import re
@@ -83,24 +84,42 @@ def step_numbers(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]*", name))
 
 
-def build(folder: Path, *, step: int, tree: tuple[Leaf, ...], metrics: dict[str, float]) -> Manifest:
-    """Returns the manifest of the files in `folder`, after forcing each of them to disk.
+def describe(folder: Path, process: int = 0, count: int = 1) -> tuple[File, ...]:
+    """Returns the files in `folder` that one of `count` processes wrote, after forcing them and their folders to disk.
 
-    Raises DamagedError if Orbax did not finish them.
+    Process 0 describes also what Orbax wrote for all.
     """
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILE_NAME)
 
-    def describe(path: Path) -> File:
+    def hashed(path: Path) -> File:
         sha256, size = _hash_file(path, sync=True)
         return File(path=path.relative_to(folder).as_posix(), size=size, sha256=sha256)
 
+    of_writers = [folder / "state" / f"ocdbt.process_{writer}" for writer in range(count)]
+    if process:
+        own = [of_writers[process], *of_writers[process].rglob("*")]  # none if it had nothing to write
+    else:
+        others = {*of_writers[1:], folder / FILE_NAME}
+        own = [path for path in (folder, *folder.rglob("*")) if others.isdisjoint((path, *path.parents))]
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        files = tuple(pool.map(describe, paths))
+        files = tuple(pool.map(hashed, (path for path in own if path.is_file())))
+    for path in own:
+        if path.is_dir():
+            atomic.sync(path)
+    return files
+
+
+def build(
+    folder: Path, files: Sequence[File], *, step: int, tree: tuple[Leaf, ...], metrics: dict[str, float]
+) -> Manifest:
+    """Returns the manifest of the files in `folder`, as `describe` found them in every process.
+
+    Raises DamagedError if Orbax did not finish them, or if there is one that none described.
+    """
     _check_finished(files)
-    for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        atomic.sync(path)
+    _check_nothing_else(folder, files)
+    ordered = tuple(sorted(files, key=lambda file: PurePosixPath(file.path)))
     saved_at = datetime.now(UTC).isoformat(timespec="seconds")
-    return Manifest(step=step, saved_at=saved_at, metrics=metrics, tree=tree, files=files)
+    return Manifest(step=step, saved_at=saved_at, metrics=metrics, tree=tree, files=ordered)
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -145,18 +164,20 @@ def read(folder: Path) -> Manifest:
     return manifest
 
 
-def verify(folder: Path, only: str | None = None) -> Manifest:
+def verify(folder: Path, only: str | None = None, share: tuple[int, int] = (0, 1)) -> Manifest:
     """Returns the manifest of the step in `folder` after comparing every file (or `only` this one) with it.
 
-    Raises DamagedError naming the first file that differs, or that the manifest does not know, and UnknownFormatError.
-    Reads in small blocks: memory does not grow with the step.
+    A `share` of (1, 4) reads what the second of four processes has to. Raises DamagedError naming the first file that
+    differs, or that the manifest does not know, and UnknownFormatError. Reads in small blocks: memory does not grow
+    with the step.
     """
     manifest = read(folder)
     files = [file for file in manifest.files if only in (None, file.path)]
     if only is not None and not files:
         raise DamagedError(f"{only} is not in the manifest")
-    if only is None:
+    if only is None and share[0] == 0:
         _check_nothing_else(folder, files)
+    files = _share(files, *share)
     for file in files:  # first what costs nothing
         _check_size(folder, file)
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
@@ -209,7 +230,19 @@ def _check_nothing_else(folder: Path, files: Sequence[File]) -> None:
         for name in (*folders, *names):
             path = (Path(parent) / name).relative_to(folder).as_posix()
             if path not in known:
-                raise DamagedError(f"{path} is not in the manifest: it was put there after the step was saved")
+                raise DamagedError(f"{path} is not in the manifest: it was not there when the step was hashed")
+
+
+def _share(files: Sequence[File], process: int, count: int) -> list[File]:
+    """Returns the files that one of `count` processes reads: each, the largest first, goes to who has the least."""
+    loads = [(0, i) for i in range(count)]
+    own = []
+    for file in sorted(files, key=lambda file: -file.size):
+        load, taker = heapq.heappop(loads)
+        heapq.heappush(loads, (load + file.size, taker))
+        if taker == process:
+            own.append(file)
+    return sorted(own, key=lambda file: file.path)
 
 
 def _check_size(folder: Path, file: File) -> None:

@@ -1,8 +1,15 @@
-"""What process 0 finds reaches the others: answers, and errors of the kind that decides the exit code."""
+"""What the processes agree on: answers and errors of process 0 reach the others, in few calls to the store."""
+
+import json
+import subprocess
+import sys
 
 import jax
 import pytest
+from running import ROOT
 
+from benchmarks import agreement
+from benchmarks.records import recorded
 from runtime import consensus
 
 
@@ -44,3 +51,26 @@ def test_an_error_of_process_0_is_one_of_the_same_kind_in_the_others(
         with pytest.raises(kind) as caught:
             consensus.broadcast(key, answer)
         assert type(caught.value) is kind and str(caught.value) == str(raised)
+
+
+def test_four_processes_agree_in_few_calls_and_share_the_hashing() -> None:
+    """At most 3 calls a process to gather; each file is hashed once when saved, and once when restored."""
+    program = "import json; from benchmarks.agreement import measure; print(json.dumps(measure(4)))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    most = {"broadcast": 1, "all_gather": 3, "commit": 5, "restore": 4}
+    assert {key: max(calls) for key, calls in found["calls"].items()} == most
+    own, of_all = agreement.FILES * agreement.FILE_BYTES, 3 * len("{}")
+    assert found["hashed_bytes"]["commit"] == [own + of_all, own, own, own]
+    restored = found["hashed_bytes"]["restore"]
+    assert sum(restored) == 4 * own + of_all and max(restored) <= own + of_all
+
+
+def test_the_page_is_what_the_record_gives() -> None:
+    lines = recorded(agreement.RESULTS)
+    assert agreement.PAGE.read_text() == agreement.page(lines), "run: python -m benchmarks.agreement --report"
+    for line in lines:  # O(n): no process makes more calls in a large run than in a small one
+        assert {key: max(calls) for key, calls in line["calls"].items()} == {
+            key: max(calls) for key, calls in lines[0]["calls"].items()
+        }

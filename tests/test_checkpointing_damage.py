@@ -271,7 +271,8 @@ def test_a_step_that_the_run_deletes_while_others_are_looked_at_is_not_damage(
         for file in (manifest.STATE_FILE, manifest.DATA_FILE, manifest.CONFIG_FILE):
             (folder / file).parent.mkdir(parents=True)
             (folder / file).write_text("content")
-        manifest.write(folder, manifest.build(folder, step=step, tree=(), metrics={}))
+        files = manifest.describe(folder)
+        manifest.write(folder, manifest.build(folder, files, step=step, tree=(), metrics={}))
     real = {"read": manifest.read, "verify": manifest.verify}
 
     def delete_meanwhile(look: str, step: int) -> None:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ports import free_port
 
 from configs.schema import CheckpointConfig
+from runtime.consensus import barrier
 from state import Checkpointer, CheckpointError, latest_config, manifest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,6 +106,10 @@ def expect(kind: type[Exception], text: str, *arguments: Any) -> None:
         raise AssertionError(f"{text}: no error")
 
 
+def read_by_process_one(step: Path) -> str:
+    return manifest._share(manifest.read(step).files, 1, 2)[0].path
+
+
 def one_of_two(port: str, rank: int, by_one: Path, by_two: Path, hopeless: Path, broken: Path) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank, initialization_timeout=60)
@@ -137,6 +142,23 @@ def one_of_two(port: str, rank: int, by_one: Path, by_two: Path, hopeless: Path,
         save(checkpointer, 2)
         expect(CheckpointError, "saving step 2", checkpointer.wait)
         manifest.write = write
+        describe = manifest.describe
+        if rank == 1:  # and of what process 1 alone cannot read
+            manifest.describe = lambda *_: 1 / 0
+        save(checkpointer, 2)
+        expect(CheckpointError, "division by zero" if rank else "process 1 on ", checkpointer.wait)
+        manifest.describe = describe
+    torn_lines: list[str] = []
+    torn = by_two.with_name("torn")
+    if rank == 0:
+        shutil.copytree(by_two, torn)
+        file = torn / "6" / read_by_process_one(torn / "6")
+        file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    barrier("torn")
+    with Checkpointer(torn, KEEP_ALL, report=torn_lines.append) as checkpointer:
+        check_restores(checkpointer, 5)
+    assert len(torn_lines) == 1 - rank  # process 0 says what process 1 found
+    assert all(f"{read_by_process_one(by_two / '6')} does not match its hash" in line for line in torn_lines)
     print(json.dumps(lines), flush=True)
     jax.distributed.shutdown()
 

@@ -12,7 +12,8 @@ from configs.schema import Config, flat, may_change
 from metrics.run_files import RunFiles, read_run
 from metrics.writer import METRICS_FILE
 from runtime.consensus import broadcast, new_key
-from state import Checkpointer, Restored, latest_config, manifest
+from state import Checkpointer, Restored, latest_config
+from state.shared_hashing import damage
 from state.snapshots import Snapshots
 from training.experiment import Experiment
 
@@ -54,25 +55,21 @@ def has_begun(workdir: Path) -> bool:
 
 def is_finished(config: Config, workdir: Path) -> bool:
     """Whether `workdir` holds this run and it is done, which is said. ValueError if it holds another run."""
-    done = broadcast(new_key("finished"), lambda: _holds_finished(config, workdir))
+    done = broadcast(new_key("finished"), lambda: _says_finished(config, workdir))
+    if done:  # with a last checkpoint that is damaged, `restore` says so, and goes on from the step before it
+        done = damage(workdir / "checkpoints" / str(config.num_steps), new_key("finished-checkpoint")) is None
     if done and jax.process_index() == 0:
         print(f"{workdir} is finished: {config.num_steps} steps are done")
     return done
 
 
-def _holds_finished(config: Config, workdir: Path) -> bool:
+def _says_finished(config: Config, workdir: Path) -> bool:
     files = read_run(workdir) if has_begun(workdir) else RunFiles(run_dir=workdir)
     saved = latest_config(workdir / "checkpoints") or files.config  # if it stopped before its first checkpoint
     if not saved:
         return False
     check_same_run(saved, config, workdir)
-    if files.summary.get("exit_reason") != "finished":
-        return False
-    try:
-        manifest.verify(workdir / "checkpoints" / str(config.num_steps))
-    except manifest.DamagedError:  # `restore` says so, and goes on from the step before it
-        return False
-    return True
+    return files.summary.get("exit_reason") == "finished"
 
 
 def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> None:

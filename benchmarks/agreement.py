@@ -1,0 +1,222 @@
+"""Counts what it takes n processes to agree: calls to the coordinator's store, and bytes of a checkpoint to hash.
+
+    python -m benchmarks.agreement            # 4, 16 and 64 processes; 16 s on 2 cores
+
+The processes are forks of this one, so that 64 fit on a small machine; each has a client of its own on jax's real
+coordination service, which process 0 runs, and none has devices. The checkpoints are real but for Orbax: each process
+writes two files of 1 MiB as its part of the state. Adds a line a number of processes to
+benchmarks/results/agreement.jsonl and writes docs/agreement.md.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import socket
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import multihost
+
+from benchmarks.records import add, machine, recorded
+from configs.schema import CheckpointConfig
+from runtime.consensus import all_gather, barrier, broadcast, new_key
+from state import Checkpointer, manifest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "agreement.jsonl"
+PAGE = ROOT / "docs" / "agreement.md"
+COUNTS = (4, 16, 64)
+FILE_BYTES, FILES = 1 << 20, 2  # that a process writes
+ATTEMPT = "attempt"
+OPERATIONS = {  # in the order in which they are measured
+    "broadcast": "a broadcast",
+    "all_gather": "an all-gather",
+    "commit": "the commit of a checkpoint",
+    "restore": "the choice of a checkpoint at a restore",
+}
+
+
+def main() -> int:
+    """Measures what was asked for, and writes the page from the newest line of each number of processes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--report", action="store_true", help="only write the page from what is recorded")
+    options = parser.parse_args()
+    command = shlex.join(["python", "-m", "benchmarks.agreement", *sys.argv[1:]])
+    for count in () if options.report else COUNTS:
+        add(RESULTS, measure(count) | {"command": command} | machine())
+    PAGE.write_text(page(recorded(RESULTS)))
+    return 0
+
+
+def measure(count: int) -> dict[str, Any]:
+    """Returns the line of a number of processes: calls and hashed bytes of each operation, a number a process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with tempfile.TemporaryDirectory() as name:
+        folder, children = Path(name), []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # jax warns of forks: it has no threads yet
+            for me in range(count):
+                if not (child := os.fork()):
+                    run(count, me, address, folder)
+                children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if any(codes):
+            raise RuntimeError(f"of {count} processes some failed: {codes}")
+        told = [json.loads((folder / f"{me}.json").read_text()) for me in range(count)]
+    found = {what: {key: [said[what][key] for said in told] for key in OPERATIONS} for what in told[0]}
+    return {"processes": count, **found}
+
+
+def run(count: int, me: int, address: str, folder: Path) -> None:
+    """Is one of the processes; ends it."""
+    try:
+        jax.distributed.initialize(address, count, me)
+        jax.process_count, jax.process_index = lambda: count, lambda: me  # jax's own would look for devices
+        counted = agree(folder, me)
+        (folder / f"{me}.json").write_text(json.dumps(counted))
+        jax.distributed.shutdown()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def agree(folder: Path, me: int) -> dict[str, dict[str, int]]:
+    """Does each operation once, and returns what this process called and hashed."""
+    calls, hashed = count_calls(), count_hashed()
+    directory = folder / "checkpoints"
+    write_part(directory / manifest.UNFINISHED / ATTEMPT / "1", me)
+    checkpointer = Checkpointer(directory, CheckpointConfig(every=1, keep_last=1))
+    checkpointer._attempt = ATTEMPT
+    counted: dict[str, dict[str, int]] = {"calls": {}, "hashed_bytes": {}}
+
+    def count(operation: str, do: Callable[[], Any]) -> Any:
+        calls.clear()
+        hashed.clear()
+        result = do()
+        counted["calls"][operation], counted["hashed_bytes"][operation] = len(calls), sum(hashed)
+        barrier("counted")
+        return result
+
+    def commit() -> None:
+        keys = new_key("written"), new_key("hashes"), new_key("commit")
+        checkpointer._finish(Written(), keys, 1, (), {})  # pyright: ignore[reportArgumentType]
+        checkpointer.wait()
+
+    barrier("written")
+    assert count("broadcast", lambda: broadcast(new_key("said"), lambda: "by process 0")) == "by process 0"
+    assert count("all_gather", lambda: all_gather(new_key("said"), me)) == [*range(jax.process_count())]
+    count("commit", commit)
+    assert count("restore", lambda: checkpointer._choose({}, -1)) == 1
+    return counted
+
+
+class Written:
+    """Stands for Orbax's manager: what it had to write is there."""
+
+    def wait_until_finished(self) -> None:
+        """Returns at once."""
+
+
+def count_calls() -> list[str]:
+    """Returns the names of the calls to the store, which grow from here on."""
+    client, calls = multihost.get_jax_distributed_client(), []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            return getattr(client, name)
+
+    counting = Counting()
+    multihost.get_jax_distributed_client = lambda: counting
+    return calls
+
+
+def count_hashed() -> list[int]:
+    """Returns the sizes of the files that are hashed from here on."""
+    hash_file, sizes = manifest._hash_file, []
+
+    def counting(path: Path, *, sync: bool = False) -> tuple[str, int]:
+        sizes.append(path.stat().st_size)
+        return hash_file(path, sync=sync)
+
+    manifest._hash_file = counting
+    return sizes
+
+
+def write_part(step: Path, me: int) -> None:
+    """Writes what Orbax writes: of each process its arrays, of process 0 what is for all."""
+    part = step / "state" / f"ocdbt.process_{me}" / "d"
+    part.mkdir(parents=True)
+    for number in range(FILES):
+        (part / str(number)).write_bytes(os.urandom(FILE_BYTES))
+    for name in (manifest.STATE_FILE, manifest.DATA_FILE, manifest.CONFIG_FILE) if me == 0 else ():
+        (step / name).parent.mkdir(parents=True, exist_ok=True)
+        (step / name).write_text("{}")
+
+
+# ---------------------------------------------------------------------------------------------------------- page
+
+
+def page(lines: list[dict[str, Any]]) -> str:
+    """Returns docs/agreement.md, from the newest line of each number of processes."""
+    newest = {line["processes"]: line for line in lines}
+    about = newest[max(newest)]
+    head = ["", *(f"{count} processes" for count in newest)]
+    calls = [table_row(head), "|---" * len(head) + "|"]
+    for key, name in OPERATIONS.items():
+        calls.append(table_row([name, *(total(line["calls"][key]) for line in newest.values())]))
+    calls.append(table_row(["an all-gather that reads a key a process", *(f"{n + n * n:,}" for n in newest)]))
+    hashed = [table_row(head), "|---" * len(head) + "|"]
+    for key in ("commit", "restore"):
+        hashed.append(table_row([OPERATIONS[key], *(mebibytes(line["hashed_bytes"][key]) for line in newest.values())]))
+    return f"""# What agreement costs
+
+The processes of a run agree through the key-value store of jax's coordination service (`runtime/consensus.py`), not
+through collectives: on the token, the snapshot or checkpoint to go on from, and every save. Calls to the store by all
+processes together, with the most that one process makes:
+
+{chr(10).join(calls)}
+
+An all-gather is at most three calls a process: it sets its value, if it has something to say, waits at a barrier, and
+gets all values at once. The last line is what it would take if each process got the values one by one. A commit is two
+broadcasts and an all-gather; before it, two broadcasts tell where to write. The choice of a checkpoint is two
+broadcasts, and an all-gather for each checkpoint that is looked at: more than one if the newest is damaged.
+
+When a checkpoint is saved, each process hashes what it wrote; when one is restored, each verifies a share of about the
+same size (`state/shared_hashing.py`). Bytes that are hashed in all, and the most by one process, where each wrote
+{FILES} MiB:
+
+{chr(10).join(hashed)}
+
+Made by `{about["command"]}` at commit {about["commit"][:12]}, jax {about["jax"]}: processes without devices, forks of
+one, each with its own client of one coordination service. What is counted does not depend on the machine.
+"""
+
+
+def table_row(cells: list[str]) -> str:
+    """Returns a row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def total(counts: list[int]) -> str:
+    """Returns `12, at most 3`."""
+    return f"{sum(counts):,}, at most {max(counts)}"
+
+
+def mebibytes(sizes: list[int]) -> str:
+    """Returns `8.0 MiB, at most 2.0`."""
+    return f"{sum(sizes) / (1 << 20):.1f} MiB, at most {max(sizes) / (1 << 20):.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
