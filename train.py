@@ -238,7 +238,7 @@ class Reporter:
         if not self._has_reported:
             self._has_reported = True
             self._supervisor.events.write(Event.FIRST_STEP, step=pending.step)
-        if in_a_row >= self._ex.max_skipped:
+        if in_a_row >= self._ex.config.optimizer.max_skipped:
             raise NonFiniteError(
                 f"{in_a_row:.0f} updates in a row were not finite, the last at step {pending.step}; the parameters "
                 f"are as before them. Lower optimizer.learning_rate or set optimizer.clip_norm, in another --workdir"
@@ -279,7 +279,7 @@ class Keeper:
         best = {} if validation is None else {"validation_loss": validation.loss}
         self._checkpointer.save(step, state, data=self._data(step), config=self._config, metrics=best)
         self._log.spent("checkpoint_s", time.perf_counter() - before)
-        self._supervisor.events.write(Event.CHECKPOINT, step=step)
+        self._supervisor.events.write(Event.CHECKPOINT_BEGUN, step=step)
         self._saved = step
 
     def save_if_new(self, step: int, state: TrainState) -> None:
@@ -298,7 +298,7 @@ def make_batches(ex: Experiment, dataset: Dataset, start_step: int) -> Batches:
         global_size=ex.batches.global_size,
         rows=ex.batches.local_rows,
         start_step=start_step,
-        prefetch=ex.data.prefetch,
+        prefetch=ex.config.data.prefetch,
     )
 
 

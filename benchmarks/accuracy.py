@@ -139,7 +139,7 @@ def config_of(task: str, overrides: dict[str, Any], seed: int) -> Config:
 def train(config: Config) -> dict[str, float]:
     """Trains to the end; returns the validation, and hop two's numbers at the end."""
     experiment = make_experiment(config)
-    data, validation_data = (load(experiment.data, split, config.seed) for split in ("train", "validation"))
+    data, validation_data = (load(experiment.config.data, split, config.seed) for split in ("train", "validation"))
     step_fn, state, metrics = experiment.compile_train_step(), experiment.init_state(), {}
     size = experiment.batches.global_size
     with Batches(data, global_size=size, rows=experiment.batches.local_rows, start_step=0, prefetch=4) as batches:

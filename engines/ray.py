@@ -78,7 +78,7 @@ def run(options: argparse.Namespace, limits: Limits, command: Sequence[str]) -> 
     assert workdir
     devices = {"JAX_NUM_CPU_DEVICES": str(options.devices_per_node)} if options.devices_per_node else {}
     ray_members.connect(options.address)
-    events = EventLog(workdir)
+    events = EventLog(workdir, "engine")
 
     def note_loss(host: str, why: str) -> None:
         say(f"{host} {why}")

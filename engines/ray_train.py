@@ -48,7 +48,7 @@ class Engine:
         self._members, self._limits, self._patience, self._workdir = members, limits, patience, workdir
         self._patience.farthest_step = read_progress(workdir).step  # of an engine before this one
         self._compile_ahead, self._leaving_s = compile_ahead, notice_s / 2
-        self._events, self._news = EventLog(workdir), EventReader(workdir)
+        self._events, self._news = EventLog(workdir, "engine"), EventReader(workdir)
         self._news.skip()  # what is there is of an engine before this one
         self._number = 0  # of the current attempt
         self._coming: Coming | None = None

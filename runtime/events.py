@@ -1,12 +1,14 @@
 """`WORKDIR/events.jsonl`: what happened to a run, one JSON object a line, for programs and for people.
 
-Every line has `time` (ISO 8601, UTC) and `event`; the fields of each event stand beside its name below. Process 0 of
-the run writes, process 1 if process 0 is lost, and the engine that starts the run.
+Every line has `time` (ISO 8601, UTC), `event`, `by` (who writes: a process of the run, or its engine) and the fields
+that stand beside the event's name below. Process 0 of a run writes, and process 1 if it misses process 0: after a cut
+link each may say that the other one is lost.
 """
 
 import contextlib
 import json
 import os
+import socket
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -23,10 +25,10 @@ class Event(StrEnum):
 
     READY = "ready"  # coordinator: an attempt that was started ahead has compiled, and waits for SIGUSR1
     STARTED = "started"  # coordinator, processes, devices
-    RESTORED = "restored"  # step, source (memory, a checkpoint, or nothing), steps_again: steps that are done again
+    RESTORED = "restored"  # step, source (in words; "nothing" at step 0), steps_again: steps that are done again
     FIRST_STEP = "first_step"  # step
     SNAPSHOT = "snapshot"  # step
-    CHECKPOINT = "checkpoint"  # step: its save has begun
+    CHECKPOINT_BEGUN = "checkpoint_begun"  # step; it counts when `checkpoints/STEP` is there
     LOST_PEER = "lost_peer"  # peers, why
     STOPPED = "stopped"  # step, why (finished or asked to stop)
     EXITED = "exited"  # code, why
@@ -43,15 +45,16 @@ class Event(StrEnum):
 class EventLog:
     """Appends events to the file of a work directory; one without a directory does nothing."""
 
-    def __init__(self, workdir: Path | None) -> None:
-        self._file = workdir / FILE_NAME if workdir else None
+    def __init__(self, workdir: Path | None, writer: str = "") -> None:
+        """`writer` says on which host it is too."""
+        self._file, self._by = (workdir / FILE_NAME if workdir else None), f"{writer} on {socket.gethostname()}"
 
     def write(self, event: Event, **fields: Any) -> None:
         """Appends an event. What cannot be written is left out: a full disk must not end a run that could go on."""
         if self._file is None:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": now, "event": event, **fields}).encode() + b"\n"
+        line = json.dumps({"time": now, "event": event, "by": self._by, **fields}).encode() + b"\n"
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

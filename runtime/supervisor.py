@@ -77,14 +77,14 @@ class Supervisor:
         self.enter(Phase.COMPILING)
         compile_ahead()
         if jax.process_index() == 0:
-            EventLog(self._workdir).write(Event.READY, coordinator=self._coordinator)
+            self._own_events().write(Event.READY, coordinator=self._coordinator)
         return self._gate.opens(self._interruption)
 
     def started(self, *, step: int, source: str, steps_again: int) -> None:
         """Writes down where the run starts: the work directory is its own from now on."""
         self._has_started = True
         if jax.process_index() == 0:
-            self.events = EventLog(self._workdir)
+            self.events = self._own_events()
         self.events.write(
             Event.STARTED,
             coordinator=self._coordinator,
@@ -122,11 +122,14 @@ class Supervisor:
         print(f"error: {said}", file=sys.stderr)
         return self.end(code, said)
 
+    def _own_events(self) -> EventLog:
+        return EventLog(self._workdir, f"process {jax.process_index()}")
+
     def _note_verdict(self, verdict: Verdict, lost: list[str]) -> None:
         """Writes down why the run ends: process 0 does, or process 1 if that one is lost."""
         if not self._has_started or jax.process_index() > 1 or (jax.process_index() == 1 and not lost):
             return
-        events = EventLog(self._workdir)
+        events = self._own_events()
         if lost:
             events.write(Event.LOST_PEER, peers=lost, why=verdict.text)
         events.write(Event.EXITED, code=verdict.code, why=verdict.text)

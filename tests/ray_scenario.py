@@ -95,7 +95,8 @@ class Members:
         self.dropped: list[str] = []
         self.warmed = self.training = 0  # the attempt that was told to train
         self.metrics = workdir / "metrics.jsonl"
-        self._events, self._told = EventLog(workdir), set[int]()  # the attempts that have said that they are ready
+        self._events = EventLog(workdir, "process 0")
+        self._told = set[int]()  # the attempts that have said that they are ready
         for host in hosts:
             self.join(host)
         self._scenario = scenario(self)

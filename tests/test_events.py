@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 from runtime.events import Event, EventLog
 log = EventLog(Path(sys.argv[1]))
 for step in range(200):
-    log.write(Event.SNAPSHOT, step=step, by=sys.argv[2] * 100)
+    log.write(Event.SNAPSHOT, step=step, from_=sys.argv[2] * 100)
 """
 
 
@@ -33,7 +34,7 @@ def test_lines_of_several_writers_stay_whole(tmp_path: Path) -> None:
     assert [writer.wait(60) for writer in writers] == [0, 0]
     found = EventReader(tmp_path).new()
     for name in "ab":
-        assert [event["step"] for event in found if event["by"][0] == name] == [*range(200)]
+        assert [event["step"] for event in found if event["from_"][0] == name] == [*range(200)]
 
 
 def test_a_reader_gets_whole_lines_once(tmp_path: Path) -> None:
@@ -80,9 +81,11 @@ def test_what_a_run_writes(tmp_path: Path) -> None:
     args = arguments(tmp_path / "run", elastic__snapshot_every=4, elastic__memory_dir=memory)
     assert run_here(*args) == 0
     found = [(event["event"], event.get("step")) for event in EventReader(tmp_path / "run").new()]
-    steps = [("snapshot", 4), ("checkpoint", 5), ("snapshot", 8), ("checkpoint", 10)]
+    steps = [("snapshot", 4), ("checkpoint_begun", 5), ("snapshot", 8), ("checkpoint_begun", 10)]
     beginning = [("started", None), ("restored", 0), ("first_step", 1)]
     assert found == [*beginning, *steps, ("stopped", 10), ("exited", None)]
+    by = {event["by"] for event in EventReader(tmp_path / "run").new()}
+    assert by == {f"process 0 on {socket.gethostname()}"}
     written = (tmp_path / "run" / FILE_NAME).read_text()
     assert json.loads(written.splitlines()[-1])["code"] == 0
     assert run_here(*args) == 0 and (tmp_path / "run" / FILE_NAME).read_text() == written

@@ -25,6 +25,7 @@ from running import (
     snapshot,
     start,
     steps_logged,
+    stop_after,
     wait_until,
 )
 
@@ -189,6 +190,21 @@ def test_ten_steps_are_five_and_a_kill_and_five_more(tmp_path: Path, undisturbed
     assert code == 0, err
     assert "resumed at step 5 of 10" in out
     check_same_end(tmp_path, undisturbed)
+
+
+def test_a_run_of_which_nothing_is_left_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its steps are done again, from the first on."""
+    with monkeypatch.context() as patched:
+        stop_after(patched, 4)
+        assert run_here(*arguments(tmp_path)) == RESUMABLE
+    done = losses(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert run_here(*arguments(tmp_path)) == 0
+    said = f"starting again at step 0 of 10 in {tmp_path}: no checkpoint and no snapshot is left; steps done again: "
+    assert f"{said}{len(done)}\n" in capsys.readouterr().out
+    assert losses(tmp_path)[: len(done)] == done
 
 
 def test_a_real_sigterm(tmp_path: Path) -> None:

@@ -26,18 +26,20 @@ class Datasets:
 
 def load_datasets(experiment: Experiment) -> Datasets:
     """Loads both splits. ValueError if the model has too few ids or classes, or if processes see different data."""
-    train, validation = (load(experiment.data, split, experiment.config.seed) for split in ("train", "validation"))
+    train, validation = (
+        load(experiment.config.data, split, experiment.config.seed) for split in ("train", "validation")
+    )
     for dataset in (train, validation):
         _check_size(experiment, dataset)
         if jax.process_count() > 1:
             everyone = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(dataset.fingerprint), np.uint8))
             if not (everyone == everyone[0]).all():
-                raise ValueError(f"the processes see different data for data.source={experiment.data.source}")
+                raise ValueError(f"the processes see different data for data.source={config.data.source}")
     return Datasets(train=train, validation=validation)
 
 
 def _check_size(experiment: Experiment, dataset: Dataset) -> None:
-    data, model = experiment.data, experiment.config.model
+    data, model = experiment.config.data, experiment.config.model
     if isinstance(dataset, TextDataset):
         key, there, what = "vocab_size", dataset.vocab_size, f"ids of data.tokenizer={data.tokenizer}"
     else:

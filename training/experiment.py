@@ -17,7 +17,7 @@ import models
 from compression.by_config import make_codecs
 from compression.local_sgd import drift
 from compression.methods import method_named
-from configs.schema import Config, DataConfig, ModelConfig, TransformerConfig
+from configs.schema import Config, ModelConfig, TransformerConfig
 from input_pipeline import row_arrays
 from optimizers import make_schedule
 from sharding.mesh import find_nodes, make_mesh
@@ -38,9 +38,7 @@ class Experiment:
     plan: ShardingPlan
     tx: optax.GradientTransformation
     schedule: optax.Schedule
-    max_skipped: int  # non-finite updates in a row that end a run
     batches: BatchLayout
-    data: DataConfig
 
     @cached_property
     def state_shapes(self) -> TrainState:
@@ -134,9 +132,7 @@ def make_experiment(config: Config) -> Experiment:
         plan=plan,
         tx=make_tx(config, plan, specs),
         schedule=make_schedule(config.optimizer, config.num_steps),
-        max_skipped=config.optimizer.max_skipped,
         batches=batches,
-        data=config.data,
     )
 
 

@@ -20,7 +20,7 @@ def make_log(
     collectives = hlo.read_collectives(step_fn.as_text() or "", shape)
     device = jax.devices()[0]
     peak = peak_flops(device.device_kind)
-    rows, data = experiment.batches.global_size, experiment.data
+    rows, data = experiment.batches.global_size, experiment.config.data
     unit, units_per_row = ("examples", 1) if data.objective == "classify" else ("tokens", data.seq_len)
     row = next(iter(row_arrays(data).values()))
     return RunLog(

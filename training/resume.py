@@ -44,7 +44,8 @@ class Start:
         """Returns a line for the user."""
         at = f"step {self.step} of {num_steps} in {workdir}"
         if not self.restored:
-            return f"starting at {at}"
+            lost = f": no checkpoint and no snapshot is left; steps done again: {self.logged}" if self.logged else ""
+            return f"starting{' again' if lost else ''} at {at}{lost}"
         return f"resumed at {at}, from {self.source}; steps done again: {self.steps_again}"
 
 
@@ -115,7 +116,7 @@ def _check_same_data(
         if restored.data.get(key, now) != now:  # earlier versions saved the training data's alone
             what = "trained" if key == "fingerprint" else "validated"
             raise ValueError(
-                f"{workdir} was {what} on other data: data.source={experiment.data.source} has changed since "
+                f"{workdir} was {what} on other data: data.source={experiment.config.data.source} has changed since "
                 f"step {restored.step}; choose another --workdir"
             )
 

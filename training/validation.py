@@ -54,7 +54,7 @@ class Validator:
         means = {name: sum(float(batch[name]) for batch in sums) / weight for name in sums[0]}
         loss, data = means["loss"], self._data
         bits_per_byte = None
-        if isinstance(data, TextDataset) and ex.data.objective == "causal":
+        if isinstance(data, TextDataset) and ex.config.data.objective == "causal":
             bits_per_byte = loss / math.log(2) / data.bytes_per_token
         return Validation(
             loss=loss,
