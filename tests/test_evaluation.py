@@ -19,8 +19,6 @@ def test_bits_per_byte_are_those_of_a_model_that_predicts_every_token(objective:
     data = load(config := DataConfig(**section), "validation", 0)
     run = {"batches": SimpleNamespace(global_size=4), "config": SimpleNamespace(data=config)}
     experiment: Any = SimpleNamespace(**run, block=lambda sums: sums)
-        batches=SimpleNamespace(global_size=4), config=SimpleNamespace(data=config), block=lambda sums: sums
-    )
     validate = Validator(experiment, data, 2)
     sums = [{"loss": np.float32(6), "weight": np.float32(4)}, {"loss": np.float32(2), "weight": np.float32(1)}]
     validate._evaluate, validate._batches = lambda params, batch: batch, sums  # pyright: ignore[reportAttributeAccessIssue]

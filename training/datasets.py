@@ -26,9 +26,8 @@ class Datasets:
 
 def load_datasets(experiment: Experiment) -> Datasets:
     """Loads both splits. ValueError if the model has too few ids or classes, or if processes see different data."""
-    train, validation = (
-        load(experiment.config.data, split, experiment.config.seed) for split in ("train", "validation")
-    )
+    config = experiment.config
+    train, validation = (load(config.data, split, config.seed) for split in ("train", "validation"))
     for dataset in (train, validation):
         _check_size(experiment, dataset)
         if jax.process_count() > 1:
