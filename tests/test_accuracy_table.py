@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import accuracy
 
+pytestmark = pytest.mark.document
+
 
 def line(method: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:
     return {"task": "text", "method": method, "seed": seed, "validation_loss": loss, "hop_two_ratio": 4.0} | more

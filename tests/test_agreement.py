@@ -67,6 +67,7 @@ def test_four_processes_agree_in_few_calls_and_share_the_hashing() -> None:
     assert sum(restored) == 4 * own + of_all and max(restored) <= own + of_all
 
 
+@pytest.mark.document
 def test_the_page_is_what_the_record_gives() -> None:
     lines = recorded(agreement.RESULTS)
     assert agreement.PAGE.read_text() == agreement.page(lines), "run: python -m benchmarks.agreement --report"

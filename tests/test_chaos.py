@@ -153,6 +153,7 @@ def test_the_kill_matrix_keeps_four_nodes() -> None:
         assert there in (3, 4) and (there == 4 or case.kind in ("preempt", "kill_node"))
 
 
+@pytest.mark.document
 def test_the_page_has_what_was_measured() -> None:
     where = {"load": 3.0, "machine": "2 CPU cores", "commit": "abcdef0123", "command": "python x"}
     phases = {"noticed": 1.0, "stopped": None, "started": 2.0, "restored": 3.0}
@@ -185,6 +186,7 @@ def chaos(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.document
 def test_the_page_is_what_the_record_gives() -> None:
     page = benchmark.page(recorded(benchmark.RESULTS))
     assert benchmark.PAGE.read_text() == page, "run: python -m benchmarks.elastic --report"

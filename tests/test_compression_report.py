@@ -9,6 +9,8 @@ from matplotlib.container import ErrorbarContainer
 from benchmarks import compression_report
 from benchmarks.compression import RESULTS
 
+pytestmark = pytest.mark.document
+
 LINES = [json.loads(line) for line in RESULTS.read_text().splitlines()]
 
 

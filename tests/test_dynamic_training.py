@@ -121,6 +121,7 @@ def test_losses_are_the_same_until_a_step() -> None:
     assert report.same_until([2.0], [3.0]) == (1, 0.0)
 
 
+@pytest.mark.document
 def test_what_is_recorded_lost_nothing() -> None:
     """Fluctuating runs had 1 to 4 nodes and did no step again; for two phases they had the fixed ones' losses."""
     lines = {(line["kind"], line["seed"]): line for line in recorded(RESULTS)}
@@ -141,6 +142,7 @@ def test_what_is_recorded_lost_nothing() -> None:
 EVENTS = [json.loads(line) for line in report.EVENTS.read_text().splitlines()]
 
 
+@pytest.mark.document
 def test_the_page_is_what_the_records_give() -> None:
     text = report.page(recorded(RESULTS), EVENTS)
     assert report.PAGE.read_text() == text, "run: python -m benchmarks.dynamic_training --report"
@@ -148,6 +150,7 @@ def test_the_page_is_what_the_records_give() -> None:
     assert "`python -m benchmarks.dynamic_training --report`" in text
 
 
+@pytest.mark.document
 def test_what_was_measured_of_a_standstill_has_every_event_but_those_compiled_ahead() -> None:
     lines = [
         {"kind": "join", "next_step_s": 30.0},
@@ -159,6 +162,7 @@ def test_what_was_measured_of_a_standstill_has_every_event_but_those_compiled_ah
     assert "killed" not in said and report.measured([]) == "No event is recorded."
 
 
+@pytest.mark.document
 def test_the_assumed_standstills_are_not_called_the_slowest() -> None:
     """The longest join of the record took 65 s; the simulation assumes 40 s."""
     joins = [e["next_step_s"] for line in EVENTS for e in line.get("events", [line]) if e["kind"] == "join"]
@@ -167,6 +171,7 @@ def test_the_assumed_standstills_are_not_called_the_slowest() -> None:
     assert "slowest" not in text and "25 to 65 s after a node joined (14 events" in text
 
 
+@pytest.mark.document
 def test_nodes_and_accuracies_of_every_seed_are_drawn() -> None:
     seeds = report.whole_seeds(recorded(RESULTS))
     figure = report.draw(seeds)
@@ -183,6 +188,7 @@ def test_nodes_and_accuracies_of_every_seed_are_drawn() -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == list(report.KINDS)
 
 
+@pytest.mark.document
 def test_concepts_say_when_losses_on_changing_nodes_leave_each_other() -> None:
     seeds = report.whole_seeds(recorded(RESULTS))
     first = [report.same_until(runs["fixed"]["losses"], runs["fluctuating"]["losses"])[0] for runs in seeds]

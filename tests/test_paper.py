@@ -18,6 +18,8 @@ from paper.__main__ import document
 from paper.records import Records, read_records
 from paper.tables import NOT_MEASURED, Row, fixed
 
+pytestmark = pytest.mark.document
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 

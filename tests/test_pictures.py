@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+pytestmark = pytest.mark.document
+
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 GENERATED = ("strategies", "compression_measured", "dynamic_training", "paper_tables")  # pages that it writes too

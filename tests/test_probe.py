@@ -15,7 +15,7 @@ from ports import free_port
 from running import ROOT, XLA_FLAGS, finish
 
 from cluster.probe import __main__ as probe
-from cluster.probe import measure
+from cluster.probe import measure, report
 from cluster.probe.model import RING_PASSES, Measurement, fit
 
 QUICK_PROBE = """
@@ -113,7 +113,26 @@ def test_probe_of_one_process(
     assert (intra["group_size"], intra["devices_per_link"]) == (2, 1)
     of_each = {name: x["bandwidth_bytes_per_s"] for name, x in inter["collectives"].items()}
     assert inter["bandwidth_bytes_per_s"] == of_each[inter["best"]] == max(of_each.values())
-    assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "probe.png").stat().st_size > 10_000  # what is drawn: below
+
+
+def test_every_measurement_is_drawn_with_its_fit() -> None:
+    """A row of charts for each level: the points are the measurements, the line is the fit at the same sizes."""
+    sizes = [2**10, 2**16, 2**20]
+    measured = [measurement(name, s, 1e-4 + s / 25e6) for name in RING_PASSES for s in sizes]
+    fits = {("inter", name): fit([m for m in measured if m.collective == name]) for name in RING_PASSES}
+    time, bandwidth = report.draw(measured, fits).axes
+    for number, name in enumerate(RING_PASSES):
+        some = [m for m in measured if m.collective == name]
+        points, line = time.lines[2 * number : 2 * number + 2]
+        assert points.get_label() == name and list(points.get_xdata()) == list(line.get_xdata()) == sizes
+        np.testing.assert_allclose(points.get_ydata(), [m.time_s for m in some])
+        found = fits["inter", name]
+        np.testing.assert_allclose(line.get_ydata(), [found.time_s(m.steps, m.link_bytes) for m in some])
+        np.testing.assert_allclose(
+            bandwidth.lines[2 * number].get_ydata(), [m.bandwidth_bytes_per_s / 1e6 for m in some]
+        )
+    assert len(time.lines) == len(bandwidth.lines) == 2 * len(RING_PASSES)
 
 
 def test_what_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,5 +179,6 @@ def test_the_words_are_those_that_the_packages_know() -> None:
     assert [section.SECTION for section in sections("decoder").values()] == [*sections("decoder")]
 
 
+@pytest.mark.document
 def test_the_page_of_keys_is_the_one_that_the_command_prints() -> None:
     assert (ROOT / "docs" / "config.md").read_text() == page(), "python -m configs.schema > docs/config.md"

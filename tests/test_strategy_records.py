@@ -15,6 +15,8 @@ from benchmarks.records import recorded
 from benchmarks.strategies import RESULTS
 from paper.plots import Bar
 
+pytestmark = pytest.mark.document
+
 CONTROL_BYTES = 500_000  # a step of 10 to 60 s: heartbeats, jax's coordination, acknowledgements
 OURS = [line for line in recorded(RESULTS) if line["wire_tx_bytes"] and not line["strategy"].startswith("pytorch")]
 CLUSTER = Cluster(nodes=4, devices_per_node=2)

@@ -30,6 +30,9 @@ from running import (
 )
 
 import train
+from configs.schema import ShardingConfig
+from sharding import drawing
+from sharding.scopes import make_layout
 from state.checkpointer import Checkpointer
 
 pytestmark = IGNORED
@@ -72,7 +75,8 @@ def test_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert json.loads((workdir / "config.json").read_text())["model"]["hidden"] == 32
     assert json.loads((workdir / "environment.json").read_text())["devices"] == "8 x cpu"
     assert (workdir / "sample.txt").read_text().startswith("def ")
-    assert (workdir / "mesh.png").read_bytes().startswith(b"\x89PNG")
+    layout = make_layout(ShardingConfig(partition_size=2), num_nodes=4, devices_per_node=2)
+    assert (workdir / "mesh.png").read_bytes() == drawing.mesh_png(layout)
     assert manifest(workdir, 10)["metrics"] == {"validation_loss": summary["validation_loss"]}
 
     # on several CPU devices programs from the compilation cache can hang

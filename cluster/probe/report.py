@@ -29,7 +29,7 @@ def finish(measured: Sequence[Measurement], environment: Mapping[str, Any], out:
             f"bandwidth {_rate(found.bandwidth_bytes_per_s):>26}  worst error {format_percent(found.worst_error)}"
         )
     (out / "probe.json").write_text(json.dumps(record(measured, fits, environment), indent=1) + "\n")
-    plot(measured, fits, out / "probe.png")
+    draw(measured, fits).savefig(out / "probe.png", dpi=110)
     print(f"written: {out / 'probe.json'}, {out / 'probe.png'}")
 
 
@@ -79,8 +79,8 @@ def left_out(level: str, collective: str, size_bytes: int) -> str:
     return f"{level:5}  {collective:14}  {format_bytes(size_bytes):>8}  and more left out: they would take too long"
 
 
-def plot(measured: Sequence[Measurement], fits: Fits, path: Path) -> None:
-    """Writes a PNG with two charts for each level: time, and bandwidth, against size, with the fitted lines."""
+def draw(measured: Sequence[Measurement], fits: Fits) -> Figure:
+    """Returns two charts for each level: time, and bandwidth, against size, with the fitted lines."""
     levels = list(dict.fromkeys(m.level for m in measured))
     figure = Figure(figsize=(10, 3.6 * len(levels)), layout="constrained")
     charts = figure.subplots(len(levels), 2, squeeze=False)
@@ -92,7 +92,7 @@ def plot(measured: Sequence[Measurement], fits: Fits, path: Path) -> None:
         _label(left, f"{level}: groups of {group.group_size}, {group.devices_per_link} on a link", "seconds")
         _label(right, "payload on the link over time", "MB/s")
         left.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def _draw(left: Axes, right: Axes, some: Sequence[Measurement], found: LinkFit, colour: str) -> None:
