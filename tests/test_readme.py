@@ -1,0 +1,77 @@
+"""The commands of the README and of the docs: what they name exists, and their arguments are accepted as written."""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from running import IGNORED, ROOT
+
+from cluster import emulate
+from configs import command_line
+
+pytestmark = [pytest.mark.document, IGNORED]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Yields the words of each command that a page shows in an indented block, lines that end in \\ joined."""
+    text = re.sub(r"\\\n\s*", "", page.read_text())
+    for line in re.findall(r"(?m)^ {4,}((?:\w+=\S+ )*(?:\S*/)?python3? .*)$", text):
+        words = shlex.split(re.sub(r"\[(.*?)\]", "", line), comments=True)
+        yield words[next(i for i, word in enumerate(words) if word.endswith(("python", "python3"))) :]
+
+
+SHOWN = [(page, words) for page in PAGES for words in commands(page)]
+
+
+@pytest.mark.parametrize(("page", "words"), SHOWN, ids=lambda x: x.name if isinstance(x, Path) else " ".join(x)[:60])
+def test_what_a_command_names_exists(page: Path, words: list[str]) -> None:
+    for before, word in pairwise(words):
+        if before == "-m":
+            assert importlib.util.find_spec(word), f"{page.name}: there is no {word}"
+        elif before.endswith("python") and word.endswith(".py"):
+            assert (ROOT / word).exists(), f"{page.name}: there is no {word}"
+        elif word.startswith("--config=configs/") and "X.py" not in word:
+            assert (ROOT / word.removeprefix("--config=").partition(":")[0]).exists(), f"{page.name}: {word}"
+
+
+def is_whole(words: list[str]) -> bool:
+    """Whether nothing of a command is left to the reader."""
+    return not any("..." in word or word.isupper() or "X.py" in word or "DIR" in word for word in words)
+
+
+TRAINS = [(page, words[words.index("train.py") :]) for page, words in SHOWN if "train.py" in words and is_whole(words)]
+
+
+@pytest.mark.parametrize(("page", "words"), TRAINS, ids=lambda x: x.name if isinstance(x, Path) else " ".join(x)[:60])
+def test_the_config_of_a_run_is_accepted(page: Path, words: list[str]) -> None:
+    sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
+    ours = [word for word in words if word.startswith("--config")]
+    if any(word.startswith("--config=") for word in ours):
+        command_line.parse([words[0], *ours], command_line.new_flags([words[0], *ours]))
+
+
+def test_the_commands_of_the_readme_that_run_at_once() -> None:
+    shown = [words for page, words in SHOWN if page.name == "README.md"]
+    (table,) = (words for words in shown if "planner.table" in words)
+    (sweep,) = (words for words in shown if "sweep.py" in words)
+    for words in (table, [*sweep, "--dry_run"]):
+        done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0 and done.stdout, done.stderr
+    (emulated,) = (words for words in shown if "cluster.emulate" in words and "--" in words)
+    options, _, command = emulate.parse(emulated[emulated.index("cluster.emulate") + 1 :])
+    assert options.nodes == 4 and command[1] == "train.py"
+    assert len(shown) > 5
+
+
+def test_make_knows_the_targets_of_the_readme() -> None:
+    targets = set(re.findall(r"(?m)^ {4}make ([\w-]+)", (ROOT / "README.md").read_text()))
+    assert targets >= {"train", "test"}
+    for target in targets:
+        assert re.search(rf"(?m)^{target}:", (ROOT / "Makefile").read_text()), target
