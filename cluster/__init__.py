@@ -1,1 +1,1 @@
-"""Several nodes: emulated on one machine (`python -m cluster.emulate`), or real ones."""
+"""The laboratory: emulated nodes (`python -m cluster.emulate`), the probe of any cluster's links, chaos."""

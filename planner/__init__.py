@@ -1,1 +1,1 @@
-"""What a run will hold, send and cost, read from its compiled program."""
+"""Where every part of a run's state lies and what each device holds, before anything is started or compiled."""

@@ -1,1 +1,1 @@
-"""What to do when the world changes: how processes join one run, and how a run notices that it is asked to stop."""
+"""How processes join a run, agree, and notice a request to stop or the loss of one of them."""

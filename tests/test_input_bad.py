@@ -177,7 +177,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, monkeypatch, cache
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("input_pipeline.cache._sync", full)
+    monkeypatch.setattr("files.atomic.sync", full)
     with one_line(r"cannot write the data cache .*\(No space left on device\)"):
         load_folder(tmp_path / "text")
     assert [path.suffix for path in (cache_folder / "streams").iterdir()] == [".lock"]
