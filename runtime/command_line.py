@@ -4,7 +4,7 @@ import argparse
 import io
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from runtime.exit_codes import ExitCode
 
@@ -19,10 +19,31 @@ class OneLineParser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
+class _Output(io.FileIO):
+    """A file for what a program prints: when its reader has gone (`| head`), the rest is dropped, and is no error."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
 def escape_output() -> None:
-    """Escapes what the terminal's encoding lacks, as stderr does: no character in a program's output may end it."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    """Makes stdout safe: neither a character that its encoding lacks nor a pipe that is closed may end a program."""
+    if not isinstance(sys.stdout, io.TextIOWrapper):
+        return
+    sys.stdout.reconfigure(errors="backslashreplace")
+    if sys.stdout is sys.__stdout__:  # once, and not where a test captures it
+        sys.stdout.flush()
+        raw = _Output(sys.stdout.fileno(), "wb", closefd=False)
+        sys.stdout = io.TextIOWrapper(
+            raw if sys.stdout.write_through else io.BufferedWriter(raw),  # the former with PYTHONUNBUFFERED
+            encoding=sys.stdout.encoding,
+            errors=sys.stdout.errors,
+            line_buffering=sys.stdout.line_buffering,
+            write_through=sys.stdout.write_through,
+        )
 
 
 def complain(error: ValueError | OSError) -> int:
