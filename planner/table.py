@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, Sharding
 from configs import command_line
 from configs.schema import Config
 from metrics.units import format_bytes, format_count
-from runtime.command_line import escape_output
+from runtime.command_line import check_file, escape_output
 from runtime.exit_codes import ExitCode
 from sharding import drawing
 from sharding.replicas import replica_key
@@ -56,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
             print(command_line.help_text(__doc__ or "", argv, values))
             return 0
         config = command_line.parse(argv, values)
+        if values.png:
+            check_file(Path(values.png), "--png")
         experiment = _described(start_devices(config, values.devices, values.devices_per_node))
         print(table_text(experiment))
         if values.png:

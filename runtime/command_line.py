@@ -2,8 +2,10 @@
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from runtime.exit_codes import ExitCode
@@ -50,6 +52,30 @@ def complain(error: ValueError | OSError) -> int:
     """Prints what went wrong as one line and returns the exit code: 2 for a mistake of the user, else 1."""
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     return ExitCode.BAD_INPUT if isinstance(error, ValueError) else ExitCode.FAILED
+
+
+def make_folder(folder: Path, option: str) -> None:
+    """Makes a folder that an option of the command line names. ValueError if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise ValueError(f"{folder} is a file; choose another {option}") from error
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be made ({error.strerror}); choose another {option}") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{folder} cannot be written; change that, or choose another {option}")
+
+
+def check_file(file: Path, option: str) -> None:
+    """Raises ValueError if the file that an option of the command line names cannot be written."""
+    is_new = not file.exists()
+    try:
+        with file.open("ab"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{file} cannot be made ({error.strerror}); choose another {option}") from error
+    if is_new:
+        file.unlink()
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

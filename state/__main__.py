@@ -36,7 +36,7 @@ def verify(directory: Path) -> int:
 
 
 def ls(directory: Path) -> int:
-    """Prints step, date, size, metrics and status of each step, by the manifests alone; returns 0, or 2 if there is none."""
+    """Prints step, date, size, metrics and status of each step, by the manifests; returns 0, or 2 if there is none."""
     steps = manifest.step_numbers(directory)
     aside = [(kind, entry) for kind in ASIDE for entry in sorted((directory / kind).glob("*"))]
     if not steps and not aside:

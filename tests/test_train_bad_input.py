@@ -200,7 +200,7 @@ def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_workdir_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file"
     file.write_text("precious")
-    assert str(file) in error_of(capsys, *arguments(file))
+    assert error_of(capsys, *arguments(file)) == f"{file} is a file; choose another --workdir"
     assert str(file) in error_of(capsys, *arguments(file / "below"))
     assert file.read_text() == "precious"
 
