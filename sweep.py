@@ -19,7 +19,7 @@ from pathlib import Path
 
 from cluster import emulate as emulator
 from configs.overrides import Overrides
-from runtime.command_line import OneLineParser, complain, escape_output
+from runtime.command_line import OneLineParser, complain, escape_output, make_folder
 from runtime.exit_codes import ExitCode
 from sweeps import slurm
 from sweeps.live import Live
@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
         sweep = make_sweep(options)
         if options.dry_run:
             return show_plan(sweep)
+        make_folder(sweep.workdir, "--workdir")
         if sweep.slurm is not None:
             return run_on_slurm(sweep)
         return run_here(sweep)

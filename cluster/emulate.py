@@ -24,7 +24,7 @@ from cluster.job import Job, Outcome
 from cluster.links import Links
 from cluster.nodes import Cluster, check_count
 from cluster.table import Monitor, shown
-from runtime.command_line import OneLineParser, complain, escape_output, split
+from runtime.command_line import OneLineParser, complain, escape_output, make_folder, split
 
 POLL_S = 0.05
 NODE_VERBS = {
@@ -45,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         options, links, command = parse(argv[1:])
         program = check_program(command)
+        make_folder(options.workdir, "--workdir")
         if missing := namespaces.missing_tool():
             raise ValueError(missing)
         namespaces.become_privileged([sys.executable, "-m", "cluster.emulate", *argv[1:]])
@@ -74,6 +75,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Links, list[str]]:
     parser.add_argument("--name", default=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", help="for ctl")
     parser.add_argument("--grace_s", type=float, default=60.0, help="for the others to end when a process failed")
     options = parser.parse_args(ours)
+    options.workdir = options.workdir or Path("runs", "emulated", options.name)
     if not command:
         raise ValueError("no program; give it after --, such as `-- python train.py --config=...`")
     check_count(options.nodes)
@@ -121,10 +123,9 @@ def control(argv: Sequence[str]) -> str:
 
 def run(options: argparse.Namespace, links: Links, command: Sequence[str]) -> Outcome:
     """Runs a program on an emulated cluster of its own, until all its processes have ended."""
-    workdir = options.workdir or Path("runs", "emulated", options.name)
     with (
         Control(options.name) as requests,
-        Cluster(options.nodes, links, workdir, named_paths(command)) as cluster,
+        Cluster(options.nodes, links, options.workdir, named_paths(command)) as cluster,
     ):
         job = Job(
             cluster,
@@ -144,7 +145,7 @@ def run(options: argparse.Namespace, links: Links, command: Sequence[str]) -> Ou
                 time.sleep(POLL_S)
         outcome = job.outcome()
         traffic = {"links": asdict(links), "nodes": [asdict(node) for node in outcome.traffic]}
-        (workdir / "traffic.json").write_text(json.dumps(traffic, indent=2) + "\n")
+        (options.workdir / "traffic.json").write_text(json.dumps(traffic, indent=2) + "\n")
     return outcome
 
 
@@ -156,7 +157,7 @@ def named_paths(command: Sequence[str]) -> list[Path]:
     paths = [Path(sys.prefix)]
     for argument in command:
         if argument.startswith("--workdir="):
-            os.makedirs(argument.split("=", 1)[1], exist_ok=True)
+            make_folder(Path(argument.split("=", 1)[1]), "--workdir")
         named = [Path(text) for text in (argument, argument.split("=", 1)[-1]) if os.path.exists(text)]
         environments = [path.absolute().parent.parent for path in named]  # of each that is a `bin/python` of one
         paths += [*named, *(folder for folder in environments if (folder / "pyvenv.cfg").exists())]

@@ -26,8 +26,14 @@ def resnet() -> ConfigDict:
 
 def get_config(arg: str = "") -> ConfigDict:
     """Returns the base config: a small decoder on the Python standard library's text."""
-    del arg
+    no_argument(arg, __file__)
     return ConfigDict(defaults())
+
+
+def no_argument(arg: str, file: str) -> None:
+    """ValueError for what follows a colon in `--config=FILE:arg`, if the config file has no variants."""
+    if arg:
+        raise ValueError(f"{file} takes no :arg; leave out :{arg}")
 
 
 def typed(config: ConfigDict) -> Config:

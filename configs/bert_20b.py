@@ -9,12 +9,12 @@ its GPUs; on 16 the paper had to gather without hierarchy (`--config.sharding.hi
 
 from ml_collections import ConfigDict
 
-from configs import bert_10b
+from configs import base, bert_10b
 
 
 def get_config(arg: str = "") -> ConfigDict:
     """Returns the config of BERT 20B: 64 layers of hidden 5120, partition group of 2 nodes."""
-    del arg
+    base.no_argument(arg, __file__)
     config = bert_10b.get_config()
     config.model.num_layers = 64
     config.model.hidden = 5120

@@ -3,6 +3,7 @@
 import re
 import shlex
 import textwrap
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from configs import base
 from configs.schema import MODELS, Config, Key, defaults, flat, known_keys, nearest
 
 HELP = ("--help", "-help", "-h")
+_OF_THE_FILE = "Error whilst parsing config file"  # how ml_collections begins a message that holds a traceback
 
 
 def new_flags(argv: Sequence[str] | None = None) -> flags.FlagValues:
@@ -78,7 +80,8 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> Config:
     try:
         rest = values(list(argv))[1:]
     except flags.Error as error:
-        raise ValueError(_one_line(error)) from error
+        _refuse_value(error)
+        raise ValueError(_said_by_file(error, file) or _one_line(error)) from error
     except Exception as error:  # a config file is the user's code: it raises anything at all
         raise ValueError(f"{file}: {_one_line(error)} ({type(error).__name__})") from error
     if rest:
@@ -102,6 +105,31 @@ def _config_file(argv: Sequence[str]) -> str:
 
 def _is_experiment(path: Path) -> bool:
     return "\ndef get_config(" in path.read_text() and path.stem != "base"
+
+
+def _refuse_value(error: flags.Error) -> None:
+    """Raises ValueError in the schema's words if the error is about the type of a key's value."""
+    found = re.match(r"flag --config\.([\w.]+)=(.*?): ", str(error), re.DOTALL)
+    if found:
+        declared = next((known[found[1]] for kind in MODELS if found[1] in (known := known_keys(kind))), None)
+        if declared:
+            declared.check(found[1], found[2])
+
+
+def _said_by_file(error: BaseException, file: str) -> str:
+    """Returns what a config file raised, of which ml_collections makes a traceback in a message; "" if it is not so."""
+    cause = error.__context__
+    while cause is not None and not str(cause).startswith(_OF_THE_FILE):
+        cause = cause.__context__
+    if cause is None or cause.__context__ is None:
+        return ""
+    said, kind = _one_line(cause.__context__), type(cause.__context__).__name__
+    if Path(file).name in said:
+        return said
+    frames = traceback.extract_tb(cause.__context__.__traceback__)
+    lines = [frame for frame in frames if Path(frame.filename).name == Path(file).name]
+    where = f", line {lines[-1].lineno}, `{lines[-1].line}`" if lines else ""
+    return f"{file}{where}: {said} ({kind})"
 
 
 def _one_line(error: BaseException) -> str:

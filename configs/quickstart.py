@@ -13,7 +13,7 @@ from configs import base
 
 def get_config(arg: str = "") -> ConfigDict:
     """Returns the quickstart's config."""
-    del arg
+    base.no_argument(arg, __file__)
     config = base.get_config()
     config.mesh.num_cpu_devices = 8
     config.mesh.devices_per_node = 2

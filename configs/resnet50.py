@@ -21,7 +21,7 @@ BATCH = 4096
 
 def get_config(arg: str = "") -> ConfigDict:
     """Returns the config of ResNet-50: stages of 3, 4, 6 and 3 bottlenecks, images of 224 x 224."""
-    del arg
+    base.no_argument(arg, __file__)
     config = base.get_config()
     config.num_steps = 90 * NUM_IMAGES // BATCH
     config.model = base.resnet()

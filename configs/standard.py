@@ -16,7 +16,7 @@ from configs import base
 
 def get_config(arg: str = "") -> ConfigDict:
     """Returns the standard workload's config, for 8 devices (4 rows each)."""
-    del arg
+    base.no_argument(arg, __file__)
     config = base.get_config()
     config.num_steps = 3
     config.model.update(

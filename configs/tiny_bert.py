@@ -14,7 +14,7 @@ from configs import base
 
 def get_config(arg: str = "") -> ConfigDict:
     """Returns the config of a small BERT."""
-    del arg
+    base.no_argument(arg, __file__)
     config = base.get_config()
     config.num_steps = 200
     config.model = base.encoder()

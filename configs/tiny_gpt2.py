@@ -14,7 +14,7 @@ from configs import base
 
 def get_config(arg: str = "") -> ConfigDict:
     """Returns the config of a small GPT-2: learned positions, LayerNorm, GELU, biases, tied head."""
-    del arg
+    base.no_argument(arg, __file__)
     config = base.get_config()
     config.model.positions = "learned"
     config.model.norm = "layer"

@@ -14,7 +14,7 @@ from configs import base
 
 def get_config(arg: str = "") -> ConfigDict:
     """Returns the config of a small Llama: rotary positions, RMSNorm, SwiGLU, grouped heads, untied head."""
-    del arg
+    base.no_argument(arg, __file__)
     config = base.get_config()
     config.model.num_kv_heads = 2
     config.model.intermediate = 384

@@ -2,9 +2,11 @@
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from runtime.exit_codes import ExitCode
 
@@ -19,16 +21,61 @@ class OneLineParser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
+class _Output(io.FileIO):
+    """A file for what a program prints: when its reader has gone (`| head`), the rest is dropped, and is no error."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
 def escape_output() -> None:
-    """Escapes what the terminal's encoding lacks, as stderr does: no character in a program's output may end it."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    """Makes stdout safe: neither a character that its encoding lacks nor a pipe that is closed may end a program."""
+    if not isinstance(sys.stdout, io.TextIOWrapper):
+        return
+    sys.stdout.reconfigure(errors="backslashreplace")
+    if sys.stdout is sys.__stdout__:  # once, and not where a test captures it
+        sys.stdout.flush()
+        raw = _Output(sys.stdout.fileno(), "wb", closefd=False)
+        sys.stdout = io.TextIOWrapper(
+            raw if sys.stdout.write_through else io.BufferedWriter(raw),  # the former with PYTHONUNBUFFERED
+            encoding=sys.stdout.encoding,
+            errors=sys.stdout.errors,
+            line_buffering=sys.stdout.line_buffering,
+            write_through=sys.stdout.write_through,
+        )
 
 
 def complain(error: ValueError | OSError) -> int:
     """Prints what went wrong as one line and returns the exit code: 2 for a mistake of the user, else 1."""
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     return ExitCode.BAD_INPUT if isinstance(error, ValueError) else ExitCode.FAILED
+
+
+def make_folder(folder: Path, option: str) -> None:
+    """Makes a folder that an option of the command line names. ValueError if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise ValueError(f"{folder} is a file; choose another {option}") from error
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be made ({error.strerror}); choose another {option}") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{folder} cannot be written; change that, or choose another {option}")
+
+
+def check_file(file: Path, option: str) -> None:
+    """Raises ValueError if the file that an option of the command line names cannot be written."""
+    is_new = not file.exists()
+    try:
+        with file.open("ab"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{file} cannot be made ({error.strerror}); choose another {option}") from error
+    if is_new:
+        file.unlink()
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from files import locks
+from runtime.command_line import make_folder
 from runtime.consensus import broadcast, new_key
 
 _WAIT_S = 90.0  # for an attempt before this one: `engines/ray_standby.py` ends one that was left behind after 60 s
@@ -32,8 +33,8 @@ def _hold(workdir: Path, held: ExitStack) -> None:
     def say() -> None:
         print(f"{another}: waiting up to {_WAIT_S:g} s for its end", file=sys.stderr)
 
+    make_folder(workdir, "--workdir")
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
         held.enter_context(locks.locked(file, wait_s=_WAIT_S, waits=say, is_private=True))
     except BlockingIOError as error:
         raise ValueError(f"{another}; end it, or choose another --workdir") from error

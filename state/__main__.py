@@ -7,13 +7,18 @@ import argparse
 import sys
 from pathlib import Path
 
+from runtime.command_line import escape_output
+from runtime.exit_codes import ExitCode
 from state import manifest
+
+ASIDE = (manifest.UNFINISHED, manifest.SET_ASIDE)
 
 
 def verify(directory: Path) -> int:
-    """Prints a line a step; returns 0 if every step verifies, 1 otherwise (also when there is none)."""
-    steps = manifest.step_numbers(directory)
-    all_good = bool(steps)
+    """Prints a line a step; returns 0 if every step verifies, 2 if there is none, else 1."""
+    steps, all_good = manifest.step_numbers(directory), True
+    if not steps:
+        return _refuse(directory)
     for step in steps:
         try:
             found = manifest.verify(directory / str(step))
@@ -27,14 +32,16 @@ def verify(directory: Path) -> int:
             print(f"step {step}: UNKNOWN FORMAT: {error}")
         else:
             print(f"step {step}: good: {len(found.files)} files, {_size(found.total_bytes)}")
-    if not steps:
-        print(f"{directory} holds no checkpoint")
     return 0 if all_good else 1
 
 
 def ls(directory: Path) -> int:
-    """Prints step, date, size, metrics and status of each step; returns 0. Reads the manifests only."""
-    for step in manifest.step_numbers(directory):
+    """Prints step, date, size, metrics and status of each step, by the manifests; returns 0, or 2 if there is none."""
+    steps = manifest.step_numbers(directory)
+    aside = [(kind, entry) for kind in ASIDE for entry in sorted((directory / kind).glob("*"))]
+    if not steps and not aside:
+        return _refuse(directory)
+    for step in steps:
         try:
             found = manifest.read(directory / str(step))
         except manifest.DamagedError as error:
@@ -47,10 +54,16 @@ def ls(directory: Path) -> int:
             continue
         metrics = " ".join(f"{name}={value:.6g}" for name, value in found.metrics.items())
         print(f"step {step:>8}  {found.saved_at}  {_size(found.total_bytes):>9}  committed  {metrics}".rstrip())
-    for kind in (manifest.UNFINISHED, manifest.SET_ASIDE):
-        for entry in sorted((directory / kind).glob("*")):
-            print(f"{kind.replace('_', ' ')}: {entry}")
+    for kind, entry in aside:
+        print(f"{kind.replace('_', ' ')}: {entry}")
     return 0
+
+
+def _refuse(directory: Path) -> int:
+    """Says that there is nothing to look at, and where it may be; returns the exit code."""
+    below = directory / "checkpoints"
+    print(f"{directory} holds no checkpoint{f'; did you mean {below}?' if below.is_dir() else ''}", file=sys.stderr)
+    return ExitCode.BAD_INPUT
 
 
 def _size(num_bytes: float) -> str:
@@ -63,6 +76,7 @@ def _size(num_bytes: float) -> str:
 
 def main() -> int:
     """Runs `verify DIR` or `ls DIR` and returns the exit code."""
+    escape_output()
     parser = argparse.ArgumentParser(prog="python -m state", description="Looks at a checkpoint directory.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("verify", help="read every file and compare it with the manifests").add_argument("directory")
@@ -71,7 +85,7 @@ def main() -> int:
     directory = Path(arguments.directory)
     if not directory.is_dir():
         print(f"{directory} is not a folder", file=sys.stderr)
-        return 2
+        return ExitCode.BAD_INPUT
     return {"verify": verify, "ls": ls}[arguments.command](directory)
 
 

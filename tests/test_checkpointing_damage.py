@@ -290,3 +290,21 @@ def test_a_step_that_the_run_deletes_while_others_are_looked_at_is_not_damage(
     assert command_line.ls(tmp_path) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0].split()[1] for line in lines] == ["10", "30", "30"] and "DAMAGED" not in str(lines)
+
+
+def test_a_folder_without_checkpoints_is_a_mistake(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the work directory, below which they are."""
+    for command in ("ls", "verify"):
+        (tmp_path / command).mkdir()
+        for hint in ("", f"; did you mean {tmp_path / command / 'checkpoints'}?"):
+            monkeypatch.setattr(sys, "argv", ["state", command, str(tmp_path / command)])
+            assert command_line.main() == 2
+            said = capsys.readouterr()
+            assert (said.out, said.err) == ("", f"{tmp_path / command} holds no checkpoint{hint}\n")
+            (tmp_path / command / "checkpoints").mkdir(exist_ok=True)
+        monkeypatch.setattr(sys, "argv", ["state", command, str(saved)])
+        assert command_line.main() == 0 and "step " in capsys.readouterr().out
+    (tmp_path / "ls" / manifest.SET_ASIDE / "10").mkdir(parents=True)
+    assert command_line.ls(tmp_path / "ls") == 0 and capsys.readouterr().out.endswith("/10\n")

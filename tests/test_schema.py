@@ -161,6 +161,12 @@ def test_a_config_file_gives_and_saves_what_it_did_before(file: str) -> None:
     assert config.model.kind == values["model"]["kind"] and type(config.model) is MODELS[config.model.kind]
 
 
+@pytest.mark.parametrize("file", sorted({name.partition(":")[0] for name in RECORD}))
+def test_no_config_file_ignores_its_argument(file: str) -> None:
+    with pytest.raises(ValueError, match=r"takes no :arg; leave out :nonsense$|there (is|are) .*"):
+        values_of(f"{file}:nonsense")
+
+
 def test_an_experiment_changes_the_config_and_the_typed_one_is_frozen() -> None:
     section = base.get_config()
     section.sharding.update(strategy="ddp")

@@ -262,7 +262,7 @@ def test_a_cluster_that_is_not_here() -> None:
         (["--config=configs/bert_10b.py"], "--devices=N --devices_per_node=K"),
         (["--config=configs/bert_10b.py", "--devices=12"], "mesh.devices_per_node=8 does not divide the 12 devices"),
         (["--config=configs/quickstart.py", "--config.sharding.partition_size=3"], "1, 2, 4, 8 do"),
-        (["--config=configs/quickstart.py", "--png=no/such/folder/x.png"], "no/such/folder/x.png"),
+        (["--config=configs/quickstart.py", "--png=no/such/folder/x.png"], "no/such/folder/x.png cannot be made (No"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:

@@ -33,8 +33,8 @@ def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown key": ({"modell__hidden": 3}, r"model"),
     "a nested unknown key": ({"model__hiden": 3}, "model.hiden is not a key; the nearest is model.hidden$"),
-    "a word for a number": ({"model__hidden": "many"}, "model.hidden.*many.*int"),
-    "a fraction for a count": ({"model__hidden": 3.5}, "model.hidden.*3.5.*int"),
+    "a word for a number": ({"model__hidden": "many"}, "^model.hidden='many' must be a whole number, like"),
+    "a fraction for a count": ({"model__hidden": 3.5}, "^model.hidden='3.5' must be a whole number, like"),
     "p does not divide": ({"sharding__partition_size": 3}, "3 devices .* does not fit .*; 1, 2, 4, 8 do"),
     "mics without p": ({"sharding__partition_size": 0}, "needs sharding.partition_size"),
     "a micro-batch too large": ({"batch__micro_size": 3}, "micro_size=3 on 8 devices .* at most 2 fit"),
@@ -122,6 +122,9 @@ def config_file(folder: Path, body: str) -> str:
         ("    return None", "mine.py: get_config must return the config"),
         ("    return 1 / 0", "mine.py.*division"),
         ("    return (", "mine.py"),
+        ("    raise ValueError(f'mine.py:{arg}: there is none')", "^mine.py:: there is none$"),
+        ("    raise ValueError('choose one')", r"^/\S+mine.py, line 6, `raise .*`: choose one \(ValueError\)$"),
+        ("    return config + 1", r"^/\S+mine.py, line 6, `.*`: unsupported operand .* \(TypeError\)$"),
     ],
 )
 def test_a_mistake_in_a_config_file(
@@ -129,6 +132,15 @@ def test_a_mistake_in_a_config_file(
 ) -> None:
     path = config_file(tmp_path, body)
     assert_matches(error_of(capsys, f"--config={path}", f"--workdir={tmp_path / 'run'}"), message)
+
+
+def test_an_argument_that_a_config_does_not_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, message in (
+        ("quickstart", "quickstart.py takes no :arg; leave out :foo$"),
+        ("elastic", "^configs/elastic.py:foo: there is :tiny, or nothing$"),
+    ):
+        config, *rest = arguments(tmp_path / "run", name)
+        assert_matches(error_of(capsys, f"{config}:foo", *rest), message)
 
 
 def test_no_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +200,7 @@ def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_workdir_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file"
     file.write_text("precious")
-    assert str(file) in error_of(capsys, *arguments(file))
+    assert error_of(capsys, *arguments(file)) == f"{file} is a file; choose another --workdir"
     assert str(file) in error_of(capsys, *arguments(file / "below"))
     assert file.read_text() == "precious"
 

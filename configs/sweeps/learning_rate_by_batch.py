@@ -18,7 +18,7 @@ METRIC = "validation_loss"
 
 def get_config(arg: str = "") -> ConfigDict:
     """Returns the config that the runs share."""
-    del arg
+    base.no_argument(arg, __file__)
     config = base.get_config()
     config.mesh.num_cpu_devices = 1
     config.sharding.strategy = "ddp"

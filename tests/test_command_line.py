@@ -1,0 +1,132 @@
+"""What all programs share: what they print may be cut off, and directories that cannot be made are named."""
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from running import ROOT
+
+import sweep
+from cluster import emulate
+from cluster.probe import __main__ as probe
+from planner import table
+from runtime.command_line import check_file, make_folder
+
+PROGRAM = """
+import sys
+from runtime.command_line import escape_output
+escape_output()
+for i in range({lines}):
+    print(i, "\\ud800")
+sys.exit(3)
+"""
+
+
+def into_closed_pipe(*command: str, **environment: str) -> tuple[int, str]:
+    """Returns the exit code and stderr of a Python program whose output nobody reads any more."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as output:
+        done = subprocess.run(
+            [sys.executable, *command],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            timeout=120,
+            check=False,
+            env={**os.environ, **environment},
+        )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("lines", [1, 10_000], ids=["less than a buffer", "more"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_pipe_ends_nothing(lines: int, unbuffered: str) -> None:
+    assert into_closed_pipe("-c", PROGRAM.format(lines=lines), PYTHONUNBUFFERED=unbuffered) == (3, "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "sweep.py --config=configs/sweeps/strategies_by_model.py --dry_run",
+        "train.py --help",
+        "-m planner.table --help",
+        "-m cluster.chaos --help",
+        "-m cluster.emulate --help",
+        "-m cluster.probe --help",
+        "-m engines.ray --help",
+        "-m metrics.report --help",
+        "-m state --help",
+    ],
+)
+def test_a_program_whose_reader_has_gone_ends_quietly(command: str) -> None:
+    assert into_closed_pipe(*command.split()) == (0, "")
+
+
+def test_output_keeps_its_order_and_its_characters(tmp_path: Path) -> None:
+    file = tmp_path / "out"
+    with file.open("wb") as output:
+        command = [sys.executable, "-c", PROGRAM.format(lines=3) + "\n"]
+        subprocess.run(command, stdout=output, cwd=ROOT, timeout=120, check=False)
+    assert file.read_bytes() == b"0 \\ud800\n1 \\ud800\n2 \\ud800\n"
+
+
+def refuse_to_write(path: Path, *_: object, **__: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+
+SWEEP = "sweep.py --config=configs/sweeps/strategies_by_model.py"
+EMULATE = "cluster.emulate --nodes=2 --devices_per_node=1"
+
+
+@pytest.mark.filterwarnings("ignore:the load_module")  # ml_collections loads config files with it
+@pytest.mark.parametrize(
+    ("program", "command", "option"),
+    [
+        (lambda argv: sweep.main(argv), SWEEP, "--workdir"),
+        (lambda argv: emulate.main([*argv, "--", "true"]), EMULATE, "--workdir"),
+        (lambda argv: probe.main(argv[1:]), "cluster.probe", "--out"),
+        (lambda argv: table.main(argv), "planner.table --config=configs/quickstart.py", "--png"),
+    ],
+    ids=["sweep", "emulate", "probe", "table"],
+)
+def test_a_place_that_is_read_only(
+    program: Callable[[list[str]], int],
+    command: str,
+    option: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Path, "mkdir", refuse_to_write)
+    monkeypatch.setattr(Path, "open", refuse_to_write)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("it has begun"))
+    assert program([*command.split(), f"{option}={tmp_path / 'there'}"]) == 2
+    said = capsys.readouterr()
+    message = f"{tmp_path / 'there'} cannot be made (Read-only file system); choose another {option}"
+    assert (said.out, said.err) == ("", f"error: {message}\n")
+
+
+def test_folders_and_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_text("precious")
+    for folder, said in (
+        (file, f"{file} is a file; choose another --out"),
+        (file / "below", f"{file / 'below'} cannot be made (Not a directory); choose another --out"),
+    ):
+        with pytest.raises(ValueError) as error:
+            make_folder(folder, "--out")
+        assert str(error.value) == said
+    with pytest.raises(ValueError, match="file is a file; choose another --workdir"):  # of the program
+        emulate.named_paths(["train.py", f"--workdir={file}"])
+    check_file(file, "--out")
+    check_file(tmp_path / "new", "--out")
+    assert file.read_text() == "precious" and not (tmp_path / "new").exists()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as on a disk that is mounted read-only
+    with pytest.raises(ValueError, match="cannot be written; change that, or choose another --out"):
+        make_folder(tmp_path, "--out")
