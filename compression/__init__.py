@@ -1,1 +1,1 @@
-"""Hop two as the first transform of an optax chain: what crosses the slow network, and in which form."""
+"""Makes the hops smaller: hop two, the first transform of the optax chain; codecs of gathers and hop one; local SGD."""

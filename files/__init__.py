@@ -1,1 +1,1 @@
-"""Files that several programs share: replaced in one move, locked, or appended to line by line."""
+"""Files that several programs share: replaced by one rename, locked, or appended to line by line."""
