@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
             min_nodes=options.min_nodes, max_nodes=options.max_nodes, nodes_per_group=options.nodes_per_group
         )
         if not importlib.util.find_spec("ray"):
-            raise ValueError("Ray is not installed; `pip install -r requirements-ray.txt` does it")
+            raise ValueError("Ray is not installed; `make .venv/ray-installed` does it")
         return run(options, limits, command)
     except (ValueError, OSError) as error:
         return complain(error)

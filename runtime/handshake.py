@@ -52,7 +52,7 @@ def shared_token(workdir: Path) -> str:
 
 
 def _make_token(file: Path) -> None:
-    """Writes a token where there is none, also if a start was killed before it wrote one; others may do the same."""
+    """Writes a token where there is none, also if an attempt was killed before it wrote one; others may do the same."""
     try:
         if file.exists() and file.stat().st_size:
             return
@@ -76,9 +76,11 @@ def _read_token(file: Path) -> str:
     except OSError as error:
         raise ValueError(f"{error.strerror}; all processes need the same --workdir, on a shared file system") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ValueError(f"others may read it (mode {stat.S_IMODE(mode):04o}); remove it: the next start makes another")
+        raise ValueError(
+            f"others may read it (mode {stat.S_IMODE(mode):04o}); remove it: the next attempt makes one"
+        )
     if not _TOKEN.fullmatch(token):
-        raise ValueError("it holds no token; remove it: the next start makes another")
+        raise ValueError("it holds no token; remove it: the next attempt makes one")
     return token
 
 

@@ -1,4 +1,4 @@
-"""The attempts of a run: its id, which tells its snapshots from other runs', and the step at which each start began.
+"""The attempts of a run: its id, which tells its snapshots from other runs', and the step at which each attempt began.
 
 `WORKDIR/attempts.json` is read and written by process 0 alone; no clock is in it. One attempt at a time.
 """
@@ -37,7 +37,7 @@ class Attempts:
 
     @property
     def next(self) -> int:
-        """The number of the attempt that starts now."""
+        """The number of the attempt that begins now."""
         return len(self.began_at)
 
     def have_left(self, history: tuple[int, ...], step: int) -> bool:

@@ -105,11 +105,11 @@ class SnapshotManifest:
 class MemoryFolder:
     """The folder of one run on this node."""
 
-    def __init__(self, memory_dir: str | Path, run_id: str, spare: str) -> None:
+    def __init__(self, memory_dir: str | Path, run_id: str, fallback: str) -> None:
         """Makes it where it is missing. ValueError if it is, or could become, somebody else's.
 
-        `spare` is for the name of the user's folder if somebody else has taken that: the same in all processes of the
-        run, and new at each start.
+        `fallback` goes into the name of the user's folder if somebody else has taken that name. It is the same in all
+        processes of the run, and another one in each attempt.
         """
         self.run_id = run_id
         self._memory = Path(memory_dir).absolute()
@@ -121,7 +121,7 @@ class MemoryFolder:
         _check_memory(self._memory)
         name = f"mics-jax-{os.getuid()}"
         known = [folder.parent for folder in sorted(self._memory.glob(f"{name}-*/{run_id}"))]
-        candidates = [*known, self._memory / name, self._memory / f"{name}-{spare}"]
+        candidates = [*known, self._memory / name, self._memory / f"{name}-{fallback}"]
         self.parent = next(folder for folder in candidates if _make_private(folder))
         if not _make_private(self.path):
             raise ValueError(
@@ -140,7 +140,7 @@ class MemoryFolder:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{found.st_dev}/{found.st_ino}"
 
-    def generations(self) -> tuple[list[SnapshotManifest], list[str]]:
+    def snapshots(self) -> tuple[list[SnapshotManifest], list[str]]:
         """Returns what is whole by its description, and a line for each description that is not used."""
         found, damaged = [], []
         for file in sorted(self.path.glob("*.json")):
@@ -150,26 +150,26 @@ class MemoryFolder:
                 damaged.append(f"{file.name} is not used: {' '.join(str(error).split())}")
         return found, damaged
 
-    def damaged(self, generation: SnapshotManifest) -> list[Piece]:
+    def damaged(self, snapshot: SnapshotManifest) -> list[Piece]:
         """Returns the pieces whose bytes do not match their hash."""
         try:
-            hashes = self.hashes(generation)
+            hashes = self.hashes(snapshot)
         except (OSError, ValueError):  # a file that is gone, or empty
-            return list(generation.pieces)
-        return [piece for piece, crc32 in zip(generation.pieces, hashes, strict=True) if piece.crc32 != crc32]
+            return list(snapshot.pieces)
+        return [piece for piece, crc32 in zip(snapshot.pieces, hashes, strict=True) if piece.crc32 != crc32]
 
-    def hashes(self, generation: SnapshotManifest) -> list[int]:
+    def hashes(self, snapshot: SnapshotManifest) -> list[int]:
         """Returns the hash of the bytes of each piece, as they are in the file."""
-        if not generation.pieces:
+        if not snapshot.pieces:
             return []
-        content = np.memmap(self._data_file(generation.name), np.uint8, mode="r").data
+        content = np.memmap(self._data_file(snapshot.name), np.uint8, mode="r").data
         with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-            return list(pool.map(lambda p: zlib.crc32(content[p.offset : p.offset + p.size]), generation.pieces))
+            return list(pool.map(lambda p: zlib.crc32(content[p.offset : p.offset + p.size]), snapshot.pieces))
 
-    def read(self, generation: SnapshotManifest, piece: Piece) -> np.ndarray:
+    def read(self, snapshot: SnapshotManifest, piece: Piece) -> np.ndarray:
         """Returns the array in a box; it shows the file, so copy it before the slot is written again."""
-        dtype = generation.dtypes[piece.box.path]
-        file = self._data_file(generation.name)
+        dtype = snapshot.dtypes[piece.box.path]
+        file = self._data_file(snapshot.name)
         return (
             np.memmap(file, np.uint8, mode="r", offset=piece.offset, shape=(piece.size,))
             .view(dtype)
@@ -177,21 +177,21 @@ class MemoryFolder:
         )
 
     def remove(self, names: Iterable[str]) -> None:
-        """Deletes generations."""
+        """Deletes snapshots."""
         for name in names:
             for ending in ("json", "partial", "data"):  # in this order: never a description of what is gone
                 (self.path / f"{name}.{ending}").unlink(missing_ok=True)
 
     def names(self) -> set[str]:
-        """Returns the generations that have a file here, whole or not."""
+        """Returns the snapshots that have a file here, whole or not."""
         return {file.stem for file in self.path.iterdir() if _NAME.fullmatch(file.stem)}
 
-    def commit(self, generation: SnapshotManifest) -> SnapshotManifest:
-        """Hashes the data of a generation and makes it whole; returns it with the hashes."""
-        pieces = zip(generation.pieces, self.hashes(generation), strict=True)
-        generation = replace(generation, pieces=tuple(replace(piece, crc32=crc32) for piece, crc32 in pieces))
-        atomic.replace(self.path / f"{generation.name}.json", _encode(generation), is_private=True)
-        return generation
+    def commit(self, snapshot: SnapshotManifest) -> SnapshotManifest:
+        """Hashes the data of a snapshot and makes it whole; returns it with the hashes."""
+        pieces = zip(snapshot.pieces, self.hashes(snapshot), strict=True)
+        snapshot = replace(snapshot, pieces=tuple(replace(piece, crc32=crc32) for piece, crc32 in pieces))
+        atomic.replace(self.path / f"{snapshot.name}.json", _encode(snapshot), is_private=True)
+        return snapshot
 
     def _read(self, file: Path) -> SnapshotManifest:
         digest, _, body = file.read_bytes().partition(b"\n")
@@ -200,10 +200,10 @@ class MemoryFolder:
         content = json.loads(body)
         if content.pop("format") != _FORMAT:
             raise ValueError("another version of the program wrote it")
-        generation = SnapshotManifest.from_json(content)
-        if (generation.run_id, generation.name) != (self.run_id, file.stem):
-            raise ValueError(f"it is {generation.name} of run {generation.run_id}")
-        return generation
+        snapshot = SnapshotManifest.from_json(content)
+        if (snapshot.run_id, snapshot.name) != (self.run_id, file.stem):
+            raise ValueError(f"it is {snapshot.name} of run {snapshot.run_id}")
+        return snapshot
 
     def _data_file(self, name: str) -> Path:
         return self.path / f"{name}.data"
@@ -228,7 +228,7 @@ class Slots:
         self._next = 0
 
     def open(self) -> "SlotFile":
-        """Returns the file to write to: never that of the newest generation that all processes have."""
+        """Returns the file to write to: never that of the newest snapshot that all processes have."""
         return SlotFile(self._folder.path, self._names[self._next])
 
     def turn(self) -> None:
@@ -274,8 +274,8 @@ def as_bytes(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _encode(generation: SnapshotManifest) -> bytes:
-    body = json.dumps({"format": _FORMAT, **generation.as_json()}, sort_keys=True).encode()
+def _encode(snapshot: SnapshotManifest) -> bytes:
+    body = json.dumps({"format": _FORMAT, **snapshot.as_json()}, sort_keys=True).encode()
     return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
 

@@ -25,19 +25,19 @@ class Source:
     """A piece that verifies, and the process that reads it."""
 
     process: int
-    generation: SnapshotManifest
+    snapshot: SnapshotManifest
     number: int  # of the piece in it
 
     @property
     def piece(self) -> Piece:
-        return self.generation.pieces[self.number]
+        return self.snapshot.pieces[self.number]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """A step that the nodes hold completely between them."""
 
-    generation: SnapshotManifest  # one of those that describe it
+    snapshot: SnapshotManifest  # one of those that describe it
     sources: Mapping[str, tuple[Source, ...]]  # by path
 
     @property
@@ -55,8 +55,8 @@ def find(
     for each snapshot that is passed over; a step of which a part is missing is not worth one (the newest may have been
     in the making).
     """
-    own, damaged = folder.generations() if reads else ([], [])
-    told = {"host": socket.gethostname(), "damaged": damaged, "generations": [x.as_json() for x in own]}
+    own, damaged = folder.snapshots() if reads else ([], [])
+    told = {"host": socket.gethostname(), "damaged": damaged, "snapshots": [x.as_json() for x in own]}
     everyone = all_gather(new_key("snapshots"), told)
     if jax.process_index() != 0:
         report = _silently
@@ -64,16 +64,16 @@ def find(
     for process, said in enumerate(everyone):
         for line in said["damaged"]:
             report(f"snapshot on {said['host']}: {line}")
-        for generation in map(SnapshotManifest.from_json, said["generations"]):
-            for number in range(len(generation.pieces)):  # a process may have none: its description tells nothing
-                source = Source(process=process, generation=generation, number=number)
-                by_step[generation.step, generation.history].append(source)
+        for snapshot in map(SnapshotManifest.from_json, said["snapshots"]):
+            for number in range(len(snapshot.pieces)):  # a process may have none: its description tells nothing
+                source = Source(process=process, snapshot=snapshot, number=number)
+                by_step[snapshot.step, snapshot.history].append(source)
     by_step = {key: found for key, found in by_step.items() if not attempts.have_left(key[1], key[0])}
-    known = max([attempts.saved, *(sources[0].generation.saved for sources in by_step.values())])
+    known = max([attempts.saved, *(sources[0].snapshot.saved for sources in by_step.values())])
     for step, history in sorted(by_step, reverse=True):
         sources = by_step[step, history]
         objection = _set_back(step, saved, known) or _disagreement(sources)
-        if objection := objection or _other_model(sources[0].generation.tree, wanted):
+        if objection := objection or _other_model(sources[0].snapshot.tree, wanted):
             report(f"the snapshots of step {step} are not used: {objection}")
         elif _is_complete(sources):
             sources = _without_damaged(folder, sources, [said["host"] for said in everyone], report)
@@ -91,7 +91,7 @@ def load(
     Arrays of another number of replicas are shared out among those that are there, with their sum or mean kept.
     """
     wanted = tree.flatten_abstract(abstract_state)
-    saved = {leaf.path: leaf for leaf in found.generation.tree}
+    saved = {leaf.path: leaf for leaf in found.snapshot.tree}
     fetch = _Fetch(folder, reader, addresses, token)
     try:
         arrays = []
@@ -145,12 +145,12 @@ class _Fetch:
     def _read(self, part: Box, source: Source) -> np.ndarray:
         piece = source.piece
         if source.process == self._reader:
-            return self._folder.read(source.generation, piece)[part.within(piece.box)]
+            return self._folder.read(source.snapshot, piece)[part.within(piece.box)]
         if source.process not in self._connections:
             address = self._addresses[source.process]
             self._connections[source.process] = Connection(address, self._token, jax.process_index())
-        dtype = source.generation.dtypes[part.path]
-        return self._connections[source.process].get(source.generation.name, source.number, part, dtype)
+        dtype = source.snapshot.dtypes[part.path]
+        return self._connections[source.process].get(source.snapshot.name, source.number, part, dtype)
 
 
 def _once_each(leaf: Leaf, make: Callable[[Box], np.ndarray]) -> Callable[[Any], np.ndarray]:
@@ -170,7 +170,7 @@ def _is_complete(sources: list[Source]) -> bool:
     boxes: dict[str, set[Box]] = defaultdict(set)
     for source in sources:
         boxes[source.piece.box.path].add(source.piece.box)
-    return bool(sources) and all(covers(boxes[leaf.path], leaf) for leaf in sources[0].generation.tree)
+    return bool(sources) and all(covers(boxes[leaf.path], leaf) for leaf in sources[0].snapshot.tree)
 
 
 def _set_back(step: int, saved: int, known: int) -> str:
@@ -185,10 +185,10 @@ def _set_back(step: int, saved: int, known: int) -> str:
 
 def _disagreement(sources: list[Source]) -> str:
     """Returns what two copies of one step differ in; "" if they do not."""
-    first = sources[0].generation
+    first = sources[0].snapshot
     hashes: dict[Box, Source] = {}
     for source in sources:
-        other = source.generation
+        other = source.snapshot
         if (other.data, _learned(other), other.tree) != (first.data, _learned(first), first.tree):
             return f"they are of different configs or data ({first.name} and {other.name})"
         known = hashes.setdefault(source.piece.box, source)
@@ -200,9 +200,9 @@ def _disagreement(sources: list[Source]) -> str:
     return ""
 
 
-def _learned(generation: SnapshotManifest) -> dict[str, Any]:
+def _learned(snapshot: SnapshotManifest) -> dict[str, Any]:
     """Returns the config without the section in which nodes may differ."""
-    return {key: value for key, value in generation.config.items() if key != "elastic"}
+    return {key: value for key, value in snapshot.config.items() if key != "elastic"}
 
 
 def _other_model(saved: tuple[Leaf, ...], wanted: Mapping[str, tree.Wanted]) -> str:
@@ -216,13 +216,12 @@ def _other_model(saved: tuple[Leaf, ...], wanted: Mapping[str, tree.Wanted]) -> 
 def _without_damaged(folder: MemoryFolder, sources: list[Source], hosts: list[str], report: Report) -> list[Source]:
     """Returns the sources whose bytes match their hash; each process looks at its own."""
     me = jax.process_index()
-    own = {source.generation.name: source.generation for source in sources if source.process == me}
+    own = {source.snapshot.name: source.snapshot for source in sources if source.process == me}
     damaged = {
-        name: [generation.pieces.index(piece) for piece in folder.damaged(generation)]
-        for name, generation in own.items()
+        name: [snapshot.pieces.index(piece) for piece in folder.damaged(snapshot)] for name, snapshot in own.items()
     }
     everyone = all_gather(new_key("damaged"), damaged)
-    good = [x for x in sources if x.number not in everyone[x.process][x.generation.name]]
+    good = [x for x in sources if x.number not in everyone[x.process][x.snapshot.name]]
     for process, found in enumerate(everyone):
         for name, numbers in found.items():
             if numbers:
@@ -237,7 +236,7 @@ def _found(sources: list[Source]) -> Found:
     by_path: dict[str, list[Source]] = defaultdict(list)
     for source in sources:
         by_path[source.piece.box.path].append(source)
-    return Found(generation=sources[0].generation, sources={path: tuple(found) for path, found in by_path.items()})
+    return Found(snapshot=sources[0].snapshot, sources={path: tuple(found) for path, found in by_path.items()})
 
 
 def _silently(line: str) -> None:

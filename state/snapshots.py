@@ -50,7 +50,7 @@ class Snapshots:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._service: Service | None = None
-        self._used: set[str] = set()  # the generations that were restored
+        self._used: set[str] = set()  # the snapshots that were restored
         self._kept: list[OwnedShard] = []
         self._started = self._failed = False  # whether a snapshot was begun, and whether this process failed to keep it
         self._warned = False
@@ -59,8 +59,8 @@ class Snapshots:
         self._attempts = read_attempts(workdir, report)
         if not every:
             return
-        spare = broadcast(new_key("spare"), lambda: secrets.token_hex(8))
-        self._folder = MemoryFolder(memory_dir, self._attempts.run_id, spare)
+        fallback = broadcast(new_key("fallback"), lambda: secrets.token_hex(8))
+        self._folder = MemoryFolder(memory_dir, self._attempts.run_id, fallback)
         self._attempt = self._attempts.next
         self._slots = Slots(self._folder, self._attempt, self._me)
         self._meet()
@@ -86,11 +86,11 @@ class Snapshots:
         wanted = tree.flatten_abstract(abstract_state)
         saved = broadcast(new_key("newest"), lambda: newest_checkpoint(self._workdir))
         found = find(self._folder, self._reader == self._me, self._attempts, saved, wanted, self._report)
-        restored = checkpointer.restore(abstract_state, newer_than=found.generation.step if found else -1)
+        restored = checkpointer.restore(abstract_state, newer_than=found.snapshot.step if found else -1)
         if found and restored is None:
             restored = self._load(found, abstract_state)
             if restored:
-                self._used = {source.generation.name for sources in found.sources.values() for source in sources}
+                self._used = {source.snapshot.name for sources in found.sources.values() for source in sources}
             else:
                 restored = checkpointer.restore(abstract_state)
         return restored
@@ -128,7 +128,7 @@ class Snapshots:
         self._started, self._failed, self.last_step = True, False, step
         if copied := self._copy(arrays, step):
             name, pieces = copied
-            generation = SnapshotManifest(
+            snapshot = SnapshotManifest(
                 name=name,
                 run_id=self._attempts.run_id,
                 history=self._attempts.began_at,
@@ -139,7 +139,7 @@ class Snapshots:
                 tree=leaves,
                 pieces=pieces,
             )
-            self._thread = threading.Thread(target=self._finish, args=(generation, begun_s), name=f"snapshot-{step}")
+            self._thread = threading.Thread(target=self._finish, args=(snapshot, begun_s), name=f"snapshot-{step}")
             self._thread.start()
         self._pace.goes_on()
 
@@ -210,7 +210,7 @@ class Snapshots:
 
     def _load(self, found: Found, abstract_state: Any) -> Restored | None:
         """Returns the state of a step in memory; None, and says why, if some process cannot get its part."""
-        error, state, kept = "", None, found.generation
+        error, state, kept = "", None, found.snapshot
         try:
             state = load(found, abstract_state, self._folder, self._reader, self._addresses, self._token)
         except OSError as failed:
@@ -224,19 +224,19 @@ class Snapshots:
         source = f"memory ({count} of {nodes} node{'s' if nodes > 1 else ''} had it)"
         return Restored(step=kept.step, state=state, data=kept.data, config=kept.config, source=source)
 
-    def _finish(self, generation: SnapshotManifest, begun_s: float) -> None:
+    def _finish(self, snapshot: SnapshotManifest, begun_s: float) -> None:
         """Hashes and commits what was copied, and gives the partner what no other node has (in a thread)."""
         try:
-            generation = self._folder.commit(generation)
+            snapshot = self._folder.commit(snapshot)
             alone = [number for number, kept in enumerate(self._kept) if kept.alone]
             if alone:
                 connection = Connection(self._addresses[self._partner(self._me)], self._token, self._me)
                 try:
-                    connection.put(self._folder, generation, alone)
+                    connection.put(self._folder, snapshot, alone)
                 finally:
                     connection.close()
         except OSError as error:
-            self._warn(generation.step, error)
+            self._warn(snapshot.step, error)
         except BaseException as error:
             self._error = error
         self._pace.cost(time.perf_counter() - begun_s)

@@ -75,7 +75,7 @@ class Connection:
             self._file = self._socket.makefile("rwb")
 
     def get(self, name: str, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
-        """Returns the part `box` of piece `number` of a generation. OSError if it does not come."""
+        """Returns the part `box` of piece `number` of a snapshot. OSError if it does not come."""
         with self._explained():
             self._say_line(json.dumps({"get": name, "number": number, "start": box.start, "shape": box.shape}))
             answer = self._answer()
@@ -86,16 +86,16 @@ class Connection:
                 raise OSError("the bytes that came do not match their hash")
         return np.frombuffer(content, dtype).reshape(box.shape)
 
-    def put(self, folder: MemoryFolder, generation: SnapshotManifest, numbers: list[int]) -> None:
-        """Makes the other process keep some pieces of a whole generation of ours. OSError if it does not."""
+    def put(self, folder: MemoryFolder, snapshot: SnapshotManifest, numbers: list[int]) -> None:
+        """Makes the other process keep some pieces of a whole snapshot of ours. OSError if it does not."""
         pieces, offset = [], 0
-        for piece in (generation.pieces[number] for number in numbers):
+        for piece in (snapshot.pieces[number] for number in numbers):
             pieces.append(replace(piece, offset=offset))
             offset += piece.size
         with self._explained():
-            self._say_line(json.dumps({"put": replace(generation, pieces=tuple(pieces)).as_json()}))
+            self._say_line(json.dumps({"put": replace(snapshot, pieces=tuple(pieces)).as_json()}))
             for number in numbers:
-                self._file.write(as_bytes(folder.read(generation, generation.pieces[number])))
+                self._file.write(as_bytes(folder.read(snapshot, snapshot.pieces[number])))
             self._file.flush()
             self._answer()
 
@@ -154,11 +154,11 @@ class _Answers:
         name = request["get"]
         with self._lock:
             if name not in self._read:
-                self._read = {generation.name: generation for generation in self._folder.generations()[0]}
-            generation = self._read[name]
-        piece = generation.pieces[request["number"]]
+                self._read = {snapshot.name: snapshot for snapshot in self._folder.snapshots()[0]}
+            snapshot = self._read[name]
+        piece = snapshot.pieces[request["number"]]
         part = Box(path=piece.box.path, start=tuple(request["start"]), shape=tuple(request["shape"]))
-        return as_bytes(self._folder.read(generation, piece)[part.within(piece.box)])
+        return as_bytes(self._folder.read(snapshot, piece)[part.within(piece.box)])
 
     def put(self, request: dict[str, Any], sender: int, content: BufferedIOBase) -> memoryview:
         """Keeps a copy of the sender's pieces, which follow in `content`. ValueError if it is not ours to keep."""

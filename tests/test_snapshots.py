@@ -177,7 +177,7 @@ def test_a_process_that_had_nothing_to_keep(run: Run) -> None:
     """And was the only one to commit the last step: its description holds nothing."""
     run.keep(1)
     folder = MemoryFolder(run.memory, run.run_id, "spare")
-    (kept,) = folder.generations()[0]
+    (kept,) = folder.snapshots()[0]
     folder.commit(replace(kept, name="0-1-a", step=2, pieces=()))
     check(run.restore(), 1)
     assert run.said == []

@@ -185,7 +185,7 @@ def two_processes_of_a_node(node: Node) -> None:
     shared = node.directory / "shared"
     shared.mkdir(exist_ok=True)
     node.keep(1, 2, 3, memory=shared)
-    check_files(shared, generations=2)
+    check_files(shared, snapshots=2)
 
 
 def one_of_two_is_late(node: Node) -> None:
@@ -204,7 +204,7 @@ def one_of_two_is_late(node: Node) -> None:
 
     MemoryFolder.names = late
     node.keep(1, memory=shared)
-    check_files(shared, generations=1)
+    check_files(shared, snapshots=1)
     with node.attempt(shared) as memory_tier:
         memory_tier.begin(0)
         memory_tier.save(1, place(values_of(1)), data={"step": 1}, config={"seed": 1})
@@ -214,11 +214,11 @@ def one_of_two_is_late(node: Node) -> None:
     assert node.take_said() == [] and not list(shared.rglob("*.data"))
 
 
-def check_files(shared: Path, generations: int) -> None:
-    """Checks that the two processes of a node hold each generation once between them."""
+def check_files(shared: Path, snapshots: int) -> None:
+    """Checks that the two processes of a node hold each snapshot once between them."""
     barrier("written")
     sizes = [file.stat().st_size for file in shared.rglob("*.data")]
-    assert len(sizes) == 2 * generations and sum(sizes) == generations * BYTES, sizes
+    assert len(sizes) == 2 * snapshots and sum(sizes) == snapshots * BYTES, sizes
     barrier("looked")
 
 
@@ -326,7 +326,7 @@ def what_a_partner_may_send(node: Node) -> None:
         memory_tier.begin(1)
         memory_tier.save(2, place(values_of(2)), data={"step": 2}, config={"seed": 1})
         memory_tier.wait()
-        (own,) = [x for x in memory_tier._folder.generations()[0] if x.name == f"1-{node.rank}-a"]
+        (own,) = [x for x in memory_tier._folder.snapshots()[0] if x.name == f"1-{node.rank}-a"]
         before = sorted(memory_tier._folder.names())
         other, earlier = f"1-{1 - node.rank}-b", f"0-{node.rank}-b"
         wrong = [replace(own, name=other), replace(own, name=earlier, history=(0,)), replace(own, run_id="0" * 16)]

@@ -1,4 +1,4 @@
-"""The config of a run: one frozen dataclass a section, with each key's default, meaning and limits beside it.
+"""The config of a run: one frozen dataclass per section, with each key's default, meaning and limits beside it.
 
     config = Config.from_dict(values)       # checks everything that can be known without devices and data
     config.optimizer.learning_rate
