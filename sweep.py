@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # both like Ctrl-C, also where a shell has it ignored
         signal.signal(number, signal.default_int_handler)
     try:
+        if any(word.startswith("--config.") for word in argv):
+            raise ValueError("sweep.py takes no --config.KEY; put it into the sweep file's get_config()")
         options = parser().parse_args(argv[1:])
         sweep = make_sweep(options)
         if options.dry_run:

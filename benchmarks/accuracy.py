@@ -153,8 +153,10 @@ def train(config: Config) -> dict[str, float]:
 def main() -> int:
     """Trains what is missing and writes the tables."""
     parser = argparse.ArgumentParser(description="Measures what codecs cost in accuracy.", allow_abbrev=False)
-    parser.add_argument("--tasks", default=",".join(TASKS))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tasks", default=",".join(TASKS), help="of them (default: %(default)s)")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="runs of each method, with seeds from 0 on (default: %(default)s)"
+    )
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", REPLICAS)

@@ -32,6 +32,7 @@ from compression.methods import method_named
 from compression.route import Route
 from configs.schema import CompressionConfig
 from configs.schema.compression import CODECS
+from runtime.command_line import complain
 from sharding.mesh import MeshShape, find_nodes, make_mesh
 from sweeps.records import State
 
@@ -46,12 +47,17 @@ THRESHOLD = 1e-4  # of two_bit: about the size of this workload's gradients
 
 
 def main() -> int:
-    """Times what is missing and writes the page; returns 1 if a run failed."""
+    """Times what is missing and writes the page; returns 1 if a run failed, 2 for a mistake."""
     parser = argparse.ArgumentParser(description="Times hop two with every codec.", allow_abbrev=False)
     parser.add_argument("--rates", default="100mbit", help="of the links, as for tc")
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--report", action="store_true", help="only write the page from what is recorded")
     options = parser.parse_args()
+    try:
+        for rate in options.rates.split(","):
+            Links(rate=rate)
+    except ValueError as error:
+        return complain(ValueError(str(error).replace("--rate=", "--rates=")))
     failed = 0 if options.report else measure(options)
     compression_report.write(recorded(RESULTS))
     return 1 if failed else 0
@@ -60,8 +66,6 @@ def main() -> int:
 def measure(options: argparse.Namespace) -> int:
     """Times and records what is missing; returns how many runs failed."""
     rates = options.rates.split(",")
-    for rate in rates:
-        Links(rate=rate)  # ValueError says what is wrong with it
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NODES)
     failed = 0

@@ -64,7 +64,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Links, list[str]]:
     ours, command = split(argv)
     parser = OneLineParser(prog="python -m cluster.emulate", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--nodes", type=int, required=True, help="how many there are at the start; `ctl add` adds one")
     parser.add_argument("--devices_per_node", type=int, required=True, help="JAX's virtual devices of each node")
     parser.add_argument("--processes_per_node", type=int, default=1, help="they share the node's devices")
     parser.add_argument("--rate", default="none", help="of each node's link, as for tc: 1gbit, 200mbit, none")

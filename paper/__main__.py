@@ -21,7 +21,9 @@ PLOTS = (mics_ablations, mics_figure_16, three_calls)
 
 def main() -> int:
     """Writes the document and returns the exit code; a missing record is one line."""
-    parser = argparse.ArgumentParser(description="Writes docs/paper_tables.md from the records.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m paper", description="Writes docs/paper_tables.md from the records.", allow_abbrev=False
+    )
     parser.parse_args()
     try:
         records = read_records(ROOT / "benchmarks" / "results")

@@ -75,7 +75,12 @@ def start_devices(config: Config, devices: int | None, devices_per_node: int | N
     for key, value in asked.items():
         if value is not None and value < 1:
             raise ValueError(f"--{key.removeprefix('num_cpu_')}={value} must be at least 1")
-    mesh = replace(config.mesh, **{key: value for key, value in asked.items() if value})
+    given = {key: value for key, value in asked.items() if value}
+    mesh = replace(config.mesh, **given)
+    if given and mesh.devices_per_node and mesh.num_cpu_devices % mesh.devices_per_node:
+        names = {"num_cpu_devices": "--devices", "devices_per_node": "--devices_per_node"}
+        count, node = (f"{names[key] if key in given else f'mesh.{key}'}={getattr(mesh, key)}" for key in asked)
+        raise ValueError(f"{count} is not a multiple of {node}; change --devices or --devices_per_node")
     if mesh.num_cpu_devices > 0:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", mesh.num_cpu_devices)

@@ -88,10 +88,13 @@ def find_nodes(devices: Sequence[Device], devices_per_node: int = 0) -> list[lis
     ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
     if devices_per_node:
         if len(ordered) % devices_per_node:
-            raise ValueError(
-                f"mesh.devices_per_node={devices_per_node} does not divide the {len(ordered)} devices; "
-                f"{_divisors(len(ordered))} do"
+            here = "1 device; 1 does" if len(ordered) == 1 else f"{len(ordered)} devices; {_divisors(len(ordered))} do"
+            more = (
+                f"; mesh.num_cpu_devices={devices_per_node} plays more devices on one CPU process"
+                if len(ordered) < devices_per_node
+                else ""
             )
+            raise ValueError(f"mesh.devices_per_node={devices_per_node} does not divide the {here}{more}")
         return [ordered[i : i + devices_per_node] for i in range(0, len(ordered), devices_per_node)]
     hosts = _host_of_process()
     nodes: dict[bytes, list[Device]] = {}

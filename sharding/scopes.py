@@ -115,14 +115,15 @@ def make_layout(config: ShardingConfig, *, num_nodes: int, devices_per_node: int
         raise ValueError(f"mesh.tensor={tensor} does not divide the {devices_per_node} devices of a node")
     local = devices_per_node // tensor
     names = ("parameters", "gradients", "optimizer")
+    keys = ("partition_size",) * 3 if config.strategy == "mics" else names
     sizes = [
-        _scope_size(name, scope, num_nodes=num_nodes, local=local, tensor=tensor)
-        for name, scope in zip(names, _scopes(config), strict=True)
+        _scope_size(f"sharding.{key}", scope, num_nodes=num_nodes, local=local, tensor=tensor)
+        for key, scope in zip(keys, _scopes(config), strict=True)
     ]
     for (inner, a), (outer, b) in zip(zip(names, sizes), list(zip(names, sizes))[1:]):
         if a > b or b % a:
             raise ValueError(
-                f"the scope of {inner} ({a * tensor} devices) must lie within that of {outer} ({b * tensor} devices)"
+                f"the scope of {inner} ({_count(a * tensor)}) must lie within that of {outer} ({_count(b * tensor)})"
             )
     intra_cuts = sorted({size for size in sizes if 1 < size < local})
     inter_cuts = sorted({size // local for size in sizes if local < size < local * num_nodes})
@@ -172,7 +173,7 @@ def _beyond(inner: tuple[str, ...], outer: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in outer if axis not in inner)
 
 
-def _scope_size(name: str, scope: str | int, *, num_nodes: int, local: int, tensor: int) -> int:
+def _scope_size(key: str, scope: str | int, *, num_nodes: int, local: int, tensor: int) -> int:
     """Returns how many shards a scope makes (tensor groups, not devices)."""
     words = {"none": 1, "node": local, "all": num_nodes * local}
     if scope in words:
@@ -180,23 +181,28 @@ def _scope_size(name: str, scope: str | int, *, num_nodes: int, local: int, tens
     legal = [p for p in range(1, local + 1) if local % p == 0]
     legal += [local * m for m in range(2, num_nodes + 1) if num_nodes % m == 0]
     if not str(scope).isdecimal():
-        raise ValueError(f"sharding.{name}={scope}: a scope is none, node, all or a number of devices")
+        raise ValueError(f"{key}={scope}: a scope is none, node, all or a number of devices")
     devices = int(scope)
     if devices % tensor or devices // tensor not in legal:
-        group, sizes = f"a partition group of {devices} devices ({name})", ", ".join(str(p * tensor) for p in legal)
+        group, sizes = f"{key}={scope}: a partition group of {_count(devices)}", [str(p * tensor) for p in legal]
+        do = f"{', '.join(sizes)} {'do' if len(sizes) > 1 else 'does'}"
         nodes, cut = divmod(devices, local * tensor)
         if nodes > num_nodes and not cut:
             raise WorldTooSmallError(
                 f"{group} needs {nodes} nodes of {local * tensor}, {nodes - num_nodes} more than are here; without "
-                f"them choose another size; {sizes} do"
+                f"them choose another size; {do}"
             )
         spares = num_nodes % nodes if nodes and not cut else 0
         raise ValueError(
-            f"{group} does not fit {num_nodes} nodes of {local * tensor}"
+            f"{group} does not fit {num_nodes} node{'s' if num_nodes > 1 else ''} of {local * tensor}"
             f"{f' with tensor={tensor}' if tensor > 1 else ''}"
-            f"{f': {spares} would be spare, start it without' if spares else ''}; {sizes} do"
+            f"{f': {spares} would stay idle, start it without' if spares else ''}; {do}"
         )
     return devices // tensor
+
+
+def _count(devices: int) -> str:
+    return f"{devices} device{'' if devices == 1 else 's'}"
 
 
 def _axes(shape: MeshShape, size: int) -> tuple[str, ...]:

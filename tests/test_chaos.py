@@ -197,11 +197,16 @@ def test_the_page_is_what_the_record_gives() -> None:
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     for args, said in (
         (["--rate=fast"], "rate"),
-        (["--nodes=1"], "--nodes must be 2 or more"),
+        (["--nodes=1"], "error: --nodes=1 must be 2 or more\n"),
+        (["--events=0"], "error: --events=0 must be 1 or more\n"),
+        (["--devices_per_node=0"], "error: --devices_per_node=0 must be 1 or more\n"),
         ([f"--reference={tmp_path}"], "is not a run"),
     ):
         done = chaos(*args, f"--workdir={tmp_path}")
         assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    done = chaos(f"--workdir={tmp_path}", "--", "--config.num_step=5")
+    said = "exit code 2: num_step is not a key; the nearest is num_steps"
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 @EMULATED

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 from running import ROOT
 
 import sweep
+from benchmarks import compression
 from cluster import emulate
 from cluster.probe import __main__ as probe
 from planner import table
@@ -74,6 +76,36 @@ def test_output_keeps_its_order_and_its_characters(tmp_path: Path) -> None:
         command = [sys.executable, "-c", PROGRAM.format(lines=3) + "\n"]
         subprocess.run(command, stdout=output, cwd=ROOT, timeout=120, check=False)
     assert file.read_bytes() == b"0 \\ud800\n1 \\ud800\n2 \\ud800\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("cluster.chaos", ["of the run (default: configs/elastic.py:tiny)", "(default: 30)", "(default: runs/chaos)"]),
+        ("cluster.emulate", ["how many there are at the start"]),
+        ("benchmarks.accuracy", ["(default: text,digits)", "with seeds from 0 on (default: 3)"]),
+        ("paper", ["usage: python -m paper "]),
+    ],
+)
+def test_help_says_what_options_mean_and_their_defaults(module: str, said: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert all(words in done.stdout for words in said), done.stdout
+    assert not re.search(r"^  --\w+ \S+$(?!\n {10})", done.stdout, re.MULTILINE)  # an option without a word on it
+
+
+def test_a_rate_that_is_none_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["compression", "--rates=1gbit,fast"])
+    assert compression.main() == 2
+    said = capsys.readouterr().err
+    assert said == "error: --rates=fast: give a number and its unit, such as 1gbit, 200mbit, 500kbit or none\n"
 
 
 def refuse_to_write(path: Path, *_: object, **__: object) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import pytest
-from test_sharding_table import tiny_config
+from test_planner_table import tiny_config
 
 from compression.delayed import DelayedState
 from compression.local_sgd import LocalState

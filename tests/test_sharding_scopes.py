@@ -69,9 +69,9 @@ def test_mics_groups_are_consecutive_devices(nodes: int, per_node: int, tensor: 
 def test_every_p_that_does_not_fit_raises(nodes: int, per_node: int, tensor: int) -> None:
     legal = legal_sizes(nodes, per_node, tensor)
     for p in set(range(1, nodes * per_node + 3)) - set(legal):
-        with pytest.raises(ValueError, match=f"a partition group of {p} devices") as error:
+        with pytest.raises(ValueError, match=f"^sharding.partition_size={p}: a partition group of {p} device") as error:
             layout_of("mics", nodes, per_node, tensor, partition_size=p)
-        assert str(error.value).endswith(f"; {', '.join(map(str, legal))} do")
+        assert str(error.value).endswith(f"; {', '.join(map(str, legal))} {'do' if len(legal) > 1 else 'does'}")
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "tensor"), GRIDS)
@@ -193,12 +193,15 @@ def test_gathers_of_a_micro_step(gather: str, scopes: list[tuple[str, ...]]) -> 
     ("scopes", "said"),
     [
         (("all", "node", "all"), "the scope of parameters (16 devices) must lie within that of gradients (4 devices)"),
-        (("none", "all", "none"), "the scope of gradients (16 devices) must lie within that of optimizer (1 devices)"),
+        (("none", "all", "none"), "the scope of gradients (16 devices) must lie within that of optimizer (1 device)"),
         ((2, 4, "all"), None),
         ((1, 2, 4), None),
-        ((1, 1, 3), "a partition group of 3 devices (optimizer) does not fit 4 nodes of 4"),
-        ((1, 1, 12), "does not fit 4 nodes of 4: 1 would be spare, start it without; 1, 2, 4, 8, 16 do"),
-        ((1, 1, 24), "a partition group of 24 devices (optimizer) needs 6 nodes of 4, 2 more than are here; without"),
+        ((1, 1, 3), "sharding.optimizer=3: a partition group of 3 devices does not fit 4 nodes of 4; 1"),
+        ((1, 1, 12), "does not fit 4 nodes of 4: 1 would stay idle, start it without; 1, 2, 4, 8, 16 do"),
+        (
+            (1, 1, 24),
+            "sharding.optimizer=24: a partition group of 24 devices needs 6 nodes of 4, 2 more than are here; without",
+        ),
         ((1, 1, 0), "a partition group of 0 devices"),
         (("none", "host", "all"), "sharding.gradients=host: a scope is none, node, all or a number of devices"),
     ],
@@ -319,6 +322,9 @@ def test_devices_per_node_plays_nodes_in_order_of_process_and_id() -> None:
     ]  # fmt: skip
     with pytest.raises(ValueError, match=r"mesh\.devices_per_node=3 does not divide the 8 devices; 1, 2, 4, 8 do"):
         find_nodes(devices, 3)
+    alone = "mesh.devices_per_node=8 does not divide the 1 device; 1 does; mesh.num_cpu_devices=8 plays more devices"
+    with pytest.raises(ValueError, match=f"^{alone} on one CPU process$"):
+        find_nodes(devices[:1], 8)
 
 
 def test_nodes_are_found_from_the_hosts_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:

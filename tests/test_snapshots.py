@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from test_checkpointing_crash import files_no_larger_than
+from test_state_crash import files_no_larger_than
 
 from configs.schema import CheckpointConfig
 from runtime.addresses import own_address

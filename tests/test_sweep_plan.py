@@ -28,7 +28,11 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         [],
         "sed is not a key",
     ),
-    "a word for a number": ("def sweep_x(): return over('seed', ('many',))", [], "seed=many: .*many.*int"),
+    "a word for a number": (
+        "def sweep_x(): return over('seed', ('many',))",
+        [],
+        "seed=many: seed='many' must be a whole number",
+    ),
     "a rate that is no number": (
         "def sweep_x(): return over('optimizer.learning_rate', (1e-3, float('nan')))",
         [],
@@ -88,6 +92,11 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "a file that raises": ("import missing_module", [], "mine.py: .*missing_module"),
     "no workers": (RATES, ["--workers=0"], "--workers=0 must be at least 1"),
     "workers that are no number": (RATES, ["--workers=two"], "--workers.*two"),
+    "a key of the config": (
+        RATES,
+        ["--config.num_steps=5"],
+        r"^error: sweep.py takes no --config.KEY; put it into the sweep file's get_config\(\)$",
+    ),
     "an unknown flag": (RATES, ["--worker=2"], "--worker=2"),
     "a goal": (RATES + "GOAL = 'least'", [], "GOAL='least' must be one of min, max"),
     "two launchers": (RATES, ["--slurm=", "--emulate=--nodes=2"], "exclude each other"),

@@ -64,19 +64,24 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     ours, changes = split(argv)
     parser = OneLineParser(prog="python -m cluster.chaos", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--config", default="configs/elastic.py:tiny")
-    parser.add_argument("--events", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--nodes", type=int, default=4, help="that train, at most")
-    parser.add_argument("--devices_per_node", type=int, default=2)
-    parser.add_argument("--rate", default="1gbit", help="of the links")
+    parser.add_argument("--config", default="configs/elastic.py:tiny", help="of the run (default: %(default)s)")
+    parser.add_argument("--events", type=int, default=30, help="how many are drawn (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the drawn events (default: %(default)s)")
+    parser.add_argument("--nodes", type=int, default=4, help="that train, at most (default: %(default)s)")
+    parser.add_argument(
+        "--devices_per_node", type=int, default=2, help="JAX's virtual devices of each node (default: %(default)s)"
+    )
+    parser.add_argument("--rate", default="1gbit", help="of the links (default: %(default)s)")
     parser.add_argument("--compile_ahead", action="store_true", help="as the option of engines.ray")
-    parser.add_argument("--workdir", type=Path, default=Path("runs/chaos"))
+    parser.add_argument(
+        "--workdir", type=Path, default=Path("runs/chaos"), help="logs and both runs (default: %(default)s)"
+    )
     parser.add_argument("--reference", type=Path, help="the --workdir of an undisturbed run (default: it is run first)")
     options = parser.parse_args(ours)
     Links(rate=options.rate)  # ValueError says what is wrong with it
-    if options.nodes < MIN_NODES or options.events < 1 or options.devices_per_node < 1:
-        raise ValueError(f"--nodes must be {MIN_NODES} or more, --events and --devices_per_node 1 or more")
+    for name, least in (("nodes", MIN_NODES), ("events", 1), ("devices_per_node", 1)):
+        if (value := getattr(options, name)) < least:
+            raise ValueError(f"--{name}={value} must be {least} or more")
     if (options.workdir / "run").exists():
         raise ValueError(f"--workdir={options.workdir} has a run in it; give another one, or delete it")
     if options.reference and read_run(options.reference).summary.get("exit_reason") != "finished":
@@ -96,7 +101,9 @@ def train_undisturbed(options: argparse.Namespace, arguments: Sequence[str]) -> 
     with (options.workdir / "reference.log").open("wb") as log:
         code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
     if code:
-        raise ValueError(f"the undisturbed run ended with exit code {code}; what it said is in {log.name}")
+        said = Path(log.name).read_text(errors="backslashreplace").strip() or "nothing"
+        last = said.splitlines()[-1].removeprefix("error: ")
+        raise ValueError(f"the undisturbed run ended with exit code {code}: {last} (all that it said is in {log.name})")
     return workdir
 
 

@@ -94,7 +94,10 @@ class Config(Section):
                 f"data.objective={data.objective} does not fit model.kind={model.kind}; it must be {wanted}"
             )
         if isinstance(model, TransformerConfig) and data.seq_len > model.max_len:
-            raise ValueError(f"data.seq_len={data.seq_len} is longer than model.max_len={model.max_len}")
+            raise ValueError(
+                f"data.seq_len={data.seq_len} is longer than model.max_len={model.max_len}; raise model.max_len, "
+                f"or set data.seq_len to {model.max_len} at most"
+            )
         if isinstance(model, ResNetConfig) and data.channels != model.channels:
             raise ValueError(f"data.channels={data.channels} differs from model.channels={model.channels}")
         every, eval_every = self.checkpoint.every, self.eval.every

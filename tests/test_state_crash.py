@@ -1,6 +1,6 @@
 """What happens to checkpoints when the disk is full, when the program is killed, and how much memory a restore takes.
 
-Run as a program (`python tests/test_checkpointing_crash.py save|restore DIR`) this file is the victim.
+Run as a program (`python tests/test_state_crash.py save|restore DIR`) this file is the victim.
 """
 
 import random

@@ -1,6 +1,6 @@
 """Two real processes save and restore together; a single process reads what they wrote, and they what it wrote.
 
-Run as a program (`python tests/test_checkpointing_processes.py PORT RANK DIRS...`) this file is one of the two.
+Run as a program (`python tests/test_state_processes.py PORT RANK DIRS...`) this file is one of the two.
 """
 
 import json
