@@ -143,11 +143,13 @@ def run(
 
         # --------------------------------------------------------------------------------------------- step and state
         supervisor.enter(Phase.PREPARING)
-        supervisor.started(step=start.step, source=start.source, steps_again=start.steps_again)
+        supervisor.started()
         step_fn = ex.compile_train_step()
         state = start.restored.state if start.restored else ex.init_state()
         log = make_log(ex, workdir, start.step, step_fn, started_s)  # drops the rows of steps that are done again
         log.say(start.described(config.num_steps, workdir))
+        restored = {"step": start.step, "source": start.source, "steps_again": start.steps_again}
+        supervisor.events.write(Event.RESTORED, **restored)  # after this no row of a later step is in the metrics
         snapshots.begin(start.step)
         keeper = Keeper(ex, log, checkpointer, snapshots, data.fingerprints, supervisor)
         reporter = Reporter(ex, log, supervisor)

@@ -80,8 +80,8 @@ class Supervisor:
             self._own_events().write(Event.READY, coordinator=self._coordinator)
         return self._gate.opens(self._interruption)
 
-    def started(self, *, step: int, source: str, steps_again: int) -> None:
-        """Writes down where the run starts: the work directory is its own from now on."""
+    def started(self) -> None:
+        """Writes down that the run starts: the work directory is its own from now on."""
         self._has_started = True
         if jax.process_index() == 0:
             self.events = self._own_events()
@@ -91,7 +91,6 @@ class Supervisor:
             processes=jax.process_count(),
             devices=jax.device_count(),
         )
-        self.events.write(Event.RESTORED, step=step, source=source, steps_again=steps_again)
 
     def stop_requested(self) -> bool:
         """Whether somebody asked the run to stop; all processes see it at the same call."""
