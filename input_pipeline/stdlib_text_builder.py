@@ -9,18 +9,18 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
-from input_pipeline import stdlib_text
+from input_pipeline import stdlib_documents
 
 
 class StdlibText(tfds.core.GeneratorBasedBuilder):
     """The sources of the running Python's standard library and the topics of its manual, split by file."""
 
-    VERSION = tfds.core.Version(stdlib_text.RELEASE)
-    RELEASE_NOTES = {stdlib_text.RELEASE: "The rules of stdlib_text.py."}
+    VERSION = tfds.core.Version(stdlib_documents.RELEASE)
+    RELEASE_NOTES = {stdlib_documents.RELEASE: "The rules of stdlib_documents.py."}
     url_infos = None  # nothing to download (and looking for checksums needs a package that TFDS does not declare)
 
     def _info(self) -> tfds.core.DatasetInfo:
-        self.documents = stdlib_text.by_split(stdlib_text.library_documents())
+        self.documents = stdlib_documents.by_split(stdlib_documents.library_documents())
         return tfds.core.DatasetInfo(
             builder=self,
             description="The sources of the Python standard library and `pydoc_data.topics`, one example a file.",
@@ -28,7 +28,7 @@ class StdlibText(tfds.core.GeneratorBasedBuilder):
             disable_shuffling=True,
             license="PSF License Version 2",
             metadata=tfds.core.MetadataDict(
-                {split: stdlib_text.fingerprint(iter(texts.items())) for split, texts in self.documents.items()}
+                {split: stdlib_documents.fingerprint(iter(texts.items())) for split, texts in self.documents.items()}
             ),
         )
 
@@ -53,7 +53,7 @@ def defect(folder: Path) -> str:
     try:
         builder = _open(folder)
         for split, expected in (builder.info.metadata or {}).items():
-            if stdlib_text.fingerprint(_records(builder, split)) != expected:
+            if stdlib_documents.fingerprint(_records(builder, split)) != expected:
                 return f"the content of split {split} does not match its fingerprint"
         return "" if builder.info.metadata else "the fingerprints are missing"
     except Exception as error:  # damaged files raise anything at all

@@ -17,7 +17,7 @@ import pytest
 
 from configs.schema import DataConfig
 from files import locks
-from input_pipeline import cache, load, stdlib_text
+from input_pipeline import cache, load, stdlib_documents
 from input_pipeline.dataset import SPLITS, Split
 
 ROOT = Path(__file__).parents[1]
@@ -118,7 +118,7 @@ def test_stdlib_text_holds_the_sources_and_the_topics_each_in_one_split():
     total = sum(map(len, splits.values()))
     assert total > 4e6 and 0.01 < len(splits["validation"]) / total < 0.1
     for module in ("unittest/test", "test/test_os.py", "site-packages", "encodings/cp037.py"):
-        assert not any(module in name for name in stdlib_text.library_documents())
+        assert not any(module in name for name in stdlib_documents.library_documents())
     assert Path(pytest.__file__).read_bytes() not in both
 
 
