@@ -11,10 +11,10 @@ train: $(VENV)/installed  ## trains the quickstart: a byte-level model on 8 virt
 	$(BIN)/python train.py --config=configs/quickstart.py --workdir=runs/quickstart
 
 test: $(VENV)/installed  ## with another Python: make test PYTHON=python3.12 VENV=.venv-py312
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
 test-all: $(VENV)/installed $(VENV)/h100/installed $(VENV)/ray-installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow or not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20 -m "slow or not slow"
 
 lint: $(VENV)/installed $(VENV)/ray-installed  ## types of Ray are checked too
 	$(BIN)/ruff check .

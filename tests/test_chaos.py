@@ -211,7 +211,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
 
 @EMULATED
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs Ray: pip install -r requirements-ray.txt")
+@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs Ray: make .venv/ray-installed")
 def test_three_events_leave_no_trace(tmp_path: Path) -> None:
     done = chaos("--nodes=3", "--events=3", "--seed=0", f"--workdir={tmp_path}", "--", "--config.num_steps=250")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -21,7 +21,7 @@ pytestmark = [
     EMULATED,
     IGNORED,
     pytest.mark.slow,
-    pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs Ray: pip install -r requirements-ray.txt"),
+    pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs Ray: make .venv/ray-installed"),
 ]
 WAIT_S = 300
 # train.py with a pause before each step; process 1 is killed once, some steps after the run has grown.

@@ -6,7 +6,7 @@ import pytest
 
 from engines.ray_supervisor import STARTING_S, News
 
-ray_members = pytest.importorskip("engines.ray_members", reason="needs Ray: pip install -r requirements-ray.txt")
+ray_members = pytest.importorskip("engines.ray_members", reason="needs Ray: make .venv/ray-installed")
 
 
 @pytest.fixture
