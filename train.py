@@ -8,7 +8,7 @@ On several machines, start it once per process: SLURM, Open MPI and Kubernetes a
 2 a mistake in the config, the flags, the data or the work directory; 1 anything else.
 
 `run` has the phases of a run in their order. What surrounds it (signals, other processes, errors, exit codes) is in
-runtime/supervisor.py; what happens between steps are the hooks at the end of this file.
+runtime/supervisor.py; what happens between two steps is at the end of this file.
 """
 
 import sys
@@ -131,9 +131,9 @@ def run(
         if not supervisor.await_turn(ex.compile_train_step):
             return False
         started_s = time.perf_counter()
+    supervisor.enter(Phase.RESTORING)
     with workdir_lock(workdir):
         # ------------------------------------------------------------------------------------------------------ restore
-        supervisor.enter(Phase.RESTORING)
         if resume.is_finished(config, workdir):  # by the attempt before
             return True
         resume.check_writable(workdir, workdir / "checkpoints")
@@ -146,18 +146,19 @@ def run(
         supervisor.started()
         step_fn = ex.compile_train_step()
         state = start.restored.state if start.restored else ex.init_state()
-        log = make_log(ex, workdir, start.step, step_fn, started_s)  # drops the rows of steps that are done again
-        log.say(start.described(config.num_steps, workdir))
-        restored = {"step": start.step, "source": start.source, "steps_again": start.steps_again}
-        supervisor.events.write(Event.RESTORED, **restored)  # after this no row of a later step is in the metrics
-        snapshots.begin(start.step)
-        keeper = Keeper(ex, log, checkpointer, snapshots, data.fingerprints, supervisor)
-        reporter = Reporter(ex, log, supervisor)
-        batches = make_batches(ex, data.train, start.step)
-
-        # -------------------------------------------------------------------------------------------------------- loop
+        rates = learning_rates(ex)
         step, last = start.step, config.num_steps
-        with log, checkpointer, snapshots, batches:
+        log = make_log(ex, workdir, start.step, step_fn, started_s)  # drops the rows of steps that are done again
+        with log, checkpointer, snapshots, make_batches(ex, data.train, start.step) as batches:
+            log.say(start.described(config.num_steps, workdir))
+            restored = {"step": start.step, "source": start.source, "steps_again": start.steps_again}
+            supervisor.events.write(Event.RESTORED, **restored)  # after this no row of a later step is in the metrics
+            snapshots.begin(start.step)
+            supervisor.completed(start.step)
+            keeper = Keeper(ex, log, checkpointer, snapshots, data.fingerprints, supervisor)
+            reporter = Reporter(ex, log, rates, supervisor)
+
+            # ---------------------------------------------------------------------------------------------------- loop
             while step < last and not supervisor.stop_requested():
                 supervisor.enter(Phase.READING)
                 batch = ex.batches.to_devices(next(batches))
@@ -210,9 +211,9 @@ class Pending:
 class Reporter:
     """Logs every step, one step late where steps are dispatched asynchronously: nothing waits for numbers."""
 
-    def __init__(self, ex: Experiment, log: RunLog, supervisor: Supervisor) -> None:
-        self._ex, self._log, self._supervisor = ex, log, supervisor
-        self._rates = np.asarray(jax.jit(jax.vmap(ex.schedule))(np.arange(ex.config.num_steps)))
+    def __init__(self, ex: Experiment, log: RunLog, rates: np.ndarray, supervisor: Supervisor) -> None:
+        """`rates` is the learning rate by step, [num_steps]."""
+        self._ex, self._log, self._rates, self._supervisor = ex, log, rates, supervisor
         self._pending: Pending | None = None
         self._has_reported = False
 
@@ -269,10 +270,9 @@ class Keeper:
         """Keeps a state in memory, after the rows up to its step are written."""
         self._log.flush()
         before = time.perf_counter()
-        self._snapshots.save(step, state, data=self._data(step), config=self._config)
+        if self._snapshots.save(step, state, data=self._data(step), config=self._config):
+            self._supervisor.events.write(Event.SNAPSHOT_BEGUN, step=step)
         self._log.spent("snapshot_s", time.perf_counter() - before)
-        if self._snapshots.last_step == step:  # they are on
-            self._supervisor.events.write(Event.SNAPSHOT, step=step)
 
     def save(self, step: int, state: TrainState, validation: Validation | None = None) -> None:
         """Starts saving a checkpoint, after the rows up to its step are written."""
@@ -280,8 +280,8 @@ class Keeper:
         before = time.perf_counter()
         best = {} if validation is None else {"validation_loss": validation.loss}
         self._checkpointer.save(step, state, data=self._data(step), config=self._config, metrics=best)
-        self._log.spent("checkpoint_s", time.perf_counter() - before)
         self._supervisor.events.write(Event.CHECKPOINT_BEGUN, step=step)
+        self._log.spent("checkpoint_s", time.perf_counter() - before)
         self._saved = step
 
     def save_if_new(self, step: int, state: TrainState) -> None:
@@ -291,6 +291,11 @@ class Keeper:
 
     def _data(self, step: int) -> dict[str, Any]:
         return {"step": step, **self._position}
+
+
+def learning_rates(ex: Experiment) -> np.ndarray:
+    """Returns the learning rate of each step, [num_steps]."""
+    return np.asarray(jax.jit(jax.vmap(ex.schedule))(np.arange(ex.config.num_steps)))
 
 
 def make_batches(ex: Experiment, dataset: Dataset, start_step: int) -> Batches:

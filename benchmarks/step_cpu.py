@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+
 import train
-from training.experiment import Experiment
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = ("--config=configs/standard.py", "--config.batch.global_size=8", "--config.num_steps=4")
@@ -41,20 +42,17 @@ def main() -> int:
 
 def measured(flags: list[str]) -> int:
     """Runs train.py in this process, with a line for each step of process 0."""
-    block = Experiment.block
     marks: list[list[float]] = []
 
-    def observe(self: Experiment, results: Any) -> Any:
-        results = block(self, results)
+    def observe(step: int, state: Any, metrics: Any) -> None:
+        jax.block_until_ready((step, state, metrics))
         usage = resource.getrusage(resource.RUSAGE_SELF)
         marks.append([time.perf_counter(), usage.ru_utime, usage.ru_stime, usage.ru_minflt])
         if len(marks) > 1 and os.environ["JAX_PROCESS_ID"] == "0":
             wall_s, user_s, system_s, faults = (new - old for old, new in zip(*marks[-2:], strict=True))
             print(f"wall {wall_s:.2f} s, user {user_s:.2f} s, system {system_s:.2f} s, page faults {faults:.0f}")
-        return results
 
-    Experiment.block = observe
-    return train.main(["train.py", *flags])
+    return train.main(["train.py", *flags], hooks=[observe])
 
 
 if __name__ == "__main__":

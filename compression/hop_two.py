@@ -75,6 +75,7 @@ class HopTwo:
             )
 
     def transform(self, setup: Setup) -> optax.GradientTransformation:
-        """Returns hop two for a run that `check` has accepted."""
+        """Returns hop two for a run. ValueError as in `check`."""
+        self.check(setup)
         hop_two = self.build(setup)
         return delayed(hop_two, setup.plan.layout.num_replicas) if setup.compression.delayed else hop_two

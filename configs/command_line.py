@@ -12,7 +12,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from configs import base
-from configs.schema import MODELS, Config, Key, defaults, flat, known_keys, nearest
+from configs.schema import MODELS, Config, Key, check_names, defaults, flat, known_keys, nearest
 
 HELP = ("--help", "-help", "-h")
 _OF_THE_FILE = "Error whilst parsing config file"  # how ml_collections begins a message that holds a traceback
@@ -38,12 +38,12 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 def help_text(usage: str, argv: Sequence[str], values: flags.FlagValues) -> str:
     """Returns the usage, the flags, and the keys with their values: in the config that `argv` gives, else by default.
 
-    ValueError for mistakes, as in `parse`.
+    The config need not be one that a run takes: who asks may be about to complete it. ValueError for a wrong name.
     """
     rest = [word for word in argv if word not in HELP]
     file = _config_file(rest)
-    config = parse(rest, values).to_dict() if file else defaults()
-    known = known_keys(config["model"]["kind"])
+    config = _read(rest, values).to_dict() if file else defaults()
+    known = known_keys(check_names(config))
     names = [(f"--{name}" if values[name].boolean else f"--{name}=...", values[name].help) for name in values]
     where = f"in {file}" if file else "by default"
     return "\n".join(
@@ -69,6 +69,11 @@ def _key_help(name: str, value: Any, declared: Key) -> str:
 
 def parse(argv: Sequence[str], values: flags.FlagValues) -> Config:
     """Parses `argv` (program first) into `values` and returns the config. ValueError for a bad flag, key or value."""
+    return base.typed(_read(argv, values))
+
+
+def _read(argv: Sequence[str], values: flags.FlagValues) -> ConfigDict:
+    """Returns the config of the file with the changes of the command line, not checked as a whole."""
     known = [*dict.fromkeys(name for kind in MODELS for name in known_keys(kind))]
     for word in argv[1:]:
         override = re.match(r"--?config\.([^=]+)", word)
@@ -91,7 +96,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> Config:
         raise ValueError(f"--config=configs/X.py is missing; there are {names}")
     if not isinstance(values.config, ConfigDict):
         raise ValueError(f"{file}: get_config must return the config; it returned {values.config!r}")
-    return base.typed(values.config)
+    return values.config
 
 
 def _config_file(argv: Sequence[str]) -> str:

@@ -163,10 +163,11 @@ class Engine:
             code = attempt.code_on(member) if attempt else None
             if attempt and code is not None:
                 self._note_end(attempt, member.node, code)
-        ready = {event["coordinator"] for event in self._news.new() if event["event"] == Event.READY}
-        for one in (attempt, self._coming and self._coming.attempt):
-            if one and one.coordinator in ready:
-                one.is_ready = True
+        waiting = [one for one in (attempt, self._coming and self._coming.attempt) if one and one.stands_by]
+        if waiting:  # else nothing here reads the shared file system, which may hang
+            ready = {event.get("coordinator") for event in self._news.new() if event["event"] == Event.READY}
+            for one in waiting:
+                one.is_ready |= one.coordinator in ready
 
     def _let_begin(self, attempt: Attempt) -> None:
         """Tells an attempt that was started ahead to begin, once it listens; ends it if it never does."""
@@ -181,16 +182,18 @@ class Engine:
             attempt.kill_at_s = 0.0
 
     def _note_end(self, attempt: Attempt, node: str, code: int | None) -> None:
-        if not attempt.codes:
-            if not attempt.why_stopped:
-                self._event_s = time.monotonic()
-                if code:
-                    say(f"{self._name(node)}: the program ended {how(code)}")
-                    host = self._name(node)
-                    self._events.write(Event.ATTEMPT_FAILED, attempt=attempt.number, host=host, how=how(code))
-            patience_s = LAST_S if code == 0 or (attempt.why_stopped and code == ExitCode.RESUMABLE) else FAILED_S
-            attempt.kill_at_s = min(attempt.kill_at_s, time.monotonic() + patience_s)
+        is_first, has_failed = not attempt.codes, code and not attempt.why_stopped
         attempt.codes[node] = code
+        if not is_first:
+            return
+        if not attempt.why_stopped:
+            self._event_s = time.monotonic()
+        patience_s = LAST_S if code == 0 or (attempt.why_stopped and code == ExitCode.RESUMABLE) else FAILED_S
+        attempt.kill_at_s = min(attempt.kill_at_s, time.monotonic() + patience_s)
+        if has_failed:
+            host = self._name(node)
+            say(f"{host}: the program ended {how(code)}")
+            self._events.write(Event.ATTEMPT_FAILED, attempt=attempt.number, host=host, how=how(code))
 
     def _stop_if_needed(self, attempt: Attempt) -> None:
         """Stops the program if the world is to change, or starts the next attempt, which is to be ready first."""
@@ -218,8 +221,8 @@ class Engine:
         attempt.why_stopped = why
         attempt.kill_at_s = time.monotonic() + STOP_S
         say(f"{why}: the program is asked to stop")
-        self._events.write(Event.ATTEMPT_STOPPING, attempt=attempt.number, why=why)
         self._members.by_node[attempt.running[0]].send(attempt.number, signal.SIGTERM)
+        self._events.write(Event.ATTEMPT_STOPPING, attempt=attempt.number, why=why)
 
     def _why_stop(self, attempt: Attempt) -> tuple[str, float]:
         """Returns why the world is to change ("" if it is not), and how long that can wait."""

@@ -1,4 +1,4 @@
-"""Numbers as people read them (`4.2 MB`, `118 ms`, `1h 04m`, `12,345`), and messages of one line."""
+"""Numbers as people read them (`4.2 MB`, `118 ms`, `1h 04m`, `12,345`)."""
 
 import math
 

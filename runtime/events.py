@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from files import locks
+from files import json_lines, locks
 
 FILE_NAME = "events.jsonl"
 _LOCK_S = 1.0  # a process that was frozen while it held the lock must not hold up the others
@@ -27,7 +27,7 @@ class Event(StrEnum):
     STARTED = "started"  # coordinator, processes, devices
     RESTORED = "restored"  # step, source (in words; "nothing" at step 0), steps_again: steps that are done again
     FIRST_STEP = "first_step"  # step
-    SNAPSHOT = "snapshot"  # step
+    SNAPSHOT_BEGUN = "snapshot_begun"  # step: its arrays are copied; it counts when all processes have it
     CHECKPOINT_BEGUN = "checkpoint_begun"  # step; it counts when `checkpoints/STEP` is there
     LOST_PEER = "lost_peer"  # peers, why
     STOPPED = "stopped"  # step, why (finished or asked to stop)
@@ -57,12 +57,12 @@ class EventLog:
         line = json.dumps({"time": now, "event": event, "by": self._by, **fields}).encode() + b"\n"
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             try:
                 # of several nodes on a network file system, appends alone may overwrite each other
                 with contextlib.suppress(BlockingIOError, locks.NoLocksError):
                     locks.take(descriptor, wait_s=_LOCK_S)
-                os.write(descriptor, line)
+                os.write(descriptor, line if _ends_a_line(descriptor) else b"\n" + line)
             finally:
                 os.close(descriptor)
 
@@ -75,7 +75,9 @@ class EventReader:
 
     def new(self) -> list[dict[str, Any]]:
         """Returns the events since the last call, with `time_s` (seconds since 1970) added."""
-        with contextlib.suppress(FileNotFoundError), self._file.open("rb") as file:
+        with contextlib.suppress(OSError), self._file.open("rb") as file:  # there may be none yet, or no network
+            if file.seek(0, os.SEEK_END) < self._offset:  # it was removed, and begins anew
+                self._offset = 0
             file.seek(self._offset)
             whole, _, _ = file.read().rpartition(b"\n")
             if whole:
@@ -85,12 +87,20 @@ class EventReader:
 
     def skip(self) -> None:
         """Leaves out what is there now."""
-        self.new()
+        with contextlib.suppress(OSError):
+            self._offset = self._file.stat().st_size
+
+
+def _ends_a_line(descriptor: int) -> bool:
+    """Whether what is in a file is whole: a machine may have died in the middle of a line."""
+    size = os.fstat(descriptor).st_size
+    return not size or os.pread(descriptor, 1, size - 1) == b"\n"
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Returns an event, None for a line that is none: somebody's machine may have died in the middle of one."""
+    """Returns an event, None for a line that is none."""
+    content = json_lines.parsed(line)
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        content = json.loads(line)
-        return content | {"time_s": datetime.fromisoformat(content["time"]).timestamp()}
+        if content and content["event"]:
+            return content | {"time_s": datetime.fromisoformat(content["time"]).timestamp()}
     return None

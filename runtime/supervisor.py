@@ -8,6 +8,7 @@ user's mistake or was to be expected. A process that fails tells the others, and
 
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ from runtime.phases import Phase
 from runtime.rendezvous import rendezvous
 from runtime.standby import StandbyGate
 
+NOTE_S = 1.0  # for the exit code to be written down
+
 
 class Supervisor:
     """One process of a run, seen from outside of training."""
@@ -38,6 +41,7 @@ class Supervisor:
         self._workdir = Path()
         self._coordinator = ""
         self._has_started = False
+        self._exit_noted = threading.Lock()  # taken once, and never given back
 
     def stand_by(self) -> None:
         """Makes `await_turn` wait for SIGUSR1 to process 0."""
@@ -103,9 +107,16 @@ class Supervisor:
     def end(self, code: ExitCode, failure: str = "") -> ExitCode:
         """Ends the watch over the other processes and returns `code`; after a failure it ends the process."""
         why = failure or ("finished" if code == ExitCode.FINISHED else "asked to stop")
-        self.events.write(Event.EXITED, code=code, why=why)
+        # in a thread: a file system that hangs, maybe the very failure, must not keep it from the other processes
+        noting = threading.Thread(target=self._note_exit, args=(self.events, code, why), daemon=True)
+        noting.start()
+        noting.join(NOTE_S)
         self._heartbeat.end(code, failure)
         return code
+
+    def _note_exit(self, events: EventLog, code: int, why: str) -> None:
+        if self._exit_noted.acquire(blocking=False):
+            events.write(Event.EXITED, code=code, why=why)
 
     def fail(self, error: Exception, expected: tuple[type[Exception], ...]) -> ExitCode:
         """Prints an error, tells the other processes, and returns the exit code."""
@@ -131,7 +142,7 @@ class Supervisor:
         events = self._own_events()
         if lost:
             events.write(Event.LOST_PEER, peers=lost, why=verdict.text)
-        events.write(Event.EXITED, code=verdict.code, why=verdict.text)
+        self._note_exit(events, verdict.code, verdict.text)
 
 
 def supervise(

@@ -28,11 +28,6 @@ class GatherPolicy:
         parts = (self.each_step, self.each_micro_step, self.each_use)
         return tuple(part(parameters) for part in parts if part)
 
-    def refuse_one_hop(self) -> None:
-        """Raises ValueError if the policy does not go with `sharding.two_hop` off."""
-        if len(self.scopes(())) > 1:
-            raise ValueError(f"sharding.gather={self.name} needs sharding.two_hop: hop one has its two levels apart")
-
     def refuse_remat(self, remat: str, parameters: Axes) -> None:
         """Raises ValueError if the backward pass would find all that was gathered for the forward pass."""
         if self.each_use and parameters and remat == "none":

@@ -107,10 +107,6 @@ def make_layout(config: ShardingConfig, *, num_nodes: int, devices_per_node: int
     together.
     """
     gather = GATHER_POLICIES[config.gather]
-    if not config.two_hop:
-        gather.refuse_one_hop()
-    if config.partitioner == "auto":
-        _refuse_choices(config)
     if tensor < 1 or devices_per_node % tensor:
         raise ValueError(f"mesh.tensor={tensor} does not divide the {devices_per_node} devices of a node")
     local = devices_per_node // tensor
@@ -156,16 +152,6 @@ def _scopes(config: ShardingConfig) -> tuple[str | int, str | int, str | int]:
     if config.strategy == "mics":
         return config.partition_size, config.partition_size, config.partition_size
     return STRATEGIES[config.strategy]
-
-
-def _refuse_choices(config: ShardingConfig) -> None:
-    """Raises ValueError for a key that XLA's partitioner would not follow."""
-    for key, default in (("hierarchical", True), ("two_hop", True), ("gather", LAYER.name)):
-        if getattr(config, key) != default:
-            raise ValueError(
-                f"sharding.{key}={getattr(config, key)} has no effect with sharding.partitioner=auto, by which XLA "
-                f"chooses the collectives; set sharding.{key}={default}, or sharding.partitioner=manual"
-            )
 
 
 def _beyond(inner: tuple[str, ...], outer: tuple[str, ...]) -> tuple[str, ...]:

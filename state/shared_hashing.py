@@ -48,7 +48,8 @@ def damage(folder: Path, key: Key) -> str | None:
     try:
         manifest.verify(folder, share=(jax.process_index(), jax.process_count()))
     except (manifest.DamagedError, manifest.UnknownFormatError) as error:
-        said = [isinstance(error, manifest.DamagedError), str(error)]
+        where = f" (process {jax.process_index()} on {socket.gethostname()})" if jax.process_count() > 1 else ""
+        said = [isinstance(error, manifest.DamagedError), f"{error}{where}"]
     found = [said for said in all_gather(key, said) if said]
     for is_damaged, text in found:
         if not is_damaged:

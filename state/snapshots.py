@@ -111,14 +111,14 @@ class Snapshots:
         """Whether to keep the state after `step`."""
         return self._pace.due(step)
 
-    def save(self, step: int, state: Any, *, data: dict[str, Any], config: dict[str, Any]) -> None:
-        """Keeps `state` as it is after `step`, with the data position and the config.
+    def save(self, step: int, state: Any, *, data: dict[str, Any], config: dict[str, Any]) -> bool:
+        """Keeps `state` as it is after `step`, with the data position and the config; returns whether it has begun to.
 
         Waits for the snapshot before it, of all processes, then returns as soon as the arrays are copied: the caller
         may donate them. A full RAM disk is a warning, once: the checkpoints are there still.
         """
         if not self._every:
-            return
+            return False
         self._pace.pauses(step)
         self.wait()
         self._pace.agree()
@@ -142,6 +142,7 @@ class Snapshots:
             self._thread = threading.Thread(target=self._finish, args=(snapshot, begun_s), name=f"snapshot-{step}")
             self._thread.start()
         self._pace.goes_on()
+        return not self._failed
 
     def wait(self) -> None:
         """Returns when the snapshot in progress is committed in every process, or some have failed to keep it."""

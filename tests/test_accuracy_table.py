@@ -8,8 +8,6 @@ import pytest
 
 from benchmarks import accuracy
 
-pytestmark = pytest.mark.document
-
 
 def line(method: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:
     return {"task": "text", "method": method, "seed": seed, "validation_loss": loss, "hop_two_ratio": 4.0} | more
@@ -46,6 +44,7 @@ def test_what_is_superseded_is_in_no_table(tmp_path: Path, monkeypatch: pytest.M
     assert accuracy.recorded() == lines[1:]
 
 
+@pytest.mark.document
 def test_the_page_has_the_tables_of_the_record() -> None:
     page = accuracy.PAGE.read_text()
     for task in accuracy.TASKS:

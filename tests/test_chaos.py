@@ -153,7 +153,6 @@ def test_the_kill_matrix_keeps_four_nodes() -> None:
         assert there in (3, 4) and (there == 4 or case.kind in ("preempt", "kill_node"))
 
 
-@pytest.mark.document
 def test_the_page_has_what_was_measured() -> None:
     where = {"load": 3.0, "machine": "2 CPU cores", "commit": "abcdef0123", "command": "python x"}
     phases = {"noticed": 1.0, "stopped": None, "started": 2.0, "restored": 3.0}

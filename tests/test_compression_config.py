@@ -74,7 +74,10 @@ def test_the_norm_of_an_update_is_not_called_a_gradients(changes: dict[str, Any]
         (LOCAL | {"local_sgd.outer_learning_rate": 0.0}, "local_sgd.outer_learning_rate=0.0 must be above 0"),
         (LOCAL | {"local_sgd.outer_momentum": 1.0}, "local_sgd.outer_momentum=1.0 must be at least 0 and below 1"),
         ({"local_sgd.inner_steps": -1}, "local_sgd.inner_steps=-1 must be at least 0"),
-        (ONE_BIT_ADAM | {"num_steps": 2}, "compression.warmup_steps=2 is the whole run of num_steps=2"),
+        (
+            ONE_BIT_ADAM | {"num_steps": 2, "optimizer.warmup_steps": 0},
+            "compression.warmup_steps=2 is the whole run of num_steps=2",
+        ),
         (ONE_BIT_ADAM | {"optimizer.name": "lamb"}, "does the work of optimizer.name=adamw, not of lamb"),
         (ONE_BIT_ADAM | {"optimizer.clip_norm": 1.0}, "optimizer.clip_norm=1.0; set that to 0"),
         ({"compression.hop_two": "dgc"}, "does the work of optimizer.name=sgd, not of adamw"),

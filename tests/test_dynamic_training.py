@@ -150,7 +150,6 @@ def test_the_page_is_what_the_records_give() -> None:
     assert "`python -m benchmarks.dynamic_training --report`" in text
 
 
-@pytest.mark.document
 def test_what_was_measured_of_a_standstill_has_every_event_but_those_compiled_ahead() -> None:
     lines = [
         {"kind": "join", "next_step_s": 30.0},

@@ -14,6 +14,10 @@ import pytest
 from running import IGNORED, ROOT, arguments, run_here
 
 from runtime.events import FILE_NAME, Event, EventLog, EventReader
+from runtime.exit_codes import ExitCode
+from runtime.heartbeat import Verdict
+from runtime.interruption import Interruption
+from runtime.supervisor import Supervisor
 
 WRITER = """
 import sys
@@ -21,7 +25,7 @@ from pathlib import Path
 from runtime.events import Event, EventLog
 log = EventLog(Path(sys.argv[1]))
 for step in range(200):
-    log.write(Event.SNAPSHOT, step=step, from_=sys.argv[2] * 100)
+    log.write(Event.SNAPSHOT_BEGUN, step=step, from_=sys.argv[2] * 100)
 """
 
 
@@ -44,13 +48,44 @@ def test_a_reader_gets_whole_lines_once(tmp_path: Path) -> None:
     (event,) = reader.new()
     assert event["step"] == 1 and abs(event["time_s"] - time.time()) < 60
     with (tmp_path / FILE_NAME).open("a") as file:
-        file.write('no event\n{"time": "2026-01-01T00:00:00+00:00", "event": "snap')
+        file.write('no event\n{"time": "2026-01-01T00:00:00+00:00", "event": "snapshot_be')
         file.flush()
         assert reader.new() == []
-        file.write('shot", "step": 2}\n')
+        file.write('gun", "step": 2}\n')
     (event,) = reader.new()
-    assert (event["event"], event["step"], event["time_s"]) == (Event.SNAPSHOT, 2, 1767225600.0)
+    assert (event["event"], event["step"], event["time_s"]) == (Event.SNAPSHOT_BEGUN, 2, 1767225600.0)
     assert reader.new() == []
+
+
+def test_a_torn_line_spoils_no_other(tmp_path: Path) -> None:
+    """A machine died in the middle of a line, or the disk was full."""
+    log, reader = EventLog(tmp_path), EventReader(tmp_path)
+    (tmp_path / FILE_NAME).write_text('{"time": "2026-01-01T00:00:00+00:00", "event": "read')
+    log.write(Event.READY, coordinator="a:1")
+    assert [event["event"] for event in reader.new()] == ["ready"]
+    (tmp_path / FILE_NAME).unlink()  # and begins anew
+    log.write(Event.READY, coordinator="b:1")
+    (event,) = reader.new()
+    assert event["coordinator"] == "b:1"
+
+
+def test_a_file_that_cannot_be_read_ends_no_engine(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).mkdir()
+    reader = EventReader(tmp_path)
+    reader.skip()
+    assert reader.new() == []
+
+
+def test_a_run_that_ends_twice_is_written_down_once(tmp_path: Path) -> None:
+    """Another process failed first, and this one by itself within its time of grace."""
+    with Interruption() as interruption:
+        supervisor = Supervisor(interruption)
+        supervisor._workdir = tmp_path
+        supervisor.started()
+        supervisor._note_verdict(Verdict(text="process 1 failed: x", code=1), [])
+        supervisor.end(ExitCode.FAILED, "x")
+    ends = [event["why"] for event in EventReader(tmp_path).new() if event["event"] == Event.EXITED]
+    assert ends == ["process 1 failed: x"]
 
 
 def test_a_frozen_writer_holds_up_nobody(tmp_path: Path) -> None:
@@ -58,10 +93,10 @@ def test_a_frozen_writer_holds_up_nobody(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path / FILE_NAME, os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
-        EventLog(tmp_path).write(Event.SNAPSHOT, step=1)
+        EventLog(tmp_path).write(Event.SNAPSHOT_BEGUN, step=1)
     finally:
         os.close(descriptor)
-    assert kinds(tmp_path) == ["first_step", "snapshot"]
+    assert kinds(tmp_path) == ["first_step", "snapshot_begun"]
 
 
 def test_a_disk_without_room_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +116,7 @@ def test_what_a_run_writes(tmp_path: Path) -> None:
     args = arguments(tmp_path / "run", elastic__snapshot_every=4, elastic__memory_dir=memory)
     assert run_here(*args) == 0
     found = [(event["event"], event.get("step")) for event in EventReader(tmp_path / "run").new()]
-    steps = [("snapshot", 4), ("checkpoint_begun", 5), ("snapshot", 8), ("checkpoint_begun", 10)]
+    steps = [("snapshot_begun", 4), ("checkpoint_begun", 5), ("snapshot_begun", 8), ("checkpoint_begun", 10)]
     beginning = [("started", None), ("restored", 0), ("first_step", 1)]
     assert found == [*beginning, *steps, ("stopped", 10), ("exited", None)]
     by = {event["by"] for event in EventReader(tmp_path / "run").new()}

@@ -45,7 +45,7 @@ def test_the_next_attempt_compiles_while_the_last_one_trains(
 
 
 @pytest.mark.parametrize("what", ["lost", "failed", "going"])
-def test_a_attempt_that_cannot_take_its_turn_is_given_up(what: str, tmp_path: Path) -> None:
+def test_an_attempt_that_cannot_take_its_turn_is_given_up(what: str, tmp_path: Path) -> None:
     """The change is made all the same: the next one starts when the last one has ended."""
 
     def scenario(cluster: Members) -> Iterator[object]:
@@ -92,7 +92,7 @@ def test_another_node_joins_after_one_was_lost(tmp_path: Path) -> None:
     assert run_scenario("a", scenario, tmp_path, compile_ahead=True)[0] == 0
 
 
-def test_a_attempt_that_never_gets_ready_is_ended(tmp_path: Path) -> None:
+def test_an_attempt_that_never_gets_ready_is_ended(tmp_path: Path) -> None:
     """The one before has been stopped for it."""
 
     def scenario(cluster: Members) -> Iterator[object]:

@@ -98,7 +98,7 @@ def test_two_attempts_at_a_time(supervisor: Supervisor) -> None:
     assert collect(supervisor, ended=True)[0].codes == {1: 75, 2: 75}
 
 
-def test_lines_and_an_early_kill_know_their_generation(supervisor: Supervisor) -> None:
+def test_lines_and_an_early_kill_know_their_attempt(supervisor: Supervisor) -> None:
     supervisor.send(1, signal.SIGKILL)  # overtook the start
     supervisor.start(1, [])
     supervisor.start(2, [])

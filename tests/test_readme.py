@@ -15,7 +15,7 @@ from running import IGNORED, ROOT
 from cluster import emulate
 from configs import command_line
 
-pytestmark = [pytest.mark.document, IGNORED]
+pytestmark = IGNORED
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 

@@ -161,7 +161,7 @@ def test_a_config_file_gives_and_saves_what_it_did_before(file: str) -> None:
     assert config.model.kind == values["model"]["kind"] and type(config.model) is MODELS[config.model.kind]
 
 
-@pytest.mark.parametrize("file", sorted({name.partition(":")[0] for name in RECORD}))
+@pytest.mark.parametrize("file", sorted({name.partition(":")[0] for name in RECORD} - {"configs/base.py"}))
 def test_no_config_file_ignores_its_argument(file: str) -> None:
     with pytest.raises(ValueError, match=r"takes no :arg; leave out :nonsense$|there (is|are) .*"):
         values_of(f"{file}:nonsense")

@@ -20,6 +20,7 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "local_sgd.outer_learning_rate": ("above 0", lambda x: x > 0),
     "elastic.silence_s": ("from 1 to 60", lambda x: 1 <= x <= 60),
     "elastic.snapshot_every": ("at least -1", lambda x: x >= -1),
+    "seed": ("from 0 to 9223372036854775807", lambda x: x >= 0),
 }
 OF: dict[str, str] = {
     "at least 1": """num_steps log_every data.seq_len data.image_size batch.global_size batch.micro_size mesh.tensor
@@ -30,7 +31,9 @@ OF: dict[str, str] = {
     "below one": "optimizer.momentum optimizer.b1 optimizer.b2 local_sgd.outer_momentum",
     "share": "data.mask_rate compression.sampled",
 }
-RANGE_OF = {key: name for name, keys in OF.items() for key in keys.split()} | {key: key for key in RANGES if "." in key}
+RANGE_OF = {key: name for name, keys in OF.items() for key in keys.split()} | {
+    key: key for key in RANGES if "." in key or key == "seed"
+}
 # What other keys of their section decide too
 NOT_ALONE = ("sharding.partition_size", "model.hidden", "model.num_heads", "model.num_kv_heads", "model.width")
 NUMBERS = (-math.inf, -2, -1, -1e-9, 0, 1e-9, 0.5, 1, 1.5, 2, 60, 61, math.inf, math.nan)

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import IGNORED, SMALL, arguments, before_report, losses, run_here, snapshot, stop_after
+from running import IGNORED, ROOT, SMALL, arguments, before_report, losses, run_here, snapshot, stop_after
 
 import models
 import train
 from input_pipeline.folder import validation_names
+from runtime import workdir_lock
 from runtime.heartbeat import Heartbeat
+from runtime.standby import StandbyGate
 from runtime.supervisor import Supervisor
 
 pytestmark = IGNORED
@@ -298,6 +300,32 @@ def test_help_shows_the_flags_and_the_keys(tmp_path: Path, capsys: pytest.Captur
     assert "\n  '--config.model.stage_blocks=(1, 1, 1)'\n" in out and "--config.model.positions" not in out
     assert not (tmp_path / "run").exists()
     assert "seeed is not a key; the nearest is seed" in error_of(capsys, "--help", args[0], "--config.seeed=3")
+
+
+def test_help_needs_no_config_that_a_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who asks for it may be about to complete one."""
+    config = f"--config={ROOT}/configs/quickstart.py"
+    assert run_here(config, "--config.sharding.strategy=zero3", "--help") == 0  # and a partition size of 2
+    assert "\n  --config.sharding.strategy=zero3\n" in capsys.readouterr().out
+
+
+def test_no_word_is_suggested_that_is_not_near(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = error_of(capsys, *arguments(tmp_path, optimizer__name="rmsprop"))
+    assert said.startswith("optimizer.name=rmsprop is not known; one of adamw, ") and "did you mean" not in said
+    assert "did you mean adamw?" in error_of(capsys, *arguments(tmp_path, optimizer__name="adam"))
+
+
+def test_a_standby_beside_another_program_is_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its turn has come, and the work directory is not free: exit code 2 in one line, as without standby."""
+    monkeypatch.setattr(StandbyGate, "opens", lambda *_: True)
+    monkeypatch.setattr(workdir_lock, "_WAIT_S", 0.3)
+    tmp_path.joinpath("run").mkdir()
+    with workdir_lock.workdir_lock(tmp_path / "run"):
+        assert run_here(*arguments(tmp_path / "run"), "--standby") == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error: another train.py on this host is in {tmp_path / 'run'}")
 
 
 def test_a_long_error_keeps_its_ends(

@@ -23,7 +23,6 @@ def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTra
     compression, optimizer, local = config.compression, config.optimizer, config.local_sgd
     setup = Setup(compression=compression, optimizer=optimizer, plan=plan, specs=specs, num_steps=config.num_steps)
     method = method_named(compression.hop_two)
-    method.check(setup)
     hop_two, downstream = method.transform(setup), method.downstream(optimizer)
     make = partial(make_optimizer, downstream, config.num_steps, specs, on_each_device=on_each_device(plan.mesh))
     if not local.inner_steps:

@@ -54,6 +54,7 @@ __all__ = [
     "Section",
     "ShardingConfig",
     "TransformerConfig",
+    "check_names",
     "defaults",
     "flat",
     "known_keys",
@@ -67,7 +68,7 @@ __all__ = [
 class Config(Section):
     """The whole config: keys of its own, and the sections."""
 
-    seed: int = key(0, "seed of the parameters, the order of examples and every random draw", least=0)
+    seed: int = key(0, "seed of the parameters, the order of examples and every random draw", least=0, most=2**63 - 1)
     num_steps: int = key(
         100, "optimizer steps of the whole run; the learning rate schedule ends there", least=1, unit="steps"
     )
@@ -100,6 +101,10 @@ class Config(Section):
             )
         if isinstance(model, ResNetConfig) and data.channels != model.channels:
             raise ValueError(f"data.channels={data.channels} differs from model.channels={model.channels}")
+        if self.optimizer.warmup_steps > self.num_steps:
+            raise ValueError(
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than num_steps={self.num_steps}"
+            )
         every, eval_every = self.checkpoint.every, self.eval.every
         if self.checkpoint.keep_best and (not eval_every or every % eval_every):
             fix = f"set eval.every={every} or a divisor of it" if every else "set both above 0"
@@ -114,15 +119,7 @@ class Config(Section):
 
         ValueError for a key that is unknown or missing, and for a value that no run takes.
         """
-        given = flat(values)
-        kind = str(given.get("model.kind"))
-        known = known_keys(kind)
-        for name in given:
-            if name not in known:
-                raise ValueError(f"{name} is not a key; the nearest is {nearest(name, list(known))}")
-        for name, declared in known.items():
-            if name not in given:
-                raise ValueError(f"{name} is missing from the config; its default is {declared.default!r}")
+        kind = check_names(values)
         own = {name: values[name] for name in keys_of(cls)}
         parts: dict[str, Any] = {name: section(**values[name]) for name, section in sections(kind).items()}
         return cls(**own, **parts)
@@ -130,6 +127,20 @@ class Config(Section):
     def to_dict(self) -> dict[str, Any]:
         """Returns the config as nested dicts, as JSON has them: a tuple is a list."""
         return {name: _as_json(value) for name, value in asdict(self).items()}
+
+
+def check_names(values: Mapping[str, Any]) -> str:
+    """Returns the kind of the model of a config. ValueError for a key that is unknown or missing."""
+    given = flat(values)
+    kind = str(given.get("model.kind"))
+    known = known_keys(kind)
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{name} is not a key; the nearest is {nearest(name, list(known))}")
+    for name, declared in known.items():
+        if name not in given:
+            raise ValueError(f"{name} is missing from the config; its default is {declared.default!r}")
+    return kind
 
 
 def sections(kind: str) -> dict[str, type[Section]]:

@@ -51,8 +51,8 @@ class Key:
 
     @property
     def allowed(self) -> str:
-        """The values that it may have, in words; "" if all of its type."""
-        return ", ".join(map(str, self.choices)) or self.range
+        """The words, or numbers, of which it is one; "" if it has no such choice."""
+        return ", ".join(map(str, self.choices))
 
     def check(self, name: str, value: Any) -> None:
         """Raises ValueError if the key, whose whole name is `name`, must not have `value`."""
@@ -62,10 +62,11 @@ class Key:
             if isinstance(self.default, int):
                 raise ValueError(f"{name}={value} must be {' or '.join(map(str, self.choices))}")
             choices = [str(choice) for choice in self.choices]
-            near = nearest(value, choices)
-            raise ValueError(f"{name}={value} is not known; one of {', '.join(choices)}; did you mean {near}?")
+            near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{name}={value} is not known; one of {', '.join(choices)}{hint}")
         if self.range and not self._is_in_range(value):
-            raise ValueError(f"{name}={value} must be {self.range}")
+            raise ValueError(f"{name}={value} must be {self.range}: {self.meaning}")
 
     def _is_in_range(self, value: float) -> bool:
         return (

@@ -52,10 +52,11 @@ class TransformerConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        divisors = [n for n in range(1, self.hidden + 1) if self.hidden % n == 0]
-        nearest = min(divisors, key=lambda n: abs(n - self.num_heads))
-        fix = f"heads must divide model.hidden = {self.hidden}; the nearest that does is {nearest}"
-        require(self.hidden % self.num_heads == 0, "num_heads", self.num_heads, fix)
+        if self.hidden % self.num_heads:
+            divisors = [n for n in range(1, self.hidden + 1) if self.hidden % n == 0]
+            nearest = min(divisors, key=lambda n: abs(n - self.num_heads))
+            fix = f"heads must divide model.hidden = {self.hidden}; the nearest that does is {nearest}"
+            require(False, "num_heads", self.num_heads, fix)
         fused = self.attention != "cudnn" or self.compute_dtype == "bfloat16"
         require(fused, "attention", self.attention, "cudnn needs model.compute_dtype = 'bfloat16'; otherwise use xla")
 

@@ -32,6 +32,14 @@ class ShardingConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.gather == "node" and not self.two_hop:
+            raise ValueError("sharding.gather=node needs sharding.two_hop: hop one has its two levels apart")
+        for name, default in (("hierarchical", True), ("two_hop", True), ("gather", "layer")):
+            if self.partitioner == "auto" and getattr(self, name) != default:
+                raise ValueError(
+                    f"sharding.{name}={getattr(self, name)} has no effect with sharding.partitioner=auto, by which XLA "
+                    f"chooses the collectives; set sharding.{name}={default}, or sharding.partitioner=manual"
+                )
         by_hand = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer")}
         if self.strategy == "mics" and self.partition_size < 1:
             raise ValueError(
