@@ -80,7 +80,7 @@ def test_ray_is_needed_to_run_and_not_to_import(
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60).returncode == 0
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["ray", "--min_nodes=1", "--max_nodes=2", *PROGRAM]) == 2
-    assert "requirements-ray.txt" in capsys.readouterr().err
+    assert "make .venv/ray-installed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

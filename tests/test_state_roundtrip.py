@@ -367,4 +367,4 @@ def test_command_line_lists_and_verifies_without_jax(tmp_path: Path) -> None:
     assert "step 1: DAMAGED: data/metadata does not match its hash" in lines[0]
     assert "step 3: DAMAGED: manifest.json is missing" in lines[2]
     assert run("verify", tmp_path / "nowhere")[0] == 2
-    assert run("verify", tmp_path / "2")[0] == 1
+    assert run("verify", tmp_path / "2")[0] == 2  # a step, not the folder of steps
