@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from running import IGNORED, ROOT, arguments, run_here
 
+from files import locks
 from runtime.events import FILE_NAME, Event, EventLog, EventReader
 from runtime.exit_codes import ExitCode
 from runtime.heartbeat import Verdict
@@ -39,6 +40,17 @@ def test_lines_of_several_writers_stay_whole(tmp_path: Path) -> None:
     found = EventReader(tmp_path).new()
     for name in "ab":
         assert [event["step"] for event in found if event["from_"][0] == name] == [*range(200)]
+
+
+def test_a_line_is_written_under_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network file system appends of two nodes may overwrite each other; here they never do."""
+    done: list[str] = []
+    take, write = locks.take, os.write
+    monkeypatch.setattr(locks, "take", lambda *args, **how: done.append("take") or take(*args, **how))
+    monkeypatch.setattr(os, "write", lambda *args: done.append("write") or write(*args))
+    EventLog(tmp_path).write(Event.FIRST_STEP, step=1)
+    monkeypatch.undo()
+    assert done == ["take", "write"] and kinds(tmp_path) == ["first_step"]
 
 
 def test_a_reader_gets_whole_lines_once(tmp_path: Path) -> None:
