@@ -1,4 +1,4 @@
-"""Models: maths on named dims. `build` turns the `model` section of a config into one."""
+"""Models, written on named dims and without sharding. `build` makes one from the `model` section of a config."""
 
 from configs.schema import ModelConfig
 from models.decoder import Decoder

@@ -4,7 +4,7 @@ GPT-2: learned positions, LayerNorm, GELU, biases, tied head. Llama: rotary posi
 grouped-query attention. The layer itself is in `models/block.py`.
 
 Shapes: B batch, T positions, P positions of the prompt, S positions of the cache, D hidden, V vocabulary (padded),
-L layers, K heads of keys and values, H hidden of one head.
+L layers, K key-value heads, H size of a head.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ def block_config(c: DecoderConfig) -> BlockConfig:
 
 
 class Embedding(nnx.Module):
-    """Token embedding `[V, D]` and, where positions are learned, theirs."""
+    """Token embedding `[V, D]` and, if positions are learned, the position embedding `[max_len, D]`."""
 
     def __init__(self, config: DecoderConfig, key: Array) -> None:
         c, std = config, initial_std(config.hidden)
@@ -54,7 +54,7 @@ class Embedding(nnx.Module):
 
 
 class Head(nnx.Module):
-    """The last norm and, unless the embedding is its weight, the output projection `[D, V]`."""
+    """The final norm and the output projection `[D, V]`, whose weight is the embedding's if `tied_head`."""
 
     def __init__(self, config: DecoderConfig, key: Array) -> None:
         c = config
@@ -85,13 +85,13 @@ class Decoder(Transformer):
 
     @property
     def num_lookup_params(self) -> int:
-        """Parameters that are only looked up: learned positions, and the embedding if it is not the head too."""
+        """Parameters that are only looked up: learned positions, and the token embedding unless the head is tied."""
         rows = self.config.max_len if self.config.positions == "learned" else 0
         rows += 0 if self.config.tied_head else self.config.padded_vocab
         return rows * self.config.hidden
 
     def logits(self, params: Params, tokens_BT: Array, gather: Gather) -> Array:
-        """Returns float32 logits `[B, T, V]` of each next token; padding ids have no chance."""
+        """Returns float32 logits `[B, T, V]` of the next token at each position; padding ids get probability 0."""
         positions_T = jnp.arange(self._checked_length(tokens_BT.shape[1]))
         embedding: Embedding = self._module("embed", params["embed"], gather)
         x_BTD = embedding(tokens_BT, positions_T)
@@ -103,14 +103,15 @@ class Decoder(Transformer):
     ) -> Array:
         """Returns `[B, P + length]` ids: the prompts, continued by sampling with a cache of keys and values.
 
-        Row b draws from `keys_B[b]` alone, whatever its neighbours. Temperature 0 takes the likeliest token. One
-        position at a time, the prompt's too: `gather` is called for each layer at each position.
+        Row b uses the random key `keys_B[b]`, so its sample does not depend on the other rows. Temperature 0 takes
+        the most likely token. The prompt too is processed one position at a time, and `gather` is called for each
+        layer at each position.
         """
         c = self.config
         batch, prompt_len = prompt_BP.shape
         total = self._checked_length(prompt_len + length)
         embedding: Embedding = self._module("embed", params["embed"], gather)
-        # Carries start from data, so that inside a shard_map they vary over the mesh as their later values do.
+        # Initial carries are computed from data, so that a shard_map sees them vary over the mesh like later carries.
         zero = prompt_BP[0, 0] * 0 + embedding.token[0, 0].astype(jnp.int32) * 0
         shape = (c.num_layers, batch, total, c.num_kv_heads, c.head_dim)
         cache = jnp.zeros(shape, self.dtype) + zero.astype(self.dtype)
@@ -156,7 +157,7 @@ class Decoder(Transformer):
 
 
 def sample(keys_B: Array, logits_BV: Array, temperature: float) -> Array:
-    """Returns one id a row, drawn from `softmax(logits / temperature)`, or the likeliest at temperature 0."""
+    """Returns one id per row, drawn from `softmax(logits / temperature)`; the most likely one at temperature 0."""
     likeliest_B = jnp.argmax(logits_BV, axis=-1)
     drawn_B = jax.vmap(jax.random.categorical)(keys_B, logits_BV / jnp.maximum(temperature, 1e-6))
     return jnp.where(temperature > 0, drawn_B, likeliest_B).astype(jnp.int32)

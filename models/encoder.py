@@ -1,12 +1,12 @@
 """A BERT / RoBERTa encoder trained by masked language modelling.
 
 Learned positions, LayerNorm, GELU (tanh form, as in the original code), biases; the head is a dense layer, GELU and
-LayerNorm, then the embedding as output weight, with a bias. Where it differs from the original:
-- The norms come before attention and MLP, with one more at the end and none on the embedding, as Megatron-LM does for
-  large BERTs: with the original order training became unstable at its sizes (Shoeybi et al. 2019, arXiv 1909.08053,
-  section 5.3 and figure 7).
+LayerNorm, then the token embedding as output weight, with a bias. Differences from the original:
+- The norms come before attention and MLP, with a final norm and none on the embedding, as in Megatron-LM's large
+  BERTs, for which training with the original order was unstable (Shoeybi et al. 2019, arXiv 1909.08053, section 5.3
+  and figure 7).
 - No next-sentence prediction and hence no segments (RoBERTa; Liu et al. 2019, arXiv 1907.11692), and no dropout.
-- Every position is a token: there is no padding mask, the input pipeline packs sequences.
+- No padding mask: the input pipeline packs sequences, so every position holds a token.
 
 Shapes: B batch, T positions, D hidden, V vocabulary (padded).
 """
@@ -56,7 +56,7 @@ class Embedding(nnx.Module):
 
 
 class Head(nnx.Module):
-    """The last norm of the stack and the masked-language-model head."""
+    """The final norm and the masked-language-model head."""
 
     def __init__(self, config: EncoderConfig, key: Array) -> None:
         c = config
@@ -93,7 +93,7 @@ class Encoder(Transformer):
         return self.config.max_len * self.config.hidden
 
     def logits(self, params: Params, tokens_BT: Array, gather: Gather) -> Array:
-        """Returns float32 logits `[B, T, V]` of the token at each position; padding ids have no chance."""
+        """Returns float32 logits `[B, T, V]` of the token at each position; padding ids get probability 0."""
         c, groups = self.config, self.groups
         if tokens_BT.shape[1] > c.max_len:
             raise ValueError(f"a sequence of {tokens_BT.shape[1]} tokens is longer than model.max_len = {c.max_len}")

@@ -1,9 +1,9 @@
-"""What the trainer sees of a model: parameter specs, init and loss. Nothing here knows a mesh.
+"""The interface between trainer and models: parameter specs, init and loss. Nothing here knows the mesh.
 
-Parameters are plain nested dicts with one top-level key for each place of use: `embed`, `layers` (every leaf stacked,
-`[L, ...]`) and `head` of a transformer, each block of a ResNet. A model calls `gather(name, tree)` at each place, for
-`layers` inside the rematerialised scan body with one layer's slice, and gets back the whole parameters of that place;
-on one device `gather` is `lambda name, tree: tree`.
+Parameters are plain nested dicts. Each top-level key is a parameter group: `embed`, `layers` (every leaf stacked,
+`[L, ...]`) and `head` of a transformer, each block of a ResNet. A model calls `gather(name, tree)` wherever it uses a
+group and gets back the group's unsharded parameters; for `layers` the call is inside the rematerialised scan body and
+takes one layer's slice. On one device `gather` is `lambda name, tree: tree`.
 """
 
 import math
@@ -30,9 +30,10 @@ MASKED_LOGIT = -1e30
 
 @dataclass(frozen=True)
 class Group(Generic[Module]):
-    """The parameters of one place of use: an nnx module in tree mode.
+    """One parameter group: an nnx module in tree mode.
 
-    `make` maps a PRNG key to the module; `num_layers` copies of its parameters are stacked (None: one, not stacked).
+    `make` maps a PRNG key to the module; the parameters of `num_layers` such modules are stacked (None: one
+    module, not stacked).
     """
 
     make: Callable[[Array], Module]
@@ -62,13 +63,13 @@ class Group(Generic[Module]):
         return values(key) if self.num_layers is None else jax.vmap(values)(jax.random.split(key, self.num_layers))
 
     def module(self, values: Params, dtype: jnp.dtype) -> Module:
-        """Returns the module that holds `values` (for a stack: of one layer) in the dtype of the computation."""
+        """Returns the module with the parameters `values` (of one layer, if stacked) cast to the compute dtype."""
         return nnx.merge(self._split[0], jax.tree.map(lambda value: jnp.asarray(value, dtype), values))
 
 
 @dataclass(frozen=True)
 class Model(ABC):
-    """A model: its config and, by `groups`, its parameters."""
+    """A model: its config, and its parameters in `groups`."""
 
     config: ModelConfig
 
@@ -79,25 +80,25 @@ class Model(ABC):
 
     @cached_property
     def groups(self) -> dict[str, Group[Any]]:
-        """The parameter groups by their top-level key; each model has its own."""
+        """The parameter groups by their top-level key; every model defines its own."""
         raise NotImplementedError
 
     @abstractmethod
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
-        """Returns the sum over what is predicted of weight times cross-entropy in nats, a float32 scalar.
+        """Returns the weighted sum of the predictions' cross-entropies in nats, a float32 scalar.
 
         `batch` holds the arrays of the rows (`input_pipeline.row_arrays`), `weights` among them.
         """
 
     def evaluate(self, params: Params, batch: Batch, gather: Gather) -> dict[str, Array]:
-        """Returns the weighted sums that a validation needs, by name: `loss`, and what else the model measures."""
+        """Returns the weighted sums for a validation, by name: `loss`, and further metrics of the model."""
         return {"loss": self.loss(params, batch, gather)}
 
     @abstractmethod
     def flops_per_row(self, shape: tuple[int, ...]) -> float:
-        """Returns the floating-point operations a row, forward and backward; `shape` is that of a row's input.
+        """Returns the floating-point operations per row, forward and backward; `shape` is that of a row's input.
 
-        What rematerialisation computes again does not count.
+        Recomputation by rematerialisation does not count.
         """
 
     def param_specs(self) -> Params:
@@ -105,24 +106,24 @@ class Model(ABC):
         return {name: group.param_specs() for name, group in self.groups.items()}
 
     def init(self, key: Array) -> Params:
-        """Returns the nested dict of float32 parameters; their values depend on nothing but the key."""
+        """Returns the nested dict of float32 parameters; their values depend only on the key."""
         keys = jax.random.split(key, len(self.groups))
         return {name: group.init(k) for (name, group), k in zip(self.groups.items(), keys, strict=True)}
 
     @cached_property
     def num_params(self) -> int:
-        """Parameters, the padding of a vocabulary or of classes included."""
+        """Number of parameters, including the padding of vocabulary and classes."""
         specs = jax.tree.leaves(self.param_specs(), is_leaf=lambda x: isinstance(x, ParamSpec))
         return sum(math.prod(spec.shape) for spec in specs)
 
 
 def rematerialise(body: Callable[..., Any], policy: str, *, in_scan: bool = False) -> Callable[..., Any]:
-    """Returns a layer of which the backward pass computes again what `policy` says; `in_scan` if it is a scan's body.
+    """Returns a layer whose backward pass recomputes what `policy` selects; `in_scan`: the layer is a scan's body.
 
-    `full`: all but its inputs; `dots`: all but the products with weights; `none`: nothing, so that gathered parameters
-    are kept as well.
+    `full` recomputes everything from the layer's inputs; `dots` everything but the products with weights; `none`
+    nothing, so that the gathered parameters stay in memory too.
     """
-    prevent_cse = not in_scan  # a scan already keeps the two computations apart
+    prevent_cse = not in_scan  # in a scan, XLA cannot merge the two computations anyway
     match policy:
         case "none":
             return body
@@ -140,7 +141,7 @@ def _is_product_with_weights(primitive: Any, *args: Any, **how: Any) -> bool:
 
 
 def mask_padding(logits: Array, num_ids: int) -> Array:
-    """Returns float32 logits `[..., V]` in which the padding ids, those from `num_ids` on, have no chance."""
+    """Returns float32 logits `[..., V]` in which the padding ids, from `num_ids` on, have probability 0."""
     logits = logits.astype(jnp.float32)
     if logits.shape[-1] == num_ids:
         return logits
@@ -150,8 +151,8 @@ def mask_padding(logits: Array, num_ids: int) -> Array:
 def cross_entropy(logits: Array, targets: Array, weights: Array) -> Array:
     """Returns the sum of `weights * -log softmax(logits)[targets]` for `[..., V]` logits, `[...]` targets and weights.
 
-    The target's logit is picked by comparison instead of by index: it fuses into the reductions over V, its gradient
-    is no scatter, and it stays local when V is split over devices. Only `exp(logits - max)` is kept for the backward
+    The target's logit is selected by comparison instead of by index: this fuses into the reductions over V, needs no
+    scatter for its gradient, and stays local when V is sharded. Only `exp(logits - max)` is stored for the backward
     pass.
     """
     shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))

@@ -1,16 +1,16 @@
 """A residual network that classifies images (He et al. 2015, arXiv 1512.03385), version 1, with group normalisation.
 
-- Version 1: each convolution is followed by its norm, the sum of a block by ReLU, and a bottleneck that halves the
-  image does so in its first 1x1 convolution, as in the paper's table 1 and gluoncv's `resnet50_v1` (v1.5, which is
-  often called ResNet-50 too, does it in the 3x3 and takes 6 % more FLOPs). Shortcuts that change shape are 1x1
-  convolutions (option B).
-- GroupNorm (Wu & He 2018, arXiv 1803.08494) where the paper has batch norm: the mean and variance of a batch would make
-  the loss of a step depend on how many rows a device and a micro-step have. The parameters are as many.
-- The last norm of each block starts with scale 0, so that a new block is its shortcut (Goyal et al. 2017, arXiv
+- Version 1: a norm follows each convolution, and ReLU follows the sum of a block. A strided bottleneck has its stride
+  in the first 1x1 convolution, as in the paper's table 1 and gluoncv's `resnet50_v1`. (v1.5, often called ResNet-50
+  too, has it in the 3x3 convolution and takes 6 % more FLOPs.) Shortcuts that change shape are 1x1 convolutions
+  (option B).
+- GroupNorm (Wu & He 2018, arXiv 1803.08494) replaces the paper's batch norm, whose statistics would make the loss
+  depend on the number of rows per device and micro-step. The number of parameters is the same.
+- The last norm of each block starts with scale 0, so that a new block equals its shortcut (Goyal et al. 2017, arXiv
   1706.02677, 5.1; Wu & He, 4.1).
 
-Each block is a place of use of its own: gathered, and computed again in the backward pass, by itself. Their shapes
-differ, so they are no scan.
+Each block is a parameter group of its own, which is gathered and rematerialised separately. The blocks' shapes differ,
+so they cannot be scanned.
 
 Shapes: B batch, H height, W width, C channels, V classes (padded).
 """
@@ -29,8 +29,8 @@ from models.block import normal
 from models.model import Batch, Gather, Group, Model, Params, cross_entropy, mask_padding, rematerialise
 
 NORM_EPS = 1e-5
-EXPANSION = {"basic": 1, "bottleneck": 4}  # channels that a block hands on, by those inside it
-LAYOUT = ("NHWC", "OIHW", "NHWC")  # a kernel has its outputs first: they are what shards cut
+EXPANSION = {"basic": 1, "bottleneck": 4}  # output channels of a block over its inner channels
+LAYOUT = ("NHWC", "OIHW", "NHWC")  # outputs are the kernel's first dim, which is the one to be sharded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,11 @@ class ConvConfig:
     stride: int = 1
 
     def size_after(self, size: int) -> int:
-        """Returns the side of the image that it makes of one of side `size`."""
+        """Returns the side of the output for an image of side `size`."""
         return -(-size // self.stride)
 
     def products(self, size: int) -> int:
-        """Returns its multiplications on an image of side `size`."""
+        """Returns the number of its multiplications for an image of side `size`."""
         return self.kernel**2 * self.inputs * self.outputs * self.size_after(size) ** 2
 
 
@@ -62,7 +62,7 @@ class BlockConfig:
 
     @property
     def outputs(self) -> int:
-        """Channels that it hands on."""
+        """Number of output channels."""
         return self.width * EXPANSION[self.kind]
 
     @property
@@ -79,13 +79,13 @@ class BlockConfig:
 
     @property
     def shortcut(self) -> ConvConfig | None:
-        """The projection of the shortcut, where the shape changes."""
+        """The projection of the shortcut; None if the shape does not change."""
         if self.stride == 1 and self.inputs == self.outputs:
             return None
         return ConvConfig(kernel=1, inputs=self.inputs, outputs=self.outputs, stride=self.stride)
 
     def products(self, size: int) -> int:
-        """Returns its multiplications on an image of side `size`."""
+        """Returns the number of its multiplications for an image of side `size`."""
         total = self.shortcut.products(size) if self.shortcut else 0
         for conv in self.branch.values():
             total += conv.products(size)
@@ -100,7 +100,7 @@ def stem_conv(c: ResNetConfig) -> ConvConfig:
 
 
 def residual_blocks(c: ResNetConfig) -> dict[str, BlockConfig]:
-    """Returns the blocks in order, by name: each stage has twice the channels of the one before on half the side."""
+    """Returns the blocks in order, by name: each stage doubles the channels and halves the image's side."""
     found, inputs = {}, c.width
     for stage, count in enumerate(c.stage_blocks):
         for i in range(count):
@@ -112,7 +112,7 @@ def residual_blocks(c: ResNetConfig) -> dict[str, BlockConfig]:
 
 
 def num_features(c: ResNetConfig) -> int:
-    """Returns the channels that the last block hands to the head."""
+    """Returns the number of output channels of the last block."""
     return c.width * 2 ** (len(c.stage_blocks) - 1) * EXPANSION[c.block]
 
 
@@ -140,7 +140,7 @@ class ConvNorm(nnx.Module):
 
 
 class Stem(nnx.Module):
-    """The first convolution; for large images 7x7 and max pooling, which leave a quarter of the side."""
+    """The first convolution; for large images 7x7 and max pooling, which divide the side by 4."""
 
     def __init__(self, config: ResNetConfig, key: Array) -> None:
         self.pools = config.stem == "conv7_pool"
@@ -202,14 +202,14 @@ class ResNet(Model):
         return {"stem": Group(lambda key: Stem(c, key)), **blocks, "head": Group(lambda key: Head(c, key))}
 
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
-        """Returns the sum over the images of weight times cross-entropy in nats, a float32 scalar.
+        """Returns the weighted sum of the images' cross-entropies in nats, a float32 scalar.
 
         `batch` holds `images` `[B, H, W, C]`, float32, `labels` `[B]`, ids, and `weights` `[B]`, float32.
         """
         return cross_entropy(self.logits(params, batch["images"], gather), batch["labels"], batch["weights"])
 
     def evaluate(self, params: Params, batch: Batch, gather: Gather) -> dict[str, Array]:
-        """Returns the weighted sums `loss` and `correct`, the images whose label is the likeliest class."""
+        """Returns the weighted sums `loss` and `correct`, the images whose label is the most likely class."""
         logits_BV = self.logits(params, batch["images"], gather)
         right_B = jnp.argmax(logits_BV, axis=-1) == batch["labels"]
         return {
@@ -218,7 +218,7 @@ class ResNet(Model):
         }
 
     def logits(self, params: Params, images_BHWC: Array, gather: Gather) -> Array:
-        """Returns float32 logits `[B, V]`; padding classes have no chance."""
+        """Returns float32 logits `[B, V]`; padding classes get probability 0."""
         x = images_BHWC.astype(self.dtype)
         for name, group in self.groups.items():
 
@@ -229,10 +229,10 @@ class ResNet(Model):
         return mask_padding(x, self.config.num_classes)
 
     def flops_per_row(self, shape: tuple[int, ...]) -> float:
-        """Returns the floating-point operations of an image `[H, W, C]`, forward and backward.
+        """Returns the floating-point operations per image `[H, W, C]`, forward and backward.
 
-        6 a multiplication: with its addition 2 forward, and 4 backward. Norms and the like do not count, nor what
-        rematerialisation computes again.
+        6 per multiplication: with its addition 2 forward, and 4 backward. Norms, activations and recomputation do not
+        count.
         """
         c, size = self.config, shape[0]
         total = stem_conv(c).products(size)

@@ -1,4 +1,4 @@
-"""What decoder and encoder share: a stack of layers that is scanned, a padded vocabulary, and the FLOPs of a token."""
+"""Common base of decoder and encoder: a scan over the stacked layers, the loss, and the FLOPs per token."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -19,37 +19,37 @@ class Transformer(Model):
     @property
     @abstractmethod
     def num_lookup_params(self) -> int:
-        """Parameters that are only looked up, never multiplied with."""
+        """Number of parameters that are looked up by index and take no part in matrix products."""
 
     @abstractmethod
     def logits(self, params: Params, tokens_BT: Array, gather: Gather) -> Array:
         """Returns float32 logits `[B, T, V]` of the token to predict at each position."""
 
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
-        """Returns the sum over the tokens of weight times cross-entropy in nats, a float32 scalar.
+        """Returns the weighted sum of the tokens' cross-entropies in nats, a float32 scalar.
 
         `batch` holds `tokens` `[B, T]` and `targets` `[B, T]`, ids, and `weights` `[B, T]`, float32.
         """
         return cross_entropy(self.logits(params, batch["tokens"], gather), batch["targets"], batch["weights"])
 
     def flops_per_row(self, shape: tuple[int, ...]) -> float:
-        """Returns the floating-point operations of a sequence `[T]`, forward and backward."""
+        """Returns the floating-point operations per sequence `[T]`, forward and backward."""
         (seq_len,) = shape
         return self.flops_per_token(seq_len) * seq_len
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Returns the floating-point operations a token, forward and backward, in sequences of `seq_len` tokens.
+        """Returns the floating-point operations per token, forward and backward, in sequences of `seq_len` tokens.
 
-        `6 N + 12 L D T` for N parameters that are multiplied with, L layers, D hidden, T tokens: 2 operations a
-        parameter forward, 4 backward; scores and their use cost `4 T D` a layer forward, not halved for causality
-        (Chowdhery et al. 2022, arXiv 2204.02311, B). What rematerialisation computes again does not count. For
-        `N = 12 L D^2 + V D` it is the MiCS paper's `96 T l L h^2 (1 + l/6h + V/16Lh)` without its recomputation.
+        `6 N + 12 L D T` for N parameters in matrix products, L layers, D hidden, T tokens: 2 operations per parameter
+        forward, 4 backward. Attention scores and the weighted values cost `4 T D` per layer forward; causality does
+        not halve this (Chowdhery et al. 2022, arXiv 2204.02311, B). Recomputation does not count. For
+        `N = 12 L D^2 + V D` this is the MiCS paper's `96 T l L h^2 (1 + l/6h + V/16Lh)` without recomputation.
         """
         c = self.config
         return 6 * (self.num_params - self.num_lookup_params) + 12 * c.num_layers * c.hidden * seq_len
 
     def run_layers(self, params: Params, x_BTD: Array, gather: Gather, *args: Array | None) -> Array:
-        """Returns `x` after all layers, each gathered where it is used; `args` go to every layer."""
+        """Returns `x` after all layers, each gathered right before its use; `args` are passed to every layer."""
         layers = self.groups["layers"]
 
         def body(x_BTD: Array, values: Params) -> tuple[Array, None]:
