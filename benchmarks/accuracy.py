@@ -19,8 +19,6 @@ from ml_collections import ConfigDict
 
 from benchmarks import records
 from benchmarks.records import machine, spread
-from compression.hop_two import Counted
-from compression.methods import method_named
 from configs import base
 from configs import digits as digits_config
 from configs.schema import Config
@@ -70,9 +68,14 @@ class Method:
         """Returns how many times fewer bytes than in f32 what is encoded sends, over all steps but dgc's warm-up."""
         if "compression.gather_inter" in self.overrides:
             return 4 / (1 / 2 + 4 / self.overrides["compression.block"])
-        way = method_named(self.overrides.get("compression.hop_two", "none"))
-        counted = Counted(ratio=ratio, replicas=REPLICAS, warmup=WARM_UP)
-        return way.times_smaller(counted) * self.overrides.get("local_sgd.inner_steps", 1)
+        match self.overrides.get("compression.hop_two", "none"):
+            case "one_bit_adam":  # the warm-up sends f32
+                smaller = 1 / (WARM_UP + (1 - WARM_UP) / ratio)
+            case "dgc":  # each replica receives the payloads of all others; an all-reduce sends every value twice
+                smaller = ratio * 2 / REPLICAS
+            case _:
+                smaller = ratio
+        return smaller * self.overrides.get("local_sgd.inner_steps", 1)
 
 
 def hop_two(name: str, **more: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The codecs that the section `compression` of a config names."""
+"""Builds the codecs that the config section `compression` names."""
 
 from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
 from configs.schema import CompressionConfig
@@ -8,7 +8,7 @@ from sharding.scopes import Layout
 
 
 def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest") -> Codec | None:
-    """Returns the codec of a name; None for `none`."""
+    """Returns the codec called `name`; None for `none`."""
     match name:
         case "bf16":
             return BFloat16()
@@ -23,9 +23,9 @@ def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest
 
 
 def make_codecs(config: CompressionConfig, layout: Layout) -> tuple[LevelCodecs, LevelCodecs]:
-    """Returns the codecs of gathers and of hop one (qwZ and qgZ of ZeRO++, arXiv 2306.10209).
+    """Returns the codecs of the gathers and of hop one (qwZ and qgZ of ZeRO++, arXiv 2306.10209).
 
-    ValueError for a codec on a level that the hop does not cross.
+    ValueError for a codec on a level (inter- or intra-node) where the hop communicates nothing.
     """
     found = {}
     for hop, scopes in (("gather", layout.gather_scopes), ("hop_one", layout.hop_one_scopes)):
@@ -35,10 +35,10 @@ def make_codecs(config: CompressionConfig, layout: Layout) -> tuple[LevelCodecs,
         for level in ("inter", "intra"):
             name = getattr(config, f"{hop}_{level}")
             if name != "none" and level not in there:
-                where = "between nodes" if level == "inter" else "inside a node alone"
+                where = "between nodes" if level == "inter" else "inside nodes only"
                 raise ValueError(
-                    f"compression.{hop}_{level}={name} has nothing to encode: with this sharding no collective of "
-                    f"that hop goes {where}; set it to none"
+                    f"compression.{hop}_{level}={name} has nothing to encode: with this sharding, that hop has no "
+                    f"collective {where}; set it to none"
                 )
             codecs[level] = make_codec(name, config)
         found[hop] = LevelCodecs(**codecs)

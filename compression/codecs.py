@@ -1,8 +1,8 @@
-"""Codecs: values as the bytes that cross the slow network; what a codec is, sharding/collectives.py says.
+"""Codecs: they encode values as the bytes that cross the slow network. sharding/collectives.py defines the interface.
 
-Payloads are bytes and no narrow dtypes, because XLA may widen those (a bf16 sum on CPUs) or move a conversion across a
-collective, while integers arrive as they were sent: what a codec claims to send is the size of an array, and stands in
-the compiled program. What encoding loses is the caller's to keep (compression/exchange.py).
+Payloads are byte arrays rather than arrays of a narrow dtype: XLA may widen the latter (a bf16 sum on CPUs) or move the
+conversion across a collective, but it leaves bytes as they are. The bytes sent are therefore the payload's size, and
+can be read in the compiled program. Storing the encoding error is up to the caller (compression/exchange.py).
 """
 
 from dataclasses import dataclass
@@ -11,26 +11,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-SCALE_BYTES = 4  # of a block: one f32
+SCALE_BYTES = 4  # one f32 per block
 
 
 @dataclass(frozen=True, kw_only=True)
 class BFloat16:
-    """The upper half of each value: half the bytes, 8 bits of precision, nothing out of range.
+    """bf16: half the bytes, 8 bits of precision, the same range as f32.
 
-    What would round to infinity becomes the largest number.
+    Finite values that would round to infinity become the largest finite number.
     """
 
     multiple: int = 1
     sparse: bool = False
 
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Returns two bytes a value."""
+        """Returns two bytes per value."""
         del key, real
         largest = float(jnp.finfo(jnp.bfloat16).max)
         x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
         bits = lax.bitcast_convert_type(lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7), jnp.uint32)
-        return _to_bytes((bits >> 16).astype(jnp.uint16))  # a bf16 array would be written out first
+        return _to_bytes((bits >> 16).astype(jnp.uint16))  # XLA would materialise a bf16 array first
 
     def decode(self, payload: jax.Array) -> jax.Array:
         """Returns the values."""
@@ -43,10 +43,10 @@ class BFloat16:
 
 @dataclass(frozen=True, kw_only=True)
 class Blockwise:
-    """Integers of 8 or 4 bits, symmetric, with one f32 scale a block (ZeRO++ section 3, arXiv 2306.10209).
+    """Symmetric integers of 8 or 4 bits, with one f32 scale per block (ZeRO++ section 3, arXiv 2306.10209).
 
-    The largest value of a block becomes 127 or 7. `stochastic` rounds up as often as a value is nearer to the upper
-    neighbour: the mean over many roundings is the value itself.
+    The largest magnitude of a block becomes 127 or 7. With `stochastic`, rounding is unbiased: the probability of
+    rounding up is the value's distance to the lower neighbour.
     """
 
     bits: int
@@ -56,12 +56,12 @@ class Blockwise:
 
     @property
     def multiple(self) -> int:
-        """Whole blocks, and two values of 4 bits a byte."""
+        """Rows are whole blocks (an even number of values, so that 4-bit values fill bytes)."""
         return self.block
 
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Returns the integers, then the scales."""
-        del real  # zeros are no largest value
+        del real  # padding is zero, which does not change the maximum
         most = 2 ** (self.bits - 1) - 1
         blocks = _blocks(x, self.block)
         scales = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) * (1 / most)
@@ -89,21 +89,21 @@ class Blockwise:
         as_bytes = lax.bitcast_convert_type(integers, jnp.uint8)
         if self.bits == 8:
             return as_bytes
-        low, high = jnp.split(as_bytes, 2, axis=-1)  # halves of the row, not neighbours: no strides
+        low, high = jnp.split(as_bytes, 2, axis=-1)  # pairs values of both halves: no strided access
         return (low & 15) | (high << 4)
 
     def _unpack(self, packed: jax.Array) -> jax.Array:
         if self.bits == 8:
             return lax.bitcast_convert_type(packed, jnp.int8)
         both = lax.bitcast_convert_type(jnp.concatenate([packed << 4, packed & 0xF0], axis=-1), jnp.int8)
-        return both >> 4  # the sign comes along
+        return both >> 4  # an arithmetic shift keeps the sign
 
 
 @dataclass(frozen=True, kw_only=True)
 class TwoBit:
-    """MXNet's: `+threshold`, `-threshold` or nothing, 16 values a 32-bit word (PR 8662 of apache/mxnet).
+    """MXNet's 2-bit codec: `+threshold`, `-threshold` or 0, 16 values per 32-bit word (PR 8662 of apache/mxnet).
 
-    Only of use with error feedback: a value below the threshold is never sent, it has to grow.
+    It needs error feedback: a value below the threshold is sent only after the residual has raised it to the threshold.
     """
 
     threshold: float
@@ -111,7 +111,7 @@ class TwoBit:
     sparse: bool = True
 
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Returns four values a byte, the first in the highest bits: 11 is plus, 10 is minus, 00 is nothing."""
+        """Returns four values per byte, the first in the highest bits: 11 is plus, 10 is minus, 00 is zero."""
         del key, real
         codes = jnp.where(x >= self.threshold, 3, jnp.where(x <= -self.threshold, 2, 0)).astype(jnp.uint8)
         return _pack_bits(codes, bits=2)
@@ -128,10 +128,10 @@ class TwoBit:
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit:
-    """The sign, and one scale a block: the mean of its absolute values (EF-SignSGD, arXiv 1901.09847).
+    """The sign, and one scale per block: the mean of its absolute values (EF-SignSGD, arXiv 1901.09847).
 
-    Of all scales it is the one with the smallest squared error. 1-bit Adam (arXiv 2102.02888) sends momenta this way.
-    Only of use with error feedback.
+    This scale minimises the squared error. 1-bit Adam (arXiv 2102.02888) sends momenta this way. The codec needs error
+    feedback.
     """
 
     block: int
@@ -139,11 +139,11 @@ class OneBit:
 
     @property
     def multiple(self) -> int:
-        """Whole blocks."""
+        """Rows are whole blocks."""
         return self.block
 
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Returns eight signs a byte, the first in the highest bit, then the scales."""
+        """Returns eight signs per byte, the first in the highest bit, then the scales."""
         del key
         sizes = jnp.abs(_blocks(x, self.block))
         if real is None:
@@ -151,7 +151,7 @@ class OneBit:
         else:
             there = _blocks(real, self.block)
             shares = there / jnp.maximum(jnp.sum(there, axis=-1, keepdims=True), 1)
-        scales = jnp.sum(sizes * shares, axis=-1)  # the mean, by no sum that is out of range
+        scales = jnp.sum(sizes * shares, axis=-1)  # the mean; dividing before the sum avoids overflow
         return jnp.concatenate([_pack_bits((x >= 0).astype(jnp.uint8), bits=1), _to_bytes(scales)], axis=-1)
 
     def decode(self, payload: jax.Array) -> jax.Array:
@@ -170,8 +170,8 @@ class OneBit:
 def _blocks(x: jax.Array, size: int) -> jax.Array:
     """Returns `[..., N]` as `[..., blocks, size]`.
 
-    The barrier keeps XLA:CPU from taking absolute values before the reshape, which it then writes out: four times the
-    time of a scale.
+    Without the barrier, XLA:CPU takes absolute values before the reshape and materialises them, which makes computing
+    the scales four times slower.
     """
     return lax.optimization_barrier(x.reshape(*x.shape[:-1], -1, size))
 
@@ -200,5 +200,5 @@ def _unpack_bits(packed: jax.Array, *, bits: int) -> jax.Array:
 
 
 def _shifts(shape: tuple[int, ...], bits: int) -> jax.Array:
-    """Returns how far the codes of each byte, in the last dim, are shifted: the first the farthest."""
+    """Returns the left shift of each code in its byte (the codes of a byte are the last dim): the first is highest."""
     return (8 - bits - bits * lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)).astype(jnp.uint8)

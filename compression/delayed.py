@@ -1,7 +1,7 @@
-"""Hop two one boundary late: it runs beside the next boundary's micro-steps, and the optimizer acts on stale gradients.
+"""Delayed hop two: it overlaps with the next step's micro-steps, and the optimizer uses gradients one step old.
 
-The synchronous cousin of a parameter server's asynchronous updates: every gradient is exactly one boundary old. What is
-exchanged comes from the state, so nothing of the step has to wait for it but the optimizer.
+This resembles a parameter server's asynchronous updates, but every gradient is exactly one step old. The exchanged
+gradients come from the state, so that in a step only the optimizer has to wait for the exchange.
 """
 
 from dataclasses import replace
@@ -19,15 +19,15 @@ PyTree = Any
 class DelayedState(NamedTuple):
     """State of `delayed`."""
 
-    waiting: PerReplica  # the last boundary's gradients
+    waiting: PerReplica  # the previous step's gradients
     exchange: PyTree
 
 
 def delayed(exchange: optax.GradientTransformation, replicas: int) -> optax.GradientTransformation:
-    """Returns a hop two that exchanges the previous boundary's gradients `[R, ...]`; at first they are zero.
+    """Returns a hop two that exchanges the previous step's gradients `[R, ...]`; in the first step they are zero.
 
-    Gradients that are not finite are never kept: the result is then not finite either, the downstream guard drops the
-    step, and the gradients that waited keep waiting.
+    Non-finite gradients never enter the state: they make the result non-finite too, so the downstream guard skips the
+    step and restores the state, including the waiting gradients.
     """
 
     def init(params: PyTree) -> PyTree:

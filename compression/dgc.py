@@ -1,13 +1,13 @@
-"""Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887): hop two sends one value in a thousand.
+"""Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887): hop two sends the largest values only.
 
     g <- g min(1, clip sqrt(N) / |g|) / N    this replica's share of the mean, clipped to clip / sqrt(N); N replicas
-    u <- m u + g                             momentum correction: what accumulates is the velocity
+    u <- m u + g                             momentum correction: the velocity is accumulated, not the gradient
     v <- v + u
-    send the largest |v|, and set v and u to 0 where they were sent: momentum factor masking
+    send the largest |v|, and set v and u to 0 at those places: momentum factor masking
 
-The largest are chosen in each layer of each tensor. What is handed on includes the momentum, so the downstream
-optimizer is plain SGD. Replicas inside a node are summed in f32 first; each then continues with its part of every
-layer. Parameters with one dim a layer are averaged as they are, with momentum too.
+The largest values are selected per layer of each tensor. The result includes the momentum, so the downstream optimizer
+is plain SGD. Replicas inside a node are first summed in f32; each device then continues with its part of every layer.
+Parameters with one dim per layer are averaged without compression, also with momentum.
 """
 
 from collections.abc import Sequence
@@ -33,12 +33,12 @@ from sharding.step import ShardingPlan
 
 PyTree = Any
 Axes = tuple[str, ...]
-WARMUP = (0.75, 0.9375, 0.984375, 0.996)  # sparsity in the equal parts of the warm-up (section 3.4)
-BLOCK = 1 << 16  # an index travels as 16 bits, and each block of the tensor has a count
+WARMUP = (0.75, 0.9375, 0.984375, 0.996)  # sparsities of the warm-up's equally long stages (section 3.4)
+BLOCK = 1 << 16  # indices are sent as 16 bits within a block, with the number of values per block
 
 
 class DGCState(NamedTuple):
-    """State of `dgc`; of what accumulates only the sum over the replicas counts."""
+    """State of `dgc`; only the sums of `unsent` and `velocity` over the replicas matter."""
 
     step: jax.Array  # int32 []: exchanges done
     unsent: PerReplica  # v
@@ -47,7 +47,7 @@ class DGCState(NamedTuple):
 
     @property
     def residual(self) -> PerReplica:
-        """What has not been sent yet."""
+        """The accumulated values that are not sent yet."""
         return self.unsent
 
 
@@ -55,7 +55,7 @@ class DGCState(NamedTuple):
 class DGCConfig:
     """The final sparsity, the steps of its warm-up, momentum, and the norm for local clipping (0: none).
 
-    `sampled` is the share of the values that tells which are large (the paper takes 0.001 to 0.01); 1: all, exactly.
+    `sampled` is the share of values that estimates the threshold (the paper: 0.001 to 0.01); 1 selects exactly.
     """
 
     sparsity: float
@@ -66,18 +66,18 @@ class DGCConfig:
 
     @property
     def stages(self) -> tuple[float, ...]:
-        """The sparsities that training passes, the last one for good."""
+        """The sparsities of the warm-up's stages and, last, the final one."""
         before = [s for s in WARMUP if s < self.sparsity] if self.warmup_steps else []
         return (*before, self.sparsity)
 
     def stage(self, step: jax.Array) -> jax.Array:
-        """Returns which of the stages a step is in."""
+        """Returns the index of a step's stage."""
         parts = len(self.stages) - 1
         return jnp.minimum(step * parts // self.warmup_steps, parts) if parts else jnp.zeros((), jnp.int32)
 
 
 def dgc(plan: ShardingPlan, config: DGCConfig) -> optax.GradientTransformation:
-    """Returns hop two by DGC: gradients `[R, ...]` to the mean of what was sent, in the optimizer's scope."""
+    """Returns hop two by DGC: gradients `[R, ...]` to the mean of the sent values, in the optimizer's scope."""
     layout = plan.layout
     exchange_shards = partial(_exchange_shards, plan, config)
 
@@ -126,9 +126,10 @@ def _refuse(setup: Setup) -> None:
 
 
 def _downstream(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """Returns plain SGD: momentum and clipping are done.
+    """Returns plain SGD: momentum and clipping are part of DGC.
 
-    Decay of p does not pass through the momentum any more, which made it 1 / (1 - m) times stronger.
+    SGD's momentum amplifies weight decay by 1 / (1 - m). Here decay does not pass through the momentum, so it is scaled
+    up instead.
     """
     decay = optimizer.weight_decay / (1 - optimizer.momentum)
     return replace(optimizer, momentum=0.0, clip_norm=0.0, weight_decay=decay)
@@ -140,8 +141,6 @@ DGC = HopTwo(
     refuse=_refuse,
     takes_over="sgd",
     downstream=_downstream,
-    # each replica gets the payloads of all others, where an all-reduce sends everything twice; after the warm-up
-    times_smaller=lambda counted: counted.ratio * 2 / counted.replicas,
 )
 
 
@@ -153,7 +152,7 @@ def _exchange_shards(
     unsent_R: Shards,
     velocity_R: Shards,
 ) -> tuple[Shards, Shards, Shards, Sent]:
-    """Exchanges this device's shards: vectors as they are, of the others the largest values."""
+    """Exchanges this device's shards: vectors without compression, of all others the largest values."""
     layout = plan.layout
     out, unsent, velocity, counts = [], [], [], []
     scale = _clip_scale(plan, [g[0] for g in grads_R], config.clip_norm) / layout.num_replicas
@@ -178,7 +177,7 @@ def _exchange_shards(
 
 
 def _poisons(placements: Sequence[Placement], grads: list[jax.Array], axes: Axes) -> list[jax.Array]:
-    """Returns NaN or 0 for each tensor: one value for those cut alike, so that copies on an axis stay copies."""
+    """Returns NaN or 0 per tensor: one value for all tensors sharded over the same axes, so that copies stay equal."""
     kinds = [(p.dim is None, p.tensor_dim is None) for p in placements]
     found = {
         kind: not_finite([g for g, other in zip(grads, kinds, strict=True) if other == kind], axes)
@@ -190,9 +189,9 @@ def _poisons(placements: Sequence[Placement], grads: list[jax.Array], axes: Axes
 def _exchange_sparse(
     config: DGCConfig, stage: jax.Array, key: jax.Array, axes: Axes, share: jax.Array, v: jax.Array, u: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, Sent]:
-    """Returns the sum of what all sent of `[layers, ...]`, what this replica keeps of `v` and `u`, and counts."""
+    """Returns the sum of all sent values `[layers, ...]`, this replica's new `v` and `u`, and the counts."""
     inter, intra = inter_part(axes), intra_part(axes)
-    shape, num_values = share.shape, share.size / prod(lax.axis_size(axis) for axis in intra)  # without what fills up
+    shape, num_values = share.shape, share.size / prod(lax.axis_size(axis) for axis in intra)  # without padding
     share, v, u = (_part(x, intra) for x in (share, v, u))
     u = config.momentum * u + share
     v = v + u
@@ -207,7 +206,7 @@ def _exchange_sparse(
 
 
 def _clip_scale(plan: ShardingPlan, grads: list[jax.Array], clip_norm: float) -> jax.Array:
-    """Returns by what a replica scales its gradient, before anything is accumulated.
+    """Returns the factor by which a replica clips its gradient, before accumulation.
 
     The paper (section 3.2, appendix C) clips a worker's share of the mean, G_k = g_k / R, to clip_norm / sqrt(R): a sum
     of R independent shares of norm x has the norm sqrt(R) x. So |g_k| / R is at most clip_norm / sqrt(R), and the
@@ -220,7 +219,7 @@ def _clip_scale(plan: ShardingPlan, grads: list[jax.Array], clip_norm: float) ->
     squares = jnp.zeros(())
     for p, grad in zip(plan.group(plan.placements, ()).placements, grads, strict=True):
         cut = {*(layout.gradients if p.dim is not None else ()), *(("tensor",) if p.tensor_dim is not None else ())}
-        copies = prod(sizes[axis] for axis in axes if axis not in cut)  # of the tensor in the sum below
+        copies = prod(sizes[axis] for axis in axes if axis not in cut)  # times that the tensor is in the sum below
         squares += jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
     norm = jnp.sqrt(lax.psum(vary(squares, axes), axes))
     return jnp.minimum(1.0, clip_norm * layout.num_replicas**0.5 / norm)
@@ -229,10 +228,10 @@ def _clip_scale(plan: ShardingPlan, grads: list[jax.Array], clip_norm: float) ->
 def _send_largest(
     v: jax.Array, key: jax.Array, *, count: int, axes: Axes, sampled: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Sends the `count` largest values of each layer of `[layers, N]`; returns the sum of what all sent, and where.
+    """Sends the `count` largest values per layer of `[layers, N]`; returns the sum over `axes`, and what is sent.
 
-    A value takes 6 bytes: an f32, and its index in a block of 65536 values; a block takes 4, for the values it has. The
-    blocks are of all layers together.
+    A value takes 6 bytes: an f32, and its index in a block of 65536 values. A block takes 4 bytes: its number of sent
+    values. Blocks are cut from all layers together, flattened.
     """
     (layers, size), shape = v.shape, v.shape
     chosen, found = jax.vmap(partial(_largest, count=count, sampled=sampled), (0, None))(jnp.abs(v), key)
@@ -257,16 +256,16 @@ def _send_largest(
 
 
 def _payload_bytes(count: int, size: int) -> int:
-    """Returns the bytes that `count` of `size` values take."""
+    """Returns the payload bytes of `count` of `size` values."""
     return 6 * count + 4 * -(-size // BLOCK)
 
 
 def _largest(size: jax.Array, key: jax.Array, count: int, sampled: float) -> tuple[jax.Array, jax.Array]:
-    """Returns the indices of the `count` largest of `[N]`, and which of them are to be sent.
+    """Returns the indices of the `count` largest magnitudes of `[N]`, and which of them are to be sent.
 
-    With `sampled` below 1 a sample tells from where on a value is large. From a random place on, around the end, the
-    first `2 count` that are large are looked at; the largest of them are sent, and if they are fewer than `count`, no
-    others.
+    With `sampled` below 1, the threshold is estimated from a random sample. The first `2 count` values above it,
+    counted cyclically from a random offset, are the candidates. The `count` largest candidates are sent, or all of them
+    if they are fewer.
     """
     if sampled == 1:
         return lax.top_k(size, count)[1], jnp.ones(count, bool)
@@ -282,7 +281,7 @@ def _largest(size: jax.Array, key: jax.Array, count: int, sampled: float) -> tup
 
 
 def _part(x: jax.Array, axes: Axes) -> jax.Array:
-    """Returns this device's part `[layers, n]` of the sum of `[layers, ...]` over `axes`: some of each layer."""
+    """Returns this device's part `[layers, n]` of the sum of `[layers, ...]` over `axes`: a slice of each layer."""
     devices, layers = prod(lax.axis_size(axis) for axis in axes), x.shape[0]
     x = x.reshape(layers, -1)
     rows = split(jnp.pad(x, ((0, 0), (0, -x.shape[1] % devices))), 1, devices)
@@ -290,7 +289,7 @@ def _part(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _whole(part: jax.Array, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the tensor whose parts the devices of `axes` have."""
+    """Returns the tensor of `shape`, all-gathered from the parts of the devices of `axes`."""
     parts = part[None]
     if axes:
         parts = all_gather_chunks(part.reshape(-1), axes, hierarchical=True, to="invarying").reshape(-1, *part.shape)
@@ -298,7 +297,7 @@ def _whole(part: jax.Array, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _placed(part: jax.Array, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
-    """Returns a tensor that is zero but for this device's part."""
+    """Returns a tensor of `shape` that holds this device's part, and zeros elsewhere."""
     devices = prod(lax.axis_size(axis) for axis in axes)
     mine = lax.axis_index(axes) if axes else 0
     return _joined(jnp.zeros((devices, *part.shape), part.dtype).at[mine].set(part), shape)

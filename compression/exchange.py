@@ -1,4 +1,4 @@
-"""Hop two: the mean of `[R, ...]` gradients over the replicas, as an optax transform."""
+"""Hop two as an optax transform: the mean of gradients `[R, ...]` over the replicas, with an optional codec."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,24 +27,24 @@ class ExchangeState(NamedTuple):
     """State of an exchange with a codec."""
 
     step: jax.Array  # int32 []: exchanges done
-    residual: PerReplica  # what each replica has still to send of its share of the mean; () without feedback
+    residual: PerReplica  # each replica's encoding error, part of its next share of the mean; () without feedback
     sent: Sent
 
 
 def exchange(
     plan: ShardingPlan, codec: Codec | None = None, *, error_feedback: bool = True
 ) -> optax.GradientTransformation:
-    """Returns the transform that takes gradients `[R, ...]` and hands on their mean over R, in the optimizer's scope.
+    """Returns the transform from gradients `[R, ...]` to their mean over R, in the optimizer's scope.
 
-    It is the first of a chain: downstream transforms see ordinary global arrays, and their norms are right by
-    construction. Where the optimizer's scope is wider than the gradients', it reduce-scatters over the difference and
-    all-reduces over the remaining replica axes (MiCS section 3.4; docs/concepts.md: `2 (M/p) (R-1)/R` bytes a device).
+    It is the first of the chain: downstream transforms see ordinary global arrays, so that their norms are correct.
+    Where the optimizer's scope is wider than the gradients', it reduce-scatters over the difference and all-reduces
+    over the remaining replica axes (MiCS section 3.4; docs/concepts.md: `2 (M/p) (R-1)/R` bytes per device).
 
-    A codec encodes what crosses nodes (compression/route.py), except parameters with one dim a layer. Those are few,
-    and their gradients differ in size from a matrix': a scale shared with them would suppress one or the other.
-    `error_feedback` adds what encoding lost to the next step's gradients (arXiv 1901.09847): the sum of all that was
-    handed on, plus the residuals, is the sum of all gradients. A value that is not finite makes the whole result not
-    finite, and the downstream guard drops the step together with its residuals.
+    A codec encodes what crosses nodes (compression/route.py), except parameters with one dim per layer. Those are
+    small, and their gradients differ in magnitude from those of matrices, with which they must not share a scale.
+    `error_feedback` adds the encoding error to the next step's gradients (arXiv 1901.09847): the sum of all results,
+    plus the residuals, is the sum of all gradients. A non-finite value makes the whole result non-finite; the
+    downstream guard then skips the step and restores the residuals.
     """
     layout = plan.layout
     if codec is None:
@@ -72,13 +72,13 @@ def refuse_nothing_to_encode(setup: Setup) -> None:
     """Raises ValueError if no two replicas are on different nodes."""
     if not setup.plan.layout.replicas_cross_nodes:
         raise ValueError(
-            "compression.hop_two has nothing to encode: hop two does not cross nodes; set it to none, or choose a "
-            "smaller partition group (with sharding.two_hop, and sharding.partitioner=manual)"
+            "compression.hop_two has nothing to encode: no two replicas are on different nodes; set it to none, or "
+            "choose a smaller partition group (with sharding.two_hop, and sharding.partitioner=manual)"
         )
 
 
 def _with_codec(name: str) -> HopTwo:
-    """Returns the method that exchanges what a codec encodes."""
+    """Returns the method that exchanges gradients with the codec called `name`."""
 
     def build(setup: Setup) -> optax.GradientTransformation:
         config = setup.compression
@@ -93,7 +93,7 @@ EXCHANGES = (NONE, *map(_with_codec, ("bf16", "int8", "int4", "two_bit", "one_bi
 
 
 def _sums(plan: ShardingPlan, placements: PyTree, xs: Shards) -> Shards:
-    """Returns the sums over the replicas as they are, in the optimizer's scope."""
+    """Returns the uncompressed sums over the replicas, in the optimizer's scope."""
     group = plan.group(placements, plan.layout.optimizer_beyond_gradients, tensor_is_manual=True)
     axes = plan.layout.all_reduced_axes
     return [lax.psum(x, axes) if axes else x for x in group.reduce_scatter(xs)]
@@ -109,7 +109,7 @@ def _plain(plan: ShardingPlan) -> optax.GradientTransformation:
     @jax.named_scope("hop_two")
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
-        if not layout.replica_axes:  # nothing left to exchange: at most a local slice
+        if not layout.replica_axes:  # one replica: nothing to exchange, at most a local slice
             return plan.constrain(jax.tree.map(lambda x: x[0], updates), layout.optimizer), state
         return on_shards(plan, exchange_shards, updates)[0], state
 
@@ -120,7 +120,7 @@ def _plain(plan: ShardingPlan) -> optax.GradientTransformation:
 
 
 class Exchanged(NamedTuple):
-    """What becomes of one shard: the sum over the replicas, in the optimizer's scope, and what this replica keeps."""
+    """The result for one shard: its sum over the replicas, in the optimizer's scope, and this replica's residual."""
 
     total: jax.Array
     kept: jax.Array
@@ -129,15 +129,15 @@ class Exchanged(NamedTuple):
 def _exchange_shards(
     plan: ShardingPlan, codec: Codec, step: jax.Array, grads_R: Shards, *residual_R: Shards
 ) -> tuple[Any, ...]:
-    """Exchanges this device's shards; with feedback it takes and returns their residuals too."""
+    """Exchanges this device's shards; with error feedback it takes and returns their residuals too."""
     placements = plan.group(plan.placements, ()).placements
-    # this replica's share of the mean, plus what it has still to send of earlier ones
+    # this replica's share of the mean, plus its residual
     xs = [x_R[0].astype(jnp.float32) / plan.layout.num_replicas for x_R in grads_R]
     for kept_R in residual_R:
         xs = [x + kept[0] for x, kept in zip(xs, kept_R, strict=True)]
-    # vectors travel as they are
+    # vectors are not encoded
     exchanged, counts = _exchange_plain(plan, placements, [i for i, p in enumerate(placements) if p.is_vector], xs)
-    # all others are encoded; those that are cut alike travel together
+    # all others are encoded; those sharded over the same axes share collectives
     key = jax.random.fold_in(jax.random.key(0), step)
     for members, cut_by in _kinds(placements, plan.layout.gradients):
         found, sent = _exchange_encoded(plan, codec, placements, members, cut_by, xs, key)
@@ -151,7 +151,7 @@ def _exchange_shards(
 def _exchange_plain(
     plan: ShardingPlan, placements: Sequence[Placement], members: Sequence[int], xs: Shards
 ) -> tuple[dict[int, Exchanged], list[Sent]]:
-    """Returns what becomes of the shards `members`, summed in f32, and the counts of each."""
+    """Returns the results for the shards `members`, summed in f32, and the counts of each."""
     totals = _sums(plan, [placements[i] for i in members], [xs[i] for i in members])
     exchanged = {i: Exchanged(total, jnp.zeros_like(xs[i])) for i, total in zip(members, totals, strict=True)}
     return exchanged, [Sent(4 * xs[i].size, xs[i].size, xs[i].size) for i in members]
@@ -166,21 +166,21 @@ def _exchange_encoded(
     xs: Shards,
     key: jax.Array,
 ) -> tuple[dict[int, Exchanged], list[Sent]]:
-    """Returns what becomes of the shards `members`, all cut over `cut_by`, and the counts of each collective."""
+    """Returns the results for the shards `members`, all sharded over `cut_by`, and the counts of each collective."""
     layout = plan.layout
-    # where hop two cuts further, each device gets its chunk of the sum alone
+    # if the optimizer's scope is wider, each device gets only its chunk of the sum
     scatters = bool(layout.optimizer_beyond_gradients) and placements[members[0]].dim is not None
     scatter = layout.optimizer_beyond_gradients if scatters else ()
     gather = layout.all_reduced_axes if scatters else layout.replica_axes
     route = Route(codec=codec, scatter=scatter, gather=gather, over_gloo=plan.over_gloo)
-    # stochastic rounding differs between shards, but is the same for the copies of one shard on several devices
+    # stochastic rounding differs between shards, but is the same for all copies of a shard
     key = jax.random.fold_in(key, members[0])
     key = jax.random.fold_in(key, lax.axis_index(layout.replica_axes + cut_by))
     poison = not_finite([xs[i] for i in members], layout.replica_axes)
     exchanged: dict[int, Exchanged] = {}
     counts = []
     for bucket in buckets(members, [x.nbytes for x in xs], over_gloo=plan.over_gloo):
-        # pack `[degree, N]`, exchange, slice apart
+        # pack into `[degree, N]`, exchange, slice apart
         degree = layout.shape.size(scatter)
         rows = [split(xs[i], placements[i].dim, degree) if scatters else xs[i][None] for i in bucket]
         packed = jnp.concatenate([row.reshape(degree, -1) for row in rows], axis=1)
@@ -193,7 +193,7 @@ def _exchange_encoded(
 
 
 def _kinds(placements: Sequence[Placement], scope: Axes) -> list[tuple[list[int], Axes]]:
-    """Returns the encoded tensors that are cut over the same axes, which may travel together, and these axes."""
+    """Groups the tensors to encode by the axes that shard them; those of a group can share collectives."""
     kinds: dict[tuple[bool, Axes], list[int]] = {}
     for i, p in enumerate(placements):
         if p.is_vector:

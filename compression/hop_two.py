@@ -1,6 +1,6 @@
-"""`HopTwo`: a method of hop two as one value, what it does, what it refuses and what it claims to save.
+"""`HopTwo`: a method of hop two, with what it builds, which settings it rejects and which optimizer it replaces.
 
-Each method defines its value beside its code; compression/methods.py has all of them.
+Each method's module defines its `HopTwo`; compression/methods.py lists them all.
 """
 
 from collections.abc import Callable
@@ -18,22 +18,12 @@ PyTree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The run that a hop two is for."""
+    """The parts of a run that a hop-two method needs."""
 
     compression: CompressionConfig
     optimizer: OptimizerConfig
     plan: ShardingPlan
     specs: PyTree  # of ParamSpec
-    num_steps: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counted:
-    """What a finished run tells about the bytes of its hop two."""
-
-    ratio: float  # of values in f32 to the payload, in a step after the warm-up
-    replicas: int
-    warmup: float  # share of the steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,41 +31,34 @@ class HopTwo:
     """A method of hop two: one value of the key `compression.hop_two`."""
 
     name: str
-    # takes gradients `[R, ...]`; hands on one gradient, or update, in the optimizer's scope
+    # the transform: takes gradients `[R, ...]` and returns one gradient, or update, in the optimizer's scope
     build: Callable[[Setup], optax.GradientTransformation]
-    # raises ValueError for a layout, or a value of a key, that the method cannot work with
+    # raises ValueError for a layout or config value that the method does not support
     refuse: Callable[[Setup], None]
-    # the optimizer whose work the method does: what it hands on is that optimizer's update, not a gradient
+    # the optimizer that the method implements itself: it then returns that optimizer's update, not a gradient
     takes_over: Literal["sgd", "adamw"] | None = None
-    # the settings of the downstream optimizer, without the work that the method has done
+    # the settings of the downstream optimizer, without the parts that the method implements itself
     downstream: Callable[[OptimizerConfig], OptimizerConfig] = lambda optimizer: optimizer
-    # how many times fewer bytes than an all-reduce in f32 a run has sent between nodes
-    times_smaller: Callable[[Counted], float] = lambda counted: counted.ratio
 
     @property
     def hands_on(self) -> str:
-        """What the next transform gets, and the guard takes the norm of: `grad` or `update`."""
+        """What the method passes to the next transform, whose norm the guard computes: `grad` or `update`."""
         return "update" if self.takes_over else "grad"
 
     def check(self, setup: Setup) -> None:
-        """Raises ValueError if the method does not go with the rest of the run."""
+        """Raises ValueError if the method does not work with the other settings of the run."""
         compression, optimizer = setup.compression, setup.optimizer
         if self.takes_over and optimizer.name != self.takes_over:
             raise ValueError(
-                f"compression.hop_two={self.name} does the work of optimizer.name={self.takes_over}, not of "
-                f"{optimizer.name}; set that to {self.takes_over}"
+                f"compression.hop_two={self.name} replaces optimizer.name={self.takes_over}, not "
+                f"{optimizer.name}; set optimizer.name={self.takes_over}"
             )
         self.refuse(setup)
         if compression.delayed and not setup.plan.layout.replica_axes:
-            raise ValueError("compression.delayed has nothing to delay: there is one partition group alone")
-        if self.takes_over and compression.warmup_steps >= setup.num_steps:
-            raise ValueError(
-                f"compression.warmup_steps={compression.warmup_steps} is the whole run of num_steps={setup.num_steps}: "
-                f"{self.name} would never get past its warm-up; set it lower"
-            )
+            raise ValueError("compression.delayed has nothing to delay: there is only one partition group")
 
     def transform(self, setup: Setup) -> optax.GradientTransformation:
-        """Returns hop two for a run. ValueError as in `check`."""
+        """Returns the hop-two transform of a run. ValueError as in `check`."""
         self.check(setup)
         hop_two = self.build(setup)
         return delayed(hop_two, setup.plan.layout.num_replicas) if setup.compression.delayed else hop_two

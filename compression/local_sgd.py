@@ -1,11 +1,11 @@
-"""Local SGD and DiLoCo (Douillard et al. 2023, arXiv 2311.08105): replicas meet only every H steps.
+"""Local SGD and DiLoCo (Douillard et al. 2023, arXiv 2311.08105): replicas synchronise only every H steps.
 
-    inner   each replica moves from the shared parameters by an optimizer of its own: drift <- drift + update
+    inner   each replica has its own optimizer and its drift from the shared parameters: drift <- drift + update
     outer   every H steps: the mean of -drift over the replicas is the gradient of Nesterov's SGD on the parameters,
-            and the drifts start again from zero
+            and the drifts are reset to zero
 
 With an outer learning rate of 1 and no momentum the parameters become the replicas' mean: local SGD (arXiv 1805.09767).
-The outer gradient goes through hop two, codec and all, once in H steps.
+The outer gradient passes through hop two, including its codec, once every H steps.
 """
 
 from dataclasses import replace
@@ -25,10 +25,10 @@ PyTree = Any
 
 
 def check_local_sgd(config: LocalSGDConfig, layout: Layout, num_steps: int) -> None:
-    """Raises ValueError if a run cannot be trained so."""
+    """Raises ValueError if local SGD does not work with this layout or number of steps."""
     if not layout.replica_axes:
         raise ValueError(
-            "local_sgd needs replicas, and there is one partition group alone; set local_sgd.inner_steps=0, or "
+            "local_sgd needs several replicas, but there is only one partition group; set local_sgd.inner_steps=0, or "
             "choose a smaller group (with sharding.partitioner=manual)"
         )
     if not layout.parameters == layout.gradients == layout.optimizer:
@@ -38,8 +38,8 @@ def check_local_sgd(config: LocalSGDConfig, layout: Layout, num_steps: int) -> N
         )
     if num_steps % config.inner_steps:
         raise ValueError(
-            f"num_steps={num_steps} must be a multiple of local_sgd.inner_steps={config.inner_steps}, or the last "
-            "steps would be lost"
+            f"num_steps={num_steps} must be a multiple of local_sgd.inner_steps={config.inner_steps}, or the "
+            "updates of the last steps would be lost"
         )
 
 
@@ -48,13 +48,13 @@ class LocalState(NamedTuple):
 
     step: jax.Array  # int32 []: inner steps done
     inner: PerReplica  # the state of each replica's optimizer
-    drift: PerReplica  # how far each is from the shared parameters
+    drift: PerReplica  # each replica's parameters minus the shared ones
     outer: PyTree
     exchange: PyTree
 
 
 def drift(opt_state: PyTree) -> PyTree | None:
-    """Returns how far each replica is from the shared parameters, `[R, ...]`; None without local SGD."""
+    """Returns each replica's parameters minus the shared ones, `[R, ...]`; None without local SGD."""
     return opt_state.drift.tree if isinstance(opt_state, LocalState) else None
 
 
@@ -66,8 +66,8 @@ def local_sgd(
 ) -> optax.GradientTransformation:
     """Returns the transform of gradients `[R, ...]` that moves the shared parameters every `inner_steps` steps.
 
-    The gradients are those at `params + drift`, each replica's own. Every transform of `inner` sees one replica alone,
-    and a guard in it skips the steps of that one.
+    The gradients are each replica's own, at `params + drift`. The transforms of `inner` are mapped over the replicas,
+    so that a guard among them skips the step of one replica without affecting the others.
     """
     outer = optax.sgd(config.outer_learning_rate, config.outer_momentum or None, nesterov=True)
 

@@ -10,5 +10,5 @@ METHODS: tuple[HopTwo, ...] = (*EXCHANGES, ONE_BIT_ADAM, DGC, POWER_SGD)
 
 
 def method_named(name: str) -> HopTwo:
-    """Returns the method that `compression.hop_two=name` means."""
+    """Returns the method selected by `compression.hop_two=name`."""
     return next(method for method in METHODS if method.name == name)

@@ -1,12 +1,13 @@
 """1-bit Adam (Tang et al. 2021, arXiv 2102.02888): after a warm-up of plain Adam, hop two sends momenta in one bit.
 
-    first W steps   g averaged in f32, m and v as in Adam
-    then            v stays as it is; m <- the mean over replicas of  b1 m + (1 - b1) g,  one bit a value with feedback
+    first W steps   g is averaged in f32; m and v are updated as in Adam
+    later steps     v is frozen; m <- the mean over replicas of  b1 m + (1 - b1) g,  one bit per value with feedback
 
-Momenta change less from step to step than gradients, so their signs tell more. What is handed on is Adam's direction:
-the downstream optimizer multiplies it by the learning rate and decays weights. The direction is clipped to Adam's own
-bound (Kingma & Ba 2015, section 2.1), because a frozen variance does not enforce it: a value whose gradients were rare
-or small during the warm-up would otherwise leap, by the scale of its block over the root of almost nothing.
+Momenta change less between steps than gradients, so one-bit encoding loses less. The transform returns Adam's
+direction; the downstream optimizer multiplies it by the learning rate and applies weight decay. The direction is
+clipped to Adam's own bound (Kingma & Ba 2015, section 2.1), which a frozen variance does not enforce: a parameter whose
+gradients were rare or small during the warm-up has a tiny variance, and would otherwise move by its block's scale over
+that variance's root.
 """
 
 from dataclasses import replace
@@ -33,8 +34,8 @@ class OneBitAdamState(NamedTuple):
 
     step: jax.Array  # int32 []: steps done
     mu: PyTree
-    nu: PyTree  # of the warm-up's last step, from there on
-    exchange: PyTree  # of the exchange with the codec: its residuals
+    nu: PyTree  # frozen at the end of the warm-up
+    exchange: PyTree  # the state of the exchange with the codec
 
 
 def one_bit_adam(
@@ -64,10 +65,10 @@ def one_bit_adam(
         step = state.step + 1
         first = optax.tree.bias_correction(mu, b1, step)
         second = optax.tree.bias_correction(nu, b2, jnp.minimum(step, warmup_steps))
-        # one bit has no zero: what never had a gradient would move all the time
+        # a one-bit code has no zero: parameters that never had a gradient would keep moving
         direction = jax.tree.map(lambda m, v: jnp.where(v == 0, 0, m / (jnp.sqrt(v) + eps)), first, second)
         limit = jnp.where(state.step < warmup_steps, jnp.inf, bound)
-        # for the downstream guard: a moment that is not finite may give a direction of zero
+        # for the downstream guard: a non-finite moment may give a direction of zero
         poison = jnp.where(jnp.isfinite(optax.tree.sum((mu, nu))), 0.0, jnp.nan)
         direction = jax.tree.map(lambda x: jnp.clip(x, -limit, limit) + poison, direction)
         return direction, OneBitAdamState(step=step, mu=mu, nu=nu, exchange=exchanged)
@@ -85,7 +86,7 @@ def _build(setup: Setup) -> optax.GradientTransformation:
 
 
 def _refuse(setup: Setup) -> None:
-    """Raises ValueError without a warm-up, with clipping, and where a replica has but a part of its momentum."""
+    """Raises ValueError without a warm-up, with clipping, and if a replica holds only part of its momentum."""
     layout, warmup_steps = setup.plan.layout, setup.compression.warmup_steps
     if warmup_steps < 1:
         raise ValueError(
@@ -94,19 +95,19 @@ def _refuse(setup: Setup) -> None:
         )
     if layout.optimizer != layout.gradients:
         raise ValueError(
-            "compression.hop_two=one_bit_adam needs the optimizer state where the gradients are: "
+            "compression.hop_two=one_bit_adam needs the optimizer state and the gradients in the same scope: "
             "sharding.strategy=ddp, hsdp or mics"
         )
     if setup.optimizer.clip_norm:
         raise ValueError(
-            f"compression.hop_two=one_bit_adam averages momenta, and no gradient is there to be clipped to "
-            f"optimizer.clip_norm={setup.optimizer.clip_norm}; set that to 0"
+            f"compression.hop_two=one_bit_adam averages momenta instead of gradients, so it cannot clip "
+            f"gradients to optimizer.clip_norm={setup.optimizer.clip_norm}; set that to 0"
         )
     refuse_nothing_to_encode(setup)
 
 
 def _downstream(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """Returns what is left of AdamW: the learning rate and the decay."""
+    """Returns the parts of AdamW that remain: the learning rate and weight decay."""
     return replace(optimizer, name="sgd", momentum=0.0)
 
 
@@ -116,5 +117,4 @@ ONE_BIT_ADAM = HopTwo(
     refuse=_refuse,
     takes_over="adamw",
     downstream=_downstream,
-    times_smaller=lambda counted: 1 / (counted.warmup + (1 - counted.warmup) / counted.ratio),
 )

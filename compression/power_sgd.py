@@ -1,8 +1,8 @@
 """PowerSGD (Vogels et al. 2019, arXiv 1905.13727): hop two sends two thin factors of each gradient matrix.
 
-One step of a power iteration, warm-started by the factor of the step before: `P = M Q`, orthogonalise P, `Q = M^T P`,
-hand on `P Q^T`; P and Q are summed over the replicas by ordinary all-reduces, because both are linear in M. What the
-factors cannot say stays in a residual, without which the method fails.
+Each training step is one power iteration, warm-started by the previous Q: `P = M Q`, orthogonalise P, `Q = M^T P`; the
+result is `P Q^T`. P and Q are linear in M, so that ordinary all-reduces sum them over the replicas. The approximation
+error goes into a residual, without which the method does not converge.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class PowerSGDState(NamedTuple):
     """State of `power_sgd`."""
 
     factors: PyTree  # Q of each matrix: [layers, *columns, rank]; () for other parameters
-    residual: PerReplica  # what each has not sent yet of its share of the mean
+    residual: PerReplica  # each replica's approximation error, to be added to its next gradient
     sent: Sent
 
 
@@ -38,25 +38,26 @@ class PowerSGDState(NamedTuple):
 class Matrix:
     """One parameter as `[layers, rows, *columns]`, and which of its dims are cut over which axes.
 
-    Everything is computed from local blocks and summed, zeros elsewhere, so that factors are those of the whole matrix.
+    Each device computes from its local block and sums the results, placed into zeros, over all devices. The factors are
+    therefore those of the whole matrix.
     """
 
-    shape: tuple[int, ...]  # with the dim of layers in front, 1 if there is none
-    cuts: dict[int, tuple[str, ...]]  # dim of `shape`: the axes that cut it
+    shape: tuple[int, ...]  # the first dim is that of the layers, 1 if they are not stacked
+    cuts: dict[int, tuple[str, ...]]  # dim of `shape` to the mesh axes that shard it
     replicas: tuple[str, ...]
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes over which blocks differ: all sums go over these."""
+        """The axes over which blocks differ: all sums are over these."""
         return self.replicas + tuple(axis for axes in self.cuts.values() for axis in axes)
 
     def num_sent(self, rank: int) -> int:
-        """Returns how many values its two factors have."""
+        """Returns the number of values of both factors."""
         layers, rows, *columns = self.shape
         return layers * rank * (rows + prod(columns))
 
     def local(self, x: jax.Array, dims: Sequence[int]) -> jax.Array:
-        """Returns this device's block of `x`, whose leading dims are `dims` of the matrix."""
+        """Returns this device's block of `x`; the leading dims of `x` are `dims` of the matrix."""
         for i, dim in enumerate(dims):
             if axes := self.cuts.get(dim):
                 size = x.shape[i] // lax.axis_size(axes)
@@ -64,13 +65,13 @@ class Matrix:
         return x
 
     def total(self, x: jax.Array, dims: Sequence[int]) -> jax.Array:
-        """Returns the sum of all devices' blocks, each at its place: the same everywhere."""
+        """Returns the sum of all devices' blocks, each at its offset; the same on every device."""
         whole = jnp.zeros((*(self.shape[dim] for dim in dims), x.shape[-1]), x.dtype)
         starts = [lax.axis_index(self.cuts[d]) * x.shape[i] if d in self.cuts else 0 for i, d in enumerate(dims)]
         return lax.psum(lax.dynamic_update_slice(whole, x, (*starts, 0)), self.axes)
 
     def approximate(self, block: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns this device's block of the sum over the replicas, of rank r, and the new Q; from `block` and Q."""
+        """Returns this device's block of the rank-r sum of `block` over the replicas, and the new Q."""
         rows, columns = (0, 1), (0, *range(2, len(self.shape)))
         m = block.reshape(*block.shape[:2], -1)
         local_q = self.local(q, columns)
@@ -79,16 +80,17 @@ class Matrix:
         new_q = jnp.einsum("lmn,lmr->lnr", m, p).reshape(local_q.shape)
         sent = self.total(new_q, columns)
         mine = self.local(sent, columns).reshape(m.shape[0], m.shape[2], -1)
-        # from a Q of zeros no power iteration would ever come back
+        # a power iteration cannot recover from a Q of zeros: keep the old one
         lives = jnp.any(sent != 0, axis=tuple(range(1, sent.ndim - 1)), keepdims=True)
         return jnp.einsum("lmr,lnr->lmn", p, mine).reshape(block.shape), jnp.where(lives, sent, q)
 
 
 def orthogonalised(p: jax.Array) -> jax.Array:
-    """Returns `[..., m, r]` with orthonormal columns that span the same, by Gram and Schmidt.
+    """Returns `[..., m, r]` with orthonormal columns that span the same space, by Gram-Schmidt.
 
-    Twice: of a column that depends on those before it, rounding is left the first time, and nothing the second.
-    Of any size: each is divided by its largest value, whose square is in range. What is not finite stays so.
+    Each column is orthogonalised twice: if it depends on earlier columns, the first pass leaves rounding errors, which
+    the second one sets to zero. Columns are first divided by their largest value, so that squares cannot overflow or
+    underflow. Non-finite values stay non-finite.
     """
     columns: list[jax.Array] = []
     largest = jnp.max(jnp.abs(p), axis=-2, keepdims=True)
@@ -105,9 +107,10 @@ def orthogonalised(p: jax.Array) -> jax.Array:
 
 
 def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int) -> optax.GradientTransformation:
-    """Returns hop two by PowerSGD of rank `rank`: gradients `[R, ...]` to their approximate mean, optimizer's scope.
+    """Returns hop two by PowerSGD of rank `rank`: gradients `[R, ...]` to their approximate mean.
 
-    Parameters of one dim a layer, and matrices that the factors would not make smaller, are averaged as they are.
+    The mean is in the optimizer's scope. Parameters with one dim per layer, and matrices not larger than their factors,
+    are averaged without compression.
     """
     layout = plan.layout
     placements = jax.tree.leaves(plan.placements, is_leaf=is_placement)
@@ -142,7 +145,7 @@ def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int) -> optax.GradientTra
 
 def _refuse(setup: Setup) -> None:
     if not setup.plan.layout.replica_axes:
-        raise ValueError("compression.hop_two=power_sgd has nothing to send: every gradient is on one replica alone")
+        raise ValueError("compression.hop_two=power_sgd has nothing to send: there is only one replica")
 
 
 POWER_SGD = HopTwo(
@@ -160,7 +163,7 @@ def _exchange_shards(
     grads_R: Shards,
     residual_R: Shards,
 ) -> tuple[Shards, Shards, tuple[list[Any], Sent]]:
-    """Exchanges this device's shards, the matrices by their factors."""
+    """Exchanges this device's shards: matrices by their factors, other parameters without compression."""
     layout = plan.layout
     out, kept, new_factors, counts = [], [], [], []
     for matrix, grad, residual, q in zip(matrices, grads_R, residual_R, factors, strict=True):
@@ -181,7 +184,7 @@ def _exchange_shards(
 
 
 def _matrix(spec: ParamSpec, placement: Placement, plan: ShardingPlan, rank: int) -> Matrix | None:
-    """Returns how a parameter is a stack of matrices; None for vectors, and where the factors would be larger."""
+    """Returns a parameter as a stack of matrices; None for vectors, and if the factors would not be smaller."""
     stacked = int("layers" in spec.dims)
     shape = spec.shape if stacked else (1, *spec.shape)
     rows, columns = shape[1], prod(shape[2:])

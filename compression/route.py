@@ -1,12 +1,12 @@
-"""`Route`: hop two with a codec, what goes through which collective.
+"""`Route`: the collectives of hop two with a codec.
 
-    inside the node   reduce-scatter, f32: each device goes on with its part
-    between nodes     encode, all-to-all, decode, sum in f32: the two-phase all-reduce's first half (1-bit Adam, qgZ)
-    between nodes     encode the sum, all-gather, decode: the second half, not over axes that cut the optimizer's state
-    inside the node   all-gather, f32
+    1. inside nodes    reduce-scatter in f32: each device continues with its part
+    2. between nodes   encode, all-to-all, decode, sum in f32: first half of a two-phase all-reduce (1-bit Adam, qgZ)
+    3. between nodes   encode the sum, all-gather, decode: second half, not over axes that shard the optimizer state
+    4. inside nodes    all-gather in f32
 
-Each device keeps the error of what it encodes: what was handed on plus all that is kept is the sum of all inputs. One
-residual serves both halves, because the device that encodes a sum adds that error to its own.
+Each device stores its encoding errors as a residual: the result plus all residuals is the sum of all inputs. One
+residual serves both halves, because a device that encodes a sum adds the error to its own residual.
 Everything here runs inside a `shard_map` whose axes are all manual.
 """
 
@@ -28,7 +28,7 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """The axes of hop two: `scatter`, in CHUNK_ORDER, cut what comes out; over `gather` all devices get the same."""
+    """The axes of hop two: the result is sharded over `scatter`, in CHUNK_ORDER, and replicated over `gather`."""
 
     codec: Codec
     scatter: Axes
@@ -42,14 +42,14 @@ class Route:
 
     @property
     def inter(self) -> Axes:
-        """The axes between nodes: what crosses them is encoded."""
+        """The axes between nodes, over which values are encoded."""
         return inter_part(self.scatter) + inter_part(self.gather)
 
     def exchange(self, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array, Sent]:
-        """Sums `x` `[d, N]`, d chunks over `scatter`, over all axes; returns this device's `[N]`, and what it keeps.
+        """Sums `x` `[d, N]`, d chunks over `scatter`, over all axes; returns this device's chunk `[N]` and residual.
 
-        What it keeps, `[d, N]`, is to be added to its next `x`: it makes up for what the two encodings lost. The
-        values that a codec leaves out are counted in the first encoding, and taken to be as many in the second.
+        The residual `[d, N]` is the error of both encodings; the caller adds it to the next `x`. For a sparse codec,
+        the values sent are counted in the first encoding, and their share is assumed to be the same in the second.
         """
         parts = self._parts(x)
         rows = reduce_scatter_chunks(parts, self.intra, hierarchical=True, by_ring=self.over_gloo)
@@ -59,7 +59,7 @@ class Route:
         real = self._real(rows.shape, x.shape[-1])
         payload = self.codec.encode(rows, first, real)
         received = all_to_all_rows(payload, self.inter)
-        total = reduce(jnp.add, [self.codec.decode(row) for row in received])  # a reduction would write all rows out
+        total = reduce(jnp.add, [self.codec.decode(row) for row in received])  # a reduction would materialise all rows
         decoded = self.codec.decode(payload)
         kept = rows - decoded
         payloads = [payload]
@@ -77,35 +77,36 @@ class Route:
 
         mine = lax.axis_index(self.intra) if self.intra else 0
         kept = jnp.zeros_like(parts).at[mine].set(kept.reshape(-1))
-        in_first = x.size / _size(self.intra)  # without what fills up; the mean of the devices
+        in_first = x.size / _size(self.intra)  # without padding; the mean over the devices
         num_values = in_first * (1 + (len(payloads) - 1) / _size(self.inter))
-        share = jnp.count_nonzero(decoded) / in_first if self.codec.sparse else 1.0  # an f32 sum stops at 2**24
+        # counted in integers, because an f32 sum is inexact above 2**24
+        share = jnp.count_nonzero(decoded) / in_first if self.codec.sparse else 1.0
         sent = Sent(sum(payload.size for payload in payloads), num_values, num_values * share)
         return whole[: x.shape[-1]], self._chunks(kept, x.shape), sent
 
     def _parts(self, x: jax.Array) -> jax.Array:
-        """Returns `[d, N]`, filled up, as `[devices of a node, nodes * n]`: chunks of chunks, one for each device."""
+        """Returns `[d, N]`, padded, as `[devices per node, nodes * n]`: each chunk split further, a part per device."""
         full = _size(self.gather) * self.codec.multiple
         x = jnp.pad(x, ((0, 0), (0, -x.shape[-1] % full)))
         x = x.reshape(*self._grid, -1)
         return x.transpose(0, 2, 1, 3, 4).reshape(_size(self.intra), -1)
 
     def _real(self, shape: tuple[int, ...], size: int) -> jax.Array:
-        """Returns which values of this device's rows `[nodes, n]` are of chunks `[N]`, and not what fills them up."""
+        """Returns which values of this device's rows `[nodes, n]` are real values of chunks `[N]`, not padding."""
         gather = self._grid[-1]
         inside = lax.axis_index(intra_part(self.gather)) if intra_part(self.gather) else 0
         part = inside * gather + jnp.arange(shape[0]) % gather
         return part[:, None] * shape[1] + jnp.arange(shape[1])[None] < size
 
     def _chunks(self, parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Undoes `_parts`."""
+        """The inverse of `_parts`."""
         a, b, c, d = self._grid
         x = parts.reshape(a, c, b, d, -1).transpose(0, 2, 1, 3, 4)
         return x.reshape(shape[0], -1)[:, : shape[-1]]
 
     @property
     def _grid(self) -> tuple[int, int, int, int]:
-        """How many devices cut a tensor: `scatter` inside and between nodes, `gather` inside and between nodes."""
+        """The sizes of four groups of axes: `scatter` inside and between nodes, `gather` inside and between nodes."""
         scatter, gather = self.scatter, self.gather
         return (
             _size(intra_part(scatter)),

@@ -1,4 +1,4 @@
-"""Hop two on the shards of each device: the frame around every method, and what all do about bad values."""
+"""Hop two on the shards of each device: the shard_map around every method, and the check for non-finite values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,9 +20,9 @@ def on_shards(
 ) -> tuple[Any, ...]:
     """Runs hop two on each device: `function(replicated, grads_R, *kept_R)`, with lists of its shards `[1, ...]`.
 
-    `grads` and `kept` are trees `[R, ...]`; `replicated` is whole on every device. The function returns its shards of
-    the means, in the optimizer's scope, its shards of each tree in `kept`, and what is whole on every device. All of
-    it is returned, the shards as trees of global arrays.
+    `grads` and `kept` (the state per replica) are trees `[R, ...]`; `replicated` is replicated on every device. The
+    function returns lists of its shards of the means, in the optimizer's scope, and of the new state trees, and the new
+    replicated values. `on_shards` returns the same as trees of global arrays.
     """
     leaves, tree = jax.tree.flatten(grads)
     specs_R = jax.tree.leaves(gradient_specs(plan))
@@ -38,11 +38,11 @@ def on_shards(
 
 
 def to_optimizer_scope(plan: ShardingPlan, shards: Shards) -> Shards:
-    """Cuts a device's shards in the gradients' scope to those in the optimizer's."""
+    """Slices a device's shards from the gradients' scope down to the optimizer's."""
     return plan.group(plan.placements, plan.layout.optimizer_beyond_gradients, tensor_is_manual=True).slice(shards)
 
 
 def not_finite(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> jax.Array:
-    """Returns NaN if a value is not finite on any device of `axes`, else 0: codecs would make numbers of it."""
+    """Returns NaN if a value on any device of `axes` is not finite, else 0: codecs would encode it as a number."""
     bad = sum(jnp.sum(~jnp.isfinite(x), dtype=jnp.float32) for x in xs)
     return jnp.where(lax.psum(bad, axes) > 0, jnp.nan, 0.0)

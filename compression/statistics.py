@@ -1,4 +1,4 @@
-"""What hop two hands to the collectives between nodes, and what it keeps back: for the metrics."""
+"""Metrics of hop two: the payload it sends between nodes, and the norm of its residuals."""
 
 from collections.abc import Sequence
 from math import prod
@@ -18,16 +18,16 @@ PyTree = Any
 
 
 class Sent(NamedTuple):
-    """Counts of one device and one exchange, f32 scalars; in the state of a hop two."""
+    """Counts of one device and one exchange, f32 scalars, stored in the state of hop two."""
 
     payload_bytes: jax.typing.ArrayLike
-    num_values: jax.typing.ArrayLike  # that the payload stands for, without what fills up blocks
-    num_sent: jax.typing.ArrayLike  # of those, the ones that are not left out
+    num_values: jax.typing.ArrayLike  # values that the payload encodes, without padding
+    num_sent: jax.typing.ArrayLike  # those of them that are sent
 
 
 @runtime_checkable
 class EncodingState(Protocol):
-    """The state of a hop two that sends less than all values: what it sent last, and what it keeps back."""
+    """The state of a hop two that compresses: the counts of the last exchange, and the residuals."""
 
     @property
     def sent(self) -> Sent: ...
@@ -41,12 +41,12 @@ def nothing_sent() -> Sent:
 
 
 def with_zero_counts(state: PyTree) -> PyTree:
-    """Returns the state of a hop two that had no turn in this step."""
+    """Returns the state of a hop two that did not run in this step: the same with counts of zero."""
     return jax.tree.map(lambda x: nothing_sent() if _is_sent(x) else x, state, is_leaf=_is_sent)
 
 
 def dense_sent(plan: ShardingPlan, params: PyTree) -> Sent:
-    """Returns the counts of an exchange of gradients in f32: all that a device has."""
+    """Returns the counts of an uncompressed exchange of gradients in f32."""
     specs = plan.map(lambda p: p.pspec(plan.layout.gradients))
     shapes = jax.tree.map(lambda x, spec: NamedSharding(plan.mesh, spec).shard_shape(x.shape), params, specs)
     num_values = jnp.float32(sum(map(prod, jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple)))))
@@ -54,16 +54,16 @@ def dense_sent(plan: ShardingPlan, params: PyTree) -> Sent:
 
 
 def added(counts: Sequence[Sent], axes: tuple[str, ...]) -> Sent:
-    """Returns the counts of several collectives together, the mean over the devices of `axes`."""
+    """Returns the sum of the counts of several collectives, averaged over the devices of `axes`."""
     totals = (sum(column) for column in zip(*counts, strict=True))
     return Sent(*(lax.pmean(vary(x, axes), axes) if isinstance(x, jax.Array) else jnp.float32(x) for x in totals))
 
 
 def statistics(opt_state: PyTree) -> dict[str, jax.Array]:
-    """Returns what hop two sent and keeps back, from anywhere in an optimizer's state; nothing if it encodes nothing.
+    """Returns hop two's metrics from an optimizer's state, wherever they are in it; {} if hop two does not compress.
 
-    These are: the payload of a device, with scales and padding; how many times larger its values are in f32, without
-    either; the share of the values that was sent; and the norm of all residuals.
+    These are: the payload bytes per device, with scales and padding; the ratio of the values' f32 bytes, without scales
+    and padding, to the payload; the share of the values that was sent; and the norm of all residuals.
     """
     state = next((x for x in jax.tree.leaves(opt_state, is_leaf=_is_encoding) if _is_encoding(x)), None)
     if state is None:

@@ -101,7 +101,7 @@ def test_what_is_not_finite_is_skipped_where_nothing_would_move(steps: int) -> N
 @pytest.mark.parametrize(
     ("layout", "warmup_steps", "message"),
     [
-        (dict(strategy="zero1"), 3, "needs the optimizer state where the gradients are"),
+        (dict(strategy="zero1"), 3, "needs the optimizer state and the gradients in the same scope"),
         (dict(strategy="mics", partition_size=2), 0, "needs its variances from a warm-up"),
         (dict(strategy="zero3"), 3, "nothing to encode"),
     ],

@@ -108,6 +108,11 @@ def test_the_nearest_word_is_named() -> None:
         ({"model.kind": ["decoder"]}, "model.kind=.* must be a string, like 'decoder'"),
         ({"data.objective": "masked"}, "data.objective=masked does not fit model.kind=decoder; it must be causal"),
         ({"data.seq_len": 257}, "data.seq_len=257 is longer than model.max_len=256; raise model.max_len, or"),
+        (
+            {"compression.hop_two": "one_bit_adam", "compression.warmup_steps": 100},
+            "^compression.warmup_steps=100 must be less than num_steps=100: .* compression.hop_two=one_bit_adam .*end$",
+        ),
+        ({"compression.hop_two": "dgc", "compression.warmup_steps": 101}, "must be less than num_steps=100"),
         ({"optimizer.b1": "0.9"}, "optimizer.b1='0.9' must be a number, like 0.9"),
         ({"num_steps": True}, "num_steps=True must be a whole number, like 100"),
         ({"checkpoint.keep_best": 1, "eval.every": 30}, "keep_best=1 needs a validation at every checkpoint"),

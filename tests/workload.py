@@ -144,7 +144,6 @@ def refusal(plan: ShardingPlan, hop_two: str, *, kind: str = "tensors", **compre
         optimizer=OptimizerConfig(**config.optimizer),
         plan=plan,
         specs=specs(kind),
-        num_steps=100,
     )
     method.check(setup)
 

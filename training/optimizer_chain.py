@@ -21,7 +21,7 @@ from sharding.step import ShardingPlan
 def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTransformation:
     """Returns hop two and the downstream optimizer, or local SGD around both. ValueError for what does not fit."""
     compression, optimizer, local = config.compression, config.optimizer, config.local_sgd
-    setup = Setup(compression=compression, optimizer=optimizer, plan=plan, specs=specs, num_steps=config.num_steps)
+    setup = Setup(compression=compression, optimizer=optimizer, plan=plan, specs=specs)
     method = method_named(compression.hop_two)
     hop_two, downstream = method.transform(setup), method.downstream(optimizer)
     make = partial(make_optimizer, downstream, config.num_steps, specs, on_each_device=on_each_device(plan.mesh))

@@ -14,7 +14,7 @@ from typing import Any
 
 from configs.schema.batch import BatchConfig
 from configs.schema.checkpoint import CheckpointConfig
-from configs.schema.compression import CompressionConfig
+from configs.schema.compression import WITH_WARMUP, CompressionConfig
 from configs.schema.data import DataConfig
 from configs.schema.elastic import ElasticConfig
 from configs.schema.eval import EvalConfig
@@ -104,6 +104,12 @@ class Config(Section):
         if self.optimizer.warmup_steps > self.num_steps:
             raise ValueError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than num_steps={self.num_steps}"
+            )
+        hop_two, warmup_steps = self.compression.hop_two, self.compression.warmup_steps
+        if hop_two in WITH_WARMUP and warmup_steps >= self.num_steps:
+            raise ValueError(
+                f"compression.warmup_steps={warmup_steps} must be less than num_steps={self.num_steps}: the warm-up of "
+                f"compression.hop_two={hop_two} would never end"
             )
         every, eval_every = self.checkpoint.every, self.eval.every
         if self.checkpoint.keep_best and (not eval_every or every % eval_every):

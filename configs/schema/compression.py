@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from configs.schema.key import Section, key
 
-CODECS = ("none", "bf16", "int8", "int4")  # those that are of use without error feedback
+CODECS = ("none", "bf16", "int8", "int4")  # the codecs that work without error feedback
+WITH_WARMUP = ("one_bit_adam", "dgc")  # the values of hop_two that use warmup_steps
 HOP_TWO = (*CODECS, "two_bit", "one_bit", "one_bit_adam", "dgc", "power_sgd")
 
 
