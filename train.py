@@ -317,7 +317,7 @@ def is_due(step: int, every: int, last: int) -> bool:
 def validate(validator: Validator, log: RunLog, step: int, state: TrainState) -> Validation:
     """Measures and logs how good the model is on the validation data."""
     validation = validator(state.params)
-    log.validation(step, validation.scalars(), validation.said)
+    log.validation(step, validation.scalars(), validation.message)
     log.spent("validation_s", validation.time_s)
     return validation
 

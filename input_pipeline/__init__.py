@@ -2,14 +2,14 @@
 
     config = DataConfig(source="stdlib_text", ...)             # configs/schema/data.py
     dataset = load(config, "train", seed=0)                    # dataset.py: dataset[i] for any i >= 0
-    with Batches(dataset, global_size=32, rows=range(32),      # batches.py: rows of each step, prepared ahead
+    with Batches(dataset, global_size=32, rows=range(32),      # batches.py: rows of each step, prefetched
                  start_step=0, prefetch=4) as batches:
         batch = next(batches)                                  # e.g. tokens, targets, weights: [rows, T]
 
 Text becomes examples in three steps: a source yields documents (`stdlib_text.py`, `folder.py`, `tfds_text.py`), a
-tokenizer turns them once into one long stream in the cache (`tokenizers.py`, `streams.py`, `cache.py`), and windows
-of the stream are drawn in an order that only depends on the seed (`index.py`). `synthetic.py` needs no text at all.
-Images come with a label each (`digits.py`, `tfds_images.py`) and are cut to size in `images.py`, in such an order too.
+tokenizer turns them once into one long token stream in the cache (`tokenizers.py`, `streams.py`, `cache.py`), and
+windows of the stream are drawn in an order that depends on the seed only (`index.py`). `synthetic.py` needs no text.
+Labelled images (`digits.py`, `tfds_images.py`) are drawn in the same way; `images.py` crops and resizes them.
 """
 
 from input_pipeline.batches import Batches

@@ -1,4 +1,4 @@
-"""The rows of each step that this process needs, prepared ahead in the background by Grain."""
+"""This process' rows of each step, prefetched in the background by Grain."""
 
 import sys
 import time
@@ -15,14 +15,14 @@ Batch = dict[str, np.ndarray]
 
 
 class Batches:
-    """Yields for each step the arrays of `dataset.row_arrays` by name, each with `[len(rows)]` in front.
+    """Yields for each step the arrays of `dataset.row_arrays` by name, with a leading dim of `len(rows)`.
 
-    Row `r` of step `t` is `dataset[t * global_size + r]`, so the rows of all processes together do not depend on how
-    many processes there are. A row >= `global_size` is padding: zeros, of weight zero; so is, where `end` is given,
-    the row of an example >= `end`.
+    Row `r` of step `t` is `dataset[t * global_size + r]`, so the rows of all processes together do not depend on the
+    number of processes. Rows >= `global_size` are padding: zeros, with weight zero. The same holds for rows of examples
+    >= `end`.
 
-    `wait_s` is how long the last `next()` waited; `step` is the step that the next one returns. An exception in the
-    background is raised by `next()`, which then stays closed.
+    `wait_s` is the time that the last `next()` waited; `step` is the step that the next call returns. `next()` raises
+    exceptions of the background work; the iterator is closed afterwards.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Batches:
         end: int = sys.maxsize,
     ) -> None:
         if global_size < 1:
-            raise ValueError(f"global_size is {global_size}: a batch has at least one row")
+            raise ValueError(f"global_size is {global_size}: a batch needs at least one row")
         if min(rows, default=0) < 0:
-            raise ValueError(f"rows holds {min(rows)}: row numbers start at 0")
+            raise ValueError(f"rows contains {min(rows)}: row numbers start at 0")
         if start_step < 0 or prefetch < 0:
-            raise ValueError(f"start_step is {start_step} and prefetch is {prefetch}: neither can be below 0")
+            raise ValueError(f"start_step is {start_step} and prefetch is {prefetch}: neither may be negative")
         self.step = start_step
         self.wait_s = 0.0
         steps = _Steps(dataset, global_size, rows, start_step, end)
@@ -65,7 +65,7 @@ class Batches:
         return batch
 
     def close(self) -> None:
-        """Stops the background work; further `next()` raise ValueError."""
+        """Stops the background work; later calls of `next()` raise ValueError."""
         self._iterator.close()
 
     def __enter__(self) -> Self:
@@ -85,7 +85,7 @@ class _Steps:
         self._rows = tuple(int(row) for row in rows)
 
     def __len__(self) -> int:
-        return sys.maxsize  # training has no last step here
+        return sys.maxsize  # the number of steps is not known here
 
     def __getitem__(self, index: int) -> Batch:
         first = (self._start_step + index) * self._global_size

@@ -1,4 +1,4 @@
-"""Folders that are prepared once: whole or absent, whoever is killed and however many prepare at the same time."""
+"""Folders that are prepared once, atomically: safe against killed and against concurrent processes."""
 
 import contextlib
 import logging
@@ -14,7 +14,7 @@ ENVIRONMENT_KEY = "MICS_JAX_CACHE"
 
 
 def cache_dir() -> Path:
-    """Returns where prepared data lives: $MICS_JAX_CACHE, or ~/.cache/mics-jax."""
+    """Returns the folder of prepared data: $MICS_JAX_CACHE, or ~/.cache/mics-jax."""
     return Path(os.environ.get(ENVIRONMENT_KEY) or "~/.cache/mics-jax").expanduser()
 
 
@@ -22,17 +22,17 @@ def prepared(name: str, *, build: Callable[[Path], None], defect: Callable[[Path
     """Returns the folder `name` of the cache, built if absent, rebuilt with a warning if it is damaged.
 
     Args:
-        name: path inside the cache; it must change whenever the content would.
-        build: fills an empty folder. It becomes visible under `name` by one rename, after it returned.
-        defect: looks at a built folder and says what is wrong with it; "" if nothing.
+        name: path inside the cache; different content needs a different name.
+        build: fills an empty folder, which is then renamed to `name`.
+        defect: checks a built folder and returns what is wrong with it, "" if nothing.
 
-    Raises ValueError if the cache cannot be written. A cache that is only read need not be writable.
+    Raises ValueError if the cache cannot be written. Reading needs no write permission.
     """
     path = cache_dir() / name
     if path.is_dir() and not defect(path):
         return path
     with _writing_errors(), lock(path.with_name(f".{path.name}.lock")) as locked:
-        if locked:  # nobody else is at work: what lies around was left by killed processes
+        if locked:  # nobody else is building, so scratch folders are left over from killed processes
             for left in path.parent.glob(f".{path.name}.tmp-*"):
                 shutil.rmtree(left, ignore_errors=True)
         reason = defect(path) if path.is_dir() else ""
@@ -56,7 +56,7 @@ def _build_and_rename(path: Path, build: Callable[[Path], None]) -> None:
         try:
             scratch.rename(path)
         except OSError:
-            if not path.is_dir():  # if it is: a process that could not see our lock was faster, with the same content
+            if not path.is_dir():  # else another process, which could not see our lock, built the same content first
                 raise
         atomic.sync(path.parent)
     finally:
@@ -64,7 +64,7 @@ def _build_and_rename(path: Path, build: Callable[[Path], None]) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder so that nobody sees half of it."""
+    """Removes a folder atomically, as seen by other processes."""
     aside = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
     path.rename(aside)
     shutil.rmtree(aside)
@@ -72,9 +72,9 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[bool]:
-    """Holds a lock file that dies with the process; yields False where the file system has no locks.
+    """Holds a lock file, released when the process ends; yields False if the file system has no locks.
 
-    The lock only saves work: without it, two processes prepare the same folder and the first rename wins.
+    The lock only avoids duplicate work: without it, two processes build the same folder and the first rename wins.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     say = lambda: logging.getLogger(__name__).info("waiting for the process that prepares %s", path)
@@ -94,5 +94,5 @@ def _writing_errors() -> Iterator[None]:
     except OSError as error:
         raise ValueError(
             f"cannot write the data cache {cache_dir()} ({error.strerror or error}): "
-            f"set {ENVIRONMENT_KEY} to a folder with free space that you can write"
+            f"set {ENVIRONMENT_KEY} to a writable folder with free space"
         ) from error

@@ -1,4 +1,4 @@
-"""Examples by number: `load` finds the data and returns a `Dataset` whose example `i` depends on (seed, i) alone."""
+"""Examples by index: `load` returns a `Dataset` whose example `i` depends on (seed, i) only."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
 class Windows(Protocol):
-    """Token windows by number, in the order of the text."""
+    """Token windows by index, in the order of the text."""
 
     content: str  # hash of all tokens
     bytes_per_token: float
@@ -48,15 +48,15 @@ class StreamWindows:
 
 
 class TextDataset:
-    """Examples `dataset[i]` for every i >= 0, an endless sequence of epochs that each visit all windows once.
+    """Examples `dataset[i]` for every i >= 0, an endless sequence of epochs, each of which visits every window once.
 
     An example holds the arrays of `row_arrays` and is a pure function of (seed, i):
     {"tokens": int32 [T], "targets": int32 [T], "weights": float32 [T]}.
-    Causal: targets are the tokens that follow, weights are 1. Masked: targets are the original tokens, weights are 1
+    Causal: targets are the next tokens, weights are 1. Masked: targets are the original tokens, weights are 1
     where the model must predict them and 0 elsewhere.
     """
 
-    threads = 1  # that prepare batches: cutting windows takes next to nothing
+    threads = 1  # that prepare batches; cutting windows is cheap
 
     def __init__(self, windows: Windows, tokenizer: Tokenizer, config: DataConfig, seed: int) -> None:
         self.tokenizer = tokenizer
@@ -100,9 +100,9 @@ Dataset = TextDataset | ImageDataset
 
 
 def load(config: DataConfig, split: Split, seed: int) -> Dataset:
-    """Returns the examples of a split; of text the first time, reads and tokenises it into the cache.
+    """Returns the examples of a split; text is tokenised into the cache the first time.
 
-    Raises ValueError for data or a vocabulary that is missing, empty, unreadable or too small for one example.
+    Raises ValueError for data or a vocabulary that is missing, empty or unreadable, or data too small for one example.
     """
     if split not in SPLITS:
         raise ValueError(f"split={split} is not known; one of {', '.join(SPLITS)}")
@@ -135,7 +135,7 @@ def _load_text(config: DataConfig, split: Split, seed: int) -> TextDataset:
             )
     if len(windows) > index.MAX_WINDOWS:
         raise ValueError(
-            f"data.seq_len is {config.seq_len}: the {split} split has {len(windows)} windows of it, more than the "
+            f"data.seq_len={config.seq_len} gives the {split} split {len(windows)} windows, more than the "
             f"{index.MAX_WINDOWS} that can be shuffled; raise data.seq_len"
         )
     return TextDataset(windows, tokenizer, config, seed)

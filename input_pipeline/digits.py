@@ -10,19 +10,19 @@ from input_pipeline import index
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-SIZE, BRIGHTEST = 8, 16  # of the images
+SIZE, BRIGHTEST = 8, 16  # side of an image, largest pixel value
 NUM_VALIDATION = 360  # images, a fifth
 SPLIT_SEED = 0  # the same split for every run
 
 
 class Digits:
-    """The digits of a split, shuffled once and for all and cut in two."""
+    """The digits of a split; which images it has is fixed."""
 
     num_classes = 10
     threads = 1
 
     def __init__(self, split: str) -> None:
-        from sklearn.datasets import load_digits  # here: it takes a second, and only these runs need it
+        from sklearn.datasets import load_digits  # a slow import (1 s) that only these runs need
 
         values, labels = load_digits(return_X_y=True)
         order = [index.window_of(i, windows=len(labels), seed=SPLIT_SEED) for i in range(len(labels))]

@@ -7,21 +7,21 @@ from pathlib import Path
 
 from input_pipeline.streams import TextSource
 
-VALIDATION_SHARE = 0.05  # of the files (or of the only file's bytes)
+VALIDATION_SHARE = 0.05  # of the files (or of the bytes, if there is only one file)
 
 
 def source(path: str, split: str) -> TextSource:
-    """Returns the documents of a split: every regular file below `path`, in order of name, not hidden and not empty.
+    """Returns the documents of a split: every regular file below `path` that is neither hidden nor empty, by name.
 
-    Links to files are followed, links to folders are not; newlines are kept as they are.
+    Links to files are followed, links to folders are not. Newlines are not converted.
 
-    Each file goes to the split that `validation_names` says. The last 5 % of an only file is its validation split.
+    `validation_names` assigns files to splits. If there is only one file, its last 5 % are the validation split.
     Raises ValueError for a folder that is missing, unreadable or empty, and for a file that is not UTF-8 (when read).
     """
     root = Path(path).expanduser()
     names = [name for name in text_files(root) if (root / name).stat().st_size]
     if not names:
-        raise ValueError(f"data.path {root} holds no text (empty and hidden files do not count)")
+        raise ValueError(f"data.path {root} has no text files (empty and hidden files do not count)")
     if len(names) == 1:
         chosen = names
     else:
@@ -38,11 +38,11 @@ def source(path: str, split: str) -> TextSource:
 
 
 def text_files(root: Path) -> Iterator[str]:
-    """Yields the names below `root`, with slashes and sorted, of the regular files that are not hidden."""
+    """Yields the sorted relative POSIX paths of the regular, not hidden files below `root`."""
     if not root.exists():
-        raise ValueError(f"data.path {root} does not exist: it is the folder of the text files")
+        raise ValueError(f"data.path {root} does not exist; set it to the folder of the text files")
     if not root.is_dir():
-        raise ValueError(f"data.path {root} is not a folder: put the text files in one and name that")
+        raise ValueError(f"data.path {root} is not a folder; set it to the folder of the text files")
 
     def fail(error: OSError) -> None:
         raise ValueError(f"data.path {root} cannot be read: {error.filename}: {error.strerror}") from error
@@ -58,8 +58,8 @@ def text_files(root: Path) -> Iterator[str]:
 def validation_names(names: list[str]) -> set[str]:
     """Returns the files of the validation split: those whose name hashes into the lowest 5 %.
 
-    So a file stays in its split when others come and go. At least one file is on either side (the names with the
-    lowest and the highest hash), for two or more files.
+    So a file keeps its split when others are added or removed. With two or more files, neither split is empty: the
+    lowest hash is always in validation and the highest in train.
     """
     by_hash = sorted(names, key=_share)
     below = [name for name in by_hash if _share(name) < VALIDATION_SHARE]
@@ -71,28 +71,28 @@ def _share(name: str) -> float:
 
 
 def read_text(path: Path) -> str:
-    """Returns a file's text exactly (newlines as they are). Raises ValueError if it cannot be read as UTF-8."""
+    """Returns a file's text, without conversion of newlines. Raises ValueError if it cannot be read as UTF-8."""
     try:
         return path.read_bytes().decode()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is not UTF-8 text (byte {error.start}): convert it, or move it out of data.path"
+            f"{path} is not UTF-8 text (byte {error.start}); convert it, or move it out of data.path"
         ) from error
 
 
 def _part_of(text: str, split: str) -> str:
-    """Returns the first 95 % or the last 5 % of a text's bytes, cut between two characters."""
+    """Returns the first 95 % (train) or the last 5 % of a text's bytes, cut between two characters."""
     data = text.encode()
     cut = round(len(data) * (1 - VALIDATION_SHARE))
-    while cut < len(data) and data[cut] & 0xC0 == 0x80:  # inside a character
+    while cut < len(data) and data[cut] & 0xC0 == 0x80:  # inside a UTF-8 character
         cut += 1
     return (data[:cut] if split == "train" else data[cut:]).decode()
 
 
 def signature(rule: str, root: Path, names: list[str]) -> str:
-    """Returns a hash of place, names, sizes and times of files: cheap, and new whenever one of them was written."""
+    """Returns a hash of the files' path, names, sizes and times: cheap, and changes when a file is written."""
     digest = hashlib.sha256(f"{rule}\n{str(root.resolve())!r}".encode())
     for name in names:
         status = (root / name).stat()

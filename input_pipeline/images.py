@@ -1,4 +1,4 @@
-"""Examples of labelled images: which part of an image is seen, at what size, and its pixels as numbers."""
+"""Examples of labelled images: cropping, resizing and conversion to arrays."""
 
 import hashlib
 import json
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
-CENTRE = 0.875  # of the shorter side, what `crop_flip` is validated on: 224 of 256 pixels
+CENTRE = 0.875  # side of `crop_flip`'s validation crop over the shorter side: 224 of 256 pixels
 MIN_AREA, MAX_RATIO, ATTEMPTS = 0.08, 4 / 3, 10  # of random crops
 
 
 class Images(Protocol):
-    """Images by number, in the order of the source."""
+    """Images by index, in the order of the source."""
 
-    content: str  # changes with the images and labels, as far as they are read for it
+    content: str  # a hash; detects changes of the images and labels
     num_classes: int
-    threads: int  # at most so many are of use to read them
+    threads: int  # useful number of reader threads
 
     def __len__(self) -> int: ...
 
@@ -34,12 +34,12 @@ class Images(Protocol):
 
 
 class ImageDataset:
-    """Examples `dataset[i]` for every i >= 0, an endless sequence of epochs that each visit all images once.
+    """Examples `dataset[i]` for every i >= 0, an endless sequence of epochs, each of which visits every image once.
 
     An example holds the arrays of `row_arrays` and is a pure function of (seed, i):
     {"images": float32 [S, S, C] in [-1, 1], "labels": int32 [], "weights": float32 [], 1}.
-    `augment` chooses the part that is seen, squeezed to a square. `none`: the whole image. `crop_flip`: in training a
-    random part, mirrored every other time, which only depends on (seed, i); in validation the centre.
+    `augment` selects the crop, which is resized to a square. `none`: the whole image. `crop_flip`: in training a random
+    crop, mirrored with probability 1/2, both functions of (seed, i); in validation the centre.
     """
 
     def __init__(self, images: Images, config: DataConfig, seed: int, *, training: bool) -> None:
@@ -79,14 +79,14 @@ class ImageDataset:
 
 
 def pixels(image: "Image", box: Box, *, size: int, channels: int) -> np.ndarray:
-    """Returns the part `box` of an image as float32 [size, size, channels] in [-1, 1], grey or RGB.
+    """Returns the crop `box` of an image as float32 [size, size, channels] in [-1, 1], grey or RGB.
 
-    ValueError for an image of more than 8 bits a channel: Pillow would turn every value above 255 into white.
+    ValueError for more than 8 bits per channel, because Pillow would clip every value above 255 to white.
     """
-    from PIL.Image import Resampling  # here: a run on text needs no Pillow
+    from PIL.Image import Resampling  # imported here, because runs on text need no Pillow
 
     if image.mode.startswith(("I", "F")):
-        raise ValueError(f"an image of mode {image.mode} has more than 8 bits a channel; convert the images to 8 bits")
+        raise ValueError(f"an image of mode {image.mode} has more than 8 bits per channel; convert it to 8 bits")
     image = image.convert("RGB" if channels == 3 else "L")
     if image.size != (size, size) or box != whole_box(size, size):
         image = image.resize((size, size), Resampling.BILINEAR, box)
@@ -106,9 +106,9 @@ def centre_box(width: int, height: int, share: float) -> Box:
 
 
 def random_box(width: int, height: int, chances: np.ndarray) -> Box:
-    """Returns a part of 8 to 100 % of the area and a ratio of 3:4 to 4:3 (Szegedy et al. 2015, arXiv 1409.4842, 6).
+    """Returns a crop of 8 to 100 % of the area with a ratio of 3:4 to 4:3 (Szegedy et al. 2015, arXiv 1409.4842, 6).
 
-    `chances` are uniform numbers `[attempts, 4]`, a row for each attempt at one that fits; if none does, the centre.
+    `chances` are uniform numbers `[attempts, 4]`, one row per attempt. If no attempt fits into the image: the centre.
     """
     for size, form, x, y in chances.tolist():
         area = width * height * (MIN_AREA + (1 - MIN_AREA) * size)

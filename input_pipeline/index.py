@@ -1,4 +1,4 @@
-"""Which window is example `i`, and which of its tokens are masked: pure functions, numpy and Grain's shuffle only."""
+"""Pure functions from (seed, example) to the example's window and its masked tokens."""
 
 import math
 from functools import lru_cache
@@ -6,28 +6,28 @@ from functools import lru_cache
 import numpy as np
 from grain.experimental import index_shuffle
 
-MAX_WINDOWS = 2**31  # the shuffle works on 32-bit numbers
+MAX_WINDOWS = 2**31  # Grain's shuffle works on 32-bit numbers
 
 
 def num_windows(num_tokens: int, seq_len: int, objective: str) -> int:
-    """Returns how many windows a stream holds; neighbours of a causal window share one token."""
+    """Returns the number of windows of a stream; consecutive causal windows share one token."""
     return (num_tokens - 1) // seq_len if objective == "causal" else num_tokens // seq_len
 
 
 def window_of(index: int, *, windows: int, seed: int) -> int:
-    """Returns the window in [0, windows) of example `index` >= 0: every epoch is a permutation of its own."""
+    """Returns the window in [0, windows) of example `index` >= 0: every epoch is a different permutation."""
     epoch, place = divmod(index, windows)
     return index_shuffle(place, max_index=windows - 1, seed=_epoch_seed(seed, epoch), rounds=4)
 
 
 @lru_cache(maxsize=64)
 def _epoch_seed(seed: int, epoch: int) -> int:
-    """Returns 32 bits: epoch 1 of seed 0 must not be epoch 0 of seed 1, as it is in `MapDataset.shuffle`."""
+    """Returns a 32-bit hash of both: with `seed + epoch`, as in `MapDataset.shuffle`, seeds would share epochs."""
     return int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
 
 
 def random_bits(key: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:
-    """Returns uint64 random bits for a key of two 64-bit numbers (Philox: its raw stream never changes with numpy)."""
+    """Returns uint64 random bits for a key of two 64-bit numbers (Philox: the same bits in every numpy version)."""
     bits = np.random.Philox(key=np.array(key, np.uint64)).random_raw(math.prod(shape))
     return np.asarray(bits, np.uint64).reshape(shape)
 
@@ -40,7 +40,7 @@ def uniform(bits: np.ndarray) -> np.ndarray:
 def mask_tokens(
     tokens: np.ndarray, *, key: tuple[int, int], rate: float, mask_id: int, num_ids: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns inputs int32 [T] and weights float32 [T] of BERT's masking (Devlin et al. 2018, section 3.1).
+    """Returns the inputs int32 [T] and weights float32 [T] of BERT's masking (Devlin et al. 2018, section 3.1).
 
     `rate` of the positions (rounded, at least one) get weight 1. Of these, 80 % become `mask_id`, 10 % an id drawn
     from [0, num_ids), 10 % stay as they are.

@@ -1,4 +1,4 @@
-"""The arrays of an example, which are the rows of a batch."""
+"""Shapes and dtypes of the arrays of an example, which is one row of a batch."""
 
 from typing import NamedTuple
 
@@ -8,14 +8,14 @@ from configs.schema import DataConfig
 
 
 class RowArray(NamedTuple):
-    """Shape and dtype of one array of an example; a batch has one such row for each of its examples."""
+    """Shape and dtype of one array of an example."""
 
     shape: tuple[int, ...]
     dtype: type[np.generic]
 
 
 def row_arrays(config: DataConfig) -> dict[str, RowArray]:
-    """Returns the arrays of an example by name; the first is the model's input, `weights` is among them."""
+    """Returns the arrays of an example by name; the first is the model's input; one is `weights`."""
     if config.objective == "classify":
         shape = (config.image_size, config.image_size, config.channels)
         return {

@@ -1,4 +1,4 @@
-"""The documents of `stdlib_text`: finds, reads, splits and hashes the standard library's sources and its manual."""
+"""The documents of `stdlib_text`: finds, reads, splits and hashes the standard library's sources and manual."""
 
 import hashlib
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from input_pipeline.folder import read_text, validation_names
 
-# Left out: tests, other people's packages, tables that a program wrote, and what only this machine has.
+# Left out: tests, third-party packages, generated tables and files specific to the machine.
 LEFT_OUT_FOLDERS = {
     *("test", "tests", "idle_test", "idlelib", "turtledemo", "lib2to3", "ensurepip"),
     *("site-packages", "dist-packages", "__pycache__", "__phello__"),
@@ -16,7 +16,7 @@ LEFT_OUT_FOLDERS = {
 }
 LEFT_OUT_FILES = {"sitecustomize.py", "usercustomize.py"}
 TOPICS = "pydoc_data.topics"
-RELEASE = "1.0.0"  # to be raised when the rules in this file change
+RELEASE = "1.0.0"  # raise it when the rules in this file change
 
 
 def source_files(root: Path) -> list[str]:
@@ -57,7 +57,7 @@ def by_split(documents: dict[str, str]) -> dict[str, dict[str, str]]:
 
 
 def fingerprint(names_and_texts: Iterator[tuple[str, str]]) -> str:
-    """Returns a hash of documents and their order."""
+    """Returns a hash of the documents, which depends on their order."""
     digest = hashlib.sha256()
     for pair in names_and_texts:
         for text in pair:

@@ -1,6 +1,6 @@
 """Text that every Python installation has: the standard library's sources and the topics of its manual.
 
-stdlib_documents.py finds and reads it; stdlib_text_builder.py makes a TFDS data set of it.
+stdlib_documents.py finds and reads the text; stdlib_text_builder.py makes a TFDS data set of it.
 """
 
 import sys
@@ -15,7 +15,7 @@ from input_pipeline.streams import TextSource
 
 
 def source(split: str) -> TextSource:
-    """Returns the documents of a split, read from a TFDS data set that is prepared in the cache when first needed."""
+    """Returns the documents of a split, read from a TFDS data set that is prepared in the cache on first use."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = source_files(root)
     key = signature(f"stdlib_text {RELEASE} {sys.version}", root, [*names, "pydoc_data/topics.py"])

@@ -17,13 +17,13 @@ class StdlibText(tfds.core.GeneratorBasedBuilder):
 
     VERSION = tfds.core.Version(stdlib_documents.RELEASE)
     RELEASE_NOTES = {stdlib_documents.RELEASE: "The rules of stdlib_documents.py."}
-    url_infos = None  # nothing to download (and looking for checksums needs a package that TFDS does not declare)
+    url_infos = None  # nothing to download; checksums would need a package that TFDS does not declare
 
     def _info(self) -> tfds.core.DatasetInfo:
         self.documents = stdlib_documents.by_split(stdlib_documents.library_documents())
         return tfds.core.DatasetInfo(
             builder=self,
-            description="The sources of the Python standard library and `pydoc_data.topics`, one example a file.",
+            description="The sources of the Python standard library and `pydoc_data.topics`, one example per file.",
             features=tfds.features.FeaturesDict({"name": tfds.features.Text(), "text": tfds.features.Text()}),
             disable_shuffling=True,
             license="PSF License Version 2",
@@ -49,19 +49,19 @@ def prepare(folder: Path) -> None:
 
 
 def defect(folder: Path) -> str:
-    """Returns what is wrong with a prepared data set, "" if nothing: its fingerprints must match its content."""
+    """Returns what is wrong with a prepared data set, "" if nothing; checks that its fingerprints match its content."""
     try:
         builder = _open(folder)
         for split, expected in (builder.info.metadata or {}).items():
             if stdlib_documents.fingerprint(_records(builder, split)) != expected:
                 return f"the content of split {split} does not match its fingerprint"
         return "" if builder.info.metadata else "the fingerprints are missing"
-    except Exception as error:  # damaged files raise anything at all
+    except Exception as error:  # damaged files can raise any exception
         return f"{type(error).__name__}: {error}"
 
 
 def documents(folder: Path, split: str) -> Iterator[str]:
-    """Yields the texts of a split, in order of name."""
+    """Yields the texts of a split, sorted by name."""
     for _, text in _records(_open(folder), split):
         yield text
 
@@ -79,7 +79,7 @@ def _records(builder: Any, split: str) -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps TFDS's progress bars and its log off the terminal."""
+    """Disables TFDS's progress bars, its output and its log messages below warnings."""
     logger = logging.getLogger("absl")
     level = logger.level
     tfds.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""One long array of ids for a source's split: every document followed by a separator, tokenised once, memory-mapped."""
+"""Token streams: all documents of a split as one memory-mapped array, each followed by a separator; tokenised once."""
 
 import hashlib
 import json
@@ -12,17 +12,17 @@ import numpy as np
 from input_pipeline import cache
 from input_pipeline.tokenizers import Tokenizer
 
-FORMAT = 1  # of the files below; part of their names
+FORMAT = 1  # version of the file format; part of the folder's name
 BLOCK_BYTES = 1 << 20
-CHECKED_BLOCKS = 256  # streams of up to 256 MiB are verified whole on every start, larger ones at 256 places
+CHECKED_BLOCKS = 256  # streams of up to 256 MiB are fully verified at every start, larger ones in 256 blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """Documents of one split, in a fixed order."""
+    """The documents of one split, in a fixed order."""
 
     name: str  # for messages
-    signature: str  # cheap to get (names, sizes, times); changes whenever a document may have changed
+    signature: str  # cheap (from names, sizes, times); changes whenever a document may have changed
     documents: Callable[[], Iterator[str]]
 
 
@@ -36,7 +36,7 @@ class Stream:
 
 
 def tokenised(source: TextSource, tokenizer: Tokenizer) -> Stream:
-    """Returns the stream of a source from the cache, tokenising it there first if need be.
+    """Returns the stream of a source from the cache, tokenising it first if needed.
 
     Raises ValueError for a source without text, and for a cache that cannot be written.
     """
@@ -64,7 +64,7 @@ def _write(folder: Path, source: TextSource, tokenizer: Tokenizer) -> None:
             num_tokens += len(ids)
             text_bytes += len(text.encode()) + 1
     if num_tokens == 0:
-        raise ValueError(f"{source.name} holds no text")
+        raise ValueError(f"{source.name} has no text")
     meta = {
         "source": source.name,
         "tokenizer": tokenizer.identity,
@@ -97,9 +97,9 @@ def _defect(folder: Path) -> str:
 
 
 def checksum(paths: Sequence[Path]) -> str:
-    """Returns a hash of the files' bytes one after the other: of their number and of up to CHECKED_BLOCKS blocks.
+    """Returns a hash of the concatenated files: of their total size and of up to CHECKED_BLOCKS blocks.
 
-    These are evenly spaced, the first and the last bytes among them.
+    The blocks are evenly spaced and include the first and the last bytes.
     """
     ends = list(accumulate(path.stat().st_size for path in paths))
     size = ends[-1]

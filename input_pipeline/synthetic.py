@@ -1,4 +1,4 @@
-"""Tokens without text: counting with jumps, which a small model learns within a few hundred steps."""
+"""Synthetic tokens: counting with random jumps, which a small model learns within a few hundred steps."""
 
 import hashlib
 
@@ -6,14 +6,14 @@ import numpy as np
 
 from input_pipeline import index
 
-STRIDE = 7  # the next token is most often this much larger
-JUMP_RATE = 0.1  # and otherwise drawn at random
+STRIDE = 7  # the next token is this much larger, modulo the number of ids,
+JUMP_RATE = 0.1  # or, with this probability, random
 NUM_WINDOWS = {"train": 1 << 16, "validation": 1 << 12}
-KEY_TAG = {"train": 1 << 63, "validation": (1 << 63) + 1}  # other keys of `random_bits` are below 2**63
+KEY_TAG = {"train": 1 << 63, "validation": (1 << 63) + 1}  # all other keys of `random_bits` are below 2**63
 
 
 class SyntheticWindows:
-    """Windows that are a pure function of (split, number); a token depends on the one before it, and on chance.
+    """Windows that are a pure function of (split, index); a token depends on its predecessor and on random bits.
 
     A model that has learnt the rule reaches a loss of about 0.88 nats with 256 ids, from ln 256 = 5.55 untrained.
     """

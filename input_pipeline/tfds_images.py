@@ -1,4 +1,4 @@
-"""The labelled images of any TFDS data set, by name."""
+"""The labelled images of any TFDS data set."""
 
 import hashlib
 import io
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 class TfdsImages:
     """The images of a split of the TFDS data set `name`, prepared by TFDS first if it is not.
 
-    Its splits: those of `tfds_records.range_of`. Its image and label: the features `image` and `label`, or else the
-    only features that are an image and a class. `content` knows splits of up to 256 MiB whole, larger ones by blocks
-    at 256 places of their files.
-    Raises ValueError for a data set that TFDS does not know or cannot prepare or read, or without one of these.
+    `tfds_records.range_of` defines the splits. Image and label are the features `image` and `label`, or else the only
+    feature that is an image and the only one that is a class. `content` hashes splits of up to 256 MiB completely and
+    256 blocks of larger ones.
+    Raises ValueError for a data set that TFDS does not know or cannot prepare or read, and if one of these is missing.
     """
 
-    threads = 16  # reading and decoding let go of Python's lock
+    threads = 16  # reading and decoding release Python's global lock
 
     def __init__(self, name: str, data_dir: str, split: str) -> None:
         import tensorflow_datasets as tfds
@@ -32,7 +32,7 @@ class TfdsImages:
         self.num_classes: int = features[self._label].num_classes
         self._name = name
         self._split, self._start, self._stop = tfds_records.range_of(name, builder.info.splits, split)
-        decoders = {self._image: tfds.decode.SkipDecoding()}  # they are cut out before they are arrays
+        decoders = {self._image: tfds.decode.SkipDecoding()}  # images are cropped before they are converted to arrays
         self._records = tfds_records.data_source(name, builder, self._split, decoders)
         here = builder.info.splits[self._split]
         bytes_there = streams.checksum([Path(str(path)) for path in here.filepaths])
@@ -50,7 +50,7 @@ class TfdsImages:
             image = Image.open(io.BytesIO(record[self._image]))
             image.load()
             return image, int(record[self._label])
-        except Exception as error:  # damaged files raise anything at all
+        except Exception as error:  # damaged files can raise any exception
             raise ValueError(
                 f"tfds:{self._name}: record {self._start + number} of {self._split} cannot be read "
                 f"({tfds_records.first_line(error)})"
@@ -58,14 +58,14 @@ class TfdsImages:
 
 
 def _only_feature(name: str, features: Any, wanted: str, kind: type) -> str:
-    """Returns the feature `wanted` if it is of a kind, else the only one of that kind."""
+    """Returns the feature `wanted` if its type is `kind`, else the only feature of that type."""
     found = [key for key, feature in features.items() if isinstance(feature, kind)]
     if wanted in found:
         return wanted
     if len(found) == 1:
         return found[0]
     listing = ", ".join(f"{key} ({type(feature).__name__})" for key, feature in features.items())
-    problem = f"no {wanted}" if not found else f"{len(found)} features of that kind and none is called '{wanted}'"
+    problem = f"no {wanted}" if not found else f"{len(found)} features of that type, none of them called '{wanted}'"
     raise ValueError(
         f"data.source is 'tfds:{name}': data.objective='classify' needs an image and a class: it has {problem}; its "
         f"features are {listing}"

@@ -1,4 +1,4 @@
-"""The records of any TFDS data set, by name: prepared if they are not, split, and read one by one."""
+"""The records of any TFDS data set: prepares it if necessary, splits it, and reads single records."""
 
 import difflib
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ VALIDATION_SPLITS = ("validation", "valid", "test")
 
 
 def prepared_builder(name: str, data_dir: str) -> Any:
-    """Returns the builder of a data set that is prepared. ValueError if TFDS does not know it or cannot prepare it."""
+    """Returns the builder of a prepared data set. ValueError if TFDS does not know it or cannot prepare it."""
     import tensorflow_datasets as tfds
 
     where = str(Path(data_dir).expanduser()) if data_dir else None
@@ -29,14 +29,14 @@ def prepared_builder(name: str, data_dir: str) -> Any:
             f"data.source is 'tfds:{name}': TFDS knows no such data set, and there is none in "
             f"{where or 'its default data_dir'} (data.path).{_did_you_mean(name, known)}"
         ) from error
-    except Exception as error:  # a builder is other people's code: it raises anything at all
+    except Exception as error:  # builders are third-party code and can raise any exception
         raise ValueError(
             f"data.source is 'tfds:{name}': TFDS cannot prepare it ({type(error).__name__}: {first_line(error)})"
         ) from error
 
 
 def data_source(name: str, builder: Any, split: str, decoders: Any = None) -> Any:
-    """Returns the records of a TFDS split by number. ValueError if they cannot be read in any order."""
+    """Returns the records of a TFDS split by index. ValueError if its file format has no random access."""
     try:
         return builder.as_data_source(split=split, decoders=decoders)
     except Exception as error:
@@ -49,8 +49,8 @@ def data_source(name: str, builder: Any, split: str, decoders: Any = None) -> An
 def range_of(name: str, splits: Any, split: str) -> tuple[str, int, int]:
     """Returns (TFDS split, first record, end) for our split.
 
-    `train` is train. Validation is the first of `validation`, `valid`, `test` that there is; if there is none, the last
-    5 % of the records of train (at least one), which then are not in train.
+    `train` is TFDS's train. `validation` is the first of `validation`, `valid` and `test` that exists; without any of
+    them it is the last 5 % (at least one) of the records of train, which are then excluded from train.
     """
     if "train" not in splits:
         raise ValueError(f"data.source is 'tfds:{name}': it has no split 'train', only {', '.join(splits)}")
@@ -64,11 +64,11 @@ def range_of(name: str, splits: Any, split: str) -> tuple[str, int, int]:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of what an error says."""
+    """Returns the first line of an error's message."""
     return (str(error).strip().splitlines() or ["no message"])[0]
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns " Did you mean 'NAME'?" for the known name that is most like `name`, "" if none is."""
+    """Returns " Did you mean 'NAME'?" for the known name most similar to `name`, "" if there is none."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""The text of any TFDS data set, by name."""
+"""The text of any TFDS data set."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +12,8 @@ from input_pipeline.streams import TextSource
 def source(name: str, data_dir: str, split: str) -> TextSource:
     """Returns the documents of a split of the TFDS data set `name`, prepared by TFDS first if it is not.
 
-    Its splits: those of `tfds_records.range_of`. Its text: the feature `text`, or else the only feature that is text.
-    Raises ValueError for a data set that TFDS does not know or cannot prepare or read, without train or without text.
+    `tfds_records.range_of` defines the splits. The text is the feature `text`, or else the only text feature.
+    Raises ValueError for a data set that TFDS does not know or cannot prepare or read, or without train or text.
     """
     builder = tfds_records.prepared_builder(name, data_dir)
     feature = _text_feature(name, builder.info.features)
@@ -28,7 +28,7 @@ def source(name: str, data_dir: str, split: str) -> TextSource:
                 yield _text(records[place][feature])
             except UnicodeDecodeError as error:
                 raise ValueError(f"tfds:{name}: record {place} of {tfds_split} is not UTF-8 text") from error
-            except Exception as error:  # damaged files raise anything at all
+            except Exception as error:  # damaged files can raise any exception
                 raise ValueError(
                     f"tfds:{name}: record {place} of {tfds_split} cannot be read ({tfds_records.first_line(error)})"
                 ) from error
@@ -47,7 +47,7 @@ def _text_feature(name: str, features: Any) -> str:
     if len(found) == 1:
         return found[0]
     listing = ", ".join(f"{key} ({type(feature).__name__})" for key, feature in features.items())
-    problem = "no text feature" if not found else f"{len(found)} text features and none is called 'text'"
+    problem = "no text feature" if not found else f"{len(found)} text features, none of them called 'text'"
     raise ValueError(f"data.source is 'tfds:{name}': it has {problem}; its features are {listing}")
 
 

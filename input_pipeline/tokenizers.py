@@ -10,19 +10,19 @@ from pathlib import Path
 
 import numpy as np
 
-UNKNOWN = "\ufffd"  # what an id without text (the mask, a padded row of the embedding) decodes to
-MAX_RANKS = 1 << 24  # of a tiktoken vocabulary: real ones have up to 200,000; memory goes with the highest
+UNKNOWN = "\ufffd"  # decoded from ids without text: the mask, and padding rows of the embedding
+MAX_RANKS = 1 << 24  # of a tiktoken vocabulary (real ones: up to 200,000); memory grows with the highest rank
 
-# How GPT-2 cuts text before merging (its tokenizer's source; tiktoken calls it r50k).
+# How GPT-2 splits text before merging (from its tokenizer's source; tiktoken calls it r50k).
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
 class Tokenizer(abc.ABC):
-    """Encodes and decodes. Ids are in [0, num_ids); `separator` ends a document; `mask_id` is the id after the last."""
+    """Encodes and decodes. Ids are in [0, num_ids); `separator` ends a document; `mask_id` is num_ids."""
 
     num_ids: int
     separator: int
-    identity: str  # changes when any id changes its meaning
+    identity: str  # changes whenever the meaning of an id changes
 
     @property
     def mask_id(self) -> int:
@@ -34,7 +34,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: np.ndarray) -> str:
-        """Returns text for any integers [N]; those that mean no text become U+FFFD."""
+        """Returns text for any integers [N]; ids without text become U+FFFD."""
 
 
 class Bytes(Tokenizer):
@@ -59,7 +59,7 @@ class SentencePiece(Tokenizer):
         content = _read(path)
         try:
             if not content:
-                raise RuntimeError("it is empty")  # which SentencePiece itself takes for a model without pieces
+                raise RuntimeError("it is empty")  # SentencePiece itself would accept it as a model without pieces
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except RuntimeError as error:
             raise ValueError(f"data.tokenizer_path {path} is not a SentencePiece model") from error
@@ -78,7 +78,7 @@ class SentencePiece(Tokenizer):
 
 
 class Tiktoken(Tokenizer):
-    """A tiktoken vocabulary (lines of base64 and rank), cut by GPT-2's pattern; one more id separates documents."""
+    """A tiktoken vocabulary (lines of base64 and rank), split by GPT-2's pattern; an extra id separates documents."""
 
     def __init__(self, path: Path) -> None:
         import tiktoken
@@ -93,7 +93,7 @@ class Tiktoken(Tokenizer):
             mergeable_ranks=ranks,
             special_tokens={"<|endoftext|>": self.separator},
         )
-        self._known = np.isin(np.arange(self.num_ids), [*ranks.values(), self.separator])  # ranks may have holes
+        self._known = np.isin(np.arange(self.num_ids), [*ranks.values(), self.separator])  # ranks may have gaps
         self.identity = f"tiktoken {hashlib.sha256(content).hexdigest()}"
 
     def encode(self, text: str) -> np.ndarray:
@@ -115,7 +115,7 @@ def _known_runs(ids: np.ndarray, has_text: np.ndarray) -> Iterator[list[int]]:
     """Yields the runs of ids between those without text (`has_text`: bool [num_ids])."""
     known = (ids >= 0) & (ids < len(has_text)) & has_text[np.clip(ids, 0, len(has_text) - 1)]
     for number, run in enumerate(np.split(ids, np.flatnonzero(~known))):
-        yield run[number > 0 :].tolist()  # the ids that were cut at start each run but the first
+        yield run[number > 0 :].tolist()  # all runs but the first start with an id without text
 
 
 def _read(path: Path) -> bytes:
@@ -126,13 +126,13 @@ def _read(path: Path) -> bytes:
 
 
 def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Returns the rank of each piece. (tiktoken's own loader keeps a copy by path and misses a file that changed.)"""
+    """Returns the rank of each piece. (tiktoken's own loader caches by path and would miss changes of the file.)"""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         try:
             if line:
-                piece, said = line.split()
-                rank = int(said)
+                piece, number_text = line.split()
+                rank = int(number_text)
                 if not 0 <= rank < MAX_RANKS:
                     raise ValueError("out of range")
                 ranks[base64.b64decode(piece, validate=True)] = rank
@@ -142,11 +142,11 @@ def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
             ) from error
     twice = [rank for rank, count in Counter(ranks.values()).items() if count > 1]
     if twice:
-        raise ValueError(f"data.tokenizer_path {path} is not a tiktoken vocabulary: rank {twice[0]} is given twice")
+        raise ValueError(f"data.tokenizer_path {path} is not a tiktoken vocabulary: rank {twice[0]} occurs twice")
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(
-            f"data.tokenizer_path {path} is not a whole tiktoken vocabulary: {len(missing)} of the 256 single bytes "
+            f"data.tokenizer_path {path} is not a complete tiktoken vocabulary: {len(missing)} of the 256 single bytes "
             f"have no rank (the first is {missing[0]})"
         )
     return ranks

@@ -27,7 +27,7 @@ def test_bits_per_byte_are_those_of_a_model_that_predicts_every_token(objective:
     bits = 8 / 5 / np.log(2)
     if objective == "causal":
         assert result.scalars()["validation_bits_per_byte"] == pytest.approx(bits)
-        assert result.said == f"validation loss 1.6000 nats a token, {bits:.4f} bits a byte"
+        assert result.message == f"validation loss 1.6000 nats per token, {bits:.4f} bits per byte"
     else:
         assert "validation_bits_per_byte" not in result.scalars()
-        assert result.said == "validation loss 1.6000 nats a masked token"
+        assert result.message == "validation loss 1.6000 nats per masked token"

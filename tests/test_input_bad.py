@@ -89,13 +89,13 @@ def test_missing_empty_and_unreadable_text(tmp_path, monkeypatch):
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / ".hidden").write_text("text")
-    with one_line("data.path .*folder holds no text"):
+    with one_line("data.path .*folder has no text"):
         load_folder(folder)
     (folder / "a.txt").touch()
-    with one_line("data.path .*folder holds no text"):
+    with one_line("data.path .*folder has no text"):
         load_folder(folder)
     (folder / "a.txt").write_bytes(b"abc\xff\xfe")
-    with one_line(r"a.txt is not UTF-8 text \(byte 3\): convert it"):
+    with one_line(r"a.txt is not UTF-8 text \(byte 3\); convert it"):
         load_folder(folder)
     (folder / "a.txt").write_bytes(b"a" * 1000)
 
@@ -118,7 +118,7 @@ def test_too_little_text_for_one_example(tmp_path, objective, longest):
 
 def test_more_windows_than_can_be_shuffled(monkeypatch):
     monkeypatch.setattr("input_pipeline.index.MAX_WINDOWS", 1000)
-    with one_line("data.seq_len is 256: the train split has 65536 windows.*raise data.seq_len"):
+    with one_line("data.seq_len=256 gives the train split 65536 windows.*raise data.seq_len"):
         load(settings(source="synthetic"), "train", 0)
 
 
@@ -129,10 +129,10 @@ def test_more_windows_than_can_be_shuffled(monkeypatch):
         ("sentencepiece", b"", "is not a SentencePiece model"),
         ("sentencepiece", b"rubbish", "is not a SentencePiece model"),
         ("tiktoken", None, "data.tokenizer_path .* cannot be read: No such file"),
-        ("tiktoken", b"", "is not a whole tiktoken vocabulary: 256 of the 256 single bytes"),
+        ("tiktoken", b"", "is not a complete tiktoken vocabulary: 256 of the 256 single bytes"),
         ("tiktoken", b"YQ== 0\nYg==\n", "is not a tiktoken vocabulary: line 2"),
         ("tiktoken", b"YQ== 0\n!! 1\n", "is not a tiktoken vocabulary: line 2"),
-        ("tiktoken", BYTES + b"dGg= 256\naGU= 256\n", "is not a tiktoken vocabulary: rank 256 is given twice"),
+        ("tiktoken", BYTES + b"dGg= 256\naGU= 256\n", "is not a tiktoken vocabulary: rank 256 occurs twice"),
         ("tiktoken", BYTES + b"dGg= -1\n", "is not a tiktoken vocabulary: line 257"),
         ("tiktoken", BYTES + b"dGg= 4294967296\n", "is not a tiktoken vocabulary: line 257"),
     ],
@@ -166,7 +166,7 @@ def test_a_cache_in_an_impossible_place(tmp_path, monkeypatch):
     (tmp_path / "text" / "a.txt").write_text("x" * 1000)
     (tmp_path / "file").touch()
     monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "file"))
-    with one_line(r"cannot write the data cache .*file \(.*\): set MICS_JAX_CACHE to a folder with free space"):
+    with one_line(r"cannot write the data cache .*file \(.*\): set MICS_JAX_CACHE to a writable folder with free space"):
         load_folder(tmp_path / "text")
 
 

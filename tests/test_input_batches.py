@@ -162,7 +162,7 @@ def test_close_ends_the_thread(dataset):
     ("changes", "message"),
     [
         ({"global_size": 0}, "global_size is 0"),
-        ({"rows": [0, -2]}, "rows holds -2"),
+        ({"rows": [0, -2]}, "rows contains -2"),
         ({"start_step": -1}, "start_step is -1"),
         ({"prefetch": -1}, "prefetch is -1"),
     ],

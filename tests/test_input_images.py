@@ -237,7 +237,7 @@ def test_what_is_read_for_a_fingerprint_is_spread_over_all_files(
     ("name", "message"),
     [
         ("no_class", r"needs an image and a class: it has no label; its features are image \(Image\)"),
-        ("two", "2 features of that kind and none is called 'image'; its features are .*left"),
+        ("two", "2 features of that type, none of them called 'image'; its features are .*left"),
     ],
 )
 def test_bad_data_sets_get_one_clear_line(data_dir: str, name: str, message: str) -> None:

@@ -110,9 +110,9 @@ def test_files_alone_are_enough(data_dir):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("input_tiny/ambiguous", r"2 text features and none is called 'text'; its features are .*question \(Text\)"),
+        ("input_tiny/ambiguous", r"2 text features, none of them called 'text'; its features are .*question \(Text\)"),
         ("input_tiny/numbers", r"no text feature; its features are label \(Scalar\)"),
-        ("input_tiny/empty", "tfds:input_tiny/empty holds no text"),
+        ("input_tiny/empty", "tfds:input_tiny/empty has no text"),
         ("input_tiny/untrained", "no split 'train', only test"),
         ("input_tiny/broken", r"TFDS cannot prepare it \(RuntimeError: the moon is in the way"),
         ("input_tiny/binary", "record 0 of train is not UTF-8 text"),

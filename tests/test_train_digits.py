@@ -76,7 +76,7 @@ def test_accuracy_and_loss_are_those_of_every_validation_image_once(
     assert last["examples_per_s"] > 0 and "tokens_per_s" not in last and "validation_bits_per_byte" not in last
     out = capsys.readouterr().out
     said = f"{last['validation_accuracy']:.2%}"
-    assert f"step 2: validation loss {last['validation_loss']:.4f} nats an image, accuracy {said}" in out
+    assert f"step 2: validation loss {last['validation_loss']:.4f} nats per image, accuracy {said}" in out
     assert re.search(r"validation accuracy +\d+\.\d %", out) and not (tmp_path / "sample.txt").exists()
     page = (tmp_path / "report.html").read_text()
     assert "<h2>Accuracy</h2>" in page and "Bits per byte" not in page and "Examples/s" in page
@@ -88,8 +88,11 @@ def test_accuracy_and_loss_are_those_of_every_validation_image_once(
         ({"data__objective": "causal"}, "data.objective is 'causal', which data.source='digits'"),
         ({"data__objective": "causal", "data__source": "synthetic"}, "model.kind=resnet; it must be classify"),
         ({"data__channels": 3}, "data.channels=3 differs from model.channels=1"),
-        ({"model__num_classes": 9}, "model.num_classes=9 is smaller than the 10 classes .* set model.num_classes=10"),
-        ({"mesh__tensor": 2, "mesh__devices_per_node": 2}, "mesh.tensor=2 cannot split a resnet; set mesh.tensor=1"),
+        ({"model__num_classes": 9}, "model.num_classes=9 is less than the 10 classes .* set model.num_classes=10"),
+        (
+            {"mesh__tensor": 2, "mesh__devices_per_node": 2},
+            "mesh.tensor=2 cannot split model.kind=resnet; set mesh.tensor=1",
+        ),
         ({"model__widht": 64}, "model.widht is not a key; the nearest is model.width"),
         ({"model__width": 12, "model__norm_groups": 5}, "model.norm_groups = 5"),
         ({"model__norm_groups": 0}, "model.norm_groups=0 must be at least 1"),

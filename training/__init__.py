@@ -1,1 +1,1 @@
-"""From a config to the parts of a run: model, sharding plan, optimizer chain, batches and compiled programs."""
+"""Builds the parts of a run from its config: model, sharding plan, optimizer chain, batches, compiled programs."""

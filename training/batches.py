@@ -1,4 +1,4 @@
-"""The geometry of a batch: rows of the global batch on the devices that there are, `[accum, rows, ...]`."""
+"""The layout of a batch: how the rows of the global batch are distributed over devices, `[accum, rows, ...]`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,33 +14,33 @@ from sharding.step import ShardingPlan
 
 
 def accumulation(config: BatchConfig, num_devices: int) -> int:
-    """Returns the micro-steps of a step on `num_devices` data devices. ValueError if micro-batches stay empty."""
+    """Returns the micro-steps per step on `num_devices` data devices. ValueError if devices would have no rows."""
     most = -(-config.global_size // num_devices)
     if config.micro_size > most:
         raise ValueError(
-            f"batch.micro_size={config.micro_size} on {num_devices} devices is more than batch.global_size="
-            f"{config.global_size} has; at most {most} fit"
+            f"batch.micro_size={config.micro_size} on {num_devices} devices needs more rows than batch.global_size="
+            f"{config.global_size}; set it to {most} at most"
         )
     return -(-config.global_size // (num_devices * config.micro_size))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """Where the rows of a global batch lie: `accumulation` micro-steps, each with rows for every data device."""
+    """The rows of a global batch on the devices: `accumulation` micro-steps, each with rows for every data device."""
 
     config: BatchConfig
     plan: ShardingPlan
     row_arrays: Mapping[str, RowArray]  # of one row, by name
-    accumulation: int  # micro-steps of a step
+    accumulation: int  # micro-steps per step
 
     @property
     def global_size(self) -> int:
-        """Rows of a step, without those of weight zero that fill up."""
+        """Rows per step, without padding rows (of weight zero)."""
         return self.config.global_size
 
     @property
     def rows_per_micro_step(self) -> int:
-        """Rows of one micro-step over all devices."""
+        """Rows per micro-step on all devices together."""
         return self.config.micro_size * self.plan.layout.shape.num_data_devices
 
     @property
@@ -50,7 +50,7 @@ class BatchLayout:
 
     @cached_property
     def local_rows(self) -> list[int]:
-        """Rows of the (padded) global batch that the devices of this process own, in their order."""
+        """The rows of the padded global batch on this process' devices, in ascending order."""
         shape = (self.accumulation, self.rows_per_micro_step)
         columns = {
             row
@@ -61,7 +61,7 @@ class BatchLayout:
 
     @cached_property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of a batch, sharded."""
+        """Shapes and shardings of a batch's arrays."""
         rows = (self.accumulation, self.rows_per_micro_step)
         return {
             name: jax.ShapeDtypeStruct(rows + array.shape, array.dtype, sharding=self.sharding)
@@ -69,7 +69,7 @@ class BatchLayout:
         }
 
     def to_devices(self, rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Puts this process' rows (those of `local_rows`) where they belong: global arrays `[accum, rows, ...]`."""
+        """Returns global arrays `[accum, rows, ...]` from this process' rows (those of `local_rows`)."""
         return {
             name: jax.make_array_from_process_local_data(
                 self.sharding, x.reshape(self.accumulation, -1, *x.shape[1:]), self.shapes[name].shape

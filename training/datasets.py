@@ -1,4 +1,4 @@
-"""The training and validation data of an experiment, checked against its model and the other processes."""
+"""The training and validation data of an experiment, checked against its model and between processes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from training.experiment import Experiment
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """What a run trains on, and what it is validated on."""
+    """The training and validation data of a run."""
 
     train: Dataset
     validation: Dataset
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
-        """Hashes of both, as checkpoints name them."""
+        """Hashes of both, by their names in checkpoints."""
         return {"fingerprint": self.train.fingerprint, "validation_fingerprint": self.validation.fingerprint}
 
 
 def load_datasets(experiment: Experiment) -> Datasets:
-    """Loads both splits. ValueError if the model has too few ids or classes, or if processes see different data."""
+    """Loads both splits. ValueError if the model has too few ids or classes, or if the processes' data differ."""
     config = experiment.config
     train, validation = (load(config.data, split, config.seed) for split in ("train", "validation"))
     for dataset in (train, validation):
@@ -33,7 +33,7 @@ def load_datasets(experiment: Experiment) -> Datasets:
         if jax.process_count() > 1:
             everyone = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(dataset.fingerprint), np.uint8))
             if not (everyone == everyone[0]).all():
-                raise ValueError(f"the processes see different data for data.source={config.data.source}")
+                raise ValueError(f"data.source={config.data.source} differs between processes; give all the same data")
     return Datasets(train=train, validation=validation)
 
 
@@ -44,4 +44,4 @@ def _check_size(experiment: Experiment, dataset: Dataset) -> None:
     else:
         key, there, what = "num_classes", dataset.num_classes, f"classes of data.source={data.source}"
     if there > (here := getattr(model, key)):
-        raise ValueError(f"model.{key}={here} is smaller than the {there} {what}; set model.{key}={there}")
+        raise ValueError(f"model.{key}={here} is less than the {there} {what}; set model.{key}={there}")

@@ -1,4 +1,4 @@
-"""jax's settings for a run: its devices before they are asked for, and the cache of compiled programs."""
+"""jax's settings for a run: virtual CPU devices, and the cache of compiled programs."""
 
 import ctypes
 import os
@@ -10,17 +10,17 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
 def use_cpu_devices(count: int) -> None:
-    """Makes this process play `count` CPU devices; call it before jax's devices are asked for."""
+    """Gives this process `count` virtual CPU devices; call it before jax initialises its devices."""
     _keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs in MICS_JAX_CACHE or ~/.cache/mics-jax, where that is safe.
+    """Caches compiled programs in MICS_JAX_CACHE or ~/.cache/mics-jax, where that is safe.
 
-    XLA:CPU does not keep the order of collectives in a program that it loads from the cache (seen in jax 0.10.2): its
-    devices, each in another one, wait for each other for ever.
+    Not with several CPU devices: XLA:CPU loses the order of collectives in a program that it loads from the cache (seen
+    in jax 0.10.2), so that devices enter different collectives and deadlock.
     """
     if jax.default_backend() != "cpu" or jax.device_count() == 1:
         cache = Path(os.environ.get("MICS_JAX_CACHE") or Path.home() / ".cache" / "mics-jax")
@@ -29,7 +29,7 @@ def use_compilation_cache() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Tells glibc to keep what XLA:CPU frees, since the next step allocates the same again (docs/performance.md)."""
+    """Makes glibc keep freed memory, because XLA:CPU allocates the same in the next step (docs/performance.md)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_ARENA_MAX, 1)):

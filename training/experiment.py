@@ -1,6 +1,6 @@
 """`Experiment`: the parts of a run that a config describes, and their compiled programs.
 
-Used by the programs (train.py, planner/table.py); everything here is the same for one process or many.
+Used by train.py and planner/table.py; the code is the same for one process and for many.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from training.optimizer_chain import make_tx, watch
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """The parts of a run on the devices that are there."""
+    """The parts of a run on the available devices."""
 
     config: Config
     model: models.Model
@@ -42,7 +42,7 @@ class Experiment:
 
     @cached_property
     def state_shapes(self) -> TrainState:
-        """Shapes of the state, sharded."""
+        """Shapes and shardings of the state."""
         shapes = jax.eval_shape(self._new_state, jax.random.key(0))
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -51,7 +51,7 @@ class Experiment:
         )
 
     def init_state(self) -> TrainState:
-        """Returns the state before the first step: a function of the seed alone."""
+        """Returns the state before the first step, which depends on the seed only."""
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
         return self.block(jax.jit(self._new_state, out_shardings=shardings)(jax.random.key(self.config.seed)))
 
@@ -62,7 +62,7 @@ class Experiment:
         return build_train_step(self.model.loss, self.plan, self.tx, partial(watch, hands_on=hands_on), drift)
 
     def compile_train_step(self) -> jax.stages.Compiled:
-        """Compiles, once, `step(state, batch) -> (state, metrics)` for the shapes above; the state is donated."""
+        """Returns the compiled `step(state, batch) -> (state, metrics)`, which donates the state; compiled once."""
         return self._train_step
 
     @cached_property
@@ -72,7 +72,7 @@ class Experiment:
         return jitted.lower(self.state_shapes, self.batches.shapes).compile()
 
     def compile_eval_step(self) -> jax.stages.Compiled:
-        """Compiles `evaluate(params, batch) -> sums`: those of the model by name, and `weight`."""
+        """Compiles `evaluate(params, batch) -> sums`: the model's sums by name, and `weight`."""
         step = build_eval_step(self.model.evaluate, self.plan)
         jitted = jax.jit(step, out_shardings=self.replicated)
         return jitted.lower(self.state_shapes.params, self.batches.shapes).compile()
@@ -81,18 +81,18 @@ class Experiment:
     def dispatches_asynchronously(self) -> bool:
         """Whether the next step may be dispatched while one still runs.
 
-        Not on CPUs: several virtual devices share one thread pool, and with two programs in flight their collectives
-        can take all its threads and wait for each other for ever (seen in jax 0.10.2).
+        Not on CPUs: virtual devices share one thread pool, and the collectives of two programs in flight can occupy all
+        its threads and deadlock (seen in jax 0.10.2).
         """
         return jax.default_backend() != "cpu"
 
     def block(self, results: Any) -> Any:
-        """Returns the results of a step, after waiting for them on every device where steps may not run ahead."""
+        """Returns the results of a step; waits for them first, unless steps may be dispatched ahead."""
         return results if self.dispatches_asynchronously else jax.block_until_ready(results)
 
     @property
     def replicated(self) -> NamedSharding:
-        """Sharding of what every device holds whole."""
+        """The sharding of fully replicated values."""
         return NamedSharding(self.plan.mesh, PartitionSpec())
 
     def _new_state(self, key: jax.Array) -> TrainState:
@@ -101,7 +101,7 @@ class Experiment:
 
 
 def make_experiment(config: Config) -> Experiment:
-    """Returns the parts of the run that `config` describes, on all devices. ValueError names what cannot be."""
+    """Returns the parts of the run that `config` describes, on all devices. ValueError for unsupported settings."""
     model = models.build(_resolved(config.model))
     nodes = find_nodes(jax.devices(), config.mesh.devices_per_node)
     layout = make_layout(
@@ -110,7 +110,9 @@ def make_experiment(config: Config) -> Experiment:
     layout.gather.refuse_remat(model.config.remat, layout.parameters)
     specs = model.param_specs()
     if config.mesh.tensor > 1 and not has_tensor_dims(specs):
-        raise ValueError(f"mesh.tensor={config.mesh.tensor} cannot split a {model.config.kind}; set mesh.tensor=1")
+        raise ValueError(
+            f"mesh.tensor={config.mesh.tensor} cannot split model.kind={model.config.kind}; set mesh.tensor=1"
+        )
     gather_codecs, hop_one_codecs = make_codecs(config.compression, layout)
     plan = ShardingPlan(
         mesh=make_mesh(layout.shape, nodes),
@@ -137,7 +139,7 @@ def make_experiment(config: Config) -> Experiment:
 
 
 def _resolved(model: ModelConfig) -> ModelConfig:
-    """Returns the model section with `attention=auto` decided: cuDNN's fused kernel on GPUs in half precision."""
+    """Returns the model section with `attention=auto` resolved: cuDNN's fused kernel for bfloat16 on GPUs, else XLA."""
     if not isinstance(model, TransformerConfig) or model.attention != "auto":
         return model
     fused = jax.default_backend() == "gpu" and model.compute_dtype == "bfloat16"

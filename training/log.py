@@ -1,4 +1,4 @@
-"""The log of a run: what its metrics and its report need to know about the experiment."""
+"""Creates the log of a run, with the facts about the experiment that metrics and report need."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The optax chain of a run: hop two first, then guard, clipping and the optimizer; or local SGD around them."""
+"""The optax chain of a run: hop two, guard, clipping and the optimizer; or local SGD around them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +19,7 @@ from sharding.step import ShardingPlan
 
 
 def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTransformation:
-    """Returns hop two and the downstream optimizer, or local SGD around both. ValueError for what does not fit."""
+    """Returns hop two and the downstream optimizer, or local SGD around both. ValueError for bad combinations."""
     compression, optimizer, local = config.compression, config.optimizer, config.local_sgd
     setup = Setup(compression=compression, optimizer=optimizer, plan=plan, specs=specs)
     method = method_named(compression.hop_two)
@@ -30,21 +30,21 @@ def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTra
     check_local_sgd(local, plan.layout, config.num_steps)
     if method.takes_over or compression.delayed or optimizer.name == "muon":
         raise ValueError(
-            "local_sgd keeps an optimizer in each replica: it goes with no compression.hop_two that is one itself "
-            f"({compression.hop_two}), nor with compression.delayed or optimizer.name=muon"
+            "local_sgd has an optimizer in each replica: it supports neither compression.hop_two="
+            "one_bit_adam or dgc, nor compression.delayed, nor optimizer.name=muon"
         )
     return local_sgd(hop_two, make(optax.identity()), local, plan.layout.num_replicas)
 
 
 def watch(opt_state: Any, *, hands_on: str = "grad") -> dict[str, jax.Array]:
-    """Returns the scalars of the optimizer's state that a run reports; with local SGD the highest of all replicas.
+    """Returns the logged scalars of the optimizer's state; with local SGD the maximum over the replicas.
 
-    `hands_on`: what hop two hands on, and the guard takes the norm of, `grad` or `update`.
+    `hands_on`: what hop two returns, and the guard computes the norm of: `grad` or `update`.
     """
     guard = opt_state.inner.tree if isinstance(opt_state, LocalState) else opt_state
     return {name: jnp.max(x) for name, x in watched(guard, hands_on=hands_on).items()} | statistics(opt_state)
 
 
 def on_each_device(mesh: Mesh) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns the wrapper that runs a function on whole arrays, on each device of `mesh` by itself."""
+    """Returns the wrapper that runs a function of replicated arrays on each device of `mesh` separately."""
     return lambda function: jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())

@@ -1,4 +1,4 @@
-"""Whether a work directory holds this run, whether it is finished, and the newest step that it can go on from."""
+"""Checks whether a work directory belongs to this run and is finished, and restores the newest step."""
 
 import os
 from collections.abc import Mapping
@@ -20,28 +20,28 @@ from training.experiment import Experiment
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run starts: from a restored step, or from nothing."""
+    """Where a run starts: at a restored step, or at step 0."""
 
     restored: Restored | None
-    logged: int  # the newest step in the metrics
+    logged: int  # the last step in the metrics
 
     @property
     def step(self) -> int:
-        """Steps done before."""
+        """Number of steps done before."""
         return self.restored.step if self.restored else 0
 
     @property
     def source(self) -> str:
-        """What was restored, in words."""
+        """What was restored, for messages."""
         return self.restored.source if self.restored else "nothing"
 
     @property
     def steps_again(self) -> int:
-        """Steps that were logged, and are done again."""
+        """Number of logged steps that are repeated."""
         return max(0, self.logged - self.step)
 
     def described(self, num_steps: int, workdir: Path) -> str:
-        """Returns a line for the user."""
+        """Returns the message for the user, one line."""
         at = f"step {self.step} of {num_steps} in {workdir}"
         if not self.restored:
             lost = f": no checkpoint and no snapshot is left; steps done again: {self.logged}" if self.logged else ""
@@ -50,14 +50,14 @@ class Start:
 
 
 def has_begun(workdir: Path) -> bool:
-    """Whether a run has logged a step there."""
+    """Whether a run has logged a step in `workdir`."""
     return (workdir / METRICS_FILE).exists()
 
 
 def is_finished(config: Config, workdir: Path) -> bool:
-    """Whether `workdir` holds this run and it is done, which is said. ValueError if it holds another run."""
+    """Whether `workdir` holds this run, finished; prints so. ValueError if it holds another run."""
     done = broadcast(new_key("finished"), lambda: _says_finished(config, workdir))
-    if done:  # with a last checkpoint that is damaged, `restore` says so, and goes on from the step before it
+    if done:  # not if the last checkpoint is damaged: `restore` reports it and uses an older one
         done = damage(workdir / "checkpoints" / str(config.num_steps), new_key("finished-checkpoint")) is None
     if done and jax.process_index() == 0:
         print(f"{workdir} is finished: {config.num_steps} steps are done")
@@ -66,7 +66,7 @@ def is_finished(config: Config, workdir: Path) -> bool:
 
 def _says_finished(config: Config, workdir: Path) -> bool:
     files = read_run(workdir) if has_begun(workdir) else RunFiles(run_dir=workdir)
-    saved = latest_config(workdir / "checkpoints") or files.config  # if it stopped before its first checkpoint
+    saved = latest_config(workdir / "checkpoints") or files.config  # there is no checkpoint if it stopped early
     if not saved:
         return False
     check_same_run(saved, config, workdir)
@@ -74,7 +74,7 @@ def _says_finished(config: Config, workdir: Path) -> bool:
 
 
 def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> None:
-    """Raises ValueError with the differences if `saved` is the config of another run than this one."""
+    """Raises ValueError, naming the differences, if `saved` is the config of another run."""
     changed = changed_keys(saved, config.to_dict())
     if changed:
         changes = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changed.items())
@@ -82,14 +82,14 @@ def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> N
 
 
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns the old and the new value of each key in which two configs are of different runs."""
+    """Returns the (old, new) values of the keys that differ but must not differ within one run."""
     old, new = flat(saved), flat(config)
     keys = [key for key in sorted({*old, *new}) if not may_change(key)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def is_same_run(saved: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Whether two configs are of one run."""
+    """Whether two configs may belong to one run."""
     return not changed_keys(saved, config)
 
 
@@ -102,7 +102,7 @@ def restore(
 ) -> Start:
     """Restores the newest step of the run, from memory or a checkpoint. ValueError if it is of another run or data."""
     restored = snapshots.restore(experiment.state_shapes, checkpointer)
-    if restored:  # what is only in memory, `is_finished` has not seen
+    if restored:  # `is_finished` does not check snapshots in memory
         check_same_run(restored.config, experiment.config, workdir)
         _check_same_data(restored, experiment, workdir, fingerprints)
     rows = read_run(workdir).rows if has_begun(workdir) else ()
@@ -113,7 +113,7 @@ def _check_same_data(
     restored: Restored, experiment: Experiment, workdir: Path, fingerprints: Mapping[str, str]
 ) -> None:
     for key, now in fingerprints.items():
-        if restored.data.get(key, now) != now:  # earlier versions saved the training data's alone
+        if restored.data.get(key, now) != now:  # earlier versions saved only the training data's
             what = "trained" if key == "fingerprint" else "validated"
             raise ValueError(
                 f"{workdir} was {what} on other data: data.source={experiment.config.data.source} has changed since "
@@ -122,7 +122,7 @@ def _check_same_data(
 
 
 def check_writable(*folders: Path) -> None:
-    """Raises ValueError for a folder that is there and cannot be written: it would end the run at its first save."""
+    """Raises ValueError for an existing folder without write permission, which the first save would need."""
     for folder in folders:
         if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
             raise ValueError(f"{folder} cannot be written; change that, or choose another --workdir")

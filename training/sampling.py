@@ -1,4 +1,4 @@
-"""A sample of text from a trained decoder."""
+"""Sampling of text from a trained decoder."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from training.experiment import Experiment
 
 
 class Sampler:
-    """Continues the prompt of the config. ValueError at once for a prompt that cannot be continued."""
+    """Continues the prompt of the config. The constructor raises ValueError for a bad prompt."""
 
     def __init__(self, experiment: Experiment, data: Dataset, config: SampleConfig) -> None:
         self._experiment, self._config = experiment, config
@@ -28,8 +28,7 @@ class Sampler:
         room = max_len - len(self._prompt)
         if len(self._prompt) == 0 or room < 1:
             raise ValueError(
-                f"sample.prompt has {len(self._prompt)} tokens; it must have from 1 to {max_len - 1} (or set "
-                "sample.length=0)"
+                f"sample.prompt has {len(self._prompt)} tokens; it must have 1 to {max_len - 1}, or set sample.length=0"
             )
         self._length = min(config.length, room)
 
@@ -42,7 +41,7 @@ class Sampler:
 
 
 def generate(ex: Experiment, params: Any, prompt: np.ndarray, *, length: int, temperature: float) -> np.ndarray:
-    """Returns `prompt` `[P]` continued to `[P + length]` ids; every data device samples, we take the first's."""
+    """Returns `prompt` `[P]` continued to `[P + length]` ids; of the samples of all data devices, the first."""
     assert isinstance(ex.model, models.Decoder)
     model, layout = ex.model, ex.plan.layout
     rows = layout.shape.num_data_devices

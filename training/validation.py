@@ -1,4 +1,4 @@
-"""How good a model is on validation data."""
+"""Measures a model on validation data."""
 
 import math
 import time
@@ -14,28 +14,28 @@ from training.experiment import Experiment
 class Validation:
     """The result of one validation."""
 
-    loss: float  # nats a token to predict or an image, the mean over the same rows every time
+    loss: float  # mean nats per predicted token or per image, over the same rows every time
     time_s: float
-    bits_per_byte: float | None = None  # of text of which every token is predicted: not a masked model's
-    accuracy: float | None = None  # of a classifier: share of the images whose class is the likeliest
+    bits_per_byte: float | None = None  # of causal models of text
+    accuracy: float | None = None  # of classifiers: share of the images whose class is the most likely one
 
     def scalars(self) -> dict[str, float]:
-        """Returns the measured keys of `metrics.jsonl`."""
+        """Returns the metrics by their keys in `metrics.jsonl`."""
         keys = ("loss", "bits_per_byte", "accuracy")
         return {f"validation_{key}": value for key in keys if (value := getattr(self, key)) is not None}
 
     @property
-    def said(self) -> str:
-        """What a user is told."""
+    def message(self) -> str:
+        """The message for the user."""
         if self.accuracy is not None:
-            return f"validation loss {self.loss:.4f} nats an image, accuracy {self.accuracy:.2%}"
+            return f"validation loss {self.loss:.4f} nats per image, accuracy {self.accuracy:.2%}"
         if self.bits_per_byte is None:
-            return f"validation loss {self.loss:.4f} nats a masked token"
-        return f"validation loss {self.loss:.4f} nats a token, {self.bits_per_byte:.4f} bits a byte"
+            return f"validation loss {self.loss:.4f} nats per masked token"
+        return f"validation loss {self.loss:.4f} nats per token, {self.bits_per_byte:.4f} bits per byte"
 
 
 class Validator:
-    """Measures a model on the first rows of the validation data; compiles and loads them when first used."""
+    """Measures a model on the first rows of the validation data; compiles and loads at the first call."""
 
     def __init__(self, experiment: Experiment, data: Dataset, num_batches: int) -> None:
         self._experiment, self._data = experiment, data
@@ -44,7 +44,7 @@ class Validator:
         self._batches: list[dict[str, jax.Array]] = []
 
     def __call__(self, params: object) -> Validation:
-        """Returns the result for `params`, placed as the training state's."""
+        """Returns the result for `params`, sharded like the training state's."""
         before, ex = time.perf_counter(), self._experiment
         if self._evaluate is None:
             self._evaluate = ex.compile_eval_step()
@@ -65,6 +65,6 @@ class Validator:
 
     def _load(self) -> list[dict[str, jax.Array]]:
         ex, data = self._experiment, self._data
-        size, end = ex.batches.global_size, len(data)  # rows beyond the split are padding, not rows seen again
+        size, end = ex.batches.global_size, len(data)  # rows beyond the split are padding, not the next epoch's
         with Batches(data, global_size=size, rows=ex.batches.local_rows, start_step=0, prefetch=1, end=end) as batches:
             return [ex.batches.to_devices(next(batches)) for _ in range(self._count)]
