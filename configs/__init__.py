@@ -1,1 +1,1 @@
-"""Experiments: one small Python file each, with `get_config(arg="")`; nothing of ours is imported, and no jax."""
+"""Experiments, one small Python file each with `get_config(arg="")`. Imports neither our other packages nor jax."""

@@ -1,7 +1,7 @@
-"""Returns the config that every experiment starts from: the defaults of `configs/schema/`, which says what keys mean.
+"""The base config of all experiments: the defaults of `configs/schema/`, where all keys are documented.
 
 An experiment changes what it needs (`config = base.get_config(); config.model.num_layers = 12`); the command line
-changes it further (`--config.batch.global_size=64`); `typed` checks the outcome and returns what the programs take.
+can change it further (`--config.batch.global_size=64`); `typed` checks the result and makes it a `Config`.
 """
 
 from ml_collections import ConfigDict
@@ -26,16 +26,16 @@ def resnet() -> ConfigDict:
 
 def get_config(arg: str = "") -> ConfigDict:
     """Returns the base config: a small decoder on the Python standard library's text."""
-    del arg  # of the experiment that starts from it
+    del arg  # only experiments have variants
     return ConfigDict(defaults())
 
 
 def no_argument(arg: str, file: str) -> None:
-    """ValueError for what follows a colon in `--config=FILE:arg`, if the config file has no variants."""
+    """Raises ValueError if `--config=FILE:arg` has an argument; for config files without variants."""
     if arg:
-        raise ValueError(f"{file} takes no :arg; leave out :{arg}")
+        raise ValueError(f"{file} takes no :arg; remove :{arg}")
 
 
 def typed(config: ConfigDict) -> Config:
-    """Returns the checked config of an experiment. ValueError names a key or a value that no run takes."""
+    """Returns the typed config of an experiment. ValueError names a key or value that is not allowed."""
     return Config.from_dict(config.to_dict())

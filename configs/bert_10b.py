@@ -1,13 +1,13 @@
-"""BERT 10B of the MiCS paper (Zhang et al. 2022, table 1), the paper's settings; its other models start from here.
+"""BERT 10B of the MiCS paper (Zhang et al. 2022, table 1) with the paper's settings; base of its other models.
 
     python train.py --config=configs/bert_10b.py --workdir=runs/bert_10b
 
 Hardware: 2 nodes or more of 8 GPUs with 32 GB each and bfloat16 (the paper: p3dn.24xlarge, 8 V100, 100 Gbit/s, in
-fp16). Not run yet. Published, in sequences a second (the paper's figure 7): 21.2 / 42.2 / 84.8 / 165.4 on 16 / 32 /
+fp16). Not run yet. Published, in sequences per second (the paper's figure 7): 21.2 / 42.2 / 84.8 / 165.4 on 16 / 32 /
 64 / 128 of its GPUs.
 
 The paper's data is English Wikipedia; the default here is synthetic tokens, which need no files. The paper gives no
-learning rate: ours is a choice. Norms come first (`models/encoder.py` says why).
+learning rate, so we chose one. The model is pre-norm (`models/encoder.py` says why).
 """
 
 from ml_collections import ConfigDict

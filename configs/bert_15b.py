@@ -2,9 +2,9 @@
 
     python train.py --config=configs/bert_15b.py --workdir=runs/bert_15b
 
-Hardware: 2 nodes or more of 8 GPUs with 32 GB each and bfloat16 (the paper: 8 V100 a node, 100 Gbit/s, fp16).
-Not run yet. Published, in sequences a second (the paper's figure 7): 12.3 / 24.6 / 48.5 / 97.2 on 16 / 32 / 64 / 128 of
-its GPUs.
+Hardware: 2 nodes or more of 8 GPUs with 32 GB each and bfloat16 (the paper: 8 V100 per node, 100 Gbit/s, fp16).
+Not run yet. Published, in sequences per second (the paper's figure 7): 12.3 / 24.6 / 48.5 / 97.2 on 16 / 32 / 64 / 128
+of its GPUs.
 """
 
 from ml_collections import ConfigDict

@@ -2,12 +2,13 @@
 
     python train.py --config=configs/bert_1_5b.py --workdir=runs/bert_1_5b
 
-Hardware: 2 nodes of 8 GPUs (the paper: 8 V100 a node, 100 Gbit/s, fp16; global batch 512, 4 micro-steps).
-Not run yet. Published (the paper's figure 16): the loss of MiCS by tenths of the run, at most 0.15 from ZeRO-3's.
+Hardware: 2 nodes of 8 GPUs (the paper: 8 V100 per node, 100 Gbit/s, fp16; global batch 512, 4 micro-steps).
+Not run yet. Published (the paper's figure 16): mean loss per tenth of the run; MiCS and ZeRO-3 differ by at
+most 0.15.
 
-The paper states layers, hidden and intermediate, nothing else. We take 25 heads of 64, as GPT-2 has for the same 48
-layers of 1600 (Radford et al. 2019), its BERTs' vocabulary, and a partition group of one node. The paper trains on one
-million sequences, 1954 steps.
+The paper gives only the number of layers, hidden and intermediate. We use 25 heads of 64, like GPT-2 with the same 48
+layers of 1600 (Radford et al. 2019), the vocabulary of the paper's BERTs, and a partition group of one node. The paper
+trains on one million sequences, 1954 steps.
 """
 
 from ml_collections import ConfigDict

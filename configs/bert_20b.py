@@ -2,9 +2,9 @@
 
     python train.py --config=configs/bert_20b.py --workdir=runs/bert_20b
 
-Hardware: 2 nodes or more of 8 GPUs with 32 GB each and bfloat16 (the paper: 8 V100 a node, 100 Gbit/s, fp16).
-Not run yet. Published, in sequences a second (the paper's figure 7): 6.4 / 14.5 / 27.8 / 53.2 on 16 / 32 / 64 / 128 of
-its GPUs; on 16 the paper had to gather without hierarchy (`--config.sharding.hierarchical=False`) to fit.
+Hardware: 2 nodes or more of 8 GPUs with 32 GB each and bfloat16 (the paper: 8 V100 per node, 100 Gbit/s, fp16).
+Not run yet. Published, in sequences per second (the paper's figure 7): 6.4 / 14.5 / 27.8 / 53.2 on 16 / 32 / 64 / 128
+of its GPUs; on 16 the paper needed flat gathers (`--config.sharding.hierarchical=False`) to fit into memory.
 """
 
 from ml_collections import ConfigDict

@@ -2,8 +2,8 @@
 
     python train.py --config=configs/bert_50b.py --workdir=runs/bert_50b
 
-Hardware: 8 nodes or more of 8 GPUs with 32 GB each and bfloat16 (the paper: 8 V100 a node, 100 Gbit/s, fp16).
-Not run yet. Published, in sequences a second (the paper's figure 7): 13.9 / 27.1 on 64 / 128 of its GPUs.
+Hardware: 8 nodes or more of 8 GPUs with 32 GB each and bfloat16 (the paper: 8 V100 per node, 100 Gbit/s, fp16).
+Not run yet. Published, in sequences per second (the paper's figure 7): 13.9 / 27.1 on 64 / 128 of its GPUs.
 
 The paper prints 40 heads, which do not divide its hidden of 8192; we take 64 heads of 128. Parameters and operations
 are the same for any number of heads.

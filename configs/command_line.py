@@ -1,4 +1,4 @@
-"""From a command line to the config of a run: every mistake a user can make here is a ValueError of one line."""
+"""Parses a command line into the config of a run; every user error is a ValueError with a one-line message."""
 
 import re
 import shlex
@@ -15,13 +15,14 @@ from configs import base
 from configs.schema import MODELS, Config, Key, check_names, defaults, flat, known_keys, nearest
 
 HELP = ("--help", "-help", "-h")
-_OF_THE_FILE = "Error whilst parsing config file"  # how ml_collections begins a message that holds a traceback
+_OF_THE_FILE = "Error whilst parsing config file"  # prefix of ml_collections' messages that contain a traceback
 
 
 def new_flags(argv: Sequence[str] | None = None) -> flags.FlagValues:
-    """Returns flags with `--config=FILE[:arg]` and its overrides `--config.a.b=value`; define more on it.
+    """Returns flags with `--config=FILE[:arg]` and its overrides `--config.a.b=value`; further flags
+    can be defined on it.
 
-    `argv` (program first) is what will be parsed, if not this program's own arguments.
+    `argv` (program first): the arguments that will be parsed, by default those of this program.
     """
     values = flags.FlagValues()
     config_flags.DEFINE_config_file(
@@ -31,14 +32,14 @@ def new_flags(argv: Sequence[str] | None = None) -> flags.FlagValues:
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
-    """Whether `argv` (program first) asks how to use the program."""
+    """Whether `argv` (program first) has a help flag."""
     return any(word in HELP for word in argv[1:])
 
 
 def help_text(usage: str, argv: Sequence[str], values: flags.FlagValues) -> str:
-    """Returns the usage, the flags, and the keys with their values: in the config that `argv` gives, else by default.
+    """Returns the usage, the flags, and the config keys with their values in the config of `argv`, else their defaults.
 
-    The config need not be one that a run takes: who asks may be about to complete it. ValueError for a wrong name.
+    The config may be incomplete or invalid, because the user may still be editing it. ValueError for an unknown key.
     """
     rest = [word for word in argv if word not in HELP]
     file = _config_file(rest)
@@ -58,7 +59,7 @@ def help_text(usage: str, argv: Sequence[str], values: flags.FlagValues) -> str:
 
 
 def _key_help(name: str, value: Any, declared: Key) -> str:
-    """Returns lines on a key: its value, as it is written on a command line, and what the schema says of it."""
+    """Returns the help for a key: its value as a command-line flag, and its description in the schema."""
     written = tuple(value) if isinstance(value, list) else value
     facts = [f"{declared.type_name} ({declared.unit})" if declared.unit else declared.type_name]
     facts += [f"one of {declared.allowed}" if declared.choices else declared.range, f"default {declared.default!r}"]
@@ -73,7 +74,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> Config:
 
 
 def _read(argv: Sequence[str], values: flags.FlagValues) -> ConfigDict:
-    """Returns the config of the file with the changes of the command line, not checked as a whole."""
+    """Returns the config of the file with the overrides of the command line, not validated as a whole."""
     known = [*dict.fromkeys(name for kind in MODELS for name in known_keys(kind))]
     for word in argv[1:]:
         override = re.match(r"--?config\.([^=]+)", word)
@@ -86,14 +87,14 @@ def _read(argv: Sequence[str], values: flags.FlagValues) -> ConfigDict:
         rest = values(list(argv))[1:]
     except flags.Error as error:
         _refuse_value(error)
-        raise ValueError(_said_by_file(error, file) or _one_line(error)) from error
-    except Exception as error:  # a config file is the user's code: it raises anything at all
+        raise ValueError(_error_in_file(error, file) or _one_line(error)) from error
+    except Exception as error:  # a config file is user code and can raise any exception
         raise ValueError(f"{file}: {_one_line(error)} ({type(error).__name__})") from error
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; flags are written --name=value")
     if not file:
         names = ", ".join(sorted(p.stem for p in Path(__file__).parent.glob("*.py") if _is_experiment(p)))
-        raise ValueError(f"--config=configs/X.py is missing; there are {names}")
+        raise ValueError(f"--config=configs/X.py is missing; experiments are {names}")
     if not isinstance(values.config, ConfigDict):
         raise ValueError(f"{file}: get_config must return the config; it returned {values.config!r}")
     return values.config
@@ -113,7 +114,7 @@ def _is_experiment(path: Path) -> bool:
 
 
 def _refuse_value(error: flags.Error) -> None:
-    """Raises ValueError in the schema's words if the error is about the type of a key's value."""
+    """Raises the schema's ValueError if the error is about the type of a key's value."""
     found = re.match(r"flag --config\.([\w.]+)=(.*?): ", str(error), re.DOTALL)
     if found:
         declared = next((known[found[1]] for kind in MODELS if found[1] in (known := known_keys(kind))), None)
@@ -121,31 +122,31 @@ def _refuse_value(error: flags.Error) -> None:
             declared.check(found[1], found[2])
 
 
-def _said_by_file(error: BaseException, file: str) -> str:
-    """Returns what a config file raised, of which ml_collections makes a traceback in a message; "" if it is not so."""
+def _error_in_file(error: BaseException, file: str) -> str:
+    """Returns the error that a config file raised, which ml_collections hides in a traceback; "" for other errors."""
     cause = error.__context__
     while cause is not None and not str(cause).startswith(_OF_THE_FILE):
         cause = cause.__context__
     if cause is None or cause.__context__ is None:
         return ""
-    said, kind = _one_line(cause.__context__), type(cause.__context__).__name__
-    if Path(file).name in said:
-        return said
+    message, kind = _one_line(cause.__context__), type(cause.__context__).__name__
+    if Path(file).name in message:
+        return message
     frames = traceback.extract_tb(cause.__context__.__traceback__)
     lines = [frame for frame in frames if Path(frame.filename).name == Path(file).name]
     where = f", line {lines[-1].lineno}, `{lines[-1].line}`" if lines else ""
-    return f"{file}{where}: {said} ({kind})"
+    return f"{file}{where}: {message} ({kind})"
 
 
 def _one_line(error: BaseException) -> str:
-    """Returns what an absl or ml_collections error says, in one line."""
+    """Returns the message of an absl or ml_collections error as one line."""
     text = str(error.args[0] if error.args else error).replace("\\n", "\n").replace("\\", "")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(lines).split(" Other fields present")[0] or type(error).__name__
 
 
 def config_name(values: flags.FlagValues) -> str:
-    """Returns the name of the config file that was given, with its argument."""
+    """Returns the name of the config file, with its argument."""
     path = config_flags.get_config_filename(values["config"])
     name, _, arg = Path(path).name.partition(":")
     return name.removesuffix(".py") + (f"-{arg}" if arg else "")

@@ -2,10 +2,10 @@
 
     python train.py --config=configs/digits.py --workdir=runs/digits
 
-1437 images of 8 x 8 pixels to learn from, 360 to validate on, the same ones for every run.
+1437 training and 360 validation images of 8 x 8 pixels, the same split for every run.
 
 Hardware: any machine with 2 CPU cores.
-Expected: a minute, a validation loss of 0.069 nats per image and 98.6 % of the images right (seed 1: 98.1 %).
+Expected: a minute, a validation loss of 0.069 nats per image and an accuracy of 98.6 % (seed 1: 98.1 %).
 """
 
 from ml_collections import ConfigDict

@@ -1,9 +1,9 @@
-"""A decoder of 6.4 M parameters with short sequences, to see a run survive: a snapshot every step.
+"""A decoder of 6.4 M parameters with short sequences and a snapshot every step, for tests of failures.
 
     python -m benchmarks.elastic
     python -m cluster.chaos --config=configs/elastic.py:tiny
 
-`:tiny` has 28 thousand, for many steps in little time. 24 rows a step suit 1 to 4 nodes of 2 devices.
+`:tiny` has 28 thousand parameters and runs many steps quickly. 24 rows per step can be split over 1 to 4 nodes of 2.
 
 Hardware: 2 CPU cores and root for the emulated cluster, 4 nodes of 2 devices (docs/elasticity_measured.md).
 Expected: the loss falls from 5.5 to 2 in 500 steps (tiny: 30 s in one process).
@@ -17,7 +17,7 @@ from configs import base
 def get_config(arg: str = "") -> ConfigDict:
     """Returns the config; `arg` is "" or "tiny"."""
     if arg not in ("", "tiny"):
-        raise ValueError(f"configs/elastic.py:{arg}: there is :tiny, or nothing")
+        raise ValueError(f"configs/elastic.py:{arg} is not known; use :tiny, or no argument")
     config = base.get_config()
     config.model.update({"num_layers": 6, "hidden": 256, "intermediate": 1024})
     config.data.seq_len = 16

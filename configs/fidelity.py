@@ -1,9 +1,9 @@
-"""MiCS figure 16 on a small scale: a decoder on real text in four micro-steps a step, trained by MiCS or by ZeRO-3.
+"""MiCS figure 16 on a small scale: a decoder on real text with four micro-steps per step, trained with MiCS or ZeRO-3.
 
     python -m benchmarks.fidelity
 
 Hardware: any machine with 2 CPU cores (8 virtual devices as 4 nodes of 2). Expected: two loss curves of 300 steps
-that differ by 2.8e-5 at most; docs/paper_tables.md shows both beside the paper's. One of them alone:
+that differ by 2.8e-5 at most; docs/paper_tables.md compares them with the paper's. To run one:
 
     python train.py --config=configs/fidelity.py:mics --workdir=runs/fidelity_mics
 """
@@ -16,7 +16,7 @@ from configs import quickstart
 def get_config(arg: str = "mics") -> ConfigDict:
     """Returns the config of one curve; `arg` is `mics` (groups of one node) or `zero3`."""
     if arg not in ("mics", "zero3"):
-        raise ValueError(f"configs/fidelity.py:{arg}: there are mics and zero3")
+        raise ValueError(f"configs/fidelity.py:{arg} is not known; use :mics or :zero3")
     config = quickstart.get_config()
     config.num_steps = 300
     config.batch.micro_size = 1  # four micro-steps, as in the paper

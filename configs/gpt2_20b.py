@@ -2,10 +2,10 @@
 
     python train.py --config=configs/gpt2_20b.py --workdir=runs/gpt2_20b
 
-Hardware: 2 nodes or more of 8 GPUs with 32 GB each and bfloat16 (the paper: 8 V100 a node, 100 Gbit/s, fp16).
+Hardware: 2 nodes or more of 8 GPUs with 32 GB each and bfloat16 (the paper: 8 V100 per node, 100 Gbit/s, fp16).
 Not run yet.
 
-The paper does not state the partition group; it ran on 16 GPUs, the group of BERT 20B, so we take 16.
+The paper does not give the partition size. It ran on 16 GPUs, the partition size of BERT 20B, so we use 16.
 """
 
 from ml_collections import ConfigDict

@@ -1,7 +1,7 @@
-"""What the `sweep_NAME` functions of a sweep file return: iterables of overrides, and the ways to combine them.
+"""Helpers for the `sweep_NAME` functions of sweep files, which return iterables of overrides.
 
-An override is a dict from keys of the config to values, `{"optimizer.learning_rate": 1e-3}`; one dict is one run. The
-other keys that a sweep may set are in docs/sweeps.md.
+Overrides are a dict from config keys to values, `{"optimizer.learning_rate": 1e-3}`; one dict is one run. A sweep can
+set further keys, which docs/sweeps.md lists.
 """
 
 import itertools
@@ -15,21 +15,21 @@ Distribution = Callable[[random.Random], Any]  # draws one value
 
 
 def over(key: str, values: Iterable[Any]) -> list[dict[str, Any]]:
-    """Returns a run for each value of one key."""
+    """Returns one run per value of `key`."""
     return [{key: value} for value in values]
 
 
 def product(*sweeps: Iterable[Overrides]) -> list[dict[str, Any]]:
-    """Returns a run for each combination, the first sweep outermost. ValueError if two sweeps set the same key."""
+    """Returns one run per combination, the first sweep outermost. ValueError if two sweeps set the same key."""
     return [_merged(parts) for parts in itertools.product(*sweeps)]
 
 
 def zip_(*sweeps: Iterable[Overrides]) -> list[dict[str, Any]]:
-    """Returns the sweeps side by side: the first runs merged, then the second ones. ValueError if lengths differ."""
+    """Returns run i of all sweeps merged, for each i. ValueError if lengths differ."""
     listed = [list(sweep) for sweep in sweeps]
     lengths = [len(sweep) for sweep in listed]
     if len(set(lengths)) > 1:
-        raise ValueError(f"zip_ of sweeps of {', '.join(map(str, lengths))} runs; they must have equally many")
+        raise ValueError(f"zip_ of sweeps of {', '.join(map(str, lengths))} runs; all must have the same number")
     return [_merged(parts) for parts in zip(*listed, strict=True)]
 
 
@@ -39,18 +39,18 @@ def chain(*sweeps: Iterable[Overrides]) -> list[dict[str, Any]]:
 
 
 def sample(count: int, distributions: Mapping[str, Distribution], *, seed: int) -> list[dict[str, Any]]:
-    """Returns `count` runs with a value drawn for each key; the same for the same seed."""
+    """Returns `count` runs with a random value for each key; the seed determines them."""
     draw = random.Random(seed)
     return [{key: distribution(draw) for key, distribution in distributions.items()} for _ in range(count)]
 
 
 def uniform(low: float, high: float) -> Distribution:
-    """Draws from [low, high], to three digits."""
+    """Draws uniformly from [low, high], rounded to three digits."""
     return lambda draw: _three_digits(draw.uniform(low, high))
 
 
 def log_uniform(low: float, high: float) -> Distribution:
-    """Draws from [low, high] so that each factor is as likely as the next, to three digits."""
+    """Draws log-uniformly from [low, high], rounded to three digits."""
     return lambda draw: _three_digits(math.exp(draw.uniform(math.log(low), math.log(high))))
 
 
@@ -68,6 +68,6 @@ def _merged(parts: Iterable[Overrides]) -> dict[str, Any]:
     for part in parts:
         twice = sorted(merged.keys() & part.keys())
         if twice:
-            raise ValueError(f"two of the combined sweeps set {twice[0]}; each key may be set by one of them")
+            raise ValueError(f"two of the combined sweeps set {twice[0]}; set each key in only one")
         merged |= part
     return merged

@@ -1,13 +1,13 @@
-"""ResNet-50 v1 on ImageNet as in the example of AWS's Dynamic Training: batch 4096, learning rate 1.6, 90 epochs.
+"""ResNet-50 v1 on ImageNet, as in AWS's Dynamic Training example: batch 4096, learning rate 1.6, 90 epochs.
 
     python train.py --config=configs/resnet50.py --workdir=runs/resnet50 --config.data.path=TFDS_DATA_DIR
 
-The images are TFDS's `imagenet2012`: it does not download them, its page says where the two archives must lie. Unlike
-the example's network this one has group norm (models/resnet.py), and the learning rate falls as a cosine, not a
+The images are TFDS's `imagenet2012`, which must be downloaded manually; its page says where to put the two archives.
+Unlike the example, this network has group norm (models/resnet.py), and the learning rate decays as a cosine, not a
 polynomial.
 
 Hardware: 2 nodes or more of 8 GPUs; the number of nodes may change between restarts.
-Not run yet. Published for networks of these blocks: Wu & He 2018 (arXiv 1803.08494, table 1) reach 75.9 % with group
+Not run yet. Published for the same network: Wu & He 2018 (arXiv 1803.08494, table 1) reach 75.9 % with group
 norm, 76.4 % with batch norm.
 """
 

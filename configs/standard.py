@@ -1,12 +1,12 @@
-"""The standard workload of the benchmarks: 25.6 M parameters, one sequence a device, four micro-steps a step.
+"""The standard workload of the benchmarks: 25.6 M parameters, one sequence per device, four micro-steps per step.
 
     python -m benchmarks.strategies
 
 8 layers of 512, 8 heads, MLP of 2048, 256 tokens, f32, AdamW, rematerialised layers; benchmarks/pytorch_peer.py has
-the same sizes. Steps are timed, nothing of use is learned; the checkpoint and the validation at the end are not timed.
+the same sizes. It is for timing steps, not for learning. The final checkpoint and validation are not timed.
 
 Hardware: 2 CPU cores and root for the emulated cluster, 4 nodes of 2 devices (docs/strategies.md).
-Expected: the loss falls from 5.7 to 4.3 in 3 steps of 10 to 60 s, by strategy and link rate.
+Expected: the loss falls from 5.7 to 4.3 in 3 steps of 10 to 60 s, depending on strategy and link rate.
 """
 
 from ml_collections import ConfigDict

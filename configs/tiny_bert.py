@@ -1,9 +1,9 @@
-"""A byte-level BERT, masked language modelling on the Python standard library's sources.
+"""A byte-level BERT: masked language modelling on the Python standard library's sources.
 
     python train.py --config=configs/tiny_bert.py --workdir=runs/tiny_bert
 
 Hardware: any machine with 2 CPU cores (8 virtual devices as 4 nodes of 2, MiCS groups of 2).
-Expected (from a loop on one device with the same sizes, not measured with train.py): a validation
+Expected (measured with a one-device training loop of the same sizes, not with train.py): a validation
 loss under 3.1 nats per masked byte.
 """
 

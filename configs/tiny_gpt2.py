@@ -3,7 +3,7 @@
     python train.py --config=configs/tiny_gpt2.py --workdir=runs/tiny_gpt2
 
 Hardware: any machine with 2 CPU cores (8 virtual devices as 4 nodes of 2, MiCS groups of 2).
-Expected (from a loop on one device with the same sizes, not measured with train.py): a validation
+Expected (measured with a one-device training loop of the same sizes, not with train.py): a validation
 loss near 2.4 nats per byte after 100 steps.
 """
 

@@ -264,8 +264,14 @@ def test_damaged_records_are_an_error(data_dir: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"objective": "causal"}, "data.objective is 'causal', which data.source='digits' .*: set it to 'classify'"),
-        ({"source": "stdlib_text"}, "data.objective is 'classify', which data.source='stdlib_text' .* to 'causal' or"),
+        (
+            {"objective": "causal"},
+            "data.objective='causal' does not fit data.source='digits'; set data.objective to 'classify'",
+        ),
+        (
+            {"source": "stdlib_text"},
+            "data.objective='classify' does not fit data.source='stdlib_text' .* to 'causal' or",
+        ),
         ({"augment": "crop"}, r"data.augment=crop is not known; one of none, crop_flip; did you mean crop_flip\?"),
         ({"image_size": 0}, "data.image_size=0 must be at least 1"),
         ({"channels": 4}, "data.channels=4 must be 1 or 3"),

@@ -96,7 +96,7 @@ def test_flops_count_no_parameters_that_are_only_looked_up() -> None:
     [
         ({"num_head": 4}, ["num_head ", "num_heads"]),
         ({"kind": "decodr"}, ["model.kind=decodr", "decoder, encoder, resnet", "did you mean decoder?"]),
-        ({"num_heads": 5}, ["model.num_heads", "5", "128", "nearest that does is 4"]),
+        ({"num_heads": 5}, ["model.num_heads", "5", "128", "nearest divisor is 4"]),
         ({"num_kv_heads": 3}, ["model.num_kv_heads", "3", "model.num_heads = 4"]),
         ({"num_heads": 128, "num_kv_heads": 128}, ["model.num_heads", "128", "even"]),
         ({"num_layers": 0}, ["model.num_layers=0", "at least 1"]),

@@ -42,7 +42,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         "^sharding.partition_size=3: .* of 3 devices does not fit 4 nodes of 2; 1, 2, 4, 8 do$",
     ),
     "mics without p": ({"sharding__partition_size": 0}, "needs sharding.partition_size"),
-    "a micro-batch too large": ({"batch__micro_size": 3}, "micro_size=3 on 8 devices .* at most 2 fit"),
+    "a micro-batch too large": ({"batch__micro_size": 3}, "micro_size=3 on 8 devices .* set it to 2 at most"),
     "no rows": ({"batch__global_size": 0}, "at least 1"),
     "scopes that contradict each other": (
         {
@@ -144,15 +144,15 @@ def test_a_mistake_in_a_config_file(
 
 def test_an_argument_that_a_config_does_not_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, message in (
-        ("quickstart", "quickstart.py takes no :arg; leave out :foo$"),
-        ("elastic", "^configs/elastic.py:foo: there is :tiny, or nothing$"),
+        ("quickstart", "quickstart.py takes no :arg; remove :foo$"),
+        ("elastic", "^configs/elastic.py:foo is not known; use :tiny, or no argument$"),
     ):
         config, *rest = arguments(tmp_path / "run", name)
         assert_matches(error_of(capsys, f"{config}:foo", *rest), message)
 
 
 def test_no_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_matches(error_of(capsys), "--config=configs/X.py is missing; there are .*quickstart")
+    assert_matches(error_of(capsys), "--config=configs/X.py is missing; experiments are .*quickstart")
     assert_matches(error_of(capsys, "--config=configs/missing.py"), "configs/missing.py")
     assert_matches(error_of(capsys, f"--config={tmp_path}"), str(tmp_path))
     empty = tmp_path / "empty.py"

@@ -85,7 +85,7 @@ def test_accuracy_and_loss_are_those_of_every_validation_image_once(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data__objective": "causal"}, "data.objective is 'causal', which data.source='digits'"),
+        ({"data__objective": "causal"}, "data.objective='causal' does not fit data.source='digits'"),
         ({"data__objective": "causal", "data__source": "synthetic"}, "model.kind=resnet; it must be classify"),
         ({"data__channels": 3}, "data.channels=3 differs from model.channels=1"),
         ({"model__num_classes": 9}, "model.num_classes=9 is less than the 10 classes .* set model.num_classes=10"),

@@ -1,10 +1,11 @@
 """The config of a run: one frozen dataclass per section, with each key's default, meaning and limits beside it.
 
-    config = Config.from_dict(values)       # checks everything that can be known without devices and data
+    config = Config.from_dict(values)       # validates everything except what depends on devices or data
     config.optimizer.learning_rate
-    config.to_dict()                        # as `config.json` and checkpoints hold it
+    config.to_dict()                        # as in `config.json` and in checkpoints
 
-Each section is in the file of its name; `python -m configs.schema` prints docs/config.md. Standard library only.
+Each section is in the file of its name; `python -m configs.schema` prints docs/config.md. Imports the standard library
+only.
 """
 
 import functools
@@ -18,7 +19,7 @@ from configs.schema.compression import WITH_WARMUP, CompressionConfig
 from configs.schema.data import DataConfig
 from configs.schema.elastic import ElasticConfig
 from configs.schema.eval import EvalConfig
-from configs.schema.key import Key, Section, flat, key, keys_of, nearest
+from configs.schema.keys import Key, Section, flat, key, keys_of, nearest
 from configs.schema.local_sgd import LocalSGDConfig
 from configs.schema.mesh import MeshConfig
 from configs.schema.model import (
@@ -66,7 +67,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Section):
-    """The whole config: keys of its own, and the sections."""
+    """The whole config: top-level keys and sections."""
 
     seed: int = key(0, "seed of the parameters, the order of examples and every random draw", least=0, most=2**63 - 1)
     num_steps: int = key(
@@ -123,7 +124,7 @@ class Config(Section):
     def from_dict(cls, values: Mapping[str, Any]) -> "Config":
         """Returns the config that nested dicts describe.
 
-        ValueError for a key that is unknown or missing, and for a value that no run takes.
+        ValueError for an unknown or missing key and for values that are not allowed.
         """
         kind = check_names(values)
         own = {name: values[name] for name in keys_of(cls)}
@@ -131,12 +132,12 @@ class Config(Section):
         return cls(**own, **parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the config as nested dicts, as JSON has them: a tuple is a list."""
+        """Returns the config as nested dicts for JSON: tuples become lists."""
         return {name: _as_json(value) for name, value in asdict(self).items()}
 
 
 def check_names(values: Mapping[str, Any]) -> str:
-    """Returns the kind of the model of a config. ValueError for a key that is unknown or missing."""
+    """Returns the model kind of a config. ValueError for an unknown or missing key."""
     given = flat(values)
     kind = str(given.get("model.kind"))
     known = known_keys(kind)
@@ -150,14 +151,14 @@ def check_names(values: Mapping[str, Any]) -> str:
 
 
 def sections(kind: str) -> dict[str, type[Section]]:
-    """Returns the sections by name; that of the model is of a kind (an unknown one has a decoder's keys)."""
+    """Returns the sections by name, with the model section of `kind` (for an unknown kind: the decoder's)."""
     found = {f.name: f.type for f in fields(Config) if isinstance(f.type, type) and issubclass(f.type, Section)}
     return found | {"model": MODELS.get(kind, DecoderConfig)}
 
 
 @functools.cache
 def known_keys(kind: str) -> Mapping[str, Key]:
-    """Returns every key of a config with a model of that kind, by its whole name, in their order."""
+    """Returns all keys of a config with a model of this kind, by full name, in order of declaration."""
     own, found = keys_of(Config), sections(kind)
     known: dict[str, Key] = {}
     for f in fields(Config):
@@ -169,7 +170,7 @@ def known_keys(kind: str) -> Mapping[str, Key]:
 
 
 def defaults(kind: str = "decoder") -> dict[str, Any]:
-    """Returns the default of every key, as nested dicts. A strategy and its group are left to choose."""
+    """Returns the default of every key, as nested dicts. They lack a partition size."""
     found: dict[str, Any] = {}
     for name, declared in known_keys(kind).items():
         section, _, last = name.rpartition(".")
@@ -178,9 +179,9 @@ def defaults(kind: str = "decoder") -> dict[str, Any]:
 
 
 def may_change(name: str) -> bool:
-    """Whether a resumed run may change a key: it is not what is learned (docs/training.md).
+    """Whether a resumed run may change a key, because it does not affect what is learned (docs/training.md).
 
-    A key that another version had counts as the rest of its section does.
+    Unknown keys, from another version, may change if all of their section may.
     """
     section = sections("").get(name.partition(".")[0])
     if section is not None and section.RESUMABLE:

@@ -8,13 +8,13 @@ HEAD = """# Config
 
 Every key of a config with its default and its meaning, written by `python -m configs.schema > docs/config.md` from
 `configs/schema/`. An experiment changes keys in its file (`config.batch.global_size = 64`), a command line with
-`--config.batch.global_size=64`. "resumable": a run that is resumed may have another value than before
-([Training](training.md#a-run)). NaN is refused everywhere.
+`--config.batch.global_size=64`. "resumable": a resumed run may change the value
+([Training](training.md#a-run)). NaN is never allowed.
 """
 
 
 def page() -> str:
-    """Returns the page: a table for each section, and for each kind of model."""
+    """Returns the page: one table per section, and one per kind of model."""
     parts = [HEAD, table("Keys without a section", "", keys_of(Config))]
     for name, section in sections("").items():
         if name != "model":
@@ -29,7 +29,7 @@ def _section(title: str, section: type[Section]) -> str:
 
 
 def table(title: str, about: str, keys: Mapping[str, Key]) -> str:
-    """Returns a heading, what it is about, and a row for each key."""
+    """Returns a heading, a description, and a table with one row per key."""
     lines = [f"## {title}\n", *([f"{about}\n"] if about else [])]
     lines += ["| key | type | default | allowed | meaning | resumable |", "|---|---|---|---|---|---|"]
     for name, key in keys.items():

@@ -1,8 +1,8 @@
-"""The section `compression`: how what crosses the network is encoded."""
+"""The section `compression`: how values are encoded before they cross the network."""
 
 from dataclasses import dataclass
 
-from configs.schema.key import Section, key
+from configs.schema.keys import Section, key
 
 CODECS = ("none", "bf16", "int8", "int4")  # the codecs that work without error feedback
 WITH_WARMUP = ("one_bit_adam", "dgc")  # the values of hop_two that use warmup_steps
@@ -11,7 +11,7 @@ HOP_TWO = (*CODECS, "two_bit", "one_bit", "one_bit_adam", "dgc", "power_sgd")
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig(Section):
-    """The method of hop two, and the codecs of gathers and hop one."""
+    """The method of hop two, and the codecs of the gathers and of hop one."""
 
     SECTION = "compression"
 
@@ -26,8 +26,10 @@ class CompressionConfig(Section):
     )
     block: int = key(1024, "int8, int4, one_bit: values that share a scale; a multiple of 8", unit="values")
     rounding: str = key("nearest", "int8, int4: rounding in hop two", choices=("nearest", "stochastic"))
-    threshold: float = key(0.5, "two_bit: magnitude sent for values that reach it", above=0, below=float("inf"))
-    error_feedback: bool = key(True, "add what encoding lost to the next step's gradients")
+    threshold: float = key(
+        0.5, "two_bit: magnitude sent for values that are at least as large", above=0, below=float("inf")
+    )
+    error_feedback: bool = key(True, "add the encoding error to the next step's gradients")
     sparsity: float = key(0.999, "dgc: share of values that are not sent", above=0, below=1)
     sampled: float = key(1.0, "dgc: share of values sampled to find the large ones; 1 selects exactly", above=0, most=1)
     warmup_steps: int = key(

@@ -1,8 +1,8 @@
-"""The section `data`: what is read, and what is made of it."""
+"""The section `data`: the source of the examples, and their preparation."""
 
 from dataclasses import dataclass
 
-from configs.schema.key import Section, key
+from configs.schema.keys import Section, key
 
 TFDS = "tfds:NAME"
 SOURCES = ("stdlib_text", "folder", "synthetic", "digits", TFDS)
@@ -10,7 +10,7 @@ SOURCES = ("stdlib_text", "folder", "synthetic", "digits", TFDS)
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """What to read and what to make of it."""
+    """The source of the examples, and their preparation."""
 
     SECTION = "data"
 
@@ -41,12 +41,12 @@ class DataConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.source == TFDS:
-            raise ValueError("data.source is 'tfds:NAME': put a TFDS data set in NAME's place, such as 'tfds:lm1b'")
+            raise ValueError("data.source is 'tfds:NAME': replace NAME by a TFDS data set, such as 'tfds:lm1b'")
         if not self.source.startswith("tfds:") and (self.source == "digits") != (self.objective == "classify"):
             wanted = "'classify'" if self.source == "digits" else "'causal' or 'masked'"
             raise ValueError(
-                f"data.objective is {self.objective!r}, which data.source={self.source!r} has no examples for: set it "
-                f"to {wanted}"
+                f"data.objective={self.objective!r} does not fit data.source={self.source!r}; set data.objective to "
+                f"{wanted}"
             )
         if self.source == "folder" and not self.path:
             raise ValueError("data.path is empty: data.source='folder' needs the folder of the text files in data.path")

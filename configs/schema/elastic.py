@@ -1,13 +1,13 @@
-"""The section `elastic`: how a run notices that processes are lost, and what it keeps in memory for then."""
+"""The section `elastic`: detection of lost processes, and snapshots in memory."""
 
 from dataclasses import dataclass
 
-from configs.schema.key import Section, key
+from configs.schema.keys import Section, key
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig(Section):
-    """Time-outs of the processes' watch over each other, and snapshots in the nodes' memory."""
+    """Time-outs after which a process counts as lost, and snapshots in the nodes' memory."""
 
     SECTION = "elastic"
     RESUMABLE = True
@@ -21,7 +21,7 @@ class ElasticConfig(Section):
     )
     stall_s: float = key(
         600.0,
-        "time of one step, or of reading one batch, after which the run ends; inf waits for ever",
+        "time of one step, or of reading one batch, after which the run ends; inf for no limit",
         least=1,
         unit="s",
     )

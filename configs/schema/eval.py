@@ -1,13 +1,13 @@
-"""The section `eval`: when and on how much a run is validated."""
+"""The section `eval`: when and on how many batches a run is validated."""
 
 from dataclasses import dataclass
 
-from configs.schema.key import Section, key
+from configs.schema.keys import Section, key
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(Section):
-    """When and on how much a run is validated."""
+    """When and on how many batches a run is validated."""
 
     SECTION = "eval"
     RESUMABLE = True

@@ -1,18 +1,18 @@
-"""The section `local_sgd`: replicas that meet only every few steps (DiLoCo)."""
+"""The section `local_sgd`: replicas that synchronise only every few steps (DiLoCo)."""
 
 from dataclasses import dataclass
 
-from configs.schema.key import Section, key
+from configs.schema.keys import Section, key
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGDConfig(Section):
-    """The steps between two meetings, and what is done with how far the replicas moved."""
+    """The steps between synchronisations, and the outer optimizer (on the replicas' mean movement)."""
 
     SECTION = "local_sgd"
 
     inner_steps: int = key(
-        0, "steps that each replica takes alone between two exchanges; 0 turns local SGD off", least=0, unit="steps"
+        0, "local steps of each replica between synchronisations; 0 turns local SGD off", least=0, unit="steps"
     )
     outer_learning_rate: float = key(
         0.7, "learning rate of Nesterov SGD on the replicas' mean movement (DiLoCo); 1 for plain averaging", above=0

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from configs.schema.key import Section, key
+from configs.schema.keys import Section, key
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig(Section):
-    """The devices, and how they are arranged."""
+    """The devices and their arrangement."""
 
     SECTION = "mesh"
     RESUMABLE = True
@@ -16,6 +16,6 @@ class MeshConfig(Section):
         0, "virtual CPU devices of each process; 0 keeps the platform's devices", least=0, unit="devices"
     )
     devices_per_node: int = key(
-        0, "devices of a node; 0 finds the nodes from the processes' host names", least=0, unit="devices"
+        0, "devices per node; 0 derives the nodes from the processes' host names", least=0, unit="devices"
     )
     tensor: int = key(1, "tensor-parallel devices inside a node", least=1, unit="devices")

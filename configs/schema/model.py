@@ -1,17 +1,17 @@
-"""The section `model`, one form for each kind; the models themselves are in `models/`."""
+"""The section `model`, one dataclass per kind of model; the models are in `models/`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from configs.schema.key import Section, key
+from configs.schema.keys import Section, key
 
-KIND = "kind of model; it decides which other keys this section has"
+KIND = "kind of model; it determines the other keys of this section"
 KINDS = ("decoder", "encoder", "resnet")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """The keys that every model has."""
+    """The keys of all models."""
 
     SECTION = "model"
 
@@ -31,9 +31,9 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(ModelConfig):
-    """The keys that decoder and encoder share.
+    """The common keys of decoder and encoder.
 
-    `attention = "auto"` means `xla` here: the program that knows the devices puts `cudnn` in its place where it can.
+    Models treat `attention = "auto"` as `xla`; `make_experiment`, which knows the devices, resolves it first.
     """
 
     vocab_size: int = key(256, "token ids that the tokenizer can produce", least=1)
@@ -42,7 +42,7 @@ class TransformerConfig(ModelConfig):
     num_layers: int = key(4, "number of layers", least=1)
     hidden: int = key(128, "width of the residual stream; a multiple of num_heads", least=1)
     intermediate: int = key(512, "width of the MLP's hidden layer", least=1)
-    num_heads: int = key(4, "attention heads of a layer", least=1)
+    num_heads: int = key(4, "attention heads per layer", least=1)
     attention: str = key(
         "auto",
         "attention kernel; auto uses cuDNN on GPUs in bfloat16 and XLA elsewhere",
@@ -55,14 +55,14 @@ class TransformerConfig(ModelConfig):
         if self.hidden % self.num_heads:
             divisors = [n for n in range(1, self.hidden + 1) if self.hidden % n == 0]
             nearest = min(divisors, key=lambda n: abs(n - self.num_heads))
-            fix = f"heads must divide model.hidden = {self.hidden}; the nearest that does is {nearest}"
+            fix = f"heads must divide model.hidden = {self.hidden}; the nearest divisor is {nearest}"
             require(False, "num_heads", self.num_heads, fix)
         fused = self.attention != "cudnn" or self.compute_dtype == "bfloat16"
         require(fused, "attention", self.attention, "cudnn needs model.compute_dtype = 'bfloat16'; otherwise use xla")
 
     @property
     def head_dim(self) -> int:
-        """Hidden of one head."""
+        """Size of a head."""
         return self.hidden // self.num_heads
 
     @property
@@ -112,14 +112,14 @@ class ResNetConfig(ModelConfig):
         "conv3", "first layers: conv7_pool for ImageNet, conv3 for small images", choices=("conv7_pool", "conv3")
     )
     block: str = key("basic", "kind of residual block", choices=("basic", "bottleneck"))
-    stage_blocks: tuple[int, ...] = key((1, 1, 1), "number of blocks of each stage")
+    stage_blocks: tuple[int, ...] = key((1, 1, 1), "number of blocks per stage")
     width: int = key(16, "channels of the first stage; each later stage doubles them", least=1)
     norm_groups: int = key(8, "groups of the group norm; a divisor of width", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "stage_blocks", tuple(self.stage_blocks))  # a list, if the config was JSON before
-        require(len(self.stage_blocks) > 0, "stage_blocks", self.stage_blocks, "name at least one stage")
+        object.__setattr__(self, "stage_blocks", tuple(self.stage_blocks))  # it is a list in configs from JSON
+        require(len(self.stage_blocks) > 0, "stage_blocks", self.stage_blocks, "give at least one stage")
         for count in self.stage_blocks:
             require(count > 0, "stage_blocks", count, "give a whole number above zero")
         fix = f"groups must divide model.width = {self.width}"
@@ -135,6 +135,6 @@ MODELS: Mapping[str, type[ModelConfig]] = {"decoder": DecoderConfig, "encoder": 
 
 
 def require(holds: bool, name: str, value: object, fix: str) -> None:
-    """Raises a ValueError of one line with the key, its value and what would work, unless `holds`."""
+    """Raises a one-line ValueError with the key, its value and `fix`, unless `holds`."""
     if not holds:
         raise ValueError(f"model.{name} = {value!r}: {fix}")

@@ -1,16 +1,16 @@
-"""The section `optimizer`: the optimizer, its schedule, and the guard before it."""
+"""The section `optimizer`: the optimizer, its schedule, clipping, and the guard against non-finite updates."""
 
 import math
 from dataclasses import dataclass
 
-from configs.schema.key import Section, key
+from configs.schema.keys import Section, key
 
 NAMES = ("adamw", "sgd", "lamb", "lars", "adafactor", "muon")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
-    """The optimizer, its schedule, and what happens to gradients before it."""
+    """The optimizer, its schedule, clipping, and the guard against non-finite updates."""
 
     SECTION = "optimizer"
 
@@ -26,8 +26,8 @@ class OptimizerConfig(Section):
     weight_decay: float = key(0.1, "weight decay", least=0)
     decay_mask: str = key(
         "matrices",
-        "which parameters decay; matrices leaves out biases, norms and positions",
+        "parameters with weight decay; matrices excludes biases, norms and positions",
         choices=("all", "matrices"),
     )
     clip_norm: float = key(1.0, "global norm to which gradients are clipped; 0 for no clipping", least=0)
-    max_skipped: int = key(10, "non-finite updates in a row that end the run", least=1, unit="steps")
+    max_skipped: int = key(10, "number of consecutive non-finite updates that ends the run", least=1, unit="steps")

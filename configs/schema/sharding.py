@@ -1,13 +1,13 @@
-"""The section `sharding`: over which devices parameters, gradients and optimizer state are partitioned."""
+"""The section `sharding`: the partitioning of parameters, gradients and optimizer state."""
 
 from dataclasses import dataclass
 
-from configs.schema.key import Section, key
+from configs.schema.keys import Section, key
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingConfig(Section):
-    """A strategy, or three scopes by hand, and how collectives go over them."""
+    """A strategy or three custom scopes, and the collectives over them."""
 
     SECTION = "sharding"
     RESUMABLE = True
@@ -23,7 +23,7 @@ class ShardingConfig(Section):
     optimizer: str | int = key("", "custom: scope of the optimizer state")
     hierarchical: bool = key(True, "gather between nodes first, then inside each node")
     two_hop: bool = key(
-        True, "synchronise replicas once a step; False all-reduces in every micro-step (the MiCS paper's alternative)"
+        True, "synchronise replicas once per step; False all-reduces in every micro-step (the MiCS paper's alternative)"
     )
     gather: str = key("layer", "how long gathered parameters are kept", choices=("layer", "node", "micro_step", "step"))
     partitioner: str = key(
@@ -33,12 +33,12 @@ class ShardingConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.gather == "node" and not self.two_hop:
-            raise ValueError("sharding.gather=node needs sharding.two_hop: hop one has its two levels apart")
+            raise ValueError("sharding.gather=node splits hop one into two levels; set sharding.two_hop=True")
         for name, default in (("hierarchical", True), ("two_hop", True), ("gather", "layer")):
             if self.partitioner == "auto" and getattr(self, name) != default:
                 raise ValueError(
-                    f"sharding.{name}={getattr(self, name)} has no effect with sharding.partitioner=auto, by which XLA "
-                    f"chooses the collectives; set sharding.{name}={default}, or sharding.partitioner=manual"
+                    f"sharding.{name}={getattr(self, name)} has no effect with sharding.partitioner=auto, because "
+                    f"XLA chooses the collectives; set sharding.{name}={default}, or sharding.partitioner=manual"
                 )
         by_hand = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer")}
         if self.strategy == "mics" and self.partition_size < 1:

@@ -1,9 +1,9 @@
-"""Learning rate against batch size, for the same number of tokens: larger batches take fewer steps.
+"""Learning rate against batch size, with the same number of tokens: larger batches take fewer steps.
 
     python sweep.py --config=configs/sweeps/learning_rate_by_batch.py --workers=2
 
 Hardware: any machine with 2 CPU cores. Each run is a byte-level decoder of 0.25 M parameters on one device.
-Expected: 5 to 10 minutes; the lowest validation loss, 1.83 nats a byte, with batch 16 and learning rate 0.003.
+Expected: 5 to 10 minutes; the lowest validation loss, 1.83 nats per byte, with batch 16 and learning rate 0.003.
 """
 
 from collections.abc import Iterable

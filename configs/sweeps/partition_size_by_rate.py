@@ -1,10 +1,10 @@
-"""The size of MiCS's partition groups against the rate of the links: the slower the network, the more small groups win.
+"""MiCS's partition size against the link rate: the slower the network, the greater the advantage of small groups.
 
     python sweep.py --config=configs/sweeps/partition_size_by_rate.py
 
 Hardware: any machine with 2 CPU cores, and root or user namespaces for the emulated cluster (docs/emulation.md).
-Expected: 8 minutes. At 1 Gbit/s the sizes are close together; at 50 Mbit/s a step with groups of 2, which stay inside a
-node, takes 0.4 times as long as with larger ones. The losses agree up to rounding.
+Expected: 8 minutes. At 1 Gbit/s step times are close together; at 50 Mbit/s a step with groups of 2, which are inside
+one node, takes 0.4 times as long as with larger groups. The losses are equal up to rounding.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ EMULATE = "--nodes=4 --devices_per_node=2"
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """Returns the config that the runs share: 8 devices, 2.1 M parameters, a micro-step of one row a device."""
+    """Returns the config that the runs share: 8 devices, 2.1 M parameters, a micro-step of one row per device."""
     base.no_argument(arg, __file__)
     config = base.get_config()
     config.num_steps = 5
@@ -34,7 +34,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
 
 def sweep_size() -> Iterable[Overrides]:
-    """From groups inside a node to one group of all devices."""
+    """From groups of one node to one group of all devices."""
     return over("sharding.partition_size", (2, 4, 8))
 
 

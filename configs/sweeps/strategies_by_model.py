@@ -1,10 +1,11 @@
-"""Strategies against models: what each strategy sends between nodes in a step, and that the losses agree.
+"""Strategies against models: the bytes that each strategy sends between nodes per step, and equal losses.
 
     python sweep.py --config=configs/sweeps/strategies_by_model.py [--sweep=model,strategy]
 
 Hardware: any machine with 2 CPU cores (8 virtual devices as 4 nodes of 2).
-Expected: 5 to 10 minutes. For every model zero3 sends most between nodes, near 4 MB a device and step; hsdp (here mics
-with groups of 2) sends 1.4 to 1.5 MB, as little as zero1. A model's losses agree up to rounding: results.csv.
+Expected: 5 to 10 minutes. For every model zero3 sends the most between nodes, about 4 MB per device and step; hsdp
+(here mics with groups of 2) sends 1.4 to 1.5 MB, as little as zero1. All strategies give a model the same losses up to
+rounding (results.csv).
 """
 
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ MODELS = {"bert": tiny_bert, "gpt2": tiny_gpt2, "llama": tiny_llama}
 def get_config(arg: str = "gpt2") -> ConfigDict:
     """Returns the config of the model that `arg` names, cut to a few small steps."""
     if arg not in MODELS:
-        raise ValueError(f"there is no model {arg!r}; there are {', '.join(MODELS)}")
+        raise ValueError(f"{arg!r} is not a model; one of {', '.join(MODELS)}")
     config = MODELS[arg].get_config()
     config.num_steps = 5
     config.sharding.partition_size = 0
@@ -41,5 +42,5 @@ def sweep_model() -> Iterable[Overrides]:
 
 
 def sweep_strategy() -> Iterable[Overrides]:
-    """The strategies of one word; with nodes of 2 devices, hsdp is mics with groups of 2."""
+    """The strategies without parameters; with nodes of 2 devices, hsdp is mics with groups of 2."""
     return over("sharding.strategy", ("ddp", "zero1", "zero2", "zero3", "hsdp"))

@@ -1,4 +1,4 @@
-"""How a section declares a key: default, meaning, allowed values, unit, and whether a resumed run may change it."""
+"""Declaration of config keys: default, meaning, allowed values, unit, and whether a resumed run may change them."""
 
 import difflib
 import functools
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 Value = TypeVar("Value")
-TYPES: Mapping[Any, tuple[str, str]] = {  # as documents name them, and as errors ask for them
+TYPES: Mapping[Any, tuple[str, str]] = {  # their names in the documentation and in errors
     bool: ("bool", "True or False"),
     int: ("int", "a whole number"),
     float: ("float", "a number"),
@@ -16,12 +16,12 @@ TYPES: Mapping[Any, tuple[str, str]] = {  # as documents name them, and as error
     str | int: ("str", "a string or a whole number"),
     tuple[int, ...]: ("tuple of int", "a tuple of whole numbers"),
 }
-NAME = ":NAME"  # ends a choice that stands for every name: `tfds:NAME` allows `tfds:lm1b`
+NAME = ":NAME"  # suffix of a choice that allows any name: `tfds:NAME` allows `tfds:lm1b`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """All that is known about a key, whatever the other keys are. NaN is in no range."""
+    """The declaration of a key. NaN is outside of every range."""
 
     default: Any
     meaning: str
@@ -36,12 +36,12 @@ class Key:
 
     @property
     def type_name(self) -> str:
-        """Its type, as the documentation names it."""
+        """Its type's name in the documentation."""
         return TYPES[self.type][0]
 
     @property
     def range(self) -> str:
-        """The numbers that it may have, in words; "" if that is not limited."""
+        """The allowed range of numbers, in words; "" if it is not limited."""
         if self.least is not None and self.most is not None:
             return f"from {self.least} to {self.most}"
         if self.below == math.inf:
@@ -51,11 +51,11 @@ class Key:
 
     @property
     def allowed(self) -> str:
-        """The words, or numbers, of which it is one; "" if it has no such choice."""
+        """The allowed choices, with commas; "" if any value is allowed."""
         return ", ".join(map(str, self.choices))
 
     def check(self, name: str, value: Any) -> None:
-        """Raises ValueError if the key, whose whole name is `name`, must not have `value`."""
+        """Raises ValueError if `value` is not allowed for the key, whose full name is `name`."""
         if not _has_type(value, self.type):
             raise ValueError(f"{name}={value!r} must be {TYPES[self.type][1]}, like {self.default!r}")
         if self.choices and not any(_is_choice(value, choice) for choice in self.choices):
@@ -107,10 +107,10 @@ def key(
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A section of the config. ValueError for a value that one of its keys must not have."""
+    """A section of the config. ValueError for a value that its key does not allow."""
 
     SECTION: ClassVar[str] = ""  # its name in the config
-    RESUMABLE: ClassVar[bool] = False  # a resumed run may change all of it
+    RESUMABLE: ClassVar[bool] = False  # whether a resumed run may change all of its keys
 
     def __post_init__(self) -> None:
         for name, declared in keys_of(type(self)).items():
@@ -119,7 +119,7 @@ class Section:
 
 @functools.cache
 def keys_of(section: type[Section]) -> Mapping[str, Key]:
-    """Returns the keys of a section by name, in the order of their declaration."""
+    """Returns the keys of a section by name, in order of declaration."""
     declared = {f.name: (f.metadata["key"], f.type) for f in fields(section) if "key" in f.metadata}
     return {
         name: replace(found, type=annotation, resumable=found.resumable or section.RESUMABLE)
@@ -128,7 +128,7 @@ def keys_of(section: type[Section]) -> Mapping[str, Key]:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """Returns the known word most like `word`."""
+    """Returns the known word most similar to `word`."""
     return difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
 
 
