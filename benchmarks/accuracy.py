@@ -1,11 +1,11 @@
-"""What codecs cost in accuracy: a decoder on text and a classifier of images, 4 devices, several seeds.
+"""Measures the accuracy of codecs: a decoder on text and a classifier of images, 4 devices, several seeds.
 
     python -m benchmarks.accuracy [--tasks=text,digits] [--seeds=3]
-    python -m benchmarks.accuracy --seeds=0         # trains nothing, writes the tables alone
+    python -m benchmarks.accuracy --seeds=0         # only writes the tables
 
-Trains what is missing, in this process (the parts of train.py, and 4 virtual devices that are a node each), adds a line
-a run to benchmarks/results/accuracy.jsonl and writes the tables of docs/compression.md. A line with a key `superseded`,
-which says by what, is of a program that is no more: it stays on the record and is in no table.
+Trains the runs that are not recorded yet, in this process (with the parts of train.py; each of 4 virtual devices is a
+node), adds one line per run to benchmarks/results/accuracy.jsonl and writes the tables of docs/compression.md. The key
+`superseded` marks lines of outdated code, with the reason; they stay on record, but the tables ignore them.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from configs import base
 from configs import digits as digits_config
 from configs.schema import Config
 from input_pipeline import Batches, load
+from runtime.command_line import escape_output
 from training.experiment import make_experiment
 from training.validation import Validator
 
@@ -31,12 +32,12 @@ RESULTS = ROOT / "benchmarks" / "results" / "accuracy.jsonl"
 PAGE = ROOT / "docs" / "compression.md"
 BEGIN, END = "<!-- benchmarks/accuracy.py writes from here -->", "<!-- to here -->"
 REPLICAS = 4
-WARM_UP = 0.2  # of one_bit_adam: share of the steps
+WARM_UP = 0.2  # of one_bit_adam, as a share of the steps
 TASKS = ("text", "digits")
-THRESHOLD = 5e-3  # of two_bit: about the size of the gradients' larger values
+THRESHOLD = 5e-3  # of two_bit: about the magnitude of the larger gradients
 SGD = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1, "optimizer.weight_decay": 5e-4}
 ADAMW = {"optimizer.name": "adamw", "optimizer.learning_rate": 4e-3}
-INT4_GATHERS = {  # 2 nodes of 2: the same model, gathered whole for each layer
+INT4_GATHERS = {  # 2 nodes of 2 devices: the same model with zero3
     "mesh.devices_per_node": 2,
     "sharding.strategy": "zero3",
     "model.remat": "full",
@@ -44,7 +45,7 @@ INT4_GATHERS = {  # 2 nodes of 2: the same model, gathered whole for each layer
     "compression.gather_intra": "int4",
     "compression.block": 1024,
 }
-# the rows of each table, by the optimizer that is usual for the task; by the other one what wants it
+# the rows of each table, by optimizer: the usual one of the task, and the other one for methods that need it
 BY_ADAMW = {
     "text": ("bf16", "int8", "int4", "int4, no feedback", "one_bit", "one_bit, no feedback", "one_bit_adam")
     + ("power_sgd, rank 4", "delayed", "DiLoCo, 10 steps", "int4 gathers, zero3"),
@@ -59,13 +60,13 @@ BY_SGD = {
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way to train with fewer bytes, and the dense run that it is to be compared with."""
+    """The overrides of a method that sends fewer bytes, and the dense run to compare it with."""
 
     overrides: dict[str, Any]
     against: str
 
     def times_smaller(self, ratio: float) -> float:
-        """Returns how many times fewer bytes than in f32 what is encoded sends, over all steps but dgc's warm-up."""
+        """Returns f32 bytes over the bytes sent, from the `ratio` of a step; over the run, without dgc's warm-up."""
         if "compression.gather_inter" in self.overrides:
             return 4 / (1 / 2 + 4 / self.overrides["compression.block"])
         match self.overrides.get("compression.hop_two", "none"):
@@ -84,7 +85,7 @@ def hop_two(name: str, **more: Any) -> dict[str, Any]:
 
 
 def methods(task: str) -> dict[str, Method]:
-    """Returns the rows of a task's table; each optimizer has a dense row, named by it."""
+    """Returns the rows of a task's table; each optimizer has a dense row."""
     config: Any = base_config(task)
     steps: int = config.num_steps
     ways = {
@@ -124,12 +125,12 @@ def text_config() -> ConfigDict:
 
 
 def base_config(task: str) -> ConfigDict:
-    """Returns the config that the runs of a task start from."""
+    """Returns the config of a task, before overrides."""
     return text_config() if task == "text" else digits_config.get_config()
 
 
 def config_of(task: str, overrides: dict[str, Any], seed: int) -> Config:
-    """Returns the config of a run: data parallel, each of 4 nodes a replica."""
+    """Returns the config of a run: data parallel, with 4 nodes of one device."""
     config: Any = base_config(task)
     config.mesh.update({"num_cpu_devices": REPLICAS, "devices_per_node": 1})
     config.sharding.update({"strategy": "ddp", "partition_size": 0})
@@ -140,7 +141,7 @@ def config_of(task: str, overrides: dict[str, Any], seed: int) -> Config:
 
 
 def train(config: Config) -> dict[str, float]:
-    """Trains to the end; returns the validation, and hop two's numbers at the end."""
+    """Trains to the end; returns the final validation and hop two's metrics."""
     experiment = make_experiment(config)
     data, validation_data = (load(experiment.config.data, split, config.seed) for split in ("train", "validation"))
     step_fn, state, metrics = experiment.compile_train_step(), experiment.init_state(), {}
@@ -154,16 +155,17 @@ def train(config: Config) -> dict[str, float]:
 
 
 def main() -> int:
-    """Trains what is missing and writes the tables."""
+    """Trains the missing runs and writes the tables."""
     parser = argparse.ArgumentParser(description="Measures what codecs cost in accuracy.", allow_abbrev=False)
-    parser.add_argument("--tasks", default=",".join(TASKS), help="of them (default: %(default)s)")
+    parser.add_argument("--tasks", default=",".join(TASKS), help="the tasks to run (default: %(default)s)")
     parser.add_argument(
-        "--seeds", type=int, default=3, help="runs of each method, with seeds from 0 on (default: %(default)s)"
+        "--seeds", type=int, default=3, help="number of runs of each method, with seeds from 0 (default: %(default)s)"
     )
     options = parser.parse_args()
+    escape_output()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", REPLICAS)
-    about = machine()  # the program of these runs, whatever is committed while they run
+    about = machine()  # before training, because commits may be made during the runs
     for seed in range(options.seeds):
         for task in options.tasks.split(","):
             for name, method in methods(task).items():
@@ -179,12 +181,12 @@ def main() -> int:
 
 
 def recorded() -> list[dict[str, Any]]:
-    """Returns the lines of the record that no later program superseded."""
+    """Returns the lines of the record without superseded ones."""
     return [line for line in records.recorded(RESULTS) if "superseded" not in line]
 
 
 def write_tables(lines: list[dict[str, Any]]) -> None:
-    """Writes the tables into docs/compression.md, between its two marks."""
+    """Writes the tables into docs/compression.md, between its two markers."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     tables = "\n\n".join(table(task, [line for line in lines if line["task"] == task]) for task in TASKS)
@@ -192,7 +194,7 @@ def write_tables(lines: list[dict[str, Any]]) -> None:
 
 
 def table(task: str, lines: list[dict[str, Any]]) -> str:
-    """Returns the table of a task: a row a method, and its losses minus those of the dense runs by the same seed."""
+    """Returns the table of a task: one row per method, with differences from the dense runs of the same seed."""
     classifies = task == "digits"
     heads = [task, "times smaller", "validation loss", *(["accuracy"] if classifies else []), "minus dense, by seed"]
     out = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -209,7 +211,7 @@ def table(task: str, lines: list[dict[str, Any]]) -> str:
 
 
 def paired(runs: list[dict[str, Any]], dense: list[dict[str, Any]]) -> list[float]:
-    """Returns the validation losses of a method minus the dense ones, seed by seed: same start, same batches."""
+    """Returns the validation losses of a method minus those of the dense runs with the same seed and batches."""
     of_dense = {line["seed"]: line["validation_loss"] for line in dense}
     return [line["validation_loss"] - of_dense[line["seed"]] for line in runs if line["seed"] in of_dense]
 

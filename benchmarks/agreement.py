@@ -1,11 +1,11 @@
-"""Counts what it takes n processes to agree: calls to the coordinator's store, and bytes of a checkpoint to hash.
+"""Counts the cost of agreement between n processes: calls to the coordinator's store, and hashed checkpoint bytes.
 
     python -m benchmarks.agreement            # 4, 16 and 64 processes; 16 s on 2 cores
 
-The processes are forks of this one, so that 64 fit on a small machine; each has a client of its own on jax's real
-coordination service, which process 0 runs, and none has devices. The checkpoints are real but for Orbax: each process
-writes two files of 1 MiB as its part of the state. Adds a line a number of processes to
-benchmarks/results/agreement.jsonl and writes docs/agreement.md.
+The processes are forks of this one without devices, so that 64 fit on a small machine. Each has its own client of
+jax's real coordination service, which process 0 runs. Checkpoints are written without Orbax: each process writes two
+files of 1 MiB as its part of the state. Adds one line per number of processes to benchmarks/results/agreement.jsonl and
+writes docs/agreement.md.
 """
 
 import argparse
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "agreement.jsonl"
 PAGE = ROOT / "docs" / "agreement.md"
 COUNTS = (4, 16, 64)
-FILE_BYTES, FILES = 1 << 20, 2  # that a process writes
+FILE_BYTES, FILES = 1 << 20, 2  # written by each process
 ATTEMPT = "attempt"
 OPERATIONS = {  # in the order in which they are measured
     "broadcast": "a broadcast",
@@ -44,9 +44,9 @@ OPERATIONS = {  # in the order in which they are measured
 
 
 def main() -> int:
-    """Measures what was asked for, and writes the page from the newest line of each number of processes."""
+    """Measures unless --report is given, and writes the page from the newest line of each number of processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", action="store_true", help="only write the page from what is recorded")
+    parser.add_argument("--report", action="store_true", help="only write the page, from the record")
     options = parser.parse_args()
     command = shlex.join(["python", "-m", "benchmarks.agreement", *sys.argv[1:]])
     for count in () if options.report else COUNTS:
@@ -56,28 +56,28 @@ def main() -> int:
 
 
 def measure(count: int) -> dict[str, Any]:
-    """Returns the line of a number of processes: calls and hashed bytes of each operation, a number a process."""
+    """Returns the line of a number of processes: calls and hashed bytes of each operation, per process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with tempfile.TemporaryDirectory() as name:
         folder, children = Path(name), []
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # jax warns of forks: it has no threads yet
+            warnings.simplefilter("ignore")  # jax warns about forks, but has no threads yet
             for me in range(count):
                 if not (child := os.fork()):
                     run(count, me, address, folder)
                 children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         if any(codes):
-            raise RuntimeError(f"of {count} processes some failed: {codes}")
+            raise RuntimeError(f"some of {count} processes failed: {codes}")
         told = [json.loads((folder / f"{me}.json").read_text()) for me in range(count)]
     found = {what: {key: [said[what][key] for said in told] for key in OPERATIONS} for what in told[0]}
     return {"processes": count, **found}
 
 
 def run(count: int, me: int, address: str, folder: Path) -> None:
-    """Is one of the processes; ends it."""
+    """Runs process number `me` and exits."""
     try:
         jax.distributed.initialize(address, count, me)
         jax.process_count, jax.process_index = lambda: count, lambda: me  # jax's own would look for devices
@@ -91,7 +91,7 @@ def run(count: int, me: int, address: str, folder: Path) -> None:
 
 
 def agree(folder: Path, me: int) -> dict[str, dict[str, int]]:
-    """Does each operation once, and returns what this process called and hashed."""
+    """Does each operation once, and returns this process' counts of calls and hashed bytes."""
     calls, hashed = count_calls(), count_hashed()
     directory = folder / "checkpoints"
     write_part(directory / manifest.UNFINISHED / ATTEMPT / "1", me)
@@ -121,14 +121,14 @@ def agree(folder: Path, me: int) -> dict[str, dict[str, int]]:
 
 
 class Written:
-    """Stands for Orbax's manager: what it had to write is there."""
+    """A stub of Orbax's manager, whose files are already written."""
 
     def wait_until_finished(self) -> None:
         """Returns at once."""
 
 
 def count_calls() -> list[str]:
-    """Returns the names of the calls to the store, which grow from here on."""
+    """Returns a list to which every later call to the store adds its name."""
     client, calls = multihost.get_jax_distributed_client(), []
 
     class Counting:
@@ -142,7 +142,7 @@ def count_calls() -> list[str]:
 
 
 def count_hashed() -> list[int]:
-    """Returns the sizes of the files that are hashed from here on."""
+    """Returns a list to which every later hashed file adds its size."""
     hash_file, sizes = manifest._hash_file, []
 
     def counting(path: Path, *, sync: bool = False) -> tuple[str, int]:
@@ -154,7 +154,7 @@ def count_hashed() -> list[int]:
 
 
 def write_part(step: Path, me: int) -> None:
-    """Writes what Orbax writes: of each process its arrays, of process 0 what is for all."""
+    """Writes the files that Orbax would: arrays in each process, and common files in process 0."""
     part = step / "state" / f"ocdbt.process_{me}" / "d"
     part.mkdir(parents=True)
     for number in range(FILES):

@@ -1,9 +1,9 @@
-"""Records what the compiled steps send and hold, under each strategy, on clusters of 8 and of 64 virtual devices.
+"""Records sent bytes and state bytes of compiled steps under each strategy, on clusters of 8 and 64 virtual devices.
 
     python -m benchmarks.compiled
 
-Nothing is run, only compiled; one process for each number of devices. Writes benchmarks/results/compiled.jsonl for
-`python -m paper`: a line a step, and a line for the size of each model of the MiCS paper.
+Steps are compiled but not run, in one process per number of devices. Writes benchmarks/results/compiled.jsonl for
+`python -m paper`: one line per step, and one for the size of each model of the MiCS paper.
 """
 
 import argparse
@@ -25,19 +25,20 @@ from configs import base
 from configs.schema import Config
 from metrics.environment import environment
 from planner.table import table_rows
+from runtime.command_line import escape_output
 from sharding import hlo
 from training.experiment import make_experiment
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "compiled.jsonl"
 PAPER_MODELS = ("bert_10b", "bert_15b", "bert_20b", "bert_50b", "roberta_20b", "gpt2_20b")
-XLA_FLAGS = "--xla_backend_optimization_level=0"  # LLVM's, most of the time that a compilation takes
+XLA_FLAGS = "--xla_backend_optimization_level=0"  # LLVM's optimisation takes most of the compile time
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3 flat", "zero3", "hsdp", *(f"mics({p})" for p in (1, 2, 4, 8)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One step to compile: a strategy, by the name it has in all records, on a cluster."""
+    """One step to compile: a strategy, by its name in the records, on a cluster."""
 
     config: str
     nodes: int
@@ -61,10 +62,13 @@ def cases() -> list[Case]:
 
 
 def main() -> int:
-    """Compiles everything and writes the record; returns the exit code of a process that failed."""
-    parser = argparse.ArgumentParser(description="Records what the compiled steps send and hold.", allow_abbrev=False)
-    parser.add_argument("--devices", type=int, help="print the records of these clusters instead of writing all")
+    """Compiles all cases and writes the record; returns the exit code of a process that failed."""
+    parser = argparse.ArgumentParser(
+        description="Records sent bytes and state bytes of compiled steps.", allow_abbrev=False
+    )
+    parser.add_argument("--devices", type=int, help="only print the records of clusters of this size")
     options = parser.parse_args()
+    escape_output()
     if options.devices:
         start_devices(options.devices)
         for case in cases():
@@ -84,13 +88,13 @@ def main() -> int:
 
 
 def start_devices(devices: int) -> None:
-    """Makes this process one of `devices` virtual CPU devices."""
+    """Gives this process `devices` virtual CPU devices."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
 
 
 def about_record() -> dict[str, Any]:
-    """Returns how the record was made."""
+    """Returns the command and versions that made the record."""
     about = environment({})
     return {
         "kind": "about",
@@ -101,16 +105,16 @@ def about_record() -> dict[str, Any]:
 
 
 def model_records() -> Iterator[dict[str, Any]]:
-    """Returns the parameters of each model of the paper, counted in the shapes of the model that would be trained."""
+    """Yields the number of parameters of each model of the paper, from the shapes of our model."""
     for name in PAPER_MODELS:
         config = base.typed(importlib.import_module(f"configs.{name}").get_config())
         yield {"kind": "model", "config": name, "num_params": models.build(config.model).num_params}
 
 
 def step_record(case: Case) -> dict[str, Any]:
-    """Compiles a step on this process' devices; returns its collectives, and the state that a device holds.
+    """Compiles a step on this process' devices; returns its collectives, and the state bytes per device.
 
-    Bytes of the collectives are those that a device sends a step, averaged over the devices.
+    Bytes of the collectives are those that a device sends per step, averaged over the devices.
     """
     experiment = make_experiment(config_of(case))
     text = experiment.compile_train_step().as_text() or ""
@@ -127,7 +131,7 @@ def step_record(case: Case) -> dict[str, Any]:
 
 
 def config_of(case: Case) -> Config:
-    """Returns the config of a case: one row a device a micro-step."""
+    """Returns the config of a case: one row per device and micro-step."""
     config = importlib.import_module(f"configs.{case.config}").get_config()
     devices = case.nodes * case.devices_per_node
     config.batch.update({"global_size": devices * case.accum, "micro_size": 1})

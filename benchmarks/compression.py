@@ -1,10 +1,10 @@
-"""What each codec of hop two costs and saves: the time to encode and decode, bytes on the wire, steps on slow links.
+"""Measures each codec of hop two: the time to encode and decode, bytes on the wire, and step times on slow links.
 
     python -m benchmarks.compression [--rates=100mbit,1gbit] [--repetitions=1]
     python -m benchmarks.compression --report
 
 The standard workload (configs/standard.py) under mics(2) with one micro-step, on 4 emulated nodes of 2 devices, swept
-over (repetition, rate, codec); the same command again runs only what is missing, `--report` nothing. Adds lines to
+over (repetition, rate, codec). Only runs that are not recorded yet are done; `--report` runs nothing. Adds lines to
 benchmarks/results/compression.jsonl and writes docs/compression_measured.md with its picture; needs root
 (docs/emulation.md).
 """
@@ -32,7 +32,7 @@ from compression.methods import method_named
 from compression.route import Route
 from configs.schema import CompressionConfig
 from configs.schema.compression import CODECS
-from runtime.command_line import complain
+from runtime.command_line import complain, escape_output
 from sharding.mesh import MeshShape, find_nodes, make_mesh
 from sweeps.records import State
 
@@ -43,16 +43,17 @@ CONFIG = "configs/standard.py"
 TIMED = (*CODECS[1:], "two_bit", "one_bit")
 NAMES = ("none", *TIMED, "dgc", "power_sgd")
 EXCHANGE = MeshShape(replica_inter=NODES, shard_inter=1, replica_intra=1, shard_intra=1, tensor=1)
-THRESHOLD = 1e-4  # of two_bit: about the size of this workload's gradients
+THRESHOLD = 1e-4  # of two_bit: about the magnitude of this workload's gradients
 
 
 def main() -> int:
-    """Times what is missing and writes the page; returns 1 if a run failed, 2 for a mistake."""
+    """Does the missing runs and writes the page; returns 1 if a run failed, 2 for bad arguments."""
     parser = argparse.ArgumentParser(description="Times hop two with every codec.", allow_abbrev=False)
     parser.add_argument("--rates", default="100mbit", help="of the links, as for tc")
     parser.add_argument("--repetitions", type=int, default=1)
-    parser.add_argument("--report", action="store_true", help="only write the page from what is recorded")
+    parser.add_argument("--report", action="store_true", help="only write the page, from the record")
     options = parser.parse_args()
+    escape_output()
     try:
         for rate in options.rates.split(","):
             Links(rate=rate)
@@ -64,7 +65,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Times and records what is missing; returns how many runs failed."""
+    """Does and records the missing runs; returns the number of failed ones."""
     rates = options.rates.split(",")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NODES)
@@ -80,10 +81,10 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def codec_times(name: str) -> dict[str, Any]:
-    """Returns the seconds to encode 105 MB, to decode them, and of an exchange between 4 nodes; and the bytes sent.
+    """Returns the seconds to encode 105 MB, to decode them, and to exchange them; and the payload bytes.
 
-    An exchange here is hop two with error feedback between 4 devices of this process, 105 MB together: the work of one
-    node that has 105 MB, and the payloads copied in memory instead of sent.
+    The exchange is hop two with error feedback between 4 devices of this process, which have 105 MB together: the
+    compute of one node with 105 MB. Payloads are copied in memory instead of sent.
     """
     codec = make_codec(name, CompressionConfig(threshold=THRESHOLD))
     assert codec is not None
@@ -107,7 +108,7 @@ def codec_times(name: str) -> dict[str, Any]:
 
 
 def timed(function: Any, *arguments: jax.Array) -> float:
-    """Returns the seconds of the fastest of 100 calls, after one: others may use the machine too."""
+    """Returns the seconds of the fastest of 100 calls after a warm-up call, because the machine may be shared."""
     jax.block_until_ready(function(*arguments))
     times = []
     for _ in range(100):
@@ -118,7 +119,7 @@ def timed(function: Any, *arguments: jax.Array) -> float:
 
 
 def run(name: str, rate: str, repetition: int) -> bool:
-    """Runs the workload with a codec at a rate and records it, if that is not done; says if it failed."""
+    """Runs and records the workload with a codec at a rate, unless recorded; returns whether it failed."""
     key = {"kind": "step", "codec": name, "rate": rate, "repetition": repetition}
     if any(key.items() <= line.items() for line in recorded(RESULTS)):
         return False
@@ -129,10 +130,10 @@ def run(name: str, rate: str, repetition: int) -> bool:
         "emulate.nodes": NODES,
         "emulate.devices_per_node": DEVICES,
         "emulate.rate": rate,
-        "elastic.snapshot_every": 0,  # they cross the links too
+        "elastic.snapshot_every": 0,  # snapshots cross the links too
         "repetition": repetition,
     }
-    if optimizer := method_named(name).takes_over:  # that of the others is AdamW
+    if optimizer := method_named(name).takes_over:  # otherwise AdamW
         overrides["optimizer.name"] = optimizer
     (record,) = sweep.run(CONFIG, [overrides], workdir=WORKDIR, metric="step_time_s")
     shutil.rmtree(record.run.run_dir / "checkpoints", ignore_errors=True)  # 300 MB

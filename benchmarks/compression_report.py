@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "compression_measured.md"
 PICTURE = "compression_step_time.png"
 NODES, DEVICES = 4, 2
 VALUES = 25 * 2**20  # 105 MB of f32
-SENT_TIMES = 2 * (NODES - 1) / NODES  # how often values cross a node's link in an exchange
+SENT_TIMES = 2 * (NODES - 1) / NODES  # times that a value crosses a node's link in an exchange
 DENSE = "none"
 Line = dict[str, Any]
 
@@ -55,12 +55,12 @@ def page(lines: Sequence[Line]) -> str:
 
 
 def rates_of(steps: Sequence[Line]) -> list[str]:
-    """Returns the rates, slowest first."""
+    """Returns the link rates, slowest first."""
     return sorted({line["rate"] for line in steps}, key=lambda rate: Links(rate=rate).rate_bits())
 
 
 def codec_table(lines: Sequence[Line]) -> str:
-    """Returns the table of the codecs alone."""
+    """Returns the table of the codecs, without training steps."""
     rows = []
     for line in lines:
         saved_s = (4 * VALUES - line["payload_bytes"]) * 8 / 1e9
@@ -88,13 +88,13 @@ def codec_table(lines: Sequence[Line]) -> str:
 
 
 def optimizer_of(line: Line) -> str:
-    """Returns the optimizer of a run: what its command sets, or that of configs/standard.py."""
+    """Returns the optimizer of a run: the one set by its command, or that of configs/standard.py."""
     found = re.search(r"--config\.optimizer\.name=(\w+)", line["command"])
     return found[1] if found else "adamw"
 
 
 def step_table(steps: Sequence[Line], rate: str) -> str:
-    """Returns the table of steps at a rate; times are compared between runs of the same optimizer alone."""
+    """Returns the table of steps at a rate; it compares times only between runs with the same optimizer."""
     at_rate = [line for line in steps if line["rate"] == rate]
     runs = {name: [line for line in at_rate if line["codec"] == name] for name in names_of(at_rate)}
     wire = {name: median(line["wire_tx_bytes"] for line in of) for name, of in runs.items()}
@@ -126,13 +126,13 @@ def step_table(steps: Sequence[Line], rate: str) -> str:
 
 
 def names_of(steps: Sequence[Line]) -> list[str]:
-    """Returns the codecs that were run, the run without one first, then by what they send."""
+    """Returns the codecs: first `none`, then by bytes sent, most first."""
     sent = {line["codec"]: line["wire_tx_bytes"] for line in steps}
     return sorted(sent, key=lambda name: (name != DENSE, -sent[name]))
 
 
 def draw(steps: Sequence[Line]) -> Figure:
-    """Draws the step time of every codec, a bar a rate, from the fastest to the slowest step."""
+    """Draws the step time of every codec, one bar per rate, with the range of the steps."""
     names = names_of(steps)
     series = {
         rate: [step_time([s for s in steps if (s["codec"], s["rate"]) == (name, rate)]) for name in names]

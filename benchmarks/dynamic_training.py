@@ -1,13 +1,12 @@
-"""Dynamic Training: a classifier on a number of nodes that changes all the time, beside one on fixed nodes; and prices.
+"""Dynamic Training: compares a classifier trained on a changing number of nodes with fixed nodes; simulates prices.
 
     python -m benchmarks.dynamic_training [--seeds=3] [--steps=300] [--report]
 
-For each seed trains configs/digits.py three times: on 4 nodes of 2 devices; with 1 to 4 nodes by turns; and on 4 nodes
-with smaller micro-batches, a control that differs from the first run by its rounding alone. At the end of a phase the
-run gets a SIGTERM, stops at a step with exit code 75, and is started again in the same directory with another number of
-devices. The nodes are played by one process. Adds a line a run to
-benchmarks/results/dynamic_training.jsonl (the same command again runs only what is missing), simulates the prices
-(benchmarks/dynamic_training_cost.py) and writes docs/dynamic_training.md.
+Per seed it trains configs/digits.py three times: on 4 nodes of 2 devices; in phases on 1 to 4 nodes; and on 4 nodes
+with smaller micro-batches, a control that differs from the first run only by rounding. At the end of a phase the run
+gets a SIGTERM, stops after a step with exit code 75, and is restarted in the same directory with another number of
+devices. One process simulates all nodes. Adds one line per run to benchmarks/results/dynamic_training.jsonl (recorded
+runs are not repeated), simulates the prices (benchmarks/dynamic_training_cost.py) and writes docs/dynamic_training.md.
 """
 
 import argparse
@@ -27,6 +26,7 @@ from benchmarks import dynamic_training_report
 from benchmarks.dynamic_training_cost import NODES
 from benchmarks.records import add, machine, recorded
 from files import json_lines
+from runtime.command_line import escape_output
 from runtime.events import Event, EventReader
 from runtime.exit_codes import ExitCode
 
@@ -35,25 +35,25 @@ RESULTS = ROOT / "benchmarks" / "results" / "dynamic_training.jsonl"
 CONFIG = "configs/digits.py"
 DEVICES_PER_NODE = 2
 PHASES = 8
-EXTRA = {"control": ("--config.batch.micro_size=4",)}  # 2 micro-steps a step instead of 1
-PHASE_S = 1800  # a phase takes a minute; more on a busy machine
+EXTRA = {"control": ("--config.batch.micro_size=4",)}  # 2 micro-steps per step instead of 1
+PHASE_S = 1800  # time-out; a phase takes a minute, more on a busy machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Training on some nodes up to a step."""
+    """Training on a number of nodes up to a step."""
 
     nodes: int
     until: int
 
 
 def fixed(steps: int) -> list[Phase]:
-    """Returns the one phase of a run on all nodes."""
+    """Returns the single phase of a run on all nodes."""
     return [Phase(nodes=NODES, until=steps)]
 
 
 def fluctuating(seed: int, steps: int) -> list[Phase]:
-    """Returns phases of equal length: every number of nodes twice, never the same one after another."""
+    """Returns phases of equal length: every number of nodes twice, but not consecutively."""
     chance, nodes = random.Random(seed), list[int]()
     while len(nodes) < PHASES:
         turn = chance.sample(range(1, NODES + 1), NODES)
@@ -63,12 +63,13 @@ def fluctuating(seed: int, steps: int) -> list[Phase]:
 
 
 def main() -> int:
-    """Trains what is missing and writes the page; returns 1 if a run failed."""
+    """Trains the missing runs and writes the page; returns 1 if a run failed."""
     parser = argparse.ArgumentParser(description="Reproduces Dynamic Training on the digits.", allow_abbrev=False)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--report", action="store_true", help="only write the page from what is recorded")
+    parser.add_argument("--report", action="store_true", help="only write the page, from the record")
     options = parser.parse_args()
+    escape_output()
     for seed in range(0 if options.report else options.seeds):
         for kind in dynamic_training_report.KINDS:
             if failed(kind, seed, options.steps):
@@ -78,7 +79,7 @@ def main() -> int:
 
 
 def failed(kind: str, seed: int, steps: int) -> bool:
-    """Trains and records a run, if that is not done; says if it failed."""
+    """Trains and records a run, unless recorded; returns whether it failed."""
     key = {"kind": kind, "seed": seed, "steps": steps}
     if any(key.items() <= line.items() for line in recorded(RESULTS)):
         return False
@@ -96,8 +97,8 @@ def failed(kind: str, seed: int, steps: int) -> bool:
 
 
 def train(workdir: Path, overrides: Sequence[str], phases: Sequence[Phase]) -> dict[str, Any]:
-    """Trains through all phases; returns what happened. RuntimeError if a phase does not end as it should."""
-    flags = [f"--config={CONFIG}", *overrides, "--config.checkpoint.every=0"]  # one is made when a phase ends
+    """Trains through all phases; returns phases and losses. RuntimeError if a phase ends unexpectedly."""
+    flags = [f"--config={CONFIG}", *overrides, "--config.checkpoint.every=0"]  # phases end with one
     starts: list[dict[str, Any]] = []
     for phase in phases:
         print(f"{phase.nodes} nodes until step {phase.until}", flush=True)
@@ -117,7 +118,7 @@ def train(workdir: Path, overrides: Sequence[str], phases: Sequence[Phase]) -> d
 
 
 def mesh_flags(nodes: int) -> list[str]:
-    """Returns the flags of a run on some nodes, each a partition group."""
+    """Returns the flags of a run on a number of nodes, each of them a partition group."""
     keys = {"mesh.num_cpu_devices": nodes * DEVICES_PER_NODE, "mesh.devices_per_node": DEVICES_PER_NODE}
     keys |= {"sharding.strategy": "mics", "sharding.partition_size": DEVICES_PER_NODE}
     return [f"--config.{key}={value}" for key, value in keys.items()]
@@ -130,7 +131,7 @@ def run_phase(workdir: Path, flags: Sequence[str], phase: Phase, *, last: bool) 
         with subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as process:
             try:
                 if not last:
-                    wait_for_rows(workdir, phase.until - 2, process)  # a row is written when the next step is done
+                    wait_for_rows(workdir, phase.until - 2, process)  # a row is written after the next step
                     process.send_signal(signal.SIGTERM)  # while the last step of the phase runs
                 code = process.wait(timeout=PHASE_S)
             except subprocess.TimeoutExpired as error:
@@ -144,7 +145,7 @@ def run_phase(workdir: Path, flags: Sequence[str], phase: Phase, *, last: bool) 
 
 
 def wait_for_rows(workdir: Path, count: int, process: subprocess.Popen[bytes]) -> None:
-    """Waits until so many steps are logged, or the process has ended. RuntimeError after half an hour."""
+    """Waits until `count` steps are logged or the process has ended. RuntimeError after half an hour."""
     file, deadline = workdir / "metrics.jsonl", time.monotonic() + PHASE_S
     while process.poll() is None and (not file.exists() or file.read_bytes().count(b"\n") < count):
         if time.monotonic() > deadline:
@@ -153,10 +154,10 @@ def wait_for_rows(workdir: Path, count: int, process: subprocess.Popen[bytes]) -
 
 
 def rows(workdir: Path) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl, a step each. RuntimeError if one is missing or there twice."""
+    """Returns the lines of metrics.jsonl, one per step. RuntimeError if a step is missing or duplicated."""
     found = json_lines.read(workdir / "metrics.jsonl")
     if [row["step"] for row in found] != list(range(1, len(found) + 1)):
-        raise RuntimeError(f"{workdir / 'metrics.jsonl'} does not hold each step once")
+        raise RuntimeError(f"{workdir / 'metrics.jsonl'} does not have every step exactly once")
     return found
 
 

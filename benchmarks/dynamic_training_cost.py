@@ -1,4 +1,4 @@
-"""What a run costs, and how long it takes, on spot nodes that come and go: a simulation beside a fixed cluster."""
+"""Simulates cost and duration of a run on spot nodes that come and go, relative to a fixed cluster."""
 
 import heapq
 import random
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 NODES = 4  # of the fixed cluster
-RUN_S = 24 * 3600.0  # that it takes there
+RUN_S = 24 * 3600.0  # of the run on the fixed cluster
 SEEDS = 20
 # Assumed of a step on 4 nodes: mics(2) at 1gbit beside `compute only` in docs/strategies.md, where all devices shared
 # two cores. So neither is the time of separate nodes, and no speed on 1, 2 or 8 nodes was measured.
 STEP_S, COMPUTE_S = 15.4, 12.8
-# Training stands still for so long. Assumed; the page has what was measured beside it.
+# Pauses of training. Assumed; the page compares them with measured ones.
 JOINED_S = 40.0
 ANNOUNCED_S = 25.0
 KILLED_S = 40.0
-FROM_CHECKPOINT_S = 40.0  # the first nodes after none
-UNANNOUNCED = 0.1  # of the preemptions come as a kill: the notice was missed, or the machine died. Assumed
+FROM_CHECKPOINT_S = 40.0  # after a time without nodes
+UNANNOUNCED = 0.1  # share of preemptions without a notice (missed, or the machine died). Assumed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """Published prices of a machine of 8 GPUs, in dollars an hour (Linux)."""
+    """Published prices of a machine of 8 GPUs, in dollars per hour (Linux)."""
 
     on_demand: float
     spot: float
@@ -38,13 +38,13 @@ PRICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Market:
-    """How long a spot node stays, and how long it takes to get one back: means of exponential distributions."""
+    """Mean time until a spot node is preempted and until it is replaced; both are exponentially distributed."""
 
     up_s: float
     down_s: float
 
 
-# Assumed, of the size of what github.com/skypilot-org/spot-traces shows for 4 V100 nodes in August 2023.
+# Assumed; of the same order as in github.com/skypilot-org/spot-traces shows for 4 V100 nodes in August 2023.
 MARKETS = {
     "calm": Market(up_s=24 * 3600, down_s=0.5 * 3600),
     "busy": Market(up_s=4 * 3600, down_s=0.75 * 3600),
@@ -54,7 +54,7 @@ MARKETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes that are always there, and the most spot nodes beside them."""
+    """The number of on-demand nodes, and the maximum number of spot nodes."""
 
     on_demand: int
     spot: int
@@ -71,7 +71,7 @@ CLUSTERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """From a time on there are so many spot nodes; training stands still for a while."""
+    """A change of the number of spot nodes at some time, and the pause of training that follows."""
 
     time_s: float
     spot: int
@@ -79,7 +79,7 @@ class Change:
 
 
 def trace(market: Market, slots: int, seed: int) -> Iterator[Change]:
-    """Yields the changes of a market without end: each slot has a node or waits for one, by itself."""
+    """Yields the endless changes of a market; each slot independently has a node or waits for one."""
     chance = random.Random(f"{slots} {seed}")
     has_node = [chance.random() < market.up_s / (market.up_s + market.down_s) for _ in range(slots)]
 
@@ -102,8 +102,8 @@ def trace(market: Market, slots: int, seed: int) -> Iterator[Change]:
 def speed(nodes: int) -> float:
     """Returns the speed of training relative to one node, at the same global batch.
 
-    The rows are shared out, and each node sends (n - 1) / n of what one ring all-reduce carries: on n nodes a step
-    takes (1 + x * (n - 1)) / n of the time on one, with x from the assumed step on 4.
+    Compute is divided by n; sending takes a ring all-reduce's (n - 1) / n. So a step on n nodes takes
+    (1 + x * (n - 1)) / n of the time on one node, where x follows from the assumed step on 4 nodes.
     """
     x = (STEP_S / COMPUTE_S - 1) / (NODES - 1)
     return nodes / (1 + x * (nodes - 1)) if nodes else 0.0
@@ -111,7 +111,7 @@ def speed(nodes: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run took: its time, and the time that nodes were paid for."""
+    """The duration of a run, and the paid node time."""
 
     time_s: float
     on_demand_s: float
@@ -123,7 +123,7 @@ class Outcome:
 
 
 def simulate(changes: Iterator[Change], on_demand: int, work_s: float) -> Outcome:
-    """Returns what a run takes that needs `work_s` seconds on one node; nodes are paid for while training waits."""
+    """Simulates a run of `work_s` seconds on one node; nodes are also paid for during pauses."""
     spot = next(changes).spot  # at the beginning
     now_s = resumes_s = done_s = spot_s = 0.0
     count = 0
@@ -141,7 +141,7 @@ def simulate(changes: Iterator[Change], on_demand: int, work_s: float) -> Outcom
 
 
 def simulated() -> list[dict[str, Any]]:
-    """Returns a line a market and cluster: time and cost relative to the fixed cluster, for each seed."""
+    """Returns one line per market and cluster: time and cost relative to the fixed cluster, for each seed."""
     work_s = RUN_S * speed(NODES)
     lines = []
     for market_name, market in MARKETS.items():

@@ -2,8 +2,8 @@
 
     python -m benchmarks.fidelity [--steps=300]
 
-Runs train.py twice (configs/fidelity.py) and writes benchmarks/results/fidelity.jsonl for `python -m paper`: a line a
-run.
+Runs train.py twice (configs/fidelity.py) and writes benchmarks/results/fidelity.jsonl for `python -m paper`, one line
+per run.
 """
 
 import argparse
@@ -17,10 +17,11 @@ from typing import Any
 
 from files import json_lines
 from metrics.environment import environment
+from runtime.command_line import escape_output
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fidelity.jsonl"
-STRATEGIES = {"mics(2)": "mics", "zero3": "zero3"}  # name in the record: argument of the config
+STRATEGIES = {"mics(2)": "mics", "zero3": "zero3"}  # name in the record to the argument of the config
 
 
 def main() -> int:
@@ -28,6 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Records the loss curves of MiCS and ZeRO-3.", allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
+    escape_output()
     lines = []
     for strategy, arg in STRATEGIES.items():
         with tempfile.TemporaryDirectory() as workdir:
@@ -43,7 +45,7 @@ def main() -> int:
 
 
 def run_record(strategy: str, command: str, workdir: Path) -> dict[str, Any]:
-    """Returns the line of a run: the loss of each step, and how it was obtained."""
+    """Returns the line of a run: the loss of each step, with command, commit and machine."""
     steps = json_lines.read(workdir / "metrics.jsonl")
     about = environment({})
     return {

@@ -1,9 +1,9 @@
-"""Measures what the training loop costs besides the compiled step: data, transfers, metrics, log and progress.
+"""Measures the overhead of the training loop over the compiled step: data, transfers, metrics, log and progress.
 
     python -m benchmarks.loop_overhead [--config=FILE] [--steps=10] [--rounds=6] [--config.a.b=value ...]
 
-A real run of train.py, interrupted every `--steps` steps by as many bare calls of the same compiled step on a state and
-a batch of their own. Prints medians and ratios; the aim is under 1.03.
+A real run of train.py, which alternates with bare calls of the same compiled step, on a separate state and batch, in
+blocks of `--steps` steps. Prints medians and ratios; the target is under 1.03.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from training.experiment import Experiment
 
 
 class Alternating:
-    """Stands for the compiled step: runs bare steps at the start of each block of steps, and times both."""
+    """Wraps the compiled step: runs bare steps at the start of each block of steps, and times both."""
 
     def __init__(self, experiment: Experiment, step_fn: Any, steps: int) -> None:
-        self.bare: list[list[float]] = []  # seconds of a step on each of the clocks
+        self.bare: list[list[float]] = []  # seconds per step on each of the clocks
         self.loop: list[list[float]] = []
         self._experiment, self._step_fn, self._steps, self._calls = experiment, step_fn, steps, 0
         self._state = experiment.init_state()
@@ -50,13 +50,13 @@ class Alternating:
 
 
 def clocks() -> tuple[float, float, float]:
-    """Returns wall-clock seconds, CPU seconds, and those of this thread, which other programs disturb least."""
+    """Returns wall-clock seconds, and CPU seconds of process and thread; contention affects the thread's least."""
     return time.perf_counter(), time.process_time(), time.thread_time()
 
 
 def main() -> int:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description="Measures what the loop costs besides the step.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Measures the overhead of the training loop.", allow_abbrev=False)
     parser.add_argument("--config", default="configs/quickstart.py")
     parser.add_argument("--steps", type=int, default=10, help="steps of a block")
     parser.add_argument("--rounds", type=int, default=6, help="blocks of each kind; the first is a warm-up")

@@ -1,4 +1,4 @@
-"""The strategies of the benchmarks: what a name stands for, and its bytes by the formulas of docs/concepts.md."""
+"""The names of strategies in benchmarks: their config keys, and their bytes by the formulas of docs/concepts.md."""
 
 import re
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def remat_of(name: str) -> str:
-    """Returns `model.remat`: `mics(2) dots` keeps the results of matrix products for the backward pass."""
+    """Returns `model.remat`: `mics(2) dots` stores the results of matrix products for the backward pass."""
     return "dots" if "dots" in name else "full"
 
 
@@ -34,13 +34,13 @@ class Cluster:
     devices_per_node: int
 
     def degree(self, scope: str) -> int:
-        """Returns over how many devices a scope cuts."""
+        """Returns the number of devices over which a scope partitions."""
         named = {"none": 1, "node": self.devices_per_node, "all": self.nodes * self.devices_per_node}
         return named[scope] if scope in named else int(scope)
 
 
 def scopes_of(name: str, cluster: Cluster) -> tuple[int, int, int]:
-    """Returns over how many devices a strategy cuts parameters, gradients and optimizer state."""
+    """Returns the degrees of partitioning of parameters, gradients and optimizer state."""
     strategy = name.split()[0]
     everything = cluster.degree("all")
     if mics := re.fullmatch(r"mics\((\d+)\)", strategy):
@@ -59,18 +59,18 @@ def scopes_of(name: str, cluster: Cluster) -> tuple[int, int, int]:
 
 
 def link_bytes(name: str, cluster: Cluster, *, model_bytes: float, accum: int) -> float:
-    """Returns what a node's link carries in a step, one way, by the formulas (MiCS section 3; ZeRO section 7).
+    """Returns the bytes on a node's link per step, one way, by the formulas (MiCS section 3; ZeRO section 7).
 
     Gathers and reduce-scatters over `p` devices, `k` of them in a node: `(p-k)M/p` hierarchical, `(p-1)M/p` flat,
-    nothing inside a node. All-reduces over R replicas: `2 (M/p)(R-1)/R` on each ring, as many rings through a link as
-    a node has devices that are no replicas of each other. Embedding and head, gathered once, count as layers do.
+    nothing inside a node. All-reduces over R replicas: `2 (M/p)(R-1)/R` per ring, with one ring per shard in the node.
+    Embedding and head, which are gathered once per micro-step, are counted like layers.
     """
     parameters, gradients, optimizer = scopes_of(name, cluster)
     k = cluster.devices_per_node
 
     def one_way(wide: int, narrow: int = 1) -> float:
         """A gather from shards of `M/wide` to shards of `M/narrow`, or the reduce-scatter back."""
-        held = narrow if "flat" in name else max(narrow, k)  # what the nodes gather between them, per ring
+        held = narrow if "flat" in name else max(narrow, k)  # shards that a ring between nodes gathers
         return min(held, k) * (wide // held - 1) * model_bytes / wide if wide > k else 0.0
 
     def all_reduce(held: int) -> float:

@@ -3,14 +3,14 @@
     python -m cluster.emulate --nodes=4 --devices_per_node=2 --processes_per_node=2 --rate=1gbit \
         -- PYTHON_WITH_TORCH benchmarks/pytorch_peer.py ddp|hsdp|zero3 [kept] [dots]
 
-One process a device, by torchrun's variables. The kind and size of configs/standard.py: 8 layers of 512, f32, AdamW,
-activation checkpointing, one sequence a device, 4 micro-steps; but random tokens, and no clipping. `hsdp` all-reduces
-between nodes at the last micro-step only: MiCS's schedule. `kept`: layers stay gathered for the backward pass; `dots`:
-products with weights are kept for it. Rank 0 prints one line: RESULT and a JSON object.
+One process per device, configured by torchrun's variables. The workload is configs/standard.py's (8 layers of 512,
+f32, AdamW, activation checkpointing, one sequence per device, 4 micro-steps), but with random tokens and no clipping.
+`hsdp` all-reduces between nodes at the last micro-step only, like MiCS. `kept`: layers stay gathered for the backward
+pass; `dots`: products with weights are stored for it. Rank 0 prints one line: RESULT and a JSON object.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# PyTorch is the peer, no dependency: it is in an environment of its own.
+# PyTorch is no dependency of ours; it is installed in a separate environment.
 
 import json
 import os
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The decoder, every layer checkpointed; with `dots`, products with weights are kept for the backward pass."""
+    """The decoder, every layer checkpointed; with `dots`, products with weights are stored for the backward pass."""
 
     def __init__(self, *, dots: bool) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def shard(model: nn.Module, mode: str, *, kept: bool) -> nn.Module:
 
 
 def sent_bytes() -> int:
-    """Returns what this node has sent so far."""
+    """Returns the bytes that this node has sent so far."""
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 

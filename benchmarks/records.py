@@ -1,4 +1,4 @@
-"""The records in benchmarks/results: a line a measurement, added to and never rewritten, and how they are summed up."""
+"""The records in benchmarks/results: append-only files with one line per measurement."""
 
 import os
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def recorded(file: Path) -> list[dict[str, Any]]:
 
 
 def machine() -> dict[str, str]:
-    """Returns where and with what a line was measured."""
+    """Returns commit, machine and jax version of a measurement."""
     about = environment({})
     return {"commit": about["git_commit"], "machine": f"{os.cpu_count()} CPU cores", "jax": about["versions"]["jax"]}
 

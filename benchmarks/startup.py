@@ -1,12 +1,12 @@
 """Measures the time from the start of train.py to the end of its first step, with an empty cache and with a full one.
 
-What the cache holds is the tokenised text, and compiled programs except on several virtual CPU devices
-(docs/training.md): on the quickstart cold and warm differ by the text alone.
+The cache holds the tokenised text and, except with several virtual CPU devices (docs/training.md), compiled programs.
+With the quickstart, cold and warm starts therefore differ only by the text.
 
     python -m benchmarks.startup [--config=configs/quickstart.py] [--repeats=3]
 
-Wall-clock seconds, and the CPU seconds of the process, which other programs on the machine disturb less. The aim for
-the quickstart: under 20 s cold, under 10 s warm.
+Prints wall-clock seconds, and CPU seconds of the process, which depend less on the machine's load. The targets for the
+quickstart: under 20 s cold, under 10 s warm.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from metrics.environment import environment
+from runtime.command_line import escape_output
 from runtime.events import Event, EventReader
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--config", default="configs/quickstart.py")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
+    escape_output()
     for _ in range(options.repeats):
         with tempfile.TemporaryDirectory() as cache:
             for state in ("cold", "warm"):

@@ -1,9 +1,9 @@
-"""CPU time and page faults of a step, of one of two processes that form a node: contention disturbs these least.
+"""Measures CPU time and page faults per step, of one of two processes of a node; contention affects these least.
 
     python -m benchmarks.step_cpu [--config.sharding.gather=micro_step ...]
 
-The standard workload on 2 devices, mics(2), over gloo on the loopback: no link is slow, so what is measured is compute,
-packing and the copies of the network stack. Prints a line a step.
+The standard workload on 2 devices, mics(2), over gloo on the loopback interface. No link is slow, so this measures
+compute, packing and the copies of the network stack. Prints one line per step.
 """
 
 import os

@@ -1,15 +1,15 @@
-"""Step time and bytes on the wire of every strategy, on emulated nodes with links of chosen rates.
+"""Measures step time and bytes on the wire of every strategy, on emulated nodes with chosen link rates.
 
     python -m benchmarks.strategies [--rates=1gbit,200mbit] [--repetitions=2] [--only="mics(2),zero3 flat"]
     python -m benchmarks.strategies --scale_model
     python -m benchmarks.strategies --pytorch=PYTHON
     python -m benchmarks.strategies --report
 
-The standard workload (configs/standard.py) on 4 nodes of 2 devices, swept over (repetition, rate, strategy), in
-that order, so that the repetitions of a command are interleaved; the same command again runs only what is missing.
+The standard workload (configs/standard.py) on 4 nodes of 2 devices, swept over (repetition, rate, strategy) in that
+order, so that repetitions are interleaved. Recorded runs are not repeated.
 `--scale_model` chooses the rate so that, by calculation, gathering takes 2.85 times the forward pass under ZeRO-3, as
 BERT 10B's did on p3dn.24xlarge (MiCS section 1). `--pytorch` runs ours and then PyTorch's at each rate
-(benchmarks/pytorch_peer.py, by a Python that has torch); `--report` runs nothing. Adds lines to
+(benchmarks/pytorch_peer.py, with a Python that has torch); `--report` runs nothing. Adds lines to
 benchmarks/results/strategies.jsonl and writes docs/strategies.md with its pictures; needs root (docs/emulation.md).
 """
 
@@ -31,6 +31,7 @@ from benchmarks.names import Cluster, link_bytes, remat_of, sharding_of
 from benchmarks.records import add, machine, recorded
 from benchmarks.strategies_lines import COMPUTE, PEER, SCALE_MODEL
 from cluster.links import Links
+from runtime.command_line import escape_output
 from sweeps.records import Record, State
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,18 +42,19 @@ CLUSTER = Cluster(nodes=4, devices_per_node=2)
 STANDARD = (COMPUTE, "ddp", "zero1", "zero2", "zero3 flat", "zero3", "hsdp", "mics(1)", "mics(2)", "mics(4)", "mics(8)")
 STANDARD += ("mics(2) two-hop off", "mics(2) kept", "zero3 auto", "node/node/all", "none/node/all")
 IN_SCALE_MODEL = ("mics(2)", "mics(4)", "mics(8)", "mics(4) flat", "mics(2) two-hop off", "zero3", "zero3 flat")
-KEY = ("mode", "strategy", "rate", "repetition")  # of a line
-PYTORCH_S = 1800  # a run takes minutes
+KEY = ("mode", "strategy", "rate", "repetition")  # identifies a line
+PYTORCH_S = 1800  # time-out; a run takes minutes
 GATHER_TO_FORWARD = 2.85  # MiCS section 1, BERT 10B under ZeRO-3
-FORWARDS = 4  # of a micro-step: one, one again for the backward pass, which itself has twice the products of one
-# `kept`: gathered once a micro-step, not again for the backward pass; `dots`: results of products with weights are kept
+FORWARDS = 4  # cost of a micro-step in forward passes: forward, recomputation, and a backward pass of twice that
+# `kept`: gathered once per micro-step, not again for the backward pass; `dots`: products with weights are stored
 OURS_BESIDE_PYTORCH = ("ddp", "ddp dots", "mics(2)", "mics(2) kept dots", "zero3")
 PYTORCH = ("ddp", "ddp dots", "hsdp", "hsdp kept dots", "zero3")
 
 
 def main() -> int:
-    """Runs what was asked for, records it and writes the page; returns 1 if a run failed."""
+    """Does and records the missing runs, and writes the page; returns 1 if a run failed."""
     options = options_of(sys.argv[1:])
+    escape_output()
     failed = 0
     for mode, name, rate, repetition in [] if options.report else planned(options):
         if name.startswith(PEER):
@@ -60,7 +62,7 @@ def main() -> int:
         else:
             failed += run_ours(mode, name, rate, repetition)
     if failed:
-        print(f"{failed} runs failed; what they said is in {WORKDIR}", file=sys.stderr)
+        print(f"{failed} runs failed; their output is in {WORKDIR}", file=sys.stderr)
         return 1
     strategies_report.write(recorded(RESULTS))
     return 0
@@ -74,18 +76,18 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="names of strategies, with commas")
     parser.add_argument("--scale_model", action="store_true")
     parser.add_argument("--pytorch", default="", help="a Python that has torch, to run it beside ours")
-    parser.add_argument("--report", action="store_true", help="only write the page from what is recorded")
+    parser.add_argument("--report", action="store_true", help="only write the page, from the record")
     return parser.parse_args(words)
 
 
 def planned(options: argparse.Namespace) -> list[tuple[str, str, str, int]]:
-    """Returns mode, strategy, rate and repetition of each run, in the order in which they come. ValueError: a rate."""
+    """Returns mode, strategy, rate and repetition of each run, in order. ValueError for a bad rate."""
     mode = SCALE_MODEL if options.scale_model else PEER if options.pytorch else "standard"
     default = {SCALE_MODEL: IN_SCALE_MODEL, PEER: OURS_BESIDE_PYTORCH}.get(mode, STANDARD)
     names = [name for name in options.only.split(",") if name] or default
     rates = [scale_model_rate()] if options.scale_model else options.rates.split(",")
     for rate in rates:
-        Links(rate=rate)  # ValueError says what is wrong with it
+        Links(rate=rate)  # raises ValueError for a bad rate
     theirs = [f"{PEER} {name}" for name in PYTORCH] if options.pytorch else []
     return [
         (mode, name, rate, repetition)
@@ -96,16 +98,18 @@ def planned(options: argparse.Namespace) -> list[tuple[str, str, str, int]]:
 
 
 def scale_model_rate() -> str:
-    """Returns the rate at which a flat gather takes 2.85 times the forward pass, from the compute that is recorded.
+    """Returns the rate at which a flat gather takes 2.85 times the forward pass, from recorded compute times.
 
-    The rate of earlier runs, if there are some: their times are to be compared.
+    If there are earlier runs, it is their rate, so that times are comparable.
     """
     used = [line["rate"] for line in recorded(RESULTS) if line["mode"] == SCALE_MODEL]
     if used:
         return used[0]
     steps = [line for line in recorded(RESULTS) if line["strategy"] == COMPUTE]
     if not steps:
-        raise SystemExit(f"error: the scale model needs a time of its forward pass: --only='{COMPUTE}' records it")
+        raise SystemExit(
+            f"error: the scale model needs the recorded time of a forward pass; run --only='{COMPUTE}' first"
+        )
     forward_s = median(line["step_time_s"] / line["accum"] for line in steps) / FORWARDS
     gathered = link_bytes("zero3 flat", CLUSTER, model_bytes=steps[0]["model_bytes"], accum=1) / 3  # of three passes
     return f"{gathered * 8 / (GATHER_TO_FORWARD * forward_s) / 1e6:.0f}mbit"
@@ -115,7 +119,7 @@ def scale_model_rate() -> str:
 
 
 def run_ours(mode: str, name: str, rate: str, repetition: int) -> bool:
-    """Runs a strategy at a rate and records it, if that is not done; says if it failed."""
+    """Runs and records a strategy at a rate, unless recorded; returns whether it failed."""
     if any((mode, name, rate, repetition) == tuple(line[key] for key in KEY) for line in recorded(RESULTS)):
         return False
     (record,) = sweep.run(CONFIG, [overrides_of(name, rate, repetition)], workdir=WORKDIR / mode, metric="step_time_s")
@@ -128,7 +132,7 @@ def run_ours(mode: str, name: str, rate: str, repetition: int) -> bool:
 
 
 def overrides_of(name: str, rate: str, repetition: int) -> dict[str, Any]:
-    """Returns the keys of one run."""
+    """Returns the overrides of one run."""
     if name == COMPUTE:
         devices = CLUSTER.degree("all")
         alone = {"mesh.num_cpu_devices": devices, "mesh.devices_per_node": devices, "sharding.strategy": "ddp"}
@@ -140,10 +144,10 @@ def overrides_of(name: str, rate: str, repetition: int) -> dict[str, Any]:
 
 
 def measured(name: str, record: Record) -> dict[str, Any]:
-    """Returns the numbers of a finished run; the wire's are those of node 0's interface, as train.py logs them."""
+    """Returns the numbers of a finished run; bytes on the wire are node 0's, as logged by train.py."""
     rows = [row for row in record.files.rows if "loss" in row]
     times = [row["step_time_s"] for row in rows if row.get("step_time_s") is not None]
-    accum = record.files.config["batch"]["global_size"] // CLUSTER.degree("all")  # one row a device a micro-step
+    accum = record.files.config["batch"]["global_size"] // CLUSTER.degree("all")  # one row per device and micro-step
     model_bytes = 4 * record.files.environment["num_params"]
     alone = name == COMPUTE
     compiled = record.files.collectives
@@ -169,7 +173,7 @@ def measured(name: str, record: Record) -> dict[str, Any]:
 
 
 def run_pytorch(python: str, name: str, rate: str, repetition: int) -> bool:
-    """Runs PyTorch's DDP, hybrid or full sharding on the same emulated cluster and records it; says if it failed."""
+    """Runs PyTorch's DDP, hybrid or full sharding on the same cluster and records it; returns whether it failed."""
     if any((PEER, f"{PEER} {name}", rate, repetition) == tuple(line[key] for key in KEY) for line in recorded(RESULTS)):
         return False
     options = [f"--{key}={value}" for key, value in vars(CLUSTER).items()]

@@ -1,4 +1,4 @@
-"""The lines of benchmarks/results/strategies.jsonl: choosing among them, and the commands that make them."""
+"""Selects and aggregates lines of benchmarks/results/strategies.jsonl, and lists the commands that make them."""
 
 import shlex
 from collections import defaultdict
@@ -11,7 +11,7 @@ from cluster.links import Links
 from paper.plots import Bar
 
 COMPUTE = "compute only"  # the same rows on the same devices in one process: no network, no sharding
-PEER = "pytorch"  # the mode of what ran beside PyTorch, and the first word of a strategy of PyTorch's
+PEER = "pytorch"  # mode of the comparison with PyTorch, and first word of PyTorch's strategies
 SCALE_MODEL = "scale_model"
 Line = dict[str, Any]
 
@@ -23,7 +23,7 @@ def ours_of(lines: Sequence[Line], *, scale_model: bool = True) -> list[Line]:
 
 
 def bytes_per_s(rate: str) -> float:
-    """Returns what a link of tc's rate carries one way."""
+    """Returns a link's bytes per second in one direction, from its rate as for tc."""
     return Links(rate=rate).rate_bits() / 8
 
 
@@ -43,7 +43,7 @@ def runs_of(lines: Sequence[Line], name: str, rate: str) -> list[Line]:
 
 
 def step_time(runs: Sequence[Line]) -> Bar | None:
-    """Returns the median of the runs, each the median of its steps, with the fastest and the slowest step."""
+    """Returns the median over runs of their median step times, with the range over all steps; None without runs."""
     if not runs:
         return None
     steps = [time for run in runs for time in run["step_times_s"]]
@@ -56,7 +56,7 @@ def compute_s(lines: Sequence[Line]) -> Bar | None:
 
 
 def above_compute_s(lines: Sequence[Line], name: str, rate: str) -> float | None:
-    """Returns by how much a step is longer than one without network; None where that computes something else."""
+    """Returns a step's time minus that without network; None if the latter recomputes a different amount."""
     step, compute = step_time(runs_of(lines, name, rate)), compute_s(lines)
     return step.value - compute.value if step and compute and remat_of(name) == "full" else None
 
@@ -67,24 +67,26 @@ def sent_bytes(lines: Sequence[Line], name: str, key: str) -> float:
 
 
 def link_s(lines: Sequence[Line], name: str, rate: str) -> float:
-    """Returns how long a node's link takes at its full rate for the bytes of a step."""
+    """Returns the seconds that a node's link takes at full rate for the bytes of a step."""
     return sent_bytes(lines, name, "wire_tx_bytes") / bytes_per_s(rate)
 
 
 def step_spread(lines: Sequence[Line]) -> float:
-    """Returns the largest difference between the steps of one run, relative to the fastest."""
+    """Returns the largest relative difference between the step times of one run."""
     return max(max(line["step_times_s"]) / min(line["step_times_s"]) - 1 for line in lines)
 
 
 def commands(lines: Sequence[Line]) -> list[str]:
-    """Returns the commands that make these lines, in the order of the record; those of PyTorch take a Python."""
+    """Returns the commands that make these lines, in the order of the record."""
     repetitions: dict[tuple[str, str, str], int] = defaultdict(int)
     for line in ours_of(lines):
         repetitions[line["mode"], line["rate"], line["strategy"]] += 1
-    alike: dict[tuple[str, str, int], list[str]] = defaultdict(list)  # what takes as many runs at a rate
+    alike: dict[tuple[str, str, int], list[str]] = defaultdict(list)  # strategies by number of runs
     for (mode, rate, name), count in repetitions.items():
         alike[mode, rate, count].append(name)
-    rates: dict[tuple[str, int, tuple[str, ...]], list[str]] = defaultdict(list)  # ... and is the same at other rates
+    rates: dict[tuple[str, int, tuple[str, ...]], list[str]] = defaultdict(
+        list
+    )  # rates with the same strategies and runs
     for (mode, rate, count), names in alike.items():
         rates[mode, count, tuple(names)].append(rate)
     found = []

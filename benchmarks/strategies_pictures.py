@@ -20,7 +20,7 @@ from paper.plots import MISSING, OUTSIDE, Bars, draw_bars, draw_range, name_bars
 
 
 def draw_step_times(lines: Sequence[Line]) -> Figure:
-    """Draws the step time of every strategy, a bar a rate, from the fastest to the slowest step."""
+    """Draws the step time of every strategy, one bar per rate, with the range of the steps."""
     names, compute = names_of(lines), compute_s(lines)
     series = {rate: [step_time(runs_of(lines, name, rate)) for name in names] for rate in rates_of(lines)}
     line, label = (compute.value, "compute only") if compute else (0.0, "")
@@ -28,7 +28,7 @@ def draw_step_times(lines: Sequence[Line]) -> Figure:
 
 
 def draw_bytes(lines: Sequence[Line]) -> Figure:
-    """Draws what a node sends a step to other nodes and what its devices send to each other."""
+    """Draws the bytes per step that a node sends to other nodes, and those between its devices."""
     names = names_of(lines)
     inter, intra = ([sent_bytes(lines, n, f"compiled_{key}_bytes") / 1e6 for n in names] for key in ("inter", "intra"))
     figure = Figure(figsize=(9, 0.34 * len(names) + 1.4), layout="constrained")
@@ -41,7 +41,7 @@ def draw_bytes(lines: Sequence[Line]) -> Figure:
 
 
 def draw_shares(lines: Sequence[Line]) -> Figure:
-    """Draws each step above what its compute and its link would take one after the other; nothing is clipped."""
+    """Draws each measured step above the sum of compute time and link time."""
     rates, compute = rates_of(lines), compute_s(lines)
     shown = {rate: [name for name in names_of(lines) if runs_of(lines, name, rate)] for rate in rates}
     rows = max(map(len, shown.values()))

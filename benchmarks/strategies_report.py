@@ -25,7 +25,7 @@ from paper.plots import Bar, png
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "strategies.md"
 IMAGES = ROOT / "docs" / "images"
-PAIRS = (  # the same strategy here and in PyTorch
+PAIRS = (  # the same strategy, ours and PyTorch's
     ("mics(2)", "pytorch hsdp"),
     ("mics(2) kept dots", "pytorch hsdp kept dots"),
     ("zero3", "pytorch zero3"),
@@ -45,8 +45,8 @@ def write(lines: Sequence[Line]) -> None:
 
 
 def page(lines: Sequence[Line]) -> str:
-    """Returns docs/strategies.md; a mode that was not run has no section."""
-    timed = ours_of(lines, scale_model=False)  # the same runs beside PyTorch's
+    """Returns docs/strategies.md; modes without runs have no section."""
+    timed = ours_of(lines, scale_model=False)  # including our runs of the comparison with PyTorch
     scale, torch = ([line for line in lines if line["mode"] == mode] for mode in (SCALE_MODEL, PEER))
     sections = [intro(lines), bytes_section(ours_of(lines))]
     sections += [time_section(timed)] if timed else []
@@ -82,7 +82,7 @@ def text(time: Bar | None) -> str:
 
 
 def ratio(a: Bar | None, b: Bar | None) -> str:
-    """Returns one time over another."""
+    """Returns the ratio of two times, or `-` if one is missing."""
     return f"{a.value / b.value:.2f}" if a and b else "-"
 
 
@@ -111,7 +111,7 @@ def bytes_section(lines: Sequence[Line]) -> str:
 
 
 def time_section(lines: Sequence[Line]) -> str:
-    """Returns the tables of step times, and what they can be compared with."""
+    """Returns the tables of step times, with compute and link times."""
     return "\n\n".join(
         [
             "## Step times\n\n`compute only` is the same rows on the same cores in one process, without network and "
@@ -191,7 +191,7 @@ def pytorch_section(lines: Sequence[Line]) -> str:
 
 
 def best_ratio(lines: Sequence[Line], rate: str) -> str:
-    """Returns the fastest of theirs over the fastest of ours."""
+    """Returns PyTorch's fastest time over our fastest."""
     ours = {line["strategy"] for line in ours_of(lines)}
     times = {name: time for name in names_of(lines) if (time := step_time(runs_of(lines, name, rate)))}
     best = [

@@ -1,8 +1,8 @@
-"""Prints the table of strategies in the README: bytes that a device sends in a step, read from the compiled programs.
+"""Prints the numbers of the README's table of strategies, read from the compiled programs.
 
     python -m benchmarks.strategy_bytes
 
-The quickstart's model on 8 virtual devices, 4 nodes of 2, two micro-steps a step. Nothing is run, only compiled.
+The quickstart's model on 8 virtual devices, 4 nodes of 2, two micro-steps per step. Steps are compiled but not run.
 """
 
 import math
@@ -12,6 +12,7 @@ import jax
 
 from benchmarks.names import sharding_of
 from configs import base, quickstart
+from runtime.command_line import escape_output
 from sharding import hlo
 from training.experiment import make_experiment
 
@@ -30,9 +31,10 @@ STRATEGIES = (
 
 def main() -> None:
     """Compiles the step under each strategy and prints a markdown table."""
+    escape_output()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    print("| strategy | state a device | between nodes | inside nodes |")
+    print("| strategy | holds | sends between nodes | sends inside the node |")
     print("|---|---|---|---|")
     for name in STRATEGIES:
         config: Any = quickstart.get_config()

@@ -1,1 +1,1 @@
-"""The published numbers of the papers beside ours: `python -m paper` writes docs/paper_tables.md from the records."""
+"""Compares the papers' published numbers with ours: `python -m paper` writes docs/paper_tables.md from the records."""

@@ -2,8 +2,8 @@
 
     python -m paper
 
-Nothing is compiled or run: `python -m benchmarks.compiled`, `benchmarks.fidelity` and `benchmarks.strategies` make the
-records in benchmarks/results. Exit codes: 0 done; 2 a record is missing.
+It compiles and trains nothing: the records in benchmarks/results are made by `python -m benchmarks.compiled`,
+`benchmarks.fidelity` and `benchmarks.strategies`. Exit codes: 0 done; 2 a record is missing.
 """
 
 import argparse
@@ -20,7 +20,7 @@ PLOTS = (mics_ablations, mics_figure_16, three_calls)
 
 
 def main() -> int:
-    """Writes the document and returns the exit code; a missing record is one line."""
+    """Writes the document and its pictures; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m paper", description="Writes docs/paper_tables.md from the records.", allow_abbrev=False
     )

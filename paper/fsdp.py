@@ -1,4 +1,4 @@
-"""PyTorch FSDP: its formulas of the traffic across hosts."""
+"""PyTorch FSDP: the paper's formulas for traffic between hosts, compared with our compiled programs."""
 
 from paper import published
 from paper.records import Records

@@ -1,4 +1,4 @@
-"""MiCS figures 12, 13b, 14 and 15 beside the scale model: group size, hierarchy, two hops, and all together."""
+"""MiCS figures 12 to 15 compared with the scale model: partition size, hierarchical gather, two hops, and all three."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from paper.records import Records
 from paper.tables import Row, Section, comparison, fixed
 
 IMAGE = "paper_figures_12_to_15.png"
-GPUS = 32  # of the published runs on 4 nodes, as many as the scale model has
+GPUS = 32  # of the published runs on 4 nodes, the number of nodes of the scale model
 times = fixed(2, " x")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Throughput of one strategy over another's: as published, and the names of ours."""
+    """Throughput of one strategy over another's: the published ratio, and the names of our two strategies."""
 
     figure: str
     what: str
@@ -27,7 +27,7 @@ class Ratio:
 
 
 def ratios() -> list[Ratio]:
-    """Returns every ratio that is compared; published ones at 4 nodes, but for figure 12 (8 nodes)."""
+    """Returns all compared ratios; the published ones are for 4 nodes, but figure 12's for 8."""
     figure_12, (without, with_hierarchy) = published.FIGURE_12, published.FIGURE_13B[GPUS]
     (one_hop, two_hop), (deepspeed, one_group, mics) = published.FIGURE_14[GPUS], published.FIGURE_15[GPUS]
     return [
@@ -83,9 +83,9 @@ def ratios() -> list[Ratio]:
 
 
 def measured(records: Records, ratio: Ratio, rate: str) -> Bar | None:
-    """Returns our ratio of throughputs (the inverse of step times) at a link rate, None if one was not measured.
+    """Returns our ratio of throughputs (inverse step times) at a link rate, None if either was not measured.
 
-    The ratio is that of the medians; it goes from that of the extremes one way to that of the extremes the other way.
+    The value is the ratio of the medians; the range is that of the ratios of the extreme step times.
     """
     faster, slower = (records.step_times_s(name, rate) for name in ratio.ours)
     if not faster or not slower:
@@ -145,7 +145,7 @@ def _span(figure: dict[int, tuple[float, float]]) -> str:
 
 
 def plot(records: Records) -> Figure:
-    """Returns the picture: each ratio, published and ours at each rate, with the range of the repetitions."""
+    """Returns the figure: the published ratio and ours at each link rate, with the range over repetitions."""
     series: dict[str, list[Bar | None]] = {"published": [exactly(ratio.published) for ratio in ratios()]}
     for rate in records.scale_model_rates:
         series[f"scale model, {rate}"] = [measured(records, ratio, rate) for ratio in ratios()]

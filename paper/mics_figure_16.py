@@ -1,4 +1,4 @@
-"""MiCS figure 16: two real training curves on the same data, MiCS against ZeRO-3."""
+"""MiCS figure 16: training losses of MiCS and ZeRO-3 on the same data."""
 
 from itertools import pairwise
 from statistics import fmean
@@ -12,7 +12,7 @@ from paper.tables import Section, table
 
 IMAGE = "paper_figure_16.png"
 OURS = ("zero3", "mics(2)")
-SAME = 1e-5  # losses that differ by less, relatively
+SAME = 1e-5  # losses with a smaller relative difference count as equal
 
 
 def tenths(losses: list[float]) -> list[float]:
@@ -55,14 +55,14 @@ def section(records: Records) -> Section:
 
 
 def _left(step: int | None, steps: int) -> str:
-    """Returns at which step the losses first differ by more than `SAME`."""
+    """Returns the words for the first step whose losses differ by more than `SAME`."""
     return (
         f"by less than {SAME:.0e} in all {steps}" if step is None else f"by more than {SAME:.0e} first at step {step}"
     )
 
 
 def plot(records: Records) -> Figure:
-    """Returns the picture: the published tenths beside every step of ours."""
+    """Returns the figure: the published tenths, and every step of our runs."""
     middle = [10 * i + 5.0 for i in range(10)]
     names = ("ZeRO-3", "MiCS")
     paper = {name: (middle, [pair[i] for pair in published.FIGURE_16]) for i, name in enumerate(names)}

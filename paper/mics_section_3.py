@@ -1,10 +1,10 @@
-"""MiCS section 3: the cost formulas, and what the hierarchical gather saves, counted in compiled programs."""
+"""MiCS section 3: the cost formulas and the savings of the hierarchical gather, counted in compiled programs."""
 
 from paper import published
 from paper.records import Records, Step
 from paper.tables import Row, Section, comparison, fixed
 
-NODES, K, N, ACCUM = 8, 8, 64, 4  # the compiled cluster: 8 nodes of 8; four micro-steps
+NODES, K, N, ACCUM = 8, 8, 64, 4  # of the compiled cluster: 8 nodes of 8 devices, four micro-steps
 SPANNING = (16, 32, 64)  # groups of more than one node
 of_m = fixed(4, " M")
 times = fixed(3, " x")

@@ -1,4 +1,4 @@
-"""The charts of the pages: groups of bars, each with its value and its range, and curves side by side."""
+"""The charts of generated pages: grouped bars with values and ranges, and panels of curves."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ OUTSIDE = "outside upper center"  # a legend there is laid out with the axes, so
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """What one bar shows: a value, and from which to which its repetitions go; one alone has no error bar."""
+    """The value of a bar, and its range over repetitions; without a range there is no error bar."""
 
     value: float
     low: float
@@ -26,14 +26,14 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """Groups of horizontal bars, one bar a series in each group; None is written as not measured."""
+    """Groups of horizontal bars, with one bar per series in each group; None is shown as not measured."""
 
     labels: Sequence[str]
     series: Mapping[str, Sequence[Bar | None]]
     title: str
-    line: float  # where a dotted line is drawn
+    line: float  # position of a dotted line
     line_label: str = ""
-    digits: int = 2  # of the values, after the point
+    digits: int = 2  # of the values, after the decimal point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,12 @@ class Curves:
 
 
 def exactly(value: float | None) -> Bar | None:
-    """Returns the bar of a number that has no repetitions, None for None."""
+    """Returns the bar of a number without a range; None for None."""
     return None if value is None else Bar(value=value, low=value, high=value)
 
 
 def draw_bars(bars: Bars) -> Figure:
-    """Returns the figure of the bars, each with its value, first on top."""
+    """Returns the figure of the bars, each labelled with its value; the first group is on top."""
     height = 0.8 / len(bars.series)
     figure = Figure(figsize=(9, 1.2 + len(bars.labels) * (0.25 + 0.2 * len(bars.series))), layout="constrained")
     axes = figure.add_subplot()
@@ -70,14 +70,14 @@ def draw_bars(bars: Bars) -> Figure:
 
 
 def draw_range(axes: Any, bar: Bar | None, place: float) -> None:
-    """Draws the error bar of a horizontal bar, if it has a range."""
+    """Draws the range of a horizontal bar, if it has one."""
     if bar and bar.high > bar.low:
         ends = [[bar.value - bar.low], [bar.high - bar.value]]
         axes.errorbar([bar.value], [place], xerr=ends, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
 
 
 def name_bars(axes: Any, labels: Sequence[str], title: str) -> None:
-    """Names rows of horizontal bars, first on top."""
+    """Labels rows of horizontal bars; the first is on top."""
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.margins(y=0.01)
@@ -86,7 +86,7 @@ def name_bars(axes: Any, labels: Sequence[str], title: str) -> None:
 
 
 def draw_curves(panels: Sequence[Curves], *, x: str, y: str) -> Figure:
-    """Returns the figure of the panels side by side; later lines are dashed, so that equal ones are both seen."""
+    """Returns the figure of the panels side by side; later lines are dashed, so that overlapping ones are visible."""
     figure = Figure(figsize=(5.5 * len(panels), 3.8), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for i, (label, (xs, ys)) in enumerate(panel.lines.items()):

@@ -1,6 +1,6 @@
-"""Every published number that a table here is compared with, and where it was published.
+"""All published numbers used in the tables, with their sources.
 
-Values of the MiCS figures are read from the vector graphics of the paper (to 0.1 %); it prints no table of them.
+Values of the MiCS figures are read from the paper's vector graphics (to 0.1 %), because it has no table of them.
 """
 
 MICS = "MiCS, VLDB 2022 (arXiv 2205.00119)"
@@ -9,11 +9,11 @@ FSDP = "PyTorch FSDP, VLDB 2023 (arXiv 2304.11277)"
 
 # ------------------------------------------------------------------------------------------------------ MiCS
 
-# Section 3.3: share of the inter-node traffic that the hierarchical gather saves, 8 devices a node, in percent
+# Section 3.3: percentage of the inter-node traffic saved by the hierarchical gather, 8 devices per node
 SAVING_PERCENT = {16: 46.6, 64: 11.1}
 # Section 3.4: cost of the alternative over two-hop synchronisation, 4 micro-steps, equal bandwidths, large n and p
 ALTERNATIVE_OVER_TWO_HOP = 4 / 3
-# Table 1: billions of parameters in a model's name, and the config of it
+# Table 1: billions of parameters in the model's name, and our config
 TABLE_1 = {
     "BERT 10B": (10, "bert_10b"),
     "BERT 15B": (15, "bert_15b"),
@@ -22,20 +22,20 @@ TABLE_1 = {
     "RoBERTa 20B": (20, "roberta_20b"),
     "GPT2 20B": (20, "gpt2_20b"),
 }
-# Figure 12: devices of a partition group to samples a second; BERT 10B, 64 V100 in 8 nodes
+# Figure 12: partition size to samples per second; BERT 10B, 64 V100 in 8 nodes
 FIGURE_12 = {8: 84.80, 16: 70.19, 32: 64.71, 64: 52.16}
 # Figure 13b: GPUs to throughput over ZeRO-3's (without hierarchical communication, with it); BERT 15B, groups of 16
 FIGURE_13B = {16: (1.697, 2.216), 32: (1.468, 2.021), 64: (1.677, 2.315), 128: (2.057, 2.821)}
-# Figure 14: GPUs to samples a second (without two-hop synchronisation, with it); BERT 10B, groups of 8
+# Figure 14: GPUs to samples per second (without two-hop synchronisation, with it); BERT 10B, groups of 8
 FIGURE_14 = {16: (17.83, 21.20), 32: (38.04, 42.24), 64: (67.87, 84.79), 128: (143.33, 165.39)}
-# Figure 15: GPUs to samples a second of DeepSpeed's ZeRO-3, of MiCS with one group of all GPUs, of MiCS; BERT 10B
+# Figure 15: GPUs to samples per second of DeepSpeed's ZeRO-3, of MiCS with one group of all GPUs, of MiCS; BERT 10B
 FIGURE_15 = {
     16: (8.54, 12.90, 21.20),
     32: (18.30, 25.07, 42.24),
     64: (32.09, 42.70, 84.79),
     128: (51.14, 78.80, 165.39),
 }
-# Figure 16: mean loss by tenth of the run (DeepSpeed's ZeRO-3, MiCS); 1.5B parameters, 1 M sequences, 4 micro-steps
+# Figure 16: mean loss per tenth of the run (DeepSpeed's ZeRO-3, MiCS); 1.5B parameters, 1 M sequences, 4 micro-steps
 FIGURE_16 = (
     (8.47, 8.52),
     (7.92, 7.93),
@@ -61,7 +61,7 @@ ZERO_TABLE_1 = {
     256: ("30.4", "15.4", "0.47", "518", "263", "8", "4046", "2054", "62.5"),
     1024: ("30.1", "15.1", "0.12", "513", "257", "2", "4011", "2013", "15.6"),
 }
-# Section 5 and Table 1: bytes a parameter, fp16 training with Adam: (not partitioned, partitioned)
+# Section 5 and Table 1: bytes per parameter, fp16 training with Adam: (not partitioned, partitioned)
 ZERO_BYTES = {"zero1": (4, 12), "zero2": (2, 14), "zero3": (0, 16)}
-# Section 7: communication volume a step, in parameters that a device sends and receives
+# Section 7: communication volume per step and device, in parameters
 ZERO_VOLUME = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3 flat": 3}

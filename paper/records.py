@@ -1,4 +1,4 @@
-"""The recorded results in benchmarks/results, as the tables read them."""
+"""Reads the recorded results in benchmarks/results for the tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from typing import Any
 
 from files import json_lines
 
-PARAMETER_BYTES = 4  # parameters and gradients travel in f32 in all records
+PARAMETER_BYTES = 4  # all records are of f32 parameters and gradients
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A line of a compiled program; bytes are those that a device sends a step, averaged over the devices."""
+    """A collective of a compiled program; bytes are those that a device sends per step, averaged over the devices."""
 
     kind: str
     name: str
@@ -33,7 +33,7 @@ class Step:
     accum: int
     strategy: str
     num_params: int
-    state_bytes: dict[str, int]  # parameters, gradients, optimizer state of one device
+    state_bytes: dict[str, int]  # of parameters, gradients and optimizer state, per device
     collectives: tuple[Collective, ...]
 
     @property
@@ -45,15 +45,15 @@ class Step:
         return PARAMETER_BYTES * self.num_params
 
     def sent(self, *names: str) -> float:
-        """Bytes that a device sends a step, of the collectives of these names (none: all)."""
+        """Bytes that a device sends per step in the collectives of these names (none: all)."""
         return sum(c.inter_bytes + c.intra_bytes for c in self._named(names))
 
     def link(self, *names: str) -> float:
-        """Bytes that a node sends a step to others, of the collectives of these names (none: all)."""
+        """Bytes that a node sends to other nodes per step in the collectives of these names (none: all)."""
         return self.devices_per_node * sum(c.inter_bytes for c in self._named(names))
 
     def calls(self, kind: str) -> int:
-        """Collectives of a kind that a step executes, without the few bytes of losses and norms."""
+        """Number of collectives of a kind executed per step, without those of losses and norms."""
         return sum(c.times for c in self.collectives if c.kind == kind and c.name)
 
     def _named(self, names: Sequence[str]) -> list[Collective]:
@@ -82,22 +82,22 @@ class Records:
 
     @cached_property
     def scale_model_rates(self) -> list[str]:
-        """The link rates at which the scale model was run, in the order of the record."""
+        """The link rates of the scale model's runs, in order of first occurrence."""
         return list(dict.fromkeys(run["rate"] for run in self.runs if run["mode"] == "scale_model"))
 
     def step_times_s(self, strategy: str, rate: str) -> list[float]:
-        """Step time of each of the scale model's runs of a strategy at a link rate."""
+        """The step times of the scale model's runs of a strategy at a link rate."""
         key = ("scale_model", strategy, rate)
         return [run["step_time_s"] for run in self.runs if (run["mode"], run["strategy"], run["rate"]) == key]
 
     def wire_bytes(self, strategy: str) -> float | None:
-        """Mean bytes that a node sent a step, None if it was not run; every mode runs the standard workload."""
+        """Mean bytes that a node sent per step, None if not measured; every mode runs the standard workload."""
         sent = [run["wire_tx_bytes"] for run in self.runs if run["strategy"] == strategy and run["wire_tx_bytes"]]
         return fmean(sent) if sent else None
 
 
 def read_records(folder: Path) -> Records:
-    """Returns what is recorded in `folder`. ValueError where a record that is always there is missing."""
+    """Returns the records in `folder`. ValueError if compiled.jsonl or fidelity.jsonl is missing."""
     compiled = _lines(folder / "compiled.jsonl", "python -m benchmarks.compiled")
     curves = _lines(folder / "fidelity.jsonl", "python -m benchmarks.fidelity")
     measured = folder / "strategies.jsonl"

@@ -1,4 +1,4 @@
-"""`Row`, `Section` and their markdown: published / ours / difference / how obtained."""
+"""`Row` and `Section`, with markdown tables of published and our numbers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ NONE = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One number: as published (or by the paper's formula), and ours; None where there is no such number."""
+    """A published number (or the value of the paper's formula) and ours; None for a missing one."""
 
     what: str
     published: float | None
     ours: float | None
     how: str
     form: Callable[[float], str]
-    points: bool = False  # the numbers are percentages: their difference is in points
+    points: bool = False  # the numbers are percentages, whose difference is in percentage points
 
     @property
     def difference(self) -> str:
-        """Ours less the published number: relative to it, or in points."""
+        """Ours minus the published number, relative to the latter or in percentage points."""
         if self.published is None or self.ours is None:
             return NONE
         if self.points:
@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the document: its text, tables and pictures, already markdown."""
+    """A section of the document: text, tables and pictures as markdown."""
 
     title: str
     blocks: Sequence[str]
@@ -49,7 +49,7 @@ class Section:
 
 
 def comparison(rows: Sequence[Row], published: str = "published") -> str:
-    """Returns the table of published and our numbers; `published` is the title of that column."""
+    """Returns the table of published and our numbers; `published` is that column's title."""
     head = ["", published, "ours", "difference", "how ours was obtained"]
     return table(head, [row.cells() for row in rows])
 
@@ -61,7 +61,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def fixed(digits: int, unit: str = "") -> Callable[[float], str]:
-    """Returns the form of a number with so many digits after the point."""
+    """Returns a formatter of numbers with so many digits after the decimal point."""
     return lambda value: f"{value:,.{digits}f}{unit}"
 
 

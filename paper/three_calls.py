@@ -1,4 +1,4 @@
-"""Three calls: is it three times the bandwidth? Collectives and bytes of every strategy, compiled and measured."""
+"""Does ZeRO-3, with three collectives per layer, need three times the bandwidth? Every strategy's bytes, over ddp's."""
 
 from matplotlib.figure import Figure
 
@@ -63,7 +63,7 @@ def _answer(steps: dict[str, Step], once: dict[str, Step]) -> str:
 
 
 def plot(records: Records) -> Figure:
-    """Returns the picture: bytes of a device and of a node over those of ddp, compiled and, where known, measured."""
+    """Returns the figure: bytes per device and per node over those of ddp, compiled and, if recorded, measured."""
     steps = [records.step(name, nodes=NODES, accum=ACCUM) for name in STRATEGIES]
     series: dict[str, list[Bar | None]] = {
         "sent by a device, compiled": [exactly(step.sent() / steps[0].sent()) for step in steps],

@@ -1,4 +1,4 @@
-"""ZeRO: its table 1, the bytes that a device holds, and the communication volumes."""
+"""ZeRO: its table 1, the bytes of model state per device, and the communication volumes."""
 
 import math
 
@@ -7,7 +7,7 @@ from paper.records import Records
 from paper.tables import Row, Section, comparison, fixed, table
 
 NODES, N = 4, 8
-# Ours: bytes a parameter of f32 parameters, gradients, and Adam's two moments: (not partitioned, partitioned)
+# Ours: bytes per parameter of f32 parameters, gradients, and Adam's two moments: (not partitioned, partitioned)
 OUR_BYTES = {"zero1": (8, 8), "zero2": (4, 12), "zero3": (0, 16)}
 STAGES = {"zero1": "P_os", "zero2": "P_os+g", "zero3": "P_os+g+p"}
 ours_form = fixed(3, " bytes")
@@ -39,7 +39,7 @@ def section(records: Records) -> Section:
 
 
 def formula_gb(billions: float, stage: str, devices: int) -> float:
-    """Returns GB of model state on each of `devices`."""
+    """Returns GB of model state per device."""
     whole, cut = published.ZERO_BYTES[stage]
     return billions * (whole + cut / devices)
 
@@ -53,7 +53,7 @@ def as_printed(value: float, like: str) -> str:
 
 
 def _table_1() -> tuple[str, str]:
-    """Returns the table, and how many of its cells equal the published ones."""
+    """Returns the table, and the number of cells that equal the published ones."""
     columns = [(size, stage) for size in published.ZERO_TABLE_1_BILLIONS for stage in STAGES]
     rows, equal = [], 0
     for devices, printed in published.ZERO_TABLE_1.items():

@@ -270,7 +270,7 @@ def test_damaged_records_are_an_error(data_dir: str) -> None:
         ),
         (
             {"source": "stdlib_text"},
-            "data.objective='classify' does not fit data.source='stdlib_text' .* to 'causal' or",
+            "data.objective='classify' does not fit data.source='stdlib_text'; .* to 'causal' or",
         ),
         ({"augment": "crop"}, r"data.augment=crop is not known; one of none, crop_flip; did you mean crop_flip\?"),
         ({"image_size": 0}, "data.image_size=0 must be at least 1"),
