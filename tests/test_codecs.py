@@ -78,7 +78,7 @@ ORACLES = {
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_a_codec_is_its_numpy_version(name: str) -> None:
+def test_codecs_match_numpy(name: str) -> None:
     """Bit for bit what is sent; to a rounding what arrives (the mean of one_bit may be summed in another order)."""
     codec, x = CODECS[name], rows()
     sent = np.asarray(jax.jit(codec.encode)(x, KEY))
@@ -93,7 +93,7 @@ def test_a_codec_is_its_numpy_version(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_what_is_finite_stays_finite(name: str) -> None:
+def test_finite_values_stay_finite(name: str) -> None:
     """To the largest numbers that there are; infinity and NaN, where a codec can say them, stay what they are."""
     codec, largest = CODECS[name], np.finfo(np.float32).max
     x = np.float32([[largest, -largest, 3.39e38, 1.0] * (BLOCK // 4)])
@@ -108,7 +108,7 @@ def test_what_is_finite_stays_finite(name: str) -> None:
 
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("size", [BLOCK, 5 * BLOCK])
-def test_rows_are_independent(name: str, size: int) -> None:
+def test_rows_are_encoded_independently(name: str, size: int) -> None:
     """More dims in front, and rows of any number of blocks."""
     codec, x = CODECS[name], rows(6, size).reshape(2, 3, size)
     sent = codec.encode(jnp.asarray(x), KEY)
@@ -120,7 +120,7 @@ def test_rows_are_independent(name: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("name", "least"), [("bf16", 2), ("int8", 3.8), ("int4", 7.5), ("two_bit", 15.5), ("one_bit", 30)]
 )
-def test_the_ratio_of_the_defaults(name: str, least: float) -> None:
+def test_default_compression_ratios(name: str, least: float) -> None:
     codec = make_codec(name, CompressionConfig(**base.get_config().compression))
     assert codec is not None and 4 * 2**20 / codec.payload_bytes(2**20) >= least
 
@@ -155,6 +155,6 @@ def test_stochastic_rounding_is_unbiased(bits: int) -> None:
         ({"rank": 0}, "compression.rank=0 must be at least 1"),
     ],
 )
-def test_bad_settings(changes: dict, said: str) -> None:
+def test_bad_codec_settings_are_rejected(changes: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         CompressionConfig(**(base.get_config().compression.to_dict() | changes))

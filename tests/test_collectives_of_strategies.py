@@ -90,7 +90,7 @@ def expected_mics(p: int, *, hierarchical: bool = True, gather: str = "layer") -
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
-def test_mics(p: int) -> None:
+def test_mics_gathers_in_groups_and_all_reduces_between_them(p: int) -> None:
     collectives = read(strategy="mics", partition_size=p)
     assert traffic(collectives) == expected_mics(p)
     in_the_loop = [c for c in collectives if c.loop_depth > 0]
@@ -99,7 +99,7 @@ def test_mics(p: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
-def test_each_group_of_tensors_travels_in_one_collective_a_level(kind: str) -> None:
+def test_tensors_share_one_collective_per_level(kind: str) -> None:
     """mics(4): executions a step of every payload, a layer's tensors together; hop two once, in float32."""
     m = sizes(kind)
     got: Counter = Counter()
@@ -115,17 +115,17 @@ def test_each_group_of_tensors_travels_in_one_collective_a_level(kind: str) -> N
 
 
 @pytest.mark.parametrize("p", [4, 8])
-def test_a_flat_gather_is_one_collective_over_both_networks(p: int) -> None:
+def test_flat_gather_is_one_collective_over_both_levels(p: int) -> None:
     assert traffic(read(strategy="mics", partition_size=p, hierarchical=False)) == expected_mics(p, hierarchical=False)
 
 
 @pytest.mark.parametrize("gather", ["micro_step", "step"])
-def test_gather_frequency(gather: str) -> None:
+def test_gather_policies_set_the_number_of_gathers(gather: str) -> None:
     assert traffic(read(strategy="mics", partition_size=4, gather=gather)) == expected_mics(4, gather=gather)
 
 
 @pytest.mark.parametrize(("strategy", "p"), [("ddp", 1), ("hsdp", 2), ("zero3", 8)])
-def test_names_for_scopes(strategy: str, p: int) -> None:
+def test_named_strategies_equal_their_custom_scopes(strategy: str, p: int) -> None:
     assert traffic(read(strategy=strategy)) == expected_mics(p)
 
 
@@ -160,7 +160,7 @@ def test_node_node_all_shards_the_optimizer_over_everything() -> None:
     )
 
 
-def test_without_two_hop_everything_is_all_reduced_in_every_micro_step() -> None:
+def test_without_two_hop_gradients_are_all_reduced_every_micro_step() -> None:
     """MiCS section 3.4: the alternative moves 2 M (n-1)/n in each of the s micro-steps."""
     collectives = read(strategy="mics", partition_size=4, two_hop=False)
     got = traffic(collectives)
@@ -170,7 +170,7 @@ def test_without_two_hop_everything_is_all_reduced_in_every_micro_step() -> None
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
-def test_bytes_of_design_6_3(p: int) -> None:
+def test_sent_bytes_match_the_formulas(p: int) -> None:
     """Gather and hop one (p-1)M/p, hop two 2(M/p)(R-1)/R; between nodes (p-k)M/p with, (p-1)M/p without hierarchy."""
     m = {name: 4 * elements for name, elements in sizes().items()}
     gathered_bytes = ACCUMULATION * (3 * LAYERS * m["layers"] + 2 * m["embed"] + 2 * m["head"])  # gathers and hop one
@@ -191,7 +191,7 @@ def test_bytes_of_design_6_3(p: int) -> None:
         assert got["collective_intra_bytes"] == pytest.approx(inside, abs=8)
 
 
-def test_bfloat16_gathers_move_half_the_bytes() -> None:
+def test_bfloat16_gathers_send_half_the_bytes() -> None:
     sh = workload.plan("decoder", num_layers=LAYERS, dtype=jnp.bfloat16, strategy="mics", partition_size=2)
     step, _, _ = workload.compiled_step("decoder", sh, accumulation=ACCUMULATION, num_layers=LAYERS)
     collectives = read_collectives(step.as_text(), sh.layout.shape)
@@ -201,7 +201,7 @@ def test_bfloat16_gathers_move_half_the_bytes() -> None:
     assert all(c.payload_bytes == 2 * c.num_elements for c in collectives if c.label == "gather")
 
 
-def test_tensor_splits_the_gathered_bytes() -> None:
+def test_tensor_axis_divides_the_gathered_bytes() -> None:
     """With tensor=2 on nodes of 2, a group of 4 devices gathers between its two nodes, each device half of a matrix."""
     collectives = read(strategy="mics", partition_size=4, tensor=2)
     specs = workload.model("decoder", LAYERS).param_specs()

@@ -21,14 +21,14 @@ def step(codec: str, rate: str, steps: list[float], command: str = "", loss: flo
     return {"kind": "step", "codec": codec, "rate": rate, **times, "losses": [5.0, loss], "command": command}
 
 
-def test_the_page_is_what_the_record_gives() -> None:
+def test_page_is_up_to_date_with_the_record() -> None:
     text = compression_report.page(LINES)
     assert compression_report.PAGE.read_text() == text, "run: python -m benchmarks.compression --report"
     assert "\n    python -m benchmarks.compression --rates=100mbit --repetitions=1\n" in text
     assert "`python -m benchmarks.compression --report`" in text
 
 
-def test_times_of_another_optimizer_are_not_compared_and_a_loss_that_rose_is_named() -> None:
+def test_report_compares_equal_optimizers_and_names_rising_losses() -> None:
     sgd = "train.py --config.optimizer.name=sgd"
     lines = [step("none", "1gbit", [4.0]), step("int8", "1gbit", [1.0, 3.0]), step("dgc", "1gbit", [1.0], sgd, 6.0)]
     text = compression_report.step_table(lines, "1gbit")
@@ -37,13 +37,13 @@ def test_times_of_another_optimizer_are_not_compared_and_a_loss_that_rose_is_nam
     assert "dgc ran with sgd, and has no run without a codec to be compared with; the loss of dgc rose." in text
 
 
-def test_the_record_s_dgc_ran_with_another_optimizer_and_its_loss_rose() -> None:
+def test_recorded_dgc_has_another_optimizer_and_a_rising_loss() -> None:
     (dgc,) = [line for line in LINES if line["kind"] == "step" and line["codec"] == "dgc"]
     assert compression_report.optimizer_of(dgc) == "sgd" and dgc["losses"][-1] > dgc["losses"][0]
     assert "the loss of dgc rose" in compression_report.PAGE.read_text()
 
 
-def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> None:
+def test_step_time_chart_has_ranges_and_missing_values() -> None:
     lines = [
         step("none", "1gbit", [4.0]),
         step("none", "100mbit", [9.0]),
@@ -58,7 +58,7 @@ def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> N
     assert (start[0], end[0]) == (1.0, 3.0)
 
 
-def test_the_ratios_of_the_readme_are_those_on_the_wire() -> None:
+def test_readme_ratios_match_measured_wire_bytes() -> None:
     text = " ".join((compression_report.ROOT / "README.md").read_text().split())
     sent = {line["codec"]: line["wire_tx_bytes"] for line in LINES if line["kind"] == "step"}
     int8, one_bit, dgc = (f"{sent['none'] / sent[name]:.0f} times" for name in ("int8", "one_bit", "dgc"))

@@ -60,7 +60,7 @@ def restore(directory: Path, placed: TrainState) -> TrainState:
     return restored.state
 
 
-def test_a_resumed_run_is_the_same(tmp_path: Path) -> None:
+def test_resumed_run_equals_uninterrupted_run(tmp_path: Path) -> None:
     plan = workload.plan("decoder", strategy="mics", partition_size=2)
     step, state, data = workload.compiled_step("decoder", plan, hop_two=exchange(plan, CODEC))
     placed = shapes(state)
@@ -71,7 +71,7 @@ def test_a_resumed_run_is_the_same(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, step(again, data), step(state, data))
 
 
-def test_residuals_of_another_hop_two_are_refused(tmp_path: Path) -> None:
+def test_residuals_of_another_hop_two_are_rejected(tmp_path: Path) -> None:
     """By name: those of DGC are not an exchange's."""
 
     def with_dgc(plan: ShardingPlan) -> optax.GradientTransformation:

@@ -94,7 +94,7 @@ def run(
 
 @pytest.mark.parametrize("layout", LAYOUT_PARAMS)
 @pytest.mark.parametrize("name", ["int8", "one_bit"])
-def test_what_was_handed_on_and_what_is_kept_is_all_that_came(layout: str, name: str) -> None:
+def test_result_plus_residuals_is_the_sum_of_inputs(layout: str, name: str) -> None:
     """Error feedback telescopes, through both encodings."""
     plan = workload.plan("tensors", **LAYOUTS[layout])
     out, means, state = run(plan, CODECS[name])
@@ -112,7 +112,7 @@ def test_what_was_handed_on_and_what_is_kept_is_all_that_came(layout: str, name:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_every_codec_telescopes_and_is_near(name: str) -> None:
+def test_error_feedback_telescopes_for_every_codec(name: str) -> None:
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     out, means, state = run(plan, CODECS[name])
     bound = {"bf16": 2e-4, "int8": 1e-3, "int4": 2e-2, "int4 stochastic": 2e-2}.get(name, 1.0)
@@ -125,7 +125,7 @@ def test_every_codec_telescopes_and_is_near(name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["mics(2)", "none/node/4"])
-def test_without_a_codec_it_is_the_plain_mean(layout: str) -> None:
+def test_exchange_without_codec_is_the_mean(layout: str) -> None:
     """Bit by bit: with numbers whose sums round nowhere, in whatever order."""
     plan = workload.plan("tensors", **LAYOUTS[layout])
     grads, whole = gradients(plan, 0)
@@ -134,7 +134,7 @@ def test_without_a_codec_it_is_the_plain_mean(layout: str) -> None:
     jax.tree.map(lambda x, g: np.testing.assert_array_equal(x, (np.round(g * 1024) / 64).mean(0)), out, whole)
 
 
-def test_two_nodes_are_numpy() -> None:
+def test_exchange_of_two_nodes_matches_numpy() -> None:
     """Two replicas, one tensor a bucket: encode, swap, sum, encode, swap, written out; three steps with feedback."""
     plan = workload.plan("tensors", nodes=2, per_node=1, strategy="ddp")
     block = 32
@@ -166,7 +166,7 @@ def test_two_nodes_are_numpy() -> None:
 
 
 @pytest.mark.parametrize("per_node", [1, 2])
-def test_a_scale_of_one_bit_is_of_values_and_not_of_what_fills_a_block_up(per_node: int) -> None:
+def test_one_bit_scale_ignores_padding(per_node: int) -> None:
     """Two nodes, without feedback: each slice is encoded by both, their sum once more, written out."""
     plan = workload.plan("tensors", nodes=2, per_node=per_node, strategy="ddp")
     block = 96
@@ -190,7 +190,7 @@ def test_a_scale_of_one_bit_is_of_values_and_not_of_what_fills_a_block_up(per_no
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-8)
 
 
-def test_without_feedback_nothing_is_kept() -> None:
+def test_without_error_feedback_there_is_no_residual() -> None:
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     out, _, state = run(plan, CODECS["two_bit"], 1, feedback=False)
     assert not jax.tree.leaves(state.residual)
@@ -210,7 +210,7 @@ def train(layout: str, codec: str) -> tuple[np.ndarray, Any, Any]:
 
 @pytest.mark.parametrize("layout", LAYOUT_PARAMS)
 @pytest.mark.parametrize(("name", "rtol"), [("int8", 2e-3), pytest.param("two_bit", 0.1, marks=pytest.mark.slow)])
-def test_every_layout_trains(layout: str, name: str, rtol: float) -> None:
+def test_losses_with_codecs_stay_close_to_dense_losses(layout: str, name: str, rtol: float) -> None:
     """The first loss is the dense one, the others near (two bits lag); a device holds its residual and no other's."""
     plan = workload.plan("decoder", **LAYOUTS[layout])
     losses, state, _ = train(layout, name)
@@ -228,7 +228,7 @@ def test_every_layout_trains(layout: str, name: str, rtol: float) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "int8" else pytest.mark.slow) for name in CODECS]
 )
-def test_the_program_sends_the_payload_and_no_more(name: str) -> None:
+def test_compiled_program_sends_exactly_the_payload(name: str) -> None:
     """Between nodes hop two has collectives of bytes, of the size that the codec claims, and vectors as they are."""
     plan = workload.plan("decoder", **LAYOUTS["mics(2)"])
     codec = CODECS[name]
@@ -258,7 +258,7 @@ def test_the_program_sends_the_payload_and_no_more(name: str) -> None:
 
 
 @pytest.mark.parametrize("codec", [Blockwise(bits=8, block=1000), TwoBit(threshold=1e-6, multiple=1000)])
-def test_the_ratio_is_of_the_values_and_not_of_what_fills_up_their_blocks(codec: Codec) -> None:
+def test_hop_two_ratio_ignores_padding(codec: Codec) -> None:
     """Two nodes: a row for each of two, then the sum of one of them, in whole blocks of 1000."""
     plan = workload.plan("tensors", nodes=2, per_node=1, strategy="ddp")
     _, _, state = run(plan, codec, 1)
@@ -271,7 +271,7 @@ def test_the_ratio_is_of_the_values_and_not_of_what_fills_up_their_blocks(codec:
     assert told["hop_two_fraction_sent"] == pytest.approx(1, abs=1e-3)
 
 
-def test_the_fraction_that_two_bits_send() -> None:
+def test_two_bit_fraction_sent_counts_values_above_threshold() -> None:
     """Of the first encoding: the values that reach the threshold; of vectors all."""
     plan = workload.plan("tensors", nodes=2, per_node=1, strategy="ddp")
     _, _, state = run(plan, CODECS["two_bit"], 1)
@@ -300,7 +300,7 @@ HOPS: dict[str, Callable[[ShardingPlan], Any]] = {
 
 
 @pytest.mark.parametrize("name", HOPS)
-def test_what_is_not_finite_is_not_kept(name: str) -> None:
+def test_non_finite_values_do_not_enter_the_residual(name: str) -> None:
     """One bad value on one replica: the guard skips the step, and the residuals are those of before."""
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     tx = guarded(HOPS[name](plan), optax.sgd(1.0))
@@ -320,7 +320,7 @@ def test_what_is_not_finite_is_not_kept(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_hop_two_runs_in_every_layout(layout: str) -> None:
+def test_every_hop_two_runs_or_is_rejected_in_every_layout(layout: str) -> None:
     """Three steps: means of the parameters' shapes in the optimizer's scope, off by what is kept, if that is linear."""
     plan = workload.plan("tensors", **LAYOUTS[layout])
     wanted = plan.shardings(plan.layout.optimizer)
@@ -349,11 +349,11 @@ def test_every_hop_two_runs_in_every_layout(layout: str) -> None:
 
 
 @pytest.mark.parametrize("how", [dict(strategy="zero3"), dict(strategy="mics", partition_size=8)])
-def test_a_codec_with_nothing_to_encode(how: dict) -> None:
+def test_codec_is_rejected_without_replicas_on_several_nodes(how: dict) -> None:
     with pytest.raises(ValueError, match="compression.hop_two has nothing to encode"):
         workload.refusal(workload.plan("tensors", **how), "bf16")
 
 
-def test_one_node_has_nothing_to_encode() -> None:
+def test_codec_is_rejected_on_one_node() -> None:
     with pytest.raises(ValueError, match="compression.hop_two has nothing to encode"):
         workload.refusal(workload.plan("tensors", nodes=1, per_node=8, strategy="ddp"), "bf16")

@@ -49,7 +49,7 @@ def named(tree: Any) -> dict[str, np.ndarray]:
         DGCConfig(sparsity=0.99, warmup_steps=9, momentum=0.9, clip_norm=0.51),  # about half of the shares are clipped
     ],
 )
-def test_dgc_is_its_algorithm(config: DGCConfig) -> None:
+def test_dgc_matches_numpy(config: DGCConfig) -> None:
     """Twenty steps of four workers (algorithm 4 of the paper), layer by layer; vectors are averaged, with momentum."""
     plan = workload.plan("tensors", nodes=4, per_node=1, strategy="ddp")
     out, _ = run(plan, dgc(plan, config), 20)
@@ -84,7 +84,7 @@ def test_dgc_is_its_algorithm(config: DGCConfig) -> None:
             np.testing.assert_allclose(out[step][name], wanted, atol=2e-6, err_msg=f"{name} at step {step}")
 
 
-def test_clipping_lets_a_sum_of_unlike_gradients_have_the_norm() -> None:
+def test_dgc_clips_independent_gradients_to_the_total_norm() -> None:
     """Eight replicas with gradients of norm 0.5 to 4 that have nothing in common.
 
     All far above: what is handed on has the norm `clip_norm`, as with clipping behind a dense exchange. All below
@@ -107,7 +107,7 @@ def test_clipping_lets_a_sum_of_unlike_gradients_have_the_norm() -> None:
 
 @pytest.mark.parametrize("sampled", [1.0, 0.3])
 @pytest.mark.parametrize("layout", ["mics(2)", "none/node/4"])
-def test_layers_are_chosen_from_by_themselves(layout: str, sampled: float) -> None:
+def test_dgc_selects_values_per_layer(layout: str, sampled: float) -> None:
     """Gradients of the second layer 16 times smaller: of it the same values are sent, 16 times smaller."""
     plan = workload.plan("tensors", **LAYOUTS[layout])
     tx = dgc(plan, replace(DGC, sampled=sampled))
@@ -122,7 +122,7 @@ def test_layers_are_chosen_from_by_themselves(layout: str, sampled: float) -> No
 
 
 @pytest.mark.parametrize("how", [LAYOUTS["tensor"], dict(nodes=2, per_node=4, tensor=2, partition_size=4)])
-def test_dgc_with_matrices_that_tensor_does_not_cut(how: dict) -> None:
+def test_dgc_handles_matrices_without_tensor_dim(how: dict) -> None:
     """Learned positions, and biases of a layer: beside others they have copies on the axis `tensor`."""
     plan = workload.plan("encoder", **({"strategy": "mics"} | how))
     grads, whole = gradients(plan, 0, "encoder")
@@ -138,7 +138,7 @@ def test_dgc_with_matrices_that_tensor_does_not_cut(how: dict) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUT_PARAMS)
-def test_dgc_loses_nothing_in_any_layout(layout: str) -> None:
+def test_dgc_result_plus_residual_is_the_sum_in_every_layout(layout: str) -> None:
     """Without momentum: what was sent and what was not add up to all gradients, replicas inside a node too."""
     plan = workload.plan("tensors", **LAYOUTS[layout])
     out, state = run(plan, dgc(plan, replace(DGC, momentum=0.0)), 4)
@@ -151,7 +151,7 @@ def test_dgc_loses_nothing_in_any_layout(layout: str) -> None:
         assert sent < 0.5 if is_matrix(name, out[0][name]) else sent == 1
 
 
-def test_the_ratio_of_dgc_is_of_the_values_and_not_of_what_fills_up_parts() -> None:
+def test_dgc_ratio_ignores_padding() -> None:
     """The three devices of a node each have a third of a layer's values, some of them a zero more."""
     plan = workload.plan("tensors", nodes=2, per_node=3, strategy="ddp")
     shapes = named(workload.params("tensors"))
@@ -164,7 +164,7 @@ def test_the_ratio_of_dgc_is_of_the_values_and_not_of_what_fills_up_parts() -> N
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_sampling_finds_large_values(seed: int) -> None:
+def test_sampled_selection_finds_large_values(seed: int) -> None:
     """Of 20000 values the 200 largest are wanted, and a tenth tells which are large."""
     size = np.abs(np.random.default_rng(seed).standard_t(3, 20_000)).astype(np.float32)
     key = jax.random.key(seed)
@@ -177,7 +177,7 @@ def test_sampling_finds_large_values(seed: int) -> None:
     assert any(set(sent) == set(window[np.argsort(-size[window])][:200]) for window in windows)
 
 
-def test_sampling_prefers_no_position() -> None:
+def test_sampled_selection_is_uniform_over_positions() -> None:
     """Where far more values than may be sent are as large as the sample's: each of them has its turn."""
     chosen, found = jax.jit(jax.vmap(lambda key: _largest(jnp.ones(64), key, 1, 0.1)))(
         jax.random.split(jax.random.key(0), 2000)
@@ -187,7 +187,7 @@ def test_sampling_prefers_no_position() -> None:
     assert turns.min() > 10 and turns.max() < 60  # 31 of 2000, give or take 6
 
 
-def test_sampled_dgc_loses_nothing() -> None:
+def test_sampled_dgc_result_plus_residual_is_the_sum() -> None:
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     out, state = run(plan, dgc(plan, replace(DGC, momentum=0.0, sampled=0.3)), 3)
     came = [named(gradients(plan, step)[1]) for step in range(3)]
@@ -206,7 +206,7 @@ def orthonormal(p: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("layout", LAYOUT_PARAMS)
-def test_power_sgd_is_its_algorithm_in_any_layout(layout: str) -> None:
+def test_power_sgd_matches_numpy_in_every_layout(layout: str) -> None:
     """The factors are those of whole matrices, however they are cut; two steps with warm start and feedback."""
     rank, steps = 2, 2
     plan = workload.plan("tensors", **LAYOUTS[layout])
@@ -240,7 +240,7 @@ def test_power_sgd_is_its_algorithm_in_any_layout(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["mics(2)", "none/node/4"])
-def test_power_sgd_sends_what_has_its_rank(layout: str) -> None:
+def test_power_sgd_is_exact_for_matrices_of_its_rank(layout: str) -> None:
     """A matrix of rank 1 comes through whole with rank 4; the factors' other columns find nothing."""
     plan = workload.plan("tensors", **LAYOUTS[layout])
     grads, _ = gradients(plan, 0)
@@ -249,7 +249,7 @@ def test_power_sgd_sends_what_has_its_rank(layout: str) -> None:
     jax.tree.map(lambda x: np.testing.assert_allclose(x, 0.01, rtol=1e-4), out)
 
 
-def test_power_sgd_comes_back_from_a_gradient_of_zeros() -> None:
+def test_power_sgd_recovers_from_a_zero_gradient() -> None:
     """As the first ones of a residual branch that starts at scale 0, and of delayed hops, are."""
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     tx = power_sgd(plan, SPECS, 2)
@@ -260,7 +260,7 @@ def test_power_sgd_comes_back_from_a_gradient_of_zeros() -> None:
     assert all(np.asarray(x).any() for x in jax.tree.leaves(out))
 
 
-def test_power_sgd_of_a_gradient_of_any_size() -> None:
+def test_power_sgd_works_for_gradients_of_any_magnitude() -> None:
     """Small ones come through as others do; one whose norm is out of range is skipped, and nothing of it is kept."""
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     params, tx = workload.params("tensors"), guarded(power_sgd(plan, SPECS, 2), optax.sgd(1.0))
@@ -281,7 +281,7 @@ def test_power_sgd_of_a_gradient_of_any_size() -> None:
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.exchange.residual))
 
 
-def test_sampling_looks_past_zeros() -> None:
+def test_sampled_selection_skips_zeros() -> None:
     """As in an embedding, of which a few rows alone were used."""
     size = jnp.zeros(10_000).at[-50:].set(1.0)
     chosen, found = _largest(size, jax.random.key(0), 100, 0.1)
@@ -292,7 +292,7 @@ def test_sampling_looks_past_zeros() -> None:
 @pytest.mark.parametrize(
     "layout", ["none/node/4", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tensor", "mics(2)"))]
 )
-def test_training(layout: str, method: str) -> None:
+def test_dgc_and_power_sgd_stay_close_to_dense_losses(layout: str, method: str) -> None:
     """Three steps stay near the dense losses, and what crosses nodes is small."""
     plan, specs = workload.plan("decoder", **LAYOUTS[layout]), workload.specs("decoder")
     hop = dgc(plan, replace(DGC, momentum=0.0, clip_norm=1e3)) if method == "dgc" else power_sgd(plan, specs, 2)
@@ -315,11 +315,11 @@ def test_training(layout: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("how", [dict(strategy="zero3"), dict(nodes=1, per_node=8, strategy="ddp")])
-def test_dgc_with_nothing_to_send(how: dict) -> None:
+def test_dgc_is_rejected_without_replicas_on_several_nodes(how: dict) -> None:
     with pytest.raises(ValueError, match="compression.hop_two=dgc has nothing to send"):
         workload.refusal(workload.plan("tensors", **how), "dgc")
 
 
-def test_power_sgd_with_nothing_to_send() -> None:
+def test_power_sgd_is_rejected_without_replicas() -> None:
     with pytest.raises(ValueError, match="compression.hop_two=power_sgd has nothing to send"):
         workload.refusal(workload.plan("tensors", strategy="zero3"), "power_sgd")

@@ -63,7 +63,7 @@ def test_the_defaults_are_accepted_and_every_key_is_needed():
         ({"prefetch": -1}, "data.prefetch=-1 must be at least 0"),
     ],
 )
-def test_settings_that_cannot_work(changes, message):
+def test_bad_data_settings_are_rejected(changes, message):
     with one_line(message):
         settings(**changes)
 
@@ -72,7 +72,7 @@ def load_folder(path: Path, split: Split = "train", seed=0, **changes):
     return load(settings(source="folder", path=str(path), **changes), split, seed)
 
 
-def test_split_and_seed():
+def test_bad_split_and_seed_are_rejected():
     with one_line("split=valid is not known; one of train, validation"):
         load(DataConfig(**DEFAULTS), "valid", 0)  # pyright: ignore
     for seed in (-1, 2**63):
@@ -80,7 +80,7 @@ def test_split_and_seed():
             load(DataConfig(**DEFAULTS), "train", seed)
 
 
-def test_missing_empty_and_unreadable_text(tmp_path, monkeypatch):
+def test_missing_empty_and_unreadable_text_is_rejected(tmp_path, monkeypatch):
     with one_line("data.path .*absent does not exist"):
         load_folder(tmp_path / "absent")
     (tmp_path / "file").write_text("text")
@@ -108,7 +108,7 @@ def test_missing_empty_and_unreadable_text(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("objective", "longest"), [("causal", 19), ("masked", 20)])
-def test_too_little_text_for_one_example(tmp_path, objective, longest):
+def test_text_shorter_than_one_example_is_rejected(tmp_path, objective, longest):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("x" * 20)  # train: 19 bytes and a separator
     assert len(load_folder(tmp_path / "text", seq_len=longest, objective=objective)) == 1
@@ -116,7 +116,7 @@ def test_too_little_text_for_one_example(tmp_path, objective, longest):
         load_folder(tmp_path / "text", seq_len=longest + 1, objective=objective)
 
 
-def test_more_windows_than_can_be_shuffled(monkeypatch):
+def test_more_windows_than_the_shuffle_supports_are_rejected(monkeypatch):
     monkeypatch.setattr("input_pipeline.index.MAX_WINDOWS", 1000)
     with one_line("data.seq_len=256 gives the train split 65536 windows.*raise data.seq_len"):
         load(settings(source="synthetic"), "train", 0)
@@ -137,7 +137,7 @@ def test_more_windows_than_can_be_shuffled(monkeypatch):
         ("tiktoken", BYTES + b"dGg= 4294967296\n", "is not a tiktoken vocabulary: line 257"),
     ],
 )
-def test_vocabulary_files_that_cannot_be_used(tmp_path, tokenizer, content, message):
+def test_bad_vocabulary_files_are_rejected(tmp_path, tokenizer, content, message):
     (tmp_path / "a.txt").write_text("text")
     if content is not None:
         (tmp_path / "vocabulary").write_bytes(content)
@@ -145,7 +145,7 @@ def test_vocabulary_files_that_cannot_be_used(tmp_path, tokenizer, content, mess
         load_folder(tmp_path, tokenizer=tokenizer, tokenizer_path=str(tmp_path / "vocabulary"))
 
 
-def test_a_sentencepiece_model_without_a_separator(tmp_path):
+def test_sentencepiece_model_without_eos_id_is_rejected(tmp_path):
     import sentencepiece
 
     (tmp_path / "a.txt").write_text("the quick brown fox jumps\n" * 20)
@@ -161,7 +161,7 @@ def test_a_sentencepiece_model_without_a_separator(tmp_path):
         load_folder(tmp_path, tokenizer="sentencepiece", tokenizer_path=str(tmp_path / "m.model"))
 
 
-def test_a_cache_in_an_impossible_place(tmp_path, monkeypatch):
+def test_unwritable_cache_path_is_rejected(tmp_path, monkeypatch):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("x" * 1000)
     (tmp_path / "file").touch()
@@ -170,7 +170,7 @@ def test_a_cache_in_an_impossible_place(tmp_path, monkeypatch):
         load_folder(tmp_path / "text")
 
 
-def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, monkeypatch, cache_folder):
+def test_full_disk_raises_and_leaves_no_files(tmp_path, monkeypatch, cache_folder):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("x" * 1000)
 
@@ -183,7 +183,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, monkeypatch, cache
     assert [path.suffix for path in (cache_folder / "streams").iterdir()] == [".lock"]
 
 
-def test_a_python_without_sources(tmp_path, monkeypatch):
+def test_python_without_stdlib_sources_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with one_line("data.source is 'stdlib_text', but .* has no sources of the standard library: install them"):
         load(DataConfig(**DEFAULTS), "train", 0)

@@ -45,7 +45,7 @@ def assert_rows(batch, rows, step, dataset, global_size=GLOBAL_SIZE):
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_rows_do_not_depend_on_the_number_of_processes_or_a_restart(dataset, processes, prefetch):
+def test_rows_are_independent_of_processes_and_restarts(dataset, processes, prefetch):
     for start in (0, 5):
         for process in range(processes):
             rows = list(range(process, GLOBAL_SIZE, processes))  # any split of the rows
@@ -53,18 +53,18 @@ def test_rows_do_not_depend_on_the_number_of_processes_or_a_restart(dataset, pro
                 assert_rows(batch, rows, step, dataset)
 
 
-def test_rows_come_in_the_order_asked_for(dataset):
+def test_rows_are_in_the_requested_order(dataset):
     assert_rows(steps_of(dataset, [7, 2, 2, 9], 3, 1)[0], [7, 2, 2, 9], 3, dataset)
 
 
-def test_batches_run_on_past_the_end_of_an_epoch(dataset):
+def test_batches_continue_into_the_next_epoch(dataset):
     step = len(dataset) // GLOBAL_SIZE  # this batch lies across the end
     assert len(dataset) % GLOBAL_SIZE
     for offset, batch in enumerate(steps_of(dataset, range(GLOBAL_SIZE), step - 1, 3)):
         assert_rows(batch, range(GLOBAL_SIZE), step - 1 + offset, dataset)
 
 
-def test_rows_beyond_the_global_batch_are_zeros_of_weight_zero(dataset):
+def test_rows_beyond_the_global_batch_are_zero_padding(dataset):
     batch = steps_of(dataset, [8, 9, 10, 11], 2, 1)[0]
     assert_rows({name: value[:2] for name, value in batch.items()}, [8, 9], 2, dataset)
     for name in ("tokens", "targets", "weights"):
@@ -86,7 +86,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_an_error_in_the_background_reaches_the_consumer(dataset, prefetch):
+def test_background_error_is_raised_by_next(dataset, prefetch):
     with Batches(Failing(dataset), global_size=3, rows=range(3), start_step=0, prefetch=prefetch) as batches:  # pyright: ignore
         next(batches)
         next(batches)
@@ -97,7 +97,7 @@ def test_an_error_in_the_background_reaches_the_consumer(dataset, prefetch):
             next(batches)
 
 
-def test_batches_are_prepared_ahead_and_no_further_than_asked(dataset):
+def test_prefetch_prepares_at_most_the_requested_batches(dataset):
     read = []
 
     class Recording:
@@ -122,7 +122,7 @@ def wait_for(condition, limit_s=20.0):
         time.sleep(0.005)
 
 
-def test_the_time_waited_is_that_of_the_last_next(dataset):
+def test_wait_time_is_that_of_the_last_next(dataset):
     gate = threading.Event()
 
     class Slow:
@@ -145,7 +145,7 @@ def test_the_time_waited_is_that_of_the_last_next(dataset):
         assert batches.step == 3
 
 
-def test_close_ends_the_thread(dataset):
+def test_close_ends_the_background_thread(dataset):
     before = set(threading.enumerate())
     batches = Batches(dataset, global_size=2, rows=[0, 1], start_step=0, prefetch=2)
     next(batches)
@@ -167,7 +167,7 @@ def test_close_ends_the_thread(dataset):
         ({"prefetch": -1}, "prefetch is -1"),
     ],
 )
-def test_impossible_arguments_are_refused(dataset, changes, message):
+def test_bad_arguments_are_rejected(dataset, changes, message):
     arguments = dict(global_size=2, rows=[0, 1], start_step=0, prefetch=1) | changes
     with pytest.raises(ValueError, match=message):
         Batches(dataset, **arguments)

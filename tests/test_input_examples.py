@@ -38,7 +38,7 @@ def train_bytes(corpus: Path) -> bytes:
     return b"".join(TEXT[name].encode() + b"\0" for name in train)
 
 
-def test_causal_windows_cover_the_stream_once_an_epoch_and_targets_are_the_next_tokens(corpus):
+def test_causal_epoch_covers_the_stream_with_next_token_targets(corpus):
     stream = train_bytes(corpus)
     dataset = load(settings(corpus), "train", seed=3)
     assert len(dataset) == (len(stream) - 1) // 16
@@ -64,7 +64,7 @@ def test_masked_windows_do_not_overlap(corpus):
     assert sorted(windows) == sorted(stream[i * 16 : i * 16 + 16] for i in range(len(dataset)))
 
 
-def test_an_example_depends_on_seed_and_number_alone(corpus):
+def test_example_depends_only_on_seed_and_index(corpus):
     for objective in ("causal", "masked"):
         dataset = load(settings(corpus, objective=objective), "train", seed=1)
         forwards = [dataset[i] for i in range(50)]
@@ -83,14 +83,14 @@ def test_epochs_of_neighbouring_seeds_differ():
     assert same == 0
 
 
-def test_an_order_of_examples_is_kept_for_ever():
+def test_order_of_examples_is_stable_across_versions():
     """Golden values: a change of these lines is a change of every run's batches."""
     dataset = load(settings("", source="synthetic", seq_len=4, objective="masked", mask_rate=0.5), "train", seed=5)
     found = [[int(v) for v in dataset[i]["tokens"]] for i in (0, 1, 65536, 10**9)]
     assert found == [[164, 171, 256, 256], [256, 256, 2, 9], [20, 256, 34, 256], [55, 62, 256, 39]]
 
 
-def test_masks_have_the_shares_of_bert_and_differ_between_epochs(corpus):
+def test_masks_have_berts_shares_and_differ_between_epochs(corpus):
     dataset = load(settings("", source="synthetic", seq_len=200, objective="masked"), "train", seed=0)
     chosen = masked = kept = total = 0
     drawn = []
@@ -132,7 +132,7 @@ def test_synthetic_tokens_follow_their_rule_and_splits_differ():
     assert len(held_out) == len(validation)
 
 
-def test_vocabulary_size_and_bytes_per_token(corpus):
+def test_vocabulary_size_and_bytes_per_token_match_the_tokenizer(corpus):
     causal, masked = (load(settings(corpus, objective=o), "train", 0) for o in ("causal", "masked"))
     assert (causal.vocab_size, masked.vocab_size, masked.tokenizer.mask_id) == (256, 257, 256)
     assert causal.bytes_per_token == 1
@@ -142,7 +142,7 @@ def fingerprint(corpus: Path, split: Split = "train", **changes) -> str:
     return load(settings(corpus, **changes), split, seed=0).fingerprint
 
 
-def test_the_fingerprint_changes_when_the_examples_do(corpus):
+def test_fingerprint_changes_with_the_examples(corpus):
     base = fingerprint(corpus)
     assert base == fingerprint(corpus) == load(settings(corpus), "train", seed=9).fingerprint
     masked = fingerprint(corpus, objective="masked")
@@ -158,7 +158,7 @@ def test_the_fingerprint_changes_when_the_examples_do(corpus):
     assert fingerprint(corpus) == base  # content counts, not times
 
 
-def test_numbers_below_zero_are_refused(corpus):
+def test_negative_indices_are_rejected(corpus):
     dataset: Dataset = load(settings(corpus), "train", 0)
     with pytest.raises(IndexError, match="numbered from 0"):
         dataset[-1]

@@ -31,7 +31,7 @@ def one_line(message: str):
 # ---------------------------------------------------------------------------------------------------- the digits
 
 
-def test_the_two_splits_are_all_digits_once_with_their_labels() -> None:
+def test_digits_splits_partition_the_images() -> None:
     found = load_digits()
     labels = {}
     for image, label in zip(found.images, found.target, strict=True):
@@ -51,7 +51,7 @@ def test_the_two_splits_are_all_digits_once_with_their_labels() -> None:
     assert sorted(seen) == sorted(image.astype(int).tobytes() for image in found.images)
 
 
-def test_the_split_is_the_same_for_every_seed_and_the_order_is_not() -> None:
+def test_seed_changes_the_order_but_not_the_split() -> None:
     def images(seed: int, split: Any, epoch: int = 0) -> list[bytes]:
         dataset = load(settings(), split, seed)
         return [dataset[epoch * len(dataset) + i]["images"].tobytes() for i in range(len(dataset))]
@@ -60,7 +60,7 @@ def test_the_split_is_the_same_for_every_seed_and_the_order_is_not() -> None:
     assert len({tuple(sorted(order)) for order in orders}) == 1 and len({tuple(order) for order in orders}) == 3
 
 
-def test_batches_of_images_and_their_padding() -> None:
+def test_image_batches_are_padded_with_zeros() -> None:
     dataset = load(settings(), "validation", 0)
     with Batches(dataset, global_size=100, rows=[99, 3, 100], start_step=3, prefetch=0, end=360) as batches:
         batch = next(batches)
@@ -74,7 +74,7 @@ def test_batches_of_images_and_their_padding() -> None:
     assert batch["labels"][1] == dataset[303]["labels"] and not batch["images"][[0, 2]].any()
 
 
-def test_fingerprints_tell_what_is_seen() -> None:
+def test_fingerprint_changes_with_the_preprocessing() -> None:
     prints = [load(settings(**changes), "train", 0).fingerprint for changes in ({}, {"image_size": 9}, {"channels": 3})]
     prints.append(load(settings(augment="crop_flip"), "train", 0).fingerprint)
     prints.append(load(settings(), "validation", 0).fingerprint)
@@ -91,7 +91,7 @@ def ramp(width: int, height: int) -> Image.Image:
     return Image.fromarray(np.stack([x, y, 255 * (x < width / 2)], axis=-1).astype(np.uint8))
 
 
-def test_pixels_are_those_of_the_box() -> None:
+def test_pixels_are_cropped_to_the_box() -> None:
     values = (pixels(ramp(200, 100), (20, 40, 100, 80), size=10, channels=3) + 1) * 127.5
     np.testing.assert_allclose(values[..., 0], np.broadcast_to(20 + 8 * np.arange(10) + 3.5, (10, 10)), atol=1.0)
     np.testing.assert_allclose(values[..., 1], np.broadcast_to(40 + 4 * np.arange(10) + 1.5, (10, 10)).T, atol=1.0)
@@ -100,13 +100,13 @@ def test_pixels_are_those_of_the_box() -> None:
 
 
 @pytest.mark.parametrize("mode", ["I;16", "I", "F"])
-def test_images_of_more_than_8_bits_are_refused(mode: str) -> None:
+def test_images_with_more_than_8_bits_are_rejected(mode: str) -> None:
     """Pillow would cut every value above 255 off, and nearly all of such an image is white then."""
     with one_line(f"an image of mode {mode}"):
         pixels(Image.new(mode, (8, 8)), (0, 0, 8, 8), size=8, channels=1)
 
 
-def test_random_boxes_have_the_published_sizes_and_forms() -> None:
+def test_random_boxes_have_published_areas_and_ratios() -> None:
     chances = np.random.default_rng(0).random((2000, 10, 4))
     boxes = np.array([random_box(500, 400, chance) for chance in chances])
     left, top, right, bottom = boxes.T
@@ -118,7 +118,7 @@ def test_random_boxes_have_the_published_sizes_and_forms() -> None:
     assert random_box(1000, 10, np.full((10, 4), 0.99)) == centre_box(1000, 10, 1.0) == (495, 0, 505, 10)
 
 
-def test_augmentation_depends_on_seed_and_example_alone_and_validation_has_none() -> None:
+def test_augmentation_depends_only_on_seed_and_index() -> None:
     config = settings(augment="crop_flip")
     train, again, other = (load(config, "train", seed) for seed in (0, 0, 1))
     np.testing.assert_array_equal(train[7]["images"], again[7]["images"])
@@ -135,7 +135,7 @@ def test_augmentation_depends_on_seed_and_example_alone_and_validation_has_none(
     assert any(np.array_equal(validation[i]["images"], expected) for i in range(len(whole)))
 
 
-def test_half_of_the_examples_are_mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_of_the_training_images_are_mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("input_pipeline.images.random_box", lambda width, height, chances: (0, 0, width, height))
     augmented, plain = load(settings(augment="crop_flip"), "train", 0), load(settings(), "train", 0)
     mirrored = [np.array_equal(augmented[i]["images"], plain[i]["images"][:, ::-1]) for i in range(400)]
@@ -196,7 +196,9 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("plain", "validation", (190, 195), 2),
     ],
 )
-def test_images_of_a_data_set(data_dir: str, name: str, split: Any, reds: Any, classes: int) -> None:
+def test_tfds_images_and_labels_match_the_data_set(
+    data_dir: str, name: str, split: Any, reds: Any, classes: int
+) -> None:
     config = settings(source=f"tfds:input_pictures/{name}", path=data_dir, image_size=16, channels=3)
     dataset = load(config, split, 0)
     examples = [dataset[i] for i in range(len(dataset))]
@@ -206,7 +208,7 @@ def test_images_of_a_data_set(data_dir: str, name: str, split: Any, reds: Any, c
     assert dataset.num_classes == classes and {x["images"].shape for x in examples} == {(16, 16, 3)}
 
 
-def test_fingerprints_of_a_data_set_tell_its_labels(data_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_changes_with_the_labels(data_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def prints(path: str) -> list[str]:
         config = settings(source="tfds:input_pictures/plain", path=path)
         return [load(config, split, 0).fingerprint for split in SPLITS]
@@ -218,9 +220,7 @@ def test_fingerprints_of_a_data_set_tell_its_labels(data_dir: str, monkeypatch: 
     assert len({*before, *after}) == 4
 
 
-def test_what_is_read_for_a_fingerprint_is_spread_over_all_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checksum_blocks_are_spread_over_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = np.random.default_rng(0).bytes(1000)
     files = [tmp_path / str(i) for i in range(4)]
     for file, part in zip(files, (content[:5], content[5:400], b"", content[400:]), strict=True):
@@ -240,12 +240,12 @@ def test_what_is_read_for_a_fingerprint_is_spread_over_all_files(
         ("two", "2 features of that type, none of them called 'image'; its features are .*left"),
     ],
 )
-def test_bad_data_sets_get_one_clear_line(data_dir: str, name: str, message: str) -> None:
+def test_bad_data_set_error_is_one_line(data_dir: str, name: str, message: str) -> None:
     with one_line(message):
         load(settings(source=f"tfds:input_pictures/{name}", path=data_dir), "train", 0)
 
 
-def test_damaged_records_are_an_error(data_dir: str) -> None:
+def test_damaged_record_raises_with_its_index(data_dir: str) -> None:
     config = settings(source="tfds:input_pictures/split", path=data_dir)
     load(config, "train", 0)
     file = next(Path(data_dir).rglob("*train*array_record*"))
@@ -278,6 +278,6 @@ def test_damaged_records_are_an_error(data_dir: str) -> None:
         ({"path": "images"}, "data.path is 'images' but data.source='digits' reads no path"),
     ],
 )
-def test_settings_that_cannot_work(changes: dict[str, Any], message: str) -> None:
+def test_bad_image_settings_are_rejected(changes: dict[str, Any], message: str) -> None:
     with one_line(message):
         settings(**changes)

@@ -57,7 +57,7 @@ def text_of(config: DataConfig, split: Split) -> bytes:
     return ids_of(config, split).astype(np.uint8).tobytes()
 
 
-def test_a_folder_is_split_by_file_and_a_file_keeps_its_split(corpus):
+def test_folder_is_split_by_file_with_stable_assignment(corpus):
     def expected(split: Split) -> bytes:
         names = sorted(path.name for path in corpus.iterdir() if not path.name.startswith("."))
         held_out = [name for name in names if int(hashlib.sha256(name.encode()).hexdigest()[:16], 16) < 0.05 * 2**64]
@@ -72,7 +72,7 @@ def test_a_folder_is_split_by_file_and_a_file_keeps_its_split(corpus):
         assert text_of(settings(corpus), "validation") == expected("validation")
 
 
-def test_folders_below_count_hidden_ones_and_empty_files_do_not(tmp_path):
+def test_subfolders_are_read_but_not_hidden_or_empty_files(tmp_path):
     for name in ("c/a.txt", ".git/b.txt", "c/.d/e.txt", "b.txt"):
         (tmp_path / "corpus" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "corpus" / name).write_text(name)
@@ -82,7 +82,7 @@ def test_folders_below_count_hidden_ones_and_empty_files_do_not(tmp_path):
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "c", "d"), tuple(HELD_OUT_NAMES)])
-def test_both_splits_of_two_or_more_files_hold_one(tmp_path, names):
+def test_both_splits_of_two_or_more_files_are_not_empty(tmp_path, names):
     (tmp_path / "corpus").mkdir()
     for name in names:
         (tmp_path / "corpus" / name).write_text(name)
@@ -90,7 +90,7 @@ def test_both_splits_of_two_or_more_files_hold_one(tmp_path, names):
     assert all(streams) and sorted(b"".join(streams).split(b"\0")[:-1]) == [name.encode() for name in names]
 
 
-def test_an_only_file_is_cut_between_characters(tmp_path):
+def test_single_file_is_split_between_characters(tmp_path):
     (tmp_path / "one").mkdir()
     for length in range(30, 40):  # wherever 95 % falls in the four bytes of a character
         (tmp_path / "one" / "a.txt").write_text("x" * (length % 7) + "\N{SNAKE}" * length)
@@ -100,7 +100,7 @@ def test_an_only_file_is_cut_between_characters(tmp_path):
         assert abs(len(validation) - 0.05 * len(train + validation)) <= 4
 
 
-def test_stdlib_text_holds_the_sources_and_the_topics_each_in_one_split():
+def test_stdlib_text_has_each_source_and_topic_in_one_split():
     from pydoc_data.topics import topics
 
     splits = {split: text_of(settings("", source="stdlib_text"), split) for split in SPLITS}
@@ -122,7 +122,7 @@ def test_stdlib_text_holds_the_sources_and_the_topics_each_in_one_split():
     assert Path(pytest.__file__).read_bytes() not in both
 
 
-def test_a_warm_start_does_not_import_tfds_and_is_fast(cache_folder):
+def test_cached_load_is_fast_and_does_not_import_tfds(cache_folder):
     first = load(settings("", source="stdlib_text", seq_len=64), "train", 0)
     program = (
         "import sys, time; from configs.schema import DataConfig; from input_pipeline import *;"
@@ -140,7 +140,7 @@ def run(program: str) -> str:
     return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def test_the_builder_records_fingerprints_and_a_changed_record_is_noticed(cache_folder, caplog):
+def test_builder_detects_changed_records_by_fingerprint(cache_folder, caplog):
     expected = text_of(settings("", source="stdlib_text"), "validation")
     (folder,) = (cache_folder / "tfds").glob("[!.]*")
     record = next(folder.rglob("metadata.json"))
@@ -152,7 +152,7 @@ def test_the_builder_records_fingerprints_and_a_changed_record_is_noticed(cache_
     assert "is damaged" in caplog.text and "preparing it again" in caplog.text
 
 
-def test_two_processes_may_prepare_at_the_same_time(cache_folder):
+def test_concurrent_processes_prepare_equal_streams(cache_folder):
     program = (
         "from configs.schema import DataConfig; from input_pipeline import *;"
         "print(*(load(DataConfig(source='stdlib_text', path='', tokenizer='bytes', tokenizer_path='', seq_len=64,"
@@ -168,7 +168,7 @@ def test_two_processes_may_prepare_at_the_same_time(cache_folder):
     assert not list(cache_folder.rglob("*.tmp-*"))
 
 
-def test_of_two_builders_that_cannot_see_each_others_lock_the_first_wins(cache_folder, monkeypatch):
+def test_without_locks_the_first_rename_wins(cache_folder, monkeypatch):
     def has_none(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
@@ -184,7 +184,7 @@ def test_of_two_builders_that_cannot_see_each_others_lock_the_first_wins(cache_f
     assert [entry.name for entry in path.parent.iterdir() if "tmp" in entry.name] == []
 
 
-def test_a_killed_builder_leaves_nothing_that_is_taken_for_whole(cache_folder):
+def test_killed_builder_leaves_no_valid_folder(cache_folder):
     def killed(folder: Path) -> None:
         (folder / "file").write_text("half")
         raise KeyboardInterrupt
@@ -203,7 +203,7 @@ def test_a_killed_builder_leaves_nothing_that_is_taken_for_whole(cache_folder):
     assert not list(path.iterdir()) and not list((cache_folder / "a").glob(".b.tmp-*"))
 
 
-def test_a_folder_appears_whole(cache_folder):
+def test_prepared_folder_appears_atomically(cache_folder):
     """Whoever sees it sees all of it, from the first moment on."""
     seen: list[int] = []
 
@@ -223,7 +223,7 @@ def test_a_folder_appears_whole(cache_folder):
     assert seen == [500]
 
 
-def test_the_second_builder_waits_for_the_first(cache_folder):
+def test_second_builder_waits_for_the_first(cache_folder):
     program = (
         "import time; from input_pipeline import cache;"
         "cache.prepared('a/b', build=lambda f: (print('building', flush=True), time.sleep(1),"
@@ -252,7 +252,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_stream_is_made_again_with_a_warning(corpus, cache_folder, caplog, damage):
+def test_damaged_stream_is_rebuilt_with_a_warning(corpus, cache_folder, caplog, damage):
     expected = text_of(settings(corpus), "train")
     (folder,) = (cache_folder / "streams").glob("[!.]*")
     with caplog.at_level(logging.WARNING):
@@ -264,7 +264,7 @@ def test_a_damaged_stream_is_made_again_with_a_warning(corpus, cache_folder, cap
     assert "is damaged" in caplog.text
 
 
-def test_large_streams_are_verified_at_their_ends_and_between(tmp_path, monkeypatch):
+def test_large_streams_are_verified_in_spread_blocks(tmp_path, monkeypatch):
     from input_pipeline import streams
 
     monkeypatch.setattr(streams, "BLOCK_BYTES", 10)
@@ -285,7 +285,7 @@ def test_large_streams_are_verified_at_their_ends_and_between(tmp_path, monkeypa
     assert large.sum() == 50 and large[:10].all() and large[-10:].all() and large[90:110].any()
 
 
-def test_a_changed_file_is_tokenised_again_an_unchanged_one_is_not(corpus, cache_folder):
+def test_only_changed_files_are_tokenised_again(corpus, cache_folder):
     old = text_of(settings(corpus), "train")
     assert b"file 0:" in old and b"cat" not in old
     files = {path: path.stat().st_mtime_ns for path in cache_folder.rglob("tokens.bin")}
@@ -296,7 +296,7 @@ def test_a_changed_file_is_tokenised_again_an_unchanged_one_is_not(corpus, cache
     assert text_of(settings(corpus), "train").count(b"cat") == 5
 
 
-def test_a_cache_that_cannot_be_written_is_still_read(corpus, cache_folder, monkeypatch):
+def test_read_only_cache_is_readable(corpus, cache_folder, monkeypatch):
     old = text_of(settings(corpus), "train")
 
     def refuse(*arguments, **keywords):
@@ -311,7 +311,7 @@ def test_a_cache_that_cannot_be_written_is_still_read(corpus, cache_folder, monk
             load(settings(corpus), "validation", 0)
 
 
-def test_bytes_round_trip():
+def test_bytes_tokenizer_round_trips():
     tokenizer = load(settings("", source="synthetic"), "train", 0).tokenizer
     text = "naïve 🐍\n\ttabs"
     np.testing.assert_array_equal(tokenizer.encode(text), list(text.encode()))
@@ -332,7 +332,7 @@ def sentencepiece_model(tmp_path_factory) -> Path:
     return folder / "m.model"
 
 
-def test_sentencepiece(corpus, sentencepiece_model):
+def test_sentencepiece_matches_its_library(corpus, sentencepiece_model):
     import sentencepiece
 
     config = settings(corpus, tokenizer="sentencepiece", tokenizer_path=str(sentencepiece_model))
@@ -356,7 +356,7 @@ def tiktoken_file(path: Path, merges: list[bytes]) -> Path:
     return path
 
 
-def test_tiktoken(corpus, tmp_path):
+def test_tiktoken_matches_its_library(corpus, tmp_path):
     vocabulary = tiktoken_file(tmp_path / "small.tiktoken", [b"th", b"the", b" q", b"ui"])
     config = settings(corpus, tokenizer="tiktoken", tokenizer_path=str(vocabulary))
     dataset = load(config, "train", 0)
@@ -389,7 +389,7 @@ def test_tiktoken(corpus, tmp_path):
     assert prints[0][0] != prints[1][0] and prints[0][1] == prints[1][1]
 
 
-def test_ids_of_large_vocabularies_do_not_wrap(corpus, tmp_path):
+def test_ids_of_large_vocabularies_do_not_overflow(corpus, tmp_path):
     merges = [b"%d" % number for number in range(10, 2**16)] + [b"th"]
     vocabulary = tiktoken_file(tmp_path / "large.tiktoken", merges)
     config = settings(corpus, tokenizer="tiktoken", tokenizer_path=str(vocabulary))
@@ -398,7 +398,7 @@ def test_ids_of_large_vocabularies_do_not_wrap(corpus, tmp_path):
     assert ids_of(config, "train").max() == dataset.tokenizer.separator > 2**16
 
 
-def test_no_lock_is_left_held(corpus):
+def test_locks_are_released(corpus):
     load(settings(corpus), "train", 0)
     files = [*cache.cache_dir().rglob(".*.lock")]
     assert files and not any(map(locks.is_held, files))

@@ -89,12 +89,12 @@ def documents(name: str, data_dir: Path, split: Split) -> list[str]:
         ("tested", [f"train {i} é" for i in range(4)], [f"test {i} é" for i in range(2)]),
     ],
 )
-def test_splits_and_text_of_a_data_set(data_dir, name, train, validation):
+def test_tfds_text_matches_the_splits(data_dir, name, train, validation):
     assert documents(f"input_tiny/{name}", data_dir, "train") == train
     assert documents(f"input_tiny/{name}", data_dir, "validation") == validation
 
 
-def test_files_alone_are_enough(data_dir):
+def test_prepared_files_suffice_without_builder_code(data_dir):
     """A data set whose builder's code is not here is read from its files."""
     tfds.builder("input_tiny/tested", data_dir=data_dir, file_format="array_record").download_and_prepare()
     (data_dir / "input_tiny").rename(data_dir / "unknown_code")
@@ -119,13 +119,13 @@ def test_files_alone_are_enough(data_dir):
         ("input_tny", r"TFDS knows no such data set.*data.path.*Did you mean 'input_tiny'\?"),
     ],
 )
-def test_bad_data_sets_get_one_clear_line(data_dir, name, message):
+def test_bad_data_set_error_is_one_line(data_dir, name, message):
     with pytest.raises(ValueError, match=message) as caught:
         load(settings(name, data_dir), "train", 0)
     assert "\n" not in str(caught.value)
 
 
-def test_damaged_records_are_an_error(data_dir):
+def test_damaged_record_raises_with_its_index(data_dir):
     documents("input_tiny/plain", data_dir, "train")
     (file,) = data_dir.rglob("*array_record*")
     content = file.read_bytes()
@@ -134,7 +134,7 @@ def test_damaged_records_are_an_error(data_dir):
         load(settings("input_tiny/plain", data_dir), "train", 0)
 
 
-def test_two_processes_may_prepare_a_data_set_at_the_same_time(data_dir):
+def test_concurrent_processes_prepare_one_data_set(data_dir):
     program = (
         "import sys; sys.path[:0] = sys.argv[1:3]; from pathlib import Path; import test_input_tfds as t;"
         "print(t.load(t.settings('input_tiny/slow', Path(sys.argv[3])), 'train', 0).fingerprint)"

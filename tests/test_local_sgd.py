@@ -115,7 +115,7 @@ def rows_of_replicas(plan: ShardingPlan, accumulation: int = 2) -> list[np.ndarr
         pytest.param("ddp", "diloco", marks=pytest.mark.slow),
     ],
 )
-def test_replicas_written_out(layout: str, outer: str) -> None:
+def test_local_sgd_matches_separate_replicas(layout: str, outer: str) -> None:
     settings = config(3, outer)
     plan, losses, state, _ = train(layout, settings)
     wanted, shared = replicas_written_out(rows_of_replicas(plan), settings, 7)
@@ -123,7 +123,7 @@ def test_replicas_written_out(layout: str, outer: str) -> None:
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), state.params, shared)
 
 
-def test_nothing_but_numbers_crosses_nodes_between_meetings() -> None:
+def test_only_scalars_cross_nodes_between_synchronisations() -> None:
     """All of hop two stands in one branch, which is taken at the third step."""
     plan, _, state, step = train("mics(2)", config(3, "diloco"))
     found = hlo.read_collectives(step.as_text(), plan.layout.shape)
@@ -138,7 +138,7 @@ def test_nothing_but_numbers_crosses_nodes_between_meetings() -> None:
     assert all(x.addressable_shards[0].data.shape[0] == 1 for x in kept)  # a replica's own
 
 
-def test_factored_moments_stay_with_their_replica() -> None:
+def test_factored_moments_are_per_replica() -> None:
     """Those of Adafactor have no parameter's shape; between meetings only numbers cross nodes, as with Adam."""
     plan, params = workload.plan("tensors", **LAYOUTS["mics(2)"]), workload.params("tensors")
     factored = optax.adafactor(0.1, min_dim_size_to_factor=8)
@@ -153,7 +153,7 @@ def test_factored_moments_stay_with_their_replica() -> None:
     assert all(c.num_elements <= 8 for c in crossing), crossing
 
 
-def test_a_replica_skips_a_step_by_itself() -> None:
+def test_guard_skips_steps_of_single_replicas() -> None:
     """Its gradient is not finite; the others move, and all meet at the mean."""
     plan, settings = workload.plan("tensors", **LAYOUTS["mics(2)"]), config(1, "mean")
     params = workload.params("tensors")
@@ -166,7 +166,7 @@ def test_a_replica_skips_a_step_by_itself() -> None:
     assert float(watch(state)["skipped_steps"]) == 1
 
 
-def test_delayed_gradients_are_one_step_old() -> None:
+def test_delayed_updates_use_the_previous_gradients() -> None:
     """What is handed on is the mean of what came the step before; the first time, zeros."""
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     hop = delayed(exchange(plan), plan.layout.num_replicas)
@@ -179,7 +179,7 @@ def test_delayed_gradients_are_one_step_old() -> None:
         before = jax.tree.map(lambda g: g.mean(0), grads)
 
 
-def test_what_waits_survives_a_gradient_that_is_not_finite() -> None:
+def test_waiting_gradients_survive_a_non_finite_step() -> None:
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     params = workload.params("tensors")
     tx = guarded(delayed(exchange(plan), 4), optax.sgd(1.0))

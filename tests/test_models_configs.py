@@ -81,7 +81,7 @@ def test_paper_configs_have_the_published_sizes(name: str) -> None:
     assert math.isclose(model.flops_per_token(512), flops, rel_tol=4e-3)
 
 
-def test_flops_count_no_parameters_that_are_only_looked_up() -> None:
+def test_flops_exclude_lookup_parameters() -> None:
     tied, untied, learned = (
         models.Decoder(DecoderConfig(**changes))
         for changes in ({}, {"tied_head": False}, {"tied_head": False, "positions": "learned"})
@@ -112,14 +112,14 @@ def test_flops_count_no_parameters_that_are_only_looked_up() -> None:
         ({"tied_head": "no"}, ["model.tied_head", "'no'", "True or False"]),
     ],
 )
-def test_a_bad_setting_is_named_with_its_value_and_what_would_work(changes: dict[str, Any], words: list[str]) -> None:
+def test_bad_setting_error_names_key_value_and_fix(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as error:
         with_model(dict(base.decoder()) | changes)
     message = str(error.value)
     assert all(word in message for word in words) and "\n" not in message, message
 
 
-def test_a_missing_key_is_named() -> None:
+def test_missing_key_error_names_the_key() -> None:
     for key in ("hidden", "kind"):
         section = dict(base.encoder())
         del section[key]
@@ -127,7 +127,7 @@ def test_a_missing_key_is_named() -> None:
             with_model(section)
 
 
-def test_a_sequence_longer_than_the_model_is_refused() -> None:
+def test_sequence_longer_than_max_len_is_rejected() -> None:
     for section in (DecoderConfig(max_len=8), EncoderConfig(max_len=8)):
         model = models.build(section)
         assert isinstance(model, models.Decoder | models.Encoder)

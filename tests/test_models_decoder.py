@@ -44,7 +44,7 @@ def batch_of(tokens: np.ndarray) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_a_logit_depends_on_all_tokens_up_to_it_and_on_none_behind(positions: str) -> None:
+def test_decoder_logits_depend_on_no_later_tokens(positions: str) -> None:
     model = small(positions=positions, tied_head=False)
     params = perturbed(model)
 
@@ -58,7 +58,7 @@ def test_a_logit_depends_on_all_tokens_up_to_it_and_on_none_behind(positions: st
     np.testing.assert_array_equal(influence > 0, np.tri(8, dtype=bool))
 
 
-def test_an_encoder_sees_both_sides() -> None:
+def test_encoder_logits_depend_on_all_tokens() -> None:
     model = models.build(EncoderConfig(num_layers=1, hidden=32, intermediate=48, max_len=16))
     assert isinstance(model, models.Encoder)
     params, tokens = perturbed(model), random_tokens((1, 8))
@@ -67,7 +67,7 @@ def test_an_encoder_sees_both_sides() -> None:
     assert np.abs(before - after).max() > 1e-3
 
 
-def test_padding_ids_take_no_probability_and_get_no_gradient_from_the_softmax() -> None:
+def test_padding_ids_get_no_probability_and_no_gradient() -> None:
     model = small(tied_head=False)
     params, batch = perturbed(model), batch_of(random_tokens((2, 8)))
     boost = np.where(np.arange(64) >= 50, np.float32(100), np.float32(0))[None]
@@ -79,7 +79,7 @@ def test_padding_ids_take_no_probability_and_get_no_gradient_from_the_softmax() 
     assert np.all(gradient[:, 50:] == 0) and np.all(np.abs(gradient[:, :50]).max(0) > 0)
 
 
-def test_remat_policies_give_the_same_gradients_and_keep_less() -> None:
+def test_remat_policies_give_equal_gradients_with_less_memory() -> None:
     gradients, temporary_bytes = {}, {}
     batch = batch_of(random_tokens((4, 64)))
     for remat in ("full", "dots", "none"):
@@ -101,7 +101,7 @@ STYLES = [{}, {"positions": "learned", "norm": "layer", "use_bias": True}, {"num
 
 
 @pytest.mark.parametrize("style", STYLES, ids=["llama", "learned", "grouped"])
-def test_greedy_sampling_takes_the_argmax_of_the_full_forward_pass(style: dict[str, Any]) -> None:
+def test_greedy_sampling_matches_argmax_of_full_forward_pass(style: dict[str, Any]) -> None:
     model = small(**style)
     params, prompt = perturbed(model), random_tokens((3, 4))
     keys = jax.random.split(jax.random.key(3), 3)
@@ -111,7 +111,7 @@ def test_greedy_sampling_takes_the_argmax_of_the_full_forward_pass(style: dict[s
     assert len(np.unique(out[:, 4:])) > 3
 
 
-def test_a_row_is_sampled_from_its_own_key() -> None:
+def test_each_row_is_sampled_from_its_own_key() -> None:
     model = small()
     params, prompt = perturbed(model), np.tile(random_tokens((1, 4)), (4, 1))
     keys = jax.random.split(jax.random.key(3), 4)
@@ -127,7 +127,7 @@ def test_a_row_is_sampled_from_its_own_key() -> None:
     assert np.all(together < 50)
 
 
-def test_sampling_follows_the_softmax_at_its_temperature() -> None:
+def test_sampling_frequencies_match_softmax_at_temperature() -> None:
     model, rows = small(num_layers=1, max_len=2), 4000
     params, prompt = perturbed(model), jnp.full((rows, 1), 7)
     keys = jax.random.split(jax.random.key(4), rows)
@@ -138,7 +138,7 @@ def test_sampling_follows_the_softmax_at_its_temperature() -> None:
     assert np.abs(measured - expected).max() < 0.03
 
 
-def test_initial_values_are_float32_of_the_specs_and_start_near_uniform() -> None:
+def test_initial_values_match_specs_and_predict_near_uniform() -> None:
     model = small(hidden=128, num_layers=8, num_heads=4)
     params = jax.jit(model.init)(jax.random.key(0))
     jax.tree.map(

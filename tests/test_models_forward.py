@@ -115,7 +115,7 @@ def test_logits_and_loss_equal_numpy(kind: str, style: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
-def test_bfloat16_compute_stays_near_float32(kind: str) -> None:
+def test_bfloat16_loss_is_close_to_float32(kind: str) -> None:
     params = jax.tree.map(np.float32, random_params(small(kind)))
     tokens = np.arange(8, dtype=np.int32)[None]
     batch: Any = {"tokens": tokens, "targets": tokens, "weights": np.ones((1, 8), np.float32)}

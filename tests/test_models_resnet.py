@@ -86,7 +86,7 @@ def reference(params: Params, x: np.ndarray, c: ResNetConfig) -> np.ndarray:
     ],
     ids=["basic", "bottleneck", "large stem"],
 )
-def test_logits_loss_and_hits_equal_numpy(changes: dict[str, Any]) -> None:
+def test_logits_loss_and_correct_match_numpy(changes: dict[str, Any]) -> None:
     model = build(**changes)
     c, params, rng = model.config, random_params(model), np.random.default_rng(1)
     images = rng.normal(size=(5, 15, 15, c.channels)).astype(np.float32)  # an odd side: padding must be alike
@@ -107,7 +107,7 @@ def test_logits_loss_and_hits_equal_numpy(changes: dict[str, Any]) -> None:
     np.testing.assert_allclose(jax.jit(lambda p: model.loss(p, batch, whole))(params), sums["loss"], rtol=1e-6)
 
 
-def test_the_loss_of_an_image_does_not_depend_on_its_batch() -> None:
+def test_loss_of_an_image_is_independent_of_its_batch() -> None:
     model = workload.model("resnet")
     params, batch = random_params(model), workload.batch(6, "resnet")
     loss = jax.jit(lambda batch: model.loss(params, batch, whole))
@@ -115,7 +115,7 @@ def test_the_loss_of_an_image_does_not_depend_on_its_batch() -> None:
     np.testing.assert_allclose(loss(batch), sum(alone), rtol=1e-5)
 
 
-def test_a_new_block_is_its_shortcut() -> None:
+def test_new_block_equals_its_shortcut() -> None:
     """Goyal et al. 2017, 5.1: the branches add nothing yet, and learn from the second step on."""
     model = build(stage_blocks=(2,), width=8)
     params = jax.jit(model.init)(jax.random.key(0))
@@ -162,7 +162,7 @@ def products(model: models.ResNet, size: int) -> int:
     ],
     ids=["18", "34", "50", "101"],
 )
-def test_parameters_and_flops_of_the_published_networks(
+def test_parameters_and_flops_match_published_networks(
     changes: dict[str, Any], parameters: int, billions: float
 ) -> None:
     section = resnet50.get_config().model.to_dict() | changes | dict(class_multiple=1)
@@ -174,7 +174,7 @@ def test_parameters_and_flops_of_the_published_networks(
     assert math.isclose(forward / 2e9, billions, rel_tol=0.04)
 
 
-def test_flops_of_small_images() -> None:
+def test_flops_of_small_images_match_hand_count() -> None:
     model = build()
     assert model.flops_per_row((8, 8, 1)) == 6 * products(model, 8)
 
@@ -182,7 +182,7 @@ def test_flops_of_small_images() -> None:
 # -------------------------------------------------------------------------------------------------- strategies
 
 
-def test_zero3_gathers_block_by_block_and_loses_nothing() -> None:
+def test_zero3_gathers_each_block_and_matches_one_device() -> None:
     """In the forward and in the backward pass; XLA:CPU of jax 0.10 merges the two (on GPUs both are there)."""
     gathers = 2 if jax.__version_info__ < (0, 11) else 4  # in two micro-steps
     sh = workload.plan("resnet", strategy="zero3", hierarchical=False)
@@ -212,7 +212,7 @@ def test_zero3_gathers_block_by_block_and_loses_nothing() -> None:
         pytest.param("hsdp", {"partitioner": "auto"}, marks=pytest.mark.slow),
     ],
 )
-def test_losses_equal_a_single_device(strategy: str, how: dict[str, Any]) -> None:
+def test_sharded_losses_equal_one_device(strategy: str, how: dict[str, Any]) -> None:
     rows = how.get("rows", workload.ROWS)
     sh = workload.plan("resnet", **STRATEGIES[strategy], **{key: how[key] for key in how if key != "rows"})
     got = workload.losses("resnet", sh, rows=rows)
@@ -222,7 +222,7 @@ def test_losses_equal_a_single_device(strategy: str, how: dict[str, Any]) -> Non
 # --------------------------------------------------------------------------------------------------- bad input
 
 
-def test_a_config_that_was_json_has_lists() -> None:
+def test_config_from_json_accepts_lists_for_tuples() -> None:
     assert build(stage_blocks=[1, 2]) == build(stage_blocks=(1, 2))
 
 
@@ -238,7 +238,7 @@ def test_a_config_that_was_json_has_lists() -> None:
         ({"hidden": 3}, ["model.hidden is not a key"]),
     ],
 )
-def test_a_bad_setting_is_named_with_its_value_and_what_would_work(changes: dict[str, Any], words: list[str]) -> None:
+def test_bad_setting_error_names_key_value_and_fix(changes: dict[str, Any], words: list[str]) -> None:
     values = digits.get_config().to_dict()
     with pytest.raises(ValueError) as error:
         Config.from_dict(values | {"model": values["model"] | changes})

@@ -54,7 +54,7 @@ def gather(name: str, tree: Any) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "remat"), [("decoder", "full"), ("decoder", "none"), ("encoder", "dots")])
-def test_loss_and_gradients_equal_one_device(kind: str, remat: str) -> None:
+def test_sharded_loss_and_gradients_equal_one_device(kind: str, remat: str) -> None:
     model = small(kind, remat)
     params = jax.jit(model.init)(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (8, 16), 0, 50)
@@ -79,7 +79,7 @@ def test_loss_and_gradients_equal_one_device(kind: str, remat: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), gradients, expected[1])
 
 
-def test_generation_equals_one_device() -> None:
+def test_sharded_generation_equals_one_device() -> None:
     model = small("decoder", "full")
     assert isinstance(model, models.Decoder)
     params = jax.jit(model.init)(jax.random.key(0))
@@ -99,7 +99,7 @@ def test_generation_equals_one_device() -> None:
         np.testing.assert_array_equal(jax.jit(mapped)(params, prompt, keys), expected)
 
 
-def test_initial_values_do_not_depend_on_the_sharding() -> None:
+def test_initial_values_are_independent_of_the_sharding() -> None:
     model = small("decoder", "full")
     specs = jax.tree.map(placed, model.param_specs(), is_leaf=lambda x: isinstance(x, ParamSpec))
     shardings = jax.tree.map(lambda s: jax.NamedSharding(mesh(), s), specs, is_leaf=lambda x: isinstance(x, P))

@@ -30,7 +30,7 @@ def program() -> tuple[ShardingPlan, Any, Callable[..., Any]]:
     return plan, hop.init(workload.params("tensors")), jax.jit(hop.update)
 
 
-def test_the_warm_up_is_adam() -> None:
+def test_warmup_equals_adam() -> None:
     plan, state, update = program()
     adam = optax.scale_by_adam(B1, B2, EPS)
     wanted_state = adam.init(workload.params("tensors"))
@@ -41,7 +41,7 @@ def test_the_warm_up_is_adam() -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), got, wanted)
 
 
-def test_after_it_momenta_are_exchanged_and_the_variance_stays() -> None:
+def test_after_warmup_momenta_are_exchanged_with_frozen_variance() -> None:
     plan, state, update = program()
     coded = exchange(plan, CODEC)
     kept, send = coded.init(workload.params("tensors")), jax.jit(coded.update)
@@ -69,7 +69,7 @@ def test_after_it_momenta_are_exchanged_and_the_variance_stays() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.nu, nu)
 
 
-def test_what_never_had_a_gradient_stays() -> None:
+def test_parameters_without_gradients_do_not_move() -> None:
     """One bit has no zero: over the root of a variance that is zero it would be a leap."""
     plan, state, update = program()
     placed, _ = gradients(plan, 0)
@@ -82,7 +82,7 @@ def test_what_never_had_a_gradient_stays() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, WARMUP + 1])
-def test_what_is_not_finite_is_skipped_where_nothing_would_move(steps: int) -> None:
+def test_non_finite_gradients_without_variance_are_skipped(steps: int) -> None:
     """In the warm-up a square that is out of range, after it a value that never had a gradient, of a vector."""
     plan, _, _ = program()
     hop = one_bit_adam(plan, CODEC, warmup_steps=WARMUP, b1=B1, b2=B2, eps=EPS)
@@ -106,6 +106,6 @@ def test_what_is_not_finite_is_skipped_where_nothing_would_move(steps: int) -> N
         (dict(strategy="zero3"), 3, "nothing to encode"),
     ],
 )
-def test_what_cannot_be(layout: dict[str, Any], warmup_steps: int, message: str) -> None:
+def test_bad_one_bit_adam_settings_are_rejected(layout: dict[str, Any], warmup_steps: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         workload.refusal(workload.plan("tensors", **layout), "one_bit_adam", warmup_steps=warmup_steps)

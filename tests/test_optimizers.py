@@ -146,7 +146,7 @@ def plain_optax(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Grad
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_equals_plain_optax_on_unstacked_layers(name: str) -> None:
+def test_optimizers_equal_optax_on_unstacked_layers(name: str) -> None:
     config = optimizer_config(name, clip_norm=0.0)
     tx = plain_optax(config, make_schedule(config, STEPS))
     params: Any = flat(PARAMS)
@@ -191,7 +191,7 @@ def formula_rates(peak: float, final: float, warmup: int, num_steps: int, schedu
 
 @pytest.mark.parametrize("mask", ["matrices", "all"])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lamb"])
-def test_equals_numpy(name: str, mask: str) -> None:
+def test_optimizers_match_numpy(name: str, mask: str) -> None:
     config = optimizer_config(name, clip_norm=0.0, decay_mask=mask)
     rates = formula_rates(0.02, 0.002, 2, STEPS, "cosine")
     expected = {}
@@ -203,7 +203,7 @@ def test_equals_numpy(name: str, mask: str) -> None:
     close(run(config)[0], expected)
 
 
-def test_muon_orthogonalises_hidden_matrices_of_a_layer_and_nothing_else() -> None:
+def test_muon_orthogonalises_only_hidden_matrices_of_layers() -> None:
     """Newton-Schulz leaves singular values near 1 (Jordan 2024: about 0.7 to 1.2), times sqrt(max(1, out / in))."""
     config = optimizer_config("muon", clip_norm=0.0, weight_decay=0.0, warmup_steps=0, schedule="constant")
     moved = run(config, GRADS[:1])[0]
@@ -265,7 +265,7 @@ def test_muon_of_a_resnet_orthogonalises_its_convolutions() -> None:
         np.testing.assert_allclose(updates[name], -c.learning_rate * expected, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def test_weight_decay_is_a_share_of_the_parameter_a_step() -> None:
+def test_weight_decay_is_learning_rate_times_decay_times_parameter() -> None:
     """With no gradient, decoupled decay leaves `1 - learning_rate * weight_decay`; masked parameters stay."""
     zero = jax.tree.map(np.zeros_like, GRADS[0])
     for name in ("adafactor", "muon"):  # adamw: see against numpy
@@ -281,7 +281,7 @@ def test_weight_decay_is_a_share_of_the_parameter_a_step() -> None:
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 1, 10])
-def test_schedules(schedule: str, warmup: int) -> None:
+def test_schedules_match_their_formulas(schedule: str, warmup: int) -> None:
     config = optimizer_config("adamw", schedule=schedule, warmup_steps=warmup, learning_rate=0.5, final_fraction=0.2)
     rates = [float(make_schedule(config, 40)(step)) for step in range(40)]
     np.testing.assert_allclose(rates, formula_rates(0.5, 0.1, warmup, 40, schedule), rtol=1e-5)
@@ -290,14 +290,14 @@ def test_schedules(schedule: str, warmup: int) -> None:
     assert rates[-1] == pytest.approx(0.5 if schedule == "constant" else 0.1)
 
 
-def test_more_warm_up_than_steps_is_an_error() -> None:
+def test_warmup_longer_than_the_run_is_rejected() -> None:
     assert float(make_schedule(optimizer_config("adamw", warmup_steps=5), 5)(4)) == pytest.approx(0.02)
     with pytest.raises(ValueError, match=r"optimizer\.warmup_steps=6 is more than num_steps=5"):
         make_schedule(optimizer_config("adamw", warmup_steps=6), 5)
 
 
 @pytest.mark.parametrize("limit", [0.5, 1e6, 0.0])
-def test_clipping_by_the_norm_of_everything(limit: float) -> None:
+def test_clipping_uses_the_global_norm(limit: float) -> None:
     config = optimizer_config(
         "sgd", clip_norm=limit, momentum=0.0, weight_decay=0.0, warmup_steps=0, schedule="constant"
     )
@@ -311,7 +311,7 @@ def test_clipping_by_the_norm_of_everything(limit: float) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_changes_nothing(name: str, bad: float) -> None:
+def test_non_finite_gradient_leaves_the_state_unchanged(name: str, bad: float) -> None:
     config = optimizer_config(name)
     poisoned = jax.tree.map(np.copy, GRADS[1])
     poisoned["layers"]["up"]["bias"][1, 3] = bad
@@ -326,7 +326,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name: str, bad: float) ->
     jax.tree.map(np.testing.assert_array_equal, after, run(config, [GRADS[0], GRADS[2]])[0])  # as if never seen
 
 
-def test_skipped_steps_in_a_row_are_counted_anew_after_a_good_one() -> None:
+def test_skipped_in_a_row_is_reset_by_a_finite_step() -> None:
     bad = jax.tree.map(lambda g: np.full_like(g, math.nan), GRADS[0])
     seen = []
     for count in range(1, 7):
@@ -350,7 +350,7 @@ def test_skipped_steps_in_a_row_are_counted_anew_after_a_good_one() -> None:
         ({"max_skipped": 0}, "optimizer.max_skipped=0 must be at least 1"),
     ],
 )
-def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
+def test_bad_optimizer_settings_are_rejected(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as error:
         optimizer_config(**{"name": "adamw"} | changes)
     assert said in str(error.value) and "\n" not in str(error.value)

@@ -49,7 +49,7 @@ QUICK = {*((name, "node, node, all") for name in NAMES), ("muon", "mics2"), ("ad
         for layout in LAYOUTS
     ],
 )
-def test_sharded_equals_one_device(name: str, layout_name: str) -> None:
+def test_sharded_updates_equal_one_device(name: str, layout_name: str) -> None:
     """Gradients `[R, ...]` that differ between replicas, through hop two and the optimizer, three steps."""
     plan = make_sharded(layout_name)
     config, replicas = optimizer_config(name), plan.layout.num_replicas
@@ -111,7 +111,7 @@ def check_places(plan: ShardingPlan, shapes: TrainState, opt_state: Any) -> None
         pytest.param("adafactor", "zero1", marks=pytest.mark.slow),
     ],
 )
-def test_a_model_learns_as_on_one_device(name: str, layout_name: str) -> None:
+def test_sharded_training_equals_one_device(name: str, layout_name: str) -> None:
     """The whole step of a tiny decoder on eight devices, three times, against a loop without any sharding."""
     config = tiny_config(name, **LAYOUTS[layout_name])
     experiment = make_experiment(config)

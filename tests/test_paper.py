@@ -56,19 +56,19 @@ def drawn(figure: Figure) -> tuple[list[float], list[str]]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "mics(2)", "zero3 flat"])
-def test_the_record_of_a_compiled_step_is_still_true(strategy: str) -> None:
+def test_recorded_compiled_steps_are_up_to_date(strategy: str) -> None:
     case = next(c for c in compiled.cases() if (c.strategy, c.accum, c.nodes) == (strategy, 4, 4))
     assert compiled.step_record(case) == recorded(case)
 
 
-def test_every_case_and_every_model_of_the_paper_is_recorded(records: Records) -> None:
+def test_record_has_every_case_and_paper_model(records: Records) -> None:
     assert len(records.steps) == len(compiled.cases())
     assert all(recorded(case) for case in compiled.cases())
     assert records.num_params == {line["config"]: line["num_params"] for line in compiled.model_records()}
 
 
 @pytest.mark.slow
-def test_the_record_of_64_devices_is_still_true() -> None:
+def test_recorded_64_device_steps_are_up_to_date() -> None:
     case = next(c for c in compiled.cases() if c.strategy == "mics(16)")
     program = "from benchmarks import compiled as c; import json; c.start_devices(64); "
     program += f"print(json.dumps(c.step_record(c.{case})))"
@@ -76,13 +76,13 @@ def test_the_record_of_64_devices_is_still_true() -> None:
     assert json.loads(done.stdout) == recorded(case)
 
 
-def test_both_curves_have_the_same_steps_and_the_same_loss(records: Records) -> None:
+def test_fidelity_curves_have_equal_losses(records: Records) -> None:
     zero3, mics = (records.curves[name]["losses"] for name in mics_figure_16.OURS)
     assert len(zero3) == len(mics) >= 200 and mics[-1] < mics[0] / 2
     assert max(abs(a - b) for a, b in zip(zero3, mics, strict=True)) < 0.02
 
 
-def test_the_fidelity_config_differs_in_the_strategy_alone() -> None:
+def test_fidelity_configs_differ_only_in_the_strategy() -> None:
     from configs.fidelity import get_config
     from configs.schema import flat
 
@@ -95,7 +95,7 @@ def test_the_fidelity_config_differs_in_the_strategy_alone() -> None:
 # -------------------------------------------------------------------------------------------- the comparisons
 
 
-def test_passes_between_nodes_are_the_formulas_of_section_3(records: Records) -> None:
+def test_compiled_bytes_match_mics_section_3_formulas(records: Records) -> None:
     rows = mics_section_3._passes(records)
     assert len(rows) == 15
     for row in rows:
@@ -103,14 +103,14 @@ def test_passes_between_nodes_are_the_formulas_of_section_3(records: Records) ->
         assert row.ours == pytest.approx(row.published, rel=0.05 if loose else 1e-4, abs=1e-4), row.what
 
 
-def test_savings_are_the_published_ones(records: Records) -> None:
+def test_hierarchical_savings_match_published_ones(records: Records) -> None:
     rows = mics_section_3._savings(records)
     assert [row.what.split(" (")[0] for row in rows][::2] == ["p = 16, gather", "p = 32, gather", "p = 64, gather"]
     for row in rows:
         assert row.ours == pytest.approx(row.published, abs=0.1), row.what
 
 
-def test_two_hops_keep_the_bound(records: Records) -> None:
+def test_two_hop_ratio_stays_above_the_bound(records: Records) -> None:
     rows = mics_section_3._two_hop(records)
     for row in rows[:-1]:
         assert row.published is None or row.ours == pytest.approx(row.published, rel=1e-3), row.what
@@ -120,7 +120,7 @@ def test_two_hops_keep_the_bound(records: Records) -> None:
     assert sent == pytest.approx(7.875 / (3.75 + 2 * 0.75 / 16), rel=1e-3)
 
 
-def test_zero_table_1_is_printed_to_the_digit() -> None:
+def test_zero_table_1_matches_published_digits() -> None:
     text, equal = zero._table_1()
     assert equal == "54 of 54" and "(" not in text.split("\n", 1)[1]
     assert zero.formula_gb(1000, "zero1", 64) == 4187.5  # printed as 4187
@@ -131,7 +131,7 @@ def test_zero_table_1_is_printed_to_the_digit() -> None:
     ]
 
 
-def test_zero_s_volumes_and_state_are_those_of_the_compiled_programs(records: Records) -> None:
+def test_zero_volumes_and_state_match_compiled_programs(records: Records) -> None:
     for row in zero._volumes(records):
         assert row.ours == pytest.approx(row.published, rel=0.01), row.what
     for row in zero._state(records):
@@ -141,7 +141,7 @@ def test_zero_s_volumes_and_state_are_those_of_the_compiled_programs(records: Re
     assert paper[0] != "0.0 %" and paper[2] == "0.0 %"
 
 
-def test_fsdp_s_formulas(records: Records) -> None:
+def test_fsdp_formulas_match_compiled_programs(records: Records) -> None:
     replication, full, hybrid, exact = fsdp._rows(records)
     assert replication.ours == pytest.approx(replication.published, rel=1e-4)
     assert full.ours == pytest.approx(full.published, rel=0.01)
@@ -149,7 +149,7 @@ def test_fsdp_s_formulas(records: Records) -> None:
     assert hybrid.ours == exact.ours and hybrid.published != exact.published
 
 
-def test_ratios_of_throughput_come_from_median_step_times_of_one_rate(records: Records) -> None:
+def test_throughput_ratios_use_median_step_times_per_rate(records: Records) -> None:
     lines = [run("mics(2)", 2.0), run("mics(2)", 2.2), run("mics(2)", 9.0), run("mics(8)", 4.4)]
     lines += [run("mics(8)", 1.0, rate="1gbit"), run("mics(8)", 1.0, mode="standard")]
     some = dataclasses.replace(records, runs=tuple(lines))
@@ -162,7 +162,7 @@ def test_ratios_of_throughput_come_from_median_step_times_of_one_rate(records: R
     assert text.count(NOT_MEASURED) == 15  # seven at one rate, eight at the other
 
 
-def test_three_calls_counts_a_micro_step_s_collectives(records: Records) -> None:
+def test_three_calls_counts_collectives_per_micro_step(records: Records) -> None:
     steps = {name: records.step(name, nodes=4, accum=4) for name in ("ddp", "zero3 flat", "mics(2)")}
     assert [steps["ddp"].calls(kind) for kind in three_calls.KINDS] == [0, 0, 1]
     # 8 layers gathered twice, embedding and head once, in each of 4 micro-steps; scattered once each
@@ -190,7 +190,9 @@ def test_tenths_are_means_of_consecutive_steps() -> None:
         (1.0, None, False, "-"),
     ],
 )
-def test_differences(published_value: float | None, ours: float | None, points: bool, text: str) -> None:
+def test_row_difference_is_relative_or_in_points(
+    published_value: float | None, ours: float | None, points: bool, text: str
+) -> None:
     row = Row(what="x", published=published_value, ours=ours, how="", form=fixed(1), points=points)
     assert row.difference == text
 
@@ -198,18 +200,18 @@ def test_differences(published_value: float | None, ours: float | None, points: 
 # ------------------------------------------------------------------------------------------------ the document
 
 
-def test_the_document_is_what_the_records_give(records: Records) -> None:
+def test_document_is_up_to_date_with_the_records(records: Records) -> None:
     assert (ROOT / "docs" / "paper_tables.md").read_text() == document(records), "run: python -m paper"
 
 
-def test_the_head_names_the_commands_of_every_record(records: Records) -> None:
+def test_document_head_names_the_commands_of_all_records(records: Records) -> None:
     head = document(records).partition("\n## ")[0]
     for command in ("python -m benchmarks.compiled", "python -m benchmarks.fidelity --steps=300", "`python -m paper`"):
         assert command in head
     assert "docs/strategies.md" in head
 
 
-def test_figure_16_says_when_losses_leave_each_other(records: Records) -> None:
+def test_figure_16_names_the_first_differing_step(records: Records) -> None:
     """300 steps: the largest relative difference is 1.77e-5, and step 150 is the first beyond 1e-5."""
     zero3, mics = (np.array(records.curves[name]["losses"]) for name in mics_figure_16.OURS)
     apart = np.abs(zero3 - mics) / zero3
@@ -220,13 +222,13 @@ def test_figure_16_says_when_losses_leave_each_other(records: Records) -> None:
     assert "by less than 1e-05 in all 300" in mics_figure_16.section(same).markdown()
 
 
-def test_the_readme_and_concepts_say_when_too() -> None:
+def test_readme_and_concepts_name_the_same_differing_step() -> None:
     readme, concepts = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/concepts.md"))
     assert "`mics(2)` leaves `zero3` by more than 1e-5 first at step 150, and by 1.8e-5 at most" in readme
     assert "under `mics(2)` and `zero3` differ by more than 1e-5 from step 150 on" in concepts
 
 
-def test_the_ablations_are_drawn_with_their_range(records: Records) -> None:
+def test_ablation_chart_has_ranges(records: Records) -> None:
     """Two runs each: 3 and 5 s over 1 and 2 s are 4 / 1.5, from 3 / 2 to 5 / 1."""
     runs = [run("mics(2)", 1.0), run("mics(2)", 2.0), run("mics(8)", 3.0), run("mics(8)", 5.0)]
     bars, words = drawn(figure := mics_ablations.plot(dataclasses.replace(records, runs=tuple(runs))))
@@ -237,7 +239,7 @@ def test_the_ablations_are_drawn_with_their_range(records: Records) -> None:
     assert error_bars(figure) == [pytest.approx((1.5, 5.0))]
 
 
-def test_every_call_and_byte_of_three_calls_is_drawn(records: Records) -> None:
+def test_three_calls_chart_has_all_strategies(records: Records) -> None:
     bars, words = drawn(three_calls.plot(dataclasses.replace(records, runs=())))
     assert len(bars) == 2 * len(three_calls.STRATEGIES) and bars[0] == 1.0  # without a run there are two series
     bars, words = drawn(three_calls.plot(records))
@@ -248,7 +250,7 @@ def test_every_call_and_byte_of_three_calls_is_drawn(records: Records) -> None:
     assert drawn(three_calls.plot(some))[1].count("not measured") == len(three_calls.STRATEGIES) - 1
 
 
-def test_figure_16_is_drawn_from_every_step(records: Records) -> None:
+def test_figure_16_chart_has_every_step(records: Records) -> None:
     left, right = mics_figure_16.plot(records).axes
     assert [len(line.get_ydata()) for line in left.lines] == [10, 10]
     assert [list(line.get_ydata()) for line in right.lines] == [
@@ -257,7 +259,7 @@ def test_figure_16_is_drawn_from_every_step(records: Records) -> None:
     assert [text.get_text() for text in right.get_legend().get_texts()] == ["zero3", "mics(2)"]
 
 
-def test_a_missing_record_names_the_command_that_makes_it(tmp_path: Path, records: Records) -> None:
+def test_missing_record_error_names_its_command(tmp_path: Path, records: Records) -> None:
     with pytest.raises(ValueError, match=r"compiled.jsonl is missing; python -m benchmarks.compiled writes it"):
         read_records(tmp_path)
     with pytest.raises(ValueError, match="has 0 steps of zero9"):

@@ -29,7 +29,7 @@ def array_on(devices: int, value: np.ndarray) -> jax.Array:
 
 
 @pytest.mark.parametrize("module", ["local", "residual"])
-def test_parameters_of_another_shape_are_refused_whatever_their_module_is_called(module: str, tmp_path: Path) -> None:
+def test_parameters_of_another_shape_are_rejected_for_any_name(module: str, tmp_path: Path) -> None:
     def state(devices: int) -> Any:
         return {"params": {module: {"weight": array_on(devices, np.ones((devices, 8), np.float32))}}}
 
@@ -55,7 +55,7 @@ def plan_of(module: str) -> tuple[ShardingPlan, Any]:
 
 
 @pytest.mark.parametrize("module", ["local", "residual"])
-def test_factored_moments_of_any_module_are_on_every_device(module: str) -> None:
+def test_factored_moments_are_replicated_for_any_module_name(module: str) -> None:
     plan, params = plan_of(module)
     tx = optax.adafactor(0.1, min_dim_size_to_factor=8)
     state = TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params))
@@ -67,7 +67,7 @@ def test_factored_moments_of_any_module_are_on_every_device(module: str) -> None
 
 
 @pytest.mark.parametrize("module", ["plain", "residual", "velocity"])
-def test_the_norm_of_residuals_counts_no_module(module: str) -> None:
+def test_residual_norm_ignores_module_names(module: str) -> None:
     """Adam's moments of a module called `residual` are none, and a residual of one called `velocity` is one."""
     plan, params = plan_of(module)
     tx = guarded(exchange(plan, OneBit(block=32)), optax.adam(0.1))

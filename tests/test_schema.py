@@ -59,7 +59,7 @@ def text(values: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(("kind", "name"), ALL, ids=[f"{kind}-{name}" for kind, name in ALL])
-def test_each_key_is_described_and_its_default_is_allowed(kind: str, name: str) -> None:
+def test_every_key_has_a_meaning_and_an_allowed_default(kind: str, name: str) -> None:
     key = known_keys(kind)[name]
     assert len(key.meaning) > 5 and key.meaning == key.meaning.strip(" .") and "|" not in key.meaning
     assert key.type_name in ("bool", "int", "float", "str", "tuple of int")
@@ -68,7 +68,7 @@ def test_each_key_is_described_and_its_default_is_allowed(kind: str, name: str) 
         assert key.choices or key.range or name == "compression.block"  # a multiple of 8
 
 
-def test_the_defaults_lack_a_partition_group_alone() -> None:
+def test_defaults_lack_only_the_partition_size() -> None:
     values = defaults()
     with pytest.raises(ValueError, match="mics needs sharding.partition_size"):
         Config.from_dict(values)
@@ -77,7 +77,7 @@ def test_the_defaults_lack_a_partition_group_alone() -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), ALL, ids=[f"{kind}-{name}" for kind, name in ALL])
-def test_a_wrong_word_type_or_nan_is_refused_by_name(kind: str, name: str) -> None:
+def test_bad_choice_type_or_nan_error_names_the_key(kind: str, name: str) -> None:
     key = known_keys(kind)[name]
     if key.type is not str and key.type != str | int:
         wrong: list[Any] = ["some"]
@@ -93,7 +93,7 @@ def test_a_wrong_word_type_or_nan_is_refused_by_name(kind: str, name: str) -> No
         assert str(error.value).startswith(f"{name}=") and "\n" not in str(error.value)
 
 
-def test_the_nearest_word_is_named() -> None:
+def test_bad_choice_error_suggests_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"^optimizer.name=adm is not known; one of adamw, .*; did you mean adamw\?$"):
         OptimizerConfig(name="adm")
 
@@ -121,7 +121,7 @@ def test_the_nearest_word_is_named() -> None:
         ({"model.num_heads": 5}, "the nearest divisor is 4"),
     ],
 )
-def test_what_cannot_be_together_or_is_no_key(changes: dict[str, Any], message: str) -> None:
+def test_unknown_keys_and_bad_combinations_are_rejected(changes: dict[str, Any], message: str) -> None:
     values = defaults()
     values["sharding"]["partition_size"] = 2
     for name, value in changes.items():
@@ -131,7 +131,7 @@ def test_what_cannot_be_together_or_is_no_key(changes: dict[str, Any], message: 
         Config.from_dict(values)
 
 
-def test_a_missing_key_is_named_with_its_default() -> None:
+def test_missing_key_error_names_key_and_default() -> None:
     for name, key in known_keys("decoder").items():
         values = defaults()
         section, _, last = name.rpartition(".")
@@ -141,21 +141,21 @@ def test_a_missing_key_is_named_with_its_default() -> None:
         assert str(error.value) == f"{name} is missing from the config; its default is {key.default!r}"
 
 
-def test_what_a_resumed_run_may_change() -> None:
+def test_resumable_keys_are_the_documented_ones() -> None:
     for kind, name in ALL:
         assert known_keys(kind)[name].resumable == may_change(name) == name.startswith(MAY_CHANGE), name
     # keys of another version
     assert may_change("sharding.gone") and not may_change("optimizer.gone") and not may_change("gone")
 
 
-def test_the_record_is_of_all_config_files() -> None:
+def test_config_record_covers_all_config_files() -> None:
     files = [*(ROOT / "configs").glob("*.py"), *(ROOT / "configs" / "sweeps").glob("*.py")]
     found = {str(file.relative_to(ROOT)) for file in files if "\ndef get_config(" in file.read_text()}
     assert found == {name.partition(":")[0] for name in RECORD}
 
 
 @pytest.mark.parametrize("file", RECORD)
-def test_a_config_file_gives_and_saves_what_it_did_before(file: str) -> None:
+def test_config_files_match_their_record(file: str) -> None:
     values = values_of(file)
     assert text(flat(values)) == text(recorded(file))
     if values["sharding"]["strategy"] == "mics" and not values["sharding"]["partition_size"]:
@@ -167,12 +167,12 @@ def test_a_config_file_gives_and_saves_what_it_did_before(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", sorted({name.partition(":")[0] for name in RECORD} - {"configs/base.py"}))
-def test_no_config_file_ignores_its_argument(file: str) -> None:
+def test_config_files_reject_unknown_arguments(file: str) -> None:
     with pytest.raises(ValueError, match=r"takes no :arg; remove :nonsense$|nonsense'? is not .*"):
         values_of(f"{file}:nonsense")
 
 
-def test_an_experiment_changes_the_config_and_the_typed_one_is_frozen() -> None:
+def test_typed_config_is_frozen() -> None:
     section = base.get_config()
     section.sharding.update(strategy="ddp")
     section.optimizer.clip_norm = 2
@@ -183,7 +183,7 @@ def test_an_experiment_changes_the_config_and_the_typed_one_is_frozen() -> None:
     assert len({config, base.typed(section), dataclasses.replace(config, seed=1)}) == 2
 
 
-def test_the_words_are_those_that_the_packages_know() -> None:
+def test_choices_match_the_implementations() -> None:
     assert known_keys("decoder")["sharding.strategy"].choices == (*STRATEGIES, "mics", "custom")
     assert known_keys("resnet")["model.block"].choices == tuple(EXPANSION)
     assert known_keys("decoder")["model.kind"].choices == tuple(MODELS) == tuple(models.KINDS)
@@ -191,5 +191,5 @@ def test_the_words_are_those_that_the_packages_know() -> None:
 
 
 @pytest.mark.document
-def test_the_page_of_keys_is_the_one_that_the_command_prints() -> None:
+def test_config_page_is_up_to_date() -> None:
     assert (ROOT / "docs" / "config.md").read_text() == page(), "python -m configs.schema > docs/config.md"

@@ -66,7 +66,7 @@ def test_mics_groups_are_consecutive_devices(nodes: int, per_node: int, tensor: 
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "tensor"), GRIDS)
-def test_every_p_that_does_not_fit_raises(nodes: int, per_node: int, tensor: int) -> None:
+def test_partition_size_must_divide_the_devices(nodes: int, per_node: int, tensor: int) -> None:
     legal = legal_sizes(nodes, per_node, tensor)
     for p in set(range(1, nodes * per_node + 3)) - set(legal):
         with pytest.raises(ValueError, match=f"^sharding.partition_size={p}: a partition group of {p} device") as error:
@@ -89,7 +89,9 @@ def test_every_p_that_does_not_fit_raises(nodes: int, per_node: int, tensor: int
         ("custom", ("none", "none", "node")),
     ],
 )
-def test_scopes_of_strategies(strategy: str, words: tuple[str, ...], nodes: int, per_node: int, tensor: int) -> None:
+def test_strategies_set_the_documented_scopes(
+    strategy: str, words: tuple[str, ...], nodes: int, per_node: int, tensor: int
+) -> None:
     by_hand = dict(zip(("parameters", "gradients", "optimizer"), words, strict=True))
     layout = layout_of(strategy, nodes, per_node, tensor, **(by_hand if strategy == "custom" else {}))
     world, size = nodes * per_node, {"none": 1, "node": per_node // tensor, "all": nodes * per_node // tensor}
@@ -106,7 +108,7 @@ def test_scopes_of_strategies(strategy: str, words: tuple[str, ...], nodes: int,
     assert layout.shape.size(layout.data_axes) == layout.shape.num_data_devices == world // tensor
 
 
-def test_mixed_scopes_by_number() -> None:
+def test_custom_scopes_can_be_numbers_of_devices() -> None:
     layout = layout_of("custom", 4, 4, parameters=2, gradients="2", optimizer=8)
     assert layout.shape == MeshShape(replica_inter=2, shard_inter=2, replica_intra=2, shard_intra=2, tensor=1)
     assert groups(layout, layout.parameters) == blocks(16, 2)
@@ -114,7 +116,7 @@ def test_mixed_scopes_by_number() -> None:
     assert groups(layout, layout.optimizer) == blocks(16, 8)
 
 
-def test_without_the_second_hop_nothing_is_left_to_average() -> None:
+def test_without_two_hop_there_are_no_replica_axes() -> None:
     for change in ({"two_hop": False}, {"partitioner": "auto"}):
         layout = layout_of("mics", 4, 2, partition_size=2, **change)
         assert layout.replica_axes == () and layout.num_replicas == 1
@@ -142,7 +144,7 @@ def test_without_the_second_hop_nothing_is_left_to_average() -> None:
         ({"partitioner": "automatic"}, "sharding.partitioner=automatic is not known"),
     ],
 )
-def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
+def test_bad_sharding_settings_are_rejected(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as error:
         sharding_config(**{"strategy": "ddp"} | changes)
     assert said in str(error.value) and "\n" not in str(error.value)
@@ -158,13 +160,13 @@ def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
         ({"partitioner": "auto", "gather": "node"}, "set sharding.gather=layer"),
     ],
 )
-def test_choices_that_do_not_go_together(changes: dict[str, Any], said: str) -> None:
+def test_incompatible_sharding_settings_are_rejected(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as error:
         layout_of("zero3", 4, 2, **changes)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_what_a_scope_adds_to_another() -> None:
+def test_difference_of_scopes_has_the_added_axes() -> None:
     """On 4 nodes of 2: parameters by the node, gradients by two nodes, optimizer state by all."""
     layout = layout_of("custom", 4, 2, parameters="node", gradients=4, optimizer=4)
     assert layout.gradients_beyond_parameters == layout.optimizer_beyond_parameters == ("shard_inter",)
@@ -183,7 +185,7 @@ def test_what_a_scope_adds_to_another() -> None:
         ("step", [("shard_intra", "shard_inter")]),
     ],
 )
-def test_gathers_of_a_micro_step(gather: str, scopes: list[tuple[str, ...]]) -> None:
+def test_gather_policies_set_the_gather_scopes(gather: str, scopes: list[tuple[str, ...]]) -> None:
     layout = layout_of("zero3", 4, 2, gather=gather)
     assert list(layout.gather_scopes) == scopes and list(layout.hop_one_scopes) == [*scopes, ()]
     assert layout_of("zero3", 4, 2, partitioner="auto").gather_scopes == ()
@@ -206,7 +208,7 @@ def test_gathers_of_a_micro_step(gather: str, scopes: list[tuple[str, ...]]) -> 
         (("none", "host", "all"), "sharding.gradients=host: a scope is none, node, all or a number of devices"),
     ],
 )
-def test_scopes_that_cannot_be(scopes: tuple[Any, ...], said: str | None) -> None:
+def test_bad_scopes_are_rejected(scopes: tuple[Any, ...], said: str | None) -> None:
     by_hand = dict(zip(("parameters", "gradients", "optimizer"), scopes, strict=True))
     if said is None:
         assert layout_of("custom", 4, 4, **by_hand).partition_size == scopes[0]
@@ -223,13 +225,15 @@ def test_scopes_that_cannot_be(scopes: tuple[Any, ...], said: str | None) -> Non
         (8, 2, (4, 8, "all"), "cut 8 nodes at [2, 4] in two places"),
     ],
 )
-def test_two_cuts(nodes: int, per_node: int, scopes: tuple[Any, ...], said: str) -> None:
+def test_scopes_that_cut_the_axes_in_two_places_are_rejected(
+    nodes: int, per_node: int, scopes: tuple[Any, ...], said: str
+) -> None:
     with pytest.raises(ValueError, match="in two places") as error:
         layout_of("custom", nodes, per_node, parameters=scopes[0], gradients=scopes[1], optimizer=scopes[2])
     assert said in str(error.value)
 
 
-def test_tensor_must_divide_the_node() -> None:
+def test_tensor_must_divide_devices_per_node() -> None:
     for tensor in (3, 8, 0, -1):
         with pytest.raises(ValueError, match=f"mesh.tensor={tensor} does not divide the 4 devices of a node"):
             layout_of("ddp", 2, 4, tensor)
@@ -244,7 +248,7 @@ def spec(**dims: int) -> ParamSpec:
     return ParamSpec(shape=tuple(dims.values()), dims=tuple(dims))
 
 
-def test_the_first_dim_that_divides_is_cut_and_layers_never() -> None:
+def test_first_divisible_dim_except_layers_is_sharded() -> None:
     layout = layout_of("mics", 4, 2, partition_size=4)
     cut = Placement(dim=1, tensor_dim=None, ndim=3, stacked=True)
     assert place("w", spec(layers=4, embed=8, mlp=16), layout) == cut
@@ -253,7 +257,7 @@ def test_the_first_dim_that_divides_is_cut_and_layers_never() -> None:
     assert place("w", spec(layers=8, norm=12), layout).dim == 1
 
 
-def test_the_widest_scope_decides() -> None:
+def test_sharded_dim_must_be_divisible_by_the_widest_scope() -> None:
     layout = layout_of("zero1", 4, 2)  # 8 shards of the optimizer state, parameters whole
     placement = place("w", spec(embed=4, mlp=16), layout)
     assert placement.dim == 1
@@ -261,11 +265,11 @@ def test_the_widest_scope_decides() -> None:
     assert tuple(placement.pspec(layout.optimizer)) == (None, ("replica_intra", "replica_inter"))
 
 
-def test_nothing_is_cut_where_nothing_is_partitioned() -> None:
+def test_without_partitioning_no_dim_is_sharded() -> None:
     assert place("w", spec(embed=3), layout_of("ddp", 4, 2)) == Placement(dim=None, tensor_dim=None, ndim=1)
 
 
-def test_what_cannot_be_cut_raises_unless_it_says_replicate() -> None:
+def test_indivisible_parameters_raise_unless_replicated() -> None:
     layout = layout_of("zero3", 4, 2)
     for odd in (spec(layers=8, norm=12), spec(layers=8), ParamSpec(shape=(), dims=())):
         with pytest.raises(ValueError, match=r"layers/norm/scale: no dim can be cut into 8 shards") as error:
@@ -275,7 +279,7 @@ def test_what_cannot_be_cut_raises_unless_it_says_replicate() -> None:
         assert place("layers/norm/scale", said, layout).dim is None
 
 
-def test_tensor_dims() -> None:
+def test_tensor_axis_shards_the_tensor_dims() -> None:
     layout = layout_of("mics", 2, 4, 2, partition_size=8)  # 4 shards x tensor 2
     up, down = (Placement(dim=i, tensor_dim=j, ndim=3, stacked=True) for i, j in ((1, 2), (2, 1)))
     assert place("up", spec(layers=3, embed=8, mlp=16), layout) == up
@@ -294,13 +298,13 @@ def test_tensor_dims() -> None:
     assert place("up", spec(layers=3, embed=8, mlp=16), whole).tensor_dim is None
 
 
-def test_a_layers_placement_is_the_stacks_without_its_first_dim() -> None:
+def test_placement_of_a_layer_is_the_stacks_without_first_dim() -> None:
     layout = layout_of("mics", 2, 4, 2, partition_size=8)
     stacked = place("up", spec(layers=3, embed=8, mlp=16), layout)
     assert stacked.without_layers() == place("up", spec(embed=8, mlp=16), layout)
 
 
-def test_dims_and_shape_must_match() -> None:
+def test_param_spec_needs_one_dim_name_per_dim() -> None:
     with pytest.raises(ValueError, match="needs 2 dim names"):
         ParamSpec(shape=(2, 3), dims=("embed",))
 
@@ -314,7 +318,7 @@ class Device:
     process_index: int = 0
 
 
-def test_devices_per_node_plays_nodes_in_order_of_process_and_id() -> None:
+def test_devices_per_node_groups_devices_by_process_and_id() -> None:
     devices = [Device(i, process) for process in (1, 0) for i in (3, 1, 2, 0)]
     nodes = find_nodes(devices, 2)
     assert [[(d.process_index, d.id) for d in node] for node in nodes] == [
@@ -338,7 +342,7 @@ def test_nodes_are_found_from_the_hosts_of_processes(monkeypatch: pytest.MonkeyP
         find_nodes(devices)
 
 
-def test_the_mesh_keeps_nodes_together() -> None:
+def test_mesh_keeps_devices_of_a_node_together() -> None:
     layout = layout_of("mics", 4, 2, partition_size=4)
     mesh = make_mesh(layout.shape, find_nodes(jax.devices(), 2))
     assert dict(mesh.shape) == layout.shape.sizes

@@ -93,7 +93,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", CHANGES)
-def test_a_mistake_is_one_line(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_error_is_one_line(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes, message = CHANGES[mistake]
     assert_matches(error_of(capsys, *arguments(tmp_path / "run", **changes)), message)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -135,14 +135,14 @@ def config_file(folder: Path, body: str) -> str:
         ("    return config + 1", r"^/\S+mine.py, line 6, `.*`: unsupported operand .* \(TypeError\)$"),
     ],
 )
-def test_a_mistake_in_a_config_file(
+def test_config_file_error_names_file_and_cause(
     body: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = config_file(tmp_path, body)
     assert_matches(error_of(capsys, f"--config={path}", f"--workdir={tmp_path / 'run'}"), message)
 
 
-def test_an_argument_that_a_config_does_not_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_config_argument_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, message in (
         ("quickstart", "quickstart.py takes no :arg; remove :foo$"),
         ("elastic", "^configs/elastic.py:foo is not known; use :tiny, or no argument$"),
@@ -151,7 +151,7 @@ def test_an_argument_that_a_config_does_not_take(tmp_path: Path, capsys: pytest.
         assert_matches(error_of(capsys, f"{config}:foo", *rest), message)
 
 
-def test_no_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_config_file_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_matches(error_of(capsys), "--config=configs/X.py is missing; experiments are .*quickstart")
     assert_matches(error_of(capsys, "--config=configs/missing.py"), "configs/missing.py")
     assert_matches(error_of(capsys, f"--config={tmp_path}"), str(tmp_path))
@@ -160,7 +160,7 @@ def test_no_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert_matches(error_of(capsys, f"--config={empty}"), "empty.py: .*get_config")
 
 
-def test_other_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flags_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = arguments(tmp_path)
     assert_matches(error_of(capsys, *args, "--wrkdir=x"), "wrkdir")
     assert_matches(error_of(capsys, *args, "word"), "unexpected argument 'word'")
@@ -173,7 +173,7 @@ def test_other_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert_matches(error_of(capsys, *args, "--coordinator=here:99999", *three[1:], "--process_id=0"), "HOST:PORT")
 
 
-def test_a_port_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_coordinator_port_in_use_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also by another run's coordinator, whose port gRPC would share."""
     for shared in (False, True):
         with socket.create_server(("", 0), reuse_port=shared) as other:
@@ -182,7 +182,7 @@ def test_a_port_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert_matches(message, f"{coordinator}: process 0 cannot listen at port .* in use; give all .* another port$")
 
 
-def test_data_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_folder_without_text_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     args = arguments(tmp_path / "run", data__source="folder", data__path=str(empty))
@@ -191,7 +191,7 @@ def test_data_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     error_of(capsys, *args)
 
 
-def test_a_config_after_a_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_flag_accepts_a_separate_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, *rest = arguments(tmp_path / "run", num_steps=0)
     for flag in ("--config", "-config"):
         assert error_of(capsys, flag, config.partition("=")[2], *rest).startswith("num_steps=0 must be")
@@ -205,7 +205,7 @@ def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Traceback" in err and err.splitlines()[-1].startswith("error: num_steps=0")
 
 
-def test_a_workdir_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_workdir_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file"
     file.write_text("precious")
     assert error_of(capsys, *arguments(file)) == f"{file} is a file; choose another --workdir"
@@ -224,7 +224,7 @@ def test_a_workdir_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[
     ],
     ids=["a pattern", "no UTF-8"],
 )
-def test_a_workdir_where_checkpoints_cannot_be(
+def test_workdir_unfit_for_checkpoints_is_rejected(
     name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Is refused before anything runs, wherever in the absolute path the reason is."""
@@ -237,7 +237,7 @@ def test_a_workdir_where_checkpoints_cannot_be(
 
 
 @pytest.mark.parametrize("name", ["", "checkpoints"])
-def test_a_workdir_that_cannot_be_written(
+def test_unwritable_workdir_is_rejected(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Is refused before the step is compiled, unless there is nothing to do."""
@@ -256,7 +256,7 @@ def test_a_workdir_that_cannot_be_written(
     assert run_here(*args) == 0
 
 
-def test_validation_data_that_has_changed(
+def test_changed_validation_data_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As training data that has; the same data elsewhere is no change."""
@@ -283,7 +283,7 @@ def test_validation_data_that_has_changed(
     assert run_here(*args(moved)) == 0
 
 
-def test_help_shows_the_flags_and_the_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_flags_and_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--help", "-h"):
         assert run_here(flag) == 0
         out = capsys.readouterr().out
@@ -302,20 +302,20 @@ def test_help_shows_the_flags_and_the_keys(tmp_path: Path, capsys: pytest.Captur
     assert "seeed is not a key; the nearest is seed" in error_of(capsys, "--help", args[0], "--config.seeed=3")
 
 
-def test_help_needs_no_config_that_a_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_works_with_an_invalid_config(capsys: pytest.CaptureFixture[str]) -> None:
     """Who asks for it may be about to complete one."""
     config = f"--config={ROOT}/configs/quickstart.py"
     assert run_here(config, "--config.sharding.strategy=zero3", "--help") == 0  # and a partition size of 2
     assert "\n  --config.sharding.strategy=zero3\n" in capsys.readouterr().out
 
 
-def test_no_word_is_suggested_that_is_not_near(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_suggestions_are_similar_words_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = error_of(capsys, *arguments(tmp_path, optimizer__name="rmsprop"))
     assert said.startswith("optimizer.name=rmsprop is not known; one of adamw, ") and "did you mean" not in said
     assert "did you mean adamw?" in error_of(capsys, *arguments(tmp_path, optimizer__name="adam"))
 
 
-def test_a_standby_beside_another_program_is_a_mistake(
+def test_standby_beside_another_program_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its turn has come, and the work directory is not free: exit code 2 in one line, as without standby."""
@@ -328,7 +328,7 @@ def test_a_standby_beside_another_program_is_a_mistake(
     assert said.startswith(f"error: another train.py on this host is in {tmp_path / 'run'}")
 
 
-def test_a_long_error_keeps_its_ends(
+def test_long_error_is_shortened_in_the_middle(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = f"model.hidden=32 in {tmp_path}: {'f32[8,8] fusion(...)  ' * 1000}; set model.hidden=64"
@@ -353,7 +353,7 @@ def test_a_long_error_keeps_its_ends(
     assert len(failures) == 3 and all(len(failure) < 1000 for failure in failures)  # which all other processes print
 
 
-def test_a_workdir_of_another_run(
+def test_workdir_of_another_run_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workdir = tmp_path / "run"
@@ -370,7 +370,7 @@ def test_a_workdir_of_another_run(
     assert snapshot(copied / "checkpoints") == snapshot(workdir / "checkpoints")
 
 
-def test_a_checkpoint_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_of_another_model_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whose config is the same: the code of the model has changed. The first parameter that differs is named."""
     assert run_here(*arguments(tmp_path)) == 0
     with pytest.MonkeyPatch.context() as patched:
@@ -383,7 +383,7 @@ def test_a_checkpoint_of_another_model(tmp_path: Path, capsys: pytest.CaptureFix
     assert snapshot(tmp_path) == before
 
 
-def test_a_run_that_stopped_before_its_first_checkpoint_is_a_run(
+def test_workdir_without_checkpoint_still_identifies_its_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Crash(BaseException):

@@ -74,7 +74,7 @@ def check_batches(out: Path, num_processes: int, global_size: int) -> None:
         {"batch__global_size": 30, "mesh__tensor": 2, "sharding__partition_size": 4},
     ],
 )
-def test_one_process(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_layout_of_one_process(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "restore", in_place_of_restoring(str(tmp_path)))
     assert run_here(*arguments(tmp_path / "run", **changes), compile_once=False) == RESUMABLE
     check_batches(tmp_path, 1, changes.get("batch__global_size", 16))
@@ -88,7 +88,7 @@ def test_one_process(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytes
         pytest.param(4, {"batch__global_size": 30, "mesh__tensor": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_several_processes(count: int, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_batch_layout_of_several_processes(count: int, changes: dict[str, Any], tmp_path: Path) -> None:
     args = arguments(tmp_path / "run", **changes)
     first = "import test_train_batches as here\n"
     first += f"here.resume.restore = here.in_place_of_restoring({str(tmp_path)!r})"

@@ -43,7 +43,7 @@ def scattered(model: models.ResNet, key: jax.Array) -> Any:
     return jax.tree.map(lambda spec, key: 0.4 * jax.random.normal(key, spec.shape), model.param_specs(), keys)
 
 
-def test_accuracy_and_loss_are_those_of_every_validation_image_once(
+def test_validation_covers_every_image_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """360 images in batches of 64: the last is part padding."""
@@ -98,7 +98,7 @@ def test_accuracy_and_loss_are_those_of_every_validation_image_once(
         ({"model__norm_groups": 0}, "model.norm_groups=0 must be at least 1"),
     ],
 )
-def test_what_cannot_be_is_one_line(
+def test_bad_digits_settings_error_is_one_line(
     tmp_path: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_here(*arguments(tmp_path, **changes), compile_once=False) == 2
@@ -107,7 +107,7 @@ def test_what_cannot_be_is_one_line(
 
 
 @pytest.mark.slow
-def test_the_digits_are_learned(tmp_path: Path) -> None:
+def test_digits_reach_the_expected_accuracy(tmp_path: Path) -> None:
     config = digits.get_config()
     options = [f"--config={ROOT}/configs/digits.py", f"--workdir={tmp_path}", "--config.checkpoint.every=0"]
     run = start(options, XLA_FLAGS="")  # 300 steps are faster when LLVM's optimiser has been over them

@@ -24,7 +24,7 @@ def resume_elsewhere(workdir: Path, step: int, **changes: object) -> None:
     assert code == (0 if step == 10 else 75), err
 
 
-def test_eight_then_four_then_two_devices(tmp_path: Path, on_eight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_resumes_on_fewer_devices(tmp_path: Path, on_eight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         stop_after(patched, 4)
         assert run_here(*arguments(tmp_path)) == 75
@@ -33,7 +33,7 @@ def test_eight_then_four_then_two_devices(tmp_path: Path, on_eight: Path, monkey
     np.testing.assert_allclose(losses(tmp_path), losses(on_eight), **SAME)
 
 
-def test_mics_then_zero3(tmp_path: Path, on_eight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_resumes_with_another_strategy(tmp_path: Path, on_eight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         stop_after(patched, 5)
         assert run_here(*arguments(tmp_path)) == 75
@@ -43,7 +43,7 @@ def test_mics_then_zero3(tmp_path: Path, on_eight: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_a_batch_that_the_devices_do_not_divide(tmp_path: Path) -> None:
+def test_losses_are_equal_with_an_indivisible_batch(tmp_path: Path) -> None:
     odd = {"batch__global_size": 30, "batch__micro_size": 2, "eval__every": 5}
     eight, one = tmp_path / "eight", tmp_path / "one"
     alone = {"mesh__num_cpu_devices": 1, "mesh__devices_per_node": 1, "sharding__partition_size": 1}

@@ -17,7 +17,7 @@ pytestmark = IGNORED
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorBoard's file stays open
 @pytest.mark.parametrize("room", [20_000, pytest.param(100, marks=pytest.mark.slow)])
-def test_the_disk_is_full(
+def test_full_disk_ends_the_run_with_one_line(
     tmp_path: Path, room: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From the last checkpoint on no file may be larger than `room`; with 100 the report cannot be written either."""
@@ -52,7 +52,7 @@ def test_the_disk_is_full(
     check_same_end(workdir, undisturbed)
 
 
-def test_updates_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_many_non_finite_updates_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = {"optimizer__learning_rate": 1e16, "optimizer__max_skipped": 3, "checkpoint__every": 1, "num_steps": 20}
     assert run_here(*arguments(tmp_path, **changes)) == 1
     captured = capsys.readouterr()
@@ -69,7 +69,7 @@ def test_updates_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(np.isfinite(x).all() for name, x in saved.items() if name.startswith("params"))
 
 
-def test_an_unexpected_error_ends_the_bar_and_is_in_the_report(
+def test_unexpected_error_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
@@ -84,7 +84,7 @@ def test_an_unexpected_error_ends_the_bar_and_is_in_the_report(
 
 
 @pytest.mark.parametrize("name", ["compile_train_step", "init_state"])
-def test_an_unexpected_error_before_the_first_step_is_no_mistake_of_the_user(
+def test_unexpected_error_before_step_1_is_not_bad_input(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> None:
@@ -96,7 +96,7 @@ def test_an_unexpected_error_before_the_first_step_is_no_mistake_of_the_user(
     assert "Traceback" in err and err.splitlines()[-1] == "error: out of the blue"
 
 
-def test_a_log_that_cannot_be_started(
+def test_log_that_fails_to_start_is_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object, **__: object) -> None:

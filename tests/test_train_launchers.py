@@ -49,7 +49,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"JAX_COORDINATOR_ADDRESS": "localhost:1234"}, None),  # does not say how many, and which one
     ],
 )
-def test_launchers(
+def test_launcher_is_recognised_from_its_variables(
     variables: dict[str, str],
     launcher: str | None,
     monkeypatch: pytest.MonkeyPatch,
@@ -62,7 +62,7 @@ def test_launchers(
 
 
 @pytest.mark.parametrize("missing", launch.SLURM_STEP)
-def test_a_batch_script_without_srun(
+def test_slurm_batch_script_without_srun_is_one_process(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in SRUN.items():
@@ -73,7 +73,7 @@ def test_a_batch_script_without_srun(
     assert err.count("\n") == 1 and err.startswith("SLURM_NTASKS=2, but srun did not start this process")
 
 
-def test_open_mpi_5_is_refused_where_each_process_would_train_on_its_own(
+def test_open_mpi_5_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")  # and no OMPI_MCA_orte_hnp_uri, which Open MPI 4 sets
@@ -85,7 +85,7 @@ def test_open_mpi_5_is_refused_where_each_process_would_train_on_its_own(
 
 
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])
-def test_kubernetes_that_does_not_answer(
+def test_unreachable_kubernetes_is_an_error(
     host: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
@@ -115,7 +115,7 @@ K8sCluster._namespace = classmethod(lambda cls: "default")
 
 
 @pytest.mark.slow
-def test_kubernetes_is_recognised(tmp_path: Path) -> None:
+def test_kubernetes_variables_are_recognised(tmp_path: Path) -> None:
     """By its API; only the coordinator's address is given, for there is no DNS of pods here."""
     common = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "HOSTNAME": "localhost"}
     common["JAX_COORDINATOR_ADDRESS"] = f"localhost:{free_port()}"
@@ -137,7 +137,7 @@ def test_kubernetes_is_imported_only_inside_a_pod(tmp_path: Path) -> None:
     assert out == "False\n"
 
 
-def test_hosts_are_told_apart_by_their_whole_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_are_distinguished_by_full_names(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["plumless", "buckeroo", "plumless"]  # the first two have the same CRC-32
     monkeypatch.setattr(jax, "process_count", lambda: len(names))
     gathered: list[Any] = []
@@ -160,7 +160,7 @@ OPEN_MPI = "OMPI_MCA_orte_hnp_uri='1.0;tcp://10.77.0.1:1234' OMPI_COMM_WORLD_SIZ
 @EMULATED
 @pytest.mark.slow
 @pytest.mark.parametrize("variables", [SLURM, f"{OPEN_MPI} OMPI_COMM_WORLD_LOCAL_RANK=0"], ids=["SLURM", "Open MPI"])
-def test_launchers_on_two_hosts(variables: str, tmp_path: Path) -> None:
+def test_launchers_give_ranks_on_two_hosts(variables: str, tmp_path: Path) -> None:
     """By the variables that srun, and mpirun of Open MPI 4, set; the nodes are told apart by the names of the hosts.
 
     SLURM's coordinator is the first of the node list, Open MPI's the first address; jax chooses the port from the job.
@@ -174,7 +174,7 @@ def test_launchers_on_two_hosts(variables: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_variables_of_any_launcher(tmp_path: Path) -> None:
+def test_jax_variables_replace_the_launcher_flags(tmp_path: Path) -> None:
     """The three flags' variables join, the number of devices replaces the config's 8, and nobody's name is asked."""
     unneeded = "import runtime.rendezvous; del runtime.rendezvous.own_address"
     coordinator = f"127.0.0.1:{free_port()}"
@@ -189,7 +189,7 @@ rendezvous.connect, rendezvous._ACCEPT_S = lambda *_: time.sleep(1000), 2.0
 """
 
 
-def test_processes_that_cannot_meet(tmp_path: Path) -> None:
+def test_processes_that_cannot_connect_exit_with_75(tmp_path: Path) -> None:
     """A lost node, no mistake in the config; and nobody waits for it at exit, as jax would for minutes."""
     two = start_together(arguments(tmp_path), 2, devices=1, first=NO_WAY)
     try:
@@ -201,7 +201,7 @@ def test_processes_that_cannot_meet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [["JAX_NUM_PROCESSES"], ["JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS"]])
-def test_variables_without_the_others(
+def test_incomplete_variables_are_rejected(
     given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The processes would all train alone, in one directory."""
@@ -214,7 +214,7 @@ def test_variables_without_the_others(
 
 
 @pytest.mark.parametrize("name", ["JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_NUM_CPU_DEVICES"])
-def test_variables_that_are_no_numbers(
+def test_non_numeric_variables_are_rejected(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = {"JAX_COORDINATOR_ADDRESS": "localhost:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}

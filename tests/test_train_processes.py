@@ -55,7 +55,7 @@ def check_silent(outcomes: list[tuple[int, str, str]]) -> None:
         assert GLOO.sub("", out).strip(" 0123456789\n") == ""
 
 
-def test_two_processes_stop_together_and_one_goes_on(tmp_path: Path, by_one: Path) -> None:
+def test_two_processes_stop_together_and_resume_as_one(tmp_path: Path, by_one: Path) -> None:
     """The signal comes while a step is saved: every step is. One of the two gets it."""
     args = arguments(tmp_path, checkpoint__every=1, eval__every=4)
     two = start_together(args, 2, devices=2, pause_s=0.3)
@@ -76,7 +76,7 @@ def test_two_processes_stop_together_and_one_goes_on(tmp_path: Path, by_one: Pat
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path: Path, by_one: Path) -> None:
+def test_two_processes_match_one_process(tmp_path: Path, by_one: Path) -> None:
     outcomes = finish(*start_together(arguments(tmp_path), 2, devices=2))
     check_all_done(tmp_path, by_one, outcomes)
     metrics = (tmp_path / "metrics.jsonl").read_text()
@@ -85,13 +85,13 @@ def test_two_processes(tmp_path: Path, by_one: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "p"), [(3, 1), (4, 2)])
-def test_processes_of_one_device(tmp_path: Path, by_one: Path, count: int, p: int) -> None:
+def test_processes_of_one_device_match_one_process(tmp_path: Path, by_one: Path, count: int, p: int) -> None:
     changes: dict[str, Any] = {"mesh__devices_per_node": 1, "sharding__partition_size": p}
     check_all_done(tmp_path, by_one, finish(*start_together(arguments(tmp_path, **changes), count, devices=1)))
 
 
 @pytest.mark.slow
-def test_a_resumed_run_stops_too(tmp_path: Path, by_one: Path) -> None:
+def test_resumed_run_stops_at_a_signal(tmp_path: Path, by_one: Path) -> None:
     """At its first step, if the signal comes before; Ctrl-C in both processes, as a terminal sends it."""
     args = arguments(tmp_path)
     assert [code for code, _, _ in finish(*start_together(args, 2, devices=2, pause_s=0.3, stop_after=2))] == [
@@ -110,7 +110,7 @@ def test_a_resumed_run_stops_too(tmp_path: Path, by_one: Path) -> None:
     check_all_done(tmp_path, by_one, finish(*start_together(args, 2, devices=2)))
 
 
-def test_one_process_of_a_job_stops_too(tmp_path: Path) -> None:
+def test_signal_to_one_process_stops_the_job(tmp_path: Path) -> None:
     """Joined to nobody, jax still takes SIGTERM over. Given by hand, Kubernetes is not asked (there is none here)."""
     args = arguments(tmp_path, mesh__num_cpu_devices=1, mesh__devices_per_node=1, sharding__partition_size=1)
     job = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "JOB_COMPLETION_INDEX": "0"}
@@ -125,7 +125,7 @@ def test_one_process_of_a_job_stops_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_signals_until_the_very_end(tmp_path: Path, joined: bool) -> None:
+def test_signals_are_handled_until_the_end(tmp_path: Path, joined: bool) -> None:
     """An engine that repeats itself does not make a failure of a run that has stopped as it was asked to."""
     args = arguments(tmp_path, num_steps=100000, mesh__num_cpu_devices=1, mesh__devices_per_node=1)
     args.append("--config.sharding.partition_size=1")
@@ -140,7 +140,7 @@ def test_signals_until_the_very_end(tmp_path: Path, joined: bool) -> None:
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_signals_that_are_passed_on(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigint_is_forwarded_to_jax_as_sigterm(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM comes to Python only before jax takes it over, when nobody would listen to one more."""
     sent: list[int] = []
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: joined)

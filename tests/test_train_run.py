@@ -50,7 +50,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workdir
 
 
-def test_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_run_is_complete_and_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
     workdir = tmp_path / "run"
     text = {"data__source": "stdlib_text", "eval__every": 5, "sample__length": 8, "sample__prompt": "def "}
@@ -88,7 +90,7 @@ def test_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert snapshot(workdir) == before
 
 
-def test_the_end_is_made_up_for_if_it_was_lost(tmp_path: Path, undisturbed: Path) -> None:
+def test_lost_report_of_a_finished_run_is_recreated(tmp_path: Path, undisturbed: Path) -> None:
     """A run killed after its last checkpoint has nothing to train, but its report and sample are still to be made."""
     args = arguments(tmp_path)
     assert run_here(*args) == 0
@@ -101,7 +103,7 @@ def test_the_end_is_made_up_for_if_it_was_lost(tmp_path: Path, undisturbed: Path
     check_same_end(tmp_path, undisturbed)
 
 
-def test_a_terminal_that_cannot_show_what_a_run_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ascii_terminal_escapes_other_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = io.BytesIO()
     terminal = io.TextIOWrapper(said, encoding="ascii", write_through=True)  # closes `said` when nobody holds it
     with monkeypatch.context() as patched:
@@ -111,12 +113,12 @@ def test_a_terminal_that_cannot_show_what_a_run_says(tmp_path: Path, monkeypatch
     assert (tmp_path / "r\xe9sum\xe9" / "sample.txt").read_text().startswith("d\xe9f")
 
 
-def test_rows_are_logged_at_intervals(tmp_path: Path) -> None:
+def test_rows_are_logged_every_log_every_steps(tmp_path: Path) -> None:
     assert run_here(*arguments(tmp_path, log_every=4, eval__every=6)) == 0
     assert [row["step"] for row in rows(tmp_path)] == [4, 6, 8, 10]
 
 
-def test_a_checkpoint_comes_after_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_written_before_their_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run killed right after a checkpoint resumes behind it: the rows up to there are never written again."""
     written: list[int] = []
     save = Checkpointer.save
@@ -130,7 +132,7 @@ def test_a_checkpoint_comes_after_its_rows(tmp_path: Path, monkeypatch: pytest.M
     assert written == [5, 10]
 
 
-def test_saving_does_not_ask_the_preemption_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_does_not_use_the_preemption_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes agree on the step to stop at by the numbers they asked with: only the loop may ask."""
     asked: list[int] = []
     monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: bool(asked.append(step)))
@@ -139,7 +141,7 @@ def test_saving_does_not_ask_the_preemption_service(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_and_the_same_command_goes_on(
+def test_signal_stops_and_the_same_command_resumes(
     tmp_path: Path,
     undisturbed: Path,
     number: signal.Signals,
@@ -160,7 +162,7 @@ def test_a_signal_stops_and_the_same_command_goes_on(
     check_same_end(tmp_path, undisturbed)
 
 
-def test_a_second_ctrl_c_stops_at_once(
+def test_second_ctrl_c_stops_immediately(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = arguments(tmp_path)
@@ -174,7 +176,7 @@ def test_a_second_ctrl_c_stops_at_once(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_before_the_first_step(
+def test_signal_before_the_first_step_stops_the_run(
     tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train, "load_datasets", lambda *_: signal.raise_signal(number))
@@ -184,7 +186,7 @@ def test_a_signal_before_the_first_step(
 
 
 @pytest.mark.slow
-def test_ten_steps_are_five_and_a_kill_and_five_more(tmp_path: Path, undisturbed: Path) -> None:
+def test_killed_and_resumed_run_equals_uninterrupted_run(tmp_path: Path, undisturbed: Path) -> None:
     process = start(arguments(tmp_path), pause_s=0.4)
     wait_until(lambda: (tmp_path / "checkpoints" / "5").exists() and steps_logged(tmp_path) > 5, process)
     process.kill()
@@ -196,7 +198,7 @@ def test_ten_steps_are_five_and_a_kill_and_five_more(tmp_path: Path, undisturbed
     check_same_end(tmp_path, undisturbed)
 
 
-def test_a_run_of_which_nothing_is_left_says_so(
+def test_restart_without_checkpoint_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its steps are done again, from the first on."""
@@ -211,7 +213,7 @@ def test_a_run_of_which_nothing_is_left_says_so(
     assert losses(tmp_path)[: len(done)] == done
 
 
-def test_a_real_sigterm(tmp_path: Path) -> None:
+def test_sigterm_ends_with_the_resumable_exit_code(tmp_path: Path) -> None:
     process = start(arguments(tmp_path), pause_s=0.5)
     wait_until(lambda: steps_logged(tmp_path) >= 2, process)
     process.terminate()
@@ -224,7 +226,7 @@ def test_a_real_sigterm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("was_killed", [True, False])
-def test_a_damaged_newest_checkpoint(
+def test_damaged_newest_checkpoint_falls_back_to_the_previous(
     was_killed: bool, tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run whose last checkpoint is damaged is not finished, even if it once was."""
@@ -245,7 +247,7 @@ def test_a_damaged_newest_checkpoint(
     check_same_end(tmp_path, undisturbed)
 
 
-def test_a_frozen_attempt_that_saves_a_step_beside_the_next_one(
+def test_checkpoint_of_a_frozen_attempt_is_not_overwritten(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Process 0 of the one before goes on in its commit while this one, on other settings, has not come to the step."""
@@ -270,7 +272,7 @@ train.Reporter.report = report_and_say
 """
 
 
-def test_logging_one_step_late_changes_no_row(tmp_path: Path) -> None:
+def test_delayed_logging_changes_no_row(tmp_path: Path) -> None:
     """Not even when the run is stopped with a step still to be logged; evaluations and checkpoints wait for theirs."""
     changes = {"mesh__num_cpu_devices": 1, "mesh__devices_per_node": 1, "sharding__partition_size": 1}
     changes |= {"eval__every": 3, "log_every": 1}
