@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from emulating import (
     EMULATED,
@@ -28,7 +27,6 @@ from emulating import (
     unique,
     until,
 )
-from running import IGNORED, TRAIN, XLA_FLAGS, arguments, losses, rows, run_here
 
 from cluster import control
 from runtime.progress import Progress, read_progress
@@ -385,19 +383,3 @@ def test_without_root() -> None:
         done = as_nobody(folder)
         assert (done.returncode, done.stdout) == (5, "node0\neth0\nlo\n"), done.stderr
         assert (folder / "run" / "traffic.json").stat().st_uid == 65534
-
-
-@EMULATED
-@IGNORED
-@pytest.mark.slow
-def test_training_has_the_losses_of_one_process(tmp_path: Path) -> None:
-    assert run_here(*arguments(tmp_path / "one")) == 0
-    command = [sys.executable, str(TRAIN), *arguments(tmp_path / "two")]
-    environment = ["env", f"XLA_FLAGS={XLA_FLAGS}"]
-    code, out, err = finish(emulate(tmp_path / "emulated", [*environment, *command], "--rate=1gbit"))
-    assert code == 0, out + err
-    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
-    sent = [row["wire_tx_bytes"] for row in rows(tmp_path / "two")]
-    formula = rows(tmp_path / "two")[-1]["collective_inter_bytes"]
-    assert min(sent) > formula  # per device: of two, and control traffic
-    assert traffic(tmp_path / "emulated")[0]["tx_bytes"] > sum(sent)

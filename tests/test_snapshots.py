@@ -21,7 +21,7 @@ from runtime.addresses import own_address
 from sharding.replicas import Combine, PerReplica
 from state import Checkpointer, Restored, manifest
 from state.memory_files import MemoryFolder
-from state.snapshots import AUTOMATIC, Pace, Snapshots
+from state.snapshots import Snapshots
 
 SHAPES = {"w": (16, 6), "t": (3, 8), "b": (5,), "h": (8, 3), "empty": (8, 0), "step": ()}
 SPECS = {"w": ("a", "b"), "t": (None, "a"), "h": ("a",), "empty": ("a",)}
@@ -387,22 +387,3 @@ def test_a_run_that_finishes_without_snapshots(run: Run) -> None:
         assert run.files("data")
         snapshots.end(finished=True)
     assert not run.files("data")
-
-
-def test_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 1 s and snapshots of 0.05 s: every third costs less than 2 %, every second more."""
-    now_s = 0.0
-    monkeypatch.setattr("time.perf_counter", lambda: now_s)
-    assert [Pace(3).due(step) for step in range(7)] == [True, False, False] * 2 + [True]
-    assert not any(Pace(0).due(step) for step in range(9))
-    pace = Pace(AUTOMATIC)
-    for step in (11, 12, 13, 14):
-        assert pace.due(step)
-        now_s += 1.0 if step < 14 else 30.0  # with a validation before it
-        pace.pauses(step)
-        pace.agree()
-        cost_s = 9.0 if step < 13 else 0.05  # the first ones take longer
-        now_s += cost_s
-        pace.goes_on()
-        pace.cost(cost_s)
-    assert [step for step in range(15, 24) if pace.due(step)] == [15, 18, 21]

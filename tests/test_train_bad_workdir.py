@@ -1,0 +1,144 @@
+"""Work directories that a run cannot use: exit code 2 and one line that names the directory and what would work."""
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from running import IGNORED, arguments, before_report, losses, run_here, snapshot, stop_after
+from test_train_bad_input import assert_matches, error_of
+
+import models
+from input_pipeline.folder import validation_names
+from runtime.supervisor import Supervisor
+
+pytestmark = IGNORED
+
+
+def test_bad_workdir_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("precious")
+    assert error_of(capsys, *arguments(file)) == f"{file} is a file; choose another --workdir"
+    assert str(file) in error_of(capsys, *arguments(file / "below"))
+    assert file.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "run[1]",
+            r"/run\[1\]/run, because of \[ in the path; choose a directory whose absolute path has none of \* \? \[",
+        ),
+        (os.fsdecode(b"run\xff"), "the path is not UTF-8; choose a directory whose path is"),
+    ],
+    ids=["a pattern", "no UTF-8"],
+)
+def test_workdir_unfit_for_checkpoints_is_rejected(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is refused before anything runs, wherever in the absolute path the reason is."""
+    monkeypatch.setattr(Supervisor, "join", lambda *_, **__: pytest.fail("it has begun"))
+    assert_matches(error_of(capsys, *arguments(tmp_path / name / "run")), message)
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    assert_matches(error_of(capsys, *arguments("run")), message)
+    assert not any(Path().iterdir())
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints"])
+def test_unwritable_workdir_is_rejected(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is refused before the step is compiled, unless there is nothing to do."""
+    args = arguments(tmp_path)
+    with monkeypatch.context() as patched:
+        stop_after(patched, 3)
+        assert run_here(*args) == 75
+    with monkeypatch.context() as patched:  # as on a disk that is mounted read-only, where root cannot write either
+        access = os.access
+        patched.setattr(os, "access", lambda path, mode: path != tmp_path / name and access(path, mode))
+        patched.setattr(Supervisor, "started", lambda *_, **__: pytest.fail("it has begun"))
+        message = f"{tmp_path / name} cannot be written; change that, or choose another --workdir"
+        assert error_of(capsys, *args) == message
+    assert run_here(*args) == 0
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert run_here(*args) == 0
+
+
+def test_changed_validation_data_is_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As training data that has; the same data elsewhere is no change."""
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
+    texts, moved, workdir = tmp_path / "texts", tmp_path / "moved", tmp_path / "run"
+    texts.mkdir()
+    names = [f"{i}.txt" for i in range(4)]
+    (validation,) = validation_names(names)
+    for name in names:
+        (texts / name).write_text(f"{name} " * 1000)
+    args = lambda path: arguments(workdir, data__source="folder", data__path=str(path))
+    with monkeypatch.context() as patched:
+        stop_after(patched, 3)
+        assert run_here(*args(texts)) == 75
+    shutil.copytree(texts, moved)
+    for changed, what in ((validation, "validated"), (next(name for name in names if name != validation), "trained")):
+        text = (texts / changed).read_text()
+        (texts / changed).write_text(text.upper())
+        said = error_of(capsys, *args(texts))
+        assert said == (
+            f"{workdir} was {what} on other data: data.source=folder has changed since step 2; choose another --workdir"
+        )
+        (texts / changed).write_text(text)
+    assert run_here(*args(moved)) == 0
+
+
+def test_workdir_of_another_run_is_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workdir = tmp_path / "run"
+    assert run_here(*arguments(workdir)) == 0
+    before = snapshot(workdir)
+    message = error_of(capsys, *arguments(workdir, optimizer__learning_rate=0.5, num_steps=20))
+    assert_matches(message, f"{workdir} holds a run of another config: num_steps was 10 and is 20, ")
+    assert "optimizer.learning_rate was 0.01 and is 0.5" in message
+    assert snapshot(workdir) == before
+
+    copied = tmp_path / "copied"  # checkpoints alone
+    shutil.copytree(workdir / "checkpoints", copied / "checkpoints")
+    assert "model.num_layers was 2 and is 3" in error_of(capsys, *arguments(copied, model__num_layers=3))
+    assert snapshot(copied / "checkpoints") == snapshot(workdir / "checkpoints")
+
+
+def test_checkpoint_of_another_model_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose config is the same: the code of the model has changed. The first parameter that differs is named."""
+    assert run_here(*arguments(tmp_path)) == 0
+    with pytest.MonkeyPatch.context() as patched:
+        build = models.build
+        patched.setattr(models, "build", lambda config: build(dataclasses.replace(config, intermediate=128)))
+        (tmp_path / "summary.json").unlink()
+        before = snapshot(tmp_path)
+        message = error_of(capsys, *arguments(tmp_path))
+    assert_matches(message, "10 is a checkpoint of another model: params.*float32")
+    assert snapshot(tmp_path) == before
+
+
+def test_workdir_without_checkpoint_still_identifies_its_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Crash(BaseException):
+        pass
+
+    def crash() -> None:
+        raise Crash
+
+    with monkeypatch.context() as patched:
+        before_report(patched, 3, crash)
+        with pytest.raises(Crash):
+            run_here(*arguments(tmp_path))
+    assert "seed was 0 and is 1" in error_of(capsys, *arguments(tmp_path, seed=1))
+    lines = (tmp_path / "metrics.jsonl").read_bytes()
+    assert lines.count(b"\n") == 2
+    assert run_here(*arguments(tmp_path)) == 0
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == lines and len(losses(tmp_path)) == 10
