@@ -17,7 +17,7 @@ from metrics.report_tables import collective_table, config_facts, facts_table, m
 from metrics.run_files import Results, RunFiles, read_run, results_of, series
 from metrics.units import UNKNOWN, format_bytes, format_count, format_loss, format_percent, format_seconds
 from palette import SERIES, SERIES_ON_DARK
-from runtime.command_line import escape_output
+from runtime.command_line import prepare_output
 
 REPORT_FILE = "report.html"
 STYLE_FILE = Path(__file__).with_name("page.css")
@@ -207,7 +207,7 @@ def _footer(run: RunFiles) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the report of the run that the command line names."""
-    escape_output()
+    prepare_output()
     parser = argparse.ArgumentParser(
         prog="python -m metrics.report", description="Writes report.html into a run directory."
     )

@@ -31,7 +31,7 @@ class _Output(io.FileIO):
             return memoryview(data).nbytes
 
 
-def escape_output() -> None:
+def prepare_output() -> None:
     """Makes stdout safe: neither a character that its encoding lacks nor a pipe that is closed may end a program."""
     if not isinstance(sys.stdout, io.TextIOWrapper):
         return
