@@ -7,6 +7,7 @@ from math import isfinite, prod
 from statistics import median
 from typing import Any
 
+from metrics.page import note
 from metrics.run_files import RunFiles, number, series
 from metrics.units import UNKNOWN, format_bytes, format_count
 
@@ -67,7 +68,7 @@ def strategy_facts(run: RunFiles) -> list[Fact]:
 def mesh_picture(run: RunFiles) -> str:
     """Returns `mesh.png` inline, on white: it may be drawn in black without a background."""
     if run.mesh_png is None:
-        return f'<p class="note">mesh.png {escape(run.problems.get("mesh.png", "is missing"))}.</p>'
+        return note(f"mesh.png {run.problems.get('mesh.png', 'is missing')}.")
     data = base64.b64encode(run.mesh_png).decode("ascii")
     return f'<img class="mesh" alt="which device holds which shard" src="data:image/png;base64,{data}">'
 
@@ -78,7 +79,7 @@ def collective_table(run: RunFiles) -> str:
     rows = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
     if not rows:
         why = run.problems.get("collectives.json", "lists no collective: nothing crosses a network")
-        return f'<p class="note">collectives.json {escape(why)}.</p>'
+        return note(f"collectives.json {why}.")
     lines = []
     for axes, members in _by_axes(rows):
         lines.append(
@@ -92,7 +93,7 @@ def collective_table(run: RunFiles) -> str:
     heads += "".join(f'<th class="n">{head}</th>' for head in numbers)
     return (
         f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-        f'<p class="note">From the compiled program. Bytes are per device and step.{_on_the_wire(run)}</p>'
+        + note(f"From the compiled program. Bytes are per device and step.{_on_the_wire(run)}")
     )
 
 

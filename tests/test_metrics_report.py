@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from metrics.charts import Line, line_chart, nice_ticks, thin_out, trend
+from metrics.charts import nice_ticks
+from metrics.curves import Curve, curve_chart, thin_out, trend
 from metrics.report import write_report
 from metrics.run_files import read_run, results_of
 
@@ -274,7 +275,7 @@ def test_the_trend_is_the_median_of_each_stretch() -> None:
 
 def test_a_curve_is_drawn_where_it_should_be_with_a_gap_at_nan() -> None:
     points = [(0.0, 0.0), (1.0, 10.0), (2.0, math.nan), (3.0, 5.0), (4.0, 10.0)]
-    page = Page(line_chart([Line(label="a", style="train", points=points)], form="{:g}".format, label="a", zero=True))
+    page = Page(curve_chart([Curve(label="a", colour=0, points=points)], form="{:g}".format, label="a", zero=True))
     assert len(page.curves) == 2
     drawn = [[float(n) for n in pair.split()] for curve in page.curves for pair in curve[1:].split("L")]
     x, y = np.array(drawn).T
@@ -287,7 +288,7 @@ def test_a_curve_is_drawn_where_it_should_be_with_a_gap_at_nan() -> None:
 def test_a_few_far_outliers_do_not_flatten_the_curve() -> None:
     points = [(float(i), 0.2) for i in range(200)]
     points[50], points[150] = (50.0, 30.0), (150.0, 40.0)
-    svg = line_chart([Line(label="a", style="train", points=points)], form="{:g}".format, label="a", zero=True)
+    svg = curve_chart([Curve(label="a", colour=0, points=points)], form="{:g}".format, label="a", zero=True)
     assert "2 values above" in svg
     y = [float(pair.split()[1]) for pair in Page(svg).curves[0][1:].split("L")]
     assert y[0] - y[50] > 20 and 226 - y[0] > 100  # the usual value stands at about half the height

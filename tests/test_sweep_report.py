@@ -13,8 +13,7 @@ from running import IGNORED
 from sweeping import run_sweep, seeds, sweep_file
 
 from metrics.units import UNKNOWN
-from sweeps.axis import as_number, axis_of, log_spaced
-from sweeps.charts import Point, sweep_chart
+from sweeps.charts import Point, as_number, axis_of, log_spaced, sweep_chart
 from sweeps.live import Live
 from sweeps.plan import plan
 from sweeps.pool import Job
@@ -135,9 +134,9 @@ def test_rates_are_numbers_and_words_stand_side_by_side() -> None:
         None,
     ]
     rates = axis_of(["1gbit", "10mbit", "100mbit"])
-    assert [label for _, label in sorted(rates.ticks)] == ["10mbit", "100mbit", "1gbit"] and rates.in_order
+    assert [label for _, label in sorted(rates.ticks)] == ["10mbit", "100mbit", "1gbit"] and rates.numeric
     words = axis_of(["zero3", "ddp", "zero3"])
-    assert [label for _, label in words.ticks] == ["zero3", "ddp"] and not words.in_order
+    assert [label for _, label in words.ticks] == ["zero3", "ddp"] and not words.numeric
 
 
 def circles(svg: str) -> list[tuple[float, float]]:
