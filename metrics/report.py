@@ -1,4 +1,4 @@
-"""`write_report`: one self-contained page about a run, from the files of its directory; needs no network to read.
+"""`write_report`: a self-contained HTML page about a run, made from the files in its directory.
 
 `python -m metrics.report RUN_DIR` writes `RUN_DIR/report.html` and prints its path.
 """
@@ -23,7 +23,7 @@ TRAIN, VALIDATION, SPEED, WAIT = range(4)  # colours of the curves
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Writes `report.html` into a run directory and returns its path; ValueError if the folder is not a run."""
+    """Writes `report.html` into a run directory and returns its path; ValueError if it is not a run directory."""
     path = Path(run_dir) / REPORT_FILE
     atomic.replace(path, render(read_run(run_dir)))
     return path
@@ -38,9 +38,9 @@ def render(run: RunFiles) -> str:
             _tiles(results),
             f'<div class="two">{_loss(run)}{_accuracy(run)}{_speed(run, results)}{_times(run)}{_strategy(run)}</div>',
             section("Mesh", mesh_picture(run)),
-            section("Collectives of one step", collective_table(run)),
+            section("Collectives per step", collective_table(run)),
             section("Sample", _sample(run)),
-            section("To run it again", _collapsed(run)),
+            section("Reproduce", _collapsed(run)),
             f"<footer>{_footer(run)}</footer>",
         ]
     )
@@ -60,7 +60,7 @@ def _header(run: RunFiles, results: Results) -> str:
 
 
 def _model(run: RunFiles) -> str:
-    """Returns the model in a few words (`decoder, 4 layers, hidden 128`)."""
+    """Returns a short description of the model (`decoder, 4 layers, hidden 128`)."""
     model = run.config.get("model")
     if not isinstance(model, Mapping):
         return ""
@@ -80,11 +80,11 @@ def _tiles(results: Results) -> str:
         quality,
         (results.speed_unit.capitalize(), results.speed, format_count, speed_detail),
         ("Step time", results.step_time_s, format_seconds, "median"),
-        ("Data wait", results.data_wait_s, format_seconds, "median of a step"),
+        ("Data wait", results.data_wait_s, format_seconds, "median per step"),
         ("Inside nodes", results.intra_bytes, format_bytes, "per device and step"),
         ("Between nodes", results.inter_bytes, format_bytes, "per device and step"),
         ("Steps", results.steps, format_count, skipped),
-        ("Wall time", results.wall_time_s, format_seconds, "of the last start"),
+        ("Wall time", results.wall_time_s, format_seconds, "of the last attempt"),
     )
     return tiles(
         [
@@ -103,7 +103,7 @@ def _loss(run: RunFiles) -> str:
 
 
 def _accuracy(run: RunFiles) -> str:
-    """Returns the chart of a classifier's accuracy, nothing for other models."""
+    """Returns the chart of a classifier's accuracy, or nothing for other models."""
     points = series(run.rows, "validation_accuracy")
     curve = Curve(label="validation", colour=VALIDATION, points=points, sparse=True)
     return _chart(run, "Accuracy", [curve], form=format_percent) if points else ""
@@ -129,7 +129,7 @@ def _chart(
     curves = [curve for curve in curves if curve.points]
     if curves:
         return section(title, curve_chart(curves, form=form, label=f"{title} over steps", zero=zero))
-    problem = run.problems.get("metrics.jsonl", "has no such numbers")
+    problem = run.problems.get("metrics.jsonl", "has none of these values")
     return section(title, note(f"metrics.jsonl {problem}."))
 
 
@@ -163,12 +163,12 @@ def _collapsed(run: RunFiles) -> str:
 
 
 def _footer(run: RunFiles) -> str:
-    notes = [f"{file} {problem}" for file, problem in run.problems.items() if "passed over" in problem]
-    return escape("; ".join(["Written from the files of the run directory", *notes]) + ".")
+    notes = [f"{file} {problem}" for file, problem in run.problems.items() if "skipped" in problem]
+    return escape("; ".join(["Made from the files in the run directory", *notes]) + ".")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the report of the run that the command line names."""
+    """Writes the report of the run directory given on the command line."""
     prepare_output()
     parser = argparse.ArgumentParser(
         prog="python -m metrics.report", description="Writes report.html into a run directory."
