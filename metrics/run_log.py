@@ -104,7 +104,10 @@ class RunLog:
             self.say(f"step {step}: {text}")
 
     def flush(self) -> None:
-        """Writes the row of the latest step if due; to be called before the step is saved, after which no attempt repeats it."""
+        """Writes the row of the latest step if due.
+
+        To be called before that step is saved: an attempt that resumes from it will not repeat it.
+        """
         if self._row is None:
             return
         step, row = self._row

@@ -15,7 +15,7 @@ from sweeps.plan import text
 from sweeps.records import metric_text
 
 MAX_LINES = len(SERIES)
-MAX_LABELLED = 10  # distinct numbers that are all tick labels; the ticks of more are round numbers
+MAX_LABELLED = 10  # distinct numbers, each with a tick; for more, ticks are at round numbers
 LARGE_RATIO = 20  # of the largest to the smallest metric, from which the axis is logarithmic
 DODGE = 9.0  # horizontal distance between the dots of neighbouring series over a word, so that none covers another
 RATE_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}

@@ -1,4 +1,4 @@
-"""`write_report`: `results.csv`, `results.md` and `index.html`, a page that needs no network to read."""
+"""`write_report`: the results of a sweep as `results.csv`, `results.md` and a self-contained `index.html`."""
 
 import csv
 import os
@@ -18,7 +18,7 @@ from sweeps.plan import SweepFile, text, varied
 from sweeps.records import Record, State, best, metric_text
 
 CSV_FILE, MARKDOWN_FILE, PAGE_FILE = "results.csv", "results.md", "index.html"
-REPEATS = ("seed", "repetition")  # keys whose values are repetitions of the same: a line is their median
+REPEATS = ("seed", "repetition")  # keys that only repeat a run; charts show the median over them
 
 
 def write_report(file: SweepFile, records: list[Record], workdir: Path) -> Path:
@@ -34,7 +34,7 @@ def write_report(file: SweepFile, records: list[Record], workdir: Path) -> Path:
 
 
 def csv_rows(file: SweepFile, records: Sequence[Record]) -> list[list[Any]]:
-    """Returns a header, and a row a run with every key that is set and every headline number, as they are."""
+    """Returns a header and one row per run with all overridden keys and all headline numbers, unformatted."""
     keys = list(dict.fromkeys(key for record in records for key in record.run.overrides))
     metric = [] if file.metric in vars(records[0].results) else [file.metric]
     results = [name for name in vars(records[0].results) if name != "exit_reason"]
@@ -50,7 +50,7 @@ def csv_rows(file: SweepFile, records: Sequence[Record]) -> list[list[Any]]:
 
 
 def markdown(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
-    """Returns a table of the runs with the best one in bold."""
+    """Returns the headline and a table of the runs, with the best one in bold."""
     winner = best(records, file.goal)
     header = [*keys, file.metric, "step time", "wall time", "state"]
     lines = [" | ".join(header), " | ".join("---" for _ in header)]
@@ -73,7 +73,7 @@ def table_cells(file: SweepFile, record: Record, keys: Sequence[str]) -> list[st
 
 
 def headline(file: SweepFile, records: list[Record]) -> str:
-    """Returns how many runs are finished, and which one is best."""
+    """Returns the number of runs in each state and the best run."""
     states = [record.state for record in records]
     counts = ", ".join(f"{states.count(state)} {state}" for state in State if state in states)
     winner = best(records, file.goal)
@@ -97,8 +97,8 @@ def render(file: SweepFile, records: list[Record], keys: Sequence[str], workdir:
         _tiles(file, records, keys),
         f'<div class="two">{_charts(file, records, keys)}</div>',
         section("Runs", _table(file, records, keys, workdir)),
-        section("To run it again", f"<pre>{escape(shlex.join(['python', *sys.argv]))}</pre>"),
-        f"<footer>A dot is a run; {CSV_FILE} has all numbers.</footer>",
+        section("Reproduce", f"<pre>{escape(shlex.join(['python', *sys.argv]))}</pre>"),
+        f"<footer>Each dot is a run; {CSV_FILE} has all numbers.</footer>",
     ]
     return page(name, "".join(parts))
 
@@ -110,12 +110,12 @@ def _tiles(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
     if winner:
         facts += [(key, text(winner.run.values.get(key, UNKNOWN)), "of the best run") for key in keys]
     spent_s = sum(record.results.wall_time_s or 0.0 for record in records)
-    facts.append(("Time", format_seconds(spent_s), "of the runs' last starts together"))
+    facts.append(("Total time", format_seconds(spent_s), "of the last attempts of all runs"))
     return tiles(facts)
 
 
 def _charts(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
-    """Returns a chart for each key; its lines are the values of the first other key that has few enough."""
+    """Returns one chart per key, with a series per value of the first other key that has few enough values."""
     sections = []
     axes = [key for key in keys if key not in REPEATS] or keys
     for key in axes:
