@@ -98,18 +98,18 @@ def failed(kind: str, seed: int, steps: int) -> bool:
 def train(workdir: Path, overrides: Sequence[str], phases: Sequence[Phase]) -> dict[str, Any]:
     """Trains through all phases; returns what happened. RuntimeError if a phase does not end as it should."""
     flags = [f"--config={CONFIG}", *overrides, "--config.checkpoint.every=0"]  # one is made when a phase ends
-    starts: list[dict[str, Any]] = []
+    attempts: list[dict[str, Any]] = []
     for phase in phases:
         print(f"{phase.nodes} nodes until step {phase.until}", flush=True)
         run_phase(workdir, [*flags, *mesh_flags(phase.nodes)], phase, last=phase is phases[-1])
         *_, restored = (event for event in EventReader(workdir).new() if event["event"] == Event.RESTORED)
-        start = {"nodes": phase.nodes, "begun": restored["step"], "ended": len(rows(workdir))}
-        starts.append(start | {"source": restored["source"]})
+        attempt = {"nodes": phase.nodes, "begun": restored["step"], "ended": len(rows(workdir))}
+        attempts.append(attempt | {"source": restored["source"]})
     found = rows(workdir)
     kept = ("step", "validation_loss", "validation_accuracy")
     return {
-        "starts": starts,
-        "steps_again": sum(a["ended"] - b["begun"] for a, b in itertools.pairwise(starts)),
+        "starts": attempts,
+        "steps_again": sum(a["ended"] - b["begun"] for a, b in itertools.pairwise(attempts)),
         "losses": [row["loss"] for row in found],
         "validations": [{key: row[key] for key in kept} for row in found if "validation_loss" in row],
         "command": " ".join(("python train.py", *flags)),
