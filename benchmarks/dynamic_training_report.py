@@ -140,13 +140,7 @@ def draw(seeds: Sequence[dict[str, Line]]) -> Figure:
         moving = runs["fluctuating"]
         nodes = [attempt["nodes"] for attempt in moving["starts"]]
         ends = [attempt["ended"] for attempt in moving["starts"]]
-        above.stairs(
-            [attempt["nodes"] for attempt in moving["starts"]],
-            [0, *ends],
-            linewidth=1.5,
-            color=SERIES[1],
-            baseline=None,
-        )
+        above.stairs(nodes, [0, *ends], linewidth=1.5, color=SERIES[1], baseline=None)
         above.axhline(cost.NODES, color=LINE, linewidth=1, linestyle="--")
         above.set_title(f"seed {moving['seed']}", fontsize=10)
         for kind, style in (
