@@ -107,10 +107,10 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
 def test_a_mistake_is_one_line(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     body, flags, message = MISTAKES[mistake]
     code = run_sweep(tmp_path, sweep_file(tmp_path, body), *flags)
-    said = capsys.readouterr()
-    assert (code, said.out) == (2, "")
-    assert said.err.startswith("error: ") and said.err.count("\n") == 1
-    assert re.search(message, said.err.strip()), said.err
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert re.search(message, captured.err.strip()), captured.err
     assert not (tmp_path / "runs").exists()
 
 
