@@ -32,7 +32,7 @@ class _Output(io.FileIO):
 
 
 def prepare_output() -> None:
-    """Makes stdout safe: neither a character that its encoding lacks nor a pipe that is closed may end a program."""
+    """Prepares stdout so that neither a character that it cannot encode nor a closed pipe ends the program."""
     if not isinstance(sys.stdout, io.TextIOWrapper):
         return
     sys.stdout.reconfigure(errors="backslashreplace")
