@@ -18,7 +18,6 @@ from typing import Any
 from absl import flags
 
 from configs import command_line
-from files import atomic
 from runtime.exit_codes import ExitCode
 from sharding.mesh import MeshShape
 
@@ -120,8 +119,8 @@ def main(argv: Sequence[str]) -> int:
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
     }
-    atomic.replace(Path(values.out) / "step.txt", compiled.as_text() or "")
-    atomic.replace(Path(values.out) / "step.json", json.dumps(about))
+    (Path(values.out) / "step.txt").write_text(compiled.as_text() or "")
+    (Path(values.out) / "step.json").write_text(json.dumps(about))
     return 0
 
 
