@@ -77,7 +77,9 @@ def collective_table(run: RunFiles) -> str:
     entries = run.collectives.get("collectives")
     rows = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
     if not rows:
-        why = run.problems.get("collectives.json", "lists no collective: nothing crosses a network")
+        said = run.collectives.get("problem")
+        why = f"says that {said}" if said else "lists no collective: nothing crosses a network"
+        why = run.problems.get("collectives.json", why)
         return f'<p class="note">collectives.json {escape(why)}.</p>'
     lines = []
     for axes, members in _by_axes(rows):

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WHEELS = ROOT / ".venv" / "h100"
 TARGET = Path(__file__).with_name("h100_target_config.txt")
 FAST = "--xla_backend_optimization_level=0 --xla_gpu_autotune_level=0"  # LLVM's part, and kernels tried on a GPU
+OF_THE_STEP = ("configs/**/*.py", "sharding/*.py", "models/*.py", "compression/*.py", "training/*.py", "optimizers.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +71,15 @@ def compile_step(config: Sequence[str], *, nodes: int, devices_per_node: int, xl
 
 def cache_folder() -> Path:
     """Returns where compiled steps are kept; all of it may be deleted at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mics-jax" / "compiled"
+    return Path(os.environ.get("MICS_JAX_CACHE") or Path.home() / ".cache" / "mics-jax") / "programs"
 
 
 def _key(words: Sequence[str]) -> str:
     """Returns the name of a compiled step: of what was asked for, of our source code and of the compiler."""
     digest = hashlib.sha256("\0".join(words).encode())
-    for file in sorted(ROOT.glob("*.py")) + sorted(ROOT.glob("*/**/*.py")):
-        if file.relative_to(ROOT).parts[0] not in ("tests", "runs", "docs") and not file.parts[-2].startswith("."):
-            digest.update(file.read_bytes())
+    sources = [Path(__file__), TARGET, *(file for part in OF_THE_STEP for file in ROOT.glob(part))]
+    for file in sorted(sources):
+        digest.update(file.read_bytes())
     for installed in sorted(WHEELS.glob("*.dist-info")):
         digest.update(installed.name.encode())
     return digest.hexdigest()[:24]
