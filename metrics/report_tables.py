@@ -78,8 +78,9 @@ def collective_table(run: RunFiles) -> str:
     entries = run.collectives.get("collectives")
     rows = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
     if not rows:
-        why = run.problems.get("collectives.json", "lists no collectives: the step sends nothing")
-        return note(f"collectives.json {why}.")
+        problem = run.collectives.get("problem")
+        why = f"says that {problem}" if problem else "lists no collectives: the step sends nothing"
+        return note(f"collectives.json {run.problems.get('collectives.json', why)}.")
     lines = []
     for axes, members in _by_axes(rows):
         lines.append(
