@@ -19,7 +19,7 @@ from pathlib import Path
 
 from cluster import emulate as emulator
 from configs.overrides import Overrides
-from runtime.command_line import OneLineParser, complain, escape_output, make_folder
+from runtime.command_line import OneLineParser, complain, make_folder, prepare_output
 from runtime.exit_codes import ExitCode
 from sweeps import slurm
 from sweeps.live import Live
@@ -42,7 +42,7 @@ class Sweep:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the program and returns its exit code; a user's mistake is one line."""
-    escape_output()
+    prepare_output()
     for number in (signal.SIGINT, signal.SIGTERM):  # both like Ctrl-C, also where a shell has it ignored
         signal.signal(number, signal.default_int_handler)
     try:

@@ -28,7 +28,7 @@ from configs.schema import Config
 from input_pipeline import Batches, Dataset
 from metrics.run_log import RunLog
 from runtime import launch
-from runtime.command_line import escape_output
+from runtime.command_line import prepare_output
 from runtime.consensus import broadcast, new_key
 from runtime.events import Event
 from runtime.exit_codes import ResumableError
@@ -63,7 +63,7 @@ class Hook(Protocol):
 
 def main(argv: Sequence[str], *, ends_process: bool = False, hooks: Sequence[Hook] = ()) -> int:
     """Runs the program and returns its exit code; a user's mistake is one line. `hooks` are called after each step."""
-    escape_output()
+    prepare_output()
     program = partial(from_command_line, argv, hooks)
     return supervise(program, expected=(CheckpointError, NonFiniteError), ends_process=ends_process)
 

@@ -23,7 +23,7 @@ from configs import base
 from configs import digits as digits_config
 from configs.schema import Config
 from input_pipeline import Batches, load
-from runtime.command_line import escape_output
+from runtime.command_line import prepare_output
 from training.experiment import make_experiment
 from training.validation import Validator
 
@@ -162,7 +162,7 @@ def main() -> int:
         "--seeds", type=int, default=3, help="number of runs of each method, with seeds from 0 (default: %(default)s)"
     )
     options = parser.parse_args()
-    escape_output()
+    prepare_output()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", REPLICAS)
     about = machine()  # before training, because commits may be made during the runs

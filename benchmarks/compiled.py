@@ -25,7 +25,7 @@ from configs import base
 from configs.schema import Config
 from metrics.environment import environment
 from planner.table import table_rows
-from runtime.command_line import escape_output
+from runtime.command_line import prepare_output
 from sharding import hlo
 from training.experiment import make_experiment
 
@@ -68,7 +68,7 @@ def main() -> int:
     )
     parser.add_argument("--devices", type=int, help="only print the records of clusters of this size")
     options = parser.parse_args()
-    escape_output()
+    prepare_output()
     if options.devices:
         start_devices(options.devices)
         for case in cases():

@@ -32,7 +32,7 @@ from compression.methods import method_named
 from compression.route import Route
 from configs.schema import CompressionConfig
 from configs.schema.compression import CODECS
-from runtime.command_line import complain, escape_output
+from runtime.command_line import complain, prepare_output
 from sharding.mesh import MeshShape, find_nodes, make_mesh
 from sweeps.records import State
 
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--report", action="store_true", help="only write the page, from the record")
     options = parser.parse_args()
-    escape_output()
+    prepare_output()
     try:
         for rate in options.rates.split(","):
             Links(rate=rate)

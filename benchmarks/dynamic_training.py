@@ -26,7 +26,7 @@ from benchmarks import dynamic_training_report
 from benchmarks.dynamic_training_cost import NODES
 from benchmarks.records import add, machine, recorded
 from files import json_lines
-from runtime.command_line import escape_output
+from runtime.command_line import prepare_output
 from runtime.events import Event, EventReader
 from runtime.exit_codes import ExitCode
 
@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--report", action="store_true", help="only write the page, from the record")
     options = parser.parse_args()
-    escape_output()
+    prepare_output()
     for seed in range(0 if options.report else options.seeds):
         for kind in dynamic_training_report.KINDS:
             if failed(kind, seed, options.steps):
@@ -99,18 +99,18 @@ def failed(kind: str, seed: int, steps: int) -> bool:
 def train(workdir: Path, overrides: Sequence[str], phases: Sequence[Phase]) -> dict[str, Any]:
     """Trains through all phases; returns phases and losses. RuntimeError if a phase ends unexpectedly."""
     flags = [f"--config={CONFIG}", *overrides, "--config.checkpoint.every=0"]  # phases end with one
-    starts: list[dict[str, Any]] = []
+    attempts: list[dict[str, Any]] = []
     for phase in phases:
         print(f"{phase.nodes} nodes until step {phase.until}", flush=True)
         run_phase(workdir, [*flags, *mesh_flags(phase.nodes)], phase, last=phase is phases[-1])
         *_, restored = (event for event in EventReader(workdir).new() if event["event"] == Event.RESTORED)
-        start = {"nodes": phase.nodes, "begun": restored["step"], "ended": len(rows(workdir))}
-        starts.append(start | {"source": restored["source"]})
+        attempt = {"nodes": phase.nodes, "begun": restored["step"], "ended": len(rows(workdir))}
+        attempts.append(attempt | {"source": restored["source"]})
     found = rows(workdir)
     kept = ("step", "validation_loss", "validation_accuracy")
     return {
-        "starts": starts,
-        "steps_again": sum(a["ended"] - b["begun"] for a, b in itertools.pairwise(starts)),
+        "starts": attempts,
+        "steps_again": sum(a["ended"] - b["begun"] for a, b in itertools.pairwise(attempts)),
         "losses": [row["loss"] for row in found],
         "validations": [{key: row[key] for key in kept} for row in found if "validation_loss" in row],
         "command": " ".join(("python train.py", *flags)),

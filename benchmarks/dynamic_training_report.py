@@ -52,17 +52,17 @@ def runs_of(lines: Sequence[Line], seed: int) -> dict[str, Line]:
 
 INTRO = """# Dynamic Training
 
-The record, `benchmarks/results/dynamic_training.jsonl`, is made by (it runs what is missing)
+The results are in `benchmarks/results/dynamic_training.jsonl`, recorded by (it runs only what is missing)
 
     python -m benchmarks.dynamic_training {made}
 
-and printed by `python -m benchmarks.dynamic_training --report`, which trains nothing; prices and times are simulated
-(`benchmarks/dynamic_training_cost.py`).
+`python -m benchmarks.dynamic_training --report` writes this page from them without training anything. Prices and times
+are simulated (`benchmarks/dynamic_training_cost.py`).
 
-AWS's Dynamic Training (an MXNet fork of 2018) let hosts join and leave a run at the ends of epochs, at a fixed global
-batch. Here they may at any step. Two questions: is the model as good, and what does it save? The figures quoted for the
-original, 15 to 50 % cheaper and 15 to 30 % faster, are in no text that we could find (of its announcement only the
-beginning was). They stand beside ours **unverified**."""
+AWS's Dynamic Training (an MXNet fork of 2018) let hosts join and leave a run at the end of an epoch, with a fixed
+global batch size. Here they may do so at any step. Is the model as good, and how much does it save? The figures quoted
+for the original are 15 to 50 % cheaper and 15 to 30 % faster. We could not find their source (of the announcement we
+found only the beginning), so they are shown next to ours as **unverified**."""
 
 
 # ------------------------------------------------------------------------------------------------- accuracy
@@ -75,15 +75,16 @@ def accuracy_section(seeds: Sequence[dict[str, Line]]) -> str:
     return "\n\n".join(
         [
             "## Accuracy on 1 to 4 nodes\n\n"
-            f"A ResNet on scikit-learn's digits, {IMAGES} of them for validation; MiCS with a group a node, 2 devices "
-            f"each. Once on 4 nodes to the end (`fixed`); once on another number of nodes every {about['steps']} / "
-            f"{len(about['starts'])} steps (`fluctuating`): a SIGTERM, exit code 75, the same command with other "
-            "devices. The global batch stays. All runs of a seed see the same examples in the same order; sums over 2, "
-            "4, 6 or 8 devices and 1, 2 or 4 micro-steps are rounded differently. What rounding does to this training "
-            "by itself says the third run (`control`): the fixed one with micro-batches of 4 instead of 8.",
+            f"A ResNet on scikit-learn's digits, {IMAGES} of which are for validation; MiCS with one group per node of "
+            "2 devices. One run stays on 4 nodes (`fixed`). Another one (`fluctuating`) changes its number of nodes "
+            f"every {about['steps']} / {len(about['starts'])} steps: a SIGTERM, exit code 75, and the same command "
+            "with a different number of devices. The global batch size does not change, and all runs of a seed see the "
+            "same examples in the same order. Only rounding differs, in sums over 2, 4, 6 or 8 devices and 1, 2 or 4 "
+            "micro-steps. A third run (`control`) shows the effect of rounding by itself: it is `fixed` with "
+            "micro-batches of 4 instead of 8.",
             f"The command is `{about['command']}` with the mesh's devices; {about['machine']}, jax {about['jax']}, "
-            f"commit {', '.join(commits)}. The nodes are virtual devices of one process: what several processes do "
-            "when they lose one is in docs/elasticity.md.",
+            f"commit {', '.join(commits)}. The nodes are virtual devices of one process: how several processes "
+            "handle the loss of one is described in docs/elasticity.md.",
             accuracy_table(seeds),
             verdict(seeds),
             f"![Nodes and validation accuracy](images/{PICTURE.name})",
@@ -92,14 +93,14 @@ def accuracy_section(seeds: Sequence[dict[str, Line]]) -> str:
 
 
 def accuracy_table(seeds: Sequence[dict[str, Line]]) -> str:
-    """Returns a row a run: what the restarts lost, the validation at the end, and how long the losses are the same."""
-    head = ["seed", "run", "nodes", "restarts", "steps done again", "accuracy", "validation loss"]
+    """Returns a row per run: restarts, repeated steps, the final validation, and how long the losses stay equal."""
+    head = ["seed", "run", "nodes", "restarts", "steps repeated", "accuracy", "validation loss"]
     head += [f"first step whose loss is not that of `fixed` to {SAME:.0e}", "largest difference before"]
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for runs in seeds:
         for kind in KINDS:
             line, end = runs[kind], runs[kind]["validations"][-1]
-            cells = [str(line["seed"]), kind, " ".join(str(start["nodes"]) for start in line["starts"])]
+            cells = [str(line["seed"]), kind, " ".join(str(attempt["nodes"]) for attempt in line["starts"])]
             cells += [str(len(line["starts"]) - 1), str(line["steps_again"])]
             cells += [f"{end['validation_accuracy']:.2%}", f"{end['validation_loss']:.4f}"]
             step, before = same_until(runs["fixed"]["losses"], line["losses"])
@@ -124,23 +125,22 @@ def verdict(seeds: Sequence[dict[str, Line]]) -> str:
     }
     return (
         f"Mean accuracy: {means}. In the same seed `fluctuating` is at most {apart['fluctuating']:.0f} of {IMAGES} "
-        f"images from `fixed`, `control` at most {apart['control']:.0f}: {len(seeds)} seeds cannot tell "
-        "such differences from chance. The losses are equal up to rounding, which training amplifies: "
-        "once they differ in the sixth digit, two runs soon are different trainings. The control, which has no "
-        "restart, leaves `fixed` in the same way."
+        f"images from `fixed`, `control` at most {apart['control']:.0f}: with {len(seeds)} seeds, such differences "
+        "are indistinguishable from chance. The losses are equal up to rounding, which training amplifies: once two "
+        "runs differ in the sixth digit, they soon diverge. The control diverges from `fixed` in the same way, "
+        "although it has no restart."
     )
 
 
 def draw(seeds: Sequence[dict[str, Line]]) -> Figure:
-    """Draws a column a seed: nodes above, validation accuracy of all runs below."""
+    """Draws a column per seed: nodes above, validation accuracy of all runs below."""
     figure = Figure(figsize=(4 * len(seeds), 4.4), layout="constrained")
     panels = figure.subplots(2, len(seeds), sharex=True, sharey="row", squeeze=False)
     for (above, below), runs in zip(panels.T, seeds, strict=True):
         moving = runs["fluctuating"]
-        ends = [start["ended"] for start in moving["starts"]]
-        above.stairs(
-            [start["nodes"] for start in moving["starts"]], [0, *ends], linewidth=1.5, color=SERIES[1], baseline=None
-        )
+        nodes = [attempt["nodes"] for attempt in moving["starts"]]
+        ends = [attempt["ended"] for attempt in moving["starts"]]
+        above.stairs(nodes, [0, *ends], linewidth=1.5, color=SERIES[1], baseline=None)
         above.axhline(cost.NODES, color=LINE, linewidth=1, linestyle="--")
         above.set_title(f"seed {moving['seed']}", fontsize=10)
         for kind, style in (
@@ -171,19 +171,20 @@ def cost_section(lines: Sequence[Line], events: Sequence[Line]) -> str:
     """Returns what was assumed, and the table of time and cost."""
     return "\n\n".join(
         [
-            "## What it saves: a simulation\n\n"
-            f"A run that takes {cost.RUN_S / 3600:.0f} hours on {cost.NODES} fixed nodes on demand, on clusters with "
-            "spot nodes instead. Nothing here ran on a cloud; what goes in are the prices and the assumptions below.",
+            "## Savings: a simulation\n\n"
+            f"A run that takes {cost.RUN_S / 3600:.0f} hours on {cost.NODES} fixed on-demand nodes, on clusters with "
+            "spot nodes instead. Nothing here ran in a cloud; the inputs are the prices and assumptions below.",
             price_table(),
             "Source of the prices: SkyPilot's catalogue of AWS prices (github.com/skypilot-org/skypilot-catalog, "
-            "`catalogs/v4/aws/vms.csv` at 0dbb44e5, which bears no date). Spot prices differ between zones: 30 to 40 % "
-            "of the price on demand for p3.16xlarge in the same file, 30 to 51 % for p4d.24xlarge in us-east-1.",
+            "`catalogs/v4/aws/vms.csv` at 0dbb44e5, which is undated). Spot prices differ between zones: 30 to 40 % "
+            "of the on-demand price for p3.16xlarge in the same file, 30 to 51 % for p4d.24xlarge in us-east-1.",
             assumptions(events),
             cost_table(lines),
             "Times and costs are relative to the fixed cluster: mean of "
-            f"{cost.SEEDS} seeds of the trace (lowest to highest). What is not in the model: spot nodes that go all at "
-            "once (they did in the traces; here each goes by itself), prices that move, storage and traffic, and steps "
-            "that are lost when the last node of a cluster without nodes on demand is killed without notice.",
+            f"{cost.SEEDS} seeds of the trace (lowest to highest). The model leaves out simultaneous "
+            "preemptions (they occur in the traces; here nodes leave independently), changing prices, storage and "
+            "traffic, and the steps lost when the last node of a cluster without on-demand nodes is killed without "
+            "notice.",
             conclusion(lines),
         ]
     )
@@ -199,7 +200,7 @@ def price_table() -> str:
 
 
 def assumptions(events: Sequence[Line]) -> str:
-    """Returns the list of what the simulation takes for granted, and what was measured of it."""
+    """Returns the list of the simulation's assumptions, with the measurements that support them."""
     markets = "; ".join(
         f"{name}: a node stays {market.up_s / 3600:g} h and comes back after {market.down_s / 3600:g} h"
         for name, market in cost.MARKETS.items()
@@ -207,18 +208,18 @@ def assumptions(events: Sequence[Line]) -> str:
     speeds = ", ".join(f"{cost.speed(nodes) / cost.speed(1):.2f} on {nodes}" for nodes in (2, 4, 8))
     return "\n".join(
         [
-            f"- Markets ({markets}; exponential, means). Assumed, of the size of what "
-            "github.com/skypilot-org/spot-traces has for 4 V100 nodes in August 2023: us-west-2c was interrupted a few "
-            "times a day, for minutes to hours; us-east-1f had nodes for less than half of the time.",
-            f"- Speed at the same global batch: 1 on one node, {speeds}. Assumed, and measured on no number of nodes: "
-            f"each node computes its share of the rows, and sends what a ring would, with a step of {cost.STEP_S} s on "
-            f"4 nodes of which {cost.COMPUTE_S} s are computing. Those two are from emulated nodes at 1 Gbit/s whose "
-            "devices shared two cores (docs/strategies.md), so nodes of their own would compute faster and spend more "
-            "of a step on the network.",
-            f"- Training stands still for {cost.JOINED_S:.0f} s when a node joins, {cost.ANNOUNCED_S:.0f} s when one "
-            f"leaves with notice, {cost.KILLED_S:.0f} s without ({cost.UNANNOUNCED:.0%} of them), and "
-            f"{cost.FROM_CHECKPOINT_S:.0f} s after there was none. Assumed. {measured(events)} Nodes are paid for "
-            "meanwhile.",
+            f"- Markets ({markets}; means of exponential distributions). Assumed, similar to "
+            "github.com/skypilot-org/spot-traces for 4 V100 nodes in August 2023: us-west-2c was interrupted a few "
+            "times per day, for minutes to hours; us-east-1f had nodes for less than half of the time.",
+            f"- Speed at the same global batch: 1 on one node, {speeds}. Assumed, not measured: each node "
+            f"computes its share of the rows and sends as much as in a ring, based on a step of {cost.STEP_S} s on 4 "
+            f"nodes with {cost.COMPUTE_S} s of computation. These two numbers are from emulated nodes at 1 Gbit/s "
+            "whose devices shared two cores (docs/strategies.md). Real nodes would compute faster and spend more of a "
+            "step on the network.",
+            f"- Training pauses for {cost.JOINED_S:.0f} s when a node joins, {cost.ANNOUNCED_S:.0f} s when one "
+            f"leaves with notice, {cost.KILLED_S:.0f} s when one leaves without ({cost.UNANNOUNCED:.0%} of "
+            f"them), and {cost.FROM_CHECKPOINT_S:.0f} s when nodes return after all had left. Assumed. "
+            f"{measured(events)} Nodes are paid for during the pause.",
         ]
     )
 
@@ -232,7 +233,7 @@ STANDSTILLS = {  # what the simulation assumes a time for: kinds of recorded eve
 
 
 def measured(lines: Sequence[Line]) -> str:
-    """Returns how long the recorded events took, those with a start compiled ahead aside."""
+    """Returns how long the recorded events took, except those with the next attempt compiled ahead."""
     found: dict[str, list[float]] = {}
     for line in lines:
         if not line.get("compile_ahead"):
@@ -246,7 +247,7 @@ def measured(lines: Sequence[Line]) -> str:
     if not said:
         return "No event is recorded."
     return (
-        "Recorded for docs/elasticity_measured.md, without `--compile_ahead`: the first step of the next start came "
+        "Recorded for docs/elasticity_measured.md, without `--compile_ahead`: the next attempt finished its first step "
         f"{', '.join(said)}."
     )
 
@@ -274,6 +275,5 @@ def conclusion(lines: Sequence[Line]) -> str:
             said.append(f"{line['market']}: {cheaper[0]:.0%} to {cheaper[-1]:.0%} cheaper and {faster:.0%} faster")
     return (
         f"With {cost.LARGER}: {'; '.join(said)}. Clusters that never have more nodes than the fixed one are cheaper "
-        "and slower. Faster comes from more nodes, which cost less each, and hardly any of it is left where the market "
-        "is scarce."
+        "but slower. The speed comes from more nodes at a lower price each, and almost vanishes in a scarce market."
     )

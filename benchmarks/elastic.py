@@ -5,10 +5,10 @@
     python -m benchmarks.elastic --report
 
 One run of configs/elastic.py (6.4 M parameters, mics(2), a snapshot every step) on 4 nodes of 2 devices with links of
-1 Gbit/s, started by `python -m engines.ray`; the events come one after the other (cluster/chaos/faults.py), each when
-the run is on all nodes again. `--chaos` takes the numbers of a finished `python -m cluster.chaos` instead. Adds a line
-an event (and one for chaos) to benchmarks/results/elastic.jsonl and writes docs/elasticity_measured.md; needs root, or
-user namespaces (docs/emulation.md).
+1 Gbit/s, launched by `python -m engines.ray`. The events (cluster/chaos/faults.py) are injected one at a time, each
+once the run uses all nodes again. `--chaos` takes the results of a finished `python -m cluster.chaos` instead. Adds a
+line per event (or one for chaos) to benchmarks/results/elastic.jsonl and writes docs/elasticity_measured.md. Needs
+root or user namespaces (docs/emulation.md).
 """
 
 import argparse
@@ -235,41 +235,43 @@ def chaos_page(lines: Sequence[dict[str, Any]]) -> str:
 
 TITLE = "# What events cost an elastic run\n"
 MATRIX_PAGE = f"""\
-The record, `benchmarks/results/elastic.jsonl`, is made by these, some of them more than once:
+The results are in `benchmarks/results/elastic.jsonl`, recorded by these commands, some of them run several times:
 
 {{commands}}
 
-and printed by `python -m benchmarks.elastic --report`, which runs nothing.
+`python -m benchmarks.elastic --report` writes this page from them without running anything.
 
 Decoder of 6.4 M parameters (`{CONFIG}`), mics(2), {NODES} emulated nodes of {DEVICES_PER_NODE} devices, links of
 {RATE}, a snapshot every step, a checkpoint every 20, `elastic.silence_s` of 10; Ray ([engines](elasticity_engines.md)).
 {{machine}} for all nodes and for Ray: load average {{load}}. Commit {{commit}}.
 
-Seconds are from the event to the first finished step of the next start: the median, and the number of events. `noticed`
-is when the run, or Ray, first said that something was wrong; `ended` when all processes had; `started` when the next
-start began; `restored` when it had compiled, and had the state. Lost are finished steps that were done again.
+`seconds` is the time from the event to the first finished step of the next attempt: the median, and the number of
+events. The other times are also from the event: `noticed` is when the run or Ray first reported the problem, `ended`
+when all processes had ended, `started` when the next attempt began, and `restored` when it had compiled and restored
+the state. `lost` counts finished steps that had to be repeated.
 
 | event | aim: lost, seconds | lost | seconds | noticed | ended | started | restored | state from |
 |---|---|---|---|---|---|---|---|---|
 {{rows}}
 
-`detection` in an aim is the time of `noticed`. A preemption is SIGTERM to what keeps Ray up on the node. SIGKILL and
-SIGSTOP of a node are of all its processes, and a killed node's memory is gone with it. A cut link is healed, and a
-stopped node goes on, after 30 s. A joining node is timed from the start of an empty node on: Ray's own start and the
-imports are part of it. `all nodes killed` is timed from the first kill on, and as many empty nodes are started at once.
+`detection` in an aim is the `noticed` time. A preemption is a SIGTERM to Ray's launcher on the node. SIGKILL and
+SIGSTOP of a node go to all its processes, and a killed node loses its memory. A cut link is restored, and a stopped
+node continued, after 30 s. The time of a joining node begins when an empty node is started, so it includes launching
+Ray and the imports. The time of `all nodes killed` begins at the first kill; the same number of empty nodes is started
+at once.
 """
 AHEAD_PAGE = """
 ## Planned changes, compiled ahead
 
 {commands}
 
-With `--compile_ahead` ([engines](elasticity_engines.md)) the next start compiles while the last one trains. `pause` is
-the longest time between two finished steps, the later one after the event: what the change costs. `ended` is from the
-event to the end of all processes of the last start: so long a node that goes is needed. `next start` is from the event
-to the first finished step of the next start. Medians, in seconds. {machine}, load average {load}, commit
-{commit}.
+With `--compile_ahead` ([engines](elasticity_engines.md)) the next attempt compiles while the current one still trains.
+`pause` is the cost of the change: the longest time between two finished steps of which the later one is after the
+event. `ended` is from the event until all processes of the current attempt have ended; a leaving node is needed until
+then. `next attempt` is from the event to the first finished step of the next attempt. Medians, in seconds. {machine},
+load average {load}, commit {commit}.
 
-| event | aim | ahead | pause | ended | next start | steps lost |
+| event | aim | ahead | pause | ended | next attempt | steps lost |
 |---|---|---|---|---|---|---|
 {rows}
 """
@@ -279,13 +281,13 @@ CHAOS_PAGE = """
     XLA_FLAGS=--xla_backend_optimization_level=0 python -m cluster.chaos{ahead} -- --config.num_steps={steps}
     python -m benchmarks.elastic --chaos=FOLDER    # its --workdir
 
-{count} random events in one run of {steps} steps (`configs/elastic.py:tiny`, else as above), the next one a few steps
-after the run has recovered; the seed is 0. The run ended by itself, and no process or namespace was left. Beside the
-undisturbed run, which was one process with 8 devices, the largest relative difference of a step's loss is {loss}, that
-of a parameter {parameter} (of the largest value in its array); 1e-5 is allowed. {machine}, load average {load}, commit
-{commit}. What the kinds are: `cluster/chaos/plan.py`.
+{count} random events in one run of {steps} steps (`configs/elastic.py:tiny`, otherwise as above), each a few steps
+after the run has recovered from the previous one; the seed is 0. The run finished normally and left no process or
+namespace behind. Compared to an undisturbed run in one process with 8 devices, the largest relative difference in the
+loss of a step is {loss}, and that in a parameter {parameter} (relative to the largest value in its array); the limit is
+1e-5. {machine}, load average {load}, commit {commit}. The kinds are described in `cluster/chaos/plan.py`.
 
-| kind | events | seconds to the next step: median | longest | steps lost, each |
+| kind | events | seconds to the next step: median | longest | steps lost, per event |
 |---|---|---|---|---|
 {rows}
 """

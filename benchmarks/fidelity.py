@@ -17,7 +17,7 @@ from typing import Any
 
 from files import json_lines
 from metrics.environment import environment
-from runtime.command_line import escape_output
+from runtime.command_line import prepare_output
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fidelity.jsonl"
@@ -29,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Records the loss curves of MiCS and ZeRO-3.", allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
-    escape_output()
+    prepare_output()
     lines = []
     for strategy, arg in STRATEGIES.items():
         with tempfile.TemporaryDirectory() as workdir:

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from metrics.environment import environment
-from runtime.command_line import escape_output
+from runtime.command_line import prepare_output
 from runtime.events import Event, EventReader
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--config", default="configs/quickstart.py")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    escape_output()
+    prepare_output()
     for _ in range(options.repeats):
         with tempfile.TemporaryDirectory() as cache:
             for state in ("cold", "warm"):

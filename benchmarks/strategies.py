@@ -31,7 +31,7 @@ from benchmarks.names import Cluster, link_bytes, remat_of, sharding_of
 from benchmarks.records import add, machine, recorded
 from benchmarks.strategies_lines import COMPUTE, PEER, SCALE_MODEL
 from cluster.links import Links
-from runtime.command_line import escape_output
+from runtime.command_line import prepare_output
 from sweeps.records import Record, State
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +54,7 @@ PYTORCH = ("ddp", "ddp dots", "hsdp", "hsdp kept dots", "zero3")
 def main() -> int:
     """Does and records the missing runs, and writes the page; returns 1 if a run failed."""
     options = options_of(sys.argv[1:])
-    escape_output()
+    prepare_output()
     failed = 0
     for mode, name, rate, repetition in [] if options.report else planned(options):
         if name.startswith(PEER):

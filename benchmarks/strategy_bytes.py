@@ -12,7 +12,7 @@ import jax
 
 from benchmarks.names import sharding_of
 from configs import base, quickstart
-from runtime.command_line import escape_output
+from runtime.command_line import prepare_output
 from sharding import hlo
 from training.experiment import make_experiment
 
@@ -31,7 +31,7 @@ STRATEGIES = (
 
 def main() -> None:
     """Compiles the step under each strategy and prints a markdown table."""
-    escape_output()
+    prepare_output()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     print("| strategy | holds | sends between nodes | sends inside the node |")

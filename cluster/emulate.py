@@ -24,7 +24,7 @@ from cluster.job import Job, Outcome
 from cluster.links import Links
 from cluster.nodes import Cluster, check_count
 from cluster.table import Monitor, shown
-from runtime.command_line import OneLineParser, complain, escape_output, make_folder, split
+from runtime.command_line import OneLineParser, complain, make_folder, prepare_output, split
 
 POLL_S = 0.05
 NODE_VERBS = {
@@ -38,7 +38,7 @@ NODE_VERBS = {
 
 def main(argv: Sequence[str]) -> int:
     """Runs the program and returns the exit code of the job; a user's mistake is one line."""
-    escape_output()
+    prepare_output()
     try:
         if argv[1:2] == ["ctl"]:
             print(control(argv[2:]))

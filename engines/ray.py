@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 from engines.ray_output import say
 from engines.ray_plan import Limits, Patience
-from runtime.command_line import OneLineParser, complain, escape_output, split
+from runtime.command_line import OneLineParser, complain, prepare_output, split
 from runtime.events import Event, EventLog
 from runtime.progress import workdir_of
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the program and returns the exit code; a user's mistake is one line."""
-    escape_output()
+    prepare_output()
     try:
         options, command = parse(argv[1:])
         limits = Limits(

@@ -1,105 +1,82 @@
-"""`line_chart`: a chart as inline SVG, drawn here so that it is crisp, small and follows the page's colours.
+"""`draw`: a chart as inline SVG, which is small, sharp at every size and follows the page's light and dark colours.
 
-Colours are CSS classes (`series-train`, `grid`, ...) that the page's style sheet defines for light and dark.
+Colours are CSS classes of the page: `colour-N` for strokes and `back-N` for the legend, N counting `palette.SERIES`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from statistics import median
+from itertools import groupby
+from typing import Any
 
-Points = Sequence[tuple[float, float]]
-WIDTH, HEIGHT = 560.0, 260.0
-LEFT, RIGHT, TOP, BOTTOM = 62.0, 14.0, 12.0, 34.0
-MAX_POINTS = 600  # of one line; a longer one is thinned to the extremes of each stretch
+from palette import SERIES
+
+WIDTH, HEIGHT = 560.0, 278.0
+LEFT, RIGHT, TOP, BOTTOM = 66.0, 16.0, 16.0, 52.0
+LETTER = 6.6  # width of a character of a tick label
+TICKS = 7  # of an axis, about
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """One line of a chart; a `trend` is drawn over its own raw values, which are `faint`; `dots` marks few points."""
+class Axis:
+    """Maps values to positions from 0 to 1; `ticks` are (position, label); words are not numeric."""
+
+    position: Callable[[Any], float]
+    ticks: Sequence[tuple[float, str]]
+    numeric: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A line of (x, y), dots of (x, y, tooltip), or both, in one colour.
+
+    A y that is not finite is a gap in the line, and a cross at the top for a dot. `shift` moves the dots to the right.
+    """
 
     label: str
-    style: str  # the CSS class is `series-{style}`
-    points: Points
-    faint: bool = False
-    trend: bool = False
-    dots: bool = False
+    colour: int
+    line: Sequence[tuple[Any, float]] = ()
+    dots: Sequence[tuple[Any, float, str]] = ()
+    shift: float = 0.0
+    faint: bool = False  # and not in the legend
 
 
-def line_chart(lines: Sequence[Line], *, form: Callable[[float], str], label: str, zero: bool = False) -> str:
-    """Returns an SVG of value over step; `zero` starts the axis at 0. Values that are not finite leave a gap."""
-    everything = [point for line in lines for point in line.points if math.isfinite(point[1])]
-    if not everything:
-        return '<p class="note">No finite value was measured.</p>'
-    x_low, x_high = _widened(min(x for x, _ in everything), max(x for x, _ in everything))
-    y_low, y_high, cut = _value_range([y for line in lines if not line.trend for _, y in line.points], zero)
-    ticks_y, ticks_x = nice_ticks(y_low, y_high, 5), [t for t in nice_ticks(x_low, x_high, 6) if t == int(t)]
-    y_low, y_high = min(y_low, ticks_y[0]), max(y_high, ticks_y[-1])
+def number_axis(
+    low: float,
+    high: float,
+    form: Callable[[float], str],
+    *,
+    log: bool = False,
+    margin: float = 0.0,
+    labels: Mapping[float, str] | None = None,
+) -> Axis:
+    """Returns a linear or logarithmic axis with ticks at `labels`, or else at round numbers.
 
-    def x_of(step: float) -> float:
-        return LEFT + (step - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
-
-    def y_of(value: float) -> float:
-        return HEIGHT - BOTTOM - (min(max(value, y_low), y_high) - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
-
-    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" aria-label="{escape(label)}">']
-    y_steps = HEIGHT - BOTTOM + 18
-    parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y_steps}" text-anchor="end">step</text>')
-    for tick in ticks_y:
-        y = y_of(tick)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(form(tick))}</text>')
-    for tick in ticks_x:
-        x, anchor = x_of(tick), "middle"
-        if x > WIDTH - RIGHT - 24:
-            x, anchor = WIDTH - 2, "end"
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{y_steps}" text-anchor="{anchor}">{tick:,.0f}</text>')
-    for line in lines:
-        faint = " faint" if line.faint else ""
-        for path in _paths(thin_out(line.points), x_of, y_of):
-            parts.append(f'<path class="line series-{line.style}{faint}" d="{path}"/>')
-        for step, value in line.points if line.dots and len(line.points) <= 60 else ():
-            if math.isfinite(value):
-                tip = escape(f"{line.label}, step {step:,.0f}: {form(value)}")
-                parts.append(
-                    f'<circle class="dot series-{line.style}" cx="{x_of(step):.1f}" cy="{y_of(value):.1f}" r="3">'
-                    f"<title>{tip}</title></circle>"
-                )
-    parts.append("</svg>")
-    return "".join(parts) + _legend(lines) + _cut_note(cut, y_high, form)
-
-
-def thin_out(points: Points, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """Returns at most `max_points` points: the lowest and the highest of each stretch, so that no spike is lost.
-
-    The first and the last point stay. A value that is not finite stays too, in place of the stretch's lowest.
+    `margin` widens the range at both ends, as a fraction of it. Values outside the range are drawn at its ends.
     """
-    if len(points) <= max_points:
-        return list(points)
-    inner = points[1:-1]
-    stretches = (max_points - 2) // 2
-    kept = [points[0]]
-    for i in range(stretches):
-        stretch = inner[i * len(inner) // stretches : (i + 1) * len(inner) // stretches]
-        order = sorted(range(len(stretch)), key=lambda j: _finite_or(stretch[j][1], -math.inf))
-        kept += [stretch[j] for j in sorted({order[0], order[-1]})]
-    return [*kept, points[-1]]
+    scale = math.log10 if log else float
+    low, high = scale(low), scale(high)
+    if low == high:
+        low, high = low - (abs(low) * 0.1 or 1.0), high + (abs(high) * 0.1 or 1.0)
+    low, high = low - margin * (high - low), high + margin * (high - low)
+    if labels is None:
+        labels = {value: form(value) for value in (_log_ticks(low, high) if log else nice_ticks(low, high))}
+
+    def position(value: float) -> float:
+        return min(max((scale(value) - low) / (high - low), 0.0), 1.0)
+
+    return Axis(position=position, ticks=[(position(value), label) for value, label in labels.items()])
 
 
-def trend(points: Points, max_points: int = 100) -> list[tuple[float, float]]:
-    """Returns the median of each stretch of the line, at the stretch's middle: it neither lags nor follows spikes."""
-    stretches = max(1, min(max_points, len(points) // 4))
-    medians = []
-    for i in range(stretches):
-        stretch = points[i * len(points) // stretches : (i + 1) * len(points) // stretches]
-        finite = [value for _, value in stretch if math.isfinite(value)]
-        medians.append(((stretch[0][0] + stretch[-1][0]) / 2, median(finite) if finite else math.nan))
-    return medians
+def word_axis(words: Sequence[str]) -> Axis:
+    """Returns an axis with the words side by side."""
+    positions = {word: (i + 0.5) / len(words) for i, word in enumerate(words)}
+    return Axis(position=positions.__getitem__, ticks=[(positions[word], word) for word in words], numeric=False)
 
 
-def nice_ticks(low: float, high: float, count: int) -> list[float]:
-    """Returns about `count` round numbers (1, 2 or 5 times a power of ten apart) that lie in [low, high]."""
+def nice_ticks(low: float, high: float, count: int = TICKS) -> list[float]:
+    """Returns about `count` round numbers (1, 2 or 5 times a power of ten apart) in [low, high]."""
     rough = (high - low) / max(1, count - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.75)
@@ -107,53 +84,76 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)] or [low]
 
 
-def _value_range(values: list[float], zero: bool) -> tuple[float, float, int]:
-    """Returns (low, high, number of values above high): a few far outliers do not flatten the rest."""
-    ordered = sorted(value for value in values if math.isfinite(value))
-    low, high = ordered[0], ordered[-1]
-    usual = ordered[int(0.98 * (len(ordered) - 1))]
-    if len(ordered) >= 20 and high - low > 4 * (usual - low) and high > 3 * median(ordered):
-        high = max(usual + 0.25 * (usual - low), 1.2 * median(ordered))
-    if zero:
-        low = min(0.0, low)
-    low, high = _widened(low, high)
-    margin = 0.04 * (high - low)
-    return (low if zero else low - margin), high + margin, sum(value > high + margin for value in values)
+def draw(series: Sequence[Series], x: Axis, y: Axis, *, x_name: str, label: str, legend: str = "") -> str:
+    """Returns the SVG and its legend, which has the title `legend`; one series without a title needs no legend."""
+    parts = [
+        f'<svg class="chart" viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" aria-label="{escape(label)}">',
+        *_y_ticks(y),
+        *_x_ticks(x),
+        _tick_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, x_name),
+    ]
+    for one in series:
+        style = f"colour-{one.colour % len(SERIES)}"
+        for finite, run in groupby(one.line, key=lambda point: math.isfinite(point[1])):
+            places = [f"{_x(x.position(a)):.1f} {_y(y.position(b)):.1f}" for a, b in run] if finite else []
+            if places:
+                path = "L".join(places if len(places) > 1 else places * 2)
+                parts.append(f'<path class="line {style}{" faint" if one.faint else ""}" d="M{path}"/>')
+        for a, b, tip in one.dots:
+            left, title = _x(x.position(a)) + one.shift, f"<title>{escape(tip)}</title>"
+            if math.isfinite(b):
+                shape = f'<circle class="dot {style}" cx="{left:.1f}" cy="{_y(y.position(b)):.1f}" r="3.4">'
+                parts.append(f"{shape}{title}</circle>")
+            else:
+                cross = f"M{left - 4:.1f} {TOP - 8}l8 8m0 -8l-8 8"
+                parts.append(f'<path class="line {style}" d="{cross}">{title}</path>')
+    named = [one for one in series if not one.faint]
+    return "".join(parts) + "</svg>" + (_legend(legend, named) if legend or len(named) > 1 else "")
 
 
-def _widened(low: float, high: float) -> tuple[float, float]:
-    """Returns a range that is not empty."""
-    if high > low:
-        return low, high
-    room = abs(low) * 0.1 or 1.0
-    return low - room, high + room
+def _y_ticks(y: Axis) -> Iterator[str]:
+    for position, label in y.ticks:
+        top = _y(position)
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{top:.1f}" y2="{top:.1f}"/>'
+        yield _tick_text(LEFT - 8, top + 4, label, anchor="end")
 
 
-def _paths(points: Points, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> list[str]:
-    """Returns one SVG path for each run of finite points."""
-    paths, current = [], []
-    for step, value in [*points, (0.0, math.nan)]:
-        if math.isfinite(value):
-            current.append(f"{x_of(step):.1f} {y_of(value):.1f}")
-        elif current:
-            paths.append("M" + "L".join(current if len(current) > 1 else current * 2))
-            current = []
-    return paths
+def _x_ticks(x: Axis) -> Iterator[str]:
+    """Yields the labels: a long word is shortened, and a label that would touch the previous one is left out."""
+    room = int((WIDTH - LEFT - RIGHT) / max(1, len(x.ticks)) / LETTER)
+    end = -math.inf
+    for position, label in sorted(x.ticks):
+        short = label if x.numeric or len(label) < room else label[: room - 1] + "\N{HORIZONTAL ELLIPSIS}"
+        half = len(short) * LETTER / 2
+        middle = min(_x(position), WIDTH - half)
+        if middle - half > end:
+            yield _tick_text(middle, HEIGHT - BOTTOM + 18, short, title="" if short == label else label)
+            end = middle + half + LETTER
 
 
-def _finite_or(value: float, otherwise: float) -> float:
-    return value if math.isfinite(value) else otherwise
+def _tick_text(x: float, y: float, text: str, *, anchor: str = "middle", title: str = "") -> str:
+    tip = f"<title>{escape(title)}</title>" if title else ""
+    return f'<text class="tick" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}{tip}</text>'
 
 
-def _legend(lines: Sequence[Line]) -> str:
-    named = [line for line in lines if not line.faint]
-    if len(named) < 2:
-        return ""
-    keys = (f'<span><i class="key key-{line.style}"></i>{escape(line.label)}</span>' for line in named)
-    return f'<p class="legend">{"".join(keys)}</p>'
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Returns round numbers between 10**low and 10**high: 1, 2 and 5 of each decade, or only 1 of many decades."""
+    factors = (1, 2, 5) if high - low < 2.5 else (1,)
+    ticks = [factor * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for factor in factors]
+    inside = [tick for tick in ticks if low <= math.log10(tick) <= high]
+    return inside if len(inside) > 1 else [10**low, 10**high]
 
 
-def _cut_note(cut: int, high: float, form: Callable[[float], str]) -> str:
-    if not cut:
-        return ""
-    return f'<p class="note">{cut} value{"s" if cut > 1 else ""} above {escape(form(high))} drawn at the top edge.</p>'
+def _legend(title: str, series: Sequence[Series]) -> str:
+    keys = "".join(
+        f'<span><i class="key back-{one.colour % len(SERIES)}"></i>{escape(one.label)}</span>' for one in series
+    )
+    return f'<p class="legend">{f"<span>{escape(title)}</span>" if title else ""}{keys}</p>'
+
+
+def _x(position: float) -> float:
+    return LEFT + position * (WIDTH - LEFT - RIGHT)
+
+
+def _y(position: float) -> float:
+    return HEIGHT - BOTTOM - position * (HEIGHT - TOP - BOTTOM)

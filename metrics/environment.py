@@ -1,4 +1,4 @@
-"""`environment`: what a reader needs to know to run it again; becomes `environment.json`."""
+"""`environment`: what is needed to reproduce a run, for `environment.json`."""
 
 import os
 import platform
@@ -28,9 +28,10 @@ GIT_TIMEOUT_S = 2.0
 
 
 def environment(extra: Mapping[str, Any], repository: str | Path | None = None) -> dict[str, Any]:
-    """Returns versions, git commit, command line, host and date, with `extra` (devices, mesh, ...) on top.
+    """Returns versions, git commit, command line, host and date, and `extra` (devices, mesh, ...).
 
-    `repository` is a folder of the code (default: this one). The commit is None outside a git repository.
+    `repository` is a directory of the source code (default: that of this file). The commit is None
+    outside a git repository.
     """
     commit, dirty = git_state(Path(__file__).parent if repository is None else Path(repository))
     return {
@@ -48,7 +49,7 @@ def environment(extra: Mapping[str, Any], repository: str | Path | None = None) 
 
 
 def package_versions() -> dict[str, str]:
-    """Returns the versions of the packages that are installed, without importing any."""
+    """Returns the versions of the installed packages without importing them."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -59,14 +60,14 @@ def package_versions() -> dict[str, str]:
 
 
 def git_state(folder: Path) -> tuple[str | None, bool | None]:
-    """Returns (commit, whether tracked files differ from it), (None, None) where git cannot say in good time."""
+    """Returns (commit, whether tracked files differ from it), or (None, None) if git fails or times out."""
     commit = _git(folder, "rev-parse", "HEAD")
     changes = None if commit is None else _git(folder, "status", "--porcelain", "--untracked-files=no")
     return commit, None if changes is None else changes != ""
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Returns what git prints, None if there is no git, no repository or no answer in time."""
+    """Returns the output of git, or None if it is not installed, fails or times out."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False)

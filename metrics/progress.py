@@ -1,7 +1,6 @@
-"""`Progress`: a live bar in a terminal, a plain line now and then everywhere else.
+"""`Progress`: a live progress bar in a terminal, elsewhere a plain line every ten seconds.
 
-Nothing is drawn by a thread: `update` draws at most every half second and otherwise only keeps the numbers, so that it
-costs the training loop next to nothing.
+No thread draws: `update` itself redraws, at most every half second, so that it costs the training loop almost nothing.
 """
 
 import sys
@@ -19,11 +18,11 @@ from metrics.units import format_bytes, format_count, format_loss, format_percen
 
 DRAW_EVERY_S = 0.5
 PRINT_EVERY_S = 10.0
-RECENT = 0.1  # weight of the newest step time in the average behind the ETA
+RECENT = 0.1  # weight of the latest step time in the running average that gives the ETA
 
 
 class Progress:
-    """Shows how far a run of `total_steps` is; `start_step` steps were done before (a resumed run)."""
+    """Shows the progress of a run of `total_steps`, which resumes after `start_step`."""
 
     def __init__(self, total_steps: int, start_step: int = 0, console: Console | None = None) -> None:
         self._total_steps = total_steps
@@ -46,7 +45,7 @@ class Progress:
         self.close()
 
     def update(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Takes the numbers of `step` (keys of `metrics.jsonl`); a number stays shown until a newer one comes."""
+        """Takes the values of `step` (keys of `metrics.jsonl`); a key without a new value still shows its last one."""
         now = time.monotonic()
         self._follow_speed(step, now)
         self._step = step
@@ -59,11 +58,11 @@ class Progress:
             self._print_line(now)
 
     def print(self, text: str) -> None:
-        """Prints text as it is, above the bar where there is one."""
+        """Prints text unchanged, above the bar in a terminal."""
         self._console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
-        """Shows the last numbers and leaves the terminal as it was; a second call does nothing."""
+        """Shows the final values and restores the terminal; a second call does nothing."""
         if self._live is not None:
             self._live.refresh()
             self._live.stop()
@@ -72,7 +71,7 @@ class Progress:
             self._print_line(time.monotonic())
 
     def _follow_speed(self, step: int, now: float) -> None:
-        """Keeps a running average of the time from update to update, validations and checkpoints included."""
+        """Updates the running average of the time per step, validations and checkpoints included."""
         if self._last_update_s is not None and step > self._step:
             step_time_s = (now - self._last_update_s) / (step - self._step)
             recent = self._recent_step_time_s
@@ -93,7 +92,7 @@ class Progress:
         self.print("  ".join(parts + ([] if eta is None else [f"ETA {eta}"])))
 
     def _draw(self) -> Group:
-        """Returns the live lines: the bar, and under it the numbers, bytes on a line of their own."""
+        """Returns the bar and below it two lines of values, the second one with the byte counts."""
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
@@ -115,7 +114,7 @@ class Progress:
 
 
 def shown(scalars: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Returns the (label, value) pairs that a user sees, of those that are there."""
+    """Returns the (label, text) pairs to show for the keys in `scalars`."""
     pairs = []
     for key, label, form in (
         ("loss", "loss", format_loss),

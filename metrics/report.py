@@ -1,4 +1,4 @@
-"""`write_report`: one self-contained page about a run, from the files of its directory; needs no network to read.
+"""`write_report`: a self-contained HTML page about a run, made from the files in its directory.
 
 `python -m metrics.report RUN_DIR` writes `RUN_DIR/report.html` and prints its path.
 """
@@ -6,26 +6,24 @@
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from files import atomic
-from metrics.charts import Line, line_chart, trend
+from metrics.curves import Curve, curve_chart
+from metrics.page import header, note, page, section, tiles
 from metrics.report_tables import collective_table, config_facts, facts_table, mesh_picture, strategy_facts
 from metrics.run_files import Results, RunFiles, read_run, results_of, series
 from metrics.units import UNKNOWN, format_bytes, format_count, format_loss, format_percent, format_seconds
-from palette import SERIES, SERIES_ON_DARK
-from runtime.command_line import escape_output
+from runtime.command_line import prepare_output
 
 REPORT_FILE = "report.html"
-STYLE_FILE = Path(__file__).with_name("page.css")
-LINES = ("train", "validation", "speed", "wait")  # the series of the page's charts, in the order of the palette
+TRAIN, VALIDATION, SPEED, WAIT = range(4)  # colours of the curves
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Writes `report.html` into a run directory and returns its path; ValueError if the folder is not a run."""
+    """Writes `report.html` into a run directory and returns its path; ValueError if it is not a run directory."""
     path = Path(run_dir) / REPORT_FILE
     atomic.replace(path, render(read_run(run_dir)))
     return path
@@ -39,29 +37,14 @@ def render(run: RunFiles) -> str:
             _header(run, results),
             _tiles(results),
             f'<div class="two">{_loss(run)}{_accuracy(run)}{_speed(run, results)}{_times(run)}{_strategy(run)}</div>',
-            _section("Mesh", mesh_picture(run)),
-            _section("Collectives of one step", collective_table(run)),
-            _section("Sample", _sample(run)),
-            _section("To run it again", _collapsed(run)),
+            section("Mesh", mesh_picture(run)),
+            section("Collectives per step", collective_table(run)),
+            section("Sample", _sample(run)),
+            section("Reproduce", _collapsed(run)),
             f"<footer>{_footer(run)}</footer>",
         ]
     )
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(run.name)}</title>\n<style>\n{page_style()}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
-
-
-def page_style() -> str:
-    """Returns the style sheet: the colours of the lines for light and dark, and page.css."""
-    light, dark = (
-        " ".join(f"--{name}: {colour};" for name, colour in zip(LINES, colours, strict=False))
-        for colours in (SERIES, SERIES_ON_DARK)
-    )
-    colours = f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
-    return colours + STYLE_FILE.read_text(encoding="utf-8")
+    return page(run.name, body)
 
 
 def _header(run: RunFiles, results: Results) -> str:
@@ -72,15 +55,12 @@ def _header(run: RunFiles, results: Results) -> str:
     mood = "bad" if bad else "good" if good else "warn"
     folder = run.run_dir.resolve().name
     date = str(run.environment.get("date", "")).replace("T", " ").replace("+00:00", " UTC")
-    about = " · ".join(escape(fact) for fact in (_model(run), date, "" if folder == run.name else folder) if fact)
-    return (
-        f'<header><h1>{escape(run.name)}</h1><span class="badge {mood}">{escape(outcome)}</span>'
-        f'<p class="about">{about}</p></header>'
-    )
+    about = " · ".join(fact for fact in (_model(run), date, "" if folder == run.name else folder) if fact)
+    return header(run.name, outcome, mood, about)
 
 
 def _model(run: RunFiles) -> str:
-    """Returns the model in a few words (`decoder, 4 layers, hidden 128`)."""
+    """Returns a short description of the model (`decoder, 4 layers, hidden 128`)."""
     model = run.config.get("model")
     if not isinstance(model, Mapping):
         return ""
@@ -89,95 +69,81 @@ def _model(run: RunFiles) -> str:
 
 
 def _tiles(results: Results) -> str:
-    mfu = None if results.mfu is None else f"median; MFU {format_percent(results.mfu)}"
-    skipped = f"{format_count(results.skipped_steps)} skipped" if results.skipped_steps else None
+    speed_detail = "median" if results.mfu is None else f"median; MFU {format_percent(results.mfu)}"
+    skipped = f"{format_count(results.skipped_steps)} skipped" if results.skipped_steps else ""
     quality = ("Bits per byte", results.validation_bits_per_byte, format_loss, "validation")
     if results.validation_accuracy is not None:
         quality = ("Accuracy", results.validation_accuracy, format_percent, "validation")
-    tiles = (
+    facts = (
         ("Training loss", results.loss, format_loss, "at the last step"),
-        ("Validation loss", results.validation_loss, format_loss, None),
+        ("Validation loss", results.validation_loss, format_loss, ""),
         quality,
-        (results.speed_unit[0].upper() + results.speed_unit[1:], results.speed, format_count, mfu or "median"),
+        (results.speed_unit.capitalize(), results.speed, format_count, speed_detail),
         ("Step time", results.step_time_s, format_seconds, "median"),
-        ("Data wait", results.data_wait_s, format_seconds, "median of a step"),
+        ("Data wait", results.data_wait_s, format_seconds, "median per step"),
         ("Inside nodes", results.intra_bytes, format_bytes, "per device and step"),
         ("Between nodes", results.inter_bytes, format_bytes, "per device and step"),
         ("Steps", results.steps, format_count, skipped),
-        ("Wall time", results.wall_time_s, format_seconds, "of the last start"),
+        ("Wall time", results.wall_time_s, format_seconds, "of the last attempt"),
     )
-    cells = []
-    for label, value, form, detail in tiles:
-        text = UNKNOWN if value is None else form(value)
-        under = f'<div class="detail">{escape(detail)}</div>' if detail and value is not None else ""
-        cells.append(
-            f'<div class="tile"><div class="label">{escape(label)}</div>'
-            f'<div class="value">{escape(text)}</div>{under}</div>'
-        )
-    return f'<div class="tiles">{"".join(cells)}</div>'
+    return tiles(
+        [
+            (label, UNKNOWN if value is None else form(value), "" if value is None else detail)
+            for label, value, form, detail in facts
+        ]
+    )
 
 
 def _loss(run: RunFiles) -> str:
-    train, validation = series(run.rows, "loss"), series(run.rows, "validation_loss")
-    lines = _with_trend("training", "train", train)
-    if validation:
-        lines.append(Line(label="validation", style="validation", points=validation, dots=True))
-    return _chart(run, "Loss", lines, form=lambda value: f"{value:g}", label="loss over steps")
+    curves = [
+        Curve(label="training", colour=TRAIN, points=series(run.rows, "loss")),
+        Curve(label="validation", colour=VALIDATION, points=series(run.rows, "validation_loss"), sparse=True),
+    ]
+    return _chart(run, "Loss", curves, form=lambda value: f"{value:g}")
 
 
 def _accuracy(run: RunFiles) -> str:
-    """Returns the chart of a classifier's accuracy, nothing for other models."""
+    """Returns the chart of a classifier's accuracy, or nothing for other models."""
     points = series(run.rows, "validation_accuracy")
-    if not points:
-        return ""
-    line = Line(label="validation", style="validation", points=points, dots=True)
-    return _chart(run, "Accuracy", [line], form=format_percent, label="accuracy over steps")
+    curve = Curve(label="validation", colour=VALIDATION, points=points, sparse=True)
+    return _chart(run, "Accuracy", [curve], form=format_percent) if points else ""
 
 
 def _speed(run: RunFiles, results: Results) -> str:
-    title = results.speed_unit[0].upper() + results.speed_unit[1:]
     points = series(run.rows, results.speed_unit.replace("/s", "_per_s"))
-    lines = _with_trend(results.speed_unit, "speed", points)
-    return _chart(run, title, lines, form=format_count, label=f"{results.speed_unit} over steps", zero=True)
+    curve = Curve(label=results.speed_unit, colour=SPEED, points=points)
+    return _chart(run, results.speed_unit.capitalize(), [curve], form=format_count, zero=True)
 
 
 def _times(run: RunFiles) -> str:
-    lines = _with_trend("step time", "train", series(run.rows, "step_time_s"))
-    lines += _with_trend("waiting for data", "wait", series(run.rows, "data_wait_s"))
-    return _chart(run, "Step time", lines, form=format_seconds, label="step time over steps", zero=True)
-
-
-def _with_trend(label: str, style: str, points: Sequence[tuple[float, float]]) -> list[Line]:
-    """Returns the raw line; a long one faint, with its trend over it."""
-    if len(points) < 200:
-        return [Line(label=label, style=style, points=points)] if points else []
-    return [
-        Line(label=label, style=style, points=points, faint=True),
-        Line(label=label, style=style, points=trend(points), trend=True),
+    curves = [
+        Curve(label="step time", colour=TRAIN, points=series(run.rows, "step_time_s")),
+        Curve(label="waiting for data", colour=WAIT, points=series(run.rows, "data_wait_s")),
     ]
+    return _chart(run, "Step time", curves, form=format_seconds, zero=True)
 
 
-def _chart(run: RunFiles, title: str, lines: Sequence[Line], **how: Any) -> str:
-    if not lines:
-        problem = run.problems.get("metrics.jsonl")
-        why = f"metrics.jsonl {problem}." if problem else "metrics.jsonl has no such numbers."
-        return _section(title, f'<p class="note">{escape(why)}</p>')
-    return _section(title, line_chart(lines, **how))
+def _chart(
+    run: RunFiles, title: str, curves: Sequence[Curve], *, form: Callable[[float], str], zero: bool = False
+) -> str:
+    curves = [curve for curve in curves if curve.points]
+    if curves:
+        return section(title, curve_chart(curves, form=form, label=f"{title} over steps", zero=zero))
+    problem = run.problems.get("metrics.jsonl", "has none of these values")
+    return section(title, note(f"metrics.jsonl {problem}."))
 
 
 def _strategy(run: RunFiles) -> str:
     facts = strategy_facts(run)
     if not facts:
-        return _section(
-            "Strategy", f'<p class="note">config.json {escape(run.problems.get("config.json", "is empty"))}.</p>'
-        )
-    return _section("Strategy", facts_table(facts))
+        return section("Strategy", note(f"config.json {run.problems.get('config.json', 'is empty')}."))
+    return section("Strategy", facts_table(facts))
 
 
 def _sample(run: RunFiles) -> str:
     if run.sample is None:
-        return f'<p class="note">sample.txt {escape(run.problems.get("sample.txt", "is missing"))}.</p>'
-    return f"<pre>{escape(run.sample)}</pre>" if run.sample.strip() else '<p class="note">sample.txt is empty.</p>'
+        return note(f"sample.txt {run.problems.get('sample.txt', 'is missing')}.")
+    return f"<pre>{escape(run.sample)}</pre>" if run.sample.strip() else note("sample.txt is empty.")
 
 
 def _collapsed(run: RunFiles) -> str:
@@ -191,23 +157,19 @@ def _collapsed(run: RunFiles) -> str:
         ("Configuration", "config.json", run.config),
     ):
         inside = facts_table(config_facts(values)) if values else ""
-        note = f'<p class="note">{file} {escape(run.problems.get(file, "is empty"))}.</p>'
-        parts.append(f"<details><summary>{title}</summary>{inside or note}</details>")
+        inside = inside or note(f"{file} {run.problems.get(file, 'is empty')}.")
+        parts.append(f"<details><summary>{title}</summary>{inside}</details>")
     return "".join(parts)
 
 
-def _section(title: str, inside: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{inside}</section>"
-
-
 def _footer(run: RunFiles) -> str:
-    notes = [f"{file} {problem}" for file, problem in run.problems.items() if "passed over" in problem]
-    return escape("; ".join(["Written from the files of the run directory", *notes]) + ".")
+    notes = [f"{file} {problem}" for file, problem in run.problems.items() if "skipped" in problem]
+    return escape("; ".join(["Made from the files in the run directory", *notes]) + ".")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the report of the run that the command line names."""
-    escape_output()
+    """Writes the report of the run directory given on the command line."""
+    prepare_output()
     parser = argparse.ArgumentParser(
         prog="python -m metrics.report", description="Writes report.html into a run directory."
     )

@@ -1,4 +1,4 @@
-"""The tables and the mesh picture of the report, as HTML with every text escaped."""
+"""The tables and the mesh picture of the report, as escaped HTML."""
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,6 +7,7 @@ from math import isfinite, prod
 from statistics import median
 from typing import Any
 
+from metrics.page import note
 from metrics.run_files import RunFiles, number, series
 from metrics.units import UNKNOWN, format_bytes, format_count
 
@@ -22,7 +23,7 @@ def facts_table(facts: Sequence[Fact]) -> str:
 
 
 def config_facts(values: Mapping[str, Any], prefix: str = "") -> list[Fact]:
-    """Returns a nested dict as (`a.b.c`, value) pairs."""
+    """Returns a nested dict flattened to (`a.b.c`, value) pairs."""
     facts: list[Fact] = []
     for key, value in values.items():
         name = f"{prefix}{key}"
@@ -34,7 +35,7 @@ def config_facts(values: Mapping[str, Any], prefix: str = "") -> list[Fact]:
 
 
 def strategy_facts(run: RunFiles) -> list[Fact]:
-    """Returns what a reader wants to know of the strategy: scopes, mesh, nodes, replicas, batch."""
+    """Returns the facts about the strategy: scopes, mesh, nodes, replicas, batch and optimizer."""
     sharding, batch, optimizer = (_section(run.config, key) for key in ("sharding", "batch", "optimizer"))
     facts: list[Fact] = []
     if sharding:
@@ -56,7 +57,7 @@ def strategy_facts(run: RunFiles) -> list[Fact]:
         facts.append(("nodes", format_count(size["replica_inter"] * size["shard_inter"])))
         facts.append(("replicas", format_count(size["replica_inter"] * size["replica_intra"])))
     if "global_size" in batch:
-        micro = f", {_text(batch['micro_size'])} a device a micro-step" if "micro_size" in batch else ""
+        micro = f", {_text(batch['micro_size'])} per device and micro-step" if "micro_size" in batch else ""
         facts.append(("batch", f"{_text(batch['global_size'])} rows{micro}"))
     if "name" in optimizer:
         rate = f", learning rate {_text(optimizer['learning_rate'])}" if "learning_rate" in optimizer else ""
@@ -65,20 +66,21 @@ def strategy_facts(run: RunFiles) -> list[Fact]:
 
 
 def mesh_picture(run: RunFiles) -> str:
-    """Returns `mesh.png` inline, on white: it may be drawn in black without a background."""
+    """Returns `mesh.png` inline. The style sheet puts it on white, since it may be black without a background."""
     if run.mesh_png is None:
-        return f'<p class="note">mesh.png {escape(run.problems.get("mesh.png", "is missing"))}.</p>'
+        return note(f"mesh.png {run.problems.get('mesh.png', 'is missing')}.")
     data = base64.b64encode(run.mesh_png).decode("ascii")
     return f'<img class="mesh" alt="which device holds which shard" src="data:image/png;base64,{data}">'
 
 
 def collective_table(run: RunFiles) -> str:
-    """Returns the collectives of the compiled step, grouped by the axes they run over, with bytes and sums."""
+    """Returns the collectives of the compiled step, grouped by mesh axes, with byte counts and sums."""
     entries = run.collectives.get("collectives")
     rows = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
     if not rows:
-        why = run.problems.get("collectives.json", "lists no collective: nothing crosses a network")
-        return f'<p class="note">collectives.json {escape(why)}.</p>'
+        problem = run.collectives.get("problem")
+        why = f"says that {problem}" if problem else "lists no collectives: the step sends nothing"
+        return note(f"collectives.json {run.problems.get('collectives.json', why)}.")
     lines = []
     for axes, members in _by_axes(rows):
         lines.append(
@@ -87,12 +89,12 @@ def collective_table(run: RunFiles) -> str:
         )
     total = {key: _first_number(run.collectives.get(key), value) for key, value in _sum(rows).items()}
     lines.append(f'<tr class="total"><td colspan="5">Sum</td>{_bytes_cells(total)}</tr>')
-    words, numbers = ("Over axes", "Kind", "Type"), ("Payload", "Times a step", "Inside nodes", "Between nodes")
+    words, numbers = ("Over axes", "Kind", "Type"), ("Payload", "Times per step", "Inside nodes", "Between nodes")
     heads = "".join(f"<th>{head}</th>" for head in words)
     heads += "".join(f'<th class="n">{head}</th>' for head in numbers)
     return (
         f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-        f'<p class="note">From the compiled program. Bytes are per device and step.{_on_the_wire(run)}</p>'
+        + note(f"From the compiled program. Bytes are per device and step.{_on_the_wire(run)}")
     )
 
 
@@ -108,16 +110,16 @@ def _collective_row(entry: Mapping[str, Any]) -> str:
 
 
 def _on_the_wire(run: RunFiles) -> str:
-    """Returns what the interfaces counted, if they did."""
+    """Returns a sentence on the bytes that the network interfaces counted, if they did."""
     counts = [[value for _, value in series(run.rows, key) if isfinite(value)] for key in WIRE_KEYS]
     if not all(counts):
         return ""
     sent, received = (format_bytes(median(values)) for values in counts)
-    return f" Counted on this node's interfaces, median of a step: {sent} sent, {received} received."
+    return f" Counted by this node's network interfaces, median per step: {sent} sent, {received} received."
 
 
 def _by_axes(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-    """Yields (axes, collectives), the axes that send most between nodes first."""
+    """Yields (axes, collectives), ordered by the bytes sent between nodes, largest first."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         axes = row.get("axes")
@@ -151,7 +153,7 @@ def _strategy_name(sharding: Mapping[str, Any]) -> str:
 
 
 def _mesh_sizes(run: RunFiles) -> dict[str, int]:
-    """Returns the sizes of the mesh axes, from wherever in `environment.json` they are."""
+    """Returns the sizes of the mesh axes, which may be at any level of `environment.json`."""
     waiting: list[Mapping[str, Any]] = [run.environment]
     while waiting:
         values = waiting.pop(0)
@@ -168,7 +170,7 @@ def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """Returns a value as a reader writes it: yes and no, lists with commas."""
+    """Returns a value as text: booleans as yes and no, lists with commas."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):

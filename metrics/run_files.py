@@ -1,4 +1,4 @@
-"""`read_run`: the files of a run directory, each if it is there and readable; `results_of`: the headline numbers."""
+"""`read_run` reads the files of a run directory, any of which may be missing; `results_of`: the headline numbers."""
 
 import math
 import os
@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """The contents of a run directory; `problems` says why a file is not here (`config.json` -> `is missing`)."""
+    """The contents of a run directory; `problems` says why a file could not be read (`config.json`: `is missing`)."""
 
     run_dir: Path
     config: dict[str, Any] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class RunFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """The headline numbers of a run; None where nothing says."""
+    """The headline numbers of a run; None where unknown."""
 
     steps: int | None
     loss: float | None
@@ -56,16 +56,16 @@ class Results:
     inter_bytes: float | None
     wall_time_s: float | None
     skipped_steps: float | None
-    exit_reason: str | None  # without its middle if it is long
+    exit_reason: str | None  # a long one is shortened in the middle
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> RunFiles:
-    """Reads a run directory; raises ValueError if it is none (neither `config.json` nor `metrics.jsonl` in it)."""
+    """Reads a run directory; ValueError if it has neither `config.json` nor `metrics.jsonl`."""
     folder = Path(run_dir)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; give the --workdir of a run")
+        raise ValueError(f"{folder} is not a directory; pass the --workdir of a run")
     if not any((folder / name).is_file() for name in ("config.json", "metrics.jsonl")):
-        raise ValueError(f"{folder} is not a run: it has neither config.json nor metrics.jsonl")
+        raise ValueError(f"{folder} has neither config.json nor metrics.jsonl; pass the --workdir of a run")
     problems: dict[str, str] = {}
     objects = {
         stem: _read_object(folder / f"{stem}.json", problems)
@@ -83,11 +83,11 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunFiles:
 
 
 def results_of(run: RunFiles) -> Results:
-    """Returns the headline numbers: `summary.json` first, then the last (or median) of the metrics."""
+    """Returns the headline numbers, from `summary.json` or else the last value (or the median) of the metrics."""
     speed_key = "examples_per_s" if series(run.rows, "examples_per_s") else "tokens_per_s"
 
     def last(*keys: str) -> float | None:
-        """The number of the summary under the first key, else the last one measured under any of them."""
+        """Returns the first key's number in the summary, else the last value of the first key in the metrics."""
         for key in keys:
             if (value := number(run.summary.get(key))) is not None:
                 return value
@@ -123,7 +123,7 @@ def results_of(run: RunFiles) -> Results:
 
 
 def number(value: Any) -> float | None:
-    """Returns a JSON value as a float (`"NaN"` and `"Infinity"` are numbers too), None if it is none."""
+    """Returns a JSON value as a float (also of `"NaN"` and `"Infinity"`), or None if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -133,7 +133,7 @@ def number(value: Any) -> float | None:
 
 
 def series(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
-    """Returns the (step, value) pairs of the lines in which `key` was measured."""
+    """Returns the (step, value) pairs of the rows that contain `key`."""
     pairs = ((number(row.get("step")), number(row.get(key))) for row in rows if key in row)
     return [(step, value) for step, value in pairs if step is not None and math.isfinite(step) and value is not None]
 
@@ -159,19 +159,19 @@ def _read_object(path: Path, problems: dict[str, str]) -> dict[str, Any]:
 
 
 def _read_rows(path: Path, problems: dict[str, str]) -> tuple[Row, ...]:
-    """Returns the lines that are objects; a line torn by a kill is passed over, and counted as a problem."""
+    """Returns the lines that are JSON objects; others, such as a line cut off by a kill, are counted as a problem."""
     data = _read_bytes(path, problems)
     if data is None:
         return ()
     lines = [json_lines.parsed(line) for line in data.splitlines()]
     rows = tuple(row for row in lines if row is not None)
     if bad := len(lines) - len(rows):
-        problems[path.name] = f"has {bad} unreadable line{'s' if bad > 1 else ''}, passed over"
+        problems[path.name] = f"has {bad} unreadable line{'s' if bad > 1 else ''}, skipped"
     return rows
 
 
 def _config_of_command(command: Any) -> str | None:
-    """Returns `quickstart` of `train.py --config=configs/quickstart.py`, with the `:arg` behind it if there is one."""
+    """Returns `quickstart` of `train.py --config=configs/quickstart.py`, with its `:arg` if it has one."""
     words = [str(word) for word in command] if isinstance(command, list) else []
     if isinstance(command, str):
         try:

@@ -1,4 +1,4 @@
-"""`RunLog`: everything a run says and leaves behind, by process 0; the other processes get one that does nothing."""
+"""`RunLog`: all output of a run, printed and in files. It writes in process 0 and does nothing in the others."""
 
 import json
 import time
@@ -19,9 +19,9 @@ SUMMARY_FILE = "summary.json"
 
 
 class RunLog:
-    """The progress bar, `metrics.jsonl`, TensorBoard and the files from which `report.html` is made.
+    """Writes the progress bar, `metrics.jsonl`, TensorBoard events, `report.html` and the files behind it.
 
-    A context manager: an exception that ends the run ends the bar too, and is the run's outcome in the report.
+    A context manager: an exception that ends the run closes the progress bar and becomes the outcome in the report.
     """
 
     def __init__(
@@ -38,17 +38,20 @@ class RunLog:
         count_wire: bool,
         started_s: float,
     ) -> None:
-        """`files` become `NAME.json`; `constants` go into every row of the metrics; `started_s` is `perf_counter()`."""
+        """Writes each of `files` as `NAME.json` and sets up the rest.
+
+        `constants` are added to every row of the metrics; `started_s` is the `perf_counter()` at the program's start.
+        """
         self._run_dir, self._enabled, self._log_every = run_dir, enabled, log_every
         self._start_step, self._num_steps, self._started_s = start_step, num_steps, started_s
         self._timer, self._constants = timer, dict(constants)
-        self._row: tuple[int, dict[str, float]] | None = None  # the newest step's, not written yet
-        self._spent: dict[str, float] = {}  # since that row was written
+        self._row: tuple[int, dict[str, float]] | None = None  # of the latest step, not written yet
+        self._spent: dict[str, float] = {}  # seconds by key, outside of steps, for the next row
         if not enabled:
             return
         for name, content in files.items():
             _write_json(run_dir / f"{name}.json", content)
-        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier start: who is killed leaves none
+        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier attempt; a killed one must leave none
         self._writer = MetricsWriter(run_dir, resume_step=start_step)
         self._progress = Progress(num_steps, start_step)
         self._wire = WireCounter() if count_wire else None
@@ -62,7 +65,7 @@ class RunLog:
         stopped = isinstance(error, KeyboardInterrupt)
         try:
             self.close("interrupted" if stopped else f"failed: {' '.join(str(error).split())}")
-        except OSError as failed:  # must not hide why the program stops
+        except OSError as failed:  # must not hide the error that ends the run
             error.add_note(f"the report could not be written: {failed}")
 
     def say(self, text: str) -> None:
@@ -71,14 +74,17 @@ class RunLog:
             self._progress.print(text)
 
     def spent(self, key: str, seconds: float) -> None:
-        """Adds time that was no training until now: it is in the next row, and in no step's time or wire bytes."""
+        """Records time just spent outside of training, under `key` in the next row.
+
+        It is excluded from the step time, and the bytes sent meanwhile from the wire bytes.
+        """
         self._spent[key] = self._spent.get(key, 0.0) + seconds
         self._timer.pause(seconds)
         if self._enabled and self._wire:
             self._wire.delta()
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Takes the numbers of a step that is done now."""
+        """Takes the measurements of a step at the moment it ends."""
         if not self._enabled:
             return
         self.flush()
@@ -90,15 +96,18 @@ class RunLog:
             self.say(f"first step done after {time.perf_counter() - self._started_s:.1f} s")
         self._progress.update(step, row)
 
-    def validation(self, step: int, scalars: Mapping[str, float], said: str) -> None:
-        """Takes the numbers of a validation after `step`, the step that was logged last, and what to say of them."""
+    def validation(self, step: int, scalars: Mapping[str, float], text: str) -> None:
+        """Takes the results of a validation after `step`, which must be the last logged step, and prints `text`."""
         if self._enabled:
             assert self._row is not None and self._row[0] == step
             self._row[1].update(scalars)
-            self.say(f"step {step}: {said}")
+            self.say(f"step {step}: {text}")
 
     def flush(self) -> None:
-        """Writes the row of the newest step if it is due: before that step's checkpoint, a run resumes behind it."""
+        """Writes the row of the latest step if due.
+
+        To be called before that step is saved: an attempt that resumes from it will not repeat it.
+        """
         if self._row is None:
             return
         step, row = self._row
@@ -117,7 +126,7 @@ class RunLog:
             if content is not None:
                 (self._run_dir / name).write_bytes(content)
         summary: dict[str, Any] = {}
-        for row in read_run(self._run_dir).rows:  # what was measured last, also before the run was resumed
+        for row in read_run(self._run_dir).rows:  # the last value of each key, earlier attempts included
             summary |= {name: row[key] for key, name in IN_SUMMARY.items() if key in row}
         summary |= {"exit_reason": exit_reason, "wall_time_s": time.perf_counter() - self._started_s} | self._spent
         _write_json(self._run_dir / SUMMARY_FILE, summary)
@@ -134,7 +143,7 @@ class RunLog:
             self._writer.write(step, row | spent)
         except OSError as error:
             raise OSError(
-                f"cannot write to {self._run_dir}: {error.strerror or error}; its checkpoints are unharmed"
+                f"cannot write to {self._run_dir}: {error.strerror or error}; its checkpoints are intact"
             ) from error
 
 

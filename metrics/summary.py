@@ -1,4 +1,4 @@
-"""`print_summary`: the compact table at the end of a run."""
+"""`print_summary`: the table printed at the end of a run."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from metrics.units import format_bytes, format_count, format_loss, format_percen
 
 
 def print_summary(run: str | os.PathLike[str] | Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints the results of a run directory, or of a dict like `summary.json`; unknown numbers are left out."""
+    """Prints the results of a run directory, or of a dict like `summary.json`; unknown numbers are omitted."""
     files = RunFiles(run_dir=Path("run"), summary=dict(run)) if isinstance(run, Mapping) else read_run(run)
     title = None if isinstance(run, Mapping) else files.name
     table = Table(
@@ -29,7 +29,7 @@ def print_summary(run: str | os.PathLike[str] | Mapping[str, Any], console: Cons
 
 
 def headline(results: Results) -> list[tuple[str, str]]:
-    """Returns the (label, text) pairs of the numbers that are known, the important ones first."""
+    """Returns the (label, text) pairs of the known numbers, the important ones first."""
     pairs = [] if results.exit_reason is None else [("outcome", results.exit_reason)]
     numbers: list[tuple[str, float | None, Callable[[float], str]]] = [
         ("training loss", results.loss, format_loss),
@@ -43,7 +43,7 @@ def headline(results: Results) -> list[tuple[str, str]]:
         ("model FLOP/s utilisation", results.mfu, format_percent),
         ("inside nodes, per device and step", results.intra_bytes, format_bytes),
         ("between nodes, per device and step", results.inter_bytes, format_bytes),
-        ("wall time of the last start", results.wall_time_s, format_seconds),
+        ("wall time of the last attempt", results.wall_time_s, format_seconds),
         ("skipped steps", results.skipped_steps or None, format_count),
     ]
     return pairs + [(label, form(value)) for label, value, form in numbers if value is not None]

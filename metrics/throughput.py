@@ -1,9 +1,9 @@
-"""Step time, tokens or examples per second, and model FLOP/s utilisation from the times at which steps were done."""
+"""Step time, tokens or examples per second, and model FLOP/s utilisation, from the times at which steps ended."""
 
 from dataclasses import dataclass
 
 # Dense matrix FLOP/s in bf16 with f32 accumulation (fp16 on V100 and T4, which have no bf16), from the vendors' data
-# sheets (where a sheet states the figure with sparsity, half of it). The first pattern that is in the device kind wins.
+# sheets; half the value where a sheet assumes sparsity. The first pattern contained in the device kind applies.
 PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500e12),
     ("B200", 2250e12),
@@ -31,9 +31,9 @@ PEAK_FLOPS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Returns the peak FLOP/s of one device by the name jax gives it (`NVIDIA H200`), or None where it is not known."""
+    """Returns the peak FLOP/s of one device by its name in jax (`NVIDIA H200`), or None if unknown."""
     words = device_kind.upper().replace("-", " ").split()
-    if "MIG" in words:  # a slice of the device
+    if "MIG" in words:  # a partition of a device
         return None
     for pattern, flops in PEAK_FLOPS:
         wanted = pattern.replace("-", " ").split()
@@ -44,15 +44,15 @@ def peak_flops(device_kind: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """How fast one step was; `mfu` is a fraction, None where the peak or the model's FLOPs are not known."""
+    """The speed of one step; `mfu` is a fraction, or None if the peak or the model's FLOPs are unknown."""
 
     step_time_s: float
     per_s: float
-    unit: str  # what is counted: tokens | examples
+    unit: str  # tokens | examples
     mfu: float | None
 
     def scalars(self) -> dict[str, float]:
-        """Returns the measured keys of `metrics.jsonl`."""
+        """Returns the speed as keys of `metrics.jsonl`."""
         known = {} if self.mfu is None else {"mfu": self.mfu}
         return {"step_time_s": self.step_time_s, f"{self.unit}_per_s": self.per_s} | known
 
@@ -65,10 +65,10 @@ def throughput(
     flops_per_step: float | None = None,
     peak_flops_per_s: float | None = None,
 ) -> Throughput:
-    """Returns the speed of a step that took `step_time_s` for `per_step` tokens or examples.
+    """Returns the speed of a step of `per_step` tokens or examples that took `step_time_s`.
 
-    `flops_per_step` are the model's own FLOPs (no recomputation) for the whole global batch; `peak_flops_per_s` is the
-    sum over all devices.
+    `flops_per_step` counts the model's FLOPs for the global batch without recomputation; `peak_flops_per_s` is the sum
+    over all devices.
     """
     if not step_time_s > 0:
         raise ValueError(f"step_time_s is {step_time_s}; it must be positive")
@@ -79,7 +79,7 @@ def throughput(
 
 
 class StepTimer:
-    """Turns the times at which steps were done into their speed; the first time only starts the clock."""
+    """Computes the speed of steps from the times at which they ended; the first time only starts the clock."""
 
     def __init__(
         self, per_step: float, unit: str, flops_per_step: float | None = None, peak_flops_per_s: float | None = None
@@ -91,11 +91,11 @@ class StepTimer:
         self._paused_s = 0.0
 
     def pause(self, seconds: float) -> None:
-        """Takes time that was no training (a validation, a wait for a checkpoint) out of the next measurement."""
+        """Excludes time spent outside of training (validating, saving a checkpoint) from the next measurement."""
         self._paused_s += seconds
 
     def done(self, step: int, time_s: float) -> Throughput | None:
-        """Returns the speed of the steps since the last call, given that `step` was done at `time_s`."""
+        """Returns the speed of the steps since the last call, given that `step` ended at `time_s`."""
         last, self._last = self._last, (step, time_s)
         paused_s, self._paused_s = self._paused_s, 0.0
         if last is None or step <= last[0]:

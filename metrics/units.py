@@ -1,14 +1,14 @@
-"""Numbers as people read them (`4.2 MB`, `118 ms`, `1h 04m`, `12,345`)."""
+"""Numbers as readable text (`4.2 MB`, `118 ms`, `1h 04m`, `12,345`)."""
 
 import math
 
-UNKNOWN = "\N{EN DASH}"  # stands where there is no number
+UNKNOWN = "\N{EN DASH}"  # for a missing number
 
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def format_bytes(count: float) -> str:
-    """Returns a byte count with a decimal prefix, as link speeds have them (`4.19 MB`)."""
+    """Returns a byte count with a decimal prefix, like those of link speeds (`4.19 MB`)."""
     if not math.isfinite(count):
         return str(count)
     value, unit = abs(float(count)), 0
@@ -41,7 +41,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """Returns a number of things, with separators, or with a prefix from a million on (`12,345`, `3.21 M`)."""
+    """Returns a count with thousands separators, or with a prefix from a million on (`12,345`, `3.21 M`)."""
     if not math.isfinite(value):
         return str(value)
     for limit, prefix in ((999.5e9, "T"), (999.5e6, "G"), (999.5e3, "M")):
@@ -51,12 +51,12 @@ def format_count(value: float) -> str:
 
 
 def format_loss(value: float) -> str:
-    """Returns a loss with four digits after the point."""
+    """Returns a loss with four decimals."""
     return f"{value:.4f}" if math.isfinite(value) else str(value)
 
 
 def format_percent(fraction: float) -> str:
-    """Returns a share as a percentage (`41.3 %`)."""
+    """Returns a fraction as a percentage (`41.3 %`)."""
     return f"{100 * fraction:.1f} %" if math.isfinite(fraction) else str(fraction)
 
 

@@ -1,4 +1,4 @@
-"""`WireCounter`: bytes that really crossed this host's network interfaces, from the kernel's counters."""
+"""`WireCounter`: the bytes that crossed this host's network interfaces, from the kernel's counters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class WireBytes:
-    """Bytes sent and received by this host since the last reading."""
+    """Bytes sent and received by this host since the previous reading."""
 
     tx_bytes: int
     rx_bytes: int
 
     def per_step(self, num_steps: int = 1) -> dict[str, float]:
-        """Returns the keys of `metrics.jsonl`, averaged over the steps since the last reading."""
+        """Returns the keys of `metrics.jsonl`, averaged over `num_steps`."""
         return {"wire_tx_bytes": self.tx_bytes / num_steps, "wire_rx_bytes": self.rx_bytes / num_steps}
 
 
 class WireCounter:
-    """Counts the bytes of all interfaces but the loopback, or of the named ones.
+    """Counts the bytes of the given interfaces, or of all except loopback.
 
-    Everything on the interface counts, whoever sent it. Name the interface on a host where one packet passes several
-    of them (bridges, bonds, containers).
+    Traffic of every program counts. Where a packet passes several interfaces (bridges, bonds, containers), give only
+    one of them.
     """
 
     def __init__(self, interfaces: Sequence[str] = (), root: str | Path = "/sys/class/net") -> None:
@@ -30,9 +30,9 @@ class WireCounter:
         self._last = self._read()
 
     def delta(self) -> WireBytes | None:
-        """Returns the bytes since the last call (or since the start), None where they cannot be known.
+        """Returns the bytes since the previous call (at first, since construction), or None if they are unknown.
 
-        An interface that came or went in between does not count; counters that went backwards make it None.
+        Interfaces that appeared or disappeared meanwhile are ignored. A counter that went backwards gives None.
         """
         last, self._last = self._last, self._read()
         both = last.keys() & self._last.keys()
@@ -42,7 +42,7 @@ class WireCounter:
         return WireBytes(tx_bytes=sum(tx for tx, _ in differences), rx_bytes=sum(rx for _, rx in differences))
 
     def _read(self) -> dict[str, tuple[int, int]]:
-        """Returns (sent, received) of each interface that can be read."""
+        """Returns (sent, received) of each readable interface."""
         try:
             names = self._interfaces or sorted(entry.name for entry in self._root.iterdir() if entry.name != "lo")
         except OSError:
@@ -55,6 +55,6 @@ class WireCounter:
                     int((statistics / "tx_bytes").read_text()),
                     int((statistics / "rx_bytes").read_text()),
                 )
-            except (OSError, ValueError):  # not an interface (`bonding_masters`), or not for us to read
+            except (OSError, ValueError):  # not an interface (`bonding_masters`), or not readable
                 continue
         return counters

@@ -1,10 +1,10 @@
-"""`MetricsWriter`: one JSON line a step in `metrics.jsonl`, and the same numbers for TensorBoard.
+"""`MetricsWriter`: one JSON line per logged step in `metrics.jsonl`, and the same values for TensorBoard.
 
-`metrics.jsonl` is strict JSON: a number that JSON cannot write becomes the string `"NaN"`, `"Infinity"` or
+`metrics.jsonl` is strict JSON: a number that is not finite becomes the string `"NaN"`, `"Infinity"` or
 `"-Infinity"`, which `float()` reads back. TensorBoard gets the number itself.
 """
 
-# protobuf makes its classes at run time:
+# protobuf creates its classes at run time:
 # pyright: reportAttributeAccessIssue=false
 
 import json
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
-FLUSH_EVERY_S = 5.0  # TensorBoard's file; metrics.jsonl is complete after every line
+FLUSH_EVERY_S = 5.0  # TensorBoard's file; metrics.jsonl is flushed after every line
 
 
 class MetricsWriter:
-    """Appends the numbers of each step to a run directory.
+    """Appends the values of each step to the files of a run directory.
 
-    With `resume_step=N` the run continues after step N: the lines of later steps, which an interrupted run left, and
-    lines torn by a kill are dropped, so that each step appears once. A run that starts from nothing (0) sets a
-    `metrics.jsonl` that is there already aside as `metrics.1.jsonl` (2, 3, ...).
+    With `resume_step=N` the run continues after step N. Lines of later steps from the previous attempt and incomplete
+    lines are removed, so that each step appears once. A new run (0) renames an existing `metrics.jsonl` to
+    `metrics.1.jsonl` (2, 3, ...).
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], resume_step: int = 0) -> None:
@@ -53,7 +53,7 @@ class MetricsWriter:
         self.close()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes the numbers measured at `step`; a key is there only where it was measured."""
+        """Writes the values measured at `step`, which may have any set of keys."""
         values = {key: float(value) for key, value in scalars.items()}
         line: dict[str, int | float | str] = {"step": int(step)}
         line |= {key: _json_number(scalars[key], value) for key, value in values.items()}
@@ -68,8 +68,8 @@ class MetricsWriter:
             self._events = None
 
     def _write_event(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes one event with all values; in this thread, so that a full disk is an error here and not a hang."""
-        from tensorboardX.proto import event_pb2, summary_pb2  # here: keeps protobuf out of the program's start
+        """Writes one event with all values, in this thread so that a full disk raises here instead of hanging."""
+        from tensorboardX.proto import event_pb2, summary_pb2  # imported late: it delays startup
 
         if self._events is None:
             self._events = self._open_events()
@@ -83,7 +83,7 @@ class MetricsWriter:
             self._flushed_s = now
 
     def _open_events(self) -> "EventsWriter":
-        """Opens a new event file whose first event hides the steps that this run does again."""
+        """Opens a new event file; its first event hides the earlier values of the steps that this run repeats."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2
 
@@ -97,23 +97,23 @@ class MetricsWriter:
 
 
 def drop_lines_after(path: Path, step: int) -> None:
-    """Rewrites a `metrics.jsonl` in one move without the lines of steps after `step` and without torn lines."""
+    """Atomically removes the lines of steps after `step` and incomplete lines from a `metrics.jsonl`."""
     if not path.exists():
         return
     data = path.read_bytes()
-    kept = b"".join(line for line in data.splitlines(keepends=True) if _is_line_until(line, step))
-    if kept != data:
-        atomic.replace(path, kept, durable=True)
+    remaining = b"".join(line for line in data.splitlines(keepends=True) if _is_line_until(line, step))
+    if remaining != data:
+        atomic.replace(path, remaining, durable=True)
 
 
 def _is_line_until(line: bytes, step: int) -> bool:
-    """Says whether a line is whole and of a step up to `step`."""
+    """Returns whether a line is complete and belongs to a step up to `step`."""
     row = json_lines.parsed(line) if line.endswith(b"\n") else None
     return row is not None and isinstance(row.get("step"), int) and row["step"] <= step
 
 
 def _set_aside(path: Path) -> None:
-    """Moves the file, if there is one with anything in it, to the first free `metrics.N.jsonl`."""
+    """Renames the file to the first free `metrics.N.jsonl`, unless it is missing or empty."""
     if not path.exists() or path.stat().st_size == 0:
         return
     number = 1
@@ -123,7 +123,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _json_number(given: float, value: float) -> int | float | str:
-    """Returns what JSON writes for a number: whole numbers stay whole, non-finite ones become strings."""
+    """Returns a number as strict JSON can store it: integers stay integers, non-finite numbers become strings."""
     if math.isfinite(value):
         return int(given) if isinstance(given, int) else value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

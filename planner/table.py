@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, Sharding
 from configs import command_line
 from configs.schema import Config
 from metrics.units import format_bytes, format_count
-from runtime.command_line import check_file, escape_output
+from runtime.command_line import check_file, prepare_output
 from runtime.exit_codes import ExitCode
 from sharding import drawing
 from sharding.replicas import replica_key
@@ -46,7 +46,7 @@ class Row:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the program and returns its exit code; a user's mistake is one line."""
-    escape_output()
+    prepare_output()
     values = command_line.new_flags(argv)
     flags.DEFINE_integer("devices", None, "devices of a cluster that is not here", flag_values=values)
     flags.DEFINE_integer("devices_per_node", None, "devices of each node", flag_values=values)

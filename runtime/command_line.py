@@ -31,8 +31,8 @@ class _Output(io.FileIO):
             return memoryview(data).nbytes
 
 
-def escape_output() -> None:
-    """Makes stdout safe: neither a character that its encoding lacks nor a pipe that is closed may end a program."""
+def prepare_output() -> None:
+    """Prepares stdout so that neither a character that it cannot encode nor a closed pipe ends the program."""
     if not isinstance(sys.stdout, io.TextIOWrapper):
         return
     sys.stdout.reconfigure(errors="backslashreplace")

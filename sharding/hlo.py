@@ -13,18 +13,13 @@ from math import prod
 
 import numpy as np
 
+from sharding.hlo_loops import Site, trip_count
+from sharding.hlo_program import Instruction, Program, Tensor, parse_program, tensors
 from sharding.mesh import AXES, MeshShape
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 LABELS = ("gather", "hop_one", "gradient_scope", "hop_two", "parameter_scope")  # named scopes of the step
-ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s2": 0.25, "u2": 0.25, "bf16": 2}
-
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (.*)$")
-_OPCODE = re.compile(r"(?:^|[\s)}\]])(" + "|".join(KINDS) + r"|while|conditional|call|async-start)(-start)?\(")
-_SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
-_TRIP_COUNT = re.compile(r'known_trip_count"?:\s*\{"?n"?:"?(\d+)')
-_CALLED = re.compile(r"(?:to_apply|calls|(?:called|branch|true|false)_computations?)=(?:\{([^}]*)\}|([\w.\-%]+))")
+CONTEXT = Tensor("u32", ())  # what a started collective-permute returns besides its result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +39,7 @@ class Collective:
     payload_bytes: int
     inter_bytes: float
     intra_bytes: float
+    group_size: int  # devices that take part in one of its groups
     times: int  # executions a step
     loop_depth: int
 
@@ -51,10 +47,10 @@ class Collective:
 def read_collectives(hlo_text: str, shape: MeshShape) -> list[Collective]:
     """Returns the collectives of a compiled module (`compiled.as_text()`) whose devices form a mesh of `shape`.
 
-    ValueError for a loop around a collective whose trip count cannot be found.
+    ValueError names the instruction that cannot be read, or a loop around collectives whose trip count cannot be found.
     """
-    computations, entry = _computations(hlo_text)
-    return _walk(entry, computations, shape, times=1, depth=0)
+    program = parse_program(hlo_text)
+    return _walk(program, Site(computation=program.entry), shape, times=1, depth=0)
 
 
 def bytes_per_step(collectives: Sequence[Collective]) -> dict[str, int]:
@@ -81,7 +77,9 @@ def as_report(collectives: Sequence[Collective]) -> dict[str, object]:
     for c in merged(collectives):
         entry = asdict(c) | {"name": c.label.replace("_", " "), "axes": list(c.axes)}
         entry |= {"inter_bytes": round(c.inter_bytes * c.times), "intra_bytes": round(c.intra_bytes * c.times)}
-        entries.append({key: entry[key] for key in entry if key not in ("label", "loop_depth", "num_elements")})
+        entries.append(
+            {key: entry[key] for key in entry if key not in ("label", "loop_depth", "num_elements", "group_size")}
+        )
     totals = bytes_per_step(collectives)
     return {
         "collectives": entries,
@@ -93,51 +91,31 @@ def as_report(collectives: Sequence[Collective]) -> dict[str, object]:
 # -------------------------------------------------------------------------------------------- the call graph
 
 
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """Returns the instruction lines of each computation, and the name of the entry."""
-    computations: dict[str, list[str]] = {}
-    entry, current = "", None
-    for line in text.splitlines():
-        header = _HEADER.match(line)
-        if header and not line.startswith(("HloModule", " ")):
-            current = header.group(2)
-            computations[current] = []
-            entry = current if header.group(1) else entry
-        elif line.startswith("}"):
-            current = None
-        elif current and " = " in line:
-            computations[current].append(line.strip())
-    if not entry:
-        raise ValueError("the text is no compiled HLO module: it has no ENTRY computation")
-    return computations, entry
-
-
-def _walk(
-    computation: str, computations: dict[str, list[str]], shape: MeshShape, *, times: int, depth: int
-) -> list[Collective]:
+def _walk(program: Program, site: Site, shape: MeshShape, *, times: int, depth: int) -> list[Collective]:
     """Returns the collectives of a computation and of all that it calls, `times` executions of it a step.
 
     Of a conditional the branch that sends most counts: an upper bound.
     """
     found: list[Collective] = []
-    for line in computations.get(computation, ()):
-        instruction = _INSTRUCTION.match(line)
-        opcode = _OPCODE.search(instruction.group(2)) if instruction else None
-        if not opcode:
-            continue
-        kind = opcode.group(1)
-        if kind in KINDS:
-            found.append(_collective(line, kind, bool(opcode.group(2)), shape, times, depth))
-        elif kind == "while":
-            body = _attribute(line, "body")
-            inside = _walk(body, computations, shape, times=1, depth=depth + 1)
+    for instruction in site.computation.instructions:
+        collective = collective_of(instruction, shape)
+        if collective:
+            found.append(replace(collective, times=times, loop_depth=depth))
+        elif instruction.opcode == "while":
+            body = program.called(instruction.computation("body"), instruction)
+            inside = _walk(
+                program, Site(computation=body, caller=instruction, outer=site), shape, times=1, depth=depth + 1
+            )
             if inside:
-                trips = _trip_count(line, computations)
+                trips = trip_count(instruction, site, program)
                 found += [replace(c, times=c.times * trips * times) for c in inside]
-        else:
-            names = [name for several, one in _CALLED.findall(line) for name in (several or one).split(",")]
-            called = [_walk(name.strip().lstrip("%"), computations, shape, times=times, depth=depth) for name in names]
-            counted = [max(called, key=_total)] if kind == "conditional" and called else called
+        elif instruction.opcode in ("call", "conditional", "async-start"):
+            bodies = [program.called(name, instruction) for name in instruction.calls]
+            called = [
+                _walk(program, Site(computation=body, caller=instruction, outer=site), shape, times=times, depth=depth)
+                for body in bodies
+            ]
+            counted = [max(called, key=_total)] if instruction.opcode == "conditional" and called else called
             found += [c for collectives in counted for c in collectives]
     return found
 
@@ -146,84 +124,67 @@ def _total(collectives: Sequence[Collective]) -> tuple[float, float]:
     return sum(c.inter_bytes * c.times for c in collectives), sum(c.intra_bytes * c.times for c in collectives)
 
 
-def _trip_count(line: str, computations: dict[str, list[str]]) -> int:
-    """Returns how often a `while` runs: from its annotation, or from its condition `counter < constant`."""
-    known = _TRIP_COUNT.search(line)
-    if known:
-        return int(known.group(1))
-    condition = computations.get(_attribute(line, "condition"), [])
-    constants = [int(c) for text in condition for c in re.findall(r"s(?:32|64)\[\] constant\((\d+)\)", text)]
-    if len(constants) == 1 and any("direction=LT" in text for text in condition):
-        return constants[0]
-    raise ValueError(f"a loop around a collective has no trip count that can be read: {line[:120]}")
-
-
-def _attribute(line: str, key: str) -> str:
-    match = re.search(rf"\b{key}=%?([\w.\-]+)", line)
-    return match.group(1) if match else ""
-
-
 # ---------------------------------------------------------------------------------------- one instruction
 
 
-def _collective(line: str, kind: str, started: bool, shape: MeshShape, times: int, depth: int) -> Collective:
-    result = line.split(" = ", 1)[1].split(kind + ("-start(" if started else "("))[0]
-    tensors = [(dtype, prod(int(d) for d in dims.split(",") if d)) for dtype, dims in _SHAPE.findall(result)]
-    if started and kind != "all-reduce":  # (operands, results, context)
-        real = [t for t in tensors if t != ("u32", 1)] or tensors
-        tensors = real[len(real) // 2 :]
-    groups = _groups(line, kind, shape.num_devices)
+def collective_of(instruction: Instruction, shape: MeshShape) -> Collective | None:
+    """Returns the collective that an instruction runs or starts, once; None for any other instruction."""
+    kind = instruction.opcode.removesuffix("-start")
+    if kind not in KINDS:
+        return None
+    arrays = tensors(instruction.result)
+    if kind != instruction.opcode and kind != "all-reduce":  # (operands, results, context)
+        real = [array for array in arrays if array != CONTEXT] or arrays
+        arrays = real[len(real) // 2 :]
+    groups = _groups(instruction, kind, shape.num_devices)
     size = len(groups[0])
-    dtype = max(tensors, key=lambda t: t[1])[0] if tensors else ""
     factor = size if kind == "reduce-scatter" else 1  # its result is one chunk
-    payload = factor * sum(count * _item_bytes(dtype) for dtype, count in tensors)
+    payload = factor * sum(array.num_bytes for array in arrays)
     inter, intra = _sent(kind, payload, groups, shape)
     return Collective(
         kind=kind,
-        label=_label(line),
+        label=_label(instruction.op_name),
         axes=_axes(groups, shape),
-        dtype=dtype,
-        num_elements=factor * sum(count for _, count in tensors),
+        dtype=max(arrays, key=lambda array: array.num_elements).dtype if arrays else "",
+        num_elements=factor * sum(array.num_elements for array in arrays),
         payload_bytes=round(payload),
         inter_bytes=inter,
         intra_bytes=intra,
-        times=times,
-        loop_depth=depth,
+        group_size=size,
+        times=1,
+        loop_depth=0,
     )
 
 
-def _label(line: str) -> str:
+def _label(op_name: str) -> str:
     """Returns the innermost of LABELS in the name that jax gave the operation."""
-    op_name = re.search(r'op_name="([^"]*)"', line)
-    scopes = re.split(r"[/()]", op_name.group(1)) if op_name else []
-    return next((scope for scope in reversed(scopes) if scope in LABELS), "")
+    return next((scope for scope in reversed(re.split(r"[/()]", op_name)) if scope in LABELS), "")
 
 
-def _item_bytes(dtype: str) -> float:
-    if dtype in ITEM_BYTES:
-        return ITEM_BYTES[dtype]
-    bits = re.search(r"\d+", dtype)
-    return int(bits.group()) / 8 if bits else 0  # f8e4m3fn is 8 bits; token has none
-
-
-def _groups(line: str, kind: str, num_devices: int) -> list[list[int]]:
+def _groups(instruction: Instruction, kind: str, num_devices: int) -> list[list[int]]:
     """Returns the replica groups as lists of device numbers, in the order in which XLA writes them."""
     if kind == "collective-permute":
-        pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", line)
-        numbers = [int(n) for n in re.findall(r"\d+", pairs.group(1))] if pairs else []
+        pairs = instruction.attributes.get("source_target_pairs", "")
+        numbers = [int(n) for n in re.findall(r"\d+", pairs)]
+        if not numbers:
+            raise ValueError(f"{instruction} has no source_target_pairs")
         return [list(pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
-    explicit = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line)
+    text = instruction.attributes.get("replica_groups", "{}")
+    explicit = re.fullmatch(r"\{(\{[\d,{}]*\})\}", text)
     if explicit:
         return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", explicit.group(1))]
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    iota = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if iota:
         return _iota(iota.group(2), iota.group(3)).reshape(_ints(iota.group(1))).tolist()
-    named = re.search(
-        r"replica_groups=(?:@?mesh)?\[?([^\]]*'=\d+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}",
-        line,
+    ids = instruction.attributes.get("device_ids")
+    named = re.fullmatch(
+        r"(?:@?mesh)?\[?([^\]]*'=\d+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}",
+        text if ids is None else f"{text}, device_ids={ids}",
     )
     if named:
         return _mesh_groups(*named.groups())
+    if text != "{}":
+        raise ValueError(f"{instruction} has replica groups that cannot be read: {text[:120]}")
     return [list(range(num_devices))]  # replica_groups={}: everybody
 
 

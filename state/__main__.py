@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from runtime.command_line import escape_output
+from runtime.command_line import prepare_output
 from runtime.exit_codes import ExitCode
 from state import manifest
 
@@ -76,7 +76,7 @@ def _size(num_bytes: float) -> str:
 
 def main() -> int:
     """Runs `verify DIR` or `ls DIR` and returns the exit code."""
-    escape_output()
+    prepare_output()
     parser = argparse.ArgumentParser(prog="python -m state", description="Looks at a checkpoint directory.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("verify", help="read every file and compare it with the manifests").add_argument("directory")

@@ -1,1 +1,1 @@
-"""The parts of `sweep.py`: what to run, how to start it, what came out."""
+"""The parts of `sweep.py`: planning the runs, running them, and reporting their results."""

@@ -1,4 +1,4 @@
-"""`Live`: the runs of a sweep as a table that is redrawn in a terminal, a line a change everywhere else."""
+"""`Live`: the runs of a sweep, in a terminal as a live table, elsewhere as one line per change of state."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,13 @@ from sweeps.pool import Job
 from sweeps.records import State, metric_text, record
 
 STYLES = {State.RUNNING: "cyan", State.FINISHED: "green", State.FAILED: "red", State.STOPPED: "yellow"}
-ORDER = (State.RUNNING, State.FAILED, State.STOPPED, State.WAITING, State.FINISHED)  # what is shown if not all fits
-TAIL_BYTES = 8192  # of metrics.jsonl: more than its longest line
+# Which runs are shown first, if not all fit on the screen
+ORDER = (State.RUNNING, State.FAILED, State.STOPPED, State.WAITING, State.FINISHED)
+TAIL_BYTES = 8192  # of metrics.jsonl to read; more than its longest line
 
 
 class Live:
-    """A context manager; `show` draws the jobs as they are now."""
+    """A context manager; `show` updates the display."""
 
     def __init__(self, metric: str, console: Console | None = None) -> None:
         self._metric = metric
@@ -44,7 +45,7 @@ class Live:
             self._screen.stop()
 
     def show(self, jobs: Sequence[Job]) -> None:
-        """Draws the table anew, or prints a line for each job whose state has changed."""
+        """Redraws the table, or prints a line for each job whose state has changed."""
         self._jobs = jobs
         if self._screen:
             self._screen.refresh()
@@ -64,21 +65,21 @@ class Live:
         for job in (self._jobs[i] for i in sorted(chosen)):
             state = Text(f"{job.state}  {job.error}" if job.error else job.state, style=STYLES.get(job.state, "dim"))
             state.truncate(60, overflow="ellipsis")
-            row = newest(job.run.run_dir)
+            row = latest(job.run.run_dir)
             steps = f"{row.get('step', 0)}/{job.run.values['num_steps']}"
             table.add_row(Text(job.run.name), state, steps, self._number(job, row), _time(job))
         return Group(table, Text(tally(self._jobs), style="dim"))
 
     def _line(self, job: Job) -> str:
-        """Returns what is to be said when the job's state has changed."""
+        """Returns the line to print when the job's state has changed."""
         position = f"[{self._jobs.index(job) + 1}/{len(self._jobs)}] {job.run.name}"
         if job.state == State.FINISHED:
-            when = f"finished in {_time(job)}" if job.starts else "was finished before"
+            when = f"finished in {_time(job)}" if job.attempts else "was already finished"
             return f"{position} {when}, {self._metric} {self._number(job, {})}"
         return f"{position} {job.state}" + (f": {job.error}" if job.error else "")
 
     def _number(self, job: Job, row: Mapping[str, Any]) -> str:
-        """Returns the metric: of the newest steps while the job runs, as the report has it when it is finished."""
+        """Returns the metric: the latest value while the job runs, the value of the report once it has finished."""
         name = job.run.name
         if job.state == State.FINISHED and name not in self._final:
             self._final[name] = record(job.run, job.state, "", self._metric).metric
@@ -92,8 +93,8 @@ def tally(jobs: Sequence[Job]) -> str:
     return f"{len(jobs)} runs: {', '.join(counts)}"
 
 
-def newest(run_dir: Path) -> Mapping[str, Any]:
-    """Returns the newest of the numbers in `metrics.jsonl`, from its last whole lines; cheap while it is written."""
+def latest(run_dir: Path) -> Mapping[str, Any]:
+    """Returns the latest value of each key in the last lines of `metrics.jsonl`; cheap while it is being written."""
     numbers: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError):
         for row in json_lines.read_tail(run_dir / METRICS_FILE, TAIL_BYTES):

@@ -1,4 +1,4 @@
-"""From a sweep file to its runs: every mistake in keys and values is found here, before anything runs."""
+"""The runs of a sweep file. Mistakes in keys and values are errors here, before the first run starts."""
 
 import hashlib
 import json
@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parent.parent
 EMULATE_OPTIONS = ("nodes", "devices_per_node", "processes_per_node", "rate", "latency", "jitter", "loss")
 GOALS = ("min", "max")
 PROGRAM = "train.py"
-NAME_BYTES = 100  # of a directory's name, before its hash
+NAME_BYTES = 100  # of a run directory's name without the hash
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepFile:
-    """A config file that also has functions `sweep_NAME()`, and says by which number its runs are compared."""
+    """A config file with functions `sweep_NAME()` and the metric by which its runs are compared."""
 
     path: Path
     about: str  # the docstring
@@ -37,7 +37,7 @@ class SweepFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of a sweep; everything that decides its result is in the hash of its name."""
+    """One run of a sweep; the hash in its name covers everything that determines its result."""
 
     name: str
     overrides: Overrides
@@ -48,7 +48,7 @@ class Run:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The program and its arguments, to be started in the root of the repository."""
+        """The command that runs it from the root of the repository."""
         if not self.emulate:
             return self.train_command
         options = [f"--{key}={value}" for key, value in self.emulate.items()]
@@ -57,12 +57,12 @@ class Run:
 
 
 def load_file(path: str) -> SweepFile:
-    """Reads a sweep file; ValueError if it is missing, broken or none."""
+    """Reads a sweep file; ValueError if it is missing, fails or is not a sweep file."""
     if not Path(path).is_file():
-        raise ValueError(f"--config={path}: there is no such file")
+        raise ValueError(f"--config={path}: no such file")
     try:
         names = runpy.run_path(path)
-    except Exception as error:  # the file is the user's code: it raises anything at all
+    except Exception as error:  # the file is the user's code and may raise anything
         raise ValueError(f"{path}: {error} ({type(error).__name__})") from error
     sweeps: dict[str, Any] = {
         name.removeprefix("sweep_"): value for name, value in names.items() if name.startswith("sweep_")
@@ -83,25 +83,25 @@ def load_file(path: str) -> SweepFile:
 
 
 def points(file: SweepFile, names: Sequence[str]) -> list[Overrides]:
-    """Returns the product of the named sweeps (of all, if none is named); ValueError if one is unknown or empty."""
+    """Returns the product of the named sweeps (all by default); ValueError if one is unknown or empty."""
     parts = []
     for name in names or file.sweeps:
         if name not in file.sweeps:
-            raise ValueError(f"--sweep={name}: {file.path.name} has {', '.join(file.sweeps)}")
+            raise ValueError(f"--sweep={name} is not in {file.path.name}, which has {', '.join(file.sweeps)}")
         try:
             part = [dict(overrides) for overrides in file.sweeps[name]()]
         except Exception as error:
             raise ValueError(f"sweep_{name}() of {file.path.name}: {error} ({type(error).__name__})") from error
         if not part:
-            raise ValueError(f"sweep_{name}() of {file.path.name} is empty: it gives no runs")
+            raise ValueError(f"sweep_{name}() of {file.path.name} returns no runs; it must return at least one")
         parts.append(part)
     return [*product(*parts)]
 
 
 def plan(config: str, overrides: Iterable[Overrides], *, workdir: Path, emulate: str = "") -> list[Run]:
-    """Returns the runs of a config file, each once, in the order given. ValueError for unknown keys and wrong values.
+    """Returns the distinct runs of a config file, in order; ValueError for unknown keys and invalid values.
 
-    `emulate` holds options of `cluster.emulate` that the runs' own `emulate.` keys override.
+    `emulate` holds default options of `cluster.emulate`; the overrides' `emulate.` keys take precedence.
     """
     common = parse_emulate(emulate)
     runs: dict[str, Run] = {}
@@ -128,8 +128,8 @@ def _resolve(config: str, overrides: Overrides, workdir: Path, common: Mapping[s
             _check_option(option)
             emulate[option] = str(value)
         elif key == "repetition":
-            if not isinstance(value, int | float | str):  # it is in the hash, as JSON
-                raise ValueError(f"repetition must be a number or a string of Python's, not {value!r}")
+            if not isinstance(value, int | float | str):  # it is hashed as JSON
+                raise ValueError(f"repetition={value!r} must be an int, float or str")
             extra[key] = value
         elif key != "config":
             flags.append(f"--config.{key}={value}")
@@ -138,7 +138,7 @@ def _resolve(config: str, overrides: Overrides, workdir: Path, common: Mapping[s
     values = flat(command_line.parse(argv, command_line.new_flags(argv)).to_dict())
     values |= {f"emulate.{key}": value for key, value in sorted(emulate.items())} | extra
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
-    # A run that another choice of sweeps has already named keeps its name.
+    # Reuses the directory of the same run from another combination of sweeps.
     known = sorted(workdir.glob(f"*-{digest}"))
     name = known[0].name if known else f"{_file_name(describe(overrides)) or Path(file).stem}-{digest}"
     run_dir = (workdir / name).resolve()
@@ -154,12 +154,12 @@ def _resolve(config: str, overrides: Overrides, workdir: Path, common: Mapping[s
 
 
 def parse_emulate(options: str) -> dict[str, str]:
-    """Returns `{"nodes": "4"}` of `--nodes=4`; ValueError for what is no such option."""
+    """Returns `{"nodes": "4"}` for `--nodes=4`; ValueError for unknown options."""
     parsed = {}
     for word in shlex.split(options):
         match = re.fullmatch(r"--(\w+)=(.+)", word)
         if not match:
-            raise ValueError(f"{word!r} of the emulated cluster's options must be written --name=value")
+            raise ValueError(f"option {word!r} of the emulated cluster must have the form --name=value")
         _check_option(match[1])
         parsed[match[1]] = match[2]
     return parsed
@@ -173,36 +173,36 @@ def _check_option(option: str) -> None:
 
 
 def describe(overrides: Overrides) -> str:
-    """Returns `learning_rate=0.001,seed=3`; the last word of a key, if no other key ends with it."""
+    """Returns `learning_rate=0.001,seed=3`: keys without their section where that is unambiguous."""
     last = [str(key).split(".")[-1] for key in overrides]
     names = [word if last.count(word) == 1 else key for word, key in zip(last, overrides)]
     return ",".join(f"{name}={text(value)}" for name, value in zip(names, overrides.values()))
 
 
 def text(value: Any) -> str:
-    """Returns a value as a reader writes it."""
+    """Returns a value as text."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def varied(runs: Sequence[Run]) -> list[str]:
-    """Returns the keys that the runs set and that differ between them, in the order in which they were set.
+    """Returns the overridden keys whose values differ between the runs, in order.
 
-    Of keys that always change together (a batch size and its number of steps) only the first.
+    Of keys that always change together (a batch size and its number of steps), only the first is returned.
     """
     keys = dict.fromkeys(key for run in runs for key in run.overrides)
     columns = {key: tuple(text(run.values.get(key, "")) for run in runs) for key in keys}
-    kept: dict[tuple[int, ...], str] = {}
+    first: dict[tuple[int, ...], str] = {}
     for key, column in columns.items():
         if len(set(column)) > 1:
-            kept.setdefault(tuple(column.index(value) for value in column), key)
-    return list(kept.values())
+            first.setdefault(tuple(column.index(value) for value in column), key)
+    return list(first.values())
 
 
 def _file_name(words: str) -> str:
-    """Returns the words as part of a name that file systems take: they count bytes, and want whole characters."""
+    """Returns the text as a valid part of a file name, cut to a number of bytes between two characters."""
     return re.sub(r"[^\w.=,+-]+", "_", words).encode()[:NAME_BYTES].decode(errors="ignore")
 
 
 def _short(path: Path) -> str:
-    """Returns the path from the root of the repository, where runs are started, if it is inside."""
+    """Returns the path relative to the root of the repository, where runs are started, if it is inside."""
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)

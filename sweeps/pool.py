@@ -1,4 +1,4 @@
-"""`run_all`: runs a sweep on this machine, a number of runs at a time; a failed run does not stop the others."""
+"""`run_all`: runs a sweep on this machine, several runs at a time; a failed run does not stop the others."""
 
 import shlex
 import signal
@@ -14,31 +14,34 @@ from runtime.exit_codes import ExitCode
 from sweeps.plan import ROOT, Run
 from sweeps.records import State, is_finished
 
-MAX_STARTS = 4  # of one run that stops resumable, in one sweep
-OUTPUT_FILE = "output.txt"  # all that a run printed
+MAX_ATTEMPTS = 4  # of one run that stops resumable, per sweep
+OUTPUT_FILE = "output.txt"  # the output of a run
 POLL_EVERY_S = 0.2
 
 
 @dataclass(kw_only=True)
 class Job:
-    """A run, and how far it is; `time_s` is spent by this sweep."""
+    """A run and its progress; `time_s` is its running time in this sweep."""
 
     run: Run
     state: State
     error: str = ""
-    starts: int = 0
+    attempts: int = 0
     time_s: float = 0.0
     started_s: float = 0.0
-    said_before: int = 0  # bytes of the output that are of earlier starts
+    output_start: int = 0  # where the output of this attempt begins in the file
     process: subprocess.Popen[bytes] | None = None
 
     def start(self, lock: int) -> None:
-        """Starts the run's program in a session of its own: Ctrl-C reaches it through us alone."""
+        """Starts the run's program in its own session, so that it gets Ctrl-C only from this process.
+
+        It inherits the file descriptor `lock`.
+        """
         self.run.run_dir.mkdir(parents=True, exist_ok=True)
         with open(self.run.run_dir / OUTPUT_FILE, "ab") as output:
             output.write(f"$ {shlex.join(self.run.command)}\n".encode())
             output.flush()
-            self.said_before = output.tell()
+            self.output_start = output.tell()
             self.process = subprocess.Popen(
                 self.run.command,
                 cwd=ROOT,
@@ -48,10 +51,10 @@ class Job:
                 start_new_session=True,
                 pass_fds=(lock,),
             )
-        self.state, self.starts, self.started_s = State.RUNNING, self.starts + 1, time.monotonic()
+        self.state, self.attempts, self.started_s = State.RUNNING, self.attempts + 1, time.monotonic()
 
     def look(self, *, stopping: bool = False) -> None:
-        """Takes the exit code of the run if it has ended; one that stopped resumable waits for its next start."""
+        """Updates the state if the run has ended. One that stopped resumable waits to be retried."""
         assert self.process is not None
         code = self.process.poll()
         now = time.monotonic()
@@ -62,20 +65,23 @@ class Job:
             self.state = State.FINISHED
         elif stopping:
             self.state = State.STOPPED
-        elif code == ExitCode.RESUMABLE and self.starts < MAX_STARTS:
+        elif code == ExitCode.RESUMABLE and self.attempts < MAX_ATTEMPTS:
             self.state = State.WAITING
         else:
             self.state = State.FAILED
-            said = last_error(self.run.run_dir / OUTPUT_FILE, self.said_before)
-            self.error = f"killed by {signal.Signals(-code).name}: {said}" if code < 0 else said
+            error = last_error(self.run.run_dir / OUTPUT_FILE, self.output_start)
+            self.error = f"killed by {signal.Signals(-code).name}: {error}" if code < 0 else error
             if code == ExitCode.RESUMABLE:
-                self.error = f"stopped {self.starts} times: {said}"
+                self.error = f"stopped {self.attempts} times: {error}"
 
 
 def run_all(
     runs: Sequence[Run], *, workers: int, workdir: Path, show: Callable[[Sequence[Job]], None] = lambda jobs: None
 ) -> list[Job]:
-    """Runs what is not finished yet, and returns all; on Ctrl-C the running ones save and stop, the rest wait."""
+    """Runs all runs that are not finished and returns the jobs of all.
+
+    On Ctrl-C, running ones save and stop, and the others stay waiting.
+    """
     jobs = [Job(run=run, state=State.FINISHED if is_finished(run) else State.WAITING) for run in runs]
     with claimed(workdir) as lock:
         try:
@@ -88,19 +94,19 @@ def run_all(
                 show(jobs)
                 time.sleep(POLL_EVERY_S)
         except KeyboardInterrupt:
-            pass  # the states say what is left to do
+            pass  # the states show which runs are left
         finally:
             stop(jobs, show)
     return jobs
 
 
 def running(jobs: Sequence[Job]) -> list[Job]:
-    """Returns the jobs whose program runs."""
+    """Returns the jobs that are running."""
     return [job for job in jobs if job.state == State.RUNNING]
 
 
 def stop(jobs: Sequence[Job], show: Callable[[Sequence[Job]], None]) -> None:
-    """Passes Ctrl-C on and waits; another Ctrl-C is passed on too, and train.py then stops without saving."""
+    """Forwards Ctrl-C and waits; a second Ctrl-C is forwarded too, and makes train.py stop without saving."""
     again = True
     while running(jobs):
         try:
@@ -118,21 +124,23 @@ def stop(jobs: Sequence[Job], show: Callable[[Sequence[Job]], None]) -> None:
 
 @contextmanager
 def claimed(workdir: Path) -> Iterator[int]:
-    """Keeps other sweeps out of the directory, as long as this one or a run that it left behind is alive.
+    """Locks the directory against other sweeps while this one, or a run that outlives it, is alive.
 
-    Gives the lock's file descriptor, which the runs inherit. ValueError if it is taken.
+    Yields the lock's file descriptor, which the runs inherit. ValueError if the directory is locked.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
         try:
             lock = held.enter_context(locks.locked(workdir / ".lock", wait_s=0))
         except BlockingIOError:
-            raise ValueError(f"{workdir} is in use by another sweep, or by runs that one left behind") from None
+            raise ValueError(
+                f"{workdir} is in use by another sweep or its runs; wait for them or choose another --workdir"
+            ) from None
         yield lock
 
 
 def last_error(output: Path, start: int = 0) -> str:
-    """Returns the last line that begins with `error: `, else the last line, of what was printed from `start` on."""
+    """Returns the last line after byte `start` that begins with `error: `, or else the last line."""
     lines = [line.strip() for line in output.read_bytes()[start:].decode(errors="replace").splitlines()]
     lines = [line for line in lines if line]
-    return ([line for line in lines if line.startswith("error: ")] or lines or ["it printed nothing"])[-1]
+    return ([line for line in lines if line.startswith("error: ")] or lines or ["no output"])[-1]

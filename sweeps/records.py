@@ -1,4 +1,4 @@
-"""What came out of a run: its state and its numbers, from the files of its directory."""
+"""The outcome of a run: its state and its results, from the files in its directory."""
 
 import math
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from sweeps.plan import Run
 
 
 class State(StrEnum):
-    """How far a run is."""
+    """The state of a run."""
 
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
     FAILED = "failed"
-    STOPPED = "stopped"  # resumable: the same sweep again goes on with it
+    STOPPED = "stopped"  # resumable: running the same sweep again continues it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A run with its results; `error` is the last line that a failed one said."""
+    """A run with its results; `error` is the last error line that a failed run printed."""
 
     run: Run
     state: State
@@ -34,7 +34,7 @@ class Record:
 
 
 def is_finished(run: Run) -> bool:
-    """Says whether train.py's own summary says so."""
+    """Returns whether the run's summary says that it finished."""
     try:
         summary = json_lines.parsed((run.run_dir / "summary.json").read_bytes())
     except FileNotFoundError:
@@ -43,7 +43,7 @@ def is_finished(run: Run) -> bool:
 
 
 def record(run: Run, state: State, error: str, metric: str) -> Record:
-    """Reads what the run left, if it left anything."""
+    """Reads the files of the run, if it has written any."""
     try:
         files = read_run(run.run_dir)
     except ValueError:
@@ -59,7 +59,7 @@ def best(records: list[Record], goal: str) -> Record | None:
 
 
 def metric_text(name: str, value: float | None) -> str:
-    """Returns a metric as people read it: bytes and seconds, which its name ends with, in their units."""
+    """Returns a metric as readable text, with units if its name ends with `_bytes` or `_s`."""
     if value is None:
         return UNKNOWN
     if name.endswith("_bytes"):
@@ -70,7 +70,7 @@ def metric_text(name: str, value: float | None) -> str:
 
 
 def _value(files: RunFiles, name: str) -> float | None:
-    """Returns a headline number (the last loss, the median step time), else the median of a key of metrics.jsonl."""
+    """Returns a headline number (the last loss, the median step time) or the median of a key of metrics.jsonl."""
     headline = vars(results_of(files))
     if name in headline:
         return number(headline[name])

@@ -1,4 +1,4 @@
-"""`write_report`: `results.csv`, `results.md` and `index.html`, a page that needs no network to read."""
+"""`write_report`: the results of a sweep as `results.csv`, `results.md` and a self-contained `index.html`."""
 
 import csv
 import os
@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from files import atomic
-from metrics.report import REPORT_FILE, page_style
+from metrics.page import header, note, page, section, tiles
+from metrics.report import REPORT_FILE
 from metrics.units import UNKNOWN, format_seconds
-from palette import SERIES, SERIES_ON_DARK
 from sweeps.charts import MAX_LINES, Point, sweep_chart
 from sweeps.plan import SweepFile, text, varied
 from sweeps.records import Record, State, best, metric_text
 
 CSV_FILE, MARKDOWN_FILE, PAGE_FILE = "results.csv", "results.md", "index.html"
-REPEATS = ("seed", "repetition")  # keys whose values are repetitions of the same: a line is their median
-COLOURS = tuple(zip(SERIES, SERIES_ON_DARK, strict=True))
+REPEATS = ("seed", "repetition")  # keys that only repeat a run; charts show the median over them
 
 
 def write_report(file: SweepFile, records: list[Record], workdir: Path) -> Path:
@@ -35,7 +34,7 @@ def write_report(file: SweepFile, records: list[Record], workdir: Path) -> Path:
 
 
 def csv_rows(file: SweepFile, records: Sequence[Record]) -> list[list[Any]]:
-    """Returns a header, and a row a run with every key that is set and every headline number, as they are."""
+    """Returns a header and one row per run with all overridden keys and all headline numbers, unformatted."""
     keys = list(dict.fromkeys(key for record in records for key in record.run.overrides))
     metric = [] if file.metric in vars(records[0].results) else [file.metric]
     results = [name for name in vars(records[0].results) if name != "exit_reason"]
@@ -51,7 +50,7 @@ def csv_rows(file: SweepFile, records: Sequence[Record]) -> list[list[Any]]:
 
 
 def markdown(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
-    """Returns a table of the runs with the best one in bold."""
+    """Returns the headline and a table of the runs, with the best one in bold."""
     winner = best(records, file.goal)
     header = [*keys, file.metric, "step time", "wall time", "state"]
     lines = [" | ".join(header), " | ".join("---" for _ in header)]
@@ -74,7 +73,7 @@ def table_cells(file: SweepFile, record: Record, keys: Sequence[str]) -> list[st
 
 
 def headline(file: SweepFile, records: list[Record]) -> str:
-    """Returns how many runs are finished, and which one is best."""
+    """Returns the number of runs in each state and the best run."""
     states = [record.state for record in records]
     counts = ", ".join(f"{states.count(state)} {state}" for state in State if state in states)
     winner = best(records, file.goal)
@@ -92,42 +91,31 @@ def render(file: SweepFile, records: list[Record], keys: Sequence[str], workdir:
     mood = "good" if finished == len(records) else "warn"
     if any(record.state == State.FAILED for record in records):
         mood = "bad"
-    about = file.about.partition("\n")[0]
-    body = (
-        f'<header><h1>{escape(file.path.stem)}</h1><span class="badge {mood}">{finished} of {len(records)} finished'
-        f'</span><p class="about">{escape(about)}</p></header>'
-        f"{_tiles(file, records, keys)}"
-        f'<div class="two">{_charts(file, records, keys)}</div>'
-        f"<section><h2>Runs</h2>{_table(file, records, keys, workdir)}</section>"
-        f"<section><h2>To run it again</h2><pre>{escape(shlex.join(['python', *sys.argv]))}</pre></section>"
-        f"<footer>A dot is a run; {CSV_FILE} has all numbers.</footer>"
-    )
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(file.path.stem)}</title>\n<style>\n{page_style()}{_colours()}"
-        f"</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
+    name = file.path.stem
+    parts = [
+        header(name, f"{finished} of {len(records)} finished", mood, file.about.partition("\n")[0]),
+        _tiles(file, records, keys),
+        f'<div class="two">{_charts(file, records, keys)}</div>',
+        section("Runs", _table(file, records, keys, workdir)),
+        section("Reproduce", f"<pre>{escape(shlex.join(['python', *sys.argv]))}</pre>"),
+        f"<footer>Each dot is a run; {CSV_FILE} has all numbers.</footer>",
+    ]
+    return page(name, "".join(parts))
 
 
 def _tiles(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
     winner = best(records, file.goal)
     word = "Lowest" if file.goal == "min" else "Highest"
-    tiles = [(f"{word} {file.metric}", metric_text(file.metric, winner.metric if winner else None), "")]
+    facts = [(f"{word} {file.metric}", metric_text(file.metric, winner.metric if winner else None), "")]
     if winner:
-        tiles += [(key, text(winner.run.values.get(key, UNKNOWN)), "of the best run") for key in keys]
+        facts += [(key, text(winner.run.values.get(key, UNKNOWN)), "of the best run") for key in keys]
     spent_s = sum(record.results.wall_time_s or 0.0 for record in records)
-    tiles.append(("Time", format_seconds(spent_s), "of the runs' last starts together"))
-    cells = (
-        f'<div class="tile"><div class="label">{escape(label)}</div><div class="value">{escape(value)}</div>'
-        f'<div class="detail">{escape(detail)}</div></div>'
-        for label, value, detail in tiles
-    )
-    return f'<div class="tiles">{"".join(cells)}</div>'
+    facts.append(("Total time", format_seconds(spent_s), "of the last attempts of all runs"))
+    return tiles(facts)
 
 
 def _charts(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
-    """Returns a chart for each key; its lines are the values of the first other key that has few enough."""
+    """Returns one chart per key, with a series per value of the first other key that has few enough values."""
     sections = []
     axes = [key for key in keys if key not in REPEATS] or keys
     for key in axes:
@@ -144,8 +132,8 @@ def _charts(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
         ]
         chart = sweep_chart(points, x_name=key, line_name=other, metric=file.metric)
         over = [k for k in keys if k not in (key, other)]
-        note = f'<p class="note">Lines: median over {escape(", ".join(over))}.</p>' if over else ""
-        sections.append(f"<section><h2>{escape(file.metric)} over {escape(key)}</h2>{chart}{note}</section>")
+        medians = note(f"Lines: median over {', '.join(over)}.") if over else ""
+        sections.append(section(f"{file.metric} over {key}", chart + medians))
     return "".join(sections)
 
 
@@ -169,16 +157,3 @@ def _table(file: SweepFile, records: list[Record], keys: Sequence[str], workdir:
         f'<div class="scroll"><table><thead><tr>{heads}<th>state</th></tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
-
-
-def _colours() -> str:
-    """Returns the classes of the lines' colours, for light and dark."""
-
-    def classes(shade: int) -> str:
-        return "".join(
-            f".colour-{i} {{ stroke: {pair[shade]}; }} .back-{i} {{ background: {pair[shade]}; }}\n"
-            for i, pair in enumerate(COLOURS)
-        )
-
-    dark = f"@media (prefers-color-scheme: dark) {{\n{classes(1)}}}\n"
-    return f"{classes(0)}{dark}a {{ color: inherit; }}\n.best {{ font-weight: 650; }}\n"

@@ -1,4 +1,4 @@
-"""A sweep as a SLURM array: one task a run, written as files that can be read, edited and submitted by hand."""
+"""A sweep as a SLURM array with one task per run, in files that can be read, edited and submitted by hand."""
 
 import shlex
 import subprocess
@@ -7,9 +7,9 @@ from pathlib import Path
 
 from runtime.exit_codes import ExitCode
 from sweeps.plan import ROOT, Run
-from sweeps.pool import MAX_STARTS, OUTPUT_FILE
+from sweeps.pool import MAX_ATTEMPTS, OUTPUT_FILE
 
-SRUN = "--kill-on-bad-exit=0"  # the others notice a lost process by themselves, and leave with 75
+SRUN = "--kill-on-bad-exit=0"  # processes detect the loss of another one themselves and exit with 75
 RUNS_FILE, SCRIPT_FILE, JOB_FILE = "runs.txt", "sweep.sbatch", "slurm_job.txt"
 SCRIPT = """#!/bin/bash
 # Task N runs line N of {runs_file}. Written by sweep.py; to submit it by hand: sbatch {script_file}
@@ -30,15 +30,15 @@ exit $code
 
 
 def write_array(runs: Sequence[Run], workdir: Path, *, options: str, workers: int | None) -> Path:
-    """Writes `runs.txt` and `sweep.sbatch` for the runs, and returns the latter.
+    """Writes `runs.txt` and `sweep.sbatch` for the runs, and returns the path of the latter.
 
-    `options` are sbatch's (`--partition=gpu --nodes=2`); at most `workers` tasks run at once. ValueError for a line
-    break in them or in the directory: sbatch reads its options line by line.
+    `options` are passed to sbatch (`--partition=gpu --nodes=2`); at most `workers` tasks run at once. ValueError if the
+    options or the directory contain a line break, since sbatch reads its options line by line.
     """
     workdir = workdir.resolve()
     for name, value in (("--slurm", options), ("--workdir", str(workdir))):
         if "\n" in value:
-            raise ValueError(f"a line break in {name}={value!r}: sbatch cannot read it; leave it out")
+            raise ValueError(f"{name}={value!r} contains a line break, which sbatch cannot read; remove it")
     for folder in (workdir / "slurm", *(run.run_dir for run in runs)):
         folder.mkdir(parents=True, exist_ok=True)
     lines = []
@@ -59,14 +59,14 @@ def write_array(runs: Sequence[Run], workdir: Path, *, options: str, workers: in
             runs_file=RUNS_FILE,
             script_file=SCRIPT_FILE,
             resumable=int(ExitCode.RESUMABLE),
-            restarts=MAX_STARTS - 1,
+            restarts=MAX_ATTEMPTS - 1,
         )
     )
     return script
 
 
 def _on_one_line(word: str) -> str:
-    """Returns a word as bash reads it; a line break in it is written `\\n`, since a task is a line."""
+    """Returns a word quoted for bash on one line: a line break becomes `\\n`."""
     if "\n" not in word:
         return shlex.quote(word)
     escaped = word.replace("\\", r"\\").replace("'", r"\'").replace("\n", r"\n")
@@ -74,17 +74,17 @@ def _on_one_line(word: str) -> str:
 
 
 def submit(script: Path) -> str:
-    """Submits the array and returns its job id, which is also kept; ValueError if sbatch is missing or refuses."""
+    """Submits the array, records its job id and returns it; ValueError if sbatch is missing or fails."""
     job = _output("sbatch", "--parsable", str(script)).partition(";")[0]
     (script.parent / JOB_FILE).write_text(job + "\n")
     return job
 
 
 def queued_job(workdir: Path) -> str:
-    """Returns the id of the job that was submitted for this sweep if it is still in the queue, else ""."""
-    kept = workdir / JOB_FILE
-    job = kept.read_text().strip() if kept.exists() else ""
-    # Without --jobs: squeue does not know the id of a job that ended long ago, and fails.
+    """Returns the id of the job submitted for this sweep if it is still in the queue, else ""."""
+    file = workdir / JOB_FILE
+    job = file.read_text().strip() if file.exists() else ""
+    # Without --jobs, with which squeue fails for a job that ended long ago.
     known = _output("squeue", "--me", "--noheader", "--format=%A %F").split() if job else []
     return job if job in known else ""
 
@@ -93,7 +93,7 @@ def _output(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except FileNotFoundError:
-        raise ValueError(f"there is no {command[0]} here; start the sweep where SLURM's commands are") from None
+        raise ValueError(f"{command[0]} is not installed; run the sweep on a host with SLURM's commands") from None
     except subprocess.CalledProcessError as error:
         raise ValueError(f"{command[0]}: {' '.join(error.stderr.split())}") from error
     return done.stdout.strip()

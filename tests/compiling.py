@@ -18,7 +18,8 @@ from configs import base, quickstart
 from sharding import hlo
 from training.experiment import make_experiment
 
-TARGET = Path(__file__).parent / "data" / "h100_target_config.txt"
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "planner" / "h100_target_config.txt"
 LAYERS, HIDDEN, MLP = 2, 128, 256
 SMALL = {
     "model.num_layers": LAYERS,

@@ -1,4 +1,4 @@
-"""Sweeps for the tests: sweep files, and a program in train.py's place that is over at once."""
+"""Sweeps for the tests: sweep files, and a short program that runs instead of train.py."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ def get_config(arg=""):
     config.sharding.strategy = "ddp"
     return config
 """
-# The seed says what happens: 0 finishes, 1 fails, 2 stops resumable once, 3 always, 4 waits for a signal, 5 diverges.
+# What each seed does: 0 finishes, 1 fails, 2 stops resumable once, 3 always, 4 waits for a signal, 5 diverges.
 TRAIN = """
 import json, signal, sys, time
 from pathlib import Path
@@ -80,7 +80,7 @@ def program(folder: Path, pause_s: float = 0.0) -> str:
 
 
 def run_sweep(folder: Path, config: str, *flags: str, pause_s: float = 0.0) -> int:
-    """Runs sweep.py in this process, with the program in train.py's place, into folder/runs."""
+    """Runs sweep.py in this process into folder/runs, with the tests' program instead of train.py."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(plan, "PROGRAM", program(folder, pause_s))
         sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
@@ -88,7 +88,7 @@ def run_sweep(folder: Path, config: str, *flags: str, pause_s: float = 0.0) -> i
 
 
 def events(folder: Path) -> list[tuple[str, int, float]]:
-    """Returns (event, seed, time) of what the programs did."""
+    """Returns the (event, seed, time) that the programs logged."""
     path = folder / "runs" / "events.jsonl"
     return [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 

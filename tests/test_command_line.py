@@ -20,8 +20,8 @@ from runtime.command_line import check_file, make_folder
 
 PROGRAM = """
 import sys
-from runtime.command_line import escape_output
-escape_output()
+from runtime.command_line import prepare_output
+prepare_output()
 for i in range({lines}):
     print(i, "\\ud800")
 sys.exit(3)

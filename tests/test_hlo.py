@@ -94,17 +94,29 @@ def test_what_gpus_start_counts_by_its_results(line: str, dtype: str, elements: 
     assert (c.dtype, c.num_elements) == (dtype, elements)
 
 
-LOOP = """%body.1 (x: f32[8]) -> f32[8] {{
-  %ag = f32[8]{{0}} all-gather(%x), replica_groups=[4,2]<=[8], dimensions={{0}}
+LOOP = """%body.1 (x: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %x = (s32[], f32[8]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%x), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %v = f32[8]{{0}} get-tuple-element(%x), index=1
+  %ag = f32[8]{{0}} all-gather(%v), replica_groups=[4,2]<=[8], dimensions={{0}}
+  ROOT %r = (s32[], f32[8]{{0}}) tuple(%next, %ag)
 }}
 
-%condition.1 (x: f32[8]) -> pred[] {{
+%condition.1 (x: (s32[], f32[8])) -> pred[] {{
+  %x.1 = (s32[], f32[8]{{0}}) parameter(0)
+  %j = s32[] get-tuple-element(%x.1), index=0
   %limit = s32[] constant(6)
-  ROOT %less = pred[] compare(%i, %limit), direction={direction}
+  ROOT %less = pred[] compare(%j, %limit), direction={direction}
 }}
 
 %outer.1 (x: f32[8]) -> f32[8] {{
-  %while.1 = (s32[]) while(%t), condition=%condition.1, body=%body.1{known}
+  %y = f32[8]{{0}} parameter(0)
+  %zero = s32[] constant(0)
+  %t = (s32[], f32[8]{{0}}) tuple(%zero, %y)
+  %while.1 = (s32[], f32[8]{{0}}) while(%t), condition=%condition.1, body=%body.1{known}
+  ROOT %out = f32[8]{{0}} get-tuple-element(%while.1), index=1
 }}
 """
 

@@ -1,4 +1,4 @@
-"""Throughput, wire counters, environment and the spelling of numbers, against independent values."""
+"""Throughput, wire counters, environment and number formatting, against independent values."""
 
 import json
 import math
@@ -122,7 +122,7 @@ def git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def test_environment_knows_commit_and_changes(tmp_path: Path) -> None:
+def test_environment_has_the_commit_and_whether_files_changed(tmp_path: Path) -> None:
     git(tmp_path, "init")
     (tmp_path / "a.py").write_text("1")
     git(tmp_path, "add", "a.py")
@@ -153,7 +153,7 @@ def test_environment_outside_a_repository(tmp_path: Path, monkeypatch: pytest.Mo
     assert environment({}, repository=tmp_path)["git_commit"] is None
 
 
-def test_numbers_as_people_read_them() -> None:
+def test_readable_numbers() -> None:
     assert [format_bytes(x) for x in (0, 999, 1000, 999_499, 999_600, 4_194_304, 3e12)] == [
         "0 B", "999 B", "1.00 kB", "999 kB", "1.00 MB", "4.19 MB", "3.00 TB",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a user sees while it runs and at the end, in a terminal and in a file."""
+"""The progress and the summary of a run, in a terminal and in a file."""
 
 import io
 import json
@@ -129,7 +129,7 @@ def test_the_summary_says_what_is_known(tmp_path: Path) -> None:
         "training loss 1.5000",
         "steps 3",
         "median step time 500 ms",
-        "wall time of the last start 1h 05m",
+        "wall time of the last attempt 1h 05m",
     ):
         assert line in words
     assert "validation" not in file.getvalue()

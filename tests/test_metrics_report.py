@@ -1,4 +1,4 @@
-"""The report page: valid, self-contained, escaped, with the run's numbers, and never in the way of a run."""
+"""The report page: valid, self-contained, escaped, with the run's numbers, and written whatever the files contain."""
 
 import base64
 import json
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from metrics.charts import Line, line_chart, nice_ticks, thin_out, trend
+from metrics.charts import nice_ticks
+from metrics.curves import Curve, curve_chart, thin_out, trend
 from metrics.report import write_report
 from metrics.run_files import read_run, results_of
 
@@ -32,7 +33,7 @@ def collective(name: str, kind: str, axes: list[str], times: int, intra: int, in
 
 
 def make_run(folder: Path, num_steps: int = 120) -> Path:
-    """Writes the files of a finished run as train.py leaves them."""
+    """Writes the files of a finished run as train.py writes them."""
     rng = np.random.default_rng(0)
     lines = []
     for step in range(1, num_steps + 1):
@@ -102,7 +103,7 @@ def make_run(folder: Path, num_steps: int = 120) -> Path:
 
 
 class Page(HTMLParser):
-    """Checks that every element is closed in order, and collects elements, addresses and text."""
+    """Parses a page, checks that its elements are properly nested, and collects tags, addresses and text."""
 
     VOID = ("meta", "img", "br")
 
@@ -165,7 +166,7 @@ def test_the_page_has_the_numbers_of_the_run(tmp_path: Path) -> None:
         "Inside nodes | 4.43 MB",
         "Between nodes | 1.65 MB",
         "Steps | 120",
-        "Wall time | 2m 13s | of the last start",
+        "Wall time | 2m 13s | of the last attempt",
         "strategy | mics, partition groups of 2 devices",
         "two hop | no",
         "mesh | replica_inter 4, shard_intra 2",
@@ -200,13 +201,13 @@ def test_all_text_is_escaped(tmp_path: Path) -> None:
     (run / "config.json").write_text(json.dumps(config))
     html, page = report(run)
     assert "script" not in page.tags and "<script" not in html
-    assert page.text.count(EVIL) >= 10  # it is all there, as text
+    assert page.text.count(EVIL) >= 10  # shown as text
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.25}\n{"step": 2, "lo')
     _, page = report(tmp_path)
-    for part in ("Training loss | 3.2500", "no outcome recorded", "metrics.jsonl has 1 unreadable line, passed over"):
+    for part in ("Training loss | 3.2500", "no outcome recorded", "metrics.jsonl has 1 unreadable line, skipped"):
         assert part in page.text
     for name in ("config.json", "environment.json", "collectives.json", "mesh.png", "sample.txt"):
         assert f"{name} is missing" in page.text
@@ -233,7 +234,7 @@ def test_files_with_wrong_contents(tmp_path: Path) -> None:
         assert f"{name} is not a JSON object" in page.text
 
 
-def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_run(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         command = [sys.executable, "-m", "metrics.report", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent)
@@ -263,7 +264,7 @@ def test_thinning_keeps_ends_order_and_every_spike() -> None:
     assert thin_out(points[:600], 600) == points[:600]
 
 
-def test_the_trend_is_the_median_of_each_stretch() -> None:
+def test_the_trend_is_the_median_of_each_interval() -> None:
     values = np.random.default_rng(0).normal(size=1000)
     values[::37] = 100.0
     points = [(float(step), float(value)) for step, value in enumerate(values)]
@@ -274,7 +275,7 @@ def test_the_trend_is_the_median_of_each_stretch() -> None:
 
 def test_a_curve_is_drawn_where_it_should_be_with_a_gap_at_nan() -> None:
     points = [(0.0, 0.0), (1.0, 10.0), (2.0, math.nan), (3.0, 5.0), (4.0, 10.0)]
-    page = Page(line_chart([Line(label="a", style="train", points=points)], form="{:g}".format, label="a", zero=True))
+    page = Page(curve_chart([Curve(label="a", colour=0, points=points)], form="{:g}".format, label="a", zero=True))
     assert len(page.curves) == 2
     drawn = [[float(n) for n in pair.split()] for curve in page.curves for pair in curve[1:].split("L")]
     x, y = np.array(drawn).T
@@ -287,10 +288,10 @@ def test_a_curve_is_drawn_where_it_should_be_with_a_gap_at_nan() -> None:
 def test_a_few_far_outliers_do_not_flatten_the_curve() -> None:
     points = [(float(i), 0.2) for i in range(200)]
     points[50], points[150] = (50.0, 30.0), (150.0, 40.0)
-    svg = line_chart([Line(label="a", style="train", points=points)], form="{:g}".format, label="a", zero=True)
+    svg = curve_chart([Curve(label="a", colour=0, points=points)], form="{:g}".format, label="a", zero=True)
     assert "2 values above" in svg
     y = [float(pair.split()[1]) for pair in Page(svg).curves[0][1:].split("L")]
-    assert y[0] - y[50] > 20 and 226 - y[0] > 100  # the usual value stands at about half the height
+    assert y[0] - y[50] > 20 and 226 - y[0] > 100  # the typical value is at about half the height
 
 
 @pytest.mark.parametrize("low, high", [(0, 1), (0.001, 0.0013), (1.7, 5.8), (-3, 1e6), (599, 600)])
@@ -303,7 +304,7 @@ def test_ticks_are_round_and_inside(low: float, high: float) -> None:
     np.testing.assert_allclose(np.diff(ticks), step)
 
 
-def test_a_long_outcome_keeps_its_ends_and_the_file_all_of_it(tmp_path: Path) -> None:
+def test_a_long_outcome_is_shortened_on_the_page_but_not_in_the_file(tmp_path: Path) -> None:
     reason = f"failed: model.hidden=32: {'f32[8,8] fusion(...) ' * 1000}; set model.hidden=64"
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "summary.json").write_text(json.dumps({"exit_reason": reason}))

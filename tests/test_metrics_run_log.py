@@ -1,4 +1,4 @@
-"""`RunLog`: what belongs to a step and what does not."""
+"""`RunLog`: which time and bytes count for a step, and the summary of a run."""
 
 import json
 from pathlib import Path
@@ -27,8 +27,8 @@ def make_log(folder: Path, *, enabled: bool) -> RunLog:
     )
 
 
-def test_wire_bytes_are_of_the_step_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not of the validation or the checkpoint before it, whose time is not in its time either."""
+def test_wire_bytes_count_only_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes and the time of a validation or a checkpoint before the step are excluded."""
     statistics = tmp_path / "net" / "eth0" / "statistics"
     statistics.mkdir(parents=True)
     sent = 0
@@ -54,8 +54,8 @@ def test_wire_bytes_are_of_the_step_alone(tmp_path: Path, monkeypatch: pytest.Mo
     assert [row["wire_tx_bytes"] for row in rows] == [100, 200, 300]
 
 
-def test_a_start_ends_the_summary_of_the_one_before(tmp_path: Path) -> None:
-    """What is killed leaves no summary, and must not pass for what an earlier start said of itself."""
+def test_an_attempt_removes_the_summary_of_the_previous_one(tmp_path: Path) -> None:
+    """A killed attempt writes no summary, so the one of an earlier attempt must not remain."""
     log = make_log(tmp_path, enabled=True)
     for step in (1, 2, 3):
         log.step(step, {"loss": 1.0})

@@ -19,7 +19,7 @@ from metrics.writer import MetricsWriter
 
 
 def strict_lines(path: Path) -> list[dict]:
-    """Parses strict JSON: the NaN and Infinity that Python would read are errors."""
+    """Parses strict JSON: NaN and Infinity, which Python accepts, are errors."""
 
     def refuse(constant: str) -> float:
         raise AssertionError(f"{constant} is not JSON")
@@ -43,7 +43,7 @@ def events(run_dir: Path) -> list[event_pb2.Event]:
     return read
 
 
-def test_lines_are_strict_json_and_keep_what_is_not_finite(tmp_path: Path) -> None:
+def test_lines_are_strict_json_with_non_finite_numbers_as_strings(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     writer.write(1, {"loss": math.nan, "grad_norm": math.inf, "a": -math.inf, "skipped_steps": 3, "b": np.float64(0.5)})
     lines = strict_lines(tmp_path / "metrics.jsonl")  # complete before the file is closed
@@ -55,7 +55,7 @@ def test_lines_are_strict_json_and_keep_what_is_not_finite(tmp_path: Path) -> No
     assert math.isnan(float(lines[0]["loss"]))
 
 
-def test_resume_drops_the_overlap_and_the_torn_line(tmp_path: Path) -> None:
+def test_resume_removes_repeated_steps_and_the_incomplete_line(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         for step in range(1, 8):
             writer.write(step, {"loss": step})
@@ -71,7 +71,7 @@ def test_resume_drops_the_overlap_and_the_torn_line(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir() if "new" in file.name] == []
 
 
-def test_a_torn_line_goes_even_if_it_reads_as_json(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_removed_even_if_it_is_valid_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.2\n[1]\n{"step": 3}')
     with MetricsWriter(tmp_path, resume_step=9) as writer:
@@ -88,7 +88,7 @@ def test_a_rewrite_that_fails_leaves_the_old_lines(tmp_path: Path, monkeypatch: 
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_a_new_run_sets_older_lines_aside(tmp_path: Path) -> None:
+def test_a_new_run_renames_the_old_file(tmp_path: Path) -> None:
     for loss in (1.0, 2.0, 3.0):
         with MetricsWriter(tmp_path, resume_step=0) as writer:
             writer.write(1, {"loss": loss})
@@ -106,7 +106,7 @@ def test_tensorboard_has_keys_values_and_steps(tmp_path: Path) -> None:
     assert math.isnan(found[2, "loss"])
 
 
-def test_tensorboard_of_a_resumed_run_hides_the_steps_done_again(tmp_path: Path) -> None:
+def test_tensorboard_of_a_resumed_run_hides_the_repeated_steps(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         writer.write(3, {"loss": 1.0})
         writer.write(4, {"loss": 2.0})

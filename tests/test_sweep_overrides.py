@@ -1,4 +1,4 @@
-"""The combinators of sweeps, against what is written out by hand."""
+"""The combinators of sweeps, against combinations written out by hand."""
 
 import pytest
 

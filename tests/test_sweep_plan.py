@@ -1,4 +1,4 @@
-"""What the runs of a sweep are called, and what is refused before any of them starts."""
+"""The names of the runs of a sweep, and the mistakes that are refused before the first one starts."""
 
 import re
 import subprocess
@@ -15,8 +15,8 @@ pytestmark = IGNORED
 RATES = "def sweep_lr(): return over('optimizer.learning_rate', (1e-3, 2e-3))\n"
 SHIPPED = {"learning_rate_by_batch": 15, "partition_size_by_rate": 9, "strategies_by_model": 15}  # runs
 MISTAKES: dict[str, tuple[str, list[str], str]] = {
-    "an unknown sweep": (RATES, ["--sweep=lr,sede"], r"--sweep=sede: mine.py has lr$"),
-    "an empty sweep": ("def sweep_lr(): return []", [], r"sweep_lr\(\) of mine.py is empty"),
+    "an unknown sweep": (RATES, ["--sweep=lr,sede"], r"--sweep=sede is not in mine.py, which has lr$"),
+    "an empty sweep": ("def sweep_lr(): return []", [], r"sweep_lr\(\) of mine.py returns no runs"),
     "no sweep": ("", [], "mine.py is not a sweep file: it needs .* sweep_NAME"),
     "an unknown key": (
         "def sweep_lr(): return over('optimizer.learning_rat', (1, 2))",
@@ -71,12 +71,12 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         "emulate.rat is not an option; the nearest is emulate.rate",
     ),
     "an unknown option on the command line": (RATES, ["--emulate=--speed=3"], "emulate.speed is not an option"),
-    "an option without a value": (RATES, ["--emulate=--nodes 4"], "'--nodes' of .* must be written --name=value"),
+    "an option without a value": (RATES, ["--emulate=--nodes 4"], "'--nodes' of .* must have the form --name=value"),
     "a number for a key": ("def sweep_x(): return over(3, (1, 2))", [], "3 is not a key; keys are strings"),
     "a repetition that JSON lacks": (
         "import numpy\ndef sweep_x(): return over('repetition', numpy.arange(2))",
         [],
-        "repetition=0: repetition must be a number or a string of Python's",
+        "repetition=0: repetition=.* must be an int, float or str",
     ),
     "a sweep that raises": (
         "def sweep_x(): return over('seed', range('a'))",
@@ -107,16 +107,16 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
 def test_a_mistake_is_one_line(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     body, flags, message = MISTAKES[mistake]
     code = run_sweep(tmp_path, sweep_file(tmp_path, body), *flags)
-    said = capsys.readouterr()
-    assert (code, said.out) == (2, "")
-    assert said.err.startswith("error: ") and said.err.count("\n") == 1
-    assert re.search(message, said.err.strip()), said.err
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert re.search(message, captured.err.strip()), captured.err
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_sweep(tmp_path, str(tmp_path / "none.py")) == 2
-    assert "none.py: there is no such file\n" in capsys.readouterr().err
+    assert "none.py: no such file\n" in capsys.readouterr().err
 
 
 def names(folder: Path, *overrides: dict[str, object], num_steps: int = 20, emulate: str = "") -> list[str]:
@@ -143,8 +143,8 @@ def test_the_content_of_a_config_names_its_run(tmp_path: Path) -> None:
     assert names(tmp_path, {"seed": 3}, emulate="--rate=1gbit --nodes=2") == [other[3]]
 
 
-def test_a_long_value_is_cut_to_what_a_file_system_takes(tmp_path: Path) -> None:
-    """255 bytes, however many a character has; what is cut off still tells names apart."""
+def test_a_long_value_is_cut_to_a_valid_file_name(tmp_path: Path) -> None:
+    """File names have at most 255 bytes, and values that differ only after the cut still get different names."""
     long = ["a" * 400, "ü" * 400, "漢" * 400, "漢" * 399, "x" + "😀" * 400]
     found = names(tmp_path, *({"sample.prompt": prompt} for prompt in long))
     assert len({*found}) == len(long)
@@ -153,7 +153,7 @@ def test_a_long_value_is_cut_to_what_a_file_system_takes(tmp_path: Path) -> None
     assert found[0].startswith("prompt=" + "a" * 93 + "-") and found[2].startswith("prompt=" + "漢" * 31 + "-")
 
 
-def test_a_run_keeps_the_directory_that_it_has(tmp_path: Path) -> None:
+def test_an_existing_directory_of_the_same_run_is_reused(tmp_path: Path) -> None:
     (name,) = names(tmp_path, {"seed": 3})
     (tmp_path / "runs" / name).mkdir(parents=True)
     assert names(tmp_path, {"optimizer.learning_rate": 0.001, "seed": 3}) == [name]
@@ -215,7 +215,7 @@ def test_keys_that_change_together_are_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["learning_rate_by_batch", "partition_size_by_rate", "strategies_by_model"])
-def test_shipped_sweeps_are_what_they_say(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shipped_sweeps_are_as_documented(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = ROOT / "configs" / "sweeps" / f"{name}.py"
     assert run_sweep(tmp_path, str(path), "--dry_run") == 0
     out = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The numbers that each key may have, written out once more: what a sweep and a run refuse, and what they take."""
+"""The valid range of each numeric key, written out independently of the schema: both ends and beyond."""
 
 import math
 from collections.abc import Callable
@@ -34,17 +34,17 @@ OF: dict[str, str] = {
 RANGE_OF = {key: name for name, keys in OF.items() for key in keys.split()} | {
     key: key for key in RANGES if "." in key or key == "seed"
 }
-# What other keys of their section decide too
-NOT_ALONE = ("sharding.partition_size", "model.hidden", "model.num_heads", "model.num_kv_heads", "model.width")
+# Keys whose range also depends on other keys of their section
+DEPENDENT = ("sharding.partition_size", "model.hidden", "model.num_heads", "model.num_kv_heads", "model.width")
 NUMBERS = (-math.inf, -2, -1, -1e-9, 0, 1e-9, 0.5, 1, 1.5, 2, 60, 61, math.inf, math.nan)
 WHOLE = (-2, -1, 0, 1, 2, 3, 8, 60, 61)
 
 
-def said(name: str, value: float, kind: str) -> str:
-    """Returns what is said of a number, "" if it is accepted."""
+def error_for(name: str, value: float, kind: str) -> str:
+    """Returns the error message for a number, or "" if it is accepted."""
     section, _, key = name.rpartition(".")
     try:
-        if not section or name in NOT_ALONE or name == "model.norm_groups":
+        if not section or name in DEPENDENT or name == "model.norm_groups":
             known_keys(kind)[name].check(name, value)
         else:
             sections(kind)[section](**{key: value}, **({"strategy": "ddp"} if section == "sharding" else {}))
@@ -54,7 +54,7 @@ def said(name: str, value: float, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder", "resnet"])
-def test_each_key_takes_its_numbers_alone(kind: str) -> None:
+def test_each_key_accepts_exactly_its_range(kind: str) -> None:
     values: dict[str, Any] = flat(defaults(kind))
     differ = []
     for name, default in values.items():
@@ -62,7 +62,7 @@ def test_each_key_takes_its_numbers_alone(kind: str) -> None:
             continue
         text, has = RANGES[RANGE_OF.get(name, "others")]
         for number in NUMBERS if isinstance(default, float) else WHOLE:
-            message = said(name, number, kind)
+            message = error_for(name, number, kind)
             if message.startswith(f"{name}={number} must be {text}") == has(number) or bool(message) == has(number):
                 differ.append((name, number, message))
     assert differ == []

@@ -1,4 +1,4 @@
-"""The tables and the page of a sweep, and its live table, read back by other means."""
+"""The tables, the page and the live table of a sweep, parsed independently."""
 
 import csv
 import io
@@ -13,8 +13,7 @@ from running import IGNORED
 from sweeping import run_sweep, seeds, sweep_file
 
 from metrics.units import UNKNOWN
-from sweeps.axis import as_number, axis_of, log_spaced
-from sweeps.charts import Point, sweep_chart
+from sweeps.charts import Point, as_number, axis_of, log_spaced, sweep_chart
 from sweeps.live import Live
 from sweeps.plan import plan
 from sweeps.pool import Job
@@ -25,7 +24,7 @@ GRID = "def sweep_lr(): return over('optimizer.learning_rate', (0.001, 0.01, 0.1
 
 
 class Page(HTMLParser):
-    """The texts of a page by tag, and everything that it would load from elsewhere."""
+    """The texts of a page by tag, and all its links."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -77,7 +76,7 @@ def test_the_markdown_shows_the_best_in_bold(grid: Path) -> None:
     assert bold == [["**0.001**", "**0**", "**1.0000**", f"**{UNKNOWN}**", "**1m 05s**", "**finished**"]]
 
 
-def test_the_page_is_whole_and_needs_nothing_else(grid: Path) -> None:
+def test_the_page_is_complete_and_self_contained(grid: Path) -> None:
     page = Page((grid / "index.html").read_text())
     assert page.counts["svg"] == 1  # the seeds are repetitions, no axis
     assert page.counts["circle"] == 6 and any("median over seed" in text for text in page.texts["p"])
@@ -135,9 +134,9 @@ def test_rates_are_numbers_and_words_stand_side_by_side() -> None:
         None,
     ]
     rates = axis_of(["1gbit", "10mbit", "100mbit"])
-    assert [label for _, label in sorted(rates.ticks)] == ["10mbit", "100mbit", "1gbit"] and rates.in_order
+    assert [label for _, label in sorted(rates.ticks)] == ["10mbit", "100mbit", "1gbit"] and rates.numeric
     words = axis_of(["zero3", "ddp", "zero3"])
-    assert [label for _, label in words.ticks] == ["zero3", "ddp"] and not words.in_order
+    assert [label for _, label in words.ticks] == ["zero3", "ddp"] and not words.numeric
 
 
 def circles(svg: str) -> list[tuple[float, float]]:
@@ -162,7 +161,7 @@ def test_dots_over_words_stand_apart_and_are_not_joined() -> None:
     assert len(set(circles(svg))) == 4 and "<path" not in svg
 
 
-def test_drawn_values_are_not_joined() -> None:
+def test_random_values_are_not_joined() -> None:
     scattered = [Point(x=i + 0.01 * i * i, line=None, y=float(i), tip="") for i in range(20)]
     svg = sweep_chart(scattered, x_name="x", line_name="", metric="y")
     assert len(circles(svg)) == 20 and "<path" not in svg

@@ -1,4 +1,4 @@
-"""What happens to the runs of a sweep: failures, restarts, reruns, Ctrl-C; one real run with train.py."""
+"""Running a sweep: failures, retries, reruns and Ctrl-C, and one real run with train.py."""
 
 import csv
 import json
@@ -23,14 +23,14 @@ from sweeps.records import State
 
 pytestmark = IGNORED
 TIMEOUT_S = 120
-# sweep.py in a process of its own, with the program of the tests in train.py's place
+# sweep.py in its own process, with the tests' program instead of train.py
 PROGRAM = (
     "import sys; from sweeps import plan; plan.PROGRAM = sys.argv.pop(1); import sweep; sys.exit(sweep.main(sys.argv))"
 )
 
 
 def start_sweep(folder: Path, config: str, *flags: str) -> subprocess.Popen[str]:
-    """Starts a sweep in a session of its own, with Ctrl-C ignored as a shell does for what it starts with `&`."""
+    """Starts a sweep in its own session with Ctrl-C ignored, like a background job of a shell."""
     words = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
     words += [sys.executable, "-c", PROGRAM, program(folder), f"--config={config}", f"--workdir={folder / 'runs'}"]
     return subprocess.Popen(
@@ -66,14 +66,14 @@ def test_a_rerun_does_only_what_is_missing(tmp_path: Path, capsys: pytest.Captur
     assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0, 1))) == 1
     assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(1, 7, 0))) == 1
     assert started(tmp_path) == [0, 1, 1, 7]
-    assert "[3/3] seed=0-" in (out := capsys.readouterr().out) and "was finished before" in out
+    assert "[3/3] seed=0-" in (out := capsys.readouterr().out) and "was already finished" in out
     assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0, 7), num_steps=21)) == 0  # another base config
     assert started(tmp_path) == [0, 1, 1, 7, 0, 7]
 
 
-def test_a_run_that_stops_is_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_stops_is_retried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(2, 3))) == 1
-    assert Counter(started(tmp_path)) == {2: 2, 3: pool.MAX_STARTS}
+    assert Counter(started(tmp_path)) == {2: 2, 3: pool.MAX_ATTEMPTS}
     assert "failed: stopped 4 times" in capsys.readouterr().out
 
 
@@ -104,14 +104,14 @@ def test_ctrl_c_is_passed_on_once_and_waited_for(number: signal.Signals, tmp_pat
     assert process.returncode == 0 and started(tmp_path) == [0, 4, 4, 7], out
 
 
-def test_runs_left_behind_keep_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_orphaned_runs_keep_the_directory_locked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = sweep_file(tmp_path, seeds(4))
     process = start_sweep(tmp_path, config)
     wait_for(tmp_path, ("start", 4), process)
     assert run_sweep(tmp_path, config) == 2
-    assert "is in use by another sweep, or by runs that one left behind" in capsys.readouterr().err
+    assert "is in use by another sweep or its runs; wait for them" in capsys.readouterr().err
     number = int(subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(process.pid)], text=True))
-    orphan = os.pidfd_open(number)  # which stays this process, whoever gets its number
+    orphan = os.pidfd_open(number)  # which stays valid if the number is reused
     process.kill()
     process.communicate()
     assert run_sweep(tmp_path, config) == 2
@@ -124,7 +124,7 @@ def test_runs_left_behind_keep_the_directory(tmp_path: Path, capsys: pytest.Capt
     assert started(tmp_path) == [4, 4]
 
 
-def test_a_program_that_is_killed_is_named(tmp_path: Path) -> None:
+def test_the_signal_that_killed_a_program_is_named(tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     script.write_text("import os, signal; print('half way', flush=True); os.kill(os.getpid(), signal.SIGKILL)")
     with pytest.MonkeyPatch.context() as patched:
@@ -136,8 +136,8 @@ def test_a_program_that_is_killed_is_named(tmp_path: Path) -> None:
 SUMMARIES = ["[]", "null", '"finished"', "[" * 100_000, '{"exit_reason": ["finished"]}', "{", "\xff"]
 
 
-def test_a_summary_of_another_shape_is_that_of_no_finished_run(tmp_path: Path) -> None:
-    """The run is started again, and the sweep goes on."""
+def test_a_malformed_summary_does_not_count_as_finished(tmp_path: Path) -> None:
+    """The sweep runs it again instead of failing."""
     config = sweep_file(tmp_path, seeds(*range(10, 10 + len(SUMMARIES))))
     assert run_sweep(tmp_path, config) == 0
     summaries = sorted((tmp_path / "runs").glob("*/summary.json"))
@@ -148,8 +148,8 @@ def test_a_summary_of_another_shape_is_that_of_no_finished_run(tmp_path: Path) -
     assert {json.loads(path.read_text())["exit_reason"] for path in summaries} == {"finished"}
 
 
-def test_a_run_that_leaves_a_summary_of_another_shape(tmp_path: Path) -> None:
-    """But one of another shape: it is finished by its exit code, and has the numbers of its metrics."""
+def test_a_run_that_writes_a_malformed_summary(tmp_path: Path) -> None:
+    """Its exit code says that it finished, and its results come from metrics.jsonl."""
     script = tmp_path / "odd.py"
     for text in SUMMARIES:
         script.write_text(
@@ -176,7 +176,7 @@ def test_programs_get_records_in_their_order(tmp_path: Path) -> None:
 
 
 @EMULATED
-def test_runs_have_emulated_clusters_of_their_own(tmp_path: Path) -> None:
+def test_each_run_has_its_own_emulated_cluster(tmp_path: Path) -> None:
     body = "EMULATE = '--nodes=1 --devices_per_node=2'\ndef sweep_nodes(): return over('emulate.nodes', (1, 2))\n"
     config = sweep_file(tmp_path, body + seeds(0, 1))
     assert run_sweep(tmp_path, config, "--emulate=--rate=100mbit", "--workers=2") == 1
@@ -194,7 +194,7 @@ def test_runs_have_emulated_clusters_of_their_own(tmp_path: Path) -> None:
 
 
 def test_train_py_runs_as_planned(tmp_path: Path) -> None:
-    """The real program: its directory, what it resolved, and that it takes the overrides of every type."""
+    """The real program uses the planned directory and resolves overrides of every type as planned."""
     small = {**SMALL, "num_steps": 2, "eval.num_batches": 1, "mesh.num_cpu_devices": 1, "optimizer.warmup_steps": 0}
     small |= {"sharding.strategy": "ddp", "sharding.partition_size": 0, "sharding.two_hop": False}
     config = sweep_file(tmp_path, f"def sweep_all(): return [{small!r}]")

@@ -1,4 +1,4 @@
-"""A sweep as a SLURM array: what is submitted, and its tasks run as SLURM would, with programs in SLURM's place."""
+"""A sweep as a SLURM array: submitting it and running its tasks, with fake SLURM commands."""
 
 import json
 import os
@@ -20,7 +20,7 @@ PROGRAMS = {
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Puts the programs on PATH and returns the file in which they log what they were asked."""
+    """Puts the fake commands on PATH and returns the file in which they log their arguments."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, body in PROGRAMS.items():
@@ -31,7 +31,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_task(folder: Path, number: int, **environment: str) -> int:
-    """Runs a task of the array from another directory, as SLURM does, which reads only the options in the comments."""
+    """Runs a task of the array the way SLURM does, from another directory."""
     variables = {"SLURM_ARRAY_TASK_ID": str(number), "SLURM_ARRAY_JOB_ID": "77", **environment}
     script = folder / "runs" / "sweep.sbatch"
     return subprocess.run(["bash", str(script)], cwd="/", env={**os.environ, **variables}).returncode
@@ -73,7 +73,7 @@ def test_an_array_is_submitted_run_and_reported(
     assert run_task(tmp_path, 1) == 1 and started(tmp_path)[-1] == 1
 
 
-def test_a_run_is_not_requeued_for_ever(slurm: Path, tmp_path: Path) -> None:
+def test_requeuing_is_limited(slurm: Path, tmp_path: Path) -> None:
     assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(3)), "--slurm=") == 0
     assert "--array=1-1" in options_of(tmp_path)
     assert run_task(tmp_path, 1, SLURM_RESTART_COUNT="3") == 75
@@ -87,16 +87,16 @@ def test_a_dry_run_writes_the_script_and_submits_nothing(slurm: Path, tmp_path: 
     assert "--time=1:00:00" in options_of(tmp_path)
 
 
-def test_without_slurm_it_says_so(
+def test_missing_slurm_commands_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), "--slurm=") == 2
-    assert "error: there is no sbatch here; start the sweep where SLURM's commands are\n" in capsys.readouterr().err
+    assert "error: sbatch is not installed; run the sweep on a host" in capsys.readouterr().err
 
 
-def test_a_value_reaches_its_task_as_it_is(slurm: Path, tmp_path: Path) -> None:
-    """One line a task, whatever is in a value."""
+def test_a_value_reaches_its_task_unchanged(slurm: Path, tmp_path: Path) -> None:
+    """There is one line per task, whatever characters the values contain."""
     prompts = ("To be,\nor not", "\n", "it's $HOME\n\\n `id` \"\t", "\n' \\' \\\\\n\n", "ünï\ncode", "plain")
     assert (
         run_sweep(tmp_path, sweep_file(tmp_path, f"def sweep_x(): return over('sample.prompt', {prompts})"), "--slurm=")
@@ -109,10 +109,10 @@ def test_a_value_reaches_its_task_as_it_is(slurm: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("folder", "options"), [("runs", "--comment='a\nb'"), ("run\ns", "")])
-def test_what_would_break_the_script_is_refused(
+def test_line_breaks_that_would_break_the_script_are_refused(
     folder: str, options: str, slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [f"--slurm={options}", f"--workdir={tmp_path / folder}"]
     assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), *flags) == 2
-    assert "a line break in " in capsys.readouterr().err
+    assert "contains a line break" in capsys.readouterr().err
     assert not slurm.exists()

@@ -118,6 +118,23 @@ def test_rows_are_logged_every_log_every_steps(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path)] == [4, 6, 8, 10]
 
 
+def test_unreadable_collectives_do_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bytes are left out of the metrics, and the report says why; a warning says so once."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError("%while.1 has no trip count\nthat can be read")
+
+    monkeypatch.setattr("sharding.hlo.read_collectives", refuse)
+    assert run_here(*arguments(tmp_path)) == 0
+    why = "the bytes of the collectives are not known: %while.1 has no trip count that can be read"
+    assert capsys.readouterr().err.count(f"warning: {why}\n") == 1
+    assert not any("collective_inter_bytes" in row or "collective_intra_bytes" in row for row in rows(tmp_path))
+    assert why in (tmp_path / "report.html").read_text()
+    assert json.loads((tmp_path / "collectives.json").read_text()) == {"problem": why}
+
+
 def test_rows_are_written_before_their_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run killed right after a checkpoint resumes behind it: the rows up to there are never written again."""
     written: list[int] = []

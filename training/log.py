@@ -1,6 +1,8 @@
 """Creates the log of a run, with the facts about the experiment that metrics and report need."""
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -9,6 +11,7 @@ from metrics.environment import environment
 from metrics.run_log import RunLog
 from metrics.throughput import StepTimer, peak_flops
 from sharding import hlo
+from sharding.mesh import MeshShape
 from training.experiment import Experiment
 
 
@@ -17,7 +20,7 @@ def make_log(
 ) -> RunLog:
     """Returns the log of the run, with the collectives of the compiled step."""
     config, shape = experiment.config, experiment.plan.layout.shape
-    collectives = hlo.read_collectives(step_fn.as_text() or "", shape)
+    collectives, sent = _collectives(step_fn, shape)
     device = jax.devices()[0]
     peak = peak_flops(device.device_kind)
     rows, data = experiment.batches.global_size, experiment.config.data
@@ -45,9 +48,24 @@ def make_log(
                     "num_params": experiment.model.num_params,
                 }
             ),
-            "collectives": hlo.as_report(collectives),
+            "collectives": collectives,
         },
-        constants=hlo.bytes_per_step(collectives),
+        constants=sent,
         count_wire=jax.process_count() > 1,
         started_s=started_s,
     )
+
+
+def _collectives(step_fn: jax.stages.Compiled, shape: MeshShape) -> tuple[dict[str, Any], dict[str, int]]:
+    """Returns the content of collectives.json, and the bytes for the metrics: none, if the program cannot be read.
+
+    XLA promises nothing about its text, so whatever goes wrong in reading it, the run goes on.
+    """
+    try:
+        collectives = hlo.read_collectives(step_fn.as_text() or "", shape)
+        return hlo.as_report(collectives), hlo.bytes_per_step(collectives)
+    except Exception as error:
+        why = f"the bytes of the collectives are not known: {' '.join(str(error).split()) or type(error).__name__}"
+        if jax.process_index() == 0:
+            print(f"warning: {why}", file=sys.stderr)
+        return {"problem": why}, {}

@@ -26,7 +26,7 @@ from cluster.chaos.run import ROOT, ElasticRun, RunError
 from cluster.links import Links
 from files import json_lines
 from metrics.run_files import read_run
-from runtime.command_line import OneLineParser, complain, escape_output, split
+from runtime.command_line import OneLineParser, complain, prepare_output, split
 
 TOLERANCE = 1e-5
 MIN_NODES = 2  # an event that takes one leaves one
@@ -35,7 +35,7 @@ END_S = 1800.0  # for what is left to train when all events are over
 
 def main(argv: Sequence[str]) -> int:
     """Runs the program and returns its exit code; a user's mistake is one line."""
-    escape_output()
+    prepare_output()
     try:
         options, changes = parse(argv[1:])
         arguments = [f"--config={options.config}", *changes]

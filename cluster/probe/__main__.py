@@ -20,7 +20,7 @@ from cluster.probe.measure import Level, find_levels, measure_sizes
 from cluster.probe.model import RING_PASSES, Measurement
 from metrics.environment import environment
 from runtime import launch
-from runtime.command_line import OneLineParser, complain, escape_output, make_folder
+from runtime.command_line import OneLineParser, complain, make_folder, prepare_output
 from runtime.exit_codes import ExitCode
 
 SIZES = "1k,4k,16k,64k,256k,1m,4m,16m,64m"
@@ -29,7 +29,7 @@ UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 def main(argv: Sequence[str]) -> int:
     """Runs the probe and returns its exit code; a user's mistake is one line."""
-    escape_output()
+    prepare_output()
     try:
         options = parse(argv)
         sizes = parse_sizes(options.sizes)

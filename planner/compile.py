@@ -1,0 +1,129 @@
+"""Compiles the train step of a config for H100s, on a machine that has none.
+
+XLA for GPUs must be installed (`make .venv/h100/installed`). It runs in a process of its own: with the CUDA plug-in in
+its path jax looks for a GPU. What was compiled is kept in a cache folder, by config, cluster, flags and source code.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from configs import command_line
+from runtime.exit_codes import ExitCode
+from sharding.mesh import MeshShape
+
+ROOT = Path(__file__).resolve().parent.parent
+WHEELS = ROOT / ".venv" / "h100"
+TARGET = Path(__file__).with_name("h100_target_config.txt")
+FAST = "--xla_backend_optimization_level=0 --xla_gpu_autotune_level=0"  # LLVM's part, and kernels tried on a GPU
+OF_THE_STEP = ("configs/**/*.py", "sharding/*.py", "models/*.py", "compression/*.py", "training/*.py", "optimizers.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """A train step: its program's text, its mesh, and the bytes that it needs on one device."""
+
+    text: str
+    shape: MeshShape
+    argument_bytes: int  # state and batch
+    temporary_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Arguments and temporaries; the results lie where the arguments were, being donated."""
+        return self.argument_bytes + self.temporary_bytes
+
+
+def compile_step(config: Sequence[str], *, nodes: int, devices_per_node: int, xla_flags: str = "") -> CompiledStep:
+    """Returns the step of a config, given as `--config=FILE` and its overrides, for nodes of H100s.
+
+    ValueError for a bad config or one that XLA refuses; RuntimeError if XLA for GPUs is not installed.
+    """
+    if not WHEELS.exists():
+        raise RuntimeError("XLA for GPUs is not installed: make .venv/h100/installed")
+    words = [*config, f"--nodes={nodes}", f"--devices_per_node={devices_per_node}"]
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = _key([*words, xla_flags])
+    if not (folder / f"{stem}.json").exists():
+        with tempfile.TemporaryDirectory(dir=folder) as out:
+            variables = {**os.environ, "PYTHONPATH": f"{WHEELS}:{ROOT}", "XLA_FLAGS": f"{FAST} {xla_flags}"}
+            command = [sys.executable, "-m", "planner.compile", *words, f"--out={out}"]
+            done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+            if done.returncode:
+                said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+                raise ValueError(said[-1].removeprefix("error: ") if said else done.stderr.strip()[-2000:])
+            for name in ("txt", "json"):  # the second one says that both are there
+                os.replace(Path(out) / f"step.{name}", folder / f"{stem}.{name}")
+    about = json.loads((folder / f"{stem}.json").read_text())
+    shape = MeshShape(**about.pop("mesh"))
+    return CompiledStep(text=(folder / f"{stem}.txt").read_text(), shape=shape, **about)
+
+
+def cache_folder() -> Path:
+    """Returns where compiled steps are kept; all of it may be deleted at any time."""
+    return Path(os.environ.get("MICS_JAX_CACHE") or Path.home() / ".cache" / "mics-jax") / "programs"
+
+
+def _key(words: Sequence[str]) -> str:
+    """Returns the name of a compiled step: of what was asked for, of our source code and of the compiler."""
+    digest = hashlib.sha256("\0".join(words).encode())
+    sources = [Path(__file__), TARGET, *(file for part in OF_THE_STEP for file in ROOT.glob(part))]
+    for file in sorted(sources):
+        digest.update(file.read_bytes())
+    for installed in sorted(WHEELS.glob("*.dist-info")):
+        digest.update(installed.name.encode())
+    return digest.hexdigest()[:24]
+
+
+# --------------------------------------------------------------------------------------- the process that compiles
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes `step.txt` and `step.json` into the folder of `--out`; returns the exit code."""
+    import jax
+    from jax.experimental import topologies
+
+    from training.experiment import make_experiment
+
+    values = command_line.new_flags(argv)
+    flags.DEFINE_integer("nodes", 1, "nodes of the cluster", flag_values=values, lower_bound=1)
+    flags.DEFINE_integer("devices_per_node", 8, "devices of each node", flag_values=values, lower_bound=1)
+    flags.DEFINE_string("out", ".", "folder for the program and what is said of it", flag_values=values)
+    try:
+        config = command_line.parse(argv, values)
+        jax.config.update("jax_platforms", "cpu")
+        topology: Any = topologies.get_topology_desc(
+            topology_name="h100",
+            platform="cuda",
+            target_config=TARGET.read_text(),
+            topology=f"1x{values.nodes}x{values.devices_per_node}",
+        )
+        jax.devices = lambda *_: topology.devices  # what make_experiment takes
+        experiment = make_experiment(config)
+        compiled = experiment.compile_train_step()
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    memory: Any = compiled.memory_analysis()
+    about = {
+        "mesh": experiment.plan.layout.shape.sizes,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+    }
+    (Path(values.out) / "step.txt").write_text(compiled.as_text() or "")
+    (Path(values.out) / "step.json").write_text(json.dumps(about))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,138 @@
+"""What one kernel of a compiled program computes and moves: floating-point operations, and bytes of memory.
+
+A fusion is looked into: a parameter of which only a slice is used is read in that slice, and a stack that is updated in
+place is written in the slice that changes.
+"""
+
+import re
+from math import prod
+
+from planner.hardware import Device
+from sharding.hlo_program import Computation, Instruction, Program, Tensor, num_bytes, tensors
+
+NO_KERNELS = """
+    parameter constant tuple get-tuple-element bitcast reshape after-all opt-barrier partition-id replica-id
+    add-dependency copy-done async-update domain
+"""
+FREE = frozenset(NO_KERNELS.split())
+_RENAMING = ("bitcast", "reshape")  # the same bytes under another name
+_PRODUCTS = ("dot", "convolution", "custom-call")
+
+
+def kernel_s(instruction: Instruction, computation: Computation, program: Program, device: Device) -> float:
+    """Returns how long an instruction of `computation` takes on a device: by operations or by bytes, what takes longer.
+
+    Nothing for what is no kernel (a tuple, a bitcast, ...).
+    """
+    if instruction.opcode in FREE:
+        return 0.0
+    matmul_s = sum(
+        flops / device.matmul_rate(dtype) for dtype, flops in matmul_flops(instruction, computation, program)
+    )
+    memory_s = moved_bytes(instruction, computation, program) / device.memory_bandwidth
+    return device.launch_s + max(matmul_s, memory_s)
+
+
+# ------------------------------------------------------------------------------------------- operations
+
+
+def matmul_flops(instruction: Instruction, computation: Computation, program: Program) -> list[tuple[str, float]]:
+    """Returns the matrix products of a kernel, as (dtype of the operands, floating-point operations)."""
+    if instruction.opcode == "fusion":
+        called = program.called(instruction.calls[0], instruction)
+        return [found for inside in called.instructions for found in matmul_flops(inside, called, program)]
+    if instruction.opcode not in _PRODUCTS or not instruction.operands:
+        return []
+    operands = [_type(computation, name) for name in instruction.operands[:2]]
+    result = tensors(instruction.result)[0]
+    if len(operands) < 2 or not all(isinstance(operand, Tensor) for operand in operands):
+        return []
+    left, right = operands
+    assert isinstance(left, Tensor) and isinstance(right, Tensor)
+    return [(left.dtype, flops)] if (flops := _product_flops(instruction, left, right, result)) else []
+
+
+def _product_flops(instruction: Instruction, left: Tensor, right: Tensor, result: Tensor) -> float:
+    """Returns the operations of a product: a multiplication and an addition for each term."""
+    target = instruction.attributes.get("custom_call_target", "")
+    config = instruction.attributes.get("backend_config", "").replace("\\", "")
+    if "fmha" in target:  # two products forward, five backward, over pairs of places
+        pairs = _numbers(config, r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]')
+        times = 5 if "Backward" in target else 2
+        causal = 0.5 if '"mask_type":"CAUSAL"' in config else 1
+        return 2 * times * causal * prod(pairs) * left.dims[-1] if pairs else 0
+    if instruction.opcode == "dot":
+        contracted = _numbers(instruction.attributes.get("lhs_contracting_dims", ""), r"\{([^}]*)\}")
+        return 2 * result.num_elements * prod(left.dims[i] for i in contracted)
+    if "gemm" in target or "matmul" in target:
+        contracted = _numbers(config, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+        return 2 * result.num_elements * prod(left.dims[i] for i in contracted or [len(left.dims) - 1])
+    labels = instruction.attributes.get("dim_labels", "")
+    if labels and (instruction.opcode == "convolution" or "conv" in target):
+        kernel = result if "BackwardFilter" in target else right
+        image = {"BackwardFilter": right, "BackwardInput": left}.get(target.removeprefix("__cudnn$conv"), result)
+        features = kernel.dims[labels.split("_")[1].split("-")[0].index("o")]
+        return 2 * image.num_elements * kernel.num_elements / features
+    return 0
+
+
+def _numbers(text: str, pattern: str) -> list[int]:
+    found = re.search(pattern, text)
+    return [int(n) for n in re.findall(r"\d+", found.group(1))] if found else []
+
+
+# ------------------------------------------------------------------------------------------- bytes
+
+
+def moved_bytes(instruction: Instruction, computation: Computation, program: Program) -> float:
+    """Returns the bytes that a kernel reads and writes in the device's memory."""
+    if instruction.opcode == "fusion":
+        called = program.called(instruction.calls[0], instruction)
+        read = sum(_read_bytes(parameter, called, program) for parameter in called.parameters.values())
+        return read + (_written_bytes(called.root, called) if called.root else num_bytes(instruction.result))
+    operands = [num_bytes(_type(computation, name)) for name in instruction.operands]
+    result = num_bytes(instruction.result)
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * operands[1]
+    if instruction.opcode in ("dynamic-slice", "slice", "gather"):
+        return 2 * result
+    if instruction.opcode == "scatter":
+        return sum(operands[1:]) + operands[-1]
+    return sum(operands) + result
+
+
+def _read_bytes(value: Instruction, computation: Computation, program: Program) -> float:
+    """Returns the bytes of a fusion's parameter that it reads."""
+    whole, read = num_bytes(value.result), 0.0
+    for user in computation.users.get(value.name, ()):
+        first = user.operands[0] == value.name and value.name not in user.operands[1:]
+        if user.opcode in ("slice", "dynamic-slice", "gather") and first:
+            read += num_bytes(user.result)
+        elif user.opcode in ("dynamic-update-slice", "scatter") and first:
+            continue  # in place
+        elif user.opcode in (*_RENAMING, "get-tuple-element"):
+            read += _read_bytes(user, computation, program)
+        elif user.opcode == "fusion":
+            called = program.called(user.calls[0], user)
+            numbers = [n for n, operand in enumerate(user.operands) if operand == value.name]
+            read += sum(_read_bytes(called.parameters[n], called, program) for n in numbers)
+        elif user.opcode != "tuple":
+            return whole
+    return min(read, whole)
+
+
+def _written_bytes(value: Instruction, computation: Computation) -> float:
+    """Returns the bytes that a fusion writes, whose result is `value`."""
+    if value.opcode == "tuple":
+        return sum(_written_bytes(computation.by_name[name], computation) for name in value.operands)
+    if value.opcode in _RENAMING:
+        return _written_bytes(computation.by_name[value.operands[0]], computation)
+    if value.opcode == "dynamic-update-slice":
+        return num_bytes(_type(computation, value.operands[1]))
+    if value.opcode == "scatter":
+        return num_bytes(_type(computation, value.operands[-1]))
+    return 0.0 if value.opcode == "parameter" else num_bytes(value.result)
+
+
+def _type(computation: Computation, name: str):
+    return computation.by_name[name].result if name in computation.by_name else ()

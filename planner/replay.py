@@ -1,0 +1,280 @@
+"""Replays the schedule of a compiled program: how long a step takes on a cluster, and what of its traffic is exposed.
+
+One stream of kernels in the order of the text, and one queue for each level of the network. A collective that is not
+split into a start and a done blocks the stream; of a pair, the start enqueues and the done waits. All devices do the
+same at the same time, so one is replayed. Loops are replayed until an iteration leaves everything as the one before
+did; the rest of their iterations is multiplied.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import isclose
+
+from planner.hardware import Device, Network
+from planner.kernels import kernel_s
+from planner.timeline import Interval, Timeline, Use
+from sharding.hlo import KINDS, Collective, collective_of
+from sharding.hlo_loops import Site, trip_count
+from sharding.hlo_program import Computation, Instruction, Program
+from sharding.mesh import MeshShape
+
+LEVELS = ("inter", "intra")
+MAX_INTERVALS = 50_000
+_PASSED = ("bitcast", "copy", "opt-barrier", "async-update", "get-tuple-element")  # the handle of a transfer survives
+
+
+def replay(
+    program: Program, shape: MeshShape, device: Device, network: Network, peak_bytes: int | None = None
+) -> Timeline:
+    """Returns the timeline of one execution of `program` on a mesh of `shape`; `peak_bytes` is handed through.
+
+    ValueError names what cannot be replayed: a loop without a trip count, a done without its start, a send.
+    """
+    if network.devices_per_node != shape.devices_per_node:
+        raise ValueError(f"a mesh with nodes of {shape.devices_per_node} on a network with {network.devices_per_node}")
+    machine = _Machine(program, shape, device, network)
+    machine.run(Site(computation=program.entry), {})
+    for transfer in machine.state.in_flight:
+        machine.wait(transfer)
+    state = machine.state
+    return Timeline(
+        step_s=state.now + state.skipped,
+        compute_s=state.compute,
+        uses=state.uses,
+        intervals=tuple(machine.intervals),
+        peak_bytes=peak_bytes,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Transfer:
+    """A collective on the network; `ahead` is the one that it had to queue behind."""
+
+    key: tuple[str, str]
+    start: float
+    end: float
+    ahead: "_Transfer | None" = None
+
+
+_Handle = _Transfer | tuple["_Handle", ...] | None  # what a value holds of transfers that are under way
+
+
+@dataclass
+class _State:
+    """The clock, and what was counted so far; iterations that are multiplied are `skipped`, not on the clock."""
+
+    now: float = 0.0
+    skipped: float = 0.0
+    compute: float = 0.0
+    uses: dict[tuple[str, str], Use] = field(default_factory=dict)
+    newest: dict[str, _Transfer] = field(default_factory=dict)  # by level
+    in_flight: list[_Transfer] = field(default_factory=list)
+
+    def copy(self) -> "_State":
+        return replace(self, uses=dict(self.uses), newest=dict(self.newest), in_flight=list(self.in_flight))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An instruction with what is the same in each of its executions."""
+
+    instruction: Instruction
+    what: str  # kernel, collective, done, or an opcode
+    seconds: float = 0.0
+    collectives: tuple[Collective, ...] = ()
+
+
+class _Machine:
+    """One device and its network; `run` moves its clock."""
+
+    def __init__(self, program: Program, shape: MeshShape, device: Device, network: Network) -> None:
+        self.state = _State()
+        self.intervals: list[Interval] = []
+        self._program, self._shape, self._device, self._network = program, shape, device, network
+        self._steps: dict[str, list[_Step]] = {}
+
+    def run(self, site: Site, arguments: dict[int, _Handle]) -> _Handle:
+        """Executes a computation; returns the transfers that its result holds."""
+        held: dict[str, _Handle] = {}
+        for step in self._steps_of(site.computation):
+            instruction, what = step.instruction, step.what
+            handle: _Handle = None
+            if what == "kernel":
+                self._kernel(step)
+            elif what in ("collective", "start"):
+                for collective in step.collectives:
+                    handle = self._transfer(collective)
+                if what == "collective":
+                    self.wait(handle)
+                    handle = None
+            elif what == "done":
+                handle = held.get(instruction.operands[0])
+                if not isinstance(handle, _Transfer):
+                    raise ValueError(f"{instruction} waits for something that no instruction before it started")
+                self.wait(handle)
+                handle = None
+            elif what == "parameter":
+                handle = arguments.get(int(instruction.literal))
+            elif what == "tuple":
+                if any(operand in held for operand in instruction.operands):
+                    handle = tuple(held.get(operand) for operand in instruction.operands)
+            elif what == "passed":
+                handle = held.get(instruction.operands[0])
+                if isinstance(handle, tuple) and instruction.opcode == "get-tuple-element":
+                    handle = handle[instruction.index]
+            elif what == "while":
+                handle = self._loop(instruction, site, held.get(instruction.operands[0]))
+            elif what == "conditional":
+                handle = self._longest(instruction, site, [held.get(name) for name in instruction.operands[1:]])
+            else:  # call, or an async-start of something that is no collective: as if it were called
+                values = {n: held[name] for n, name in enumerate(instruction.operands) if name in held}
+                handle = self.run(self._inside(instruction, site, instruction.calls[0]), values)
+                if instruction.opcode == "async-start":
+                    handle = _Transfer(("", ""), self.state.now, self.state.now)
+            if handle is not None:
+                held[instruction.name] = handle
+        return held.get(site.computation.root.name) if site.computation.root else None
+
+    def wait(self, transfer: _Handle) -> None:
+        """Moves the clock to the end of a transfer; the time is exposed by those that the link is busy with."""
+        state = self.state
+        if not isinstance(transfer, _Transfer) or transfer.end <= state.now:
+            return
+        until, at = transfer.end, transfer
+        while until > state.now:
+            begin = max(state.now, at.start) if at.ahead else state.now
+            self._count(at.key, Use(exposed_s=until - begin))
+            until, at = begin, at.ahead or at
+        state.now = transfer.end
+
+    # ------------------------------------------------------------------------------------- one instruction
+
+    def _kernel(self, step: _Step) -> None:
+        state = self.state
+        self._draw("compute", state.now, state.now + step.seconds, step.instruction.name)
+        state.now += step.seconds
+        state.compute += step.seconds
+
+    def _transfer(self, collective: Collective) -> _Transfer:
+        """Enqueues a collective on the levels that it uses."""
+        state = self.state
+        seconds = level_seconds(collective, self._network)
+        level = max(LEVELS, key=lambda level: seconds[level])
+        used = [level for level in LEVELS if seconds[level]]
+        queues = [state.newest[level] for level in used if level in state.newest]
+        ahead = max(queues, key=lambda transfer: transfer.end, default=None)
+        ahead = ahead if ahead and ahead.end > state.now else None
+        start = ahead.end if ahead else state.now
+        transfer = _Transfer((collective.label or collective.kind, level), start, start + seconds[level], ahead)
+        state.in_flight = [other for other in state.in_flight if other.end > state.now] + [transfer]
+        self._count(transfer.key, Use(times=1, busy_s=seconds[level]))
+        for level in used:
+            state.newest[level] = transfer
+            self._draw(level, transfer.start, transfer.end, transfer.key[0])
+        return transfer
+
+    def _loop(self, loop: Instruction, site: Site, handle: _Handle) -> _Handle:
+        trips = trip_count(loop, site, self._program)
+        inside = self._inside(loop, site, loop.computation("body"))
+        state, left = self.state, None
+        for n in range(trips):
+            before = state.copy()
+            handle = self.run(inside, {0: handle})
+            state = self.state  # a conditional replaces it
+            took = state.now - before.now
+            now_left = [took, *self._left(handle)]
+            if left is not None and _same(left, now_left, took):
+                self._repeat(before, trips - n - 1)
+                break
+            left = now_left
+        return handle
+
+    def _left(self, handle: _Handle) -> list[float]:
+        """Returns how long after now each transfer ends that is under way, and each that a value holds."""
+        handles, ends = [handle], [transfer.end for transfer in self.state.in_flight]
+        while handles:
+            one = handles.pop()
+            if isinstance(one, tuple):
+                handles += one
+            elif one:
+                ends.append(one.end)
+        return [max(0.0, end - self.state.now) for end in ends if end > self.state.now]
+
+    def _repeat(self, before: _State, times: int) -> None:
+        """Adds what was counted since `before`, so many times."""
+        state = self.state
+        state.skipped += times * (state.now + state.skipped - before.now - before.skipped)
+        state.compute += times * (state.compute - before.compute)
+        for key, use in state.uses.items():
+            old = before.uses.get(key, Use())
+            state.uses[key] = Use(
+                use.times + times * (use.times - old.times),
+                use.busy_s + times * (use.busy_s - old.busy_s),
+                use.exposed_s + times * (use.exposed_s - old.exposed_s),
+            )
+
+    def _longest(self, instruction: Instruction, site: Site, arguments: Sequence[_Handle]) -> _Handle:
+        """Executes every branch of a conditional, and keeps the one that takes longest."""
+        before, drawn = self.state, len(self.intervals)
+        kept, kept_intervals, kept_handle = before, [], None
+        for n, name in enumerate(instruction.calls):
+            self.state = before.copy()
+            handle = self.run(self._inside(instruction, site, name), {0: arguments[n]} if n < len(arguments) else {})
+            if kept is before or self.state.now + self.state.skipped > kept.now + kept.skipped:
+                kept, kept_intervals, kept_handle = self.state, self.intervals[drawn:], handle
+            del self.intervals[drawn:]
+        self.state = kept
+        self.intervals += kept_intervals
+        return kept_handle
+
+    # ------------------------------------------------------------------------------------- helpers
+
+    def _inside(self, caller: Instruction, site: Site, name: str) -> Site:
+        return Site(computation=self._program.called(name, caller), caller=caller, outer=site)
+
+    def _count(self, key: tuple[str, str], use: Use) -> None:
+        self.state.uses[key] = self.state.uses.get(key, Use()) + use
+
+    def _draw(self, lane: str, start: float, end: float, name: str) -> None:
+        if end > start and len(self.intervals) < MAX_INTERVALS:
+            self.intervals.append(Interval(lane, start, end, name))
+
+    def _steps_of(self, computation: Computation) -> list[_Step]:
+        if computation.name not in self._steps:
+            steps = [self._step(instruction, computation) for instruction in computation.instructions]
+            self._steps[computation.name] = [step for step in steps if step]
+        return self._steps[computation.name]
+
+    def _step(self, instruction: Instruction, computation: Computation) -> _Step | None:
+        """Returns what an instruction does; None if it does nothing."""
+        opcode = instruction.opcode
+        if opcode in ("send", "recv"):
+            raise ValueError(f"{instruction} cannot be replayed: it sends to one device")
+        if collective := collective_of(instruction, self._shape):
+            return _Step(instruction, "start" if opcode.endswith("-start") else "collective", 0.0, (collective,))
+        if opcode == "async-start":
+            called = self._program.called(instruction.calls[0], instruction)
+            found = tuple(c for inside in called.instructions if (c := collective_of(inside, self._shape)))
+            return _Step(instruction, "start" if found else "call", 0.0, found)
+        if opcode.endswith("-done") and (opcode.removesuffix("-done") in KINDS or opcode == "async-done"):
+            return _Step(instruction, "done")
+        if opcode in ("while", "conditional", "call", "tuple", "parameter"):
+            return _Step(instruction, opcode)
+        seconds = kernel_s(instruction, computation, self._program, self._device)
+        if seconds:
+            return _Step(instruction, "kernel", seconds)
+        return _Step(instruction, "passed") if opcode in _PASSED else None
+
+
+def level_seconds(collective: Collective, network: Network) -> dict[str, float]:
+    """Returns how long one execution of a collective occupies each level: a ring's latencies, and its bytes."""
+    rounds = {"all-reduce": 2 * (collective.group_size - 1), "collective-permute": 1}
+    messages = rounds.get(collective.kind, collective.group_size - 1)
+    return {
+        "inter": network.level_s("inter", collective.inter_bytes, messages),
+        "intra": network.level_s("intra", collective.intra_bytes, messages),
+    }
+
+
+def _same(a: Sequence[float], b: Sequence[float], took: float) -> bool:
+    return len(a) == len(b) and all(isclose(x, y, rel_tol=0.0, abs_tol=1e-9 * took) for x, y in zip(a, b))

@@ -1,0 +1,214 @@
+"""The replay of small schedules, whose times are worked out by hand."""
+
+from dataclasses import replace
+from math import isclose
+
+import pytest
+
+from planner.hardware import Device, Network
+from planner.replay import replay
+from planner.timeline import Timeline
+from sharding.hlo_program import parse_program
+from sharding.mesh import MeshShape
+
+SHAPE = MeshShape(replica_inter=2, shard_inter=1, replica_intra=1, shard_intra=2, tensor=1)
+# a product of 4 x 4 takes 128 s, other kernels one second for each byte, nothing else
+DEVICE = Device(peak_flops={"f32": 2}, matmul_fraction=0.5, memory_bandwidth=1, launch_s=0)
+# one byte of each device takes 1 s inside the node and 10 s between nodes
+NETWORK = Network(devices_per_node=2, intra_bandwidth=1, intra_latency_s=0, node_bandwidth=0.2, inter_latency_s=0)
+INTRA, INTER = "replica_groups={{0,1},{2,3}}", "replica_groups={{0,2},{1,3}}"
+
+
+def replayed(*lines: str, more: str = "", network: Network = NETWORK, device: Device = DEVICE) -> Timeline:
+    """Returns the timeline of an entry computation with a parameter %p of 5 bytes."""
+    body = "\n".join(f"  {line}" for line in ("%p = u8[5] parameter(0)", *lines))
+    text = f"HloModule jit_step, is_scheduled=true\n\n{more}\nENTRY %main (p: u8[5]) -> u8[5] {{\n{body}\n}}\n"
+    timeline = replay(parse_program(text), SHAPE, device, network)
+    exposed = sum(use.exposed_s for use in timeline.uses.values())
+    assert isclose(timeline.step_s, timeline.compute_s + exposed)
+    assert all(use.exposed_s <= use.busy_s * (1 + 1e-9) for use in timeline.uses.values())
+    return timeline
+
+
+def gather(name: str, groups: str, size: int = 10) -> tuple[str, str]:
+    """Returns a start and a done of half of `size` bytes: size / 2 seconds inside the node, 5 times size between."""
+    start = f"%{name} = (u8[{size // 2}], u8[{size}]) all-gather-start(%p), {groups}, dimensions={{0}}"
+    return start, f"%{name}.done = u8[{size}] all-gather-done(%{name})"
+
+
+def kernel(name: str, seconds: int) -> str:
+    return f"%{name} = u8[{seconds - 5}] negate(%p)"
+
+
+def test_kernels_take_the_longer_of_operations_and_bytes() -> None:
+    timeline = replayed(
+        "%a = f32[4,4] parameter(1)",
+        "%dot = f32[4,4] dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}",  # 192 bytes, 2 * 64 FLOP
+        "%neg = u8[5] negate(%p)",
+    )
+    assert (timeline.step_s, timeline.compute_s) == (192 + 10, 202)
+    slow = replace(DEVICE, matmul_fraction=0.25, launch_s=3)
+    product = "%dot = f32[4,4] dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    assert replayed("%a = f32[4,4] parameter(1)", product, device=slow).step_s == 128 / 0.5 + 3
+
+
+def test_a_pair_hides_what_lies_between() -> None:
+    start, done = gather("g", INTRA, 20)  # 10 s
+    assert replayed(start, done).step_s == 10
+    timeline = replayed(start, kernel("k", 7), done)
+    assert (timeline.step_s, timeline.compute_s) == (10, 7)
+    use = timeline.uses["all-gather", "intra"]
+    assert (use.times, use.busy_s, use.exposed_s) == (1, 10, 3)
+    assert replayed(start, kernel("k", 17), done).step_s == 17
+
+
+def test_without_a_pair_the_stream_waits() -> None:
+    timeline = replayed(kernel("k", 7), f"%g = u8[20] all-gather(%p), {INTRA}, dimensions={{0}}", kernel("l", 8))
+    assert (timeline.step_s, timeline.use().exposed_s) == (25, 10)
+
+
+def test_collectives_of_a_level_queue_and_levels_do_not() -> None:
+    a, a_done = gather("a", INTRA, 20)
+    b, b_done = gather("b", INTRA, 40)
+    far, far_done = gather("far", INTER, 10)  # 50 s
+    assert replayed(a, b, a_done, b_done).step_s == 10 + 20
+    timeline = replayed(a, b, far, b_done, far_done)
+    assert timeline.step_s == 50
+    assert (timeline.use(level="intra").exposed_s, timeline.use(level="inter").exposed_s) == (30, 20)
+
+
+def test_what_waits_behind_another_collective_exposes_that_one() -> None:
+    reduce = f"%r = u8[20] all-reduce-start(%p), {INTRA}, to_apply=%add"  # twice 10 bytes: 20 s
+    a, a_done = gather("a", INTRA, 20)
+    timeline = replayed(reduce, a, kernel("k", 6), a_done, "%r.done = u8[20] all-reduce-done(%r)")
+    exposed = {name: use.exposed_s for (name, _), use in timeline.uses.items()}
+    assert (timeline.step_s, exposed) == (30, {"all-reduce": 14, "all-gather": 10})
+
+
+def test_latency_is_paid_for_each_round_of_a_ring() -> None:
+    network = replace(NETWORK, intra_latency_s=0.5, inter_latency_s=100)
+    assert replayed(*gather("g", INTRA, 20), network=network).step_s == 10.5
+    four = "replica_groups={{0,1,2,3}}"  # 3 rounds; two of four edges cross: each device 7.5 bytes on either level
+    timeline = replayed(*gather("g", four, 20), network=network)
+    assert (timeline.step_s, [*timeline.uses]) == (3 * 100 + 75, [("all-gather", "inter")])
+
+
+def test_a_collective_on_both_levels_occupies_both() -> None:
+    both, both_done = gather("g", "replica_groups={{0,1,2,3}}", 20)  # 75 s
+    near, near_done = gather("n", INTRA, 20)
+    far, far_done = gather("f", INTER, 10)
+    assert replayed(near, both, both_done, near_done).step_s == 10 + 75
+    assert replayed(both, near, far, near_done, far_done, both_done).step_s == 75 + 50
+
+
+def test_a_started_computation_is_its_collective() -> None:
+    more = f"%wrapped (x: u8[5]) -> u8[20] {{\n  ROOT %g = u8[20] all-gather(%x), {INTRA}, dimensions={{0}}\n}}\n"
+    timeline = replayed(
+        "%s = ((u8[5]), u8[20], u32[]) async-start(%p), calls=%wrapped",
+        kernel("k", 6),
+        "%d = u8[20] async-done(%s)",
+        more=more,
+    )
+    assert (timeline.step_s, timeline.compute_s) == (10, 6)
+
+
+def loop(trips: int, carried: str, value: str, lines: tuple[str, ...], result: str, inside: str = "") -> str:
+    """Returns the computations of a loop whose tuple is (counter, a `carried`), `%v` in the body."""
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"""{inside}
+%cond (x: (s32[], {carried})) -> pred[] {{
+  %x = (s32[], {carried}) parameter(0)
+  %j = s32[] get-tuple-element(%x), index=0
+  %limit = s32[] constant({trips})
+  ROOT %less = pred[] compare(%j, %limit), direction=LT
+}}
+
+%body (y: (s32[], {carried})) -> (s32[], {carried}) {{
+  %y = (s32[], {carried}) parameter(0)
+  %i = s32[] get-tuple-element(%y), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %{value} = {carried} get-tuple-element(%y), index=1
+  %p = u8[5] constant(0)
+{body}
+  ROOT %t = (s32[], {carried}) tuple(%next, %{result})
+}}
+"""
+
+
+NEXT_S = 12  # the counter's addition: three numbers of 4 bytes
+
+
+@pytest.mark.parametrize("trips", [0, 1, 2, 3, 1000])
+def test_loops_repeat(trips: int) -> None:
+    start, done = gather("g", INTRA, 40)  # 20 s
+    more = loop(trips, "u8[5]", "v", (start, kernel("k", 6), done), "v")
+    whiles = (
+        "%zero = s32[] constant(0)",
+        "%t = (s32[], u8[5]) tuple(%zero, %p)",
+        "%w = (s32[], u8[5]) while(%t), condition=%cond, body=%body",
+    )
+    timeline = replayed(*whiles, more=more)
+    assert isclose(timeline.step_s, trips * (NEXT_S + 20))
+    assert isclose(timeline.compute_s, trips * (NEXT_S + 6))
+    use = timeline.use()
+    assert use.times == trips and isclose(use.busy_s, 20 * trips) and isclose(use.exposed_s, 14 * trips)
+
+
+@pytest.mark.parametrize("trips", [1, 2, 50])
+def test_a_handle_goes_round_the_loop(trips: int) -> None:
+    """Each iteration waits for what the one before started; the last is waited for behind the loop."""
+    handle = "(u8[20], u8[40])"
+    start, _ = gather("g", INTRA, 40)  # 20 s
+    lines = ("%d = u8[40] all-gather-done(%v)", start, kernel("k", 6))
+    more = loop(trips, handle, "v", lines, "g")
+    whiles = (
+        start.replace("%g", "%first"),
+        "%zero = s32[] constant(0)",
+        f"%t = (s32[], {handle}) tuple(%zero, %first)",
+        f"%w = (s32[], {handle}) while(%t), condition=%cond, body=%body",
+        f"%last = {handle} get-tuple-element(%w), index=1",
+        "%z = u8[40] all-gather-done(%last)",
+    )
+    timeline = replayed(*whiles, more=more)
+    # iteration: addition (12, hides), wait until the gather's 20 are over, start, kernel of 6
+    first, rest = 20 + 6, (trips - 1) * (12 + 2 + 6)
+    assert isclose(timeline.step_s, first + rest + 14)
+    assert timeline.use().times == trips + 1
+
+
+def test_a_pair_may_span_a_loop() -> None:
+    start, done = gather("far", INTER, 100)  # 500 s
+    more = loop(100, "u8[5]", "v", (kernel("k", 8),), "v")
+    whiles = (
+        start,
+        "%zero = s32[] constant(0)",
+        "%t = (s32[], u8[5]) tuple(%zero, %p)",
+        "%w = (s32[], u8[5]) while(%t), condition=%cond, body=%body",
+        done,
+    )
+    assert isclose(replayed(*whiles, more=more).step_s, 100 * (NEXT_S + 8))
+    slow = replace(NETWORK, node_bandwidth=0.02)  # 5000 s
+    timeline = replayed(*whiles, more=more, network=slow)
+    assert isclose(timeline.step_s, 5000) and isclose(timeline.use().exposed_s, 5000 - 2000)
+
+
+def test_of_a_conditional_the_longest_branch_counts() -> None:
+    more = (
+        "%short (x: u8[5]) -> u8[5] {\n  %p = u8[5] parameter(0)\n  ROOT %k = u8[5] negate(%p)\n}\n\n"
+        "%long (x: u8[5]) -> u8[5] {\n  %p = u8[5] parameter(0)\n"
+        f"  %g = u8[40] all-gather(%p), {INTRA}, dimensions={{0}}\n  ROOT %k = u8[5] negate(%p)\n}}\n"
+    )
+    line = "%c = u8[5] conditional(%i, %p, %p), branch_computations={%short, %long}"
+    assert replayed(line, more=more).step_s == 30
+    assert replayed(line.replace("%short, %long", "%long, %short"), more=more).step_s == 30
+
+
+def test_a_done_without_a_start_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"%d = all-gather-done\(p\) waits"):
+        replayed("%d = u8[40] all-gather-done(%p)")
+
+
+def test_a_network_of_other_nodes_is_an_error() -> None:
+    with pytest.raises(ValueError, match="nodes of 2 on a network with 8"):
+        replayed(kernel("k", 7), network=replace(NETWORK, devices_per_node=8))
