@@ -27,7 +27,7 @@ class Key:
     number: int
 
     def __str__(self) -> str:
-        return f"state/{self.number}/{self.topic}"
+        return f"consensus/{self.number}/{self.topic}"
 
 
 def new_key(topic: str) -> Key:
@@ -75,4 +75,4 @@ def all_gather(key: Key, value: Any) -> list[Any]:
 def barrier(topic: str) -> None:
     """Returns when every process has come here as often as this one."""
     if jax.process_count() > 1:  # a name that is used again takes no more memory of the service, which keeps all names
-        multihost.get_jax_distributed_client().wait_at_barrier(f"state/{topic}", _TIMEOUT_S * 1000)
+        multihost.get_jax_distributed_client().wait_at_barrier(f"consensus/{topic}", _TIMEOUT_S * 1000)

@@ -27,7 +27,7 @@ from files import locks, private
 from runtime.consensus import all_gather, broadcast, new_key
 
 FILE_NAME = "token"
-STRANGERS = 64  # who may be at an entrance at a time, besides the processes of the run
+STRANGERS = 64  # connections without a handshake at a time, besides the processes of the run
 _TOKEN = re.compile(r"[0-9a-f]{64}")
 _LINE_BYTES = 1000
 _HANDSHAKE_S = 10.0  # for all that a stranger has to say
@@ -82,7 +82,7 @@ def _read_token(file: Path) -> str:
     return token
 
 
-class Entrance:
+class Acceptor:
     """Takes connections at a socket, in a thread, and hands on those whose other end knows the token.
 
     A stranger has 10 s in all. At most `STRANGERS` are there at a time, and `count` processes; for one more the oldest
@@ -103,7 +103,7 @@ class Entrance:
         self._strangers: list[socket.socket] = []  # the oldest first
         self._lock = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._accept, name=f"entrance for {purpose}", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name=f"acceptor for {purpose}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

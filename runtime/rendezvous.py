@@ -9,7 +9,7 @@ import jax
 
 from runtime.addresses import listen, own_address
 from runtime.consensus import broadcast, new_key
-from runtime.handshake import Entrance, introduce
+from runtime.handshake import Acceptor, introduce
 from runtime.heartbeat import Peer
 
 _PURPOSE = "heartbeats"
@@ -45,7 +45,7 @@ def accept(listener: socket.socket, token: str, count: int) -> list[Peer]:
     def admit(connection: socket.socket, process: int, host: str) -> None:
         admitted.put(Peer(process=process, host=host, connection=connection))
 
-    entrance = Entrance(listener, token, _PURPOSE, count, admit)
+    acceptor = Acceptor(listener, token, _PURPOSE, count, admit)
     peers: dict[int, Peer] = {}
     deadline_s = time.monotonic() + _ACCEPT_S
     try:
@@ -56,7 +56,7 @@ def accept(listener: socket.socket, token: str, count: int) -> list[Peer]:
         missing = ", ".join(str(i) for i in range(1, count + 1) if i not in peers)
         raise TimeoutError(f"process {missing} did not connect to process 0 for heartbeats; a firewall?") from None
     finally:
-        entrance.close()
+        acceptor.close()
     return [peers[process] for process in sorted(peers)]
 
 

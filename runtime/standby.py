@@ -4,7 +4,7 @@ import signal
 import time
 
 from runtime.consensus import broadcast, new_key
-from runtime.interruption import Interruption
+from runtime.preemption import PreemptionHandler
 
 _LOOK_S, _ANSWER_S = 0.05, 0.5
 
@@ -16,9 +16,9 @@ class StandbyGate:
         self._given = False
         signal.signal(signal.SIGUSR1, self._give)
 
-    def opens(self, interruption: Interruption) -> bool:
+    def opens(self, preemption: PreemptionHandler) -> bool:
         """Waits; returns False if the run is asked to stop before. Every process must call it."""
-        while not interruption.requested():
+        while not preemption.requested():
             if broadcast(new_key("turn"), self._wait):
                 return True
         return False

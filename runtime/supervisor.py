@@ -21,8 +21,8 @@ from runtime.events import Event, EventLog
 from runtime.exit_codes import ExitCode, ResumableError
 from runtime.handshake import shared_token
 from runtime.heartbeat import Heartbeat, Verdict
-from runtime.interruption import Interruption
 from runtime.phases import Phase
+from runtime.preemption import PreemptionHandler
 from runtime.rendezvous import rendezvous
 from runtime.standby import StandbyGate
 
@@ -32,11 +32,11 @@ NOTE_S = 1.0  # for the exit code to be written down
 class Supervisor:
     """One process of a run, seen from outside of training."""
 
-    def __init__(self, interruption: Interruption) -> None:
+    def __init__(self, preemption: PreemptionHandler) -> None:
         self.phase = Phase.CHECKING
         self.shows_tracebacks = False
         self.events = EventLog(None)
-        self._interruption, self._heartbeat = interruption, Heartbeat(self._note_verdict)
+        self._preemption, self._heartbeat = preemption, Heartbeat(self._note_verdict)
         self._gate: StandbyGate | None = None
         self._workdir = Path()
         self._coordinator = ""
@@ -82,7 +82,7 @@ class Supervisor:
         compile_ahead()
         if jax.process_index() == 0:
             self._own_events().write(Event.READY, coordinator=self._coordinator)
-        return self._gate.opens(self._interruption)
+        return self._gate.opens(self._preemption)
 
     def started(self) -> None:
         """Writes down that the run starts: the work directory is its own from now on."""
@@ -98,7 +98,7 @@ class Supervisor:
 
     def stop_requested(self) -> bool:
         """Whether somebody asked the run to stop; all processes see it at the same call."""
-        return self._interruption.requested()
+        return self._preemption.requested()
 
     def completed(self, step: int) -> None:
         """Notes the last step that this process completed."""
@@ -152,8 +152,8 @@ def supervise(
 
     With `ends_process` nothing but the end of the process follows: SIGTERM does not change the exit code any more.
     """
-    with Interruption(to_the_end=ends_process) as interruption:
-        supervisor = Supervisor(interruption)
+    with PreemptionHandler(to_the_end=ends_process) as preemption:
+        supervisor = Supervisor(preemption)
         try:
             return supervisor.end(ExitCode.FINISHED if run(supervisor) else ExitCode.RESUMABLE)
         except KeyboardInterrupt:

@@ -33,7 +33,7 @@ class _Manager(ocp.CheckpointManager):
     """Orbax's manager, which must not ask jax's preemption service itself.
 
     It would ask with the number of an old step from its background thread, and the processes agree on the step at which
-    they stop by the numbers that they asked with last: the training loop alone asks (`runtime/interruption.py`).
+    they stop by the numbers that they asked with last: the training loop alone asks (`runtime/preemption.py`).
     """
 
     def reached_preemption(self, step: int) -> bool:

@@ -1,6 +1,6 @@
 """The files of the memory tier: what a node keeps of the state on its RAM disk, whole or not at all.
 
-    DIR/mics-jax-UID/RUN_ID/2-0-a.data     attempt 2, process 0, slot a (or b): boxes of arrays, one after the other
+    DIR/mics-jax-UID/RUN_ID/2-0-a.data     attempt 2, process 0, slot a (or b): regions of arrays, one after the other
     DIR/mics-jax-UID/RUN_ID/2-0-a.json     what they are; written last, removed before the data is written over
 
 A process writes to its two slots in turns, so that a kill in the middle of one leaves the other. The folders are the
@@ -28,7 +28,7 @@ import numpy as np
 from files import atomic, private
 from state.attempts import RUN_ID
 from state.manifest import Leaf
-from state.owned_shards import Box
+from state.owned_shards import Region
 
 _FORMAT = 2
 _SLOTS = ("a", "b")
@@ -40,9 +40,9 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A box, and where its bytes are in the data file."""
+    """A region, and where its bytes are in the data file."""
 
-    box: Box
+    region: Region
     offset: int
     size: int
     crc32: int = 0
@@ -50,7 +50,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotManifest:
-    """What a pair of files holds: boxes of the arrays of one step."""
+    """What a pair of files holds: regions of the arrays of one step."""
 
     name: str  # of the files
     run_id: str
@@ -83,7 +83,9 @@ class SnapshotManifest:
     def as_json(self) -> dict[str, Any]:
         """Returns the same for `from_json`, a piece in one list."""
         places = {leaf.path: i for i, leaf in enumerate(self.tree)}
-        pieces = [[places[p.box.path], p.box.start, p.box.shape, p.offset, p.size, p.crc32] for p in self.pieces]
+        pieces = [
+            [places[p.region.path], p.region.start, p.region.shape, p.offset, p.size, p.crc32] for p in self.pieces
+        ]
         return asdict(replace(self, pieces=())) | {"pieces": pieces}
 
     @classmethod
@@ -92,7 +94,7 @@ class SnapshotManifest:
         tree = tuple(Leaf(path=x["path"], shape=tuple(x["shape"]), dtype=x["dtype"]) for x in content["tree"])
         pieces = tuple(
             Piece(
-                box=Box(path=tree[leaf].path, start=tuple(start), shape=tuple(shape)),
+                region=Region(path=tree[leaf].path, start=tuple(start), shape=tuple(shape)),
                 offset=offset,
                 size=size,
                 crc32=crc32,
@@ -167,13 +169,13 @@ class MemoryFolder:
             return list(pool.map(lambda p: zlib.crc32(content[p.offset : p.offset + p.size]), snapshot.pieces))
 
     def read(self, snapshot: SnapshotManifest, piece: Piece) -> np.ndarray:
-        """Returns the array in a box; it shows the file, so copy it before the slot is written again."""
-        dtype = snapshot.dtypes[piece.box.path]
+        """Returns the array in a region; it shows the file, so copy it before the slot is written again."""
+        dtype = snapshot.dtypes[piece.region.path]
         file = self._data_file(snapshot.name)
         return (
             np.memmap(file, np.uint8, mode="r", offset=piece.offset, shape=(piece.size,))
             .view(dtype)
-            .reshape(piece.box.shape)
+            .reshape(piece.region.shape)
         )
 
     def remove(self, names: Iterable[str]) -> None:
@@ -254,9 +256,9 @@ class SlotFile:
         finally:
             self._file.close()
 
-    def append(self, box: Box, content: np.ndarray) -> Piece:
+    def append(self, region: Region, content: np.ndarray) -> Piece:
         """Writes an array; OSError if there is no room."""
-        piece = Piece(box=box, offset=self._offset, size=content.nbytes)
+        piece = Piece(region=region, offset=self._offset, size=content.nbytes)
         self.write(as_bytes(content))
         return piece
 

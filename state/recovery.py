@@ -14,7 +14,7 @@ from state import tree
 from state.attempts import Attempts
 from state.manifest import Leaf
 from state.memory_files import MemoryFolder, Piece, SnapshotManifest
-from state.owned_shards import Box, box_of, covers
+from state.owned_shards import Region, covers, region_of
 from state.transfer import Address, Connection
 
 Report = Callable[[str], None]
@@ -101,7 +101,7 @@ def load(
                 continue
             as_saved = tree.as_saved(asked.abstract, saved[path].shape)
             assert as_saved.sharding is not None
-            put_together = _once_each(saved[path], lambda box, path=path: fetch.box(box, found.sources[path]))
+            put_together = _once_each(saved[path], lambda region, path=path: fetch.region(region, found.sources[path]))
             array = jax.make_array_from_callback(as_saved.shape, as_saved.sharding, put_together)
             arrays.append(tree.shared_out(array, asked))
         return jax.tree.unflatten(jax.tree.structure(abstract_state), jax.block_until_ready(arrays))
@@ -110,20 +110,20 @@ def load(
 
 
 class _Fetch:
-    """Reads boxes from the folder of this node where they are there, and from other processes where not."""
+    """Reads regions from the folder of this node where they are there, and from other processes where not."""
 
     def __init__(self, folder: MemoryFolder, reader: int, addresses: list[Address], token: str) -> None:
         self._folder, self._reader, self._addresses, self._token = folder, reader, addresses, token
         self._connections: dict[int, Connection] = {}
 
-    def box(self, wanted: Box, sources: Iterable[Source]) -> np.ndarray:
-        """Returns the numbers in a box, from the pieces that overlap with it."""
-        by_box: dict[Box, list[Source]] = defaultdict(list)
+    def region(self, wanted: Region, sources: Iterable[Source]) -> np.ndarray:
+        """Returns the numbers in a region, from the pieces that overlap with it."""
+        by_region: dict[Region, list[Source]] = defaultdict(list)
         for source in sources:
-            by_box[source.piece.box].append(source)
+            by_region[source.piece.region].append(source)
         result: np.ndarray | None = None
-        for box, copies in by_box.items():
-            part = wanted.overlap(box)
+        for region, copies in by_region.items():
+            part = wanted.overlap(region)
             if part is None:
                 continue
             content = self._read(part, self._nearest(copies))
@@ -142,10 +142,10 @@ class _Fetch:
         here = [source for source in copies if source.process == self._reader]
         return here[0] if here else copies[jax.process_index() % len(copies)]
 
-    def _read(self, part: Box, source: Source) -> np.ndarray:
+    def _read(self, part: Region, source: Source) -> np.ndarray:
         piece = source.piece
         if source.process == self._reader:
-            return self._folder.read(source.snapshot, piece)[part.within(piece.box)]
+            return self._folder.read(source.snapshot, piece)[part.within(piece.region)]
         if source.process not in self._connections:
             address = self._addresses[source.process]
             self._connections[source.process] = Connection(address, self._token, jax.process_index())
@@ -153,24 +153,24 @@ class _Fetch:
         return self._connections[source.process].get(source.snapshot.name, source.number, part, dtype)
 
 
-def _once_each(leaf: Leaf, make: Callable[[Box], np.ndarray]) -> Callable[[Any], np.ndarray]:
+def _once_each(leaf: Leaf, make: Callable[[Region], np.ndarray]) -> Callable[[Any], np.ndarray]:
     """Returns a callback from an index to the numbers there, made once for all devices that hold the same."""
-    made: dict[Box, np.ndarray] = {}
+    made: dict[Region, np.ndarray] = {}
 
     def callback(index: tuple[slice, ...]) -> np.ndarray:
-        box = box_of(leaf, index)
-        if box not in made:
-            made[box] = make(box)
-        return made[box]
+        region = region_of(leaf, index)
+        if region not in made:
+            made[region] = make(region)
+        return made[region]
 
     return callback
 
 
 def _is_complete(sources: list[Source]) -> bool:
-    boxes: dict[str, set[Box]] = defaultdict(set)
+    regions: dict[str, set[Region]] = defaultdict(set)
     for source in sources:
-        boxes[source.piece.box.path].add(source.piece.box)
-    return bool(sources) and all(covers(boxes[leaf.path], leaf) for leaf in sources[0].snapshot.tree)
+        regions[source.piece.region.path].add(source.piece.region)
+    return bool(sources) and all(covers(regions[leaf.path], leaf) for leaf in sources[0].snapshot.tree)
 
 
 def _set_back(step: int, saved: int, known: int) -> str:
@@ -186,15 +186,15 @@ def _set_back(step: int, saved: int, known: int) -> str:
 def _disagreement(sources: list[Source]) -> str:
     """Returns what two copies of one step differ in; "" if they do not."""
     first = sources[0].snapshot
-    hashes: dict[Box, Source] = {}
+    hashes: dict[Region, Source] = {}
     for source in sources:
         other = source.snapshot
         if (other.data, _learned(other), other.tree) != (first.data, _learned(first), first.tree):
             return f"they are of different configs or data ({first.name} and {other.name})"
-        known = hashes.setdefault(source.piece.box, source)
+        known = hashes.setdefault(source.piece.region, source)
         if known.piece.crc32 != source.piece.crc32:
             return (
-                f"two copies of a part of {source.piece.box.path} differ (processes {known.process} and "
+                f"two copies of a part of {source.piece.region.path} differ (processes {known.process} and "
                 f"{source.process} read them)"
             )
     return ""
@@ -235,7 +235,7 @@ def _without_damaged(folder: MemoryFolder, sources: list[Source], hosts: list[st
 def _found(sources: list[Source]) -> Found:
     by_path: dict[str, list[Source]] = defaultdict(list)
     for source in sources:
-        by_path[source.piece.box.path].append(source)
+        by_path[source.piece.region.path].append(source)
     return Found(snapshot=sources[0].snapshot, sources={path: tuple(found) for path, found in by_path.items()})
 
 

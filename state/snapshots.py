@@ -1,9 +1,9 @@
 """The memory tier: every few steps each node keeps its shards of the state on its RAM disk (docs/elasticity.md).
 
-A process writes each box that its node holds once (the processes of a node share the work), and a partner on the next
-node keeps a copy of what no other node has. Writing is the copy to the host: then the state may be donated; hashes, the
-commit and the partner's copy follow in a thread. No process writes over the newest snapshot that all have before all
-have a newer one.
+Each region that a node holds is written once: the processes of the node share the work. A partner process on the next
+node keeps a copy of the regions that no other node holds. `save` returns when the arrays are copied to the host, so
+that the caller may donate the state; a thread hashes them, commits them, and sends the partner its copy. A process
+overwrites the newest complete snapshot only after all processes have a newer one.
 """
 
 import math
@@ -177,13 +177,13 @@ class Snapshots:
 
     def _copy(self, arrays: dict[str, jax.Array], step: int) -> tuple[str, tuple[Piece, ...]] | None:
         """Copies what this process keeps; returns the name of the files and the pieces, None if there is no room."""
-        shards = [_shard(arrays[kept.box.path], kept) for kept in self._kept]
+        shards = [_shard(arrays[kept.region.path], kept) for kept in self._kept]
         for shard in shards:
             shard.copy_to_host_async()
         try:
             with self._slots.open() as file:
                 # on CPUs these are the device's own numbers: nobody may hold on to them
-                return file.name, tuple(file.append(kept.box, np.asarray(x)) for kept, x in zip(self._kept, shards))
+                return file.name, tuple(file.append(kept.region, np.asarray(x)) for kept, x in zip(self._kept, shards))
         except OSError as error:
             self._warn(step, error)
             return None
@@ -229,11 +229,11 @@ class Snapshots:
         """Hashes and commits what was copied, and gives the partner what no other node has (in a thread)."""
         try:
             snapshot = self._folder.commit(snapshot)
-            alone = [number for number, kept in enumerate(self._kept) if kept.alone]
-            if alone:
+            only_copies = [number for number, kept in enumerate(self._kept) if kept.is_only_copy]
+            if only_copies:
                 connection = Connection(self._addresses[self._partner(self._me)], self._token, self._me)
                 try:
-                    connection.put(self._folder, snapshot, alone)
+                    connection.put(self._folder, snapshot, only_copies)
                 finally:
                     connection.close()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Carries boxes between the processes of a run: what a restart misses, and the copy that a partner keeps.
+"""Carries regions between the processes of a run: what a restart misses, and the copy that a partner keeps.
 
 A process serves from threads of its own, those that `runtime/handshake.py` lets in. Then come requests, a line of JSON
 each, and bytes where the request or the answer has some. What is malformed ends the connection.
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from runtime.addresses import listen, own_address
-from runtime.handshake import Entrance, introduce
+from runtime.handshake import Acceptor, introduce
 from state.memory_files import MemoryFolder, SlotFile, SnapshotManifest, as_bytes
-from state.owned_shards import Box
+from state.owned_shards import Region
 
 _PURPOSE = "transfers"
 _TIMEOUT_S = 60.0  # for a connection, and for each part of an answer
@@ -39,7 +39,7 @@ class Address:
 
 
 class Service:
-    """Serves the boxes in a folder, and keeps copies there, until it is closed."""
+    """Serves the regions in a folder, and keeps copies there, until it is closed."""
 
     def __init__(self, folder: MemoryFolder, attempt: int, process: int, count: int, token: str) -> None:
         """Listens for `count` processes at a port that the system chooses."""
@@ -47,7 +47,7 @@ class Service:
         listener = listen(host, count)
         self.address = Address(process=process, host=host, port=listener.getsockname()[1])
         self._answers = _Answers(folder, attempt)
-        self._entrance = Entrance(listener, token, _PURPOSE, count, self._answers.serve)
+        self._acceptor = Acceptor(listener, token, _PURPOSE, count, self._answers.serve)
 
     def keep_for(self, processes: Iterable[int]) -> None:
         """Lets these processes, and no others, have copies kept here."""
@@ -55,7 +55,7 @@ class Service:
 
     def close(self) -> None:
         """Ends the service."""
-        self._entrance.close()
+        self._acceptor.close()
 
 
 class Connection:
@@ -74,17 +74,17 @@ class Connection:
             self._socket.settimeout(_TIMEOUT_S)
             self._file = self._socket.makefile("rwb")
 
-    def get(self, name: str, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
-        """Returns the part `box` of piece `number` of a snapshot. OSError if it does not come."""
+    def get(self, name: str, number: int, region: Region, dtype: np.dtype) -> np.ndarray:
+        """Returns the part `region` of piece `number` of a snapshot. OSError if it does not come."""
         with self._explained():
-            self._say_line(json.dumps({"get": name, "number": number, "start": box.start, "shape": box.shape}))
+            self._say_line(json.dumps({"get": name, "number": number, "start": region.start, "shape": region.shape}))
             answer = self._answer()
             content = bytearray(answer["size"])
             if self._file.readinto(content) != len(content):
                 raise ConnectionError("it closed the connection")
             if zlib.crc32(content) != answer["crc32"]:
                 raise OSError("the bytes that came do not match their hash")
-        return np.frombuffer(content, dtype).reshape(box.shape)
+        return np.frombuffer(content, dtype).reshape(region.shape)
 
     def put(self, folder: MemoryFolder, snapshot: SnapshotManifest, numbers: list[int]) -> None:
         """Makes the other process keep some pieces of a whole snapshot of ours. OSError if it does not."""
@@ -157,8 +157,8 @@ class _Answers:
                 self._read = {snapshot.name: snapshot for snapshot in self._folder.snapshots()[0]}
             snapshot = self._read[name]
         piece = snapshot.pieces[request["number"]]
-        part = Box(path=piece.box.path, start=tuple(request["start"]), shape=tuple(request["shape"]))
-        return as_bytes(self._folder.read(snapshot, piece)[part.within(piece.box)])
+        part = Region(path=piece.region.path, start=tuple(request["start"]), shape=tuple(request["shape"]))
+        return as_bytes(self._folder.read(snapshot, piece)[part.within(piece.region)])
 
     def put(self, request: dict[str, Any], sender: int, content: BufferedIOBase) -> memoryview:
         """Keeps a copy of the sender's pieces, which follow in `content`. ValueError if it is not ours to keep."""

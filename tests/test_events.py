@@ -17,7 +17,7 @@ from files import locks
 from runtime.events import FILE_NAME, Event, EventLog, EventReader
 from runtime.exit_codes import ExitCode
 from runtime.heartbeat import Verdict
-from runtime.interruption import Interruption
+from runtime.preemption import PreemptionHandler
 from runtime.supervisor import Supervisor
 
 WRITER = """
@@ -90,8 +90,8 @@ def test_a_file_that_cannot_be_read_ends_no_engine(tmp_path: Path) -> None:
 
 def test_a_run_that_ends_twice_is_written_down_once(tmp_path: Path) -> None:
     """Another process failed first, and this one by itself within its time of grace."""
-    with Interruption() as interruption:
-        supervisor = Supervisor(interruption)
+    with PreemptionHandler() as preemption:
+        supervisor = Supervisor(preemption)
         supervisor._workdir = tmp_path
         supervisor.started()
         supervisor._note_verdict(Verdict(text="process 1 failed: x", code=1), [])

@@ -50,7 +50,7 @@ def inject(run: ElasticRun, event: Fault) -> Outcome:
     at_step, grows = run.step, event.kind == "join"
     bigger = lambda: len(run.world) > nodes or len(run.world) == run.max_nodes
     run.wait(
-        lambda: run.attempt > attempt and run.is_settled and run.has_stepped and (not grows or bigger()),
+        lambda: run.attempt > attempt and run.is_settled and run.attempt_has_step and (not grows or bigger()),
         f"recovery from {event.kind} of node{node}",
         RECOVERY_S,
     )

@@ -58,7 +58,7 @@ class ElasticRun:
         self.step, self.lost_steps, self.source = 0, 0, ""
         self._name = f"chaos-{os.getpid()}"
         self._stepped_s: list[float] = []  # when each finished step was seen
-        self._steps_before = 0  # how many of them were seen before this start began
+        self._steps_of_earlier_attempts = 0  # how many of them were seen before this attempt
         self._newest = 0  # the newest step of this history of the run
         self._news = EventReader(self.workdir)
         self._later: list[tuple[float, Callable[[], None]]] = []
@@ -115,7 +115,7 @@ class ElasticRun:
             self.is_settled = False
         elif kind == Event.RESTORED:
             self.lost_steps += max(0, self._newest - event["step"])
-            self._newest, self._steps_before = event["step"], len(self._stepped_s)
+            self._newest, self._steps_of_earlier_attempts = event["step"], len(self._stepped_s)
             self.source = event["source"]
 
     def wait(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
@@ -138,9 +138,9 @@ class ElasticRun:
         return next((after_s for after_s in times_s if after_s >= 0), None)
 
     @property
-    def has_stepped(self) -> bool:
-        """Whether the metrics have a step of this start."""
-        return len(self._stepped_s) > self._steps_before
+    def attempt_has_step(self) -> bool:
+        """Whether the metrics have a step of this attempt."""
+        return len(self._stepped_s) > self._steps_of_earlier_attempts
 
     def longest_pause(self, start_s: float) -> float:
         """Returns the longest time between two finished steps, of which the second came after a time."""
@@ -178,7 +178,7 @@ class ElasticRun:
         return number
 
     def program(self, node: int) -> int:
-        """Returns the process of train.py in a node. Of two it is the older: the other waits for the next start."""
+        """Returns the process of train.py in a node. Of two it is the older: the other waits for the next attempt."""
         if node not in self._programs:
             self._programs[node] = min(self._processes(node, "ray_standby.py"), key=_started)
         return self._programs[node]

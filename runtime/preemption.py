@@ -9,7 +9,7 @@ import jax
 from jax.experimental import multihost_utils
 
 
-class Interruption:
+class PreemptionHandler:
     """A context manager around a program; `requested()` is True once somebody asked it to stop.
 
     Before the first `requested()` there is nothing to save: a signal raises KeyboardInterrupt at once. In joined
