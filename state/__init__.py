@@ -54,7 +54,8 @@ def latest_config(directory: str | Path) -> dict[str, Any] | None:
     """Returns the config saved with the newest step whose manifest and config file verify; None if there is no step.
 
     Only these two files are read, so this is fast whatever the size of the state. Raises ValueError if there are
-    steps and none of them has a config that verifies, or if the newest is of another version of this program.
+    steps and none of them has a config that verifies, or if the newest is of another version of this program; OSError
+    if one of the files cannot be read.
     """
     damaged = []
     for step in reversed(_manifest.step_numbers(Path(directory))):
@@ -64,6 +65,10 @@ def latest_config(directory: str | Path) -> dict[str, Any] | None:
         except _manifest.DamagedError as error:
             damaged.append(f"step {step}: {error}")
             continue
+        except _manifest.UnreadableError:
+            if step in _manifest.step_numbers(Path(directory)):
+                raise
+            return latest_config(directory)  # the run has deleted it meanwhile, after it saved a newer one
         return json.loads((folder / _manifest.CONFIG_FILE).read_text())
     if damaged:
         raise ValueError(f"no checkpoint in {directory} has a config that verifies: {'; '.join(damaged)}")

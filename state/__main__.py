@@ -15,18 +15,18 @@ ASIDE = (manifest.UNFINISHED, manifest.SET_ASIDE)
 
 
 def verify(directory: Path) -> int:
-    """Prints a line a step; returns 0 if every step verifies, 2 if there is none, else 1."""
+    """Prints a line per step; returns 0 if every step verifies, 2 if there is none, else 1."""
     steps, all_good = manifest.step_numbers(directory), True
     if not steps:
         return _refuse(directory)
     for step in steps:
         try:
             found = manifest.verify(directory / str(step))
-        except manifest.DamagedError as error:
+        except (manifest.DamagedError, manifest.UnreadableError) as error:
             if not (directory / str(step)).exists():
                 continue  # the run has deleted it meanwhile
             all_good = False
-            print(f"step {step}: DAMAGED: {error}")
+            print(f"step {step}: {_problem(error)}: {error}")
         except manifest.UnknownFormatError as error:
             all_good = False
             print(f"step {step}: UNKNOWN FORMAT: {error}")
@@ -44,10 +44,10 @@ def ls(directory: Path) -> int:
     for step in steps:
         try:
             found = manifest.read(directory / str(step))
-        except manifest.DamagedError as error:
+        except (manifest.DamagedError, manifest.UnreadableError) as error:
             if not (directory / str(step)).exists():
                 continue
-            print(f"step {step:>8}  DAMAGED: {error}")
+            print(f"step {step:>8}  {_problem(error)}: {error}")
             continue
         except manifest.UnknownFormatError as error:
             print(f"step {step:>8}  UNKNOWN FORMAT: {error}")
@@ -64,6 +64,10 @@ def _refuse(directory: Path) -> int:
     below = directory / "checkpoints"
     print(f"{directory} holds no checkpoint{f'; did you mean {below}?' if below.is_dir() else ''}", file=sys.stderr)
     return ExitCode.BAD_INPUT
+
+
+def _problem(error: Exception) -> str:
+    return "UNREADABLE" if isinstance(error, OSError) else "DAMAGED"
 
 
 def _size(num_bytes: float) -> str:

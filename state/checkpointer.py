@@ -163,8 +163,9 @@ class Checkpointer:
         With `newer_than` only newer steps are looked at, and None means that step, which the caller has elsewhere.
 
         `abstract_state` is a pytree of jax.ShapeDtypeStruct with shardings: any mesh, whatever the one it was saved
-        from. Steps that do not verify are reported and moved into DIR/set_aside. Raises ValueError if there are steps
-        but none verifies, or if the newest that does is of another model (then nothing is moved).
+        from. Damaged steps are reported and moved into DIR/set_aside. Raises ValueError if there are steps but none
+        verifies, or if the newest that does is of another model; OSError if a process cannot read a file. Then nothing
+        is moved.
         """
         self.wait()
         wanted = tree.flatten_abstract(abstract_state)
@@ -326,7 +327,7 @@ class Checkpointer:
     def _is_committed(self, step: int) -> bool:
         try:
             manifest.read(self.directory / str(step))
-        except (manifest.DamagedError, manifest.UnknownFormatError):
+        except (manifest.DamagedError, manifest.UnknownFormatError, manifest.UnreadableError):
             return False
         return True
 

@@ -30,10 +30,15 @@ SET_ASIDE = "set_aside"
 _FORMAT = 1
 _BLOCK_BYTES = 1 << 20
 _HASHING_THREADS = 4
+_NOT_A_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class DamagedError(Exception):
     """A step does not verify; the message says which file and what is wrong with it."""
+
+
+class UnreadableError(OSError):
+    """A file of a step cannot be read now, which is no sign of damage; the message says which file and what to do."""
 
 
 class UnknownFormatError(ValueError):
@@ -128,14 +133,18 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def read(folder: Path) -> Manifest:
-    """Returns the manifest in `folder`, or raises DamagedError or UnknownFormatError. Looks at no other file."""
+    """Returns the manifest in `folder`. Looks at no other file.
+
+    Raises DamagedError, UnknownFormatError or UnreadableError.
+    """
     path = folder / FILE_NAME
     try:
         raw = path.read_bytes()
-    except FileNotFoundError:
-        raise DamagedError(f"{FILE_NAME} is missing: the step was copied partly, or never written by us") from None
     except OSError as error:
-        raise DamagedError(f"{FILE_NAME} cannot be read ({error.strerror})") from error
+        if isinstance(error, _NOT_A_FILE) and os.path.isdir(folder):
+            missing = f"{FILE_NAME} is missing: the step was copied partly, or never written by us"
+            raise DamagedError(missing) from None
+        raise _unreadable(path, error) from error
     damaged = DamagedError(f"{FILE_NAME} is damaged: it does not match its own hash")
     try:
         content = json.loads(raw)
@@ -167,9 +176,9 @@ def read(folder: Path) -> Manifest:
 def verify(folder: Path, only: str | None = None, share: tuple[int, int] = (0, 1)) -> Manifest:
     """Returns the manifest of the step in `folder` after comparing every file (or `only` this one) with it.
 
-    A `share` of (1, 4) reads what the second of four processes has to. Raises DamagedError naming the first file that
-    differs, or that the manifest does not know, and UnknownFormatError. Reads in small blocks: memory does not grow
-    with the step.
+    A `share` of (1, 4) reads the part of the second of four processes. Raises DamagedError naming the first file that
+    differs, is missing, or is not in the manifest; UnreadableError if a file cannot be read; UnknownFormatError. Reads
+    in small blocks: memory does not grow with the step.
     """
     manifest = read(folder)
     files = [file for file in manifest.files if only in (None, file.path)]
@@ -224,7 +233,7 @@ def _check_nothing_else(folder: Path, files: Sequence[File]) -> None:
     known |= {str(above) for path in known for above in PurePosixPath(path).parents}
 
     def fail(error: OSError) -> None:
-        raise DamagedError(f"{error.filename} cannot be read ({error.strerror})") from error
+        raise _unreadable(error.filename, error) from error
 
     for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         for name in (*folders, *names):
@@ -248,10 +257,8 @@ def _share(files: Sequence[File], process: int, count: int) -> list[File]:
 def _check_size(folder: Path, file: File) -> None:
     try:
         size = (folder / file.path).stat().st_size
-    except FileNotFoundError:
-        raise DamagedError(f"{file.path} is missing") from None
     except OSError as error:
-        raise DamagedError(f"{file.path} cannot be read ({error.strerror})") from error
+        raise _damaged_or_unreadable(folder, file, error) from error
     if size != file.size:
         raise DamagedError(f"{file.path} has {size} bytes and should have {file.size}")
 
@@ -260,6 +267,20 @@ def _check_content(folder: Path, file: File) -> None:
     try:
         sha256, _ = _hash_file(folder / file.path)
     except OSError as error:
-        raise DamagedError(f"{file.path} cannot be read ({error.strerror})") from error
+        raise _damaged_or_unreadable(folder, file, error) from error
     if sha256 != file.sha256:
         raise DamagedError(f"{file.path} does not match its hash: its content changed after it was saved")
+
+
+def _damaged_or_unreadable(folder: Path, file: File, error: OSError) -> Exception:
+    """Returns DamagedError if a file is missing, UnreadableError if it, or the whole step, cannot be read now."""
+    if isinstance(error, _NOT_A_FILE) and os.path.exists(folder / FILE_NAME):  # the file system is still there
+        return DamagedError(f"{file.path} is missing")
+    return _unreadable(folder / file.path, error)
+
+
+def _unreadable(path: Path | str, error: OSError) -> UnreadableError:
+    return UnreadableError(
+        f"{path} cannot be read ({error.strerror}), and may be undamaged; run again when it can be read, or move the "
+        "folder of its step away to go on from an older one"
+    )

@@ -12,6 +12,7 @@ from state.manifest import (
     DamagedError,
     Manifest,
     UnknownFormatError,
+    UnreadableError,
     read,
     step_numbers,
 )
@@ -42,7 +43,7 @@ def remove_old(directory: Path, config: CheckpointConfig) -> list[int]:
     for step in step_numbers(directory):
         try:
             manifests.append(read(directory / str(step)))
-        except (DamagedError, UnknownFormatError):
+        except (DamagedError, UnknownFormatError, UnreadableError):
             continue  # not a checkpoint, and not ours to delete: `restore` reports it, `verify` shows it
     kept = kept_steps(manifests, config)
     removed = [manifest.step for manifest in manifests if manifest.step not in kept]

@@ -42,16 +42,22 @@ def describe(folder: Path, key: Key, ready: Callable[[], None]) -> tuple[manifes
 def damage(folder: Path, key: Key) -> str | None:
     """Returns what is wrong with the step in `folder`, None if it verifies; the same in every process.
 
-    Every process must call it. Raises UnknownFormatError in every process.
+    Every process must call it. Raises UnreadableError or UnknownFormatError in every process if one of them does: a
+    process that cannot read a file, because its network mount is gone, must not make the others discard the step.
     """
-    said = None
+    me = f"process {jax.process_index()} on {socket.gethostname()}"
+    problem = None
     try:
         manifest.verify(folder, share=(jax.process_index(), jax.process_count()))
+    except manifest.UnreadableError as error:
+        problem = ["unreadable", f"{me}: {error}"]
     except (manifest.DamagedError, manifest.UnknownFormatError) as error:
-        where = f" (process {jax.process_index()} on {socket.gethostname()})" if jax.process_count() > 1 else ""
-        said = [isinstance(error, manifest.DamagedError), f"{error}{where}"]
-    found = [said for said in all_gather(key, said) if said]
-    for is_damaged, text in found:
-        if not is_damaged:
-            raise manifest.UnknownFormatError(text)
-    return found[0][1] if found else None
+        where = f" ({me})" if jax.process_count() > 1 else ""
+        problem = ["damaged" if isinstance(error, manifest.DamagedError) else "unknown", f"{error}{where}"]
+    problems = [problem for problem in all_gather(key, problem) if problem]
+    first = dict(reversed(problems))  # of each kind
+    if "unreadable" in first:
+        raise manifest.UnreadableError(first["unreadable"])
+    if "unknown" in first:
+        raise manifest.UnknownFormatError(first["unknown"])
+    return first.get("damaged")

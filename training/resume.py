@@ -70,7 +70,8 @@ def _says_finished(config: Config, workdir: Path) -> bool:
     if not saved:
         return False
     check_same_run(saved, config, workdir)
-    return files.summary.get("exit_reason") == "finished"
+    last = workdir / "checkpoints" / str(config.num_steps)
+    return files.summary.get("exit_reason") == "finished" and last.exists()
 
 
 def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> None:
