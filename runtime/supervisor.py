@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import jax
@@ -42,6 +43,7 @@ class Supervisor:
         self._coordinator = ""
         self._has_started = False
         self._exit_noted = threading.Lock()  # taken once, and never given back
+        self._held = ExitStack()
 
     def stand_by(self) -> None:
         """Makes `await_turn` wait for SIGUSR1 to process 0."""
@@ -64,6 +66,14 @@ class Supervisor:
         peers = rendezvous(self._coordinator or None, token)
         self._heartbeat.start(jax.process_index(), peers, silence_s, stall_s)
         self.phase = Phase.CHECKING
+
+    def hold(self, resource: AbstractContextManager[object]) -> None:
+        """Enters a context that `release` leaves: after the exit is recorded and the other processes know of it."""
+        self._held.enter_context(resource)
+
+    def release(self) -> None:
+        """Leaves the contexts that `hold` entered."""
+        self._held.close()
 
     def enter(self, phase: Phase) -> None:
         """Notes what the main thread does from now on."""
@@ -161,3 +171,5 @@ def supervise(
             return supervisor.end(ExitCode.RESUMABLE, "it was stopped at once")
         except Exception as error:
             return supervisor.fail(error, expected)
+        finally:
+            supervisor.release()
