@@ -152,8 +152,7 @@ def run(
     log = make_log(ex, workdir, start.step, step_fn, started_s)  # drops the rows of steps that are done again
     with log, checkpointer, snapshots, make_batches(ex, data.train, start.step) as batches:
         log.say(start.described(config.num_steps, workdir))
-        restored = {"step": start.step, "source": start.source, "steps_again": start.steps_again}
-        supervisor.events.write(Event.RESTORED, **restored)  # after this no row of a later step is in the metrics
+        supervisor.events.write(Event.RESTORED, **start.event)  # after this no row of a later step is in the metrics
         snapshots.begin(start.step)
         supervisor.completed(start.step)
         keeper = Keeper(ex, log, checkpointer, snapshots, data.fingerprints, supervisor)

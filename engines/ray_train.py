@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engines.ray_attempt import Attempt, Coming, how
 from engines.ray_output import say
@@ -73,7 +73,7 @@ class Engine:
             verdict = judge(attempt.codes)
             step = read_progress(self._workdir).step
             ends = {self._name(node): how(code) for node, code in attempt.codes.items()}
-            self._events.write(Event.ATTEMPT_ENDED, attempt=attempt.number, step=step, ends=ends)
+            self._write(Event.ATTEMPT_ENDED, attempt, step=step, ends=ends)
             if verdict.code != ExitCode.RESUMABLE:
                 where = f" on {self._hosts[verdict.node]}" if verdict.node else ""
                 said = f": {self._last_words.get(verdict.node, '')}" if verdict.code else ""
@@ -141,7 +141,7 @@ class Engine:
         named = f"{len(nodes)} nodes: {self._names(nodes)}; idle: {', '.join(idle) or 'none'}"
         say(f"attempt {attempt.number}: {named}")
         hosts = [*map(self._name, nodes)]
-        self._events.write(Event.ATTEMPT_STARTED, attempt=attempt.number, hosts=hosts, idle=idle)
+        self._write(Event.ATTEMPT_STARTED, attempt, hosts=hosts, idle=idle)
         attempt.progress, attempt.started_s = read_progress(self._workdir), time.monotonic()
         self._previous = nodes
         while attempt.running:
@@ -193,7 +193,7 @@ class Engine:
         if has_failed:
             host = self._name(node)
             say(f"{host}: the program ended {how(code)}")
-            self._events.write(Event.ATTEMPT_FAILED, attempt=attempt.number, host=host, how=how(code))
+            self._write(Event.ATTEMPT_FAILED, attempt, host=host, how=how(code))
 
     def _stop_if_needed(self, attempt: Attempt) -> None:
         """Stops the program if the world is to change, or starts the next attempt, which is to be ready first."""
@@ -222,7 +222,7 @@ class Engine:
         attempt.kill_at_s = time.monotonic() + STOP_S
         say(f"{why}: the program is asked to stop")
         self._members.by_node[attempt.running[0]].send(attempt.number, signal.SIGTERM)
-        self._events.write(Event.ATTEMPT_STOPPING, attempt=attempt.number, why=why)
+        self._write(Event.ATTEMPT_STOPPING, attempt, why=why)
 
     def _why_stop(self, attempt: Attempt) -> tuple[str, float]:
         """Returns why the world is to change ("" if it is not), and how long that can wait."""
@@ -256,7 +256,7 @@ class Engine:
         self._coming = Coming(attempt=self._start(world, time.monotonic(), STANDBY), why=why, until_s=until_s)
         say(f"{why}: attempt {self._number} starts ahead: {len(world.nodes)} nodes: {self._names(world.nodes)}")
         hosts = [*map(self._name, world.nodes)]
-        self._events.write(Event.ATTEMPT_AHEAD, attempt=self._number, hosts=hosts, why=why)
+        self._write(Event.ATTEMPT_AHEAD, self._coming.attempt, hosts=hosts, why=why)
 
     def _check_coming(self) -> None:
         """Gives the next attempt up when it cannot be the next one any more."""
@@ -329,7 +329,7 @@ class Engine:
             took_s = time.monotonic() - attempt.since_s
             say(f"attempt {attempt.number}: step {now.step} is done, {took_s:.1f} s after the event")
             after_s = round(took_s, 3)
-            self._events.write(Event.ATTEMPT_STEPPED, attempt=attempt.number, step=now.step, after_s=after_s)
+            self._write(Event.ATTEMPT_STEPPED, attempt, step=now.step, after_s=after_s)
         is_late = time.monotonic() > attempt.started_s + SETTLED_S
         if (attempt.has_stepped or is_late) and not attempt.is_settled:
             attempt.is_settled = True
@@ -345,6 +345,9 @@ class Engine:
             if not (self._coming and number == self._coming.attempt.number):
                 self._last_words[member.node] = line
             print(line if (number, member.node) == first else f"[{member.host}] {line}", flush=True)
+
+    def _write(self, event: Event, attempt: Attempt, **fields: Any) -> None:
+        self._events.write(event, attempt=attempt.number, attempt_id=attempt.coordinator, **fields)
 
     def _say_once(self, text: str) -> None:
         if text != self._said:

@@ -7,6 +7,7 @@ user's mistake or was to be expected. A process that fails tells the others, and
 """
 
 import os
+import socket
 import sys
 import threading
 import traceback
@@ -18,6 +19,7 @@ import jax
 
 from runtime import launch
 from runtime.command_line import one_line
+from runtime.consensus import broadcast, new_key
 from runtime.events import Event, EventLog
 from runtime.exit_codes import ExitCode, ResumableError
 from runtime.handshake import shared_token
@@ -40,7 +42,7 @@ class Supervisor:
         self._preemption, self._heartbeat = preemption, Heartbeat(self._note_verdict)
         self._gate: StandbyGate | None = None
         self._workdir = Path()
-        self._coordinator = ""
+        self._coordinator = self._attempt_id = ""
         self._has_started = False
         self._exit_noted = threading.Lock()  # taken once, and never given back
         self._held = ExitStack()
@@ -63,6 +65,8 @@ class Supervisor:
         self.phase = Phase.JOINING
         self._workdir = workdir
         self._coordinator = address.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS") or ""
+        own = f"{socket.gethostname()}:{os.getpid()}"  # where the launcher tells the coordinator to jax alone
+        self._attempt_id = broadcast(new_key("attempt-id"), lambda: self._coordinator or own)
         peers = rendezvous(self._coordinator or None, token)
         self._heartbeat.start(jax.process_index(), peers, silence_s, stall_s)
         self.phase = Phase.CHECKING
@@ -143,7 +147,7 @@ class Supervisor:
         return self.end(code, said)
 
     def _own_events(self) -> EventLog:
-        return EventLog(self._workdir, f"process {jax.process_index()}")
+        return EventLog(self._workdir, f"process {jax.process_index()}", self._attempt_id)
 
     def _note_verdict(self, verdict: Verdict, lost: list[str]) -> None:
         """Writes down why the run ends: process 0 does, or process 1 if that one is lost."""

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -45,6 +46,13 @@ class CheckpointError(RuntimeError):
     """A save did not reach the disk. The checkpoints before it are unharmed."""
 
 
+class Source(StrEnum):
+    """Where a state was restored from."""
+
+    CHECKPOINT = "checkpoint"
+    MEMORY = "memory"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Restored:
     """What `Checkpointer.restore` returns."""
@@ -53,7 +61,16 @@ class Restored:
     state: Any  # the pytree that was asked for, with arrays in place of shapes
     data: dict[str, Any]  # the position in the data
     config: dict[str, Any]  # the config of the run that saved it
-    source: str = "its checkpoint"
+    source: Source = Source.CHECKPOINT
+    source_nodes: int = 0  # memory: nodes that held a part of the state
+    nodes: int = 0  # memory: nodes of the run
+
+    @property
+    def source_text(self) -> str:
+        """The source for a message, to follow "from"."""
+        if self.source is Source.CHECKPOINT:
+            return "its checkpoint"
+        return f"memory ({self.source_nodes} of {self.nodes} node{'s' if self.nodes > 1 else ''} had it)"
 
 
 def print_to_stderr(line: str) -> None:

@@ -24,7 +24,7 @@ from runtime.consensus import all_gather, barrier, broadcast, new_key
 from runtime.handshake import shared_token
 from state import tree
 from state.attempts import newest_checkpoint, read_attempts, write_attempts
-from state.checkpointer import Checkpointer, Restored, print_to_stderr
+from state.checkpointer import Checkpointer, Restored, Source, print_to_stderr
 from state.memory_files import MemoryFolder, Piece, Slots, SnapshotManifest, remove_run
 from state.owned_shards import OwnedShard, owned_shards
 from state.recovery import Found, find, load
@@ -221,9 +221,15 @@ class Snapshots:
             if self._me == 0:
                 self._report(f"the snapshots of step {kept.step} cannot be fetched ({errors[0]}): not used")
             return None
-        count, nodes = len({self._nodes[i] for i in found.processes}), len(set(self._nodes))
-        source = f"memory ({count} of {nodes} node{'s' if nodes > 1 else ''} had it)"
-        return Restored(step=kept.step, state=state, data=kept.data, config=kept.config, source=source)
+        return Restored(
+            step=kept.step,
+            state=state,
+            data=kept.data,
+            config=kept.config,
+            source=Source.MEMORY,
+            source_nodes=len({self._nodes[i] for i in found.processes}),
+            nodes=len(set(self._nodes)),
+        )
 
     def _finish(self, snapshot: SnapshotManifest, begun_s: float) -> None:
         """Hashes and commits what was copied, and gives the partner what no other node has (in a thread)."""

@@ -149,6 +149,10 @@ def test_what_a_run_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert found == [*beginning, *steps, ("stopped", 10), ("exited", None)]
     by = {event["by"] for event in EventReader(tmp_path / "run").new()}
     assert by == {f"process 0 on {socket.gethostname()}"}
+    found = EventReader(tmp_path / "run").new()
+    assert {event["attempt_id"] for event in found} == {f"{socket.gethostname()}:{os.getpid()}"}
+    restored = {"step": 0, "source": "nothing", "steps_again": 0}
+    assert {key: value for key, value in found[1].items() if key in (*restored, "nodes", "source_nodes")} == restored
     written = (tmp_path / "run" / FILE_NAME).read_text()
     assert json.loads(written.splitlines()[-1])["code"] == 0
     assert run_here(*args) == 0 and (tmp_path / "run" / FILE_NAME).read_text() == written

@@ -103,7 +103,7 @@ def keep(snapshots: Snapshots, step: int, state: Any) -> None:
 
 
 def check(restored: Restored | None, step: int, source: str = "memory (1 of 1 node had it)") -> None:
-    assert restored is not None and restored.step == step and restored.source == source
+    assert restored is not None and restored.step == step and restored.source_text == source
     assert restored.data == {"step": step}
     for name, value in values_of(step).items():
         got = np.asarray(restored.state[name])

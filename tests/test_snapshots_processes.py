@@ -147,7 +147,7 @@ def abstract(state: dict[str, Any]) -> Any:
 
 
 def check(restored: Restored | None, step: int, source: str, replicas: int = 2) -> None:
-    assert restored is not None and (restored.step, restored.source) == (step, source)
+    assert restored is not None and (restored.step, restored.source_text) == (step, source)
     assert restored.data == {"step": step}
     for name, value in values_of(step, replicas).items():
         (array,) = jax.tree.leaves(restored.state[name])

@@ -33,7 +33,7 @@ class Outcome:
     pause_s: float  # the longest time between two finished steps, from the one before the event on
     phases: dict[str, float | None] = field(default_factory=dict)
     starts: int  # of the program, until one had finished a step
-    source: str  # of the state: memory, or a checkpoint
+    source: str  # of the restored state: memory, checkpoint or nothing
 
 
 def inject(run: ElasticRun, event: Fault) -> Outcome:
