@@ -116,7 +116,7 @@ class Heartbeat:
 
     def enter(self, phase: Phase) -> None:
         """Notes what the main thread does from now on; `stall_s` bounds it if the phase is bounded."""
-        self._doing = (phase.doing if phase.is_bounded else "", time.monotonic())
+        self._doing = (phase.doing, time.monotonic())
 
     def await_verdict(self, error: BaseException) -> None:
         """If an error may come from the loss of another process, waits for the verdict on it, which ends the program.

@@ -153,8 +153,11 @@ class Checkpointer:
         try:
             is_there = broadcast(new_key("is-there"), folder.exists)
             damage = shared_hashing.damage(folder, new_key("saved")) if is_there else None
-            is_saved = is_there and broadcast(new_key("is-saved"), lambda: self._is_saved(step, damage, data, config))
-            attempt = None if is_saved else broadcast(new_key("prepare"), self._prepare)
+
+            def prepare() -> str | None:
+                return None if is_there and self._is_saved(step, damage, data, config) else self._prepare()
+
+            attempt = broadcast(new_key("prepare"), prepare)
         except (OSError, RuntimeError) as error:
             raise self._failed(step, error) from error
         if attempt is None:
@@ -285,8 +288,8 @@ class Checkpointer:
 
         try:
             broadcast(written, check_written)  # in process 0, where Orbax renames the files of all
-            files = shared_hashing.describe(folder, hashes, check_written)
-            broadcast(commit, lambda: self._commit(folder, files, step, leaves, metrics))
+            found = shared_hashing.describe(folder, hashes, check_written)
+            broadcast(commit, lambda: self._commit(folder, found.files(), step, leaves, metrics))
         except Exception as error:
             self._manager = None  # Orbax's manager keeps raising the error of a save that failed
             self._error = self._failed(step, error)

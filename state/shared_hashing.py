@@ -1,42 +1,53 @@
-"""Hashing of a checkpoint step, which the processes of a run share: each reads its files, all come to the same result.
+"""Hashing of the files of a checkpoint step, which the processes of a run share.
 
-When a step is saved, each process hashes what it wrote, and process 0 also what Orbax wrote for all; when one is
-restored, each verifies a share of about the same size.
+When a step is saved, each process hashes the files that it wrote, and process 0 also those that Orbax wrote for all.
+When a step is restored, each process verifies about the same number of bytes.
 """
 
 import socket
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from runtime.consensus import Key, all_gather
+from runtime.consensus import Key, all_gather, gather
 from state import manifest
 
 
-def describe(folder: Path, key: Key, ready: Callable[[], None]) -> tuple[manifest.File, ...]:
-    """Returns all files in `folder`, which are forced to disk; the same in every process, which all must call it.
+@dataclass(frozen=True)
+class Descriptions:
+    """What the processes found in the folder of a step; empty but in process 0."""
 
-    `ready` is called before. An Exception of it, or of the hashing, in any process is one in every process: here the
-    same, RuntimeError with its text in the others.
+    by_process: tuple[dict[str, Any], ...]
+
+    def files(self) -> tuple[manifest.File, ...]:
+        """Returns the files of all processes. RuntimeError if one of them failed."""
+        for found in self.by_process:
+            if "error" in found:
+                raise RuntimeError(found["error"])
+        return tuple(manifest.File(**file) for found in self.by_process for file in found["files"])
+
+
+def describe(folder: Path, key: Key, ready: Callable[[], None]) -> Descriptions:
+    """Forces the files in `folder` to disk and describes them. Every process must call it; process 0 gets the result.
+
+    `ready` is called first. If it or the hashing raises in process 0, only `files` raises, so that process 0 can tell
+    the others; any other process raises its own error here.
     """
     me, failed = jax.process_index(), None
-    said: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     try:
         ready()
-        said["files"] = [asdict(file) for file in manifest.describe(folder, me, jax.process_count())]
+        found["files"] = [asdict(file) for file in manifest.describe(folder, me, jax.process_count())]
     except Exception as error:
         failed = error
-        said["error"] = f"process {me} on {socket.gethostname()}: {str(error) or type(error).__name__}"
-    everyone = all_gather(key, said)
-    if failed:
+        found["error"] = f"process {me} on {socket.gethostname()}: {str(error) or type(error).__name__}"
+    by_process = gather(key, found)
+    if failed and (me or jax.process_count() == 1):
         raise failed
-    for of_one in everyone:
-        if "error" in of_one:
-            raise RuntimeError(of_one["error"])
-    return tuple(manifest.File(**file) for of_one in everyone for file in of_one["files"])
+    return Descriptions(tuple(by_process))
 
 
 def damage(folder: Path, key: Key) -> str | None:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import multihost
 from ports import free_port
 
 from configs.schema import CheckpointConfig
@@ -145,6 +146,8 @@ def one_of_two(port: str, rank: int, by_one: Path, by_two: Path, hopeless: Path,
             checkpointer.wait()
             assert checkpointer.latest_step() == step  # in every process, not only where the manifest was written
         check_restores(checkpointer, 6)
+    in_store = [name for name, _ in multihost.get_jax_distributed_client().key_value_dir_get("consensus/")]
+    assert in_store and not [name for name in in_store if "hashes" in name]
     with Checkpointer(broken, KEEP_ALL) as checkpointer:
         save(checkpointer, 1)
         checkpointer.wait()

@@ -113,8 +113,12 @@ def restore(
     if restored:  # what is only in memory, `is_finished` has not seen
         check_same_run(restored.config, experiment.config, workdir)
         _check_same_data(restored, experiment, workdir, fingerprints)
+    return Start(restored=restored, logged=broadcast(new_key("logged"), lambda: _newest_logged(workdir)))
+
+
+def _newest_logged(workdir: Path) -> int:
     rows = read_run(workdir).rows if has_begun(workdir) else ()
-    return Start(restored=restored, logged=int(rows[-1]["step"]) if rows else 0)
+    return int(rows[-1]["step"]) if rows else 0
 
 
 def _check_same_data(
