@@ -1,6 +1,6 @@
-"""Looks at a checkpoint directory: `python -m state verify DIR`, `python -m state ls DIR`.
+"""Inspects a checkpoint directory: `python -m state verify DIR`, `python -m state ls DIR`.
 
-Reads only, so it is safe beside a running job, and needs neither jax nor Orbax, so it starts at once.
+It only reads, so it is safe while a job runs; it needs neither jax nor Orbax, so it starts at once.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def verify(directory: Path) -> int:
             found = manifest.verify(directory / str(step))
         except (manifest.DamagedError, manifest.UnreadableError) as error:
             if not (directory / str(step)).exists():
-                continue  # the run has deleted it meanwhile
+                continue  # the run has deleted it in the meantime
             all_good = False
             print(f"step {step}: {_problem(error)}: {error}")
         except manifest.UnknownFormatError as error:
@@ -36,7 +36,7 @@ def verify(directory: Path) -> int:
 
 
 def ls(directory: Path) -> int:
-    """Prints step, date, size, metrics and status of each step, by the manifests; returns 0, or 2 if there is none."""
+    """Prints date, size, metrics and status of each step from its manifest; returns 0, or 2 if there is no step."""
     steps = manifest.step_numbers(directory)
     aside = [(kind, entry) for kind in ASIDE for entry in sorted((directory / kind).glob("*"))]
     if not steps and not aside:
@@ -60,7 +60,7 @@ def ls(directory: Path) -> int:
 
 
 def _refuse(directory: Path) -> int:
-    """Says that there is nothing to look at, and where it may be; returns the exit code."""
+    """Reports that the directory has no checkpoint, and where they may be; returns the exit code."""
     below = directory / "checkpoints"
     print(f"{directory} holds no checkpoint{f'; did you mean {below}?' if below.is_dir() else ''}", file=sys.stderr)
     return ExitCode.BAD_INPUT

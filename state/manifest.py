@@ -1,9 +1,9 @@
-"""Manifests: what a checkpoint step holds, file by file, so that damage never passes for a checkpoint.
+"""Manifests: the list of the files of a checkpoint step, with their hashes, by which damage is detected.
 
-Orbax restores flipped bits silently and takes an empty step folder for the newest step. So each step carries a
-`manifest.json`, written last: size and sha256 of every file, path, shape and dtype of every leaf of the state, and a
-hash of the manifest itself. A step without a manifest that verifies does not exist, and neither does one with a file
-more: Orbax reads some that it finds.
+Orbax restores flipped bits silently, and takes an empty step folder for the newest step. So each step has a
+`manifest.json`, which is written last: size and sha256 of every file; path, shape and dtype of every leaf of the state;
+and a hash of the manifest itself. A step is valid only if its manifest verifies and it has no other file: Orbax may
+read files that it did not write.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ from typing import Any
 from files import atomic
 
 FILE_NAME = "manifest.json"
-CONFIG_FILE = "config/metadata"  # where Orbax's JSON handler puts the items `config` and `data`
+CONFIG_FILE = "config/metadata"  # the files of the items `config` and `data`, by Orbax's JSON handler
 DATA_FILE = "data/metadata"
-STATE_FILE = "state/manifest.ocdbt"  # Orbax writes it last, over what each process wrote
+STATE_FILE = "state/manifest.ocdbt"  # Orbax writes it last; it merges the files of the processes
 UNFINISHED = "unfinished"
 SET_ASIDE = "set_aside"
 
@@ -34,7 +34,7 @@ _NOT_A_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class DamagedError(Exception):
-    """A step does not verify; the message says which file and what is wrong with it."""
+    """A step is damaged; the message names the file and the damage."""
 
 
 class UnreadableError(OSError):
@@ -42,12 +42,12 @@ class UnreadableError(OSError):
 
 
 class UnknownFormatError(ValueError):
-    """A step is whole, as far as its manifest goes, but another version of this program wrote it."""
+    """A step has an intact manifest of another version of this program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """One file of a step: its path relative to the step's folder, and what it must contain."""
+    """One file of a step: its path relative to the step's folder, its size and its hash."""
 
     path: str
     size: int
@@ -56,7 +56,7 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One array of the state: `path` joins the keys that lead to it with dots."""
+    """One array of the state: `path` is its keys in the pytree, joined with dots."""
 
     path: str
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What one step holds."""
+    """The content of one step."""
 
     step: int
     saved_at: str  # UTC, ISO 8601
@@ -82,7 +82,7 @@ class Manifest:
 
 
 def step_numbers(directory: Path) -> list[int]:
-    """Returns the steps that have a folder in `directory`, ascending, whether they verify or not."""
+    """Returns the steps that have a folder in `directory`, ascending, damaged ones included."""
     if not directory.is_dir():
         return []
     names = (entry.name for entry in directory.iterdir() if entry.is_dir())
@@ -90,9 +90,9 @@ def step_numbers(directory: Path) -> list[int]:
 
 
 def describe(folder: Path, process: int = 0, count: int = 1) -> tuple[File, ...]:
-    """Returns the files in `folder` that one of `count` processes wrote, after forcing them and their folders to disk.
+    """Forces the files in `folder` that one of `count` processes wrote to disk, and returns them with hashes.
 
-    Process 0 describes also what Orbax wrote for all.
+    Process 0 also includes the files that Orbax wrote for all processes.
     """
 
     def hashed(path: Path) -> File:
@@ -116,9 +116,9 @@ def describe(folder: Path, process: int = 0, count: int = 1) -> tuple[File, ...]
 def build(
     folder: Path, files: Sequence[File], *, step: int, tree: tuple[Leaf, ...], metrics: dict[str, float]
 ) -> Manifest:
-    """Returns the manifest of the files in `folder`, as `describe` found them in every process.
+    """Returns the manifest of the files in `folder`, which are the results of `describe` of all processes.
 
-    Raises DamagedError if Orbax did not finish them, or if there is one that none described.
+    Raises DamagedError if Orbax did not finish the step, or if it has a file that is not among `files`.
     """
     _check_finished(files)
     _check_nothing_else(folder, files)
@@ -128,7 +128,7 @@ def build(
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Writes `manifest.json` into `folder`, and forces it to disk."""
+    """Writes `manifest.json` into `folder` and forces it to disk."""
     atomic.replace(folder / FILE_NAME, _encode(manifest), durable=True)
 
 
@@ -165,7 +165,7 @@ def read(folder: Path) -> Manifest:
         raise
     except (ValueError, KeyError, TypeError) as error:
         raise damaged from error
-    if encoded != raw:  # byte by byte: the hash is part of the encoding
+    if encoded != raw:  # compares every byte; the hash is part of the encoding
         raise damaged
     if folder.name.isdecimal() and manifest.step != int(folder.name):
         raise DamagedError(f"{FILE_NAME} belongs to step {manifest.step}")
@@ -187,7 +187,7 @@ def verify(folder: Path, only: str | None = None, share: tuple[int, int] = (0, 1
     if only is None and share[0] == 0:
         _check_nothing_else(folder, files)
     files = _share(files, *share)
-    for file in files:  # first what costs nothing
+    for file in files:  # sizes first: they cost almost nothing
         _check_size(folder, file)
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         for _ in pool.map(lambda file: _check_content(folder, file), files):
@@ -196,14 +196,14 @@ def verify(folder: Path, only: str | None = None, share: tuple[int, int] = (0, 1
 
 
 def _encode(manifest: Manifest) -> bytes:
-    """Returns the only bytes that stand for `manifest`, a hash of the rest included."""
+    """Returns the canonical encoding of `manifest`, which includes a hash of the other fields."""
     content: dict[str, Any] = {"format": _FORMAT, **asdict(manifest)}
     content["sha256"] = _hash_of(content)
     return (json.dumps(content, sort_keys=True, indent=1) + "\n").encode()
 
 
 def _hash_of(content: dict[str, Any]) -> str:
-    """Returns the hash of a manifest's content, which is the same rule in every format."""
+    """Returns the hash of a manifest's content; the rule is the same in every format version."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -220,7 +220,7 @@ def _hash_file(path: Path, *, sync: bool = False) -> tuple[str, int]:
 
 
 def _check_finished(files: Sequence[File]) -> None:
-    """Raises DamagedError if a file is not listed without which nothing can be restored."""
+    """Raises DamagedError if a file that every restore needs is not listed."""
     listed = {file.path for file in files}
     for path in (STATE_FILE, DATA_FILE, CONFIG_FILE):
         if path not in listed:
@@ -243,7 +243,7 @@ def _check_nothing_else(folder: Path, files: Sequence[File]) -> None:
 
 
 def _share(files: Sequence[File], process: int, count: int) -> list[File]:
-    """Returns the files that one of `count` processes reads: each, the largest first, goes to who has the least."""
+    """Returns the files that one of `count` processes reads; each, largest first, goes to the least loaded process."""
     loads = [(0, i) for i in range(count)]
     own = []
     for file in sorted(files, key=lambda file: -file.size):
