@@ -132,67 +132,67 @@ def run(
             return False
         started_s = time.perf_counter()
     supervisor.enter(Phase.RESTORING)
-    with workdir_lock(workdir):
-        # ------------------------------------------------------------------------------------------------------ restore
-        if resume.is_finished(config, workdir):  # by the attempt before
-            return True
-        resume.check_writable(workdir, workdir / "checkpoints")
-        checkpointer = Checkpointer(workdir / "checkpoints", config.checkpoint, is_same_run=resume.is_same_run)
-        snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every)
-        start = resume.restore(ex, workdir, checkpointer, snapshots, data.fingerprints)
+    supervisor.hold(workdir_lock(workdir))
 
-        # --------------------------------------------------------------------------------------------- step and state
-        supervisor.enter(Phase.PREPARING)
-        supervisor.started()
-        step_fn = ex.compile_train_step()
-        state = start.restored.state if start.restored else ex.init_state()
-        rates = learning_rates(ex)
-        step, last = start.step, config.num_steps
-        log = make_log(ex, workdir, start.step, step_fn, started_s)  # drops the rows of steps that are done again
-        with log, checkpointer, snapshots, make_batches(ex, data.train, start.step) as batches:
-            log.say(start.described(config.num_steps, workdir))
-            restored = {"step": start.step, "source": start.source, "steps_again": start.steps_again}
-            supervisor.events.write(Event.RESTORED, **restored)  # after this no row of a later step is in the metrics
-            snapshots.begin(start.step)
-            supervisor.completed(start.step)
-            keeper = Keeper(ex, log, checkpointer, snapshots, data.fingerprints, supervisor)
-            reporter = Reporter(ex, log, rates, supervisor)
+    # ---------------------------------------------------------------------------------------------------------- restore
+    if resume.is_finished(config, workdir):  # by the attempt before
+        return True
+    resume.check_writable(workdir, workdir / "checkpoints")
+    checkpointer = Checkpointer(workdir / "checkpoints", config.checkpoint, is_same_run=resume.is_same_run)
+    snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every)
+    start = resume.restore(ex, workdir, checkpointer, snapshots, data.fingerprints)
 
-            # ---------------------------------------------------------------------------------------------------- loop
-            while step < last and not supervisor.stop_requested():
-                supervisor.enter(Phase.READING)
-                batch = ex.batches.to_devices(next(batches))
-                supervisor.enter(Phase.STEPPING)
-                state, metrics = ex.block(step_fn(state, batch))
-                step += 1
-                evaluates, saves = is_due(step, config.eval.every, last), is_due(step, config.checkpoint.every, last)
-                keeps = step < last and snapshots.due(step)
-                reporter(step, metrics, batches.wait_s, at_once=evaluates or saves or keeps)
-                supervisor.enter(Phase.RECORDING)
-                validation = validate(validator, log, step, state) if evaluates else None
-                if keeps:
-                    keeper.snapshot(step, state)
-                if saves:
-                    keeper.save(step, state, validation)
-                for hook in hooks:
-                    hook(step, state, metrics)
-            reporter.flush()
+    # ------------------------------------------------------------------------------------------------- step and state
+    supervisor.enter(Phase.PREPARING)
+    supervisor.started()
+    step_fn = ex.compile_train_step()
+    state = start.restored.state if start.restored else ex.init_state()
+    rates = learning_rates(ex)
+    step, last = start.step, config.num_steps
+    log = make_log(ex, workdir, start.step, step_fn, started_s)  # drops the rows of steps that are done again
+    with log, checkpointer, snapshots, make_batches(ex, data.train, start.step) as batches:
+        log.say(start.described(config.num_steps, workdir))
+        supervisor.events.write(Event.RESTORED, **start.event)  # after this no row of a later step is in the metrics
+        snapshots.begin(start.step)
+        supervisor.completed(start.step)
+        keeper = Keeper(ex, log, checkpointer, snapshots, data.fingerprints, supervisor)
+        reporter = Reporter(ex, log, rates, supervisor)
 
-            # ------------------------------------------------------------------------------------------------- close
-            supervisor.enter(Phase.CLOSING)
-            finished = step == last
-            if not finished and start.step < step != snapshots.last_step:
+        # -------------------------------------------------------------------------------------------------------- loop
+        while step < last and not supervisor.stop_requested():
+            supervisor.enter(Phase.READING)
+            batch = ex.batches.to_devices(next(batches))
+            supervisor.enter(Phase.STEPPING)
+            state, metrics = ex.block(step_fn(state, batch))
+            step += 1
+            evaluates, saves = is_due(step, config.eval.every, last), is_due(step, config.checkpoint.every, last)
+            keeps = step < last and snapshots.due(step)
+            reporter(step, metrics, batches.wait_s, at_once=evaluates or saves or keeps)
+            supervisor.enter(Phase.RECORDING)
+            validation = validate(validator, log, step, state) if evaluates else None
+            if keeps:
                 keeper.snapshot(step, state)
-            keeper.save_if_new(step, state)
-            sample = sampler(state.params) if finished and sampler.wanted else None
-            checkpointer.wait()
-            snapshots.end(finished=finished)
-            # a picture takes a second, and who is asked to stop has few
-            mesh_png = drawing.mesh_png(ex.plan.layout) if finished and jax.process_index() == 0 else None
-            log.close("finished" if finished else "interrupted", sample=sample, mesh_png=mesh_png)
-            if not finished:
-                log.say(f"stopped at step {step}; run the same command again to go on")
-            supervisor.events.write(Event.STOPPED, step=step, why="finished" if finished else "asked to stop")
+            if saves:
+                keeper.save(step, state, validation)
+            for hook in hooks:
+                hook(step, state, metrics)
+        reporter.flush()
+
+        # ----------------------------------------------------------------------------------------------------- close
+        supervisor.enter(Phase.CLOSING)
+        finished = step == last
+        if not finished and start.step < step != snapshots.last_step:
+            keeper.snapshot(step, state)
+        keeper.save_if_new(step, state)
+        sample = sampler(state.params) if finished and sampler.wanted else None
+        checkpointer.wait()
+        snapshots.end(finished=finished)
+        # a picture takes a second, and who is asked to stop has few
+        mesh_png = drawing.mesh_png(ex.plan.layout) if finished and jax.process_index() == 0 else None
+        log.close("finished" if finished else "interrupted", sample=sample, mesh_png=mesh_png)
+        if not finished:
+            log.say(f"stopped at step {step}; run the same command again to go on")
+        supervisor.events.write(Event.STOPPED, step=step, why="finished" if finished else "asked to stop")
     return finished
 
 

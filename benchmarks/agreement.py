@@ -26,7 +26,7 @@ from orbax.checkpoint import multihost
 
 from benchmarks.records import add, machine, recorded
 from configs.schema import CheckpointConfig
-from runtime.consensus import all_gather, barrier, broadcast, new_key
+from runtime.consensus import all_gather, barrier, broadcast, gather, new_key
 from state import Checkpointer, manifest
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +38,7 @@ ATTEMPT = "attempt"
 OPERATIONS = {  # in the order in which they are measured
     "broadcast": "a broadcast",
     "all_gather": "an all-gather",
+    "gather": "a gather to process 0",
     "commit": "the commit of a checkpoint",
     "restore": "the choice of a checkpoint at a restore",
 }
@@ -115,6 +116,8 @@ def agree(folder: Path, me: int) -> dict[str, dict[str, int]]:
     barrier("written")
     assert count("broadcast", lambda: broadcast(new_key("said"), lambda: "by process 0")) == "by process 0"
     assert count("all_gather", lambda: all_gather(new_key("said"), me)) == [*range(jax.process_count())]
+    gathered = count("gather", lambda: gather(new_key("said"), me))
+    assert gathered == ([] if me else [*range(jax.process_count())])
     count("commit", commit)
     assert count("restore", lambda: checkpointer._choose({}, -1)) == 1
     return counted
@@ -175,7 +178,7 @@ def page(lines: list[dict[str, Any]]) -> str:
     calls = [table_row(head), "|---" * len(head) + "|"]
     for key, name in OPERATIONS.items():
         calls.append(table_row([name, *(total(line["calls"][key]) for line in newest.values())]))
-    calls.append(table_row(["an all-gather that reads a key a process", *(f"{n + n * n:,}" for n in newest)]))
+    calls.append(table_row(["an all-gather that reads a key per process", *(f"{n + n * n:,}" for n in newest)]))
     hashed = [table_row(head), "|---" * len(head) + "|"]
     for key in ("commit", "restore"):
         hashed.append(table_row([OPERATIONS[key], *(mebibytes(line["hashed_bytes"][key]) for line in newest.values())]))
@@ -187,10 +190,11 @@ processes together, with the most that one process makes:
 
 {chr(10).join(calls)}
 
-An all-gather is at most three calls a process: it sets its value, if it has something to say, waits at a barrier, and
-gets all values at once. The last line is what it would take if each process got the values one by one. A commit is two
-broadcasts and an all-gather; before it, two broadcasts tell where to write. The choice of a checkpoint is two
-broadcasts, and an all-gather for each checkpoint that is looked at: more than one if the newest is damaged.
+An all-gather is at most three calls per process: it sets its value, if it has one, waits at a barrier, and gets all
+values at once. The last line is what it would take if each process got the values one by one. In a gather, only
+process 0 gets the values, and it deletes them from the store. A commit is two broadcasts and a gather; before it, two
+broadcasts tell where to write. The choice of a checkpoint is two broadcasts, and an all-gather for each checkpoint that
+is verified: more than one if the newest is damaged.
 
 When a checkpoint is saved, each process hashes what it wrote; when one is restored, each verifies a share of about the
 same size (`state/shared_hashing.py`). Bytes that are hashed in all, and the most by one process, where each wrote

@@ -302,7 +302,8 @@ def row(case: Case, lines: Sequence[dict[str, Any]]) -> str:
     phases = [
         middle([line["phases"][name] for line in lines]) for name in ("noticed", "stopped", "started", "restored")
     ]
-    sources = sorted({line["source"].partition(" (")[0] for line in lines})
+    # old lines have a sentence as their source: "memory (3 of 3 nodes had it)", "its checkpoint"
+    sources = sorted({line["source"].partition(" (")[0].removeprefix("its ") for line in lines})
     times = f"{middle([line['next_step_s'] for line in lines])} ({len(lines)})"
     cells = [case.title, f"{case.lost}, {aim}", ", ".join(map(str, lost)), times, *phases, ", ".join(sources)]
     return f"| {' | '.join(cells)} |"

@@ -1,4 +1,4 @@
-"""The way into a running emulation: `Control` listens, `ask` asks, both in a directory that others can find."""
+"""The control socket of a running emulation, in a well-known directory: `Control` serves it, `ask` sends a request."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ def state_root() -> Path:
 
 
 def running() -> list[str]:
-    """Returns the names of the running emulations; ValueError if others can write where they are."""
+    """Returns the names of the running emulations. ValueError if other users can write to their directory."""
     root = state_root()
     if not os.path.lexists(root):
         return []
@@ -39,9 +39,9 @@ def running() -> list[str]:
 
 
 def ask(name: str | None, request: dict[str, Any]) -> str:
-    """Returns what the named emulation (or the only one) answers.
+    """Returns the answer of the named emulation, or of the only one.
 
-    ValueError if it refuses, if there is none, or if others can write where they are.
+    ValueError if it refuses, if there is none, or if other users can write to their directory.
     """
     names = running()
     if name is None and len(names) == 1:
@@ -77,7 +77,7 @@ class Control:
             root.mkdir(mode=0o700, parents=True)
         _check_owner(root)
         with contextlib.ExitStack() as undo:
-            with locks.locked(root / "register"):  # one at a time looks at what the others left
+            with locks.locked(root / "register"):  # only one process at a time removes dead emulations
                 for left in filter(_is_left_by_the_dead, root.iterdir()):
                     _remove(left)
                 if self._folder.exists():
@@ -96,7 +96,7 @@ class Control:
         self._undo.close()
 
     def _leave(self) -> None:
-        with locks.locked(self._folder.parent / "register"):  # who looks meanwhile would take it for one of the dead
+        with locks.locked(self._folder.parent / "register"):  # else another process could take it for a dead one
             _remove(self._folder)
 
     def answer(self, handle: Callable[[Any], str]) -> None:
@@ -107,10 +107,10 @@ class Control:
         with contextlib.suppress(BlockingIOError):
             while True:
                 connection, _ = self._listener.accept()
-                with connection, contextlib.suppress(OSError):  # whoever asked went away
+                with connection, contextlib.suppress(OSError):  # the client has closed the connection
                     connection.settimeout(REQUEST_S)
                     try:
-                        line = connection.makefile("rb").readline(REQUEST_BYTES)  # cut short if whoever asks was killed
+                        line = connection.makefile("rb").readline(REQUEST_BYTES)  # incomplete if the client was killed
                         answer = {"said": handle(json.loads(line))}
                     except (ValueError, OSError, RecursionError, subprocess.SubprocessError) as error:
                         answer = {"error": str(error)}

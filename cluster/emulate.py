@@ -3,7 +3,7 @@
     python -m cluster.emulate --nodes=4 --devices_per_node=2 --rate=1gbit -- python train.py --config=...
     python -m cluster.emulate ctl status | cut N | heal N | slow N RATE | kill N | stop N | cont N | add [-- PROGRAM]
 
-docs/emulation.md says what a node is, and what the program finds there.
+docs/emulation.md describes the nodes and the environment of the program.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Links, list[str]]:
-    """Returns the options, the links, and what is after `--`: the program. ValueError says what is wrong."""
+    """Returns the options, the links, and the program, which is after `--`. ValueError says what is wrong."""
     ours, command = split(argv)
     parser = OneLineParser(prog="python -m cluster.emulate", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -150,7 +150,7 @@ def run(options: argparse.Namespace, links: Links, command: Sequence[str]) -> Ou
 
 
 def named_paths(command: Sequence[str]) -> list[Path]:
-    """Returns the files and folders that a command names: nodes are to share them.
+    """Returns the files and folders that a command names, which the nodes must share.
 
     Its `--workdir` is among them, and the whole environment of a Python.
     """
@@ -165,7 +165,7 @@ def named_paths(command: Sequence[str]) -> list[Path]:
 
 
 def perform(request: Any, job: Job, monitor: Monitor) -> str:
-    """Does what a request asks for and returns what to say; ValueError if it is none, or cannot be done."""
+    """Executes a request and returns the answer. ValueError if it is malformed, or cannot be executed."""
     match request:
         case {"verb": "status"}:
             return monitor.text()

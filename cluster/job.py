@@ -1,4 +1,4 @@
-"""`Job`: the processes of one program on an emulated cluster, from their environment to the exit code of them all."""
+"""`Job`: the processes of one program on an emulated cluster: their environment, their output, and one exit code."""
 
 import codecs
 import os
@@ -31,7 +31,7 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class Process:
-    """A process of a job; `code` is as a shell has it (128 + signal), None while it runs."""
+    """A process of a job; `code` is the exit code as in a shell (128 + signal), None while it runs."""
 
     name: str
     node: int
@@ -73,7 +73,7 @@ class Job:
                 self._start(node, command, ranks | sizes)
 
     def add(self, command: Sequence[str]) -> int:
-        """Brings up one more node and starts a program there, if one is given; returns the node's number."""
+        """Adds a node, starts a program there if one is given, and returns the node's number."""
         node = self.cluster.add()
         self._log(node).unlink(missing_ok=True)
         if command:
@@ -81,21 +81,21 @@ class Job:
         return node
 
     def is_running(self) -> bool:
-        """Returns whether a process is."""
+        """Returns whether a process is running."""
         return any(process.code is None for process in self.processes)
 
     def watch(self) -> None:
-        """Passes process 0's output on, notes which processes ended, and ends the others when their time is up."""
+        """Forwards the output of process 0, records ended processes, and kills the others after the grace period."""
         self._tee()
         ended = []
         for process in self.processes:
             if process.code is None and (code := process.handle.poll()) is not None:
                 process.code = code if code >= 0 else 128 - code
                 ended.append(process)
-        self._tee()  # what it said at the very end
+        self._tee()  # the end of the output
         failed = [p for p in ended if p.code and "killed" not in self.cluster.nodes[p.node].marks]
         if failed and not self._failure:
-            # rather the cause than who noticed it
+            # prefer the process that failed to one that detected it
             self._note_failure(min(failed, key=lambda p: p.code == ExitCode.RESUMABLE))
         if time.monotonic() > self._deadline_s:
             self._send(self._next_signal)
@@ -103,7 +103,7 @@ class Job:
             self._deadline_s = time.monotonic() + TERM_S
 
     def interrupt(self, number: int) -> None:
-        """Passes a signal on to all processes and lets them take their time; the second time it is SIGKILL."""
+        """Forwards a signal to all processes, without a time limit; the second signal is SIGKILL."""
         self._send(signal.SIGKILL if self._interrupted else number)
         self._interrupted = True
 
@@ -113,22 +113,22 @@ class Job:
         if self._failure:
             code = self._failure.code or 0
         else:
-            code = KILLED if all(codes) else 0  # of those that were killed with their nodes, if nobody is left
+            code = KILLED if all(codes) else 0  # if all processes were killed with their nodes
         return Outcome(exit_code=code, exit_codes=codes, traffic=self.cluster.traffic())
 
     def _start(self, node: int, command: Sequence[str], values: dict[str, int]) -> None:
         first = self.cluster.address(0)
         env = {
             **os.environ,
-            "PYTHONUNBUFFERED": "1",  # a log is to be read while it is written
+            "PYTHONUNBUFFERED": "1",  # so that logs can be read while the program runs
             "JAX_COORDINATOR_ADDRESS": f"{first}:{COORDINATOR_PORT}",
             "MASTER_ADDR": first,
             "MASTER_PORT": str(TORCH_PORT),
             **{name: str(value) for name, value in values.items()},
         }
-        env.pop("TMPDIR", None)  # which nodes would share
+        env.pop("TMPDIR", None)  # nodes would share it
         rank = len(self.processes)
-        log = self._log(node).open("ab", buffering=0)  # which the processes of a node share
+        log = self._log(node).open("ab", buffering=0)  # shared by the processes of a node
         handle = self.cluster.start(node, command, env, log if rank else subprocess.PIPE)
         self.processes.append(Process(name=f"process {rank}", node=node, handle=handle))
         if rank:

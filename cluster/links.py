@@ -1,4 +1,4 @@
-"""`Links`: what the links of an emulated cluster are like, and the `tc` commands that make them so."""
+"""`Links`: the properties of the links of an emulated cluster, and the `tc` commands that set them."""
 
 import re
 from collections.abc import Mapping
@@ -9,23 +9,23 @@ TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)")
 LOSS = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
 BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-LOWEST_RATE = 100_000  # below, one packet takes a second
+LOWEST_RATE = 100_000  # below this rate, one packet takes a second
 MTU_BYTES = 9000  # as between cloud instances; with 1500 the headers would take 5 % of the rate
 # What may pass at once after a pause: two packets of 64 KiB (the kernel cuts them up late), and on fast links what a
 # timer that comes late would lose. More would let short messages pass unlimited.
 BURST_BYTES = 128 * 1024
 BURST_S = 0.002
-QUEUE_S = 0.1  # what may wait for a link before packets are dropped
-QUEUE_PACKETS = 100_000  # of netem, whose own limit is meant for nothing but delays
+QUEUE_S = 0.1  # length of the queue of a link, in time; more packets are dropped
+QUEUE_PACKETS = 100_000  # the limit of netem, which only delays packets
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
     """The link of a node to the others, the same in both directions; ValueError says which value is wrong."""
 
-    rate: str = "none"  # as tc has it: "200mbit"; "none" is as fast as the machine can
+    rate: str = "none"  # as for tc: "200mbit"; "none" is without a limit
     latency: str = "0ms"  # one way, from any node to any other
-    jitter: str = "0ms"  # the latency varies by so much
+    jitter: str = "0ms"  # variation of the latency
     loss: str = "0%"  # of packets
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class Links:
         return _parse("latency", self.latency, TIME, SECONDS, "1ms or 50us")
 
     def jitter_s(self) -> float:
-        """Returns by how many seconds the latency varies."""
+        """Returns the variation of the latency, in seconds."""
         return _parse("jitter", self.jitter, TIME, SECONDS, "1ms or 50us")
 
     def leaving(self, device: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Namespaces of the kernel: makes them, starts programs in them, and knows what this machine lets us do."""
+"""Linux namespaces: creates them, starts programs in them, and checks which privileges this machine allows."""
 
 import contextlib
 import ctypes
@@ -25,7 +25,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def missing_tool() -> str | None:
-    """Returns what must be installed, None if everything is."""
+    """Returns a message about a missing tool; None if all are installed."""
     for tool, package in TOOLS.items():
         if not shutil.which(tool, path=SEARCH):
             return f"`{tool}` is missing; install {package}"
@@ -33,14 +33,14 @@ def missing_tool() -> str | None:
 
 
 def is_privileged() -> bool:
-    """Returns whether this process may make namespaces and links."""
+    """Returns whether this process may create namespaces and links."""
     status = Path("/proc/self/status").read_text()
     capabilities = int(status.split("CapEff:")[1].split()[0], 16)
     return all(capabilities >> bit & 1 for bit in (NET_ADMIN, SYS_ADMIN))
 
 
 def become_privileged(program: Sequence[str]) -> None:
-    """Starts this program again as root of a user namespace, if it is not root; ValueError says what is missing."""
+    """Restarts this program as root of a user namespace, if it is not root. ValueError says what is missing."""
     if is_privileged():
         return
     probe = subprocess.run([*WITHOUT_ROOT, "--net", "true"], check=False, capture_output=True, text=True)
@@ -90,7 +90,7 @@ def start_in(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=dict(env),
-            start_new_session=True,  # Ctrl-C reaches it through the emulator alone
+            start_new_session=True,  # so that only the emulator gets Ctrl-C
         )
 
     return _in_thread(start)
@@ -131,7 +131,7 @@ def _processes_in(namespace: str) -> list[int]:
 
 
 def _is_in(namespace: str, pid: int) -> bool:
-    with contextlib.suppress(OSError):  # gone in between, or another user's
+    with contextlib.suppress(OSError):  # ended in the meantime, or another user's
         return os.readlink(f"/proc/{pid}/ns/pid") == namespace
     return False
 

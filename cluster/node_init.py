@@ -27,16 +27,16 @@ def main(host_name: str, hosts: str, shared: list[str]) -> None:
     """
     check(libc.unshare(NEW_MOUNTS | NEW_UTS | NEW_IPC | NEW_NETWORK), "unshare")
     socket.sethostname(host_name)
-    mount("none", "/", None, RECURSIVE | PRIVATE)  # what is mounted from here on stays here
+    mount("none", "/", None, RECURSIVE | PRIVATE)  # later mounts are visible only in this namespace
     mount(hosts, "/etc/hosts", None, BIND)
     open_paths = [(path, os.open(path, os.O_PATH)) for path in shared]
     mount("proc", "/proc", "proc")
-    mount("sysfs", "/sys", "sysfs")  # else /sys/class/net would show the interfaces of the machine
+    mount("sysfs", "/sys", "sysfs")  # else /sys/class/net shows the interfaces of the machine
     for folder in PRIVATE_FOLDERS:
         mount("tmpfs", folder, "tmpfs", data="mode=1777")
     for path, handle in open_paths:
         show_again(path, handle)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans are buried by the kernel
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps orphans
     print("ready", flush=True)
     sys.stdin.buffer.read()
 

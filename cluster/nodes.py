@@ -1,4 +1,4 @@
-"""`Cluster`: emulated nodes, each with a network of its own, and a link of chosen speed from each to a switch."""
+"""`Cluster`: emulated nodes, each with its own network and a link of a chosen speed to a switch."""
 
 import contextlib
 import os
@@ -21,9 +21,9 @@ END_S = 10.0  # for the kernel to end a node; it takes milliseconds
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What a node sent and received since it came up, by the counters of its interface, and its link's rate now.
+    """The traffic of a node since its start, by the counters of its interface, and the current rate of its link.
 
-    The kernel hands over several packets in one piece where it can, and counts them as one, with one header.
+    The kernel may merge several packets, and counts them as one, with one header.
     """
 
     node: int
@@ -36,7 +36,7 @@ class Traffic:
 
 @dataclass(kw_only=True)
 class Node:
-    """One emulated node; `network_fd` keeps its network when its processes are dead."""
+    """One emulated node; `network_fd` keeps its network alive when its processes have ended."""
 
     number: int
     init: subprocess.Popen[bytes]
@@ -51,13 +51,13 @@ class Node:
         return f"/proc/{os.getpid()}/fd/{self.network_fd}"
 
     def bury(self) -> None:
-        """Waits for the end of a node whose process 1 is ending: the kernel waits for us to see the others' ends."""
+        """Waits for the end of a node whose process 1 is ending; the kernel waits until we reap its processes."""
         for process in [*self.processes, self.init]:
             process.wait(END_S)
 
 
 class Cluster:
-    """Emulated nodes, up while the context is open. They end with this process too, however it ends.
+    """Emulated nodes, which run while the context is open. They also end with this process, however it ends.
 
     Nodes are `node0`, `node1`, ... at 10.77.0.1, 10.77.0.2, ...: other clusters on this machine may use the same, no
     packet leaves one. /tmp and /dev/shm are each node's own, but for this folder, `workdir` and `shared` paths.
@@ -72,7 +72,7 @@ class Cluster:
         named = [workdir, Path.cwd(), *shared]
         real = {path.resolve() for path in named}
         by_links = {path.absolute() for path in named} - real
-        self._shared = sorted(real) + sorted(by_links)  # parents first, and what a link leads to before the link
+        self._shared = sorted(real) + sorted(by_links)  # parents first, and targets before their links
         self._hosts = self.workdir / "hosts"
 
     def __enter__(self) -> "Cluster":
@@ -99,7 +99,7 @@ class Cluster:
         return f"10.77.0.{node + 1}"
 
     def add(self) -> int:
-        """Brings up one more node, and returns its number."""
+        """Starts one more node, and returns its number."""
         number = len(self.nodes)
         if number >= MAX_NODES:
             raise ValueError(f"there are {MAX_NODES} nodes, and no more addresses")
@@ -116,12 +116,12 @@ class Cluster:
         return number
 
     def _connect(self, node: Node) -> None:
-        """Puts the cable between a node and the switch, and gives it its address and limits."""
+        """Connects a node to the switch, and sets its address and its limits."""
         number = node.number
         cable = f"address {_mac(number)} mtu {MTU_BYTES} netns {node.init.pid} type veth peer name p{number}"
         port = f"link set p{number} mtu {MTU_BYTES} master br0 addrgenmode none up"
         namespaces.configure(self._switch_network, "ip", [f"link add eth0 {cable}", port])
-        # Known neighbours: a node that is gone is silent, as behind a real switch, and not "unreachable".
+        # Permanent neighbours: a dead node is silent, as with a real switch, and not "unreachable".
         others = [
             f"neigh add {self.address(i)} lladdr {_mac(i)} dev eth0 nud permanent"
             for i in range(MAX_NODES)
@@ -140,7 +140,7 @@ class Cluster:
         return process
 
     def cut(self, node: int) -> None:
-        """Drops every packet from and to a node; nobody is told: peers see silence."""
+        """Drops every packet from and to a node, without any error for its peers."""
         self._set_port(node, DISABLED)
         self.nodes[node].marks.add("cut")
 
@@ -150,7 +150,7 @@ class Cluster:
         self.nodes[node].marks.discard("cut")
 
     def slow(self, node: int, rate: str) -> None:
-        """Gives a node's link another rate, in both directions."""
+        """Sets another rate for a node's link, in both directions."""
         links = self.nodes[node].links
         self.nodes[node].links = Links(rate=rate, latency=links.latency, jitter=links.jitter, loss=links.loss)
         self._limit(self.nodes[node])
@@ -203,11 +203,11 @@ class Cluster:
         return self.nodes[node].init.pid
 
     def _set_port(self, node: int, state: int) -> None:
-        # Not `ip link set down`: the node would see that its cable is out.
+        # Not `ip link set down`, which the node would detect.
         namespaces.configure(self._switch_network, "bridge", [f"link set dev p{node} state {state}"])
 
     def _limit(self, node: Node) -> None:
-        """Sets the link's limits anew at both ends: what arrives is what leaves the switch."""
+        """Sets the limits at both ends of a link; the switch limits what the node receives."""
         ends = (
             (node.network, node.links.leaving("eth0")),
             (self._switch_network, node.links.arriving(f"p{node.number}")),
@@ -230,14 +230,14 @@ class Cluster:
 
 
 def check_count(nodes: int) -> None:
-    """Raises ValueError for a number of nodes that cannot be."""
+    """Raises ValueError for an invalid number of nodes."""
     if not 1 <= nodes <= MAX_NODES:
         raise ValueError(f"--nodes={nodes}: from 1 to {MAX_NODES} have an address")
 
 
 @contextlib.contextmanager
 def _claimed(workdir: Path) -> Iterator[None]:
-    """Keeps other emulations out of the directory. ValueError if one is there."""
+    """Locks the directory. ValueError if another emulation uses it."""
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(locks.locked(workdir / ".lock", wait_s=0))

@@ -16,7 +16,7 @@ SAMPLE_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The traffic of all nodes at a time: [sent, received] bytes."""
+    """The traffic of all nodes so far: [sent, received] bytes."""
 
     at_s: float
     counts: list[tuple[int, int]]
@@ -57,7 +57,7 @@ class Monitor:
         return Sample(at_s=time.monotonic(), counts=counts)
 
     def _speeds(self, node: int) -> tuple[float, float]:
-        """Returns bytes per second [sent, received]; 0 for a node that has just come."""
+        """Returns bytes per second [sent, received]; 0 for a new node."""
         if node >= len(self._before.counts) or self._now is self._before:
             return 0.0, 0.0
         (tx, rx), (tx_before, rx_before) = self._now.counts[node], self._before.counts[node]
@@ -71,11 +71,11 @@ class Monitor:
 
 @contextlib.contextmanager
 def shown(monitor: Monitor) -> Iterator[Callable[[], None]]:
-    """Yields what draws the table anew; where the output is no terminal, it draws nothing."""
+    """Yields a function that redraws the table; it does nothing if the output is not a terminal."""
     if not sys.stdout.isatty():
         yield lambda: None
         return
-    from rich.live import Live  # nothing else of this package needs more than the standard library
+    from rich.live import Live  # the only dependency of this package outside the standard library
 
     with Live(_drawn(monitor), refresh_per_second=4) as live:
         yield lambda: live.update(_drawn(monitor))

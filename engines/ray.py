@@ -1,9 +1,9 @@
-"""Runs train.py on a Ray cluster, on as many nodes as there are, and goes on when nodes come and go.
+"""Runs train.py on all available nodes of a Ray cluster, and continues when nodes join or leave.
 
     python -m engines.ray --min_nodes=1 --max_nodes=4 [--nodes_per_group=1] -- python train.py --workdir=... ...
 
 Exit codes: 0 finished; 75 stopped but resumable (SIGTERM, Ctrl-C); 2 a mistake; 1 or the program's own: an error.
-docs/elasticity_engines.md says who does what.
+docs/elasticity_engines.md describes the parts.
 """
 
 import argparse
@@ -45,14 +45,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--max_nodes", type=int, required=True, help="with more the others stay idle")
     parser.add_argument("--nodes_per_group", type=int, default=1, help="that a partition group spans")
     parser.add_argument("--devices_per_node", type=int, default=0, help="JAX's virtual CPU devices (0: as configured)")
-    parser.add_argument("--max_failures", type=int, default=5, help="in a row, without a step that is new")
+    parser.add_argument("--max_failures", type=int, default=5, help="in a row without a new step")
     parser.add_argument(
         "--compile_ahead",
         action="store_true",
-        help="on a planned change the next start compiles while the last one trains",
+        help="on a planned change the next attempt compiles while the current one trains",
     )
     parser.add_argument(
-        "--notice_s", type=float, default=30.0, help="a node that is to go is there for so long; half of it to compile"
+        "--notice_s", type=float, default=30.0, help="how long a leaving node stays up; half of it is for compiling"
     )
     options = parser.parse_args(ours)
     if len(command) < 2 or not command[1].endswith(".py"):
@@ -70,7 +70,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def run(options: argparse.Namespace, limits: Limits, command: Sequence[str]) -> int:
-    """Runs the program until it is finished, or is asked to stop, and returns the exit code."""
+    """Runs the program until it finishes or is asked to stop, and returns the exit code."""
     from engines import ray_members  # it needs Ray
     from engines.ray_train import Engine
 

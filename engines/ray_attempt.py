@@ -1,4 +1,4 @@
-"""A start of the program on a fixed set of nodes, and what is known of it."""
+"""An attempt: one run of the program on a fixed set of nodes, and its state as the engine knows it."""
 
 import signal
 import time
@@ -14,43 +14,43 @@ if TYPE_CHECKING:  # it needs Ray
 
 @dataclass(kw_only=True)
 class Attempt:
-    """One start of the program: its world, how its processes ended, and until when they may run."""
+    """One attempt: its nodes, the exit codes of its processes, and the deadline after which they are killed."""
 
     number: int
     world: World
-    coordinator: str  # HOST:PORT of its first process: no other attempt has it
-    since_s: float  # of the event that led to it
+    coordinator: str  # HOST:PORT of process 0; unique to the attempt
+    since_s: float  # when the event happened that led to this attempt
     codes: dict[str, int | None] = field(default_factory=dict)
-    why_stopped: str = ""  # it was asked to
-    change_s: float = 0.0  # when it was first seen that the world is to change
-    may_prepare: bool = True  # the next one, while it trains
+    why_stopped: str = ""  # why it was asked to stop; empty if it was not
+    change_s: float = 0.0  # when the engine first wanted another set of nodes; 0 if it does not
+    may_prepare: bool = True  # start the next attempt while this one trains
     kill_at_s: float = float("inf")
     killed_s: float = float("inf")
     progress: Progress = field(default_factory=Progress)
     started_s: float = field(default_factory=time.monotonic)
-    has_stepped: bool = False  # it has finished a step, as far as it is known
-    is_settled: bool = False  # it has, or takes so long that others may join at once
-    stands_by: bool = False  # it was started ahead, and not told yet that it is its turn
-    is_ready: bool = False  # to be told so: it has compiled
+    has_stepped: bool = False  # the metrics have a step of it
+    is_settled: bool = False  # it has stepped, or has run so long that a new node need not wait for a step
+    stands_by: bool = False  # it was started while another attempt trained, and waits for SIGUSR1
+    is_ready: bool = False  # it has compiled, and can take SIGUSR1
 
     @property
     def running(self) -> list[str]:
-        """Returns the nodes whose processes run, as far as it is known."""
+        """Returns the nodes whose processes have not ended, as far as the engine knows."""
         return [node for node in self.world.nodes if node not in self.codes]
 
     def code_on(self, member: "Member") -> int | None:
-        """Returns how its process on a node ended, by the latest news; None if it runs, or has none there."""
+        """Returns the exit code of its process on a node; None if it still runs, or there is none."""
         is_its = member.node in self.running
         return member.news.codes.get(self.number) if member.news and is_its else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coming:
-    """An attempt that was started while another one trains, and waits for its turn."""
+    """An attempt that was started while another one trains, and waits to replace it."""
 
     attempt: Attempt
     why: str
-    until_s: float  # it is waited for
+    until_s: float  # if it is not ready by then, the current attempt stops anyway
 
 
 def how(code: int | None) -> str:

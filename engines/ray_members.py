@@ -1,4 +1,4 @@
-"""`Members`: the nodes of a Ray cluster that may train, each with its supervisor. Only this module speaks to Ray."""
+"""`Members`: the nodes of a Ray cluster that may train, each with its supervisor. Only this module uses Ray."""
 
 import logging
 import time
@@ -14,31 +14,31 @@ from engines.ray_output import say
 from engines.ray_supervisor import STARTING_S, News, Supervisor
 
 LOOK_S = 0.5  # how often Ray is asked for its nodes
-NEWS_S = 1.0  # a supervisor answers at least so often
+NEWS_S = 1.0  # longest time between two answers of a supervisor
 SILENT_S = 5.0
-THREADS = 4  # of a supervisor: one waits for news, the others do what it is told
+THREADS = 4  # of a supervisor: one waits for news, the others execute commands
 
 
 @dataclass(kw_only=True)
 class Member:
-    """A node with its supervisor, which has no news before its first answer."""
+    """A node with its supervisor; `news` is None before its first answer."""
 
     node: str  # Ray's id
     host: str
     address: str
     supervisor: Any
-    asked: Any  # the answer to come
+    asked: Any  # the pending answer
     news: News | None = None
     heard_s: float = 0.0
     added_s: float = field(default_factory=time.monotonic)
 
     @property
     def answers(self) -> bool:
-        """Whether it has answered lately."""
+        """Whether it has answered within SILENT_S."""
         return self.news is not None and time.monotonic() - self.heard_s < SILENT_S
 
     def start(self, attempt: int, arguments: Sequence[str]) -> None:
-        """Starts the program; how it went is in the news."""
+        """Starts the program; the news has the result."""
         self.supervisor.start.remote(attempt, list(arguments))
 
     def send(self, attempt: int, number: int) -> None:
@@ -46,7 +46,7 @@ class Member:
         self.supervisor.send.remote(attempt, number)
 
     def warm_up(self) -> None:
-        """Prepares the next start."""
+        """Starts a process for the next attempt, without arguments."""
         self.supervisor.warm_up.remote()
 
 
@@ -70,11 +70,11 @@ class Members:
         self._max_nodes = max_nodes
         self._arguments = (list(command), folder, dict(environment))
         self._note_loss = note_loss
-        self._unusable: set[str] = set()  # the supervisor did not start there, or was asked to end
+        self._unusable: set[str] = set()  # nodes whose supervisor did not start, or was asked to end
         self._look_again_s = 0.0
 
     def turn(self) -> list[Member]:
-        """Waits a little for news, follows Ray's nodes, and returns the members that had news."""
+        """Updates the members by Ray's nodes, waits briefly for news, and returns the members that have some."""
         if time.monotonic() >= self._look_again_s:
             self._look()
             self._look_again_s = time.monotonic() + LOOK_S
@@ -82,16 +82,16 @@ class Members:
         if not by_ref:
             time.sleep(LOOK_S / 2)
             return []
-        ray.wait(list(by_ref), timeout=LOOK_S / 2)  # for one; then all that have answered
+        ray.wait(list(by_ref), timeout=LOOK_S / 2)  # for one answer; then take all that have arrived
         answered, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0)
         return [by_ref[ref] for ref in answered if self._hear(by_ref[ref])]
 
     def drop(self, node: str, why: str) -> None:
-        """Ends the supervisor of a member that is lost, and with it the program there."""
+        """Removes a lost member and ends its supervisor, and with it the program on that node."""
         self._note_loss(self._end(node).host, why)
 
     def give_back(self) -> None:
-        """Ends the supervisors of nodes that are to go, for good."""
+        """Ends the supervisors of leaving nodes for good."""
         for member in list(self.by_node.values()):
             if self.is_going(member):
                 self._unusable.add(member.node)
@@ -144,10 +144,10 @@ class Members:
         )
 
     def _hear(self, member: Member) -> bool:
-        """Takes an answer and asks again; returns whether there was one. Without, the supervisor is gone."""
+        """Takes an answer and asks again; False if the supervisor has ended instead."""
         try:
             member.news = ray.get(member.asked)
-        except (RayActorError, RayTaskError, ActorUnschedulableError) as error:  # the last: it died before it began
+        except (RayActorError, RayTaskError, ActorUnschedulableError) as error:  # the last: it died before it started
             if member.news is None:
                 self._unusable.add(member.node)
             self.drop(member.node, f"is lost: its supervisor ended ({_first_line(error)})")
@@ -166,7 +166,7 @@ def connect(address: str) -> None:
 
 
 def disconnect() -> None:
-    """Ends what `connect` began."""
+    """Disconnects from the cluster."""
     ray.shutdown()
 
 

@@ -1,11 +1,11 @@
-"""Brings up a real Ray cluster on emulated nodes: a Ray node on each, and a program beside the head.
+"""Starts a real Ray cluster on emulated nodes: a Ray node on each, and a program on the head's node.
 
     python -m cluster.emulate --nodes=5 --devices_per_node=2 --rate=200mbit -- \\
       python -m engines.ray_nodes python -m engines.ray --min_nodes=1 --max_nodes=4 -- python train.py ...
 
-Node 0 has Ray's head and the program, and none of Ray's CPUs: nothing trains there. One more node comes up by
-`python -m cluster.emulate ctl add -- python -m engines.ray_nodes`. Ray notices a dead node in seconds here, keeps
-little memory, and has no dashboard.
+Node 0 has Ray's head and the program, but none of Ray's CPUs, so that it does not train. To add a node, run
+`python -m cluster.emulate ctl add -- python -m engines.ray_nodes`. Ray's settings here detect a dead node within
+seconds, use little memory, and start no dashboard.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ SETTINGS = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "3",
-    "RAY_worker_niceness": "0",  # what workers start would have 15, and train.py with it
+    "RAY_worker_niceness": "0",  # by default 15, which train.py would inherit
 }
 QUIET = ("--object-store-memory=80000000", "--disable-usage-stats", "--include-log-monitor=false", "--block")
 OF_THE_EMULATOR = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -33,7 +33,7 @@ ANSWER_S = 1.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a Ray node until the head is gone; on node 0 the head and the program, whose exit code it returns."""
+    """Runs a Ray node until the head ends; on node 0 runs the head and the program, and returns its exit code."""
     head = os.environ["MASTER_ADDR"]
     if os.environ.get("JAX_PROCESS_ID") == "0":
         with ray_node(["--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false"]) as node:
@@ -46,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
             return run_program(argv[1:], head)
     while answers(head) is not True:
         time.sleep(0.1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # through the end of the context: the node is drained
-    while answers(head) is not False:  # a node that was cut off for long, and is dead for Ray, joins again
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # leaves the context below, which drains the node
+    while answers(head) is not False:  # a node that Ray has declared dead after a network failure joins again
         with ray_node([f"--address={head}:{PORT}", "--num-cpus=1"]) as node:
             while node.poll() is None and answers(head) is not False:
                 time.sleep(1.0)
@@ -73,7 +73,7 @@ def ray_node(options: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def run_program(command: Sequence[str], head: str) -> int:
-    """Runs the program with the signals that come here, and returns its exit code as a shell has it."""
+    """Runs the program, forwards signals to it, and returns its exit code as a shell does."""
     environment = {name: value for name, value in os.environ.items() if name not in OF_THE_EMULATOR}
     process = subprocess.Popen(command, env=environment | {"RAY_ADDRESS": f"{head}:{PORT}"})
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -83,7 +83,7 @@ def run_program(command: Sequence[str], head: str) -> int:
 
 
 def answers(head: str) -> bool | None:
-    """Returns whether Ray's head listens: False if its host says that it does not, None if nobody says anything."""
+    """Returns whether Ray's head listens: False if its host refuses the connection, None if there is no answer."""
     try:
         socket.create_connection((head, PORT), ANSWER_S).close()
     except ConnectionRefusedError:

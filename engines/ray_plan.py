@@ -1,6 +1,6 @@
-"""Which nodes train next, and what the end of an attempt means: decisions of `python -m engines.ray`, without Ray.
+"""The decisions of `python -m engines.ray`: which nodes train next, and what the end of an attempt means. Without Ray.
 
-An attempt is one start of the program on a fixed set of nodes, one process a node; the next one has another set.
+An attempt is one run of the program on a fixed set of nodes, with one process per node.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from runtime.exit_codes import ExitCode
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How many nodes may train, and how many hold one copy of the state together."""
+    """How many nodes may train, and how many of them form a partition group, which holds one copy of the state."""
 
     min_nodes: int
     max_nodes: int
@@ -30,23 +30,23 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The nodes of an attempt, in the order of their processes: each partition group's are neighbours."""
+    """The nodes of an attempt, in the order of their processes; those of a partition group are adjacent."""
 
     nodes: tuple[str, ...]  # empty if there are too few
     idle: tuple[str, ...]
-    missing: int  # so many more must come before training can start
+    missing: int  # how many more are needed to train
 
 
 def choose(there: Sequence[str], previous: Sequence[str], limits: Limits) -> World:
-    """Returns the world with the largest number of whole partition groups of the nodes that are there.
+    """Returns the largest world of complete partition groups that the available nodes can form.
 
-    Groups of the previous world that are whole stay together, in their order: their nodes hold their state. Next come
-    nodes of broken groups, so that the newcomers behind them fill those up.
+    Complete groups of the previous world come first, in their order, because their nodes hold their state. Then come
+    the nodes of broken groups, followed by new nodes, which complete those groups.
     """
     size = limits.nodes_per_group
     groups = [previous[i : i + size] for i in range(0, len(previous), size)]
     alive = [[node for node in group if node in there] for group in groups]
-    old = [node for group in sorted(alive, key=len, reverse=True) for node in group]  # sorted() keeps the order of ties
+    old = [node for group in sorted(alive, key=len, reverse=True) for node in group]  # sorted() is stable
     ordered = [*old, *(node for node in there if node not in old)]
     count = min(len(ordered), limits.max_nodes) // size * size
     missing = max(0, limits.min_nodes - len(ordered))
@@ -57,7 +57,7 @@ def choose(there: Sequence[str], previous: Sequence[str], limits: Limits) -> Wor
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the end of an attempt means: 0 finished, 75 goes on, anything else is an error of the program."""
+    """What the end of an attempt means: 0 finished, 75 try again, any other code is an error of the program."""
 
     code: int
     node: str = ""  # where the error was
@@ -73,14 +73,14 @@ def judge(codes: Mapping[str, int | None]) -> Verdict:
 
 @dataclass(kw_only=True)
 class Patience:
-    """Counts the attempts that ended by a failure without a step that no attempt had reached before."""
+    """Counts the consecutive attempts that failed without reaching a new step."""
 
     max_failures: int
     failures: int = 0
     farthest_step: int = 0
 
     def is_over(self, step: int) -> bool:
-        """Notes one more failure, after `step`, and returns whether it is one too many."""
+        """Records a failure after `step`, and returns whether there were more than `max_failures`."""
         self.failures = 0 if step > self.farthest_step else self.failures + 1
         self.farthest_step = max(step, self.farthest_step)
         return self.failures > self.max_failures

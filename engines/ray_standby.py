@@ -1,7 +1,7 @@
-"""A process that has imported a Python program and waits for its arguments: `python engines/ray_standby.py PROGRAM`.
+"""A standby process, which imports a program and waits for its arguments: `python engines/ray_standby.py PROGRAM`.
 
-They are one line of JSON on stdin; then the program runs as if it had been started with them, without the seconds
-that its imports take. When stdin ends, whoever started this process is gone, and it must not stay behind.
+The arguments are one line of JSON on stdin. Then the program runs as if it had been started with them, but without the
+seconds that its imports take. When stdin is closed, the supervisor has ended, and this process ends, too.
 """
 
 import json
@@ -12,18 +12,18 @@ import sys
 import threading
 import time
 
-SAVE_S = 60.0  # for the program to end in good order
+SAVE_S = 60.0  # for the program to save and end
 
 
 def main(program: str) -> None:
-    """Imports what the program imports, waits, and runs it."""
+    """Imports the program, waits for its arguments, and runs it."""
     sys.path[0] = os.path.dirname(os.path.abspath(program))  # as `python PROGRAM` has it
     sys.argv = [program]
-    runpy.run_path(program, run_name="standby")  # anything but __main__: it defines its functions, and runs none
-    line = sys.stdin.buffer.raw.readline()  # pyright: ignore[reportAttributeAccessIssue]  # unbuffered: the rest is _watch's
+    runpy.run_path(program, run_name="standby")  # not __main__: only imports and definitions
+    line = sys.stdin.buffer.raw.readline()  # pyright: ignore[reportAttributeAccessIssue]  # unbuffered
     if line:
         sys.argv = [program, *json.loads(line)]
-        sys.orig_argv = [sys.executable, *sys.argv]  # what a run notes down as its command
+        sys.orig_argv = [sys.executable, *sys.argv]  # which a run records as its command
         threading.Thread(target=_end_with_supervisor, name="supervisor", daemon=True).start()
         runpy.run_path(program, run_name="__main__")
 

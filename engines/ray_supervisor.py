@@ -1,6 +1,6 @@
-"""`Supervisor`: starts the program on one node, watches it, and keeps a warm one for the next start. A Ray actor.
+"""`Supervisor`: a Ray actor that runs the program on one node, and keeps a standby process for the next attempt.
 
-Nothing here knows Ray, which calls the methods in several threads (`ACTOR_OPTIONS`).
+This module does not import Ray, which calls the methods in several threads (`THREADS` in engines/ray_members.py).
 """
 
 import contextlib
@@ -20,20 +20,20 @@ from types import FrameType
 from runtime.exit_codes import ExitCode
 
 STANDBY = Path(__file__).with_name("ray_standby.py")
-KEPT_LINES = 1000  # of the program's output, until they are asked for
-# What another launcher told the node: the flags replace it, and what only some nodes have would make them disagree.
+KEPT_LINES = 1000  # of the program's output, buffered until the engine asks for them
+# Variables of other launchers: the flags replace them, and nodes with different values would disagree.
 OTHERS_WORDS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_NUM_CPU_DEVICES")
-STARTING_S = 10.0  # for a supervisor to begin: who waits longer, for CPUs that others hold, is not waited for
-PORTS = range(20000, 32000)  # above Ray's, below those that Linux gives to connections
+STARTING_S = 10.0  # for a supervisor to start; the engine does not wait longer, since others may hold the node's CPUs
+PORTS = range(20000, 32000)  # above Ray's ports, below Linux' ephemeral ports
 
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """What happened on a node since it was last asked, and how things are now."""
+    """The changes on a node since the last answer, and its current state."""
 
-    codes: dict[int, int | None]  # of the attempts: how its process ended (negative: by a signal), None if it runs
-    lines: list[tuple[int, str]]  # of output, each with its attempt (0: of the supervisor itself)
-    is_leaving: bool  # the node was asked to go: SIGTERM
+    codes: dict[int, int | None]  # by attempt: exit code (negative: a signal), None while it runs
+    lines: list[tuple[int, str]]  # of output, with the attempt (0: the supervisor itself)
+    is_leaving: bool  # the supervisor got SIGTERM: the node is leaving
     is_warm: bool  # a process has been started for the next attempt
     free_port: int
 
@@ -42,13 +42,13 @@ class Supervisor:
     """Runs the program of one node: a process for each attempt, in a process group of its own."""
 
     def __init__(self, command: Sequence[str], folder: str, environment: Mapping[str, str]) -> None:
-        """`command` is a Python, its program, and the arguments that all nodes have in common."""
+        """`command` is a Python, the program, and the arguments that all nodes have in common."""
         self._command, self._folder = command, folder
         self._environment = {k: v for k, v in os.environ.items() if k not in OTHERS_WORDS} | dict(environment)
         self._changed = threading.Condition()
         self._lines: deque[tuple[int, str]] = deque(maxlen=KEPT_LINES)
         self._codes: dict[int, int | None] = {}
-        self._told: dict[int, int | None] = {}  # of these
+        self._told: dict[int, int | None] = {}  # those that the engine has been told
         self._running: dict[int, subprocess.Popen[str]] = {}
         self._warm: subprocess.Popen[str] | None = None
         self._is_leaving = False
@@ -57,9 +57,9 @@ class Supervisor:
         self.warm_up()
 
     def start(self, attempt: int, arguments: Sequence[str]) -> None:
-        """Starts the program for an attempt, with these arguments behind the common ones."""
+        """Starts the program for an attempt, with these arguments after the common ones."""
         with self._changed:
-            if attempt in self._codes:  # it was killed before it began
+            if attempt in self._codes:  # it was killed before it started
                 return
             self._codes[attempt] = None
             if self._warm and self._warm.poll() is not None:  # it was killed while it waited
@@ -72,11 +72,11 @@ class Supervisor:
                 return
             self._running[attempt] = process
         threading.Thread(target=self._watch, args=(process, attempt), daemon=True).start()
-        with contextlib.suppress(OSError):  # if it has ended, `_watch` says how
+        with contextlib.suppress(OSError):  # if it has ended, `_watch` reports that
             print(json.dumps([*self._command[2:], *arguments]), file=process.stdin, flush=True)
 
     def warm_up(self) -> None:
-        """Starts the process of the next attempt, up to where it waits for its arguments, if there is none."""
+        """Starts the standby process for the next attempt, if there is none."""
         with self._changed:  # `start` may run in another thread
             if self._warm:
                 return
@@ -97,8 +97,8 @@ class Supervisor:
                 self._say(0, f"error: {where}: {error.strerror}; every node needs the same files")
 
     def send(self, attempt: int, number: int) -> None:
-        """Sends a signal to the program of an attempt, if it runs; SIGKILL also goes to what it started."""
-        with self._changed:  # Ray's calls may overtake each other
+        """Sends a signal to the program of an attempt, if it runs; SIGKILL goes to its whole process group."""
+        with self._changed:  # Ray may reorder calls
             process = self._running.get(attempt)
             if number == signal.SIGKILL and attempt not in self._codes:
                 self._end(attempt, -number)
@@ -109,7 +109,7 @@ class Supervisor:
                 process.send_signal(number)
 
     def news(self, wait_s: float) -> News:
-        """Returns the news as soon as there are any, or after `wait_s`."""
+        """Returns the news as soon as there is any, or after `wait_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._lines or self._told != self._codes, wait_s)
             self._told = dict(self._codes)
@@ -123,13 +123,13 @@ class Supervisor:
             )
 
     def _watch(self, process: subprocess.Popen[str], attempt: int) -> None:
-        """Passes the output on, until the process has ended: its children may hold the pipe open."""
+        """Collects the output until the process has ended; its children may keep the pipe open for longer."""
         reading = threading.Thread(target=self._read, args=(process, attempt), daemon=True)
         reading.start()
         code = process.wait()
         reading.join(1.0)
         assert process.stdin
-        with contextlib.suppress(OSError):  # if it took not even its arguments
+        with contextlib.suppress(OSError):  # if it ended before it read its arguments
             process.stdin.close()
         self._end(attempt, code)
 
@@ -156,7 +156,7 @@ class Supervisor:
 
 
 def _free_port() -> int:
-    """Returns a port that no connection is given by chance before the program listens there."""
+    """Returns a free port that is not ephemeral, so that no connection takes it before the program listens there."""
     while True:
         port = random.choice(PORTS)
         with contextlib.suppress(OSError), socket.socket() as free:

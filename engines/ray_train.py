@@ -1,11 +1,11 @@
-"""`Engine`: runs a program on a Ray cluster, attempt after attempt, on the nodes that are there."""
+"""`Engine`: runs a program on a Ray cluster, attempt after attempt, on the available nodes."""
 
 import contextlib
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engines.ray_attempt import Attempt, Coming, how
 from engines.ray_output import say
@@ -18,18 +18,18 @@ from runtime.progress import read_progress
 if TYPE_CHECKING:  # it needs Ray
     from engines.ray_members import Member, Members
 
-STOP_S = 60.0  # for the program to stop in good order once it was asked to
-LAST_S = 15.0  # for the others, when the first process has stopped as it was asked to
-FAILED_S = 4.0  # for the others, when a process failed or a node is lost: to say what they know
-KILL_S = 3.0  # for a supervisor to tell that the kill was done
-SETTLED_S = 300.0  # after which an attempt counts as settled, even if its metrics tell of no step
-JOINING_S = 300.0  # for a larger attempt to be ready; and for any, when it is its turn
-NOTICE_S = 1.0  # for Ray's nodes to be looked at again: an idle one may take the place of one that is to go
-STANDBY = "--standby"  # what tells the program to compile, and to wait
+STOP_S = 60.0  # for the program to save and exit after it was asked to stop
+LAST_S = 15.0  # for the other processes, after the first one has stopped on request
+FAILED_S = 4.0  # for the other processes to report and exit, after one failed or a node was lost
+KILL_S = 3.0  # for a supervisor to confirm SIGKILL
+SETTLED_S = 300.0  # after which an attempt counts as settled, even without a step in its metrics
+JOINING_S = 300.0  # for an attempt on more nodes to compile; and for any attempt once it is current
+NOTICE_S = 1.0  # to look at Ray's nodes again: an idle node may replace a leaving one
+STANDBY = "--standby"  # makes the program compile, and wait for SIGUSR1
 
 
 class Engine:
-    """Starts the program on the largest world there is, again whenever that changes, until it is finished."""
+    """Runs the program on the largest possible world, and restarts it when that changes, until it is finished."""
 
     def __init__(
         self,
@@ -41,23 +41,23 @@ class Engine:
         compile_ahead: bool = False,
         notice_s: float = 30.0,
     ) -> None:
-        """With `compile_ahead` a planned change starts the next attempt before it stops the one that trains.
+        """With `compile_ahead`, a planned change starts the next attempt before it stops the current one.
 
-        `notice_s` is how long a node that is to go is there: the next attempt gets half of it to be ready.
+        `notice_s` is how long a leaving node stays up: the next attempt gets half of it to compile.
         """
         self._members, self._limits, self._patience, self._workdir = members, limits, patience, workdir
-        self._patience.farthest_step = read_progress(workdir).step  # of an engine before this one
+        self._patience.farthest_step = read_progress(workdir).step  # of an earlier engine
         self._compile_ahead, self._leaving_s = compile_ahead, notice_s / 2
         self._events, self._news = EventLog(workdir, "engine"), EventReader(workdir)
-        self._news.skip()  # what is there is of an engine before this one
+        self._news.skip()  # events of an earlier engine
         self._number = 0  # of the current attempt
         self._coming: Coming | None = None
         self._previous: tuple[str, ...] = ()
-        self._hosts: dict[str, str] = {}  # of nodes that are gone too
+        self._hosts: dict[str, str] = {}  # by node, lost nodes included
         self._signals = 0
         self._event_s = time.monotonic()
-        self._last_words: dict[str, str] = {}  # of each node
-        self._said = ""  # while it waits for nodes
+        self._last_words: dict[str, str] = {}  # last line of output, by node
+        self._said = ""  # the last message of `_say_once`
 
     def run(self) -> int:
         """Returns the exit code: 0 finished, 75 stopped but resumable, else that of the program's error."""
@@ -73,7 +73,7 @@ class Engine:
             verdict = judge(attempt.codes)
             step = read_progress(self._workdir).step
             ends = {self._name(node): how(code) for node, code in attempt.codes.items()}
-            self._events.write(Event.ATTEMPT_ENDED, attempt=attempt.number, step=step, ends=ends)
+            self._write(Event.ATTEMPT_ENDED, attempt, step=step, ends=ends)
             if verdict.code != ExitCode.RESUMABLE:
                 where = f" on {self._hosts[verdict.node]}" if verdict.node else ""
                 said = f": {self._last_words.get(verdict.node, '')}" if verdict.code else ""
@@ -90,7 +90,7 @@ class Engine:
     # -------------------------------------------------------------------------------------------- between attempts
 
     def _begin(self) -> Attempt | None:
-        """Starts an attempt on the nodes that there are, as soon as there are enough; None if asked to stop."""
+        """Starts an attempt as soon as there are enough nodes; None if asked to stop."""
         world = self._await_world()
         return self._start(world, self._event_s) if world else None
 
@@ -112,7 +112,7 @@ class Engine:
         )
 
     def _await_world(self) -> World | None:
-        """Waits for enough nodes, and for those that are just coming; None if this program was asked to stop."""
+        """Waits for enough nodes, and for those that are joining; None if this program was asked to stop."""
         self._said = ""
         until_s = time.monotonic() + STARTING_S
         while not self._signals:
@@ -135,13 +135,13 @@ class Engine:
     # --------------------------------------------------------------------------------------------------- an attempt
 
     def _train(self, attempt: Attempt) -> None:
-        """Follows an attempt until no process of it runs any more."""
+        """Follows an attempt until all its processes have ended."""
         nodes = attempt.world.nodes
         idle = [*map(self._name, attempt.world.idle), *self._members.idle_hosts]
         named = f"{len(nodes)} nodes: {self._names(nodes)}; idle: {', '.join(idle) or 'none'}"
         say(f"attempt {attempt.number}: {named}")
         hosts = [*map(self._name, nodes)]
-        self._events.write(Event.ATTEMPT_STARTED, attempt=attempt.number, hosts=hosts, idle=idle)
+        self._write(Event.ATTEMPT_STARTED, attempt, hosts=hosts, idle=idle)
         attempt.progress, attempt.started_s = read_progress(self._workdir), time.monotonic()
         self._previous = nodes
         while attempt.running:
@@ -156,7 +156,7 @@ class Engine:
             self._kill_if_late(attempt)
 
     def _turn(self, attempt: Attempt | None = None) -> None:
-        """Takes news from the supervisors: output, and how processes ended."""
+        """Takes the news of the supervisors: output and exit codes."""
         for member in self._members.turn():
             self._hosts[member.node] = member.host
             self._print(member, attempt)
@@ -164,13 +164,13 @@ class Engine:
             if attempt and code is not None:
                 self._note_end(attempt, member.node, code)
         waiting = [one for one in (attempt, self._coming and self._coming.attempt) if one and one.stands_by]
-        if waiting:  # else nothing here reads the shared file system, which may hang
+        if waiting:  # otherwise the shared file system, which may hang, is not read here
             ready = {event.get("coordinator") for event in self._news.new() if event["event"] == Event.READY}
             for one in waiting:
                 one.is_ready |= one.coordinator in ready
 
     def _let_begin(self, attempt: Attempt) -> None:
-        """Tells an attempt that was started ahead to begin, once it listens; ends it if it never does."""
+        """Sends SIGUSR1 to an attempt that was started early, once it is ready; ends it if it takes too long."""
         if not attempt.stands_by:
             return
         first = self._members.by_node.get(attempt.world.nodes[0])
@@ -193,10 +193,10 @@ class Engine:
         if has_failed:
             host = self._name(node)
             say(f"{host}: the program ended {how(code)}")
-            self._events.write(Event.ATTEMPT_FAILED, attempt=attempt.number, host=host, how=how(code))
+            self._write(Event.ATTEMPT_FAILED, attempt, host=host, how=how(code))
 
     def _stop_if_needed(self, attempt: Attempt) -> None:
-        """Stops the program if the world is to change, or starts the next attempt, which is to be ready first."""
+        """Stops the attempt if the world is to change; with `compile_ahead`, first waits for the next attempt."""
         if self._signals > 1:
             attempt.kill_at_s = 0.0
         if attempt.why_stopped or attempt.codes:
@@ -216,23 +216,23 @@ class Engine:
             self._prepare(attempt, why, attempt.change_s + patience_s)
 
     def _stop(self, attempt: Attempt, why: str) -> None:
-        """Asks the program to stop: one process tells the others."""
+        """Asks one process of the program to stop; it tells the others."""
         self._event_s = time.monotonic()
         attempt.why_stopped = why
         attempt.kill_at_s = time.monotonic() + STOP_S
         say(f"{why}: the program is asked to stop")
         self._members.by_node[attempt.running[0]].send(attempt.number, signal.SIGTERM)
-        self._events.write(Event.ATTEMPT_STOPPING, attempt=attempt.number, why=why)
+        self._write(Event.ATTEMPT_STOPPING, attempt, why=why)
 
     def _why_stop(self, attempt: Attempt) -> tuple[str, float]:
-        """Returns why the world is to change ("" if it is not), and how long that can wait."""
+        """Returns why the world is to change, and for how long that can wait; "" if it is not."""
         if self._signals:
             return "a signal", 0.0
         for node in attempt.running:
             member = self._members.by_node[node]
             if self._members.is_going(member):
                 return f"{member.host} is to go", self._leaving_s
-        if not self._starting() and attempt.is_settled:  # one after the other: a start that is stopped wins nothing
+        if not self._starting() and attempt.is_settled:  # not during a start, which would be wasted
             better = self._choose()
             new = [node for node in better.nodes if node not in attempt.world.nodes]
             if len(better.nodes) > len(attempt.world.nodes):
@@ -240,7 +240,7 @@ class Engine:
         return "", 0.0
 
     def _starting(self) -> bool:
-        """Whether a node has just come, and its supervisor not answered yet."""
+        """Whether a node has just joined, and its supervisor has not answered yet."""
         since_s = time.monotonic() - STARTING_S
         return any(m.news is None and m.added_s > since_s for m in self._members.by_node.values())
 
@@ -248,7 +248,7 @@ class Engine:
 
     def _prepare(self, attempt: Attempt, why: str, until_s: float) -> None:
         """Starts the next attempt while this one trains; stops this one if there are not enough nodes for it."""
-        attempt.may_prepare = False  # again: if it fails, the next one starts when this one has ended
+        attempt.may_prepare = False  # only once: if it fails, the next attempt starts after this one
         world = self._choose()
         if not world.nodes:
             self._stop(attempt, why)
@@ -256,10 +256,10 @@ class Engine:
         self._coming = Coming(attempt=self._start(world, time.monotonic(), STANDBY), why=why, until_s=until_s)
         say(f"{why}: attempt {self._number} starts ahead: {len(world.nodes)} nodes: {self._names(world.nodes)}")
         hosts = [*map(self._name, world.nodes)]
-        self._events.write(Event.ATTEMPT_AHEAD, attempt=self._number, hosts=hosts, why=why)
+        self._write(Event.ATTEMPT_AHEAD, self._coming.attempt, hosts=hosts, why=why)
 
     def _check_coming(self) -> None:
-        """Gives the next attempt up when it cannot be the next one any more."""
+        """Gives up the next attempt when it can no longer train."""
         if self._coming and self._signals:
             self._give_up("the run is to stop")
         elif self._coming and (why := self._why_not(self._coming.attempt)):
@@ -270,7 +270,7 @@ class Engine:
                     self._members.by_node[node].warm_up()
 
     def _why_not(self, coming: Attempt) -> str:
-        """Returns why an attempt that was started ahead cannot train, "" if it can."""
+        """Returns why an attempt that was started early cannot train; "" if it can."""
         for node in coming.world.nodes:
             member = self._members.by_node.get(node)
             if member is None:
@@ -282,7 +282,7 @@ class Engine:
         return ""
 
     def _give_up(self, why: str) -> None:
-        """Ends the attempt that waits for its turn, which has touched nothing."""
+        """Kills the attempt that waits for SIGUSR1; it has not changed the run."""
         if not self._coming:
             return
         coming, self._coming = self._coming.attempt, None
@@ -292,7 +292,7 @@ class Engine:
                 self._members.by_node[node].send(coming.number, signal.SIGKILL)
 
     def _take_turn(self) -> Attempt | None:
-        """Returns the attempt that was started ahead, if it can train now."""
+        """Returns the attempt that was started early, if it can train now."""
         self._members.give_back()
         self._check_coming()
         silent = [
@@ -319,7 +319,7 @@ class Engine:
                 attempt.codes[node] = None
 
     def _note_first_step(self, attempt: Attempt) -> None:
-        """Says how long it took to the first finished step: then the machine has time to prepare the next start."""
+        """Reports the first finished step. Then the nodes have time to start the processes of the next attempt."""
         if attempt.has_stepped:
             return
         before, now = attempt.progress, read_progress(self._workdir)
@@ -329,7 +329,7 @@ class Engine:
             took_s = time.monotonic() - attempt.since_s
             say(f"attempt {attempt.number}: step {now.step} is done, {took_s:.1f} s after the event")
             after_s = round(took_s, 3)
-            self._events.write(Event.ATTEMPT_STEPPED, attempt=attempt.number, step=now.step, after_s=after_s)
+            self._write(Event.ATTEMPT_STEPPED, attempt, step=now.step, after_s=after_s)
         is_late = time.monotonic() > attempt.started_s + SETTLED_S
         if (attempt.has_stepped or is_late) and not attempt.is_settled:
             attempt.is_settled = True
@@ -345,6 +345,9 @@ class Engine:
             if not (self._coming and number == self._coming.attempt.number):
                 self._last_words[member.node] = line
             print(line if (number, member.node) == first else f"[{member.host}] {line}", flush=True)
+
+    def _write(self, event: Event, attempt: Attempt, **fields: Any) -> None:
+        self._events.write(event, attempt=attempt.number, attempt_id=attempt.coordinator, **fields)
 
     def _say_once(self, text: str) -> None:
         if text != self._said:
@@ -362,7 +365,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _signals_noted(self) -> Iterator[None]:
-        """Lets SIGTERM and SIGINT stop the program in good order; the second one ends it."""
+        """Makes the first SIGTERM or SIGINT stop the program, and the second one kill it."""
 
         def note(*_: object) -> None:
             self._signals += 1

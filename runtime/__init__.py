@@ -1,1 +1,1 @@
-"""How processes join a run, agree, and notice a request to stop or the loss of one of them."""
+"""How processes join a run and agree, and how they detect a request to stop or the loss of a process."""

@@ -1,24 +1,24 @@
-"""The addresses of this machine: which of them a process listens at, and which it tells the others."""
+"""The addresses of this machine: at which one a process listens, and which one it gives to other processes."""
 
 import ipaddress
 import socket
 
 
 def own_address() -> str:
-    """Returns this node's address where its own name gives one that others can use, else the name."""
+    """Returns the address that this host's name resolves to, or the name if other hosts could not use that address."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
-    except socket.gaierror:  # others may know it; those who do not will say so
+    except socket.gaierror:  # other hosts may be able to resolve it, and report an error if not
         return name
     return name if address.startswith("127.") else address
 
 
 def to_listen_at(host: str) -> str:
-    """Returns the address to listen at when others reach this process at `host`; "" for all that the machine has.
+    """Returns the address to listen at when others connect to `host`; "" for all addresses of the machine.
 
-    That is `host` itself if it is an address of this machine, or localhost. A name may mean another address elsewhere
-    (127.0.1.1 here, behind a translation of addresses there), so it does not narrow anything.
+    An address of this machine, or localhost, is returned itself. A name gives "": this machine may resolve it to
+    another address than the others do (to 127.0.1.1, or behind NAT).
     """
     host = "127.0.0.1" if host == "localhost" else host.strip("[]")
     try:
@@ -31,7 +31,7 @@ def to_listen_at(host: str) -> str:
 
 
 def listen(host: str, count: int) -> socket.socket:
-    """Returns a socket for `count` processes that reach this one at `host`, at a port that the system chooses."""
+    """Returns a socket that listens for `count` processes at a port that the system chooses; they connect to `host`."""
     address = to_listen_at(host)
     both = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in address else socket.AF_INET

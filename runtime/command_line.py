@@ -1,4 +1,4 @@
-"""The command line of our tools: every mistake is one line, and says so by the exit code."""
+"""The command line of our tools: a user's mistake is one line on stderr, and exit code 2."""
 
 import argparse
 import io
@@ -10,19 +10,19 @@ from typing import Any, NoReturn
 
 from runtime.exit_codes import ExitCode
 
-FIRST, LAST = 600, 300  # characters of an error that are shown
+FIRST, LAST = 600, 300  # characters of a long error that are shown
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose mistakes are ValueErrors, like all others."""
+    """A parser that raises ValueError for a user's mistake, as our own checks do."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises the mistake."""
+        """Raises ValueError."""
         raise ValueError(message)
 
 
 class _Output(io.FileIO):
-    """A file for what a program prints: when its reader has gone (`| head`), the rest is dropped, and is no error."""
+    """The output of a program; after its reader has closed the pipe (`| head`), output is dropped without error."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -49,13 +49,13 @@ def prepare_output() -> None:
 
 
 def complain(error: ValueError | OSError) -> int:
-    """Prints what went wrong as one line and returns the exit code: 2 for a mistake of the user, else 1."""
+    """Prints an error as one line and returns the exit code: 2 for a user's mistake, else 1."""
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     return ExitCode.BAD_INPUT if isinstance(error, ValueError) else ExitCode.FAILED
 
 
 def make_folder(folder: Path, option: str) -> None:
-    """Makes a folder that an option of the command line names. ValueError if nothing can be written there."""
+    """Creates the folder that a command-line option names. ValueError if it cannot be created or written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -67,7 +67,7 @@ def make_folder(folder: Path, option: str) -> None:
 
 
 def check_file(file: Path, option: str) -> None:
-    """Raises ValueError if the file that an option of the command line names cannot be written."""
+    """Raises ValueError if the file that a command-line option names cannot be written."""
     is_new = not file.exists()
     try:
         with file.open("ab"):
@@ -79,15 +79,15 @@ def check_file(file: Path, option: str) -> None:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns what is before and what is after the first `--`."""
+    """Returns the arguments before and after the first `--`."""
     at = argv.index("--") if "--" in argv else len(argv)
     return list(argv[:at]), list(argv[at + 1 :])
 
 
 def one_line(text: str, rest_in: str = "--debug shows") -> str:
-    """Returns a message as one line without its middle if that is long: what and where come first, what works last.
+    """Returns a message as one line. A long message loses its middle: the cause comes first, and the remedy last.
 
-    `rest_in` says where the rest is.
+    `rest_in` tells the user where to find the complete message.
     """
     line = " ".join(text.split())
     left_out = len(line) - FIRST - LAST

@@ -1,8 +1,8 @@
-"""Agreement among the processes of a run: `broadcast` what process 0 finds, `all_gather` what each has, `barrier`.
+"""Agreement among the processes of a run: `broadcast` from process 0, `all_gather`, `gather` to process 0, `barrier`.
 
-Goes through the key-value store of `jax.distributed`, not through a collective: it works in background threads, waits
-as long as the disk needs, and carries an error as well as an answer. Of n processes each makes one call to the store
-for a broadcast, and at most three for an all-gather.
+These use the key-value store of `jax.distributed` and not collectives: so they work in background threads, wait as long
+as the disk needs, and can carry an error in place of an answer. Each process makes one call to the store
+for a broadcast, at most three for an all-gather, and two for a gather (process 0 three).
 """
 
 import itertools
@@ -21,24 +21,24 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Key:
-    """Names one agreement in the store."""
+    """The name of one agreement in the store."""
 
     topic: str
     number: int
 
     def __str__(self) -> str:
-        return f"state/{self.number}/{self.topic}"
+        return f"consensus/{self.number}/{self.topic}"
 
 
 def new_key(topic: str) -> Key:
-    """Returns the key of one agreement. Every process must make its keys in the same order."""
+    """Returns the key of the next agreement. Every process must create its keys in the same order."""
     return Key(topic, next(_numbers))
 
 
 def broadcast(key: Key, answer: Callable[[], Any]) -> Any:
-    """Returns `answer()` (a JSON value) as computed by process 0; an Exception of it is raised in every process.
+    """Returns process 0's `answer()`, a JSON value, in every process. If `answer` raises, every process raises.
 
-    Raises ValueError or OSError in the others if it was one in process 0, and RuntimeError with its text otherwise.
+    The other processes raise ValueError or OSError if process 0 does, and RuntimeError with its text otherwise.
     """
     if jax.process_count() == 1:
         return answer()
@@ -61,18 +61,36 @@ def broadcast(key: Key, answer: Callable[[], Any]) -> Any:
 
 
 def all_gather(key: Key, value: Any) -> list[Any]:
-    """Returns the value (JSON) that each process gave, in their order. A None costs no message to the store."""
+    """Returns the values (JSON) of all processes, in their order. A None costs no message to the store."""
     if jax.process_count() == 1:
         return [json.loads(json.dumps(value))]
     client = multihost.get_jax_distributed_client()
     if value is not None:
         client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
-    barrier(key.topic)  # behind it all values are there, and one call gets them
+    barrier(key.topic)  # after it the store has all values, and one call gets them
     given = {name.rpartition("/")[2]: text for name, text in client.key_value_dir_get(f"{key}/")}
     return [json.loads(given.get(str(process), "null")) for process in range(jax.process_count())]
 
 
+def gather(key: Key, value: Any) -> list[Any]:
+    """Returns in process 0 the values (JSON) of all processes, in their order, and an empty list in the others.
+
+    Unlike those of an `all_gather`, large values neither go to every process nor stay in the store.
+    """
+    if jax.process_count() == 1:
+        return [json.loads(json.dumps(value))]
+    client = multihost.get_jax_distributed_client()
+    if jax.process_index() != 0:
+        client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
+        barrier(key.topic)
+        return []
+    barrier(key.topic)
+    given = {name.rpartition("/")[2]: text for name, text in client.key_value_dir_get(f"{key}/")}
+    client.key_value_delete(f"{key}/")
+    return [json.loads(given.get(str(process), json.dumps(value))) for process in range(jax.process_count())]
+
+
 def barrier(topic: str) -> None:
-    """Returns when every process has come here as often as this one."""
-    if jax.process_count() > 1:  # a name that is used again takes no more memory of the service, which keeps all names
-        multihost.get_jax_distributed_client().wait_at_barrier(f"state/{topic}", _TIMEOUT_S * 1000)
+    """Returns when every process has called it with this topic as often as this one."""
+    if jax.process_count() > 1:  # the service never forgets a name, so names are reused
+        multihost.get_jax_distributed_client().wait_at_barrier(f"consensus/{topic}", _TIMEOUT_S * 1000)

@@ -1,12 +1,12 @@
-"""Lets the processes of a run connect to each other, and nobody else: each end shows that it knows the run's token.
+"""Mutual authentication of the processes of a run: each end of a connection proves that it knows the run's token.
 
     server: CHALLENGE                         random
-    client: PROCESS HOST CHALLENGE PROOF      its number, its host, a challenge of its own
+    client: PROCESS HOST CHALLENGE PROOF      the client's process number and host, and its own challenge
     server: PROOF
 
-A proof is an HMAC-SHA256 with the token as its key, over the side that gives it, what the connection is for, both
-challenges, and the client's number and host. The token itself is never sent: it is in WORKDIR/token (mode 0600), where
-every process reads it.
+A proof is an HMAC-SHA256 with the token as the key, over the side (client or server), the purpose of the connection,
+both challenges, and the client's number and host. The token itself is never sent: every process reads it from
+WORKDIR/token (mode 0600).
 """
 
 import contextlib
@@ -27,17 +27,17 @@ from files import locks, private
 from runtime.consensus import all_gather, broadcast, new_key
 
 FILE_NAME = "token"
-STRANGERS = 64  # who may be at an entrance at a time, besides the processes of the run
+STRANGERS = 64  # unauthenticated connections at a time, besides those of the run's processes
 _TOKEN = re.compile(r"[0-9a-f]{64}")
 _LINE_BYTES = 1000
-_HANDSHAKE_S = 10.0  # for all that a stranger has to say
+_HANDSHAKE_S = 10.0  # for the whole handshake
 _RETRY_S = 0.1
 
 
 def shared_token(workdir: Path) -> str:
-    """Returns the token of a run, which process 0 makes where there is none; every process must call it.
+    """Returns the token of a run; process 0 creates it if there is none. Every process must call it.
 
-    ValueError in every process if one of them cannot read it, or if other users could.
+    Raises ValueError in every process if one of them cannot read the token, or if other users could.
     """
     broadcast(new_key("token"), lambda: _make_token(workdir / FILE_NAME))
     token = error = ""
@@ -52,7 +52,7 @@ def shared_token(workdir: Path) -> str:
 
 
 def _make_token(file: Path) -> None:
-    """Writes a token where there is none, also if an attempt was killed before it wrote one; others may do the same."""
+    """Writes a token if the file is missing, or empty since an attempt was killed. Attempts may do this at once."""
     try:
         if file.exists() and file.stat().st_size:
             return
@@ -68,7 +68,7 @@ def _make_token(file: Path) -> None:
 
 
 def _read_token(file: Path) -> str:
-    """Returns the token. ValueError if others may read it, or if it is none; OSError if it is not there."""
+    """Returns the token. ValueError if the file cannot be read, if other users may read it, or if it holds no token."""
     try:
         with file.open() as opened:
             mode = os.fstat(opened.fileno()).st_mode
@@ -82,11 +82,11 @@ def _read_token(file: Path) -> str:
     return token
 
 
-class Entrance:
-    """Takes connections at a socket, in a thread, and hands on those whose other end knows the token.
+class Acceptor:
+    """Accepts connections at a socket, in a thread, and passes on those whose other end knows the token.
 
-    A stranger has 10 s in all. At most `STRANGERS` are there at a time, and `count` processes; for one more the oldest
-    has to go, so that those who only wait keep nobody out, nor take the descriptors of this process.
+    A handshake may take 10 s. At most `STRANGERS` + `count` connections are in a handshake at a time. One more closes
+    the oldest, so that idle connections can neither keep processes out nor exhaust the file descriptors.
     """
 
     def __init__(
@@ -97,17 +97,17 @@ class Entrance:
         count: int,
         admitted: Callable[[socket.socket, int, str], None],
     ) -> None:
-        """`admitted` gets a connection, and the number and host of the process there, in a thread of its own."""
+        """`admitted` gets, in its own thread, a connection and the number and host of the process at its other end."""
         self._listener, self._token, self._purpose, self._admitted = listener, token, purpose, admitted
         self._at_most = STRANGERS + count
-        self._strangers: list[socket.socket] = []  # the oldest first
+        self._strangers: list[socket.socket] = []  # connections in a handshake, the oldest first
         self._lock = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._accept, name=f"entrance for {purpose}", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name=f"acceptor for {purpose}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Takes no more connections."""
+        """Stops accepting connections."""
         self._closed = True
         self._listener.shutdown(socket.SHUT_RDWR)  # which ends `accept`
         self._thread.join()
@@ -117,7 +117,7 @@ class Entrance:
         while not self._closed:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed; or no descriptor is left, until a stranger's time is over
+            except OSError:  # closed; or out of file descriptors, until a handshake times out
                 time.sleep(_RETRY_S)
                 continue
             with self._lock:
@@ -129,7 +129,7 @@ class Entrance:
     def _meet(self, connection: socket.socket) -> None:
         try:
             process, host = admit(connection, self._token, self._purpose)
-        except (OSError, ValueError):  # a stranger's errors are nobody's
+        except (OSError, ValueError):  # an error of an unauthenticated peer is not reported
             connection.close()
             return
         finally:
@@ -140,7 +140,7 @@ class Entrance:
 
 
 def admit(connection: socket.socket, token: str, purpose: str) -> tuple[int, str]:
-    """Returns the number and the host of the process at the other end. OSError or ValueError for a stranger."""
+    """Returns number and host of the process at the other end. OSError or ValueError if it does not authenticate."""
     until_s, ours = time.monotonic() + _HANDSHAKE_S, secrets.token_hex(16)
     connection.settimeout(_HANDSHAKE_S)
     connection.sendall(f"{ours}\n".encode())
@@ -154,7 +154,7 @@ def admit(connection: socket.socket, token: str, purpose: str) -> tuple[int, str
 
 
 def introduce(connection: socket.socket, token: str, purpose: str, me: int, patience_s: float) -> None:
-    """Shows the other end that this is process `me` of the run. OSError unless that one is of the run too."""
+    """Authenticates as process `me` of the run. OSError if the other end does not prove that it is of the run too."""
     until_s, ours = time.monotonic() + patience_s, secrets.token_hex(16).encode()
     theirs = _read_line(connection, until_s).strip()
     process, host = b"%d" % me, socket.gethostname().encode()
@@ -169,7 +169,7 @@ def _proof(token: str, *of: bytes) -> bytes:
 
 
 def _read_line(connection: socket.socket, until_s: float) -> bytes:
-    """Returns a line, and reads nothing behind it. OSError if it is cut, too long, or not there in time."""
+    """Returns one line, and reads nothing after it. OSError if it is incomplete, too long, or late."""
     line = b""
     while len(line) < _LINE_BYTES:
         connection.settimeout(max(1e-3, until_s - time.monotonic()))
@@ -183,6 +183,6 @@ def _read_line(connection: socket.socket, until_s: float) -> bytes:
 
 
 def _end(connection: socket.socket) -> None:
-    """Ends a connection that another thread reads from, and will close."""
-    with contextlib.suppress(OSError):  # it is gone already
+    """Shuts down a connection that another thread reads from; that thread closes it."""
+    with contextlib.suppress(OSError):  # it is closed already
         connection.shutdown(socket.SHUT_RDWR)

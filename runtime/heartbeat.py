@@ -1,11 +1,11 @@
-"""Ends a run within a bound when one of its processes dies or goes silent: a message that names it, never a hang.
+"""Heartbeats: when a process of a run dies or falls silent, all others end within a time limit and name it.
 
-Process 0 holds a TCP connection to every other process, and both ends of each send a line a second, from a thread of
-their own: compiling, restoring or waiting in a collective is not silence. A process that ends says so before it closes
-its connection. Whoever misses another for too long tells all whom it reaches; each prints what happened and ends by
-`os._exit`, because its main thread may be in a collective that never returns. A line carries the last step of its
-sender, and what its main thread does; what process 0 passes on, the last steps of all. When no main thread has got any
-further for too long, process 0 ends the run, and says which one keeps the others waiting.
+Process 0 has a TCP connection to every other process. Both ends send a line per second from a thread of their own, so a
+process that compiles, restores or waits in a collective is not silent. A process that ends says goodbye before it
+closes its connection. A process that has not heard from another one for too long tells every process that it can reach.
+Each of them prints the reason and ends by `os._exit`, because its main thread may be in a collective that never
+returns. A line has the sender's last step and what its main thread does. When no main thread has made progress for too
+long, process 0 ends the run and names the processes that the others wait for.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ from runtime.exit_codes import ExitCode
 from runtime.phases import Phase
 
 _BEAT_S = 1.0
-_GRACE_S = 5.0  # for a process to fail by itself with the error that another one failed with
-_NOTE_S = 1.0  # for the verdict to be written down
-_NAMED = 5  # processes, in a message
-_LEAVE_S = 5.0  # for the others to leave before process 0, with which jax's service ends and aborts who is there
+_GRACE_S = 5.0  # for a process to report its own error, after another one has failed
+_NOTE_S = 1.0  # for the verdict to be written to events.jsonl
+_NAMED = 5  # processes that a message names at most
+_LEAVE_S = 5.0  # for the others to exit before process 0: when it exits, jax's service ends and aborts them
 
 
 @dataclass(kw_only=True)
@@ -46,7 +46,7 @@ class Peer:
     connection: socket.socket
     unread: bytes = b""
     unsent: bytes = b""
-    sending: threading.Lock = field(default_factory=threading.Lock)  # the main thread sends too
+    sending: threading.Lock = field(default_factory=threading.Lock)  # the main thread sends, too
     heard_s: float = field(default_factory=time.monotonic)
     doing: tuple[str, float] = ("", 0.0)  # what its main thread does, and for how many seconds
     said_goodbye: bool = False
@@ -56,13 +56,13 @@ class Peer:
         return f"process {self.process} on {self.host}"
 
     def send(self, **message: Any) -> None:
-        """Sends a message as far as the connection takes it, the rest before the next one; never waits."""
-        with self.sending, contextlib.suppress(OSError):  # reading it tells why; who takes nothing will be missed
+        """Sends what the connection takes without blocking, and the remainder with the next message."""
+        with self.sending, contextlib.suppress(OSError):  # reading reports errors, and a stuck peer falls silent
             self.unsent += json.dumps(message).encode() + b"\n"
             self.unsent = self.unsent[self.connection.send(self.unsent, socket.MSG_DONTWAIT) :]
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yields the messages that are there; notes if the connection is closed."""
+        """Yields the messages that have arrived; sets `gone` if the connection is closed."""
         try:
             data = self.connection.recv(1 << 20)
         except OSError:  # reset
@@ -77,25 +77,25 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Why the run ends, and how; after `grace_s` it ends even where the main thread does not end by itself."""
+    """Why the run ends, and its exit code. `grace_s` is the time in which the main thread may still end by itself."""
 
     text: str
     code: int = ExitCode.RESUMABLE
     grace_s: float = 0.0
-    with_stacks: bool = False  # what the survivors were waiting in
+    with_stacks: bool = False  # print the stacks of the threads, to show what the processes wait in
 
 
 class Heartbeat:
     """Watches the other processes from a thread; does nothing in a run of one process."""
 
     def __init__(self, note: "Callable[[Verdict, list[str]], None]" = lambda verdict, lost: None) -> None:
-        """`note` is told the verdict, and the peers that this process itself found lost."""
+        """`note` gets the verdict, and the peers whose loss this process itself has detected."""
         self._note, self._noting = note, threading.Thread()
         self._me, self._silence_s, self._stall_s, self._beat_s = 0, 0.0, float("inf"), _BEAT_S
         self._peers: list[Peer] = []
-        self._own: dict[str, int] = {}  # this process: its last completed step; replaced whole, the threads share it
-        self._doing = ("", 0.0)  # the main thread, and since when; replaced whole too
-        self._steps: dict[str, int] = {}  # the same of the others, as far as it is known here
+        self._own: dict[str, int] = {}  # last completed step of this process; threads share it: replaced, never changed
+        self._doing = ("", 0.0)  # what the main thread does, and since when; replaced, not changed
+        self._steps: dict[str, int] = {}  # last completed steps of the other processes, as far as this one knows
         self._verdict: Verdict | None = None
         self._act_at_s = self._exit_at_s = float("inf")
         self._leaving = False
@@ -107,36 +107,36 @@ class Heartbeat:
         self._peers = list(peers)
         if peers:
             _delay_aborts()
-            faulthandler.enable()  # before the delay, an abort says where
+            faulthandler.enable()  # prints the stack of an abort before its delay
             threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
 
     def completed(self, step: int) -> None:
-        """Notes the last step that this process completed."""
+        """Records the last step that this process completed."""
         self._own = {str(self._me): step}
 
     def enter(self, phase: Phase) -> None:
-        """Notes what the main thread does from now on; `stall_s` bounds it if the phase is bounded."""
-        self._doing = (phase.doing if phase.is_bounded else "", time.monotonic())
+        """Records the phase of the main thread; `stall_s` bounds a phase that has a text."""
+        self._doing = (phase.doing, time.monotonic())
 
     def await_verdict(self, error: BaseException) -> None:
-        """If an error may come from the loss of another process, waits for the verdict on it, which ends the program.
+        """If another process' loss may be the cause of an error, waits for the verdict, which ends the program.
 
-        Returns if nobody is missed: the error is this process' own.
+        Returns if no process is lost: then the error is this process' own.
         """
         if self._peers and _is_about_others(error):
             time.sleep(self._silence_s + 2 * self._beat_s)
 
     def end(self, code: int, failure: str = "") -> int:
-        """Ends the watch and returns `code`; a process that failed tells the others, and ends at once.
+        """Stops the heartbeats and returns `code`; after a failure it tells the others and ends the process at once.
 
-        At once, because jax would wait for the others at exit, while they wait in a collective for this process.
+        A normal exit would block: jax waits for the others, and they wait in a collective for this process.
         """
         if not self._peers:
-            if failure and jax.distributed.is_initialized():  # the processes have not met
+            if failure and jax.distributed.is_initialized():  # there are no connections yet
                 _exit(code)
             return code
         if not failure:
-            jax.distributed.shutdown()  # the processes wait for each other: a loss here is still noticed
+            jax.distributed.shutdown()  # waits for all processes; a loss is still detected meanwhile
         self._leaving = True
         if failure:
             who = f"process {self._me} on {socket.gethostname()}"
@@ -153,7 +153,7 @@ class Heartbeat:
     def _watch(self) -> None:
         try:
             self._watch_peers()
-        except Exception:  # nobody would notice a loss from here on
+        except Exception:  # without this thread no loss would be detected
             traceback.print_exc()
             _exit(1)
 
@@ -162,7 +162,7 @@ class Heartbeat:
         for peer in self._peers:
             selector.register(peer.connection, selectors.EVENT_READ, peer)
         next_beat_s = 0.0
-        while selector.get_map() or (self._verdict and not self._leaving):  # process 0 may die in the time of grace
+        while selector.get_map() or (self._verdict and not self._leaving):  # process 0 may die during the grace period
             for key, _ in selector.select(max(0.0, next_beat_s - time.monotonic())):
                 for message in key.data.receive():
                     self._take(key.data, message)
@@ -201,7 +201,7 @@ class Heartbeat:
             self._judge_main_threads()
 
     def _judge_main_threads(self) -> None:
-        """Ends the run if none has got any further for too long: those in a step wait for those that are not."""
+        """Ends the run if no process has made progress for too long: those in a step wait for those that are not."""
         doing = {f"process 0 on {socket.gethostname()}": self._doing_for()}
         doing |= {str(peer): peer.doing for peer in self._peers}
         if all(what and for_s > self._stall_s for what, for_s in doing.values()):
@@ -217,16 +217,16 @@ class Heartbeat:
         return what, time.monotonic() - since_s
 
     def _conclude(self, verdict: Verdict, lost: Sequence[str] = ()) -> None:
-        """Takes the first verdict, and passes it on."""
+        """Adopts the first verdict, and passes it on."""
         if self._verdict is None and not self._leaving:
             self._verdict, self._act_at_s = verdict, time.monotonic() + verdict.grace_s
             self._tell(verdict)
-            # in a thread: a file system on a network that is gone must not hold up this one
+            # in a thread: a network file system that hangs must not block this one
             self._noting = threading.Thread(target=self._note, args=(verdict, list(lost)), daemon=True)
             self._noting.start()
 
     def _carry_out(self) -> None:
-        """Says why the run ends when it is time, and ends the program; process 0 lets the others go first."""
+        """After the grace period, prints the verdict and ends the program; process 0 lets the others exit first."""
         now_s, verdict = time.monotonic(), self._verdict
         if verdict and now_s >= self._act_at_s:
             self._act_at_s, self._exit_at_s = float("inf"), now_s + (0.0 if self._me else _LEAVE_S)
@@ -238,7 +238,7 @@ class Heartbeat:
                 else ""
             )
             said = f"error: {verdict.text}; last completed step: {self._last_steps()}{then}"
-            sys.stderr.write(f"{said}\n")  # at once: jax's threads may print too
+            sys.stderr.write(f"{said}\n")  # in one write: jax's threads may print, too
             sys.stderr.flush()
         if verdict and (now_s >= self._exit_at_s or (self._exit_at_s < float("inf") and self._all_gone())):
             self._noting.join(_NOTE_S)
@@ -261,9 +261,10 @@ class Heartbeat:
 
 
 def _delay_aborts() -> None:
-    """Lets an abort wait for 6 s: when process 0 dies, jax aborts the others, maybe before they have said why they end.
+    """Delays an abort by 6 s: when process 0 dies, jax may abort the others before they have printed the reason.
 
-    The handler of SIGABRT is libc's `sleep`: its argument is the number of the signal, 6. Python's would run too late.
+    The handler of SIGABRT is libc's `sleep`, which gets the number of the signal, 6, as its argument. A Python handler
+    would run too late.
     """
     libc = ctypes.CDLL(None)
     libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
@@ -276,7 +277,7 @@ def _exit(code: int) -> None:
 
 
 def _is_about_others(error: BaseException | None) -> bool:
-    """Whether jax or gloo raised it, maybe under another one: gloo's is a ValueError or a JaxRuntimeError."""
+    """Whether an error, or one in its chain, is from jax or gloo, which raises ValueError or JaxRuntimeError."""
     while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError) or "gloo" in str(error).lower():
             return True

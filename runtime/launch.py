@@ -1,4 +1,4 @@
-"""Joins the processes of one run: by what the user gave, by three variables, or by SLURM, Open MPI or Kubernetes."""
+"""Joins the processes of one run: by flags, by three environment variables, or by SLURM, Open MPI or Kubernetes."""
 
 import os
 import re
@@ -10,32 +10,32 @@ import jax
 
 from runtime.addresses import to_listen_at
 
-OPEN_MPI, OPEN_MPI_SIZE = "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"  # Open MPI 5 sets the second alone
-SLURM_STEP = ("SLURM_STEP_NODELIST", "SLURM_PROCID")  # srun sets them; sbatch and salloc set SLURM_NTASKS alone
+OPEN_MPI, OPEN_MPI_SIZE = "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"  # Open MPI 5 sets only the second
+SLURM_STEP = ("SLURM_STEP_NODELIST", "SLURM_PROCID")  # set by srun; sbatch sets only SLURM_NTASKS
 KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # of an indexed Job or a JobSet
-VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")  # the flags, for any other launcher
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")  # for any other launcher
 
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """How a process joins the others, as the user gave it: all three, or none."""
+    """The flags by which a process joins the others: all three are set, or none."""
 
     coordinator: str | None = None  # HOST:PORT of process 0
     num_processes: int | None = None
     process_id: int | None = None
 
 
-FROM_ENVIRONMENT = Address()  # three variables, or a launcher that is recognised
+FROM_ENVIRONMENT = Address()  # use the three variables, or detect the launcher
 
 
 def join(address: Address) -> None:
-    """Joins the other processes if there are any. ValueError says what to give.
+    """Joins the other processes, if any. ValueError says which flags or variables are needed.
 
-    Call it before jax's devices are asked for.
+    Call it before any use of jax's devices.
     """
     coordinator, num_processes, process_id = address.coordinator, address.num_processes, address.process_id
     if address == FROM_ENVIRONMENT:
-        if any(name in os.environ for name in VARIABLES[1:]):  # others set the address alone
+        if any(name in os.environ for name in VARIABLES[1:]):  # other programs set only the address
             coordinator, num_processes, process_id = _from_variables()
         elif launcher := find_launcher():
             _join_by(launcher)
@@ -49,13 +49,13 @@ def join(address: Address) -> None:
     port = re.fullmatch(r".+:([0-9]+)", coordinator)
     if not port or not 0 < int(port[1]) < 1 << 16:
         raise ValueError(f"--coordinator={coordinator} must be HOST:PORT, of process 0")
-    bind_address = None  # what jax takes: the variable, else all addresses of the machine
+    bind_address = None  # jax's default: its variable, else all addresses of the machine
     if process_id == 0 and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
         host = to_listen_at(coordinator.rpartition(":")[0])
         _check_free(host, int(port[1]), coordinator)
         if host:
             bind_address = coordinator
-    # jax would ask Kubernetes all the same (for the devices of this process), and fail where it may not
+    # else jax would still query Kubernetes, for this process' devices, and fail if it lacks the permission
     method = "deactivate" if "KUBERNETES_SERVICE_HOST" in os.environ else None
     jax.distributed.initialize(
         coordinator, num_processes, process_id, cluster_detection_method=method, coordinator_bind_address=bind_address
@@ -63,9 +63,9 @@ def join(address: Address) -> None:
 
 
 def find_launcher() -> str | None:
-    """Returns what started this process as one of several, by the environment; None if it is on its own.
+    """Returns the launcher that started this process as one of several, by the environment; None if there is none.
 
-    ValueError for Open MPI 5, of which jax knows nothing: each process would train on its own, all in one directory.
+    ValueError for Open MPI 5, which jax does not support: each process would train alone, all in one directory.
     """
     if OPEN_MPI in os.environ:
         return "Open MPI"
@@ -87,9 +87,9 @@ def find_launcher() -> str | None:
 
 
 def _check_free(host: str, port: int, coordinator: str) -> None:
-    """Raises ValueError if jax's service cannot listen at `port`, or if another run does (gRPC would share it)."""
+    """Raises ValueError if `port` is not free for jax's service; gRPC would share it with another run."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last run may linger
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run may be in TIME_WAIT
         try:
             probe.bind((host, port))
         except OSError as error:
@@ -111,7 +111,7 @@ def _from_variables() -> tuple[str, int, int]:
 
 
 def virtual_devices() -> int:
-    """Returns how many CPU devices a launcher wants each process to have (JAX_NUM_CPU_DEVICES); 0: it says nothing."""
+    """Returns the number of CPU devices that a launcher sets for each process (JAX_NUM_CPU_DEVICES); 0 if unset."""
     wanted = os.environ.get("JAX_NUM_CPU_DEVICES", "0")
     if not wanted.isdecimal():
         raise ValueError(f"JAX_NUM_CPU_DEVICES={wanted!r} must be a number")
@@ -122,8 +122,8 @@ def _join_by(launcher: str) -> None:
     try:
         jax.distributed.initialize()
     except jax.errors.JaxRuntimeError:
-        raise  # jax knew whom to join, and did not reach them
-    except Exception as error:  # of kubernetes' client, urllib3, jax: anything at all
+        raise  # jax knew the address, but could not connect
+    except Exception as error:  # any type: from the Kubernetes client, urllib3 or jax
         said = str(error) or type(error).__name__
         raise ValueError(
             f"{launcher} started this process, but does not say how to join the others ({said}); "

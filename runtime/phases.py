@@ -1,4 +1,4 @@
-"""What a process of a run does: how it is named, how the run ends if it fails there, and whether it may take long."""
+"""The phases of a process: the exit code if it fails in one, and whether a phase may take long."""
 
 from enum import Enum
 
@@ -8,19 +8,22 @@ from runtime.exit_codes import ExitCode
 class Phase(Enum):
     """A phase of the main thread.
 
-    `elastic.stall_s` bounds some phases: when every process stays in them for longer, the run ends. The others have
-    time-outs of their own, or may take as long as they need.
+    Some phases have a text, `doing`. Their duration is bounded by `elastic.stall_s`: when every process has been in
+    such a phase for longer, the run ends with a message of these texts. The other phases have time-outs of their own,
+    or may take as long as they need.
     """
 
-    CHECKING = "checks the config", ExitCode.BAD_INPUT, False
-    JOINING = "joins the other processes", ExitCode.RESUMABLE, False
-    COMPILING = "compiles", ExitCode.FAILED, False
-    RESTORING = "restores", ExitCode.BAD_INPUT, False
-    PREPARING = "prepares the first step", ExitCode.FAILED, False
-    READING = "reads a batch", ExitCode.FAILED, True
-    STEPPING = "is in a step", ExitCode.FAILED, True
-    RECORDING = "validates or saves", ExitCode.FAILED, False
-    CLOSING = "closes the run", ExitCode.FAILED, False
+    CHECKING = "checking", ExitCode.BAD_INPUT
+    JOINING = "joining", ExitCode.RESUMABLE
+    COMPILING = "compiling", ExitCode.FAILED
+    RESTORING = "restoring", ExitCode.BAD_INPUT
+    PREPARING = "preparing", ExitCode.FAILED
+    READING = "reading", ExitCode.FAILED, "reads a batch"
+    STEPPING = "stepping", ExitCode.FAILED, "is in a step"
+    RECORDING = "recording", ExitCode.FAILED
+    CLOSING = "closing", ExitCode.FAILED
 
-    def __init__(self, doing: str, code_if_failed: ExitCode, is_bounded: bool) -> None:
-        self.doing, self.code_if_failed, self.is_bounded = doing, code_if_failed, is_bounded
+    def __init__(self, unique: str, code_if_failed: ExitCode, doing: str = "") -> None:
+        """`unique` keeps phases apart: an Enum takes members of equal value for one."""
+        del unique
+        self.code_if_failed, self.doing = code_if_failed, doing

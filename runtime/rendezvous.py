@@ -1,4 +1,4 @@
-"""How the processes of a run meet for their heartbeats: all connect to process 0, at a port that its system chooses."""
+"""Opens the connections for the heartbeats: all processes connect to process 0, at a port that its system chooses."""
 
 import queue
 import socket
@@ -9,18 +9,18 @@ import jax
 
 from runtime.addresses import listen, own_address
 from runtime.consensus import broadcast, new_key
-from runtime.handshake import Entrance, introduce
+from runtime.handshake import Acceptor, introduce
 from runtime.heartbeat import Peer
 
 _PURPOSE = "heartbeats"
 _CONNECT_S = 60.0
-_ACCEPT_S = _CONNECT_S + 10.0  # the others give up first: when process 0 is gone, jax aborts them
+_ACCEPT_S = _CONNECT_S + 10.0  # longer than the others try: when process 0 exits, jax aborts them
 
 
 def rendezvous(coordinator: str | None, token: str) -> list[Peer]:
-    """Returns the connections of this process of a joined run, none if it is alone; every process must call it.
+    """Returns this process' connections for heartbeats; none in a run of one process. Every process must call it.
 
-    `coordinator` is HOST:PORT of process 0 as the user gave it. OSError if a process cannot be reached.
+    `coordinator` is HOST:PORT of process 0, as the user gave it. OSError if a process cannot be reached.
     """
     if jax.process_count() == 1:
         return []
@@ -39,13 +39,13 @@ def rendezvous(coordinator: str | None, token: str) -> list[Peer]:
 
 
 def accept(listener: socket.socket, token: str, count: int) -> list[Peer]:
-    """Returns the `count` processes that connected with the token, and closes `listener`."""
+    """Waits until `count` processes have authenticated, returns them, and closes `listener`."""
     admitted: queue.Queue[Peer] = queue.Queue()
 
     def admit(connection: socket.socket, process: int, host: str) -> None:
         admitted.put(Peer(process=process, host=host, connection=connection))
 
-    entrance = Entrance(listener, token, _PURPOSE, count, admit)
+    acceptor = Acceptor(listener, token, _PURPOSE, count, admit)
     peers: dict[int, Peer] = {}
     deadline_s = time.monotonic() + _ACCEPT_S
     try:
@@ -56,12 +56,12 @@ def accept(listener: socket.socket, token: str, count: int) -> list[Peer]:
         missing = ", ".join(str(i) for i in range(1, count + 1) if i not in peers)
         raise TimeoutError(f"process {missing} did not connect to process 0 for heartbeats; a firewall?") from None
     finally:
-        entrance.close()
+        acceptor.close()
     return [peers[process] for process in sorted(peers)]
 
 
 def connect(address: str, port: int, token: str, host: str, me: int) -> Peer:
-    """Returns process 0, which listens at `address` and runs on `host`."""
+    """Connects to process 0, which listens at `address` and runs on `host`, and returns it."""
     try:
         connection = socket.create_connection((address, port), timeout=_CONNECT_S)
         try:

@@ -2,46 +2,50 @@
 
     code = supervise(run)      # run(supervisor) is the program; it returns whether it is finished
 
-The program says which phase it enters; an error ends it with the exit code of that phase, as one line if it is a
-user's mistake or was to be expected. A process that fails tells the others, and none is left waiting.
+The program reports the phase that it enters. An error ends it with the exit code of that phase, as one line if it is a
+user's mistake or of an expected type. A process that fails tells the others, so that none of them waits for it.
 """
 
 import os
+import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import jax
 
 from runtime import launch
 from runtime.command_line import one_line
+from runtime.consensus import broadcast, new_key
 from runtime.events import Event, EventLog
 from runtime.exit_codes import ExitCode, ResumableError
 from runtime.handshake import shared_token
 from runtime.heartbeat import Heartbeat, Verdict
-from runtime.interruption import Interruption
 from runtime.phases import Phase
+from runtime.preemption import PreemptionHandler
 from runtime.rendezvous import rendezvous
 from runtime.standby import StandbyGate
 
-NOTE_S = 1.0  # for the exit code to be written down
+NOTE_S = 1.0  # for the exit code to be written to events.jsonl
 
 
 class Supervisor:
-    """One process of a run, seen from outside of training."""
+    """One process of a run, apart from training itself."""
 
-    def __init__(self, interruption: Interruption) -> None:
+    def __init__(self, preemption: PreemptionHandler) -> None:
         self.phase = Phase.CHECKING
         self.shows_tracebacks = False
         self.events = EventLog(None)
-        self._interruption, self._heartbeat = interruption, Heartbeat(self._note_verdict)
+        self._preemption, self._heartbeat = preemption, Heartbeat(self._note_verdict)
         self._gate: StandbyGate | None = None
         self._workdir = Path()
-        self._coordinator = ""
+        self._coordinator = self._attempt_id = ""
         self._has_started = False
-        self._exit_noted = threading.Lock()  # taken once, and never given back
+        self._exit_noted = threading.Lock()  # acquired once, by the first thread that records the exit
+        self._held = ExitStack()
 
     def stand_by(self) -> None:
         """Makes `await_turn` wait for SIGUSR1 to process 0."""
@@ -55,37 +59,47 @@ class Supervisor:
         silence_s: float,
         stall_s: float,
     ) -> None:
-        """Joins the other processes if there are any, and begins to watch them. ValueError says what to give."""
+        """Joins the other processes, if any, and starts the heartbeats. ValueError says which flags are needed."""
         launch.join(address)
         token = shared_token(workdir) if jax.process_count() > 1 else ""
         self.phase = Phase.JOINING
         self._workdir = workdir
         self._coordinator = address.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS") or ""
+        own = f"{socket.gethostname()}:{os.getpid()}"  # if only jax knows the coordinator, by the launcher
+        self._attempt_id = broadcast(new_key("attempt-id"), lambda: self._coordinator or own)
         peers = rendezvous(self._coordinator or None, token)
         self._heartbeat.start(jax.process_index(), peers, silence_s, stall_s)
         self.phase = Phase.CHECKING
 
+    def hold(self, resource: AbstractContextManager[object]) -> None:
+        """Enters a context that `release` leaves: after the exit is recorded and the other processes know of it."""
+        self._held.enter_context(resource)
+
+    def release(self) -> None:
+        """Leaves the contexts that `hold` entered."""
+        self._held.close()
+
     def enter(self, phase: Phase) -> None:
-        """Notes what the main thread does from now on."""
+        """Records the phase of the main thread."""
         self.phase = phase
         self._heartbeat.enter(phase)
 
     @property
     def stands_by(self) -> bool:
-        """Whether the attempt before this one may still train."""
+        """Whether this attempt was started while the previous one may still train."""
         return self._gate is not None
 
     def await_turn(self, compile_ahead: Callable[[], object]) -> bool:
-        """Compiles, says so, and waits; False if asked to stop before. Every process that stands by must call it."""
+        """Compiles, reports that, and waits for SIGUSR1; False if asked to stop first. Every process must call it."""
         assert self._gate
         self.enter(Phase.COMPILING)
         compile_ahead()
         if jax.process_index() == 0:
             self._own_events().write(Event.READY, coordinator=self._coordinator)
-        return self._gate.opens(self._interruption)
+        return self._gate.opens(self._preemption)
 
     def started(self) -> None:
-        """Writes down that the run starts: the work directory is its own from now on."""
+        """Records the start of the run; from now on this process writes events to the work directory."""
         self._has_started = True
         if jax.process_index() == 0:
             self.events = self._own_events()
@@ -97,17 +111,17 @@ class Supervisor:
         )
 
     def stop_requested(self) -> bool:
-        """Whether somebody asked the run to stop; all processes see it at the same call."""
-        return self._interruption.requested()
+        """Whether the run was asked to stop; all processes get True at the same call."""
+        return self._preemption.requested()
 
     def completed(self, step: int) -> None:
-        """Notes the last step that this process completed."""
+        """Records the last step that this process completed."""
         self._heartbeat.completed(step)
 
     def end(self, code: ExitCode, failure: str = "") -> ExitCode:
-        """Ends the watch over the other processes and returns `code`; after a failure it ends the process."""
+        """Records the exit, stops the heartbeats and returns `code`; after a failure it may end the process."""
         why = failure or ("finished" if code == ExitCode.FINISHED else "asked to stop")
-        # in a thread: a file system that hangs, maybe the very failure, must not keep it from the other processes
+        # in a thread: a file system that hangs, which may be the failure, must not delay telling the other processes
         noting = threading.Thread(target=self._note_exit, args=(self.events, code, why), daemon=True)
         noting.start()
         noting.join(NOTE_S)
@@ -133,10 +147,10 @@ class Supervisor:
         return self.end(code, said)
 
     def _own_events(self) -> EventLog:
-        return EventLog(self._workdir, f"process {jax.process_index()}")
+        return EventLog(self._workdir, f"process {jax.process_index()}", self._attempt_id)
 
     def _note_verdict(self, verdict: Verdict, lost: list[str]) -> None:
-        """Writes down why the run ends: process 0 does, or process 1 if that one is lost."""
+        """Records why the run ends: in process 0, or in process 1 if process 0 is lost."""
         if not self._has_started or jax.process_index() > 1 or (jax.process_index() == 1 and not lost):
             return
         events = self._own_events()
@@ -148,12 +162,12 @@ class Supervisor:
 def supervise(
     run: Callable[[Supervisor], bool], *, expected: tuple[type[Exception], ...] = (), ends_process: bool = False
 ) -> ExitCode:
-    """Runs a program and returns its exit code; errors of the types `expected` need no traceback.
+    """Runs a program and returns its exit code; errors of the types `expected` are printed without a traceback.
 
-    With `ends_process` nothing but the end of the process follows: SIGTERM does not change the exit code any more.
+    `ends_process` says that the process exits afterwards: then SIGTERM no longer changes the exit code.
     """
-    with Interruption(to_the_end=ends_process) as interruption:
-        supervisor = Supervisor(interruption)
+    with PreemptionHandler(to_the_end=ends_process) as preemption:
+        supervisor = Supervisor(preemption)
         try:
             return supervisor.end(ExitCode.FINISHED if run(supervisor) else ExitCode.RESUMABLE)
         except KeyboardInterrupt:
@@ -161,3 +175,5 @@ def supervise(
             return supervisor.end(ExitCode.RESUMABLE, "it was stopped at once")
         except Exception as error:
             return supervisor.fail(error, expected)
+        finally:
+            supervisor.release()

@@ -1,4 +1,4 @@
-"""The lock of a work directory: one train.py of this host at a time is in it."""
+"""The lock of a work directory: only one train.py of this host uses it at a time."""
 
 import socket
 import sys
@@ -10,15 +10,15 @@ from files import locks
 from runtime.command_line import make_folder
 from runtime.consensus import broadcast, new_key
 
-_WAIT_S = 90.0  # for an attempt before this one: `engines/ray_standby.py` ends one that was left behind after 60 s
+_WAIT_S = 90.0  # for the previous attempt: `engines/ray_standby.py` kills an orphaned one after 60 s
 
 
 @contextmanager
 def workdir_lock(workdir: Path) -> Iterator[None]:
-    """Keeps other programs of this host out of a run's directory while the context is open; every process calls it.
+    """Keeps other train.py of this host out of a run's directory while the context is open. Every process calls it.
 
-    Waits for one that is about to end. ValueError if it does not. Another host's is not seen: what was cut off there,
-    and will end by itself, must not stop the next attempt here.
+    Waits for another one to end; ValueError if it does not. There is one lock per host: an attempt on a host that was
+    cut off from the network ends by itself, and must not block the next attempt on this host.
     """
     with ExitStack() as held:
         broadcast(new_key("workdir-lock"), lambda: _hold(workdir, held))
@@ -26,7 +26,7 @@ def workdir_lock(workdir: Path) -> Iterator[None]:
 
 
 def _hold(workdir: Path, held: ExitStack) -> None:
-    """Locks a file of this host in `workdir` until `held` is closed."""
+    """Locks this host's file in `workdir` until `held` is closed."""
     file = workdir / f"lock-{socket.gethostname()}"
     another = f"another train.py on this host is in {workdir}"
 

@@ -1,13 +1,13 @@
 """Saves and restores training states: asynchronous, verified, onto any mesh.
 
-`Checkpointer` does the work in a training program; `python -m state verify DIR` and `ls DIR` look at a
-directory from outside. A checkpoint directory:
+A training program uses `Checkpointer`; `python -m state verify DIR` and `ls DIR` inspect a directory. A checkpoint
+directory:
 
-    DIR/100/                step 100: what Orbax wrote (state/, data/, config/) and, committed last, manifest.json
-    DIR/unfinished/         saves in progress, and what a killed save left (removed by the next save)
-    DIR/set_aside/100-1/    a step that did not verify: moved here, never deleted by us
+    DIR/100/                step 100: Orbax's files (state/, data/, config/) and manifest.json, which is written last
+    DIR/unfinished/         saves in progress, and the files of killed saves (removed by the next save)
+    DIR/set_aside/100-1/    a damaged step: moved here, never deleted by us
 
-A step appears in DIR by one rename, after its manifest is on disk: a killed save leaves nothing that looks like a step.
+A step appears in DIR by one rename, after its manifest is on disk. So a killed save never leaves a partial step there.
 """
 
 import json
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointError", "Checkpointer", "Restored", "check_path", "latest_config"]
 
-_REFUSED = "*?[\\"  # Orbax takes a path for a pattern of paths, TensorStore takes a backslash for a slash
+_REFUSED = "*?[\\"  # Orbax expands patterns in a path, and TensorStore takes a backslash for a slash
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the parts that need jax and Orbax when they are first used: the command line starts without them."""
+    """Imports what needs jax and Orbax on first use, so that the command line starts without them."""
     if name in ("Checkpointer", "CheckpointError", "Restored"):
         from state import checkpointer
 
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
 
 def check_path(directory: str | Path) -> None:
-    """Raises ValueError for a directory where checkpoints could be saved and not restored, whatever is there."""
+    """Raises ValueError for a path from which checkpoints cannot be restored, whether it exists or not."""
     path = str(Path(directory).absolute())
     found = [character for character in _REFUSED if character in path]
     if found:
@@ -54,7 +54,8 @@ def latest_config(directory: str | Path) -> dict[str, Any] | None:
     """Returns the config saved with the newest step whose manifest and config file verify; None if there is no step.
 
     Only these two files are read, so this is fast whatever the size of the state. Raises ValueError if there are
-    steps and none of them has a config that verifies, or if the newest is of another version of this program.
+    steps and none of them has a config that verifies, or if the newest is of another version of this program; OSError
+    if one of the files cannot be read.
     """
     damaged = []
     for step in reversed(_manifest.step_numbers(Path(directory))):
@@ -64,6 +65,10 @@ def latest_config(directory: str | Path) -> dict[str, Any] | None:
         except _manifest.DamagedError as error:
             damaged.append(f"step {step}: {error}")
             continue
+        except _manifest.UnreadableError:
+            if step in _manifest.step_numbers(Path(directory)):
+                raise
+            return latest_config(directory)  # the run has deleted it meanwhile, after it saved a newer one
         return json.loads((folder / _manifest.CONFIG_FILE).read_text())
     if damaged:
         raise ValueError(f"no checkpoint in {directory} has a config that verifies: {'; '.join(damaged)}")

@@ -1,6 +1,6 @@
-"""Looks at a checkpoint directory: `python -m state verify DIR`, `python -m state ls DIR`.
+"""Inspects a checkpoint directory: `python -m state verify DIR`, `python -m state ls DIR`.
 
-Reads only, so it is safe beside a running job, and needs neither jax nor Orbax, so it starts at once.
+It only reads, so it is safe while a job runs; it needs neither jax nor Orbax, so it starts at once.
 """
 
 import argparse
@@ -15,18 +15,18 @@ ASIDE = (manifest.UNFINISHED, manifest.SET_ASIDE)
 
 
 def verify(directory: Path) -> int:
-    """Prints a line a step; returns 0 if every step verifies, 2 if there is none, else 1."""
+    """Prints a line per step; returns 0 if every step verifies, 2 if there is none, else 1."""
     steps, all_good = manifest.step_numbers(directory), True
     if not steps:
         return _refuse(directory)
     for step in steps:
         try:
             found = manifest.verify(directory / str(step))
-        except manifest.DamagedError as error:
+        except (manifest.DamagedError, manifest.UnreadableError) as error:
             if not (directory / str(step)).exists():
-                continue  # the run has deleted it meanwhile
+                continue  # the run has deleted it in the meantime
             all_good = False
-            print(f"step {step}: DAMAGED: {error}")
+            print(f"step {step}: {_problem(error)}: {error}")
         except manifest.UnknownFormatError as error:
             all_good = False
             print(f"step {step}: UNKNOWN FORMAT: {error}")
@@ -36,7 +36,7 @@ def verify(directory: Path) -> int:
 
 
 def ls(directory: Path) -> int:
-    """Prints step, date, size, metrics and status of each step, by the manifests; returns 0, or 2 if there is none."""
+    """Prints date, size, metrics and status of each step from its manifest; returns 0, or 2 if there is no step."""
     steps = manifest.step_numbers(directory)
     aside = [(kind, entry) for kind in ASIDE for entry in sorted((directory / kind).glob("*"))]
     if not steps and not aside:
@@ -44,10 +44,10 @@ def ls(directory: Path) -> int:
     for step in steps:
         try:
             found = manifest.read(directory / str(step))
-        except manifest.DamagedError as error:
+        except (manifest.DamagedError, manifest.UnreadableError) as error:
             if not (directory / str(step)).exists():
                 continue
-            print(f"step {step:>8}  DAMAGED: {error}")
+            print(f"step {step:>8}  {_problem(error)}: {error}")
             continue
         except manifest.UnknownFormatError as error:
             print(f"step {step:>8}  UNKNOWN FORMAT: {error}")
@@ -60,10 +60,14 @@ def ls(directory: Path) -> int:
 
 
 def _refuse(directory: Path) -> int:
-    """Says that there is nothing to look at, and where it may be; returns the exit code."""
+    """Reports that the directory has no checkpoint, and where they may be; returns the exit code."""
     below = directory / "checkpoints"
     print(f"{directory} holds no checkpoint{f'; did you mean {below}?' if below.is_dir() else ''}", file=sys.stderr)
     return ExitCode.BAD_INPUT
+
+
+def _problem(error: Exception) -> str:
+    return "UNREADABLE" if isinstance(error, OSError) else "DAMAGED"
 
 
 def _size(num_bytes: float) -> str:

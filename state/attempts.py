@@ -1,6 +1,6 @@
-"""The attempts of a run: its id, which tells its snapshots from other runs', and the step at which each attempt began.
+"""The attempts of a run: the id that marks its snapshots, and the step at which each attempt began.
 
-`WORKDIR/attempts.json` is read and written by process 0 alone; no clock is in it. One attempt at a time.
+Only process 0 reads and writes `WORKDIR/attempts.json`. It contains no times, so it does not depend on clocks.
 """
 
 import json
@@ -21,15 +21,15 @@ RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True, kw_only=True)
 class Attempts:
-    """What `attempts.json` holds."""
+    """The content of `attempts.json`."""
 
     run_id: str
-    folder: int  # inode of the work directory: a copy of it is another run
-    began_at: tuple[int, ...] = ()  # the step of each attempt
-    saved: int = 0  # the newest checkpoint when this was written
+    folder: int  # inode of the work directory: a copy of the directory is another run
+    began_at: tuple[int, ...] = ()  # the first step of each attempt
+    saved: int = 0  # the newest checkpoint at the time of writing
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what no attempt wrote: the id names a folder that is deleted in the end."""
+        """Raises ValueError for values that no attempt writes: the id names a folder that is deleted at the end."""
         if not isinstance(self.run_id, str) or not RUN_ID.fullmatch(self.run_id):
             raise ValueError(f"run_id is {self.run_id!r}")
         if not all(isinstance(number, int) for number in (self.folder, self.saved, *self.began_at)):
@@ -37,20 +37,20 @@ class Attempts:
 
     @property
     def next(self) -> int:
-        """The number of the attempt that begins now."""
+        """The number of the next attempt."""
         return len(self.began_at)
 
     def have_left(self, history: tuple[int, ...], step: int) -> bool:
-        """Whether a step of an attempt with this history (its own `began_at`) is not in that of the run, as it is now.
+        """Whether the run has discarded a step of an attempt whose `began_at` was `history`.
 
-        That is so if a later attempt began before the step, or if the run's directory was set back to before it.
+        It has if a later attempt began before that step, or if the run's directory was replaced by an older copy.
         """
         began_after = self.began_at[len(history) :]
         return history != self.began_at[: len(history)] or any(began < step for began in began_after)
 
 
 def read_attempts(workdir: Path, report: Callable[[str], None]) -> Attempts:
-    """Returns the attempts so far, the same in every process; new ones if there are none."""
+    """Returns the attempts so far, the same in every process; for a new run an id without attempts."""
 
     def answer() -> dict[str, object]:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -71,11 +71,11 @@ def read_attempts(workdir: Path, report: Callable[[str], None]) -> Attempts:
 
 
 def write_attempts(workdir: Path, attempts: Attempts) -> Attempts:
-    """Writes the attempts with the newest checkpoint that there is (process 0), and returns them when that is done."""
+    """Writes the attempts and the newest checkpoint to disk (in process 0), and returns them."""
 
     def answer() -> int:
         now = replace(attempts, saved=newest_checkpoint(workdir))
-        # Durable: without this attempt, its snapshots would be of another history.
+        # Durable: if this attempt were lost, its snapshots would belong to an unknown history.
         atomic.replace(workdir / FILE_NAME, json.dumps(asdict(now)) + "\n", durable=True)
         return now.saved
 
@@ -83,7 +83,7 @@ def write_attempts(workdir: Path, attempts: Attempts) -> Attempts:
 
 
 def newest_checkpoint(workdir: Path) -> int:
-    """Returns the newest step that has a checkpoint, be it one that was set aside; 0 if there is none."""
+    """Returns the newest step with a checkpoint, including those that were set aside; 0 if there is none."""
     folder = workdir / "checkpoints"
     aside = folder / manifest.SET_ASIDE
     damaged = [entry.name.split("-")[0] for entry in aside.iterdir()] if aside.is_dir() else []

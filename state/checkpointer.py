@@ -1,8 +1,8 @@
 """Saves training states through Orbax's asynchronous CheckpointManager; restores only what verifies.
 
-A save writes into a folder in DIR/unfinished. When the data of every process is there (Orbax waits for all of them),
-each process hashes its own files; process 0 commits the manifest, renames the step into DIR, and only then deletes
-older steps. Restore verifies every file of a step before it loads one; the processes share that too.
+A save writes into a folder in DIR/unfinished. When the data of all processes is written (Orbax waits for it), each
+process hashes its own files. Process 0 writes the manifest, renames the step into DIR, and only then deletes older
+steps. A restore verifies all files of a step before it loads any; the processes share that work, too.
 """
 
 import json
@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,14 +27,14 @@ from runtime.consensus import Key, broadcast, new_key
 from state import check_path, manifest, retention, shared_hashing, tree
 from state.quiet import quiet_orbax
 
-_ANNOTATION = re.compile(r" \[\w+(\[\d+\])?='([^'\\]|\\.)*'\]")  # TensorStore's: specifications of kilobytes
+_ANNOTATION = re.compile(r" \[\w+(\[\d+\])?='([^'\\]|\\.)*'\]")  # in TensorStore's errors; kilobytes long
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's manager, which must not ask jax's preemption service itself.
+    """Orbax's manager, but without its calls of jax's preemption service.
 
-    It would ask with the number of an old step from its background thread, and the processes agree on the step at which
-    they stop by the numbers that they asked with last: the training loop alone asks (`runtime/interruption.py`).
+    The processes agree on when to stop by the numbers that they pass to that service (`runtime/preemption.py`). Orbax
+    would pass the number of an old step, from its background thread.
     """
 
     def reached_preemption(self, step: int) -> bool:
@@ -45,27 +46,43 @@ class CheckpointError(RuntimeError):
     """A save did not reach the disk. The checkpoints before it are unharmed."""
 
 
+class Source(StrEnum):
+    """Where a state was restored from."""
+
+    CHECKPOINT = "checkpoint"
+    MEMORY = "memory"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What `Checkpointer.restore` returns."""
+    """A restored state, with its origin."""
 
     step: int
-    state: Any  # the pytree that was asked for, with arrays in place of shapes
+    state: Any  # the requested pytree, with arrays in place of shapes
     data: dict[str, Any]  # the position in the data
     config: dict[str, Any]  # the config of the run that saved it
-    source: str = "its checkpoint"
+    source: Source = Source.CHECKPOINT
+    source_nodes: int = 0  # memory: nodes that held a part of the state
+    nodes: int = 0  # memory: nodes of the run
+
+    @property
+    def source_text(self) -> str:
+        """The source for a message, to follow "from"."""
+        if self.source is Source.CHECKPOINT:
+            return "its checkpoint"
+        return f"memory ({self.source_nodes} of {self.nodes} node{'s' if self.nodes > 1 else ''} had it)"
 
 
 def print_to_stderr(line: str) -> None:
-    """Prints a line where it does not mix with a program's output."""
+    """Prints a line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 class Checkpointer:
     """The checkpoints of one run in one directory that every process can see; a context manager.
 
-    In several processes all call the same methods in the same order. One run at a time saves into a directory; others
-    may look at it with `python -m state`.
+    All processes must call the same methods in the same order. Only one run at a time may save into a directory;
+    `python -m state` may read it at any time.
     """
 
     def __init__(
@@ -76,10 +93,10 @@ class Checkpointer:
         report: Callable[[str], None] = print_to_stderr,
         is_same_run: Callable[[dict[str, Any], dict[str, Any]], bool] = operator.eq,
     ) -> None:
-        """Opens (and creates) `directory`. ValueError for a path that nothing can be restored from.
+        """Opens `directory`, and creates it if necessary. ValueError for a path that Orbax cannot restore from.
 
-        `report` gets a line for each damaged step that is passed over. `is_same_run(saved, config)` says whether two
-        configs are of one run.
+        `report` gets a line for each damaged step. `is_same_run(saved, config)` returns whether two configs belong to
+        the same run.
         """
         check_path(directory)
         self.directory = Path(directory).absolute()
@@ -104,7 +121,7 @@ class Checkpointer:
             return
         try:
             self.close()
-        except CheckpointError as failed:  # must not hide why the program stops
+        except CheckpointError as failed:  # must not replace the error that stops the program
             error.add_note(str(failed))
             self._report(str(failed))
 
@@ -119,9 +136,10 @@ class Checkpointer:
     ) -> None:
         """Starts saving `state` (a pytree of jax.Array), the data position and the config as `step`.
 
-        Waits for the save before it, then returns as soon as the arrays are copied to the host: the caller may donate
-        or change them. A step that an earlier attempt of this run has saved is left as it is. Raises CheckpointError
-        if the save before it failed, ValueError for a step of another run or a state that cannot be saved.
+        Waits for the previous save, and returns as soon as the arrays are copied to the host: then the caller may
+        donate or change them. A step that an earlier attempt of this run has saved is not saved again. Raises
+        CheckpointError if the previous save failed; ValueError if the step exists and belongs to another run, or if the
+        state cannot be saved.
         """
         self.wait()
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -136,8 +154,11 @@ class Checkpointer:
         try:
             is_there = broadcast(new_key("is-there"), folder.exists)
             damage = shared_hashing.damage(folder, new_key("saved")) if is_there else None
-            is_saved = is_there and broadcast(new_key("is-saved"), lambda: self._is_saved(step, damage, data, config))
-            attempt = None if is_saved else broadcast(new_key("prepare"), self._prepare)
+
+            def prepare() -> str | None:
+                return None if is_there and self._is_saved(step, damage, data, config) else self._prepare()
+
+            attempt = broadcast(new_key("prepare"), prepare)
         except (OSError, RuntimeError) as error:
             raise self._failed(step, error) from error
         if attempt is None:
@@ -147,7 +168,7 @@ class Checkpointer:
             if self._manager is None or attempt != self._attempt:
                 self._manager, self._attempt = self._new_manager(attempt), attempt
             manager = self._manager
-            manager.reload()  # it remembers every step it wrote; we move them out of its directory
+            manager.reload()  # it remembers the steps that it wrote, but we move them out of its directory
             manager.save(step, args=items, force=True)
         except (OSError, ValueError, RuntimeError) as error:
             self._manager = None
@@ -158,13 +179,14 @@ class Checkpointer:
         self._thread.start()
 
     def restore(self, abstract_state: Any, *, newer_than: int = -1) -> Restored | None:
-        """Returns the newest step that verifies, placed as `abstract_state` says; None if there is no step at all.
+        """Returns the newest step that verifies, with the shardings of `abstract_state`; None if there is no step.
 
-        With `newer_than` only newer steps are looked at, and None means that step, which the caller has elsewhere.
+        With `newer_than` only newer steps are considered, and None means that there is no newer one.
 
-        `abstract_state` is a pytree of jax.ShapeDtypeStruct with shardings: any mesh, whatever the one it was saved
-        from. Steps that do not verify are reported and moved into DIR/set_aside. Raises ValueError if there are steps
-        but none verifies, or if the newest that does is of another model (then nothing is moved).
+        `abstract_state` is a pytree of jax.ShapeDtypeStruct with shardings, on any mesh: it need not be the one from
+        which the state was saved. Damaged steps are reported and moved into DIR/set_aside. Raises ValueError if there
+        are steps but none verifies, or if the newest that does is of another model; OSError if a process cannot read a
+        file. Then nothing is moved.
         """
         self.wait()
         wanted = tree.flatten_abstract(abstract_state)
@@ -181,7 +203,7 @@ class Checkpointer:
         )
 
     def steps(self) -> list[int]:
-        """Returns the committed steps, ascending: those with a valid manifest (their data is not read)."""
+        """Returns the steps with a valid manifest, ascending. Their data is not read."""
         return [step for step in manifest.step_numbers(self.directory) if self._is_committed(step)]
 
     def latest_step(self) -> int | None:
@@ -209,16 +231,16 @@ class Checkpointer:
     def _new_manager(self, attempt: str) -> ocp.CheckpointManager:
         return _Manager(
             self.directory / manifest.UNFINISHED / attempt,
-            # max_to_keep=None: Orbax deletes nothing; that is ours to do, after the commit.
+            # max_to_keep=None: Orbax deletes nothing, since we delete old steps after the commit.
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=None, lightweight_initialize=True, save_root_metadata=False
             ),
         )
 
     def _prepare(self) -> str:
-        """Makes room for a new step and returns the folder in DIR/unfinished to write it in (process 0).
+        """Removes unfinished saves, and returns the name of the folder in DIR/unfinished for the next one (process 0).
 
-        After a failed save that is a new folder: TensorStore may still be writing into the old one.
+        After a failed save it is a new folder, because TensorStore may still be writing into the old one.
         """
         attempt = self._attempt if self._manager is not None else secrets.token_hex(8)
         retention.remove_unfinished(self.directory, keep=attempt)
@@ -226,10 +248,10 @@ class Checkpointer:
         return attempt
 
     def _is_saved(self, step: int, damage: str | None, data: dict[str, Any], config: dict[str, Any]) -> bool:
-        """Whether this run has saved `step`, which is there; sets it aside if it has `damage` (process 0).
+        """Whether this run has saved `step` before; a step with `damage` is set aside (process 0).
 
-        ValueError if it is another run's. An earlier attempt may save it at any time: its process 0 was frozen in a
-        commit, and goes on.
+        ValueError if another run has saved it. An earlier attempt may save a step late: if its process 0 is stopped
+        during a commit, and continues.
         """
         folder = self.directory / str(step)
         if not folder.exists():
@@ -252,13 +274,13 @@ class Checkpointer:
         leaves: tuple[manifest.Leaf, ...],
         metrics: dict[str, float],
     ) -> None:
-        """Waits for the data, commits the step, deletes old ones (in a thread; `wait` raises what went wrong)."""
+        """Waits for the data, commits the step, and deletes old ones. Runs in a thread; `wait` raises its error."""
         written, hashes, commit = keys
         folder = self.directory / manifest.UNFINISHED / self._attempt / str(step)
         failed: Exception | None = None
         try:
             manager.wait_until_finished()
-        except Exception as error:  # the others hear of it
+        except Exception as error:  # passed on to the other processes
             failed = error
 
         def check_written() -> None:
@@ -266,11 +288,11 @@ class Checkpointer:
                 raise failed
 
         try:
-            broadcast(written, check_written)  # in process 0, where Orbax renames the files of all
-            files = shared_hashing.describe(folder, hashes, check_written)
-            broadcast(commit, lambda: self._commit(folder, files, step, leaves, metrics))
+            broadcast(written, check_written)  # Orbax's last renames are made in process 0
+            found = shared_hashing.describe(folder, hashes, check_written)
+            broadcast(commit, lambda: self._commit(folder, found.files(), step, leaves, metrics))
         except Exception as error:
-            self._manager = None  # Orbax's manager keeps raising the error of a save that failed
+            self._manager = None  # after a failed save, Orbax's manager raises its error again and again
             self._error = self._failed(step, error)
             self._error.__cause__ = error
 
@@ -282,7 +304,7 @@ class Checkpointer:
         leaves: tuple[manifest.Leaf, ...],
         metrics: dict[str, float],
     ) -> None:
-        """Makes the step in DIR/unfinished a checkpoint: manifest, rename; then the old ones go (process 0)."""
+        """Writes the manifest, renames the step from DIR/unfinished into DIR, and deletes old steps (process 0)."""
         manifest.write(folder, manifest.build(folder, files, step=step, tree=leaves, metrics=metrics))
         folder.rename(self.directory / str(step))
         atomic.sync(self.directory)
@@ -303,7 +325,7 @@ class Checkpointer:
     def _settle(
         self, chosen: int | None, damaged: dict[int, str], wanted: Mapping[str, tree.Wanted], newer_than: int
     ) -> int | None:
-        """Returns `chosen`, a step that verifies, after setting the damaged ones above it aside (process 0)."""
+        """Sets the damaged steps aside and returns `chosen`, a step that verifies, or None (process 0)."""
         if chosen is not None:
             folder = self.directory / str(chosen)
             tree.check_same_model(folder, manifest.read(folder).tree, wanted)
@@ -326,13 +348,13 @@ class Checkpointer:
     def _is_committed(self, step: int) -> bool:
         try:
             manifest.read(self.directory / str(step))
-        except (manifest.DamagedError, manifest.UnknownFormatError):
+        except (manifest.DamagedError, manifest.UnknownFormatError, manifest.UnreadableError):
             return False
         return True
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         reason = _ANNOTATION.sub("", " ".join((str(error) or type(error).__name__).split()))
-        if len(reason) > 300:  # TensorStore puts the paths first and the cause last
+        if len(reason) > 300:  # TensorStore's messages begin with paths and end with the cause
             reason = f"{reason[:100]} ... {reason[-180:]}"
         return CheckpointError(
             f"saving step {step} to {self.directory} failed: {reason}; the checkpoints before it are unharmed"
@@ -341,7 +363,7 @@ class Checkpointer:
 
 
 def _json_copy(name: str, value: dict[str, Any]) -> dict[str, Any]:
-    """Returns what reading `value` back from JSON will give; the caller may go on changing the original."""
+    """Returns a copy of `value` as JSON gives it back, so that the caller may change the original."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:

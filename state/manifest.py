@@ -1,9 +1,9 @@
-"""Manifests: what a checkpoint step holds, file by file, so that damage never passes for a checkpoint.
+"""Manifests: the list of the files of a checkpoint step, with their hashes, by which damage is detected.
 
-Orbax restores flipped bits silently and takes an empty step folder for the newest step. So each step carries a
-`manifest.json`, written last: size and sha256 of every file, path, shape and dtype of every leaf of the state, and a
-hash of the manifest itself. A step without a manifest that verifies does not exist, and neither does one with a file
-more: Orbax reads some that it finds.
+Orbax restores flipped bits silently, and takes an empty step folder for the newest step. So each step has a
+`manifest.json`, which is written last: size and sha256 of every file; path, shape and dtype of every leaf of the state;
+and a hash of the manifest itself. A step is valid only if its manifest verifies and it has no other file: Orbax may
+read files that it did not write.
 """
 
 import hashlib
@@ -21,28 +21,33 @@ from typing import Any
 from files import atomic
 
 FILE_NAME = "manifest.json"
-CONFIG_FILE = "config/metadata"  # where Orbax's JSON handler puts the items `config` and `data`
+CONFIG_FILE = "config/metadata"  # the files of the items `config` and `data`, by Orbax's JSON handler
 DATA_FILE = "data/metadata"
-STATE_FILE = "state/manifest.ocdbt"  # Orbax writes it last, over what each process wrote
+STATE_FILE = "state/manifest.ocdbt"  # Orbax writes it last; it merges the files of the processes
 UNFINISHED = "unfinished"
 SET_ASIDE = "set_aside"
 
 _FORMAT = 1
 _BLOCK_BYTES = 1 << 20
 _HASHING_THREADS = 4
+_NOT_A_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class DamagedError(Exception):
-    """A step does not verify; the message says which file and what is wrong with it."""
+    """A step is damaged; the message names the file and the damage."""
+
+
+class UnreadableError(OSError):
+    """A file of a step cannot be read now, which is no sign of damage; the message says which file and what to do."""
 
 
 class UnknownFormatError(ValueError):
-    """A step is whole, as far as its manifest goes, but another version of this program wrote it."""
+    """A step has an intact manifest of another version of this program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """One file of a step: its path relative to the step's folder, and what it must contain."""
+    """One file of a step: its path relative to the step's folder, its size and its hash."""
 
     path: str
     size: int
@@ -51,7 +56,7 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One array of the state: `path` joins the keys that lead to it with dots."""
+    """One array of the state: `path` is its keys in the pytree, joined with dots."""
 
     path: str
     shape: tuple[int, ...]
@@ -63,7 +68,7 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What one step holds."""
+    """The content of one step."""
 
     step: int
     saved_at: str  # UTC, ISO 8601
@@ -77,7 +82,7 @@ class Manifest:
 
 
 def step_numbers(directory: Path) -> list[int]:
-    """Returns the steps that have a folder in `directory`, ascending, whether they verify or not."""
+    """Returns the steps that have a folder in `directory`, ascending, damaged ones included."""
     if not directory.is_dir():
         return []
     names = (entry.name for entry in directory.iterdir() if entry.is_dir())
@@ -85,9 +90,9 @@ def step_numbers(directory: Path) -> list[int]:
 
 
 def describe(folder: Path, process: int = 0, count: int = 1) -> tuple[File, ...]:
-    """Returns the files in `folder` that one of `count` processes wrote, after forcing them and their folders to disk.
+    """Forces the files in `folder` that one of `count` processes wrote to disk, and returns them with hashes.
 
-    Process 0 describes also what Orbax wrote for all.
+    Process 0 also includes the files that Orbax wrote for all processes.
     """
 
     def hashed(path: Path) -> File:
@@ -111,9 +116,9 @@ def describe(folder: Path, process: int = 0, count: int = 1) -> tuple[File, ...]
 def build(
     folder: Path, files: Sequence[File], *, step: int, tree: tuple[Leaf, ...], metrics: dict[str, float]
 ) -> Manifest:
-    """Returns the manifest of the files in `folder`, as `describe` found them in every process.
+    """Returns the manifest of the files in `folder`, which are the results of `describe` of all processes.
 
-    Raises DamagedError if Orbax did not finish them, or if there is one that none described.
+    Raises DamagedError if Orbax did not finish the step, or if it has a file that is not among `files`.
     """
     _check_finished(files)
     _check_nothing_else(folder, files)
@@ -123,19 +128,23 @@ def build(
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Writes `manifest.json` into `folder`, and forces it to disk."""
+    """Writes `manifest.json` into `folder` and forces it to disk."""
     atomic.replace(folder / FILE_NAME, _encode(manifest), durable=True)
 
 
 def read(folder: Path) -> Manifest:
-    """Returns the manifest in `folder`, or raises DamagedError or UnknownFormatError. Looks at no other file."""
+    """Returns the manifest in `folder`. Looks at no other file.
+
+    Raises DamagedError, UnknownFormatError or UnreadableError.
+    """
     path = folder / FILE_NAME
     try:
         raw = path.read_bytes()
-    except FileNotFoundError:
-        raise DamagedError(f"{FILE_NAME} is missing: the step was copied partly, or never written by us") from None
     except OSError as error:
-        raise DamagedError(f"{FILE_NAME} cannot be read ({error.strerror})") from error
+        if isinstance(error, _NOT_A_FILE) and os.path.isdir(folder):
+            missing = f"{FILE_NAME} is missing: the step was copied partly, or never written by us"
+            raise DamagedError(missing) from None
+        raise _unreadable(path, error) from error
     damaged = DamagedError(f"{FILE_NAME} is damaged: it does not match its own hash")
     try:
         content = json.loads(raw)
@@ -156,7 +165,7 @@ def read(folder: Path) -> Manifest:
         raise
     except (ValueError, KeyError, TypeError) as error:
         raise damaged from error
-    if encoded != raw:  # byte by byte: the hash is part of the encoding
+    if encoded != raw:  # compares every byte; the hash is part of the encoding
         raise damaged
     if folder.name.isdecimal() and manifest.step != int(folder.name):
         raise DamagedError(f"{FILE_NAME} belongs to step {manifest.step}")
@@ -167,9 +176,9 @@ def read(folder: Path) -> Manifest:
 def verify(folder: Path, only: str | None = None, share: tuple[int, int] = (0, 1)) -> Manifest:
     """Returns the manifest of the step in `folder` after comparing every file (or `only` this one) with it.
 
-    A `share` of (1, 4) reads what the second of four processes has to. Raises DamagedError naming the first file that
-    differs, or that the manifest does not know, and UnknownFormatError. Reads in small blocks: memory does not grow
-    with the step.
+    A `share` of (1, 4) reads the part of the second of four processes. Raises DamagedError naming the first file that
+    differs, is missing, or is not in the manifest; UnreadableError if a file cannot be read; UnknownFormatError. Reads
+    in small blocks: memory does not grow with the step.
     """
     manifest = read(folder)
     files = [file for file in manifest.files if only in (None, file.path)]
@@ -178,7 +187,7 @@ def verify(folder: Path, only: str | None = None, share: tuple[int, int] = (0, 1
     if only is None and share[0] == 0:
         _check_nothing_else(folder, files)
     files = _share(files, *share)
-    for file in files:  # first what costs nothing
+    for file in files:  # sizes first: they cost almost nothing
         _check_size(folder, file)
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         for _ in pool.map(lambda file: _check_content(folder, file), files):
@@ -187,14 +196,14 @@ def verify(folder: Path, only: str | None = None, share: tuple[int, int] = (0, 1
 
 
 def _encode(manifest: Manifest) -> bytes:
-    """Returns the only bytes that stand for `manifest`, a hash of the rest included."""
+    """Returns the canonical encoding of `manifest`, which includes a hash of the other fields."""
     content: dict[str, Any] = {"format": _FORMAT, **asdict(manifest)}
     content["sha256"] = _hash_of(content)
     return (json.dumps(content, sort_keys=True, indent=1) + "\n").encode()
 
 
 def _hash_of(content: dict[str, Any]) -> str:
-    """Returns the hash of a manifest's content, which is the same rule in every format."""
+    """Returns the hash of a manifest's content; the rule is the same in every format version."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -211,7 +220,7 @@ def _hash_file(path: Path, *, sync: bool = False) -> tuple[str, int]:
 
 
 def _check_finished(files: Sequence[File]) -> None:
-    """Raises DamagedError if a file is not listed without which nothing can be restored."""
+    """Raises DamagedError if a file that every restore needs is not listed."""
     listed = {file.path for file in files}
     for path in (STATE_FILE, DATA_FILE, CONFIG_FILE):
         if path not in listed:
@@ -224,7 +233,7 @@ def _check_nothing_else(folder: Path, files: Sequence[File]) -> None:
     known |= {str(above) for path in known for above in PurePosixPath(path).parents}
 
     def fail(error: OSError) -> None:
-        raise DamagedError(f"{error.filename} cannot be read ({error.strerror})") from error
+        raise _unreadable(error.filename, error) from error
 
     for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         for name in (*folders, *names):
@@ -234,7 +243,7 @@ def _check_nothing_else(folder: Path, files: Sequence[File]) -> None:
 
 
 def _share(files: Sequence[File], process: int, count: int) -> list[File]:
-    """Returns the files that one of `count` processes reads: each, the largest first, goes to who has the least."""
+    """Returns the files that one of `count` processes reads; each, largest first, goes to the least loaded process."""
     loads = [(0, i) for i in range(count)]
     own = []
     for file in sorted(files, key=lambda file: -file.size):
@@ -248,10 +257,8 @@ def _share(files: Sequence[File], process: int, count: int) -> list[File]:
 def _check_size(folder: Path, file: File) -> None:
     try:
         size = (folder / file.path).stat().st_size
-    except FileNotFoundError:
-        raise DamagedError(f"{file.path} is missing") from None
     except OSError as error:
-        raise DamagedError(f"{file.path} cannot be read ({error.strerror})") from error
+        raise _damaged_or_unreadable(folder, file, error) from error
     if size != file.size:
         raise DamagedError(f"{file.path} has {size} bytes and should have {file.size}")
 
@@ -260,6 +267,20 @@ def _check_content(folder: Path, file: File) -> None:
     try:
         sha256, _ = _hash_file(folder / file.path)
     except OSError as error:
-        raise DamagedError(f"{file.path} cannot be read ({error.strerror})") from error
+        raise _damaged_or_unreadable(folder, file, error) from error
     if sha256 != file.sha256:
         raise DamagedError(f"{file.path} does not match its hash: its content changed after it was saved")
+
+
+def _damaged_or_unreadable(folder: Path, file: File, error: OSError) -> Exception:
+    """Returns DamagedError if a file is missing, UnreadableError if it, or the whole step, cannot be read now."""
+    if isinstance(error, _NOT_A_FILE) and os.path.exists(folder / FILE_NAME):  # the file system is still there
+        return DamagedError(f"{file.path} is missing")
+    return _unreadable(folder / file.path, error)
+
+
+def _unreadable(path: Path | str, error: OSError) -> UnreadableError:
+    return UnreadableError(
+        f"{path} cannot be read ({error.strerror}), and may be undamaged; run again when it can be read, or move the "
+        "folder of its step away to go on from an older one"
+    )

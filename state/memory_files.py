@@ -1,11 +1,11 @@
-"""The files of the memory tier: what a node keeps of the state on its RAM disk, whole or not at all.
+"""The files of the memory tier: snapshots of a node's part of the state, on its RAM disk.
 
-    DIR/mics-jax-UID/RUN_ID/2-0-a.data     attempt 2, process 0, slot a (or b): boxes of arrays, one after the other
-    DIR/mics-jax-UID/RUN_ID/2-0-a.json     what they are; written last, removed before the data is written over
+    DIR/mics-jax-UID/RUN_ID/2-0-a.data     attempt 2, process 0, slot a (or b): regions of arrays, one after the other
+    DIR/mics-jax-UID/RUN_ID/2-0-a.json     their description; written last, and removed before the data is overwritten
 
-A process writes to its two slots in turns, so that a kill in the middle of one leaves the other. The folders are the
-user's alone (0700): nobody else can read a snapshot or plant one. If somebody else has made `mics-jax-UID`, another one
-is made beside it. The hashes are there against damage.
+A process alternates between its two slots, so that a kill during a write leaves the other one intact. Only the user can
+access the folders (mode 0700), so nobody else can read or plant a snapshot. If another user has created `mics-jax-UID`,
+a folder of another name is used. The hashes detect damage.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ import numpy as np
 from files import atomic, private
 from state.attempts import RUN_ID
 from state.manifest import Leaf
-from state.owned_shards import Box
+from state.owned_shards import Region
 
 _FORMAT = 2
 _SLOTS = ("a", "b")
@@ -40,9 +40,9 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A box, and where its bytes are in the data file."""
+    """A region, and the position of its bytes in the data file."""
 
-    box: Box
+    region: Region
     offset: int
     size: int
     crc32: int = 0
@@ -50,20 +50,20 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotManifest:
-    """What a pair of files holds: boxes of the arrays of one step."""
+    """The description of a snapshot: regions of the arrays of one step."""
 
-    name: str  # of the files
+    name: str  # of the two files, without their endings
     run_id: str
-    history: tuple[int, ...]  # the steps at which the attempts began, up to the one that wrote it
-    saved: int  # the newest checkpoint then
+    history: tuple[int, ...]  # first steps of the attempts, up to the one that wrote it
+    saved: int  # the newest checkpoint at that time
     step: int
     data: dict[str, Any]  # the position in the data
     config: dict[str, Any]
-    tree: tuple[Leaf, ...]  # every array of the state, with the shape of the whole
+    tree: tuple[Leaf, ...]  # every array of the state, with its global shape
     pieces: tuple[Piece, ...]
 
     def __post_init__(self) -> None:
-        """Raises ValueError if its names are not ours: they become names of files."""
+        """Raises ValueError for names that we do not write, because they become file names."""
         if not _NAME.fullmatch(self.name) or not RUN_ID.fullmatch(self.run_id) or self.attempt != len(self.history) - 1:
             raise ValueError(f"{self.name!r} of run {self.run_id!r}, attempts {self.history}, is no snapshot")
 
@@ -73,7 +73,7 @@ class SnapshotManifest:
 
     @property
     def owner(self) -> int:
-        """The process that kept it, maybe at its partner."""
+        """The process that wrote it; a partner may hold a copy."""
         return int(self.name.split("-")[1])
 
     @property
@@ -81,18 +81,20 @@ class SnapshotManifest:
         return {leaf.path: np.dtype(jnp.dtype(leaf.dtype)) for leaf in self.tree}
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the same for `from_json`, a piece in one list."""
+        """Returns the JSON for `from_json`, with a compact list for each piece."""
         places = {leaf.path: i for i, leaf in enumerate(self.tree)}
-        pieces = [[places[p.box.path], p.box.start, p.box.shape, p.offset, p.size, p.crc32] for p in self.pieces]
+        pieces = [
+            [places[p.region.path], p.region.start, p.region.shape, p.offset, p.size, p.crc32] for p in self.pieces
+        ]
         return asdict(replace(self, pieces=())) | {"pieces": pieces}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "SnapshotManifest":
-        """Returns what `as_json` described. ValueError, KeyError or TypeError for anything else."""
+        """Returns the description that `as_json` encoded. ValueError, KeyError or TypeError for any other content."""
         tree = tuple(Leaf(path=x["path"], shape=tuple(x["shape"]), dtype=x["dtype"]) for x in content["tree"])
         pieces = tuple(
             Piece(
-                box=Box(path=tree[leaf].path, start=tuple(start), shape=tuple(shape)),
+                region=Region(path=tree[leaf].path, start=tuple(start), shape=tuple(shape)),
                 offset=offset,
                 size=size,
                 crc32=crc32,
@@ -106,10 +108,10 @@ class MemoryFolder:
     """The folder of one run on this node."""
 
     def __init__(self, memory_dir: str | Path, run_id: str, fallback: str) -> None:
-        """Makes it where it is missing. ValueError if it is, or could become, somebody else's.
+        """Creates the folder if necessary. ValueError if another user owns it or could replace it.
 
-        `fallback` goes into the name of the user's folder if somebody else has taken that name. It is the same in all
-        processes of the run, and another one in each attempt.
+        `fallback` becomes part of the name of the user's folder if another user has taken the usual name. It must be
+        the same in all processes, and different in each attempt.
         """
         self.run_id = run_id
         self._memory = Path(memory_dir).absolute()
@@ -135,13 +137,13 @@ class MemoryFolder:
 
     @property
     def identity(self) -> str:
-        """Returns what only processes that see this same folder have in common; host names need not differ."""
+        """Returns an id that is equal in two processes only if they see the same folder; host names may be equal."""
         found = self.path.stat()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{found.st_dev}/{found.st_ino}"
 
     def snapshots(self) -> tuple[list[SnapshotManifest], list[str]]:
-        """Returns what is whole by its description, and a line for each description that is not used."""
+        """Returns the snapshots with a valid description, and a line for each description that is not valid."""
         found, damaged = [], []
         for file in sorted(self.path.glob("*.json")):
             try:
@@ -151,15 +153,15 @@ class MemoryFolder:
         return found, damaged
 
     def damaged(self, snapshot: SnapshotManifest) -> list[Piece]:
-        """Returns the pieces whose bytes do not match their hash."""
+        """Returns the pieces whose bytes do not match their hashes."""
         try:
             hashes = self.hashes(snapshot)
-        except (OSError, ValueError):  # a file that is gone, or empty
+        except (OSError, ValueError):  # the file is missing or empty
             return list(snapshot.pieces)
         return [piece for piece, crc32 in zip(snapshot.pieces, hashes, strict=True) if piece.crc32 != crc32]
 
     def hashes(self, snapshot: SnapshotManifest) -> list[int]:
-        """Returns the hash of the bytes of each piece, as they are in the file."""
+        """Computes the hash of each piece from the data file."""
         if not snapshot.pieces:
             return []
         content = np.memmap(self._data_file(snapshot.name), np.uint8, mode="r").data
@@ -167,27 +169,27 @@ class MemoryFolder:
             return list(pool.map(lambda p: zlib.crc32(content[p.offset : p.offset + p.size]), snapshot.pieces))
 
     def read(self, snapshot: SnapshotManifest, piece: Piece) -> np.ndarray:
-        """Returns the array in a box; it shows the file, so copy it before the slot is written again."""
-        dtype = snapshot.dtypes[piece.box.path]
+        """Returns the array of a piece. It maps the file, so copy it before the slot is overwritten."""
+        dtype = snapshot.dtypes[piece.region.path]
         file = self._data_file(snapshot.name)
         return (
             np.memmap(file, np.uint8, mode="r", offset=piece.offset, shape=(piece.size,))
             .view(dtype)
-            .reshape(piece.box.shape)
+            .reshape(piece.region.shape)
         )
 
     def remove(self, names: Iterable[str]) -> None:
         """Deletes snapshots."""
         for name in names:
-            for ending in ("json", "partial", "data"):  # in this order: never a description of what is gone
+            for ending in ("json", "partial", "data"):  # the description first: it never describes deleted data
                 (self.path / f"{name}.{ending}").unlink(missing_ok=True)
 
     def names(self) -> set[str]:
-        """Returns the snapshots that have a file here, whole or not."""
+        """Returns the names of all snapshots with a file here, incomplete ones included."""
         return {file.stem for file in self.path.iterdir() if _NAME.fullmatch(file.stem)}
 
     def commit(self, snapshot: SnapshotManifest) -> SnapshotManifest:
-        """Hashes the data of a snapshot and makes it whole; returns it with the hashes."""
+        """Hashes the data of a snapshot and writes its description; returns it with the hashes."""
         pieces = zip(snapshot.pieces, self.hashes(snapshot), strict=True)
         snapshot = replace(snapshot, pieces=tuple(replace(piece, crc32=crc32) for piece, crc32 in pieces))
         atomic.replace(self.path / f"{snapshot.name}.json", _encode(snapshot), is_private=True)
@@ -210,39 +212,39 @@ class MemoryFolder:
 
 
 def remove_run(memory_dir: str | Path, run_id: str) -> None:
-    """Deletes what this node holds of a run, if anything."""
+    """Deletes the snapshots of a run on this node."""
     name = f"mics-jax-{os.getuid()}"
     for folder in [Path(memory_dir, name, run_id), *Path(memory_dir).glob(f"{name}-*/{run_id}")]:
         if _is_private(folder.parent) and _is_private(folder):
-            shutil.rmtree(folder, ignore_errors=True)  # what cannot go is no reason to fail a run that is done
+            shutil.rmtree(folder, ignore_errors=True)  # what cannot be deleted must not fail a finished run
             if folder.parent.name != name:
-                with contextlib.suppress(OSError):  # another process of this node was faster
+                with contextlib.suppress(OSError):  # another process of this node has deleted it
                     folder.parent.rmdir()
 
 
 class Slots:
-    """The two places of what one process keeps, on its own node and on its partner's."""
+    """The two slots of one process, on its own node and on its partner's."""
 
     def __init__(self, folder: MemoryFolder, attempt: int, owner: int) -> None:
         self._folder, self._names = folder, [f"{attempt}-{owner}-{slot}" for slot in _SLOTS]
         self._next = 0
 
     def open(self) -> "SlotFile":
-        """Returns the file to write to: never that of the newest snapshot that all processes have."""
+        """Returns the slot that is not the newest snapshot that all processes have."""
         return SlotFile(self._folder.path, self._names[self._next])
 
     def turn(self) -> None:
-        """Notes that all processes have what was written to the open slot."""
+        """Switches slots: all processes have committed the snapshot in the open slot."""
         self._next = 1 - self._next
 
 
 class SlotFile:
-    """A data file that is written over from its start; a context manager. What an error leaves takes no memory."""
+    """A data file that is overwritten from its start; a context manager that empties it after an error."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name, self._offset = name, 0
         (folder / f"{name}.json").unlink(missing_ok=True)
-        # It is not made anew: memory that a file has already is written ten times faster.
+        # The file is reused: writing to memory that it already has is ten times faster.
         self._file = open(folder / f"{name}.data", "r+b", buffering=0, opener=private.opener)  # noqa: SIM115
 
     def __enter__(self) -> "SlotFile":
@@ -254,9 +256,9 @@ class SlotFile:
         finally:
             self._file.close()
 
-    def append(self, box: Box, content: np.ndarray) -> Piece:
-        """Writes an array; OSError if there is no room."""
-        piece = Piece(box=box, offset=self._offset, size=content.nbytes)
+    def append(self, region: Region, content: np.ndarray) -> Piece:
+        """Writes an array. OSError if the RAM disk is full."""
+        piece = Piece(region=region, offset=self._offset, size=content.nbytes)
         self.write(as_bytes(content))
         return piece
 
@@ -280,7 +282,7 @@ def _encode(snapshot: SnapshotManifest) -> bytes:
 
 
 def _check_memory(folder: Path) -> None:
-    """Raises ValueError if others may replace what we make in `folder`."""
+    """Raises ValueError if other users could replace the folders that we create in `folder`."""
     found = folder.stat()
     others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if found.st_uid not in (0, os.getuid()):
@@ -293,14 +295,14 @@ def _check_memory(folder: Path) -> None:
 
 
 def _make_private(folder: Path) -> bool:
-    """Makes a folder where there is none; whether it is ours alone then."""
+    """Creates a folder if it does not exist; returns whether only this user can access it."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     return _is_private(folder)
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether it is there, a folder (no link), ours, and nobody else can look into it."""
+    """Whether it is an existing folder, not a link, that only this user owns and can access."""
     try:
         found = folder.lstat()
     except (FileNotFoundError, PermissionError):

@@ -1,4 +1,4 @@
-"""Keeps Orbax's progress reports, and its second account of errors that we raise, off the user's terminal."""
+"""Hides Orbax's progress reports, and its log of errors that also reach the caller as exceptions."""
 
 import logging
 import sys
@@ -9,11 +9,11 @@ import orbax.checkpoint as ocp
 
 
 def quiet_orbax() -> None:
-    """Filters what Orbax logs and what TensorStore prints after a failed save; calling it twice changes nothing."""
+    """Filters the logs of Orbax, and what TensorStore prints after a failed save. A second call changes nothing."""
     logger = logging.getLogger("absl")
     if any(isinstance(known, _NotFromOrbax) for known in logger.filters):
         return
-    for name in ("absl", "asyncio"):  # asyncio's: of several writes that fail, the caller is told of one
+    for name in ("absl", "asyncio"):  # asyncio logs each write that fails; the caller gets one of them
         logging.getLogger(name).addFilter(_NotFromOrbax())
     hook = sys.unraisablehook
 
@@ -39,8 +39,8 @@ class _NotFromOrbax(logging.Filter):
 
 
 def _is_late_write(error: BaseException | None) -> bool:
-    """Returns whether TensorStore finished a write after another one of the same save had failed.
+    """Returns whether the error is of a write that ended after another write of its save had failed.
 
-    Orbax's event loop is closed by then, and each such write would print a traceback that says only that.
+    Orbax's event loop is closed by then, and each such write would print a traceback that says no more than that.
     """
     return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"

@@ -1,4 +1,4 @@
-"""Finds the newest step that the memories of the nodes hold completely, and puts its arrays together on any mesh."""
+"""Finds the newest step that is complete across the memories of the nodes, and restores it onto any mesh."""
 
 import socket
 from collections import defaultdict
@@ -14,7 +14,7 @@ from state import tree
 from state.attempts import Attempts
 from state.manifest import Leaf
 from state.memory_files import MemoryFolder, Piece, SnapshotManifest
-from state.owned_shards import Box, box_of, covers
+from state.owned_shards import Region, covers, region_of
 from state.transfer import Address, Connection
 
 Report = Callable[[str], None]
@@ -22,11 +22,11 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A piece that verifies, and the process that reads it."""
+    """A piece that verifies, and the process that can read it."""
 
     process: int
     snapshot: SnapshotManifest
-    number: int  # of the piece in it
+    number: int  # index of the piece in the snapshot
 
     @property
     def piece(self) -> Piece:
@@ -35,14 +35,14 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A step that the nodes hold completely between them."""
+    """A step that is complete across the nodes."""
 
-    snapshot: SnapshotManifest  # one of those that describe it
+    snapshot: SnapshotManifest  # one of the snapshots of this step
     sources: Mapping[str, tuple[Source, ...]]  # by path
 
     @property
     def processes(self) -> set[int]:
-        """Those that read a part of it, one a node."""
+        """The processes that read a part of it: at most one per node."""
         return {source.process for sources in self.sources.values() for source in sources}
 
 
@@ -51,9 +51,8 @@ def find(
 ) -> Found | None:
     """Returns the newest step that is complete and verifies, the same in every process; None if there is none.
 
-    Of each node one process `reads` the folder. `saved` is the newest checkpoint. `report` gets a line, in process 0,
-    for each snapshot that is passed over; a step of which a part is missing is not worth one (the newest may have been
-    in the making).
+    On each node, one process `reads` the folder. `saved` is the newest checkpoint. In process 0, `report` gets a line
+    for each snapshot that is ignored, but none for an incomplete step: the newest one may have been in progress.
     """
     own, damaged = folder.snapshots() if reads else ([], [])
     told = {"host": socket.gethostname(), "damaged": damaged, "snapshots": [x.as_json() for x in own]}
@@ -65,7 +64,7 @@ def find(
         for line in said["damaged"]:
             report(f"snapshot on {said['host']}: {line}")
         for snapshot in map(SnapshotManifest.from_json, said["snapshots"]):
-            for number in range(len(snapshot.pieces)):  # a process may have none: its description tells nothing
+            for number in range(len(snapshot.pieces)):  # a snapshot without pieces proves nothing
                 source = Source(process=process, snapshot=snapshot, number=number)
                 by_step[snapshot.step, snapshot.history].append(source)
     by_step = {key: found for key, found in by_step.items() if not attempts.have_left(key[1], key[0])}
@@ -85,10 +84,10 @@ def find(
 def load(
     found: Found, abstract_state: Any, folder: MemoryFolder, reader: int, addresses: list[Address], token: str
 ) -> Any:
-    """Returns the state, placed as `abstract_state` says. OSError if a part of it cannot be fetched.
+    """Returns the state with the shardings of `abstract_state`. OSError if a part cannot be fetched.
 
-    What `reader`, the process that reads for this node, has is read here; the rest comes from the other processes.
-    Arrays of another number of replicas are shared out among those that are there, with their sum or mean kept.
+    Pieces of `reader`, the process that reads for this node, come from the local folder, all others from their
+    processes. Arrays with a row per replica are adapted to the new number of replicas; their sum or mean is preserved.
     """
     wanted = tree.flatten_abstract(abstract_state)
     saved = {leaf.path: leaf for leaf in found.snapshot.tree}
@@ -101,7 +100,7 @@ def load(
                 continue
             as_saved = tree.as_saved(asked.abstract, saved[path].shape)
             assert as_saved.sharding is not None
-            put_together = _once_each(saved[path], lambda box, path=path: fetch.box(box, found.sources[path]))
+            put_together = _once_each(saved[path], lambda region, path=path: fetch.region(region, found.sources[path]))
             array = jax.make_array_from_callback(as_saved.shape, as_saved.sharding, put_together)
             arrays.append(tree.shared_out(array, asked))
         return jax.tree.unflatten(jax.tree.structure(abstract_state), jax.block_until_ready(arrays))
@@ -110,20 +109,20 @@ def load(
 
 
 class _Fetch:
-    """Reads boxes from the folder of this node where they are there, and from other processes where not."""
+    """Reads regions from the folder of this node if it has them, else from other processes."""
 
     def __init__(self, folder: MemoryFolder, reader: int, addresses: list[Address], token: str) -> None:
         self._folder, self._reader, self._addresses, self._token = folder, reader, addresses, token
         self._connections: dict[int, Connection] = {}
 
-    def box(self, wanted: Box, sources: Iterable[Source]) -> np.ndarray:
-        """Returns the numbers in a box, from the pieces that overlap with it."""
-        by_box: dict[Box, list[Source]] = defaultdict(list)
+    def region(self, wanted: Region, sources: Iterable[Source]) -> np.ndarray:
+        """Returns the array of a region, assembled from the pieces that overlap with it."""
+        by_region: dict[Region, list[Source]] = defaultdict(list)
         for source in sources:
-            by_box[source.piece.box].append(source)
+            by_region[source.piece.region].append(source)
         result: np.ndarray | None = None
-        for box, copies in by_box.items():
-            part = wanted.overlap(box)
+        for region, copies in by_region.items():
+            part = wanted.overlap(region)
             if part is None:
                 continue
             content = self._read(part, self._nearest(copies))
@@ -138,14 +137,14 @@ class _Fetch:
             connection.close()
 
     def _nearest(self, copies: list[Source]) -> Source:
-        """Returns the copy on this node, else another one, which differs between those who ask."""
+        """Returns the copy on this node, if any; else one by the process index, which spreads the load."""
         here = [source for source in copies if source.process == self._reader]
         return here[0] if here else copies[jax.process_index() % len(copies)]
 
-    def _read(self, part: Box, source: Source) -> np.ndarray:
+    def _read(self, part: Region, source: Source) -> np.ndarray:
         piece = source.piece
         if source.process == self._reader:
-            return self._folder.read(source.snapshot, piece)[part.within(piece.box)]
+            return self._folder.read(source.snapshot, piece)[part.within(piece.region)]
         if source.process not in self._connections:
             address = self._addresses[source.process]
             self._connections[source.process] = Connection(address, self._token, jax.process_index())
@@ -153,30 +152,31 @@ class _Fetch:
         return self._connections[source.process].get(source.snapshot.name, source.number, part, dtype)
 
 
-def _once_each(leaf: Leaf, make: Callable[[Box], np.ndarray]) -> Callable[[Any], np.ndarray]:
-    """Returns a callback from an index to the numbers there, made once for all devices that hold the same."""
-    made: dict[Box, np.ndarray] = {}
+def _once_each(leaf: Leaf, make: Callable[[Region], np.ndarray]) -> Callable[[Any], np.ndarray]:
+    """Returns a callback from an index to its array, which is made only once for all devices with the same index."""
+    made: dict[Region, np.ndarray] = {}
 
     def callback(index: tuple[slice, ...]) -> np.ndarray:
-        box = box_of(leaf, index)
-        if box not in made:
-            made[box] = make(box)
-        return made[box]
+        region = region_of(leaf, index)
+        if region not in made:
+            made[region] = make(region)
+        return made[region]
 
     return callback
 
 
 def _is_complete(sources: list[Source]) -> bool:
-    boxes: dict[str, set[Box]] = defaultdict(set)
+    regions: dict[str, set[Region]] = defaultdict(set)
     for source in sources:
-        boxes[source.piece.box.path].add(source.piece.box)
-    return bool(sources) and all(covers(boxes[leaf.path], leaf) for leaf in sources[0].snapshot.tree)
+        regions[source.piece.region.path].add(source.piece.region)
+    return bool(sources) and all(covers(regions[leaf.path], leaf) for leaf in sources[0].snapshot.tree)
 
 
 def _set_back(step: int, saved: int, known: int) -> str:
-    """Returns why a step came after somebody's wish to go on from checkpoint `saved`; "" if it did not.
+    """Returns why a step is not used because the user has set the run back to checkpoint `saved`; "" if not.
 
-    The sign is that a newer one, which was `known`, is gone. An old checkpoint alone is none, nor is the loss of all.
+    The user has if a newer checkpoint, `known`, was deleted. An old checkpoint alone does not mean that, nor does the
+    deletion of all.
     """
     if 0 < saved < min(known, step):
         return f"the checkpoint of step {known}, which was there, is gone, and that of step {saved} is the newest"
@@ -184,24 +184,24 @@ def _set_back(step: int, saved: int, known: int) -> str:
 
 
 def _disagreement(sources: list[Source]) -> str:
-    """Returns what two copies of one step differ in; "" if they do not."""
+    """Returns the difference between two snapshots of one step; "" if they agree."""
     first = sources[0].snapshot
-    hashes: dict[Box, Source] = {}
+    hashes: dict[Region, Source] = {}
     for source in sources:
         other = source.snapshot
         if (other.data, _learned(other), other.tree) != (first.data, _learned(first), first.tree):
             return f"they are of different configs or data ({first.name} and {other.name})"
-        known = hashes.setdefault(source.piece.box, source)
+        known = hashes.setdefault(source.piece.region, source)
         if known.piece.crc32 != source.piece.crc32:
             return (
-                f"two copies of a part of {source.piece.box.path} differ (processes {known.process} and "
+                f"two copies of a part of {source.piece.region.path} differ (processes {known.process} and "
                 f"{source.process} read them)"
             )
     return ""
 
 
 def _learned(snapshot: SnapshotManifest) -> dict[str, Any]:
-    """Returns the config without the section in which nodes may differ."""
+    """Returns the config without the section `elastic`, in which nodes may differ."""
     return {key: value for key, value in snapshot.config.items() if key != "elastic"}
 
 
@@ -214,7 +214,7 @@ def _other_model(saved: tuple[Leaf, ...], wanted: Mapping[str, tree.Wanted]) -> 
 
 
 def _without_damaged(folder: MemoryFolder, sources: list[Source], hosts: list[str], report: Report) -> list[Source]:
-    """Returns the sources whose bytes match their hash; each process looks at its own."""
+    """Returns the sources whose bytes match their hashes; each process checks its own."""
     me = jax.process_index()
     own = {source.snapshot.name: source.snapshot for source in sources if source.process == me}
     damaged = {
@@ -235,7 +235,7 @@ def _without_damaged(folder: MemoryFolder, sources: list[Source], hosts: list[st
 def _found(sources: list[Source]) -> Found:
     by_path: dict[str, list[Source]] = defaultdict(list)
     for source in sources:
-        by_path[source.piece.box.path].append(source)
+        by_path[source.piece.region.path].append(source)
     return Found(snapshot=sources[0].snapshot, sources={path: tuple(found) for path, found in by_path.items()})
 
 

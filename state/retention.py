@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and the order in which old ones go (never before a newer one is committed)."""
+"""Which checkpoints are kept, and the deletion of the others, always after a newer one is committed."""
 
 import shutil
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from state.manifest import (
     DamagedError,
     Manifest,
     UnknownFormatError,
+    UnreadableError,
     read,
     step_numbers,
 )
@@ -20,9 +21,9 @@ BEST_METRIC = "validation_loss"
 
 
 def kept_steps(manifests: Sequence[Manifest], config: CheckpointConfig) -> set[int]:
-    """Returns the steps that stay: the newest `keep_last`, multiples of `keep_every`, the `keep_best` lowest losses.
+    """Returns the steps to keep: the newest `keep_last`, multiples of `keep_every`, the `keep_best` lowest losses.
 
-    Of equal losses the newer step is better; a step without a loss, or with NaN, is never among the best.
+    Of equal losses the newer step is better. A step without a loss, or with a loss of NaN, is never among the best.
     """
     steps = sorted(manifest.step for manifest in manifests)
     kept = set(steps[-config.keep_last :])
@@ -42,11 +43,11 @@ def remove_old(directory: Path, config: CheckpointConfig) -> list[int]:
     for step in step_numbers(directory):
         try:
             manifests.append(read(directory / str(step)))
-        except (DamagedError, UnknownFormatError):
-            continue  # not a checkpoint, and not ours to delete: `restore` reports it, `verify` shows it
+        except (DamagedError, UnknownFormatError, UnreadableError):
+            continue  # not a valid checkpoint: `restore` and `verify` report it, and we do not delete it
     kept = kept_steps(manifests, config)
     removed = [manifest.step for manifest in manifests if manifest.step not in kept]
-    for step in removed:  # renamed first: a deletion that is interrupted leaves nothing that looks like a step
+    for step in removed:  # renamed first, so that an interrupted deletion leaves no partial step
         leaving = directory / UNFINISHED / f"{step}.deleted"
         leaving.parent.mkdir(exist_ok=True)
         remove_tree(leaving)
@@ -56,9 +57,10 @@ def remove_old(directory: Path, config: CheckpointConfig) -> list[int]:
 
 
 def remove_unfinished(directory: Path, keep: str = "") -> None:
-    """Deletes what killed and failed saves left in DIR/unfinished, except the folder `keep`.
+    """Deletes the files of killed and failed saves in DIR/unfinished, except the folder `keep`.
 
-    A failed save may still be writing there, so what cannot be deleted now is left to the next call: nothing reads it.
+    A failed save may still be writing there. Files that cannot be deleted now are left to the next call; nothing reads
+    them.
     """
     unfinished = directory / UNFINISHED
     for entry in list(unfinished.iterdir()) if unfinished.is_dir() else []:
@@ -69,7 +71,7 @@ def remove_unfinished(directory: Path, keep: str = "") -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Deletes a folder and everything in it, if it is there."""
+    """Deletes a folder and its content, if it exists."""
     if path.exists():
         shutil.rmtree(path)
 

@@ -1,57 +1,74 @@
-"""Hashing of a checkpoint step, which the processes of a run share: each reads its files, all come to the same result.
+"""Hashing of the files of a checkpoint step, which the processes of a run share.
 
-When a step is saved, each process hashes what it wrote, and process 0 also what Orbax wrote for all; when one is
-restored, each verifies a share of about the same size.
+When a step is saved, each process hashes the files that it wrote, and process 0 also those that Orbax wrote for all.
+When a step is restored, each process verifies about the same number of bytes.
 """
 
 import socket
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from runtime.consensus import Key, all_gather
+from runtime.consensus import Key, all_gather, gather
 from state import manifest
 
 
-def describe(folder: Path, key: Key, ready: Callable[[], None]) -> tuple[manifest.File, ...]:
-    """Returns all files in `folder`, which are forced to disk; the same in every process, which all must call it.
+@dataclass(frozen=True)
+class Descriptions:
+    """What the processes found in the folder of a step; empty but in process 0."""
 
-    `ready` is called before. An Exception of it, or of the hashing, in any process is one in every process: here the
-    same, RuntimeError with its text in the others.
+    by_process: tuple[dict[str, Any], ...]
+
+    def files(self) -> tuple[manifest.File, ...]:
+        """Returns the files of all processes. RuntimeError if one of them failed."""
+        for found in self.by_process:
+            if "error" in found:
+                raise RuntimeError(found["error"])
+        return tuple(manifest.File(**file) for found in self.by_process for file in found["files"])
+
+
+def describe(folder: Path, key: Key, ready: Callable[[], None]) -> Descriptions:
+    """Forces the files in `folder` to disk and describes them. Every process must call it; process 0 gets the result.
+
+    `ready` is called first. If it or the hashing raises in process 0, only `files` raises, so that process 0 can tell
+    the others; any other process raises its own error here.
     """
     me, failed = jax.process_index(), None
-    said: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     try:
         ready()
-        said["files"] = [asdict(file) for file in manifest.describe(folder, me, jax.process_count())]
+        found["files"] = [asdict(file) for file in manifest.describe(folder, me, jax.process_count())]
     except Exception as error:
         failed = error
-        said["error"] = f"process {me} on {socket.gethostname()}: {str(error) or type(error).__name__}"
-    everyone = all_gather(key, said)
-    if failed:
+        found["error"] = f"process {me} on {socket.gethostname()}: {str(error) or type(error).__name__}"
+    by_process = gather(key, found)
+    if failed and (me or jax.process_count() == 1):
         raise failed
-    for of_one in everyone:
-        if "error" in of_one:
-            raise RuntimeError(of_one["error"])
-    return tuple(manifest.File(**file) for of_one in everyone for file in of_one["files"])
+    return Descriptions(tuple(by_process))
 
 
 def damage(folder: Path, key: Key) -> str | None:
     """Returns what is wrong with the step in `folder`, None if it verifies; the same in every process.
 
-    Every process must call it. Raises UnknownFormatError in every process.
+    Every process must call it. Raises UnreadableError or UnknownFormatError in every process if one of them does: a
+    process that cannot read a file, because its network mount is gone, must not make the others discard the step.
     """
-    said = None
+    me = f"process {jax.process_index()} on {socket.gethostname()}"
+    problem = None
     try:
         manifest.verify(folder, share=(jax.process_index(), jax.process_count()))
+    except manifest.UnreadableError as error:
+        problem = ["unreadable", f"{me}: {error}"]
     except (manifest.DamagedError, manifest.UnknownFormatError) as error:
-        where = f" (process {jax.process_index()} on {socket.gethostname()})" if jax.process_count() > 1 else ""
-        said = [isinstance(error, manifest.DamagedError), f"{error}{where}"]
-    found = [said for said in all_gather(key, said) if said]
-    for is_damaged, text in found:
-        if not is_damaged:
-            raise manifest.UnknownFormatError(text)
-    return found[0][1] if found else None
+        where = f" ({me})" if jax.process_count() > 1 else ""
+        problem = ["damaged" if isinstance(error, manifest.DamagedError) else "unknown", f"{error}{where}"]
+    problems = [problem for problem in all_gather(key, problem) if problem]
+    first = dict(reversed(problems))  # of each kind
+    if "unreadable" in first:
+        raise manifest.UnreadableError(first["unreadable"])
+    if "unknown" in first:
+        raise manifest.UnknownFormatError(first["unknown"])
+    return first.get("damaged")

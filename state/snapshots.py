@@ -1,9 +1,9 @@
 """The memory tier: every few steps each node keeps its shards of the state on its RAM disk (docs/elasticity.md).
 
-A process writes each box that its node holds once (the processes of a node share the work), and a partner on the next
-node keeps a copy of what no other node has. Writing is the copy to the host: then the state may be donated; hashes, the
-commit and the partner's copy follow in a thread. No process writes over the newest snapshot that all have before all
-have a newer one.
+Each region that a node holds is written once: the processes of the node share the work. A partner process on the next
+node keeps a copy of the regions that no other node holds. `save` returns when the arrays are copied to the host, so
+that the caller may donate the state; a thread hashes them, commits them, and sends the partner its copy. A process
+overwrites the newest complete snapshot only after all processes have a newer one.
 """
 
 import math
@@ -24,27 +24,27 @@ from runtime.consensus import all_gather, barrier, broadcast, new_key
 from runtime.handshake import shared_token
 from state import tree
 from state.attempts import newest_checkpoint, read_attempts, write_attempts
-from state.checkpointer import Checkpointer, Restored, print_to_stderr
+from state.checkpointer import Checkpointer, Restored, Source, print_to_stderr
 from state.memory_files import MemoryFolder, Piece, Slots, SnapshotManifest, remove_run
 from state.owned_shards import OwnedShard, owned_shards
 from state.recovery import Found, find, load
 from state.transfer import Address, Connection, Service
 
-AUTOMATIC = -1  # as often as costs less than SHARE of the time
+AUTOMATIC = -1  # as often as possible at a cost below SHARE of the time
 SHARE = 0.02
-_MEASURED = 3  # snapshots: the first two of a start fill memory that is new to the process, which takes far longer
+_MEASURED = 3  # snapshots: the first two of an attempt are far slower, because they allocate their memory
 
 
 class Snapshots:
     """The snapshots of one run in the memories of its nodes; a context manager.
 
-    In several processes all call the same methods in the same order, first `restore`, then `begin`.
+    All processes must call the same methods in the same order: first `restore`, then `begin`.
     """
 
     def __init__(
         self, workdir: Path, memory_dir: str, every: int, *, report: Callable[[str], None] = print_to_stderr
     ) -> None:
-        """Keeps every `every`-th step (0: none) in `memory_dir`. ValueError if that could be read by others."""
+        """Keeps every `every`-th step (0: none) in `memory_dir`. ValueError if other users could access it."""
         self._workdir, self._memory_dir, self._report, self._every = workdir, memory_dir, report, every
         self._me = jax.process_index()
         self._thread: threading.Thread | None = None
@@ -52,7 +52,7 @@ class Snapshots:
         self._service: Service | None = None
         self._used: set[str] = set()  # the snapshots that were restored
         self._kept: list[OwnedShard] = []
-        self._started = self._failed = False  # whether a snapshot was begun, and whether this process failed to keep it
+        self._started = self._failed = False  # a snapshot was begun; this process failed to write it
         self._warned = False
         self.last_step = -1  # of the newest snapshot
         self._pace = Pace(every)
@@ -77,9 +77,9 @@ class Snapshots:
             self._service.close()
 
     def restore(self, abstract_state: Any, checkpointer: Checkpointer) -> Restored | None:
-        """Returns the newest step of the nodes' memories or of the checkpoints, placed as `abstract_state` says.
+        """Returns the newest step in the nodes' memories or the checkpoints, with the shardings of `abstract_state`.
 
-        None if there is no step at all. Errors are those of `Checkpointer.restore`.
+        None if there is no step. Errors are those of `Checkpointer.restore`.
         """
         if not self._every:
             return checkpointer.restore(abstract_state)
@@ -96,26 +96,26 @@ class Snapshots:
         return restored
 
     def begin(self, step: int) -> None:
-        """Begins the attempt at `step`; all snapshots but the one that was restored go.
+        """Begins the attempt at `step`, and deletes all snapshots but the one that was restored.
 
-        An attempt without snapshots is written down too: those of earlier ones are of a history that the run has left.
+        An attempt without snapshots is recorded, too: it makes the later steps of earlier attempts invalid.
         """
         began_at = (*self._attempts.began_at, step)
         self._attempts = write_attempts(self._workdir, replace(self._attempts, began_at=began_at))
         if self._every:
             if self._reader == self._me:
                 self._folder.remove(self._folder.names() - self._used)
-            barrier("begun")  # or it would remove the first snapshot of another process of its node
+            barrier("begun")  # else the reader could delete the first snapshot of another process of its node
 
     def due(self, step: int) -> bool:
-        """Whether to keep the state after `step`."""
+        """Whether to take a snapshot after `step`."""
         return self._pace.due(step)
 
     def save(self, step: int, state: Any, *, data: dict[str, Any], config: dict[str, Any]) -> bool:
-        """Keeps `state` as it is after `step`, with the data position and the config; returns whether it has begun to.
+        """Begins a snapshot of `state` after `step`, with the data position and the config; False if it failed.
 
-        Waits for the snapshot before it, of all processes, then returns as soon as the arrays are copied: the caller
-        may donate them. A full RAM disk is a warning, once: the checkpoints are there still.
+        Waits for the previous snapshot of all processes, and returns as soon as the arrays are copied: then the caller
+        may donate them. If the RAM disk is full, a warning is printed once, and training continues.
         """
         if not self._every:
             return False
@@ -145,7 +145,7 @@ class Snapshots:
         return not self._failed
 
     def wait(self) -> None:
-        """Returns when the snapshot in progress is committed in every process, or some have failed to keep it."""
+        """Returns when every process has committed the snapshot in progress, or has failed to write it."""
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -160,36 +160,36 @@ class Snapshots:
         said = [news for news in told if news]
         self._attempts = replace(self._attempts, saved=max([self._attempts.saved, *(saved for _, saved in said)]))
         if any(failed for failed, _ in said):
-            return  # the next one is written over this one, not over the one before, which all have
+            return  # the next snapshot overwrites this one, and not the previous one, which is complete
         self._slots.turn()
-        if self._reader == self._me:  # what earlier attempts left is older
+        if self._reader == self._me:  # snapshots of earlier attempts are older
             ours = f"{self._attempt}-"
             self._folder.remove(name for name in self._folder.names() if not name.startswith(ours))
 
     def end(self, *, finished: bool) -> None:
-        """Waits for the last snapshot; those of a run that is finished are deleted, also if it keeps none any more."""
+        """Waits for the last snapshot; deletes those of a finished run, even if this attempt takes none."""
         if self._every:
             self.wait()
             if not finished:
                 write_attempts(self._workdir, self._attempts)
-        if finished and (not self._every or self._reader == self._me):  # the others of its node are done with them
+        if finished and (not self._every or self._reader == self._me):  # one process per node deletes them
             remove_run(self._memory_dir, self._attempts.run_id)
 
     def _copy(self, arrays: dict[str, jax.Array], step: int) -> tuple[str, tuple[Piece, ...]] | None:
-        """Copies what this process keeps; returns the name of the files and the pieces, None if there is no room."""
-        shards = [_shard(arrays[kept.box.path], kept) for kept in self._kept]
+        """Copies this process' regions to a slot; returns its name and the pieces, or None if the disk is full."""
+        shards = [_shard(arrays[kept.region.path], kept) for kept in self._kept]
         for shard in shards:
             shard.copy_to_host_async()
         try:
             with self._slots.open() as file:
-                # on CPUs these are the device's own numbers: nobody may hold on to them
-                return file.name, tuple(file.append(kept.box, np.asarray(x)) for kept, x in zip(self._kept, shards))
+                # on CPUs these arrays alias the device's buffers: nothing may keep a reference
+                return file.name, tuple(file.append(kept.region, np.asarray(x)) for kept, x in zip(self._kept, shards))
         except OSError as error:
             self._warn(step, error)
             return None
 
     def _meet(self) -> None:
-        """Tells the other processes where this one runs, and starts to serve them."""
+        """Exchanges nodes and addresses with the other processes, and starts the service."""
         count = jax.process_count()
         self._token = shared_token(self._workdir) if count > 1 else ""
         if count > 1:
@@ -203,14 +203,14 @@ class Snapshots:
             self._service.keep_for(i for i in range(count) if self._partner(i) == self._me)
 
     def _partner(self, process: int) -> int:
-        """The process of the next node that keeps copies for this one."""
+        """The process on the next node that keeps copies for `process`."""
         nodes = list(dict.fromkeys(self._nodes))
         mine, other = (nodes[(nodes.index(self._nodes[process]) + i) % len(nodes)] for i in (0, 1))
         of_node = {node: [i for i, there in enumerate(self._nodes) if there == node] for node in (mine, other)}
         return of_node[other][of_node[mine].index(process) % len(of_node[other])]
 
     def _load(self, found: Found, abstract_state: Any) -> Restored | None:
-        """Returns the state of a step in memory; None, and says why, if some process cannot get its part."""
+        """Returns the state of a step in memory; None, with a report, if a process cannot fetch its part."""
         error, state, kept = "", None, found.snapshot
         try:
             state = load(found, abstract_state, self._folder, self._reader, self._addresses, self._token)
@@ -221,19 +221,25 @@ class Snapshots:
             if self._me == 0:
                 self._report(f"the snapshots of step {kept.step} cannot be fetched ({errors[0]}): not used")
             return None
-        count, nodes = len({self._nodes[i] for i in found.processes}), len(set(self._nodes))
-        source = f"memory ({count} of {nodes} node{'s' if nodes > 1 else ''} had it)"
-        return Restored(step=kept.step, state=state, data=kept.data, config=kept.config, source=source)
+        return Restored(
+            step=kept.step,
+            state=state,
+            data=kept.data,
+            config=kept.config,
+            source=Source.MEMORY,
+            source_nodes=len({self._nodes[i] for i in found.processes}),
+            nodes=len(set(self._nodes)),
+        )
 
     def _finish(self, snapshot: SnapshotManifest, begun_s: float) -> None:
-        """Hashes and commits what was copied, and gives the partner what no other node has (in a thread)."""
+        """Hashes and commits the copied data, and sends the partner the only copies (in a thread)."""
         try:
             snapshot = self._folder.commit(snapshot)
-            alone = [number for number, kept in enumerate(self._kept) if kept.alone]
-            if alone:
+            only_copies = [number for number, kept in enumerate(self._kept) if kept.is_only_copy]
+            if only_copies:
                 connection = Connection(self._addresses[self._partner(self._me)], self._token, self._me)
                 try:
-                    connection.put(self._folder, snapshot, alone)
+                    connection.put(self._folder, snapshot, only_copies)
                 finally:
                     connection.close()
         except OSError as error:
@@ -262,17 +268,17 @@ def _shard(array: jax.Array, kept: OwnedShard) -> jax.Array:
 
 
 class Pace:
-    """Says after which steps to keep the state: every n-th, or as many as cost under 2 % of the time.
+    """Decides after which steps to take a snapshot: every n-th, or as often as costs under 2 % of the time.
 
-    That is measured at the start of each run: the state is kept after its first steps, until all processes know what
-    one costs. The cost is the whole time from the copy to the commit, as if none of it passed beside the training.
+    The cost is measured at the start of each attempt: a snapshot is taken after each of its first steps. It is the
+    whole time from the copy to the commit, although training continues during most of it.
     """
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._count = 0  # snapshots
+        self._count = 0  # snapshots so far
         self._cost_s, self._step_s = 0.0, math.inf
-        self._went_on = 0, 0.0  # after which step the training went on, and when
+        self._went_on = 0, 0.0  # the last step with a snapshot, and when training resumed after it
 
     @property
     def is_measuring(self) -> bool:
@@ -282,23 +288,23 @@ class Pace:
         return self.is_measuring or (self._every > 0 and step % self._every == 0)
 
     def pauses(self, step: int) -> None:
-        """Notes that the training pauses for a snapshot after `step`."""
+        """Records that training pauses for a snapshot after `step`."""
         last_step, at_s = self._went_on
-        if self._count:  # the shortest time: a validation or a checkpoint between two snapshots is not the step's
+        if self._count:  # the shortest time: it has no validation or checkpoint in it
             self._step_s = min(self._step_s, (time.perf_counter() - at_s) / max(1, step - last_step))
         self._went_on = step, at_s
         self._count += 1
 
     def goes_on(self) -> None:
-        """Notes that the training goes on."""
+        """Records that training resumes."""
         self._went_on = self._went_on[0], time.perf_counter()
 
     def cost(self, seconds: float) -> None:
-        """Notes what the newest snapshot took."""
+        """Records the cost of the newest snapshot."""
         self._cost_s = seconds
 
     def agree(self) -> None:
-        """Settles the pace when all that is needed for it is measured: the slowest process decides."""
+        """Sets the interval once enough snapshots are measured; the slowest process decides."""
         if self.is_measuring and self._count > _MEASURED:
             wanted = all_gather(new_key("pace"), math.ceil(self._cost_s / (SHARE * self._step_s)))
             self._every = max(1, *wanted)

@@ -1,7 +1,7 @@
-"""Carries boxes between the processes of a run: what a restart misses, and the copy that a partner keeps.
+"""Transfers regions between the processes of a run: for a restore, and for the copies of partners.
 
-A process serves from threads of its own, those that `runtime/handshake.py` lets in. Then come requests, a line of JSON
-each, and bytes where the request or the answer has some. What is malformed ends the connection.
+A process serves each connection that `runtime/handshake.py` has authenticated in a thread of its own. A request is a
+line of JSON, and so is its answer; either may be followed by bytes. A malformed request closes the connection.
 """
 
 import json
@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 
 from runtime.addresses import listen, own_address
-from runtime.handshake import Entrance, introduce
+from runtime.handshake import Acceptor, introduce
 from state.memory_files import MemoryFolder, SlotFile, SnapshotManifest, as_bytes
-from state.owned_shards import Box
+from state.owned_shards import Region
 
 _PURPOSE = "transfers"
-_TIMEOUT_S = 60.0  # for a connection, and for each part of an answer
+_TIMEOUT_S = 60.0  # for connecting, and for each read of an answer
 _BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a process serves."""
+    """The address at which a process serves."""
 
     process: int
     host: str
@@ -39,7 +39,7 @@ class Address:
 
 
 class Service:
-    """Serves the boxes in a folder, and keeps copies there, until it is closed."""
+    """Serves the regions in a folder, and stores copies of partners there, until it is closed."""
 
     def __init__(self, folder: MemoryFolder, attempt: int, process: int, count: int, token: str) -> None:
         """Listens for `count` processes at a port that the system chooses."""
@@ -47,22 +47,22 @@ class Service:
         listener = listen(host, count)
         self.address = Address(process=process, host=host, port=listener.getsockname()[1])
         self._answers = _Answers(folder, attempt)
-        self._entrance = Entrance(listener, token, _PURPOSE, count, self._answers.serve)
+        self._acceptor = Acceptor(listener, token, _PURPOSE, count, self._answers.serve)
 
     def keep_for(self, processes: Iterable[int]) -> None:
-        """Lets these processes, and no others, have copies kept here."""
+        """Sets the processes whose copies are accepted."""
         self._answers.keeps_for = frozenset(processes)
 
     def close(self) -> None:
-        """Ends the service."""
-        self._entrance.close()
+        """Stops the service."""
+        self._acceptor.close()
 
 
 class Connection:
-    """Asks another process for what it keeps."""
+    """A connection to another process' service."""
 
     def __init__(self, address: Address, token: str, me: int) -> None:
-        """Connects as process `me`. OSError if the other one cannot be reached."""
+        """Connects as process `me`. OSError if the other process cannot be reached."""
         self._address = address
         with self._explained():
             self._socket = socket.create_connection((address.host, address.port), timeout=_TIMEOUT_S)
@@ -74,20 +74,20 @@ class Connection:
             self._socket.settimeout(_TIMEOUT_S)
             self._file = self._socket.makefile("rwb")
 
-    def get(self, name: str, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
-        """Returns the part `box` of piece `number` of a snapshot. OSError if it does not come."""
+    def get(self, name: str, number: int, region: Region, dtype: np.dtype) -> np.ndarray:
+        """Returns `region`, a part of piece `number` of a snapshot. OSError if the transfer fails."""
         with self._explained():
-            self._say_line(json.dumps({"get": name, "number": number, "start": box.start, "shape": box.shape}))
+            self._say_line(json.dumps({"get": name, "number": number, "start": region.start, "shape": region.shape}))
             answer = self._answer()
             content = bytearray(answer["size"])
             if self._file.readinto(content) != len(content):
                 raise ConnectionError("it closed the connection")
             if zlib.crc32(content) != answer["crc32"]:
                 raise OSError("the bytes that came do not match their hash")
-        return np.frombuffer(content, dtype).reshape(box.shape)
+        return np.frombuffer(content, dtype).reshape(region.shape)
 
     def put(self, folder: MemoryFolder, snapshot: SnapshotManifest, numbers: list[int]) -> None:
-        """Makes the other process keep some pieces of a whole snapshot of ours. OSError if it does not."""
+        """Sends some pieces of our snapshot to the other process, which stores a copy. OSError if that fails."""
         pieces, offset = [], 0
         for piece in (snapshot.pieces[number] for number in numbers):
             pieces.append(replace(piece, offset=offset))
@@ -100,7 +100,7 @@ class Connection:
             self._answer()
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._file.close()
         self._socket.close()
 
@@ -126,7 +126,7 @@ class Connection:
 
 
 class _Answers:
-    """What a process answers to requests."""
+    """Answers the requests of other processes."""
 
     def __init__(self, folder: MemoryFolder, attempt: int) -> None:
         self._folder, self._attempt = folder, attempt
@@ -135,7 +135,7 @@ class _Answers:
         self._lock = threading.Lock()
 
     def serve(self, connection: socket.socket, process: int, host: str) -> None:
-        """Answers a process on `host` until it closes the connection, or says what cannot be."""
+        """Answers the requests of a process on `host` until the connection is closed."""
         del host
         with connection, connection.makefile("rwb") as file, suppress(OSError, ValueError, LookupError, TypeError):
             while line := file.readline():
@@ -150,18 +150,18 @@ class _Answers:
                 file.flush()
 
     def get(self, request: dict[str, Any]) -> memoryview:
-        """Returns the part of a piece that another process wants."""
+        """Returns the requested part of a piece."""
         name = request["get"]
         with self._lock:
             if name not in self._read:
                 self._read = {snapshot.name: snapshot for snapshot in self._folder.snapshots()[0]}
             snapshot = self._read[name]
         piece = snapshot.pieces[request["number"]]
-        part = Box(path=piece.box.path, start=tuple(request["start"]), shape=tuple(request["shape"]))
-        return as_bytes(self._folder.read(snapshot, piece)[part.within(piece.box)])
+        part = Region(path=piece.region.path, start=tuple(request["start"]), shape=tuple(request["shape"]))
+        return as_bytes(self._folder.read(snapshot, piece)[part.within(piece.region)])
 
     def put(self, request: dict[str, Any], sender: int, content: BufferedIOBase) -> memoryview:
-        """Keeps a copy of the sender's pieces, which follow in `content`. ValueError if it is not ours to keep."""
+        """Stores a copy of the sender's pieces, which follow in `content`. ValueError if we are not its partner."""
         sent = SnapshotManifest.from_json(request["put"])
         expected = (self._folder.run_id, self._attempt, sender)
         if sender not in self.keeps_for or (sent.run_id, sent.attempt, sent.owner) != expected:
@@ -172,7 +172,7 @@ class _Answers:
                 for block in blocks:
                     file.write(memoryview(block))
         except OSError:
-            for _ in blocks:  # the sender hears of it when it has sent them
+            for _ in blocks:  # read the remainder, because the sender reads the answer last
                 pass
             raise
         if self._folder.commit(sent).pieces != sent.pieces:

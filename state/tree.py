@@ -1,7 +1,7 @@
-"""The state as Orbax stores it: a flat dict from path to array, whatever the pytree it came from.
+"""The state as Orbax stores it: a flat dict from path to array.
 
-Paths join keys, attribute names and indices with dots (`params.layers.w`, `opt_state.0.mu.head`), so NamedTuples,
-dataclasses and optax's empty states need no code of their own, and nothing stored depends on their classes.
+A path joins keys, attribute names and indices with dots (`params.layers.w`, `opt_state.0.mu.head`). So NamedTuples,
+dataclasses and optax's empty states need no special code, and a checkpoint does not depend on their classes.
 """
 
 import math
@@ -26,14 +26,14 @@ _LEAST_IN_FLIGHT_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """An array that is to be restored: as what, and, of `[R, ...]`, what counts on another number of replicas."""
+    """An array to restore, and for `[R, ...]`, a row per replica, how to adapt it to another number of replicas."""
 
     leaf: Leaf
     abstract: jax.ShapeDtypeStruct  # with a sharding
-    combine: Combine | None  # None: all replicas share it
+    combine: Combine | None  # None: it has no row per replica
 
     def fits(self, saved: Leaf | None) -> bool:
-        """Whether it can be made of what was saved."""
+        """Whether it can be restored from the saved array."""
         if saved is None or self.combine is None:
             return saved == self.leaf
         return (saved.path, saved.dtype, saved.shape[1:]) == (self.leaf.path, self.leaf.dtype, self.leaf.shape[1:])
@@ -52,7 +52,7 @@ def flatten_arrays(state: Any) -> tuple[dict[str, jax.Array], tuple[Leaf, ...]]:
 
 
 def flatten_abstract(state: Any) -> dict[str, Wanted]:
-    """Returns what is wanted by path. Raises ValueError for a shape without a sharding."""
+    """Returns the wanted arrays by path. Raises ValueError for a shape without a sharding."""
     wanted = {}
     for path, (keys, value) in _flatten(state).items():
         if getattr(value, "sharding", None) is None:
@@ -77,19 +77,19 @@ def check_same_model(folder: Path | str, saved: tuple[Leaf, ...], wanted: Mappin
 
 
 def save_arguments(arrays: dict[str, jax.Array]) -> ocp.args.CheckpointArgs:
-    """Returns the argument that makes Orbax save `arrays`, in chunks small enough to be read for another mesh.
+    """Returns Orbax's arguments for saving `arrays`, with a chunk size that suits restoring onto another mesh.
 
-    Without a bound a chunk is a shard: a device that needs a slice of it would read and decompress all of it.
+    By default a chunk is a whole shard, and a device that needs a slice of it would read and decompress all of it.
     """
     stored = {path: array for path, array in arrays.items() if array.size}  # Orbax refuses arrays of size zero
     return ocp.args.PyTreeSave(stored, save_args={path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in stored})
 
 
 def load(folder: Path, wanted: Mapping[str, Wanted], saved: Sequence[Leaf]) -> list[jax.Array]:
-    """Returns the arrays of `wanted`, in its order, read from an Orbax item and placed by their shardings.
+    """Returns the arrays of `wanted`, in its order, read from an Orbax item, with their shardings.
 
-    What is read but not placed yet stays under a quarter of this process's shards (or one, if it is larger). Arrays of
-    another number of replicas are shared out among those that are there, with their sum or mean kept.
+    Data that is read but not yet on a device stays below a quarter of this process' shards, or the largest shard if it
+    is larger. Arrays with a row per replica are adapted to the new number of replicas; their sum or mean is preserved.
     """
     saved_shapes = {leaf.path: leaf.shape for leaf in saved}
     stored = {path: as_saved(x.abstract, saved_shapes[path]) for path, x in wanted.items() if x.abstract.size}
@@ -105,14 +105,14 @@ def load(folder: Path, wanted: Mapping[str, Wanted], saved: Sequence[Leaf]) -> l
 
 
 def as_saved(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Returns the array as it was saved, spread over the devices like the wanted one as far as that can be."""
+    """Returns the array with its saved shape, and the wanted sharding as far as it divides that shape."""
     if shape == wanted.shape:
         return wanted
     assert isinstance(wanted.sharding, NamedSharding)
     first, *rest = tuple(wanted.sharding.spec) or (None,)
     try:
         NamedSharding(wanted.sharding.mesh, PartitionSpec(first)).shard_shape(shape[:1])
-    except ValueError:  # the old replicas do not divide by the new ones
+    except ValueError:  # the new number of replicas does not divide the old one
         first = None
     return jax.ShapeDtypeStruct(
         shape, wanted.dtype, sharding=NamedSharding(wanted.sharding.mesh, PartitionSpec(first, *rest))
@@ -120,7 +120,7 @@ def as_saved(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeD
 
 
 def shared_out(array: jax.Array, wanted: Wanted) -> jax.Array:
-    """Returns an array `[R, ...]` for another number of replicas: all get the same, with the sum kept or the mean."""
+    """Returns an array `[R, ...]` for another number of replicas R: equal rows that preserve the sum or the mean."""
     abstract = wanted.abstract
     if array.shape == abstract.shape:
         return array
@@ -131,26 +131,26 @@ def shared_out(array: jax.Array, wanted: Wanted) -> jax.Array:
         one = jnp.round(one) if jnp.issubdtype(abstract.dtype, jnp.integer) else one
         return jnp.broadcast_to(one.astype(abstract.dtype), abstract.shape)
 
-    # one at a time: of two programs in flight on virtual CPU devices the collectives can wait for each other for ever
+    # one at a time: the collectives of two concurrent programs can deadlock on virtual CPU devices
     return jax.block_until_ready(jax.jit(share, out_shardings=abstract.sharding)(array))
 
 
 def empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns an array of size zero where `leaf` wants it."""
+    """Returns an array of size zero with the sharding of `leaf`."""
     assert leaf.sharding is not None
     zeros = np.zeros(leaf.shape, leaf.dtype)
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: zeros[index])
 
 
 def _bytes_in_flight(wanted: dict[str, jax.ShapeDtypeStruct]) -> int:
-    """Returns how many bytes a restore may hold in the host's memory besides the arrays that are finished."""
+    """Returns how many bytes a restore may hold in host memory, apart from finished arrays."""
     total, largest = 0, 0
     for leaf in wanted.values():
         assert leaf.sharding is not None
         shard_bytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         total += shard_bytes * len(leaf.sharding.addressable_devices)
         largest = max(largest, shard_bytes)
-    return max(total // 4, largest + 1, _LEAST_IN_FLIGHT_BYTES)  # Orbax needs more than the largest
+    return max(total // 4, largest + 1, _LEAST_IN_FLIGHT_BYTES)  # Orbax needs more than the largest shard
 
 
 def _flatten(tree: Any) -> dict[str, tuple[tuple[Any, ...], Any]]:

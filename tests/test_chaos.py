@@ -71,14 +71,14 @@ def test_the_events_tell_the_world_and_what_was_lost(tmp_path: Path) -> None:
     log.write(Event.ATTEMPT_STARTED, attempt=2, hosts=["node3", "node2"], idle=[])
     run.look()
     assert (run.attempt, run.world, run.is_settled, run.step) == (2, (3, 2), False, 8)
-    log.write(Event.RESTORED, step=5, source="memory (2 of 2 nodes had it)", steps_again=3)
+    log.write(Event.RESTORED, step=5, source="memory", source_nodes=2, nodes=2, steps_again=3)
     log.write(Event.FIRST_STEP, step=6)
     log.write(Event.ATTEMPT_STEPPED, attempt=2, step=6, after_s=5.5)
     metrics.write_text('{"step": 5}\n{"step": 6}\n')
     run.look()
     metrics.write_text('{"step": 5}\n{"step": 6}\n{"step": 7}\n')
     run.look()
-    assert (run.is_settled, run.lost_steps, run.source) == (True, 3, "memory (2 of 2 nodes had it)")
+    assert (run.is_settled, run.lost_steps, run.source) == (True, 3, "memory")
     assert run.settled_s == run.events[-2]["at_s"]  # train.py itself says it first
     first, second = run._stepped_s  # of steps 8 and 7; that steps were dropped is not one
     assert run.longest_pause(first) == second - first > run.longest_pause(second) == 0

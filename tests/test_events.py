@@ -16,8 +16,8 @@ from running import IGNORED, ROOT, arguments, run_here
 from files import locks
 from runtime.events import FILE_NAME, Event, EventLog, EventReader
 from runtime.exit_codes import ExitCode
-from runtime.heartbeat import Verdict
-from runtime.interruption import Interruption
+from runtime.heartbeat import Heartbeat, Verdict
+from runtime.preemption import PreemptionHandler
 from runtime.supervisor import Supervisor
 
 WRITER = """
@@ -90,8 +90,8 @@ def test_a_file_that_cannot_be_read_ends_no_engine(tmp_path: Path) -> None:
 
 def test_a_run_that_ends_twice_is_written_down_once(tmp_path: Path) -> None:
     """Another process failed first, and this one by itself within its time of grace."""
-    with Interruption() as interruption:
-        supervisor = Supervisor(interruption)
+    with PreemptionHandler() as preemption:
+        supervisor = Supervisor(preemption)
         supervisor._workdir = tmp_path
         supervisor.started()
         supervisor._note_verdict(Verdict(text="process 1 failed: x", code=1), [])
@@ -122,17 +122,37 @@ def test_a_disk_without_room_ends_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @IGNORED
-def test_what_a_run_writes(tmp_path: Path) -> None:
-    """From its start to its exit code, in order; the same command again finds it finished, and writes nothing."""
+def test_what_a_run_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its start to its exit code, in order; the same command again finds it finished, and writes nothing.
+
+    The lock of the directory is released last: no other program is in it before the exit is written down.
+    """
+    end, was_locked = Heartbeat.end, list[bool]()
+
+    def end_under_the_lock(heartbeat: Heartbeat, code: int, failure: str = "") -> int:
+        with pytest.raises(BlockingIOError), locks.locked(lock, wait_s=0):
+            pass
+        was_locked.append(True)
+        return end(heartbeat, code, failure)
+
+    lock = tmp_path / "run" / f"lock-{socket.gethostname()}"
+    monkeypatch.setattr(Heartbeat, "end", end_under_the_lock)
     (memory := tmp_path / "memory").mkdir(mode=0o700)
     args = arguments(tmp_path / "run", elastic__snapshot_every=4, elastic__memory_dir=memory)
-    assert run_here(*args) == 0
+    assert run_here(*args) == 0 and was_locked
+    monkeypatch.undo()
+    with locks.locked(lock, wait_s=0):
+        pass
     found = [(event["event"], event.get("step")) for event in EventReader(tmp_path / "run").new()]
     steps = [("snapshot_begun", 4), ("checkpoint_begun", 5), ("snapshot_begun", 8), ("checkpoint_begun", 10)]
     beginning = [("started", None), ("restored", 0), ("first_step", 1)]
     assert found == [*beginning, *steps, ("stopped", 10), ("exited", None)]
     by = {event["by"] for event in EventReader(tmp_path / "run").new()}
     assert by == {f"process 0 on {socket.gethostname()}"}
+    found = EventReader(tmp_path / "run").new()
+    assert {event["attempt_id"] for event in found} == {f"{socket.gethostname()}:{os.getpid()}"}
+    restored = {"step": 0, "source": "nothing", "steps_again": 0}
+    assert {key: value for key, value in found[1].items() if key in (*restored, "nodes", "source_nodes")} == restored
     written = (tmp_path / "run" / FILE_NAME).read_text()
     assert json.loads(written.splitlines()[-1])["code"] == 0
     assert run_here(*args) == 0 and (tmp_path / "run" / FILE_NAME).read_text() == written

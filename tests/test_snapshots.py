@@ -103,7 +103,7 @@ def keep(snapshots: Snapshots, step: int, state: Any) -> None:
 
 
 def check(restored: Restored | None, step: int, source: str = "memory (1 of 1 node had it)") -> None:
-    assert restored is not None and restored.step == step and restored.source == source
+    assert restored is not None and restored.step == step and restored.source_text == source
     assert restored.data == {"step": step}
     for name, value in values_of(step).items():
         got = np.asarray(restored.state[name])
@@ -176,7 +176,7 @@ def test_a_description_that_was_changed(run: Run) -> None:
 def test_a_process_that_had_nothing_to_keep(run: Run) -> None:
     """And was the only one to commit the last step: its description holds nothing."""
     run.keep(1)
-    folder = MemoryFolder(run.memory, run.run_id, "spare")
+    folder = MemoryFolder(run.memory, run.run_id, "standby")
     (kept,) = folder.snapshots()[0]
     folder.commit(replace(kept, name="0-1-a", step=2, pieces=()))
     check(run.restore(), 1)

@@ -121,7 +121,7 @@ def test_a_run_id_that_is_a_path(run: Run) -> None:
 )
 def test_a_description_with_names_of_others(run: Run, change: dict[str, str]) -> None:
     run.keep(1)
-    (kept,) = MemoryFolder(run.memory, run.run_id, "spare").snapshots()[0]
+    (kept,) = MemoryFolder(run.memory, run.run_id, "standby").snapshots()[0]
     content = json.loads(json.dumps(kept.as_json()))
     assert SnapshotManifest.from_json(content) == kept
     with pytest.raises(ValueError, match="is no snapshot"):

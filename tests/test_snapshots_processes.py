@@ -1,4 +1,4 @@
-"""Two processes with a memory each, as on two nodes: copies of a partner, boxes that are fetched, one voice.
+"""Two processes with a memory each, as on two nodes: copies of a partner, regions that are fetched, one voice.
 
 Run as a program (`python tests/test_snapshots_processes.py PORT RANK DIR`) this file is one of the two.
 """
@@ -147,7 +147,7 @@ def abstract(state: dict[str, Any]) -> Any:
 
 
 def check(restored: Restored | None, step: int, source: str, replicas: int = 2) -> None:
-    assert restored is not None and (restored.step, restored.source) == (step, source)
+    assert restored is not None and (restored.step, restored.source_text) == (step, source)
     assert restored.data == {"step": step}
     for name, value in values_of(step, replicas).items():
         (array,) = jax.tree.leaves(restored.state[name])
@@ -300,7 +300,7 @@ def a_stranger(node: Node) -> None:
         memory_tier.save(1, place(values_of(1)), data={"step": 1}, config={"seed": 1})
         memory_tier.wait()
         token = (node.directory / f"run{node.run}" / "token").read_text()
-        told = multihost.get_jax_distributed_client().key_value_dir_get("state/")
+        told = multihost.get_jax_distributed_client().key_value_dir_get("consensus/")
         assert told and not [key for key, value in told if token in value]
         for guessed, known in (("0" * 64, False), (token, True)):
             try:
@@ -309,8 +309,8 @@ def a_stranger(node: Node) -> None:
                 assert not known and "closed the connection" in str(error), error
                 continue
             try:
-                part = next(k.box for k in memory_tier._kept if k.box.path == "t")
-                number = next(i for i, k in enumerate(memory_tier._kept) if k.box == part)
+                part = next(k.region for k in memory_tier._kept if k.region.path == "t")
+                number = next(i for i, k in enumerate(memory_tier._kept) if k.region == part)
                 got = connection.get(f"0-{node.rank}-a", number, part, np.dtype(np.float32))
                 assert known and np.array_equal(got, values_of(1)["t"][part.within(part)[0], part_columns(part)])
             finally:

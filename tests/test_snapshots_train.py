@@ -121,7 +121,7 @@ def test_stopped_again_before_a_step(
     done = len(losses(run))
     shutil.rmtree(run / "checkpoints")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("runtime.interruption.Interruption.requested", lambda self: True)
+        patched.setattr("runtime.preemption.PreemptionHandler.requested", lambda self: True)
         assert run_here(*args) == RESUMABLE
     assert manifest(run, done)["step"] == done
     shutil.rmtree(next(memory.iterdir()))

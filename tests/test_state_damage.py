@@ -1,7 +1,9 @@
 """No damaged checkpoint is ever restored silently: always back at the newest good step, and the bad one set aside."""
 
+import errno
 import hashlib
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -9,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +125,54 @@ def test_a_deleted_file(saved: Path, seed: int) -> None:
         return True
 
     damage_at_random(saved, 2000 + seed, delete)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        (manifest.FILE_NAME, "open"),
+        *((name, call) for name in (manifest.STATE_FILE, manifest.CONFIG_FILE) for call in ("stat", "open")),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_not_damage(
+    saved: Path, name: str, call: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its step may be undamaged: a restore fails and says so, and does not go back to an older step."""
+    path, real = saved / str(NEWEST) / name, getattr(Path, call)
+
+    def fail(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return real(self, *args, **kwargs)
+
+    lines: list[str] = []
+    monkeypatch.setattr(Path, call, fail)
+    with pytest.raises(OSError, match=rf"^process 0 on \S+: {path} cannot be read \(Input/output error\)"):
+        newest_restored(saved, lines)
+    assert command_line.verify(saved) == 1 and f"step {NEWEST}: UNREADABLE: {path}" in capsys.readouterr().out
+    if name != manifest.STATE_FILE:
+        with pytest.raises(OSError, match="cannot be read"):
+            latest_config(saved)
+    monkeypatch.undo()
+    assert lines == [] and newest_restored(saved, lines) == NEWEST and lines == []
+
+
+def test_a_file_system_that_goes_away_is_not_damage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the manifest and the other files: then the step has no file at all."""
+    lines, elsewhere = list[str](), saved.parent / "elsewhere"
+    check_size = manifest._check_size
+
+    def unmount(folder: Path, file: manifest.File) -> None:
+        if saved.exists():
+            saved.rename(elsewhere)
+        check_size(folder, file)
+
+    monkeypatch.setattr(manifest, "_check_size", unmount)
+    with pytest.raises(OSError, match=f"{NEWEST}/.* cannot be read .No such file or directory."):
+        newest_restored(saved, lines)
+    monkeypatch.undo()
+    elsewhere.rename(saved)
+    assert lines == [] and newest_restored(saved, lines) == NEWEST
 
 
 def test_no_byte_of_the_manifest_is_idle(saved: Path) -> None:

@@ -3,6 +3,7 @@
 Run as a program (`python tests/test_state_processes.py PORT RANK DIRS...`) this file is one of the two.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import multihost
 from ports import free_port
 
 from configs.schema import CheckpointConfig
@@ -106,6 +108,10 @@ def expect(kind: type[Exception], text: str, *arguments: Any) -> None:
         raise AssertionError(f"{text}: no error")
 
 
+def unreadable(path: Path, **_: Any) -> tuple[str, int]:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+
 def read_by_process_one(step: Path) -> str:
     return manifest._share(manifest.read(step).files, 1, 2)[0].path
 
@@ -115,6 +121,12 @@ def one_of_two(port: str, rank: int, by_one: Path, by_two: Path, hopeless: Path,
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank, initialization_timeout=60)
     lines: list[str] = []
     with Checkpointer(by_one, KEEP_ALL, report=lines.append) as checkpointer:
+        check_restores(checkpointer, 2)
+        hash_file = manifest._hash_file
+        if rank == 1:  # the mount of one process fails: both hear of it, and nothing is set aside
+            manifest._hash_file = unreadable
+        expect(OSError, "process 1 on ", checkpointer.restore, abstract(place(values_of(0))))
+        manifest._hash_file = hash_file
         check_restores(checkpointer, 2)
         other_model = {"w": abstract(place(values_of(0)))["w"]}
         expect(ValueError, "another model: b is float32[5]", checkpointer.restore, other_model)
@@ -134,6 +146,8 @@ def one_of_two(port: str, rank: int, by_one: Path, by_two: Path, hopeless: Path,
             checkpointer.wait()
             assert checkpointer.latest_step() == step  # in every process, not only where the manifest was written
         check_restores(checkpointer, 6)
+    in_store = [name for name, _ in multihost.get_jax_distributed_client().key_value_dir_get("consensus/")]
+    assert in_store and not [name for name in in_store if "hashes" in name]
     with Checkpointer(broken, KEEP_ALL) as checkpointer:
         save(checkpointer, 1)
         checkpointer.wait()

@@ -24,7 +24,7 @@ from running import (
     wait_until,
 )
 
-from runtime.interruption import Interruption
+from runtime.preemption import PreemptionHandler
 
 pytestmark = IGNORED
 RESUMABLE = 75
@@ -145,11 +145,11 @@ def test_sigint_is_forwarded_to_jax_as_sigterm(joined: bool, monkeypatch: pytest
     sent: list[int] = []
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: joined)
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
-    with Interruption(), pytest.raises(KeyboardInterrupt):
+    with PreemptionHandler(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
     assert sent == []
     if joined:
-        with Interruption():
+        with PreemptionHandler():
             signal.raise_signal(signal.SIGINT)
             assert sent == [signal.SIGTERM]
             with pytest.raises(KeyboardInterrupt):

@@ -13,6 +13,7 @@ from metrics.run_files import RunFiles, read_run
 from metrics.writer import METRICS_FILE
 from runtime.consensus import broadcast, new_key
 from state import Checkpointer, Restored, latest_config
+from state.checkpointer import Source
 from state.shared_hashing import damage
 from state.snapshots import Snapshots
 from training.experiment import Experiment
@@ -31,9 +32,15 @@ class Start:
         return self.restored.step if self.restored else 0
 
     @property
-    def source(self) -> str:
-        """What was restored, for messages."""
-        return self.restored.source if self.restored else "nothing"
+    def event(self) -> dict[str, Any]:
+        """The fields of the event `restored`."""
+        fields: dict[str, Any] = {"step": self.step, "source": "nothing", "steps_again": self.steps_again}
+        if not self.restored:
+            return fields
+        fields["source"] = self.restored.source
+        if self.restored.source is Source.MEMORY:
+            fields |= {"source_nodes": self.restored.source_nodes, "nodes": self.restored.nodes}
+        return fields
 
     @property
     def steps_again(self) -> int:
@@ -46,7 +53,7 @@ class Start:
         if not self.restored:
             lost = f": no checkpoint and no snapshot is left; steps done again: {self.logged}" if self.logged else ""
             return f"starting{' again' if lost else ''} at {at}{lost}"
-        return f"resumed at {at}, from {self.source}; steps done again: {self.steps_again}"
+        return f"resumed at {at}, from {self.restored.source_text}; steps done again: {self.steps_again}"
 
 
 def has_begun(workdir: Path) -> bool:
@@ -70,7 +77,8 @@ def _says_finished(config: Config, workdir: Path) -> bool:
     if not saved:
         return False
     check_same_run(saved, config, workdir)
-    return files.summary.get("exit_reason") == "finished"
+    last = workdir / "checkpoints" / str(config.num_steps)
+    return files.summary.get("exit_reason") == "finished" and last.exists()
 
 
 def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> None:
@@ -105,8 +113,12 @@ def restore(
     if restored:  # `is_finished` does not check snapshots in memory
         check_same_run(restored.config, experiment.config, workdir)
         _check_same_data(restored, experiment, workdir, fingerprints)
+    return Start(restored=restored, logged=broadcast(new_key("logged"), lambda: _newest_logged(workdir)))
+
+
+def _newest_logged(workdir: Path) -> int:
     rows = read_run(workdir).rows if has_begun(workdir) else ()
-    return Start(restored=restored, logged=int(rows[-1]["step"]) if rows else 0)
+    return int(rows[-1]["step"]) if rows else 0
 
 
 def _check_same_data(

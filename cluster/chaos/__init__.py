@@ -1,1 +1,1 @@
-"""Random events against a real run on an emulated Ray cluster: `python -m cluster.chaos`."""
+"""Injects random faults into a real run on an emulated Ray cluster: `python -m cluster.chaos`."""

@@ -1,14 +1,14 @@
-"""Does random things to a real run, and checks that it learns the same as one that nobody disturbed.
+"""Injects random faults into a real run, and checks that it learns the same as an undisturbed run.
 
     python -m cluster.chaos [--config=configs/elastic.py:tiny] [--events=30] [--seed=0] [-- --config.num_steps=...]
 
-The run is `train.py` under `python -m engines.ray` on emulated nodes (docs/emulation.md). Events, which are drawn by
-the seed (cluster/chaos/plan.py), come one after the other, each a few steps after the run has recovered from the one
-before; nobody helps it. At the end the loss of every step and the parameters must be those of the undisturbed run, to
-1e-5, and no process or namespace of the cluster may be left. Exit codes: 0 so it is; 1 it is not; 2 a mistake.
+The run is `train.py` under `python -m engines.ray` on emulated nodes (docs/emulation.md). The events are drawn by the
+seed (cluster/chaos/plan.py). Each comes a few steps after the run has recovered from the previous one by itself. At the
+end, the loss of every step and the parameters must equal those of the undisturbed run to 1e-5, and no process or
+namespace of the cluster may remain. Exit codes: 0 they do; 1 they do not; 2 a user's mistake.
 
-Writes into the work directory: `log` (what the run said), `outcomes.jsonl` (a line per event), `run` and `reference`
-(the two runs).
+Writes into the work directory: `log` (the output of the run), `outcomes.jsonl` (a line per event), `run` and
+`reference` (the two runs).
 """
 
 import argparse
@@ -29,8 +29,8 @@ from metrics.run_files import read_run
 from runtime.command_line import OneLineParser, complain, prepare_output, split
 
 TOLERANCE = 1e-5
-MIN_NODES = 2  # an event that takes one leaves one
-END_S = 1800.0  # for what is left to train when all events are over
+MIN_NODES = 2  # an event that removes one leaves one
+END_S = 1800.0  # for the steps after the last event
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
             rate=options.rate,
             options=["--compile_ahead"] * options.compile_ahead,
         )
-        is_clean = disturb(run, options)  # compared in any case
+        is_clean = disturb(run, options)  # compare the runs in any case
         is_good = is_same(run.workdir, reference) and is_clean
         print("the same as the undisturbed run, and nothing is left" if is_good else "NOT as it must be", flush=True)
         return 0 if is_good else 1
@@ -108,7 +108,7 @@ def train_undisturbed(options: argparse.Namespace, arguments: Sequence[str]) -> 
 
 
 def disturb(run: ElasticRun, options: argparse.Namespace) -> bool:
-    """Does the events to the run and lets it end; returns whether it finished, with nothing left."""
+    """Injects the events and waits for the end of the run; True if it finished and no process is left."""
     plan = make_plan(options.seed, options.events, nodes=options.nodes, min_nodes=MIN_NODES)
     with run:
         for number, event in enumerate(plan, 1):
@@ -117,7 +117,7 @@ def disturb(run: ElasticRun, options: argparse.Namespace) -> bool:
             json_lines.append(run.folder / "outcomes.jsonl", asdict(outcome) | {"load": os.getloadavg()[0]})
         code = run.finish(END_S)
     left = run.left()
-    print(f"the run ended with exit code {code} after {run.attempt} starts; left: {'; '.join(left) or 'nothing'}")
+    print(f"the run ended with exit code {code} after {run.attempt} attempts; left: {'; '.join(left) or 'nothing'}")
     return code == 0 and not left
 
 
@@ -133,8 +133,8 @@ def described(outcome: Outcome) -> str:
 
 
 def is_same(run: Path, reference: Path) -> bool:
-    """Says how far two runs are apart, and returns whether that is within the tolerance."""
-    from cluster.chaos.same import compare_losses, compare_parameters  # jax, which the run may not wait for
+    """Prints the largest differences between two runs, and returns whether they are within the tolerance."""
+    from cluster.chaos.same import compare_losses, compare_parameters  # jax; it would delay the start of the run
 
     try:
         losses, parameters = compare_losses(run, reference), compare_parameters(run, reference)

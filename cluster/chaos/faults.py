@@ -1,4 +1,4 @@
-"""The kinds of events: each is a small function on an `ElasticRun` and one of its nodes; `suffer` measures one."""
+"""The kinds of events: each is a function of an `ElasticRun` and one of its nodes; `inject` measures one."""
 
 import os
 import signal
@@ -12,15 +12,15 @@ from cluster.chaos.run import NOTICED, ElasticRun
 from runtime.events import Event
 
 RECOVERY_S = 300.0
-AWAY_S = 30.0  # that a cut or frozen node is away: longer than it takes to be missed
-LOOK_S = 0.5  # between looks at the log, while a moment of milliseconds is awaited
+AWAY_S = 30.0  # how long a node is cut off or stopped: longer than its detection takes
+LOOK_S = 0.5  # between reads of the events, while polling for a moment of milliseconds
 BRIEF_S = 0.0005
 MOMENT_S = 180.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What an event cost: times in seconds from the event on, None where there was no such event."""
+    """The cost of an event: times in seconds since the event, None for a phase that did not occur."""
 
     kind: str
     process: int
@@ -28,16 +28,16 @@ class Outcome:
     nodes_before: int
     nodes_after: int
     at_step: int
-    lost_steps: int  # finished steps that were done again
-    next_step_s: float  # to the first finished step of the next start
+    lost_steps: int  # finished steps that were repeated
+    next_step_s: float  # to the first finished step of the next attempt
     pause_s: float  # the longest time between two finished steps, from the one before the event on
     phases: dict[str, float | None] = field(default_factory=dict)
-    starts: int  # of the program, until one had finished a step
-    source: str  # of the state: memory, or a checkpoint
+    starts: int  # attempts until one had finished a step
+    source: str  # of the restored state: memory, checkpoint or nothing
 
 
 def inject(run: ElasticRun, event: Fault) -> Outcome:
-    """Waits until the run goes well, does to it what the event says, and returns what that cost."""
+    """Waits until the run is training, injects the event, and returns its cost."""
     settle(run)
     until = run.step + event.pause_steps
     run.wait(lambda: run.is_settled and run.step >= until, f"step {until}", RECOVERY_S)
@@ -50,7 +50,7 @@ def inject(run: ElasticRun, event: Fault) -> Outcome:
     at_step, grows = run.step, event.kind == "join"
     bigger = lambda: len(run.world) > nodes or len(run.world) == run.max_nodes
     run.wait(
-        lambda: run.attempt > attempt and run.is_settled and run.has_stepped and (not grows or bigger()),
+        lambda: run.attempt > attempt and run.is_settled and run.attempt_has_step and (not grows or bigger()),
         f"recovery from {event.kind} of node{node}",
         RECOVERY_S,
     )
@@ -77,7 +77,7 @@ def inject(run: ElasticRun, event: Fault) -> Outcome:
 
 
 def settle(run: ElasticRun) -> None:
-    """Waits until the run has finished a step on at least two nodes, or on all that are there."""
+    """Waits until the current attempt has finished a step on at least two nodes, or on all nodes."""
     enough = lambda: run.is_settled and len(run.world) >= min(2, len(run.alive))
     run.wait(enough, "finished step", RECOVERY_S)
 
@@ -86,12 +86,12 @@ def settle(run: ElasticRun) -> None:
 
 
 def sigterm(run: ElasticRun, node: int) -> None:
-    """Asks one process to stop: all stop."""
+    """Asks one process to stop, and so the whole run."""
     os.kill(run.program(node), signal.SIGTERM)
 
 
 def preempt(run: ElasticRun, node: int) -> None:
-    """Announces that a node goes, as a cloud does: SIGTERM to its Ray."""
+    """Announces that a node leaves, as a cloud does: SIGTERM to its Ray."""
     run.alive.discard(node)
     os.kill(run.launcher(node), signal.SIGTERM)
 
@@ -108,7 +108,7 @@ def kill_node(run: ElasticRun, node: int) -> None:
 
 
 def cut(run: ElasticRun, node: int) -> None:
-    """Cuts a node's link, and heals it later: the node joins again."""
+    """Cuts a node's link, and restores it later; then the node joins again."""
     run.tell("cut", node)
     run.later(AWAY_S, lambda: run.tell("heal", node))
 
@@ -119,13 +119,13 @@ def freeze_process(run: ElasticRun, node: int) -> None:
 
 
 def freeze_node(run: ElasticRun, node: int) -> None:
-    """Stops all processes of a node, and lets them go on later: the node joins again."""
+    """Stops all processes of a node, and continues them later; then the node joins again."""
     run.tell("stop", node)
     run.later(AWAY_S, lambda: run.tell("cont", node) if node in run.alive else None)
 
 
 def kill_all(run: ElasticRun, node: int) -> None:
-    """Ends all nodes, and brings up as many new ones; `node` is one of them."""
+    """Ends all nodes, and starts as many new ones; `node` is one of them."""
     del node
     killed = sorted(run.alive)
     for one in killed:
@@ -159,12 +159,12 @@ KINDS: dict[str, Callable[[ElasticRun, int], None]] = {
 
 
 def while_writing_a_snapshot(run: ElasticRun, process: int) -> int:
-    """Returns the node of a process, when it has begun to write over a slot of its memory tier."""
+    """Returns the node of a process as soon as it overwrites a slot of its memory tier."""
     return _await(run, process, lambda node: _open_slots(run.memory(node)), "snapshot that is being written")
 
 
 def while_writing_a_checkpoint(run: ElasticRun, process: int) -> int:
-    """Returns the node of a process, when a new checkpoint is in progress."""
+    """Returns the node of a process as soon as a new checkpoint is in progress."""
     before = _unfinished(run)
     begun = lambda: bool(_unfinished(run) - before)
     return _await(run, process, lambda _: begun, "checkpoint that is being written")
@@ -177,12 +177,12 @@ MOMENTS: dict[str, Callable[[ElasticRun, int], int]] = {
 
 
 def _await(run: ElasticRun, process: int, watch: Callable[[int], Callable[[], bool]], what: str) -> int:
-    """Returns the node of a process when what is watched there is so; looks again at a world that changes."""
+    """Returns the node of a process when the watched condition holds there; starts over if the world changes."""
     deadline_s = time.monotonic() + MOMENT_S
     while time.monotonic() < deadline_s:
         settle(run)
         node, attempt = run.world[process % len(run.world)], run.attempt
-        run.program(node)  # found now: there is no time later
+        run.program(node)  # looked up now: later there is no time
         is_so, look_again_s = watch(node), 0.0
         while run.attempt == attempt and run.is_settled and time.monotonic() < deadline_s:
             if is_so():
@@ -196,7 +196,7 @@ def _await(run: ElasticRun, process: int, watch: Callable[[int], Callable[[], bo
 
 
 def _open_slots(memory: Path) -> Callable[[], bool]:
-    """Returns what says whether there are data without a description: a snapshot in the making."""
+    """Returns a function that checks for data without a description, which is a snapshot in progress."""
     folders = [*memory.glob("mics-jax-*/*")]
 
     def is_open() -> bool:

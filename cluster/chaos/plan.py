@@ -1,13 +1,13 @@
-"""Which events happen, to whom and when: a seed makes the same plan every time."""
+"""The plan of a run's faults: kinds, targets and times. A seed always gives the same plan."""
 
 import random
 from collections import Counter
 from dataclasses import dataclass
 
-# kind: how many more nodes there are after it
+# kind: change of the number of nodes
 NODES_AFTER = {
-    "sigterm": 0,  # to a process: all stop in good order and go on
-    "preempt": -1,  # SIGTERM to what runs on a node: it is drained, and goes
+    "sigterm": 0,  # to a process: all save, exit and are restarted
+    "preempt": -1,  # SIGTERM to Ray on a node, which is drained and leaves
     "kill_process": 0,  # SIGKILL
     "kill_node": -1,  # SIGKILL to all processes of a node; its memory is gone
     "cut": 0,  # of a node's link, for a while
@@ -15,26 +15,26 @@ NODES_AFTER = {
     "freeze_node": 0,  # SIGSTOP to all processes of a node, for a while
     "kill_in_snapshot": 0,  # SIGKILL to a process that is writing one
     "kill_in_checkpoint": 0,  # SIGKILL to a process while a checkpoint is written
-    "kill_all": 0,  # all nodes; as many new ones come
-    "join": 1,  # a node more
+    "kill_all": 0,  # all nodes; as many new ones are started
+    "join": 1,  # one more node
 }
-DECK = Counter(dict.fromkeys(NODES_AFTER, 1) | {"join": 2})  # as many nodes come as go
+DECK = Counter(dict.fromkeys(NODES_AFTER, 1) | {"join": 2})  # as many nodes join as leave
 PAUSE_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens to the node of a process, so many steps after the run has recovered from the event before."""
+    """An event at the node of a process, `pause_steps` after the run has recovered from the previous event."""
 
     kind: str
-    process: int  # of the world at that time; 0 has the coordinator
+    process: int  # of the world at that time; 0 is the coordinator
     pause_steps: int
 
 
 def make_plan(seed: int, count: int, *, nodes: int, min_nodes: int) -> list[Fault]:
-    """Returns `count` events for a run that starts on `nodes`, of which at least `min_nodes` are always there.
+    """Returns `count` events for a run that starts on `nodes` and always has at least `min_nodes`.
 
-    Kinds are drawn like cards, so that all occur equally often, as far as the number of nodes allows.
+    Kinds are drawn like cards from a deck, so that all occur equally often as far as the number of nodes allows.
     """
     chance, there, deck, plan = random.Random(seed), nodes, Counter[str](), list[Fault]()
     while len(plan) < count:

@@ -1,4 +1,4 @@
-"""`ElasticRun`: train.py on an emulated Ray cluster, seen from outside: its events, its metrics, its processes."""
+"""`ElasticRun`: a run of train.py on an emulated Ray cluster, observed by its events, metrics and processes."""
 
 import contextlib
 import itertools
@@ -18,25 +18,25 @@ from runtime.progress import read_progress
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.1
-END_S = 180.0  # for the cluster to end, when the run has
-NOTHING_LEFT_S = 10.0  # for the kernel to take the namespaces apart
+END_S = 180.0  # for the cluster to end after the run
+NOTHING_LEFT_S = 10.0  # for the kernel to remove the namespaces
 NAMESPACES = ("pid", "net", "mnt")  # that a node has of its own
 JOIN = [sys.executable, "-m", "engines.ray_nodes"]
 FIRST_STEP = {Event.FIRST_STEP, Event.ATTEMPT_STEPPED}  # train.py's; the engine's
-# when it was first said that something was wrong, or is to change
+# the first report of a failure, or of a change of the world
 NOTICED = {Event.LOST_PEER, Event.NODE_LOST, Event.ATTEMPT_FAILED, Event.ATTEMPT_STOPPING, Event.ATTEMPT_AHEAD}
-LAST_LINES = 15  # of the log, in a message
+LAST_LINES = 15  # of the log, shown in a message
 
 
 class RunError(RuntimeError):
-    """The run ended, or did nothing for too long; the message has its last lines."""
+    """The run ended, or made no progress for too long; the message has its last lines."""
 
 
 class ElasticRun:
     """A run of train.py under `engines.ray` on emulated nodes; node 0 has Ray's head, nodes 1 and up train.
 
-    A context manager; at its end everything of the cluster is ended. Nothing happens but in calls: `look` reads what
-    is new and does what was put off with `later`; the waiting ones call it all the time.
+    A context manager, which ends the whole cluster at its end. It has no thread: `look` reads new events and metrics,
+    and runs the actions that `later` has scheduled. Methods that wait call it repeatedly.
     """
 
     def __init__(
@@ -49,21 +49,21 @@ class ElasticRun:
         rate: str,
         options: Sequence[str] = (),
     ) -> None:
-        """`arguments` are train.py's, but the `--workdir`, which is `folder/run`; `options` are engines.ray's."""
+        """`arguments` are train.py's, except `--workdir`, which is `folder/run`; `options` are engines.ray's."""
         self.folder, self.workdir, self.max_nodes = folder, folder / "run", nodes
         self.events: list[dict[str, Any]] = []  # with `at_s`, by this process' monotonic clock
-        self.attempt, self.is_settled, self.settled_s = 0, False, 0.0  # settled: it has finished a step
+        self.attempt, self.is_settled, self.settled_s = 0, False, 0.0  # settled: the attempt has finished a step
         self.world: tuple[int, ...] = ()  # the node of each process
-        self.alive = set(range(1, nodes + 1))  # nodes that may train, or will
+        self.alive = set(range(1, nodes + 1))  # nodes that train, or may join
         self.step, self.lost_steps, self.source = 0, 0, ""
         self._name = f"chaos-{os.getpid()}"
         self._stepped_s: list[float] = []  # when each finished step was seen
-        self._steps_before = 0  # how many of them were seen before this start began
+        self._steps_of_earlier_attempts = 0  # number of them before this attempt
         self._newest = 0  # the newest step of this history of the run
         self._news = EventReader(self.workdir)
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._programs: dict[int, int] = {}  # of this attempt
-        self._namespaces: dict[str, int] = {}  # of the nodes, held open: the kernel would give their numbers away again
+        self._namespaces: dict[str, int] = {}  # of the nodes, kept open so that the kernel does not reuse their numbers
         cluster = [f"--name={self._name}", f"--nodes={nodes + 1}", f"--devices_per_node={devices_per_node}"]
         cluster += [f"--rate={rate}", f"--workdir={folder / 'nodes'}"]
         engine = ["--min_nodes=1", f"--max_nodes={nodes}", f"--devices_per_node={devices_per_node}"]
@@ -73,7 +73,7 @@ class ElasticRun:
         self._command += [sys.executable, "-m", "engines.ray", *engine, "--", *train]
 
     def __enter__(self) -> Self:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through __exit__
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that __exit__ runs
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "log").open("wb") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
@@ -88,7 +88,7 @@ class ElasticRun:
     # --------------------------------------------------------------------------------------------------- looking
 
     def look(self) -> None:
-        """Reads what is new in the metrics and the events, and does what is due."""
+        """Reads new metrics and events, and runs the actions that are due."""
         before, self.step = self.step, read_progress(self.workdir).step
         if self.step > before:
             self._stepped_s.append(time.monotonic())
@@ -115,11 +115,11 @@ class ElasticRun:
             self.is_settled = False
         elif kind == Event.RESTORED:
             self.lost_steps += max(0, self._newest - event["step"])
-            self._newest, self._steps_before = event["step"], len(self._stepped_s)
+            self._newest, self._steps_of_earlier_attempts = event["step"], len(self._stepped_s)
             self.source = event["source"]
 
     def wait(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Looks until something is so. RunError if the run ends before, or the time is up."""
+        """Calls `look` until `condition` holds. RunError if the run ends first, or after the time-out."""
         deadline_s = time.monotonic() + timeout_s
         while self.look() or not condition():
             if (code := self._process.poll()) is not None:
@@ -129,26 +129,26 @@ class ElasticRun:
             time.sleep(POLL_S)
 
     def later(self, pause_s: float, action: Callable[[], None]) -> None:
-        """Puts an action off."""
+        """Schedules an action."""
         self._later.append((time.monotonic() + pause_s, action))
 
     def since(self, start_s: float, kinds: Container[str]) -> float | None:
-        """Returns how long after a time the first event of these kinds came, None if there is none."""
+        """Returns the time from `start_s` to the next event of these kinds; None if there is none."""
         times_s = (event["at_s"] - start_s for event in self.events if event["event"] in kinds)
         return next((after_s for after_s in times_s if after_s >= 0), None)
 
     @property
-    def has_stepped(self) -> bool:
-        """Whether the metrics have a step of this start."""
-        return len(self._stepped_s) > self._steps_before
+    def attempt_has_step(self) -> bool:
+        """Whether the metrics have a step of this attempt."""
+        return len(self._stepped_s) > self._steps_of_earlier_attempts
 
     def longest_pause(self, start_s: float) -> float:
-        """Returns the longest time between two finished steps, of which the second came after a time."""
+        """Returns the longest time between two consecutive steps, of which the second finished after `start_s`."""
         pairs = itertools.pairwise(self._stepped_s)
         return max((after - before for before, after in pairs if after > start_s), default=0.0)
 
     def finish(self, timeout_s: float) -> int:
-        """Does what was put off, waits for the end of the run and its cluster, and returns the exit code."""
+        """Runs the scheduled actions, waits for the end of the run and its cluster, and returns the exit code."""
         for _, action in self._later:
             action()
         self._later.clear()
@@ -167,29 +167,29 @@ class ElasticRun:
     # --------------------------------------------------------------------------------------------------- touching
 
     def tell(self, verb: str, node: int) -> None:
-        """Tells the emulated cluster to do something to a node."""
+        """Sends a command about a node to the emulated cluster."""
         ask(self._name, {"verb": verb, "node": node})
 
     def add(self) -> int:
-        """Brings up one more node, and returns its number."""
+        """Starts one more node, and returns its number."""
         answer = ask(self._name, {"verb": "add", "command": JOIN})
         number = int(answer.split()[0].removeprefix("node"))
         self.alive.add(number)
         return number
 
     def program(self, node: int) -> int:
-        """Returns the process of train.py in a node. Of two it is the older: the other waits for the next start."""
+        """Returns the process of train.py on a node: the oldest, since another one may wait for the next attempt."""
         if node not in self._programs:
             self._programs[node] = min(self._processes(node, "ray_standby.py"), key=_started)
         return self._programs[node]
 
     def launcher(self, node: int) -> int:
-        """Returns the process that keeps Ray up in a node."""
+        """Returns the process that runs Ray on a node."""
         (found,) = self._processes(node, "engines.ray_nodes")
         return found
 
     def memory(self, node: int) -> Path:
-        """Returns the node's RAM disk, seen from here."""
+        """Returns the path of the node's RAM disk from this process."""
         return Path(f"/proc/{self._inits()[node]}/root/dev/shm")
 
     def _processes(self, node: int, word: str) -> list[int]:
@@ -201,7 +201,7 @@ class ElasticRun:
         return found
 
     def _inits(self) -> dict[int, int]:
-        """Returns process 1 of each node (-1: the switch), and notes their namespaces, which are to go in the end."""
+        """Returns process 1 of each node (-1: the switch), and records their namespaces, for `left`."""
         hosts, inits = str((self.folder / "nodes" / "hosts").resolve()), {}
         for pid in _pids():
             words = _arguments(pid)
@@ -215,11 +215,11 @@ class ElasticRun:
         for kind in NAMESPACES:
             name = _namespace(pid, kind)
             if name not in ("", _namespace(os.getpid(), kind), *self._namespaces):
-                with contextlib.suppress(OSError):  # gone in between
+                with contextlib.suppress(OSError):  # it has ended in the meantime
                     self._namespaces[name] = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
 
     def left(self) -> list[str]:
-        """Returns what is left of the cluster when it has ended: processes in its namespaces, or with its name."""
+        """Returns the processes that remain after the end of the cluster: in its namespaces, or with its name."""
         deadline_s = time.monotonic() + NOTHING_LEFT_S
         while (left := [*self._left()]) and time.monotonic() < deadline_s:
             time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""Whether two runs are the same to a tolerance: the loss of every step, and the parameters at the end."""
+"""Compares two runs: the loss of every step, and the parameters at the end."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ def compare_losses(run: Path, reference: Path) -> Largest:
             f"run has {len(theirs)}"
         )
     apart = [abs(a - b) / abs(b) for (_, a), (_, b) in zip(ours, theirs, strict=True)]
-    worst = int(np.argmax(apart))  # a NaN is the largest
+    worst = int(np.argmax(apart))  # argmax takes a NaN for the largest
     return Largest(difference=apart[worst], where=f"step {worst + 1}")
 
 

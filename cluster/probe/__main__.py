@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         options = parse(argv)
         sizes = parse_sizes(options.sizes)
-        make_folder(options.out, "--out")  # before the others wait for this process
+        make_folder(options.out, "--out")  # before other processes wait for this one
         if devices := launch.virtual_devices():
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", devices)
@@ -83,7 +83,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def measure_aloud(level: Level, collective: str, sizes: Sequence[int]) -> list[Measurement]:
-    """Returns the measurements of a collective, and prints each as soon as it is there."""
+    """Returns the measurements of a collective, and prints each one at once."""
     measured = []
     for m in measure_sizes(level, collective, sizes):
         measured.append(m)
@@ -94,7 +94,7 @@ def measure_aloud(level: Level, collective: str, sizes: Sequence[int]) -> list[M
 
 
 def say(line: str) -> None:
-    """Prints a line, once in the cluster."""
+    """Prints a line, in process 0 only."""
     if jax.process_index() == 0:
         print(line, flush=True)
 

@@ -21,7 +21,7 @@ ITEM_BYTES = 4  # float32
 REPETITION_S = 0.1  # executions of a fast collective that are timed together
 BUDGET_S = 3.0  # for the repetitions of one collective at one size
 REPETITIONS = 5  # at most
-LONGEST_S = 6.0  # a size that is expected to take longer is left out
+LONGEST_S = 6.0  # sizes that are expected to take longer are not measured
 
 Collective = Callable[[jax.Array], jax.Array]  # a device's tensor to its result, inside a shard_map
 Loop = Callable[[jax.Array, int], jax.Array]
@@ -42,12 +42,12 @@ class Level:
 
     @property
     def crosses_hosts(self) -> bool:
-        """Whether its bytes can be seen on the interfaces; nodes that one process plays have none."""
+        """Whether its traffic goes over interfaces; nodes that one process emulates have none."""
         return self.name == "inter" and jax.process_count() > 1
 
 
 def find_levels(devices_per_node: int) -> list[Level]:
-    """Returns the levels that this cluster has, after all processes met. ValueError if there is but one device."""
+    """Returns the network levels of this cluster. ValueError if it has only one device."""
     nodes = find_nodes(jax.devices(), devices_per_node)
     num_nodes, local = len(nodes), len(nodes[0])
     if num_nodes * local == 1:
@@ -62,7 +62,7 @@ def find_levels(devices_per_node: int) -> list[Level]:
 
 
 def measure_sizes(level: Level, collective: str, sizes: Sequence[int]) -> Iterator[Measurement]:
-    """Yields the measurement of each of the ascending sizes, two at least, until one would take over LONGEST_S."""
+    """Yields a measurement of each size, in ascending order, at least two, until one would exceed LONGEST_S."""
     last: Measurement | None = None
     for i, size in enumerate(sizes):
         if i > 1 and last and last.time_s * size / last.size_bytes > LONGEST_S:
@@ -98,7 +98,7 @@ def measure(level: Level, collective: str, size_bytes: int) -> Measurement:
 
 
 def collective_of(name: str, level: Level) -> Collective:
-    """Returns the collective of this name over the groups of a level; what training uses, where it has it."""
+    """Returns the collective of this name over the groups of a level; where training has one of its own, that one."""
     scope, n = (level.axis,), level.group_size
     reduce_scatter = partial(reduce_scatter_chunks, scope=scope, hierarchical=True, by_ring=over_gloo())
     return {
@@ -110,15 +110,15 @@ def collective_of(name: str, level: Level) -> Collective:
 
 
 def over_gloo() -> bool:
-    """Whether collectives go through gloo, where training reduce-scatters by a ring of its own."""
+    """Whether collectives use gloo, for which training has its own ring reduce-scatter."""
     return jax.default_backend() == "cpu" and jax.process_count() > 1
 
 
 def compile_loop(collective: Collective, mesh: Mesh) -> Loop:
-    """Returns a program that runs a collective so many times, each waiting for one element of the last."""
+    """Returns a program that runs a collective repeatedly; each run depends on an element of the previous one."""
 
     def body(_: int, x: jax.Array) -> jax.Array:
-        whole = lax.optimization_barrier(collective(x))  # so that nobody finds out that one element would do
+        whole = lax.optimization_barrier(collective(x))  # so that XLA does not reduce it to that one element
         return x.at[0].set(vary(whole.ravel()[0], DATA_AXES))
 
     spec = PartitionSpec(DATA_AXES)
@@ -129,13 +129,13 @@ def compile_loop(collective: Collective, mesh: Mesh) -> Loop:
 
 
 def zeros(items: int, mesh: Mesh) -> jax.Array:
-    """Returns so many zeros on each device."""
+    """Returns an array of `items` zeros per device."""
     sharding = NamedSharding(mesh, PartitionSpec(DATA_AXES))
     return jax.make_array_from_callback((items * mesh.size,), sharding, lambda _: np.zeros(items, np.float32))
 
 
 def timed(run: Loop, x: jax.Array, executions: int) -> tuple[jax.Array, float, float]:
-    """Returns the result, and seconds and bytes sent of an execution: the slowest process, the node that sends most."""
+    """Returns the result, and per execution the seconds of the slowest process and the most bytes that a node sent."""
     multihost_utils.sync_global_devices("probe")
     counter, start_s = WireCounter(), time.perf_counter()
     x = jax.block_until_ready(run(x, executions))

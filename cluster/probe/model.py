@@ -1,8 +1,8 @@
-"""What a collective costs on a link: the bytes and steps of each, and the latency and bandwidth that fit its times.
+"""The cost of a collective on a link: its bytes and steps, and the latency and bandwidth that fit its times.
 
     time_s = alpha_s * steps + link_bytes / bandwidth
 
-`steps` and `link_bytes` are those of a ring, whatever the library does: where it does worse, the bandwidth is lower.
+`steps` and `link_bytes` are those of a ring algorithm. Where a library needs more, the fitted bandwidth is lower.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Measurement:
 
     @property
     def link_bytes(self) -> float:
-        """Payload that one link carries in each direction: that of the `devices_per_link` groups together."""
+        """Payload of one link in each direction, of all `devices_per_link` groups together."""
         return self.devices_per_link * self.steps * self.size_bytes / self.group_size
 
     @property
@@ -42,7 +42,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkFit:
-    """Latency of a step, time of a byte, and how far the worst time is from them, as a share of it."""
+    """Latency per step, time per byte, and the largest relative error of the fit."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -59,8 +59,8 @@ class LinkFit:
 def fit(measurements: Sequence[Measurement]) -> LinkFit:
     """Returns the least squares fit with weights 1 / time: the variance of a time is taken as proportional to it.
 
-    So the small sizes say what a step takes and the large ones what a byte takes. Where noise makes one of them
-    negative, latency counts as nothing, and the bandwidth is that of the large sizes.
+    So the small sizes determine the latency, and the large sizes the bandwidth. If noise makes one of them negative,
+    the latency is 0, and the bandwidth is that of the large sizes.
     """
     rows = [(m.steps, m.link_bytes, m.time_s) for m in measurements]
     ss, sb, bb = (sum(row[i] * row[j] / row[2] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))

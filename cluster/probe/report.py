@@ -1,4 +1,4 @@
-"""What the probe prints and writes: a table, `probe.json` for the planner, and a plot."""
+"""The output of the probe: a table, `probe.json` for the planner, and a plot."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ def record(measured: Sequence[Measurement], fits: Fits, environment: Mapping[str
         levels[level] = {
             "group_size": group.group_size,
             "devices_per_link": group.devices_per_link,
-            "best": best,  # what the link can do at least
+            "best": best,  # a lower bound for the link
             **_as_json(collectives[best]),
             "collectives": {name: _as_json(found) for name, found in collectives.items()},
         }
@@ -60,7 +60,7 @@ def record(measured: Sequence[Measurement], fits: Fits, environment: Mapping[str
 
 
 def header(num_devices: int, device_kind: str) -> str:
-    """Returns what stands over the table."""
+    """Returns the heading of the table."""
     columns = f"{'level':5}  {'collective':14}  {'size':>8}  {'time':>8}  {'bandwidth':>11}  wire/payload"
     return f"{num_devices} devices ({device_kind}); bandwidth is payload on the link over time\n{columns}"
 
@@ -75,7 +75,7 @@ def row(m: Measurement) -> str:
 
 
 def left_out(level: str, collective: str, size_bytes: int) -> str:
-    """Returns the line of the sizes that are not measured."""
+    """Returns the line for the sizes that are not measured."""
     return f"{level:5}  {collective:14}  {format_bytes(size_bytes):>8}  and more left out: they would take too long"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from runtime import handshake, launch
 from runtime.addresses import listen, to_listen_at
-from runtime.handshake import STRANGERS, Entrance, admit, introduce, shared_token
+from runtime.handshake import STRANGERS, Acceptor, admit, introduce, shared_token
 from runtime.heartbeat import Peer
 from runtime.rendezvous import accept, connect
 
@@ -21,13 +21,13 @@ TIMEOUT_S = 60.0
 
 
 class Port:
-    """An entrance, with those that it let in."""
+    """An acceptor, and the processes that it admitted."""
 
     def __init__(self, token: str = "secret") -> None:
         self.admitted: queue.Queue[tuple[socket.socket, int, str]] = queue.Queue()
         listener = listen("127.0.0.1", 2)
         self.number = listener.getsockname()[1]
-        self.entrance = Entrance(listener, token, "tests", 2, lambda *who: self.admitted.put(who))
+        self.acceptor = Acceptor(listener, token, "tests", 2, lambda *who: self.admitted.put(who))
 
     def stranger(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.number), timeout=TIMEOUT_S)
@@ -37,7 +37,7 @@ class Port:
 def port() -> Iterator[Port]:
     port = Port()
     yield port
-    port.entrance.close()
+    port.acceptor.close()
 
 
 def is_closed(connection: socket.socket) -> bool:

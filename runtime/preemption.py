@@ -1,4 +1,4 @@
-"""Notices that a run is asked to stop (Ctrl-C, SIGTERM), at a step that all processes agree on."""
+"""Detects a request to stop a run (Ctrl-C, SIGTERM), at a step that all processes agree on."""
 
 import os
 import signal
@@ -9,18 +9,19 @@ import jax
 from jax.experimental import multihost_utils
 
 
-class Interruption:
-    """A context manager around a program; `requested()` is True once somebody asked it to stop.
+class PreemptionHandler:
+    """A context manager around a program; `requested()` is True after a signal has asked it to stop.
 
-    Before the first `requested()` there is nothing to save: a signal raises KeyboardInterrupt at once. In joined
-    processes (even one: a job of 1) jax's preemption service takes SIGTERM over as soon as they are, and Ctrl-C is
-    passed on to it: all stop at the same `requested()`, be it the first. A second Ctrl-C raises KeyboardInterrupt.
-    With `to_the_end` SIGTERM is ignored afterwards: the program is over, and keeps its exit code while Python ends.
+    Before the first `requested()` there is nothing to save, and a signal raises KeyboardInterrupt at once. As soon as
+    the processes have joined (even a job of one process), jax's preemption service handles SIGTERM, and Ctrl-C is
+    passed on to it: all processes stop at the same call of `requested()`, which may be the first. A second Ctrl-C
+    raises KeyboardInterrupt. With `to_the_end`, SIGTERM is ignored after the context, so that the program keeps its
+    exit code while Python shuts down.
     """
 
     def __init__(self, *, to_the_end: bool = False) -> None:
         self._to_the_end = to_the_end
-        self._asked = 0  # how often `requested()` was called
+        self._asked = 0  # number of calls of `requested()`
         self._signalled = False
         self._previous: dict[int, object] = {}
 
@@ -35,18 +36,18 @@ class Interruption:
             signal.signal(number, signal.SIG_IGN if ignored else handler)  # pyright: ignore[reportArgumentType]
 
     def requested(self) -> bool:
-        """Whether to stop now; in several processes each must ask equally often."""
+        """Whether to stop now. All processes must call it equally often."""
         self._asked += 1
         if jax.distributed.is_initialized():
-            # The service agrees on one more than the highest number that any process gave, and starts from 0: our
-            # own count, unlike the step of a run that was resumed, cannot jump over that.
+            # The processes stop at one more than the highest number that any of them has passed, counted from 0. A
+            # count of calls reaches that number; the step of a resumed run could skip it.
             return multihost_utils.reached_preemption_sync_point(self._asked)
         return self._signalled
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
         again, self._signalled = self._signalled, True
-        to_service = jax.distributed.is_initialized() and number == signal.SIGINT  # SIGTERM comes here only before it
+        to_service = jax.distributed.is_initialized() and number == signal.SIGINT  # then jax handles SIGTERM itself
         if (again and number == signal.SIGINT) or not (to_service or self._asked):
             raise KeyboardInterrupt
         if to_service:
