@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
         jax.devices = lambda *_: topology.devices  # what make_experiment takes
         experiment = make_experiment(config)
         compiled = experiment.compile_train_step()
-    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return ExitCode.BAD_INPUT
     memory: Any = compiled.memory_analysis()

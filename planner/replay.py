@@ -192,7 +192,9 @@ class _Machine:
         ahead = ahead if ahead and ahead.end > state.now else None
         start = ahead.end if ahead else state.now
         transfer = _Transfer((collective.label or collective.kind, level), start, start + seconds[level], ahead)
-        state.in_flight = [other for other in state.in_flight if other.end > state.now] + [transfer]
+        if state.other is None:
+            state.in_flight = [one for one in state.in_flight if one.end > state.now]
+        state.in_flight.append(transfer)
         self._count(transfer.key, Use(times=1, busy_s=seconds[level]))
         for level in used:
             state.newest[level] = transfer
@@ -202,29 +204,29 @@ class _Machine:
     def _loop(self, loop: Instruction, site: Site, handle: _Handle) -> _Handle:
         trips = trip_count(loop, site, self._program)
         inside = self._inside(loop, site, loop.computation("body"))
-        state, left = self.state, None
+        last: list[float] = []
         for n in range(trips):
-            before = state.copy()
+            before = self.state.copy()
             handle = self.run(inside, {0: handle})
-            state = self.state  # a conditional replaces it
-            took = state.now - before.now
-            now_left = [took, *self._left(handle)]
-            if left is not None and _same(left, now_left, took):
+            took = self.state.now + self.state.skipped - before.now - before.skipped
+            this = [took, *self._left(handle)]
+            if _same(last, this, took) and self.state.other is None:  # another stream has no clock of its own
                 self._repeat(before, trips - n - 1)
                 break
-            left = now_left
+            last = this
         return handle
 
     def _left(self, handle: _Handle) -> list[float]:
         """Returns how long after now each transfer ends that is under way, and each that a value holds."""
-        handles, ends = [handle], [transfer.end for transfer in self.state.in_flight]
+        under_way = [*self.state.in_flight, *self.state.newest.values()]
+        handles, ends = [handle], [transfer.end for transfer in under_way]
         while handles:
             one = handles.pop()
             if isinstance(one, tuple):
                 handles += one
             elif one:
                 ends.append(one.end)
-        return [max(0.0, end - self.state.now) for end in ends if end > self.state.now]
+        return [end - self.state.now for end in ends if end > self.state.now]
 
     def _repeat(self, before: _State, times: int) -> None:
         """Adds what was counted since `before`, so many times."""
