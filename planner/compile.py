@@ -60,8 +60,7 @@ def compile_step(config: Sequence[str], *, nodes: int, devices_per_node: int, xl
             command = [sys.executable, "-m", "planner.compile", *words, f"--out={out}"]
             done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
             if done.returncode:
-                said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-                raise ValueError(said[-1].removeprefix("error: ") if said else done.stderr.strip()[-2000:])
+                raise ValueError(_why(done.stderr))
             for name in ("txt", "json"):  # the second one says that both are there
                 os.replace(Path(out) / f"step.{name}", folder / f"{stem}.{name}")
     about = json.loads((folder / f"{stem}.json").read_text())
@@ -72,6 +71,12 @@ def compile_step(config: Sequence[str], *, nodes: int, devices_per_node: int, xl
 def cache_folder() -> Path:
     """Returns where compiled steps are kept; all of it may be deleted at any time."""
     return Path(os.environ.get("MICS_JAX_CACHE") or Path.home() / ".cache" / "mics-jax") / "programs"
+
+
+def _why(said: str) -> str:
+    """Returns what a process that failed said last, without what jax says of GPUs that are missing."""
+    lines = [line for line in said.splitlines() if line.startswith("error: ") or "Unknown flag" in line]
+    return lines[-1].removeprefix("error: ") if lines else said.strip()[-2000:]
 
 
 def _key(words: Sequence[str]) -> str:
@@ -111,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
         jax.devices = lambda *_: topology.devices  # what make_experiment takes
         experiment = make_experiment(config)
         compiled = experiment.compile_train_step()
-    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return ExitCode.BAD_INPUT
     memory: Any = compiled.memory_analysis()

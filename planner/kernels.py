@@ -8,7 +8,7 @@ import re
 from math import prod
 
 from planner.hardware import Device
-from sharding.hlo_program import Computation, Instruction, Program, Tensor, num_bytes, tensors
+from sharding.hlo_program import Computation, Instruction, Program, Tensor, Type, num_bytes, tensors
 
 NO_KERNELS = """
     parameter constant tuple get-tuple-element bitcast reshape after-all opt-barrier partition-id replica-id
@@ -91,7 +91,9 @@ def moved_bytes(instruction: Instruction, computation: Computation, program: Pro
         read = sum(_read_bytes(parameter, called, program) for parameter in called.parameters.values())
         return read + (_written_bytes(called.root, called) if called.root else num_bytes(instruction.result))
     operands = [num_bytes(_type(computation, name)) for name in instruction.operands]
-    result = num_bytes(instruction.result)
+    result = sum(array.num_bytes for array in _results(instruction))
+    if instruction.opcode == "copy-start":
+        return 2 * operands[0]
     if instruction.opcode == "dynamic-update-slice":
         return 2 * operands[1]
     if instruction.opcode in ("dynamic-slice", "slice", "gather"):
@@ -99,6 +101,13 @@ def moved_bytes(instruction: Instruction, computation: Computation, program: Pro
     if instruction.opcode == "scatter":
         return sum(operands[1:]) + operands[-1]
     return sum(operands) + result
+
+
+def _results(instruction: Instruction) -> list[Tensor]:
+    """Returns what a kernel writes; the workspace of a library's kernel is left out."""
+    arrays = tensors(instruction.result)
+    is_library = instruction.opcode == "custom-call" and len(arrays) > 1
+    return [array for array in arrays if not (is_library and array.dtype in ("s8", "u8"))]
 
 
 def _read_bytes(value: Instruction, computation: Computation, program: Program) -> float:
@@ -134,5 +143,5 @@ def _written_bytes(value: Instruction, computation: Computation) -> float:
     return 0.0 if value.opcode == "parameter" else num_bytes(value.result)
 
 
-def _type(computation: Computation, name: str):
+def _type(computation: Computation, name: str) -> Type:
     return computation.by_name[name].result if name in computation.by_name else ()

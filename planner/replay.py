@@ -1,8 +1,9 @@
 """Replays the schedule of a compiled program: how long a step takes on a cluster, and what of its traffic is exposed.
 
 One stream of kernels in the order of the text, and one queue for each level of the network. A collective that is not
-split into a start and a done blocks the stream; of a pair, the start enqueues and the done waits. All devices do the
-same at the same time, so one is replayed. Loops are replayed until an iteration leaves everything as the one before
+split into a start and a done blocks the stream; of a pair, the start enqueues and the done waits. A computation that is
+started on a stream of its own (jax's `compute_on("gpu_stream:1")`) slows nothing down but the network. All devices do
+the same at the same time, so one is replayed. Loops are replayed until an iteration leaves everything as the one before
 did; the rest of their iterations is multiplied.
 """
 
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import isclose
 
 from planner.hardware import Device, Network
-from planner.kernels import kernel_s
+from planner.kernels import FREE, kernel_s
 from planner.timeline import Interval, Timeline, Use
 from sharding.hlo import KINDS, Collective, collective_of
 from sharding.hlo_loops import Site, trip_count
@@ -19,7 +20,9 @@ from sharding.hlo_program import Computation, Instruction, Program
 from sharding.mesh import MeshShape
 
 LEVELS = ("inter", "intra")
+STREAM = "stream"  # the lane of kernels on other streams
 MAX_INTERVALS = 50_000
+ASYNCHRONOUS = ("async", "call", "fusion", "custom-call")  # what is started with a computation of its own
 _PASSED = ("bitcast", "copy", "opt-barrier", "async-update", "get-tuple-element")  # the handle of a transfer survives
 
 
@@ -48,7 +51,7 @@ def replay(
 
 @dataclass(frozen=True, eq=False)
 class _Transfer:
-    """A collective on the network; `ahead` is the one that it had to queue behind."""
+    """A collective on the network, or a piece of another stream; `ahead` is the one that it had to queue behind."""
 
     key: tuple[str, str]
     start: float
@@ -69,6 +72,7 @@ class _State:
     uses: dict[tuple[str, str], Use] = field(default_factory=dict)
     newest: dict[str, _Transfer] = field(default_factory=dict)  # by level
     in_flight: list[_Transfer] = field(default_factory=list)
+    other: _Transfer | None = None  # while another stream is replayed: what it did last
 
     def copy(self) -> "_State":
         return replace(self, uses=dict(self.uses), newest=dict(self.newest), in_flight=list(self.in_flight))
@@ -79,9 +83,9 @@ class _Step:
     """An instruction with what is the same in each of its executions."""
 
     instruction: Instruction
-    what: str  # kernel, collective, done, or an opcode
+    what: str  # kernel, collective, start, done, passed, call-start, or an opcode
     seconds: float = 0.0
-    collectives: tuple[Collective, ...] = ()
+    collective: Collective | None = None
 
 
 class _Machine:
@@ -101,12 +105,10 @@ class _Machine:
             handle: _Handle = None
             if what == "kernel":
                 self._kernel(step)
-            elif what in ("collective", "start"):
-                for collective in step.collectives:
-                    handle = self._transfer(collective)
-                if what == "collective":
-                    self.wait(handle)
-                    handle = None
+            elif what == "start":
+                handle = self._transfer(step.collective)
+            elif what == "collective":
+                self.wait(self._transfer(step.collective))
             elif what == "done":
                 handle = held.get(instruction.operands[0])
                 if not isinstance(handle, _Transfer):
@@ -126,11 +128,10 @@ class _Machine:
                 handle = self._loop(instruction, site, held.get(instruction.operands[0]))
             elif what == "conditional":
                 handle = self._longest(instruction, site, [held.get(name) for name in instruction.operands[1:]])
-            else:  # call, or an async-start of something that is no collective: as if it were called
+            else:  # a call, or one that is started
                 values = {n: held[name] for n, name in enumerate(instruction.operands) if name in held}
-                handle = self.run(self._inside(instruction, site, instruction.calls[0]), values)
-                if instruction.opcode == "async-start":
-                    handle = _Transfer(("", ""), self.state.now, self.state.now)
+                inside = self._inside(instruction, site, instruction.calls[0])
+                handle = self.run(inside, values) if what == "call" else self._beside(inside, values)
             if handle is not None:
                 held[instruction.name] = handle
         return held.get(site.computation.root.name) if site.computation.root else None
@@ -140,23 +141,48 @@ class _Machine:
         state = self.state
         if not isinstance(transfer, _Transfer) or transfer.end <= state.now:
             return
-        until, at = transfer.end, transfer
-        while until > state.now:
-            begin = max(state.now, at.start) if at.ahead else state.now
-            self._count(at.key, Use(exposed_s=until - begin))
-            until, at = begin, at.ahead or at
+        pieces, at = [(transfer, state.now, transfer.end)], transfer
+        while at.start > state.now and at.ahead:
+            pieces[-1:] = [(at, at.start, pieces[-1][2]), (at.ahead, state.now, at.start)]
+            at = at.ahead
+        for piece, begin, end in reversed(pieces):
+            self._spend(piece.key, begin, end)
         state.now = transfer.end
 
     # ------------------------------------------------------------------------------------- one instruction
 
     def _kernel(self, step: _Step) -> None:
         state = self.state
-        self._draw("compute", state.now, state.now + step.seconds, step.instruction.name)
-        state.now += step.seconds
-        state.compute += step.seconds
+        end = state.now + step.seconds
+        if state.other is None:
+            state.compute += step.seconds
+        else:
+            key = ("kernels", STREAM)
+            self._count(key, Use(times=1, busy_s=step.seconds))
+            self._spend(key, state.now, end)
+        self._draw("compute" if state.other is None else STREAM, state.now, end, step.instruction.name)
+        state.now = end
 
-    def _transfer(self, collective: Collective) -> _Transfer:
+    def _spend(self, key: tuple[str, str], begin: float, end: float) -> None:
+        """Counts time that this stream waits; on another stream, that who waits for it is to count."""
+        if self.state.other is None:
+            self._count(key, Use(exposed_s=end - begin))
+        else:
+            self.state.other = _Transfer(key, begin, end, self.state.other)
+
+    def _beside(self, site: Site, arguments: dict[int, _Handle]) -> _Handle:
+        """Executes a computation on a stream of its own that starts now."""
+        now, other = self.state.now, self.state.other
+        self.state.other = _Transfer(("kernels", STREAM), now, now)
+        self.run(site, arguments)
+        state = self.state
+        handle, state.other, state.now = state.other, other, now
+        state.in_flight += [handle] if handle else []
+        return handle
+
+    def _transfer(self, collective: Collective | None) -> _Transfer:
         """Enqueues a collective on the levels that it uses."""
+        assert collective
         state = self.state
         seconds = level_seconds(collective, self._network)
         level = max(LEVELS, key=lambda level: seconds[level])
@@ -166,7 +192,9 @@ class _Machine:
         ahead = ahead if ahead and ahead.end > state.now else None
         start = ahead.end if ahead else state.now
         transfer = _Transfer((collective.label or collective.kind, level), start, start + seconds[level], ahead)
-        state.in_flight = [other for other in state.in_flight if other.end > state.now] + [transfer]
+        if state.other is None:
+            state.in_flight = [one for one in state.in_flight if one.end > state.now]
+        state.in_flight.append(transfer)
         self._count(transfer.key, Use(times=1, busy_s=seconds[level]))
         for level in used:
             state.newest[level] = transfer
@@ -176,29 +204,29 @@ class _Machine:
     def _loop(self, loop: Instruction, site: Site, handle: _Handle) -> _Handle:
         trips = trip_count(loop, site, self._program)
         inside = self._inside(loop, site, loop.computation("body"))
-        state, left = self.state, None
+        last: list[float] = []
         for n in range(trips):
-            before = state.copy()
+            before = self.state.copy()
             handle = self.run(inside, {0: handle})
-            state = self.state  # a conditional replaces it
-            took = state.now - before.now
-            now_left = [took, *self._left(handle)]
-            if left is not None and _same(left, now_left, took):
+            took = self.state.now + self.state.skipped - before.now - before.skipped
+            this = [took, *self._left(handle)]
+            if _same(last, this, took) and self.state.other is None:  # another stream has no clock of its own
                 self._repeat(before, trips - n - 1)
                 break
-            left = now_left
+            last = this
         return handle
 
     def _left(self, handle: _Handle) -> list[float]:
         """Returns how long after now each transfer ends that is under way, and each that a value holds."""
-        handles, ends = [handle], [transfer.end for transfer in self.state.in_flight]
+        under_way = [*self.state.in_flight, *self.state.newest.values()]
+        handles, ends = [handle], [transfer.end for transfer in under_way]
         while handles:
             one = handles.pop()
             if isinstance(one, tuple):
                 handles += one
             elif one:
                 ends.append(one.end)
-        return [max(0.0, end - self.state.now) for end in ends if end > self.state.now]
+        return [end - self.state.now for end in ends if end > self.state.now]
 
     def _repeat(self, before: _State, times: int) -> None:
         """Adds what was counted since `before`, so many times."""
@@ -245,18 +273,25 @@ class _Machine:
             self._steps[computation.name] = [step for step in steps if step]
         return self._steps[computation.name]
 
+    def _started(self, instruction: Instruction) -> Collective | None:
+        """Returns the collective of an async-start that calls a computation with nothing else in it."""
+        if instruction.opcode != "async-start":
+            return None
+        called = self._program.called(instruction.calls[0], instruction).instructions
+        found = [collective_of(inside, self._shape) for inside in called if inside.opcode not in FREE]
+        return found[0] if len(found) == 1 else None
+
     def _step(self, instruction: Instruction, computation: Computation) -> _Step | None:
         """Returns what an instruction does; None if it does nothing."""
         opcode = instruction.opcode
         if opcode in ("send", "recv"):
             raise ValueError(f"{instruction} cannot be replayed: it sends to one device")
-        if collective := collective_of(instruction, self._shape):
-            return _Step(instruction, "start" if opcode.endswith("-start") else "collective", 0.0, (collective,))
-        if opcode == "async-start":
-            called = self._program.called(instruction.calls[0], instruction)
-            found = tuple(c for inside in called.instructions if (c := collective_of(inside, self._shape)))
-            return _Step(instruction, "start" if found else "call", 0.0, found)
-        if opcode.endswith("-done") and (opcode.removesuffix("-done") in KINDS or opcode == "async-done"):
+        collective = collective_of(instruction, self._shape) or self._started(instruction)
+        if collective:
+            return _Step(instruction, "start" if opcode.endswith("-start") else "collective", 0.0, collective)
+        if opcode.endswith("-start") and opcode.removesuffix("-start") in ASYNCHRONOUS:
+            return _Step(instruction, "call-start")
+        if opcode.endswith("-done") and opcode.removesuffix("-done") in (*KINDS, *ASYNCHRONOUS):
             return _Step(instruction, "done")
         if opcode in ("while", "conditional", "call", "tuple", "parameter"):
             return _Step(instruction, opcode)

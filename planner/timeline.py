@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Interval:
     """A bar of the picture, in seconds of a step from which the repeated iterations of its loops are cut out."""
 
-    lane: str  # compute, intra or inter
+    lane: str  # compute, stream, intra or inter
     start_s: float
     end_s: float
     name: str
@@ -15,7 +15,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Use:
-    """What one kind of collective does on one level, in a step."""
+    """What the collectives of one kind take on one level, in a step."""
 
     times: int = 0
     busy_s: float = 0.0  # of the link
@@ -29,7 +29,8 @@ class Use:
 class Timeline:
     """A step: `step_s` is `compute_s` and all that is exposed.
 
-    A collective that uses both levels is counted on the one that takes longer, "inter" or "intra".
+    A collective that uses both levels is counted on the one that takes longer, "inter" or "intra". Kernels on other
+    streams are ("kernels", "stream"): busy beside the compute, exposed where that waits for them.
     """
 
     step_s: float

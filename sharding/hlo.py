@@ -19,6 +19,7 @@ from sharding.mesh import AXES, MeshShape
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 LABELS = ("gather", "hop_one", "gradient_scope", "hop_two", "parameter_scope")  # named scopes of the step
+CALLS = ("call", "conditional", "custom-call", "call-start", "custom-call-start", "async-start")  # may hold collectives
 CONTEXT = Tensor("u32", ())  # what a started collective-permute returns besides its result
 
 
@@ -109,7 +110,7 @@ def _walk(program: Program, site: Site, shape: MeshShape, *, times: int, depth: 
             if inside:
                 trips = trip_count(instruction, site, program)
                 found += [replace(c, times=c.times * trips * times) for c in inside]
-        elif instruction.opcode in ("call", "conditional", "async-start"):
+        elif instruction.opcode in CALLS:
             bodies = [program.called(name, instruction) for name in instruction.calls]
             called = [
                 _walk(program, Site(computation=body, caller=instruction, outer=site), shape, times=times, depth=depth)

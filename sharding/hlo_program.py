@@ -49,8 +49,13 @@ class Instruction:
     result: Type
     operands: tuple[str, ...]  # names in the same computation
     literal: str  # what stands in the parentheses: the number of a parameter, the value of a constant
-    attributes: dict[str, str]
+    written_attributes: str  # all of `key=value, ...`
     is_root: bool = False
+
+    @cached_property
+    def attributes(self) -> dict[str, str]:
+        """What is said behind the operands; a value keeps its brackets."""
+        return _attributes(self.written_attributes)
 
     @cached_property
     def calls(self) -> tuple[str, ...]:
@@ -182,7 +187,7 @@ def parse_instruction(line: str) -> Instruction:
         result=result,
         operands=() if is_leaf else _operands(inside),
         literal=inside.strip(),
-        attributes=_attributes(line, end + 1),
+        written_attributes=line[end + 1 :],
         is_root=bool(name.group(1)),
     )
 
@@ -224,10 +229,9 @@ def _operands(inside: str) -> tuple[str, ...]:
     return tuple(words[-1] for part in inside.split(",") if (words := part.split()))
 
 
-def _attributes(line: str, start: int) -> dict[str, str]:
-    """Returns the `key=value` pairs behind the operands; a value keeps its brackets."""
-    cuts, depth = [start], 0
-    for token in _TOKEN.finditer(line, start):
+def _attributes(text: str) -> dict[str, str]:
+    cuts, depth = [0], 0
+    for token in _TOKEN.finditer(text):
         what = token.group()
         if what == "," and not depth:
             cuts.append(token.end())
@@ -236,8 +240,8 @@ def _attributes(line: str, start: int) -> dict[str, str]:
         elif what in ")}]":
             depth -= 1
     found: dict[str, str] = {}
-    for begin, end in zip(cuts, [*(cut - 1 for cut in cuts[1:]), len(line)], strict=True):
-        key = _KEY.match(line, begin, end)
+    for begin, end in zip(cuts, [*(cut - 1 for cut in cuts[1:]), len(text)], strict=True):
+        key = _KEY.match(text, begin, end)
         if key:
-            found[key.group(1)] = line[key.end() : end].strip()
+            found[key.group(1)] = text[key.end() : end].strip()
     return found

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,9 +31,9 @@ COMPRESSION = CompressionConfig(**base.get_config().compression)
 ZERO3 = {"sharding.strategy": "zero3", "sharding.partition_size": 0}
 
 
-def compiled_for_h100(changes: dict[str, Any]) -> list[Collective]:
+def compiled_for_h100(changes: dict[str, Any], more_flags: str = "") -> list[Collective]:
     """Returns the collectives, but those of losses and norms; mics(2), unless that is changed."""
-    flags = "--xla_backend_optimization_level=0 --xla_gpu_autotune_level=0"
+    flags = f"--xla_backend_optimization_level=0 --xla_gpu_autotune_level=0 {more_flags}"
     variables = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{WHEELS}:{ROOT}", "XLA_FLAGS": flags}
     command = [sys.executable, str(ROOT / "tests" / "compiling.py"), json.dumps(changes)]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
@@ -127,3 +128,32 @@ def test_without_codecs_the_formula_is_sent(name: str) -> None:
     changes, payload_bytes = PLAIN[name]
     found = crossing(compiled_for_h100(changes))
     assert sum(c.inter_bytes * c.times for c in found) == payload_bytes * (NODES - 1) / NODES
+
+
+PIPELINED = [f"--xla_gpu_enable_pipelined_{kind}=true" for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+SCHEDULED = "--xla_gpu_enable_latency_hiding_scheduler=true"
+DOUBLE = "--xla_gpu_enable_while_loop_double_buffering=true"
+TOGETHER = " ".join([SCHEDULED, *PIPELINED])
+DEEPER = {"model.num_layers": 5, "batch.global_size": 24}  # odd numbers of iterations, enough of them to be peeled
+
+
+@cache
+def sent_by_scopes(strategy: str, flags: str) -> dict[str, float]:
+    """Returns the bytes that each scope of the step sends, between nodes and inside them."""
+    sent: dict[str, float] = {}
+    for c in compiled_for_h100(DEEPER | (ZERO3 if strategy == "zero3" else {}), flags):
+        for level, num_bytes in (("inter", c.inter_bytes), ("intra", c.intra_bytes)):
+            sent[f"{c.label} {level}"] = sent.get(f"{c.label} {level}", 0.0) + num_bytes * c.times
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags"),
+    [("mics", flags) for flags in (*PIPELINED, SCHEDULED, DOUBLE, TOGETHER, f"{TOGETHER} {DOUBLE}")]
+    + [("zero3", flags) for flags in (TOGETHER, f"{TOGETHER} {DOUBLE}")],
+)
+def test_how_xla_schedules_changes_no_bytes(strategy: str, flags: str) -> None:
+    """Loops that it peels, pipelines or unrolls are counted as they were."""
+    plain, found = sent_by_scopes(strategy, ""), sent_by_scopes(strategy, flags)
+    assert sum(plain.values()) > 10**6
+    assert found == pytest.approx(plain, rel=1e-12)

@@ -121,6 +121,22 @@ LOOP = """%body.1 (x: (s32[], f32[8])) -> (s32[], f32[8]) {{
 """
 
 
+@pytest.mark.parametrize("line", ["call-start(%p), to_apply=%wrapped", "async-start(%p), calls=%wrapped"])
+def test_what_runs_on_another_stream_counts(line: str) -> None:
+    more = f"%wrapped (x: f32[8]) -> f32[8] {{\n  {all_reduce('{}')}\n}}\n"
+    assert len(read_collectives(module("%c = ((f32[8]), f32[8]) " + line, more=more), SHAPE)) == 1
+
+
+def test_replica_groups_that_cannot_be_read_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"%all-reduce.1 = all-reduce\(p\) has replica groups that cannot be read"):
+        read_collectives(module(all_reduce("V2{4,2}")), SHAPE)
+
+
+def test_a_line_that_cannot_be_read_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"cannot be read: %x = f32\[8\] add\(%p"):
+        read_collectives(module("%x = f32[8] add(%p"), SHAPE)
+
+
 @pytest.mark.parametrize("known", [', backend_config={"known_trip_count":{"n":"6"}}', ""])
 def test_loops_multiply_by_their_trip_count(known: str) -> None:
     outer = '%while.2 = (s32[]) while(%t), condition=%c, body=%outer.1, backend_config={"known_trip_count":{"n":"5"}}'

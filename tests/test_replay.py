@@ -112,6 +112,51 @@ def test_a_started_computation_is_its_collective() -> None:
     assert (timeline.step_s, timeline.compute_s) == (10, 6)
 
 
+STREAM = f"""%beside (q: u8[5]) -> u8[20] {{
+  %q = u8[5] parameter(0)
+  %k = u8[2] negate(%q)
+  %s = (u8[5], u8[20]) all-gather-start(%k), {INTRA}, dimensions={{0}}
+  %d = u8[20] all-gather-done(%s)
+  ROOT %l = u8[3] negate(%q)
+}}
+"""
+
+
+@pytest.mark.parametrize("opcode", ["call", "async"])
+def test_another_stream_runs_beside(opcode: str) -> None:
+    """On it 7 s of kernels, 10 s of network, 8 s of kernels; what is waited for at the end are the last."""
+    key = "to_apply" if opcode == "call" else "calls"
+    start = f"%c = ((u8[5]), u8[20], u32[]) {opcode}-start(%p), {key}=%beside"
+    done = f"%e = u8[20] {opcode}-done(%c)"
+    timeline = replayed(start, kernel("k", 12), done, more=STREAM)
+    assert (timeline.step_s, timeline.compute_s) == (25, 12)
+    assert timeline.uses["all-gather", "intra"].exposed_s == 5
+    assert (timeline.uses["kernels", "stream"].busy_s, timeline.uses["kernels", "stream"].exposed_s) == (15, 8)
+    assert replayed(start, kernel("k", 40), done, more=STREAM).step_s == 40
+    gather_too, gather_done = gather("g", INTRA, 20)
+    assert replayed(start, gather_too, done, gather_done, more=STREAM).step_s == 17 + 10  # a link was asked for first
+
+
+def test_a_loop_on_another_stream_takes_its_time() -> None:
+    """50 iterations of 12 (the counter) and 8 s there, the network here meanwhile."""
+    more = (
+        loop(50, "u8[5]", "v", (kernel("k", 8),), "v")
+        + """
+%beside (q: u8[5]) -> u8[5] {
+  %q = u8[5] parameter(0)
+  %zero = s32[] constant(0)
+  %t = (s32[], u8[5]) tuple(%zero, %q)
+  %w = (s32[], u8[5]) while(%t), condition=%cond, body=%body
+  ROOT %r = u8[5] get-tuple-element(%w), index=1
+}
+"""
+    )
+    start, done = "%c = ((u8[5]), u8[5]) call-start(%p), to_apply=%beside", "%e = u8[5] call-done(%c)"
+    timeline = replayed(start, *gather("g", INTER, 10), kernel("k", 7), done, more=more)
+    assert isclose(timeline.step_s, 1000) and timeline.compute_s == 7
+    assert timeline.uses["all-gather", "inter"].exposed_s == 50
+
+
 def loop(trips: int, carried: str, value: str, lines: tuple[str, ...], result: str, inside: str = "") -> str:
     """Returns the computations of a loop whose tuple is (counter, a `carried`), `%v` in the body."""
     body = "\n".join(f"  {line}" for line in lines)

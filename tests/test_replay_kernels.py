@@ -1,0 +1,126 @@
+"""Operations and bytes of single kernels: what a fusion reads and writes, and the products inside it."""
+
+import pytest
+
+from planner.kernels import matmul_flops, moved_bytes
+from sharding.hlo_program import Program, parse_program
+
+
+def kernel(line: str, more: str = "") -> Program:
+    """Returns a module whose entry has parameters %stack, %row and %i, and the kernel %k."""
+    return parse_program(f"""HloModule jit_step, is_scheduled=true
+
+{more}
+ENTRY %main (stack: f32[10,100], row: f32[1,100], i: s32[]) -> f32[] {{
+  %stack = f32[10,100]{{1,0}} parameter(0)
+  %row = f32[1,100]{{1,0}} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %k = {line}
+}}
+""")
+
+
+def moved(line: str, more: str = "") -> float:
+    program = kernel(line, more)
+    return moved_bytes(program.entry.by_name["k"], program.entry, program)
+
+
+def flops(line: str, more: str = "") -> list[tuple[str, float]]:
+    program = kernel(line, more)
+    return matmul_flops(program.entry.by_name["k"], program.entry, program)
+
+
+def fused(*lines: str) -> str:
+    """Returns a computation %f of the parameters %a (a stack), %b (a row) and %c (an index)."""
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"""%f (a: f32[10,100], b: f32[1,100], c: s32[]) -> f32[] {{
+  %a = f32[10,100]{{1,0}} parameter(0)
+  %b = f32[1,100]{{1,0}} parameter(1)
+  %c = s32[] parameter(2)
+  %zero = s32[] constant(0)
+{body}
+}}
+"""
+
+
+ROW, STACK, INDEX = 400, 4000, 4
+FUSION = "fusion(%stack, %row, %i), kind=kLoop, calls=%f"
+SLICE = "%s = f32[1,100] dynamic-slice(%a, %c, %zero), dynamic_slice_sizes={1,100}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (("ROOT %n = f32[10,100] negate(%a)",), STACK + STACK),
+        ((SLICE, "ROOT %n = f32[1,100] add(%s, %b)"), ROW + ROW + INDEX + ROW),
+        (("%v = f32[1000] bitcast(%a)", "ROOT %s = f32[100] slice(%v), slice={[0:100]}"), ROW + ROW),
+        (("ROOT %u = f32[10,100] dynamic-update-slice(%a, %b, %c, %zero)",), ROW + INDEX + ROW),
+        (  # a layer's gradient is added into the stack of gradients
+            (
+                SLICE,
+                "%n = f32[1,100] add(%s, %b)",
+                "%u = f32[10,100] dynamic-update-slice(%a, %n, %c, %zero)",
+                "ROOT %o = f32[1000] bitcast(%u)",
+            ),
+            ROW + ROW + INDEX + ROW,
+        ),
+        (
+            (SLICE, "%m = f32[10,100] negate(%a)", "ROOT %t = (f32[1,100], f32[10,100]) tuple(%s, %m)"),
+            9 * ROW + STACK + 4 + 2 * ROW,
+        ),
+        (("ROOT %z = f32[10,100] broadcast(%zero), dimensions={}",), STACK),
+        (("ROOT %d = f32[10,100] dynamic-update-slice(%a, %a, %c, %zero)",), STACK + INDEX + STACK),
+        (("%g = f32[2,100] gather(%a, %c)", "ROOT %n = f32[2,100] negate(%g)"), 2 * ROW + INDEX + 2 * ROW),
+    ],
+)
+def test_a_fusion_moves_what_it_uses(lines: tuple[str, ...], expected: float) -> None:
+    assert moved(f"f32[] {FUSION}", fused(*lines)) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("f32[10,100] copy(%stack)", 2 * STACK),
+        ("f32[10,100] dynamic-update-slice(%stack, %row, %i, %i)", 2 * ROW),
+        ("f32[1,100] dynamic-slice(%stack, %i, %i), dynamic_slice_sizes={1,100}", 2 * ROW),
+        ("(f32[10,100], f32[10,100], u32[]) copy-start(%stack)", 2 * STACK),
+        ('(f32[10,10], s8[4096]) custom-call(%stack, %row), custom_call_target="__cublas$gemm"', STACK + 2 * ROW),
+    ],
+)
+def test_a_kernel_alone_moves_its_operands_and_results(line: str, expected: float) -> None:
+    assert moved(line) == expected
+
+
+LIBRARY = "custom-call(%stack, %stack), custom_call_target="
+GEMM = 'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["%d"]}}}'
+ATTENTION = (
+    'backend_config={"cudnn_fmha_backend_config":{"mask_type":"%s","intermediate_tensor_shape":'
+    '{"element_type":"BF16","dimensions":["1","2","10","10"],"is_dynamic_dimension":[false]}}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("f32[10,10] dot(%stack, %stack), lhs_contracting_dims={1}, rhs_contracting_dims={1}", 2 * 10 * 10 * 100),
+        (f'(f32[10,10], s8[1]) {LIBRARY}"__cublas$gemm", {GEMM % 1}', 20_000),
+        (f'f32[100,100] {LIBRARY}"__cublas$lt$matmul", {GEMM % 0}', 200_000),
+        (
+            f'f32[10,100] {LIBRARY}"__cudnn$fmhaSoftmax", {ATTENTION % "NO_MASK"}',
+            4 * 200 * 100,
+        ),
+        (
+            f'f32[10,100] {LIBRARY}"__cudnn$fmhaSoftmaxBackward", {ATTENTION % "CAUSAL"}',
+            5 * 200 * 100,
+        ),
+        ("f32[10,1] convolution(%stack, %row), dim_labels=bf_oi->bf", 2 * 10 * 100),
+        ('f32[10,100] custom-call(%stack), custom_call_target="Sharding"', 0),
+    ],
+)
+def test_products_count_a_multiplication_and_an_addition_a_term(line: str, expected: int) -> None:
+    assert sum(count for _, count in flops(line)) == expected
+
+
+def test_products_are_found_inside_fusions() -> None:
+    dot = "ROOT %d = f32[10,10] dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={1}"
+    assert flops(f"f32[10,10] {FUSION}", fused(dot)) == [("f32", 20_000)]
