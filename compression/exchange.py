@@ -109,6 +109,15 @@ def _plain(plan: ShardingPlan) -> optax.GradientTransformation:
     @jax.named_scope("hop_two")
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
+        import os
+        if os.environ.get("HOP2") == "1":
+            leaves, tree = jax.tree.flatten(updates)
+            from sharding.step import gradient_specs
+            specs_R = jax.tree.leaves(gradient_specs(plan))
+            from sharding.spec import is_placement
+            means = [p.pspec(plan.layout.optimizer) for p in jax.tree.leaves(plan.placements, is_leaf=is_placement)]
+            out = jax.shard_map(lambda xs: [x[0] / layout.num_replicas for x in xs], mesh=plan.mesh, in_specs=(specs_R,), out_specs=means, check_vma=False)(leaves)
+            return tree.unflatten(out), state
         if not layout.replica_axes:  # nothing left to exchange: at most a local slice
             return plan.constrain(jax.tree.map(lambda x: x[0], updates), layout.optimizer), state
         return on_shards(plan, exchange_shards, updates)[0], state

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sharding.accumulation import Accumulating, Rule, values_of
 from sharding.collectives import PLAIN, Group, LevelCodecs, vary
 from sharding.mesh import DATA_AXES
 from sharding.scopes import Layout
@@ -219,28 +221,56 @@ def micro_steps(
     # before the micro-steps: gather what is kept for all of them
     kept = gather_tree(plan, plan.placements, params, policy.each_step(parameters)) if policy.each_step else params
 
-    def micro_step(carry: tuple[PyTree, jax.Array], item: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+    def micro_step(sums: PyTree, item: tuple[jax.Array, Batch], exchange: Exchange | None = None) -> tuple[PyTree, jax.Array]:
         i, micro = item
         used = kept
         if not policy.each_step:  # tied to the loop, or XLA would move gathers out of it and keep what they gather
             used = jax.tree.map(lambda x: lax.optimization_barrier((x, i))[0], kept)
         # forward and backward pass; what is gathered in it is reduce-scattered on the way back: hop one
-        value, grads = jax.value_and_grad(lambda kept: micro_loss(loss, plan, kept, micro) / total)(used)
-        if policy.each_step:
-            grads = hop_one(plan, plan.placements, grads)
-        grads = to_gradient_scope(plan, grads)
-        return jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry, (grads, value)), None
+        value, sums = jax.value_and_grad(lambda sums: micro_loss(loss, plan, accumulating(plan, used, sums, exchange), micro) / total)(sums)
+        return sums, value
 
-    zeros = to_gradient_scope(plan, jax.tree.map(jnp.zeros_like, params), zeros=True)
-    carry = (zeros, vary(jnp.zeros(()), plan.layout.data_axes))
-    indices = jnp.arange(batch["weights"].shape[0])
-    (grads, value), _ = lax.scan(micro_step, carry, (indices, dict(batch)))
-    return grads, value
+    # a zero that XLA does not know: it would share the zeros with others, and keep them for the whole step
+    zero = lax.optimization_barrier(jnp.zeros(()))
+    zeros = to_gradient_scope(plan, plan.placements, jax.tree.map(lambda x: jnp.zeros_like(x) + zero, params), zeros=True)
+    items = (jnp.arange(batch["weights"].shape[0]), dict(batch))
+    import os
+    if os.environ.get("HOP2") == "1":
+        sums, values = lax.scan(micro_step, zeros, jax.tree.map(lambda x: x[:-1], items))
+        exchange = lambda placements, tree, i: jax.tree.map(lambda x: vary(lax.psum(x, plan.layout.replica_axes), plan.layout.data_axes), tree)
+        sums, last = micro_step(sums, jax.tree.map(lambda x: x[-1], items), jax.named_scope("hop_two")(exchange))
+        return sums, jnp.sum(values) + last
+    sums, values = lax.scan(micro_step, zeros, items)
+    return sums, jnp.sum(values)
+
+
+Exchange = Callable[[PyTree, PyTree, Any], PyTree]
+
+
+def accumulating(plan: ShardingPlan, params: PyTree, sums: PyTree, exchange: Exchange | None) -> PyTree:
+    layout = plan.layout
+
+    def rule(placements: PyTree) -> Rule:
+        def add(sums: PyTree, grads: PyTree) -> PyTree:
+            if layout.gather.each_step:
+                grads = hop_one(plan, placements, grads)
+            grads = to_gradient_scope(plan, placements, grads)
+            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads)
+
+        return Rule(add=add, exchange=partial(exchange, placements) if exchange else None)
+
+    if layout.gather.each_step or layout.gather.each_micro_step:
+        return Accumulating(values=params, sums=sums, rule=rule(plan.placements))
+    return {
+        name: Accumulating(values=values, sums=sums[name], rule=rule(_used_placements(plan, name)))
+        for name, values in params.items()
+    }
 
 
 def micro_loss(loss: Loss, plan: ShardingPlan, kept: PyTree, micro: Batch) -> jax.Array:
     """Returns the loss of this device's rows `[rows, ...]`, gathering what the policy gathers in a micro-step."""
     policy, parameters = plan.layout.gather, plan.layout.parameters
+    kept = values_of(kept)
     if policy.each_micro_step:
         kept = gather_tree(plan, plan.placements, kept, policy.each_micro_step(parameters))
     if policy.each_use:
@@ -285,7 +315,7 @@ def layer_gather(plan: ShardingPlan, scope: tuple[str, ...] | None = None) -> Ga
     """
 
     def gather(name: str, tree: PyTree) -> PyTree:
-        return gather_tree(plan, _used_placements(plan, name), tree, scope)
+        return gather_tree(plan, _used_placements(plan, name), values_of(tree), scope)
 
     return gather
 
@@ -342,11 +372,11 @@ def _hop_one_leaves(plan: ShardingPlan, group: Group, grads: list[jax.Array]) ->
 
 
 @jax.named_scope("gradient_scope")
-def to_gradient_scope(plan: ShardingPlan, grads: PyTree, *, zeros: bool = False) -> PyTree:
+def to_gradient_scope(plan: ShardingPlan, placements: PyTree, grads: PyTree, *, zeros: bool = False) -> PyTree:
     """Reduces gradients from the parameters' scope to their own, each micro-step (ZeRO-2); `zeros` needs no sum."""
     layout = plan.layout
     added_axes = layout.gradients_beyond_parameters
-    group = plan.group(plan.placements, added_axes, coded=True)
+    group = plan.group(placements, added_axes, coded=True)
     leaves, tree = jax.tree.flatten(grads)
     if layout.two_hop and not zeros and added_axes:
         # the values came from the compute dtype: nothing is lost in casting back
