@@ -7,8 +7,8 @@ from functools import partial
 from jax import Array
 
 from configs.schema import TransformerConfig
-from sharding.accumulation import scan_layers
 from models.model import Batch, Gather, Model, Params, cross_entropy, rematerialise
+from sharding.accumulation import scan_layers
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,14 @@
-"""Gradients summed over the micro-steps inside the backward pass, and hop two of the last one beside it.
+"""Gradients that are summed over the micro-steps inside the backward pass, and hop two of the last one beside it.
 
-A micro-step differentiates its loss with respect to the sums of the micro-steps before it instead of the parameters:
-the parameters' group is replaced by an `Accumulating`, whose transpose adds the new gradients to those sums. For a
-stack of layers the sums are carried backwards through the scan and updated in place, so that no second copy of all
-gradients ever exists, and in the last micro-step a layer's finished sum is exchanged with the other replicas while
-the next layer computes.
+A micro-step is differentiated with respect to the sums of the gradients before it, not to the parameters: a group of
+parameters is handed to the model as an `Accumulating`, and where its gradients would come out of the backward pass
+they are added to those sums. The sums of a stack of layers travel backwards through its loop as the cotangent of a
+carry, so that XLA updates them in place and no second copy of the gradients exists. In the last micro-step hop two
+exchanges the finished sums of a layer while the layer before it computes.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,34 +17,33 @@ from jax import lax
 
 PyTree = Any
 Index = jax.Array | int
+Body = Callable[[jax.Array, PyTree], jax.Array]  # (x, one layer's parameters) -> x
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rule:
-    """What becomes of a group's gradients; for a stack the trees are those of one layer."""
+    """What is done with the gradients of a group; of a stack, with those of one layer."""
 
     add: Callable[[PyTree, PyTree], PyTree]  # (sums, gradients) -> sums
-    exchange: Callable[[PyTree, Index], PyTree] | None = None  # (finished sums, index of the layer) -> over all replicas
+    exchange: Callable[[PyTree, Index], PyTree] | None = None  # hop two of finished sums; the index is the layer's
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Accumulating:
-    """A group of parameters, for a stack `[L, ...]`, and the sums of its gradients so far."""
+    """A group of parameters, and the sums of its gradients so far; of a stack, both are `[L, ...]`.
+
+    `sums` may hold more than the sums, as long as `rule` knows it: what hop two keeps from step to step.
+    """
 
     values: PyTree
     sums: PyTree
     rule: Rule = field(metadata={"static": True})
 
 
-def is_accumulating(x: object) -> bool:
-    """Whether a node of a tree is Accumulating: the `is_leaf` of trees of them."""
-    return isinstance(x, Accumulating)
-
-
 def values_of(group: PyTree) -> PyTree:
-    """Returns the values of a group; backwards their gradients are added to its sums, and exchanged if it is time."""
-    if not is_accumulating(group):
+    """Returns the values of a group that is used once; backwards, their gradients go into its sums."""
+    if not isinstance(group, Accumulating):
         return group
     rule = group.rule
 
@@ -63,122 +61,106 @@ def values_of(group: PyTree) -> PyTree:
 
 
 def scan_layers(
-    body: Callable[[jax.Array, PyTree], jax.Array],
-    x: jax.Array,
-    stack: PyTree,
-    rematerialise: Callable[[Callable[..., Any]], Callable[..., Any]],
+    body: Body, x: jax.Array, stack: PyTree, rematerialise: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> jax.Array:
-    """Returns `x` after `body(x, layer)` for each layer of a stack `[L, ...]`, in a loop."""
-    if is_accumulating(stack) and stack.rule.exchange:
-        return _scan_exchanging(body, x, stack, stack.rule.exchange, rematerialise)
-    body = rematerialise(body)
-    if is_accumulating(stack):
-        return _scan_adding(body, x, stack)
-    return lax.scan(lambda x, layer: (body(x, layer), None), x, stack)[0]
+    """Returns `x` after `body(x, layer)` for each layer of a stack `[L, ...]`, an Accumulating or plain arrays.
+
+    `rematerialise` wraps what one layer runs, and says what its backward pass computes again.
+    """
+    if not isinstance(stack, Accumulating):
+        run = rematerialise(body)
+        return lax.scan(lambda x, layer: (run(x, layer), None), x, stack)[0]
+    if stack.rule.exchange is None:
+        return _scan_adding(rematerialise(body), x, stack)
+    return _scan_exchanging(body, x, stack, stack.rule.exchange, rematerialise)
 
 
-def _scan_adding(body: Callable[..., jax.Array], x: jax.Array, stack: Accumulating) -> jax.Array:
-    """The sums travel backwards as the cotangent of a carry."""
+def _scan_adding(run: Body, x: jax.Array, stack: Accumulating) -> jax.Array:
+    """Runs the layers; backwards, each adds its gradients to the sums."""
 
-    @jax.custom_vjp
-    def tap(layer: PyTree, sums: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
-        del i
-        return layer, sums
+    def add(i: jax.Array, grads: PyTree, sums: PyTree) -> tuple[None, PyTree]:
+        return None, _put(sums, stack.rule.add(_at(sums, i), grads), i)
 
-    def backward(i: jax.Array, cotangents: tuple[PyTree, PyTree]) -> tuple[None, PyTree, None]:
-        grads, sums = cotangents
-        return None, _put(sums, stack.rule.add(_at(sums, i), grads), i), None
-
-    tap.defvjp(lambda layer, sums, i: ((layer, sums), i), backward)
-
-    def step(carry: tuple[jax.Array, PyTree], item: tuple[jax.Array, PyTree]) -> tuple[Any, None]:
+    def layer(carry: tuple[jax.Array, PyTree], item: tuple[jax.Array, PyTree]) -> tuple[Any, None]:
         x, sums = carry
-        i, layer = item
-        layer, sums = tap(layer, sums, i)
-        return (body(x, layer), sums), None
+        i, values = item
+        values, sums = _tap(add, i, values, sums)
+        return (run(x, values), sums), None
 
-    items = jnp.arange(_length(stack.values)), stack.values
-    (x, sums), _ = lax.scan(step, (x, stack.sums), items)
-    return _backwards_from(x, sums, stack.sums)
+    (x, sums), _ = lax.scan(layer, (x, stack.sums), (jnp.arange(_length(stack)), stack.values))
+    return _start_backwards(x, sums, stack.sums)
 
 
 def _scan_exchanging(
-    body: Callable[..., jax.Array], x: jax.Array, stack: Accumulating, exchange: Callable[[PyTree, Index], PyTree], rematerialise: Any
+    body: Body,
+    x: jax.Array,
+    stack: Accumulating,
+    exchange: Callable[[PyTree, Index], PyTree],
+    rematerialise: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> jax.Array:
-    """The same, and backwards a layer's finished sums wait for one layer: they are exchanged beside its compute.
+    """Runs the layers; backwards, a layer's finished sums wait in the carry and are exchanged beside the next layer.
 
-    The last layer, whose backward pass is the first, has nothing to exchange yet and stays out of the loop; what
-    waits after the loop is the first layer's.
+    The backward pass begins with the last layer, which stays out of the loop: nothing waits there yet. After the loop
+    the first layer's sums wait.
     """
-    last = _length(stack.values) - 1
-    rule = stack.rule
+    last = _length(stack) - 1
+    add = stack.rule.add
+
+    def add_last(_: None, grads: PyTree, sums: PyTree, waiting: PyTree) -> tuple[None, PyTree, PyTree]:
+        del waiting
+        return None, sums, add(_at(sums, last), grads)
+
+    def add_and_exchange(i: jax.Array, grads: PyTree, sums: PyTree, waiting: PyTree) -> tuple[None, PyTree, PyTree]:
+        finished = add(_at(sums, i), grads)
+        return None, _put(sums, exchange(waiting, i + 1), i + 1), finished
+
+    def exchange_first(_: None, sums: PyTree, waiting: PyTree) -> tuple[PyTree, PyTree]:
+        return _put(sums, exchange(waiting, 0), 0), waiting
+
+    # A layer's parameters are taken from the stack inside of what is rematerialised, or a copy of all would be kept.
+    @rematerialise
+    def layer(i: jax.Array, x: jax.Array, sums: PyTree, waiting: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
+        values, sums, waiting = _tap(add_and_exchange, i, _at(stack.values, i), sums, waiting)
+        return body(x, values), sums, waiting
+
+    @rematerialise
+    def last_layer(x: jax.Array, sums: PyTree, waiting: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
+        values, sums, waiting = _tap(add_last, None, _at(stack.values, last), sums, waiting)
+        return body(x, values), sums, waiting
+
+    waiting = jax.tree.map(jnp.zeros_like, _at(stack.sums, last))  # its cotangent alone is used
+    sums, waiting = _tap(exchange_first, None, stack.sums, waiting)
+    carry, _ = lax.scan(lambda carry, i: (layer(i, *carry), None), (x, sums, waiting), jnp.arange(last))
+    x, *carried = last_layer(*carry)
+    return _start_backwards(x, tuple(carried), (stack.sums, waiting))
+
+
+def _tap(backward: Callable[..., tuple[PyTree, ...]], i: jax.Array | None, *trees: PyTree) -> tuple[PyTree, ...]:
+    """Returns the trees; their cotangents are what `backward(i, *cotangents)` returns, None for zero."""
 
     @jax.custom_vjp
-    def first(sums: PyTree, waiting: PyTree) -> tuple[PyTree, PyTree]:
-        return sums, waiting
-
-    def first_backward(_: None, cotangents: tuple[PyTree, PyTree]) -> tuple[PyTree, None]:
-        sums, waiting = cotangents
-        return _put(sums, exchange(waiting, 0), 0), None
-
-    first.defvjp(lambda sums, waiting: ((sums, waiting), None), first_backward)
-
-    @partial(jax.custom_vjp)
-    def tap(layer: PyTree, sums: PyTree, waiting: PyTree, i: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+    def identity(i: jax.Array | None, *trees: PyTree) -> tuple[PyTree, ...]:
         del i
-        return layer, sums, waiting
+        return trees
 
-    def backward(i: jax.Array, cotangents: tuple[PyTree, PyTree, PyTree]) -> tuple[None, PyTree, PyTree, None]:
-        grads, sums, waiting = cotangents
-        finished = rule.add(_at(sums, i), grads)
-        return None, _put(sums, exchange(waiting, i + 1), i + 1), finished, None
-
-    tap.defvjp(lambda layer, sums, waiting, i: ((layer, sums, waiting), i), backward)
-
-    @jax.custom_vjp
-    def tap_last(layer: PyTree, sums: PyTree, waiting: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        return layer, sums, waiting
-
-    def last_backward(_: None, cotangents: tuple[PyTree, PyTree, PyTree]) -> tuple[None, PyTree, PyTree]:
-        grads, sums, _waiting = cotangents
-        return None, sums, rule.add(_at(sums, last), grads)
-
-    tap_last.defvjp(lambda layer, sums, waiting: ((layer, sums, waiting), None), last_backward)
-
-    @rematerialise
-    def run(i, x, sums, waiting):
-        layer, sums, waiting = tap(_at(stack.values, i), sums, waiting, i)
-        return body(x, layer), sums, waiting
-
-    @rematerialise
-    def run_last(x, sums, waiting):
-        layer, sums, waiting = tap_last(_at(stack.values, last), sums, waiting)
-        return body(x, layer), sums, waiting
-
-    def step(carry: tuple[jax.Array, PyTree, PyTree], i: jax.Array) -> tuple[Any, None]:
-        return run(i, *carry), None
-
-    waiting = jax.tree.map(jnp.zeros_like, _at(stack.sums, 0))  # only its cotangent matters
-    sums, waiting = first(stack.sums, waiting)
-    (x, sums, waiting), _ = lax.scan(step, (x, sums, waiting), jnp.arange(last))
-    x, sums, waiting = run_last(x, sums, waiting)
-    return _backwards_from(x, (sums, waiting), (stack.sums, waiting))
+    identity.defvjp(lambda i, *trees: (trees, i), lambda i, cotangents: (None, *backward(i, *cotangents)))
+    return identity(i, *trees)
 
 
-def _backwards_from(x: jax.Array, carried: PyTree, sums: PyTree) -> jax.Array:
-    """Returns `x`; backwards, the cotangent of what was `carried` starts as `sums`."""
+def _start_backwards(x: jax.Array, carried: PyTree, first: PyTree) -> jax.Array:
+    """Returns `x`; backwards, `first` is the cotangent of `carried`."""
 
     @jax.custom_vjp
-    def start(x: jax.Array, carried: PyTree, sums: PyTree) -> jax.Array:
-        del carried, sums
+    def start(x: jax.Array, carried: PyTree, first: PyTree) -> jax.Array:
+        del carried, first
         return x
 
-    start.defvjp(lambda x, carried, sums: (x, sums), lambda sums, g: (g, sums, None))
-    return start(x, carried, sums)
+    start.defvjp(lambda x, carried, first: (x, first), lambda first, cotangent: (cotangent, first, None))
+    return start(x, carried, first)
 
 
-def _length(stack: PyTree) -> int:
-    return jax.tree.leaves(stack)[0].shape[0]
+def _length(stack: Accumulating) -> int:
+    return jax.tree.leaves(stack.values)[0].shape[0]
 
 
 def _at(stack: PyTree, i: Index) -> PyTree:
