@@ -27,9 +27,9 @@ from compression.statistics import Sent, added, nothing_sent
 from configs.schema import OptimizerConfig
 from sharding.collectives import all_gather_chunks, join, reduce_scatter_chunks, split, vary
 from sharding.mesh import inter_part, intra_part
+from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica
 from sharding.spec import Placement
-from sharding.step import ShardingPlan
 
 PyTree = Any
 Axes = tuple[str, ...]

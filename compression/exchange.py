@@ -13,12 +13,13 @@ from jax import lax
 from compression.by_config import make_codec
 from compression.hop_two import HopTwo, Setup
 from compression.route import Axes, Route
-from compression.shards import Shards, not_finite, on_shards
+from compression.shards import Shards, not_finite, on_shards, own_copies
 from compression.statistics import Sent, added, nothing_sent
 from sharding.collectives import Codec, buckets, join, slice_apart, split
+from sharding.gradients import Exchanged, HopTwoInBackward
+from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica
 from sharding.spec import Placement
-from sharding.step import ShardingPlan
 
 PyTree = Any
 
@@ -60,6 +61,10 @@ def exchange(
     @jax.named_scope("hop_two")
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
+        if isinstance(updates, Exchanged):
+            residual = replace(state.residual, tree=updates.kept_R if error_feedback else ())
+            state = ExchangeState(step=state.step + 1, residual=residual, sent=Sent(*updates.counts))
+            return own_copies(plan, updates.grads_R), state
         kept = (state.residual.tree,) if error_feedback else ()
         out, *kept, sent = on_shards(plan, exchange_shards, updates, *kept, replicated=state.step)
         residual = replace(state.residual, tree=kept[0] if error_feedback else ())
@@ -82,13 +87,46 @@ def _with_codec(name: str) -> HopTwo:
 
     def build(setup: Setup) -> optax.GradientTransformation:
         config = setup.compression
-        codec = make_codec(name, config, rounding=config.rounding)
-        return exchange(setup.plan, codec, error_feedback=config.error_feedback)
+        return exchange(setup.plan, codec_of(setup), error_feedback=config.error_feedback)
 
-    return HopTwo(name=name, build=build, refuse=refuse_nothing_to_encode)
+    def in_backward(setup: Setup) -> HopTwoInBackward:
+        plan, codec, feedback = setup.plan, codec_of(setup), setup.compression.error_feedback
+
+        def exchange_group(
+            placements: Sequence[Placement], xs: Shards, kept: Shards | None, key: jax.Array
+        ) -> tuple[Shards, Shards | None, jax.Array]:
+            xs = xs if kept is None else [x + k for x, k in zip(xs, kept, strict=True)]
+            exchanged, counts = _exchange_all(plan, codec, placements, xs, key)
+            sent = jnp.stack([sum(column, jnp.zeros(())) for column in zip(*counts, strict=True)])
+            return [x.total for x in exchanged], [x.kept for x in exchanged] if feedback else None, sent
+
+        def kept(state: ExchangeState) -> tuple[jax.Array, PyTree]:
+            return state.step, state.residual.tree if feedback else None
+
+        return HopTwoInBackward(kept=kept, exchange=exchange_group, num_counts=len(Sent._fields))
+
+    def codec_of(setup: Setup) -> Codec:
+        codec = make_codec(name, setup.compression, rounding=setup.compression.rounding)
+        assert codec is not None
+        return codec
+
+    return HopTwo(name=name, build=build, refuse=refuse_nothing_to_encode, in_backward=in_backward)
 
 
-NONE = HopTwo(name="none", build=lambda setup: exchange(setup.plan), refuse=lambda setup: None)
+def _plain_in_backward(setup: Setup) -> HopTwoInBackward:
+    """Returns the exchange of a group's sums as they are."""
+    return HopTwoInBackward(
+        kept=lambda state: (jnp.zeros((), jnp.int32), None),
+        exchange=lambda placements, xs, kept, key: (_sums(setup.plan, placements, xs), None, jnp.zeros(0)),
+    )
+
+
+NONE = HopTwo(
+    name="none",
+    build=lambda setup: exchange(setup.plan),
+    refuse=lambda setup: None,
+    in_backward=_plain_in_backward,
+)
 EXCHANGES = (NONE, *map(_with_codec, ("bf16", "int8", "int4", "two_bit", "one_bit")))
 
 
@@ -109,6 +147,8 @@ def _plain(plan: ShardingPlan) -> optax.GradientTransformation:
     @jax.named_scope("hop_two")
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
+        if isinstance(updates, Exchanged):
+            return own_copies(plan, updates.grads_R), state
         if not layout.replica_axes:  # one replica: nothing to exchange, at most a local slice
             return plan.constrain(jax.tree.map(lambda x: x[0], updates), layout.optimizer), state
         return on_shards(plan, exchange_shards, updates)[0], state
@@ -119,7 +159,7 @@ def _plain(plan: ShardingPlan) -> optax.GradientTransformation:
 # ------------------------------------------------------------------------------------------------ with a codec
 
 
-class Exchanged(NamedTuple):
+class Result(NamedTuple):
     """The result for one shard: its sum over the replicas, in the optimizer's scope, and this replica's residual."""
 
     total: jax.Array
@@ -135,25 +175,32 @@ def _exchange_shards(
     xs = [x_R[0].astype(jnp.float32) / plan.layout.num_replicas for x_R in grads_R]
     for kept_R in residual_R:
         xs = [x + kept[0] for x, kept in zip(xs, kept_R, strict=True)]
+    exchanged, counts = _exchange_all(plan, codec, placements, xs, jax.random.fold_in(jax.random.key(0), step))
+    out = [result.total.astype(g.dtype) for result, g in zip(exchanged, grads_R, strict=True)]
+    kept = [result.kept[None] for result in exchanged]
+    return out, *(kept for _ in residual_R), added(counts, plan.mesh.axis_names)
+
+
+def _exchange_all(
+    plan: ShardingPlan, codec: Codec, placements: Sequence[Placement], xs: Shards, key: jax.Array
+) -> tuple[list[Result], list[Sent]]:
+    """Returns the result for each shard, and the counts of each collective."""
     # vectors are not encoded
     exchanged, counts = _exchange_plain(plan, placements, [i for i, p in enumerate(placements) if p.is_vector], xs)
     # all others are encoded; those sharded over the same axes share collectives
-    key = jax.random.fold_in(jax.random.key(0), step)
     for members, cut_by in _kinds(placements, plan.layout.gradients):
         found, sent = _exchange_encoded(plan, codec, placements, members, cut_by, xs, key)
         exchanged |= found
         counts += sent
-    out = [exchanged[i].total.astype(g.dtype) for i, g in enumerate(grads_R)]
-    kept = [exchanged[i].kept[None] for i in range(len(xs))]
-    return out, *(kept for _ in residual_R), added(counts, plan.mesh.axis_names)
+    return [exchanged[i] for i in range(len(xs))], counts
 
 
 def _exchange_plain(
     plan: ShardingPlan, placements: Sequence[Placement], members: Sequence[int], xs: Shards
-) -> tuple[dict[int, Exchanged], list[Sent]]:
+) -> tuple[dict[int, Result], list[Sent]]:
     """Returns the results for the shards `members`, summed in f32, and the counts of each."""
     totals = _sums(plan, [placements[i] for i in members], [xs[i] for i in members])
-    exchanged = {i: Exchanged(total, jnp.zeros_like(xs[i])) for i, total in zip(members, totals, strict=True)}
+    exchanged = {i: Result(total, jnp.zeros_like(xs[i])) for i, total in zip(members, totals, strict=True)}
     return exchanged, [Sent(4 * xs[i].size, xs[i].size, xs[i].size) for i in members]
 
 
@@ -165,7 +212,7 @@ def _exchange_encoded(
     cut_by: Axes,
     xs: Shards,
     key: jax.Array,
-) -> tuple[dict[int, Exchanged], list[Sent]]:
+) -> tuple[dict[int, Result], list[Sent]]:
     """Returns the results for the shards `members`, all sharded over `cut_by`, and the counts of each collective."""
     layout = plan.layout
     # if the optimizer's scope is wider, each device gets only its chunk of the sum
@@ -177,7 +224,7 @@ def _exchange_encoded(
     key = jax.random.fold_in(key, members[0])
     key = jax.random.fold_in(key, lax.axis_index(layout.replica_axes + cut_by))
     poison = not_finite([xs[i] for i in members], layout.replica_axes)
-    exchanged: dict[int, Exchanged] = {}
+    exchanged: dict[int, Result] = {}
     counts = []
     for bucket in buckets(members, [x.nbytes for x in xs], over_gloo=plan.over_gloo):
         # pack into `[degree, N]`, exchange, slice apart
@@ -188,7 +235,7 @@ def _exchange_encoded(
         counts.append(sent)
         shapes = [row.shape[1:] for row in rows]
         for i, x, e in zip(bucket, slice_apart(total, shapes), slice_apart(error, shapes), strict=True):
-            exchanged[i] = Exchanged(x + poison, join(e, placements[i].dim) if scatters else e[0])
+            exchanged[i] = Result(x + poison, join(e, placements[i].dim) if scatters else e[0])
     return exchanged, counts
 
 

@@ -24,7 +24,7 @@ from compression.hop_two import HopTwo, Setup
 from compression.statistics import dense_sent
 from configs.schema import OptimizerConfig
 from sharding.collectives import Codec
-from sharding.step import ShardingPlan
+from sharding.plan import ShardingPlan
 
 PyTree = Any
 

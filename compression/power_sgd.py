@@ -19,9 +19,9 @@ from jax import lax
 from compression.hop_two import HopTwo, Setup
 from compression.shards import Shards, on_shards, to_optimizer_scope
 from compression.statistics import Sent, added, nothing_sent
+from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica
 from sharding.spec import ParamSpec, Placement, is_placement
-from sharding.step import ShardingPlan
 
 PyTree = Any
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sharding.spec import is_placement
-from sharding.step import ShardingPlan, gradient_specs
+from sharding.plan import ShardingPlan, gradient_specs
+from sharding.spec import is_placement, pspecs
 
 PyTree = Any
 Shards = list[jax.Array]
@@ -35,6 +35,20 @@ def on_shards(
         out_specs=(means, *(specs_R for _ in kept), PartitionSpec()),
     )(replicated, leaves, *map(jax.tree.leaves, kept))
     return *map(tree.unflatten, trees), replicated
+
+
+def own_copies(plan: ShardingPlan, tree: PyTree) -> PyTree:
+    """Returns `[R, ...]`, equal on all replicas, as one tree in the optimizer's scope, without communication."""
+    leaves, structure = jax.tree.flatten(tree)
+    means = jax.tree.leaves(pspecs(plan.placements, plan.layout.optimizer))
+    own = jax.shard_map(
+        lambda xs: [x[0] for x in xs],
+        mesh=plan.mesh,
+        in_specs=(jax.tree.leaves(gradient_specs(plan)),),
+        out_specs=means,
+        check_vma=False,  # that they are equal, their type does not say
+    )
+    return structure.unflatten(own(leaves))
 
 
 def to_optimizer_scope(plan: ShardingPlan, shards: Shards) -> Shards:

@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from sharding.collectives import vary
+from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica
-from sharding.step import ShardingPlan
 
 PyTree = Any
 

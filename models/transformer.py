@@ -2,12 +2,13 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 
-import jax
 from jax import Array
 
 from configs.schema import TransformerConfig
 from models.model import Batch, Gather, Model, Params, cross_entropy, rematerialise
+from sharding.accumulation import scan_layers
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ class Transformer(Model):
         """Returns `x` after all layers, each gathered right before its use; `args` are passed to every layer."""
         layers = self.groups["layers"]
 
-        def body(x_BTD: Array, values: Params) -> tuple[Array, None]:
+        def body(x_BTD: Array, values: Params) -> Array:
             block = layers.module(gather("layers", values), self.dtype)
-            return block(x_BTD, *args), None
+            return block(x_BTD, *args)
 
-        return jax.lax.scan(rematerialise(body, self.config.remat, in_scan=True), x_BTD, params["layers"])[0]
+        remat = partial(rematerialise, policy=self.config.remat, in_scan=True)
+        return scan_layers(body, x_BTD, params["layers"], remat)

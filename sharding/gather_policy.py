@@ -23,6 +23,11 @@ class GatherPolicy:
     each_micro_step: Part | None = None  # before the forward pass
     each_use: Part | None = None  # where a layer uses its parameters, in the forward and in the backward pass
 
+    @property
+    def only_where_used(self) -> bool:
+        """Whether all is gathered where it is used, so that gradients come out a layer at a time."""
+        return not (self.each_step or self.each_micro_step)
+
     def scopes(self, parameters: Axes) -> tuple[Axes, ...]:
         """Returns the axes of each gather, for parameters cut over `parameters`."""
         parts = (self.each_step, self.each_micro_step, self.each_use)

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from sharding.plan import REPLICATED, ShardingPlan, gradient_specs
 from sharding.replicas import replica_key
 from sharding.spec import is_placement, path_name
-from sharding.step import REPLICATED, ShardingPlan, TrainState, gradient_specs
+from sharding.step import TrainState
 
 PyTree = Any
 

@@ -16,8 +16,9 @@ from configs.schema import CompressionConfig
 from sharding import hlo
 from sharding.collectives import Group, LevelCodecs, all_gather_chunks, reduce_scatter_chunks
 from sharding.mesh import INTER_AXES
+from sharding.plan import ShardingPlan
 from sharding.spec import Placement
-from sharding.step import ShardingPlan, build_eval_step
+from sharding.step import build_eval_step
 
 BLOCK = 32
 INT8, INT4 = (Blockwise(bits=bits, block=BLOCK) for bits in (8, 4))

@@ -16,7 +16,8 @@ from compression.exchange import exchange
 from compression.local_sgd import local_sgd
 from configs.schema import CheckpointConfig, LocalSGDConfig
 from optimizers import guarded
-from sharding.step import ShardingPlan, TrainState
+from sharding.plan import ShardingPlan
+from sharding.step import TrainState
 from state import Checkpointer
 
 CODEC = OneBit(block=32)

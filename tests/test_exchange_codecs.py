@@ -23,8 +23,8 @@ from optimizers import guarded
 from sharding import hlo
 from sharding.collectives import Codec
 from sharding.mesh import INTER_AXES
+from sharding.plan import ShardingPlan, gradient_specs
 from sharding.spec import ParamSpec
-from sharding.step import ShardingPlan, gradient_specs
 
 CODECS: dict[str, Codec] = {
     "bf16": BFloat16(),

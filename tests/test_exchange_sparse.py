@@ -17,7 +17,7 @@ from compression.statistics import statistics
 from optimizers import guarded
 from sharding import hlo
 from sharding.mesh import INTER_AXES
-from sharding.step import ShardingPlan
+from sharding.plan import ShardingPlan
 
 SPECS = workload.TENSORS
 DGC = DGCConfig(sparsity=0.9, warmup_steps=0, momentum=0.9, clip_norm=0.0)

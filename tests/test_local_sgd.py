@@ -18,7 +18,7 @@ from compression.local_sgd import drift, local_sgd
 from configs.schema import LocalSGDConfig
 from optimizers import guarded
 from sharding import hlo
-from sharding.step import ShardingPlan
+from sharding.plan import ShardingPlan
 from training.experiment import watch
 
 LAYOUTS = {"mics(2)": dict(strategy="mics", partition_size=2), "ddp": dict(nodes=2, strategy="ddp")}

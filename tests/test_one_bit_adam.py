@@ -16,7 +16,7 @@ from compression.codecs import OneBit
 from compression.exchange import exchange
 from compression.one_bit_adam import one_bit_adam
 from optimizers import guarded
-from sharding.step import ShardingPlan
+from sharding.plan import ShardingPlan
 
 CODEC = OneBit(block=32)
 B1, B2, EPS, WARMUP, STEPS = 0.9, 0.95, 1e-8, 3, 7

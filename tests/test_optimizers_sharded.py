@@ -17,10 +17,11 @@ from configs.schema.optimizer import NAMES
 from optimizers import make_optimizer
 from sharding import hlo
 from sharding.mesh import find_nodes, make_mesh
+from sharding.plan import ShardingPlan, gradient_specs
 from sharding.scopes import make_layout
 from sharding.spec import is_placement, place_all
 from sharding.state import state_shardings
-from sharding.step import ShardingPlan, TrainState, gradient_specs
+from sharding.step import TrainState
 from training.experiment import make_experiment
 from training.optimizer_chain import on_each_device
 

@@ -16,10 +16,11 @@ from compression.exchange import exchange
 from compression.statistics import statistics
 from configs.schema import CheckpointConfig
 from optimizers import guarded
+from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout
 from sharding.spec import ParamSpec, place_all
 from sharding.state import state_shardings
-from sharding.step import ShardingPlan, TrainState
+from sharding.step import TrainState
 from state import Checkpointer
 
 

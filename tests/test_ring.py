@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec
 from sharding import hlo
 from sharding.collectives import ALONE_BYTES, Group, reduce_scatter_chunks
 from sharding.mesh import MeshShape, find_nodes, make_mesh
+from sharding.plan import ShardingPlan
 from sharding.spec import Placement
-from sharding.step import ShardingPlan
 
 N = 6
 SHAPE = MeshShape(replica_inter=1, shard_inter=4, replica_intra=1, shard_intra=2, tensor=1)

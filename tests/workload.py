@@ -1,6 +1,7 @@
 """The small models and the oracle that the tests of the step share: a single device, written without any sharding."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,11 +19,13 @@ from configs import base
 from configs.schema import MODELS, ResNetConfig, ShardingConfig
 from optimizers import OptimizerConfig, guarded
 from sharding.collectives import PLAIN, LevelCodecs
+from sharding.gradients import HopTwoInBackward
 from sharding.mesh import find_nodes, make_mesh
+from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout
 from sharding.spec import ParamSpec, place_all
 from sharding.state import state_shardings
-from sharding.step import ShardingPlan, TrainState, build_train_step
+from sharding.step import TrainState, build_train_step
 from training.experiment import watch
 
 ROWS, SEQ_LEN, NUM_STEPS = 16, 8, 5
@@ -136,16 +139,27 @@ def plan(
 
 def refusal(plan: ShardingPlan, hop_two: str, *, kind: str = "tensors", **compression: Any) -> None:
     """Raises the ValueError, if any, by which a method of hop two refuses a plan."""
+    method_named(hop_two).check(setup(plan, hop_two, kind=kind, **compression))
+
+
+def setup(plan: ShardingPlan, hop_two: str, *, kind: str = "tensors", **compression: Any) -> Setup:
+    """What a method of hop two is built for."""
     config, method = base.get_config(), method_named(hop_two)
     config.compression.update(compression | {"hop_two": hop_two})
     config.optimizer.update({"name": method.takes_over or "adamw", "clip_norm": 0.0})
-    setup = Setup(
+    return Setup(
         compression=CompressionConfig(**config.compression),
         optimizer=OptimizerConfig(**config.optimizer),
         plan=plan,
         specs=specs(kind),
     )
-    method.check(setup)
+
+
+def hop_two_in_backward(plan: ShardingPlan, hop_two: str, **compression: Any) -> HopTwoInBackward:
+    """Hop two inside the backward pass, for a guarded chain."""
+    found = method_named(hop_two).overlapped(setup(plan, hop_two, **compression), "on")
+    assert found is not None
+    return replace(found, kept=lambda opt_state: found.kept(opt_state.exchange))
 
 
 def put_batch(sh: ShardingPlan, accumulation: int, rows: int = ROWS, kind: str = "decoder") -> Any:
@@ -174,13 +188,14 @@ def compiled_step(
     chain: Any = None,
     drift: Any = lambda opt_state: None,
     num_layers: int = 2,
+    in_backward: HopTwoInBackward | None = None,
 ):
     """Returns the compiled step, its first state and its batch."""
     tx = chain or guarded(hop_two or exchange(sh), tx or sgd())
     state = first_state(kind, sh, tx, num_layers)
     data = put_batch(sh, accumulation, rows, kind)
     step = jax.jit(
-        build_train_step(model(kind, num_layers).loss, sh, tx, watch, drift),
+        build_train_step(model(kind, num_layers).loss, sh, tx, watch, drift, in_backward),
         donate_argnums=0,
         out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),
     )

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from configs.schema import BatchConfig
 from input_pipeline.rows import RowArray
-from sharding.step import ShardingPlan
+from sharding.plan import ShardingPlan
 
 
 def accumulation(config: BatchConfig, num_devices: int) -> int:

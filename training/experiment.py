@@ -20,13 +20,15 @@ from compression.methods import method_named
 from configs.schema import Config, ModelConfig, TransformerConfig
 from input_pipeline import row_arrays
 from optimizers import make_schedule
+from sharding.gradients import HopTwoInBackward
 from sharding.mesh import find_nodes, make_mesh
+from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout
 from sharding.spec import has_tensor_dims, place_all
 from sharding.state import state_shardings
-from sharding.step import ShardingPlan, TrainState, build_eval_step, build_train_step
+from sharding.step import TrainState, build_eval_step, build_train_step
 from training.batches import BatchLayout, accumulation
-from training.optimizer_chain import make_tx, watch
+from training.optimizer_chain import make_tx, overlapped_hop_two, watch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,7 @@ class Experiment:
     model: models.Model
     plan: ShardingPlan
     tx: optax.GradientTransformation
+    hop_two: HopTwoInBackward | None  # inside the backward pass; None: `tx` does it
     schedule: optax.Schedule
     batches: BatchLayout
 
@@ -59,7 +62,9 @@ class Experiment:
     def train_step(self) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
         """The function `step(state, batch) -> (state, metrics)`."""
         hands_on = method_named(self.config.compression.hop_two).hands_on
-        return build_train_step(self.model.loss, self.plan, self.tx, partial(watch, hands_on=hands_on), drift)
+        return build_train_step(
+            self.model.loss, self.plan, self.tx, partial(watch, hands_on=hands_on), drift, self.hop_two
+        )
 
     def compile_train_step(self) -> jax.stages.Compiled:
         """Returns the compiled `step(state, batch) -> (state, metrics)`, which donates the state; compiled once."""
@@ -133,6 +138,7 @@ def make_experiment(config: Config) -> Experiment:
         model=model,
         plan=plan,
         tx=make_tx(config, plan, specs),
+        hop_two=overlapped_hop_two(config, plan, specs),
         schedule=make_schedule(config.optimizer, config.num_steps),
         batches=batches,
     )

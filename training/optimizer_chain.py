@@ -1,6 +1,7 @@
 """The optax chain of a run: hop two, guard, clipping and the optimizer; or local SGD around them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,13 +16,14 @@ from compression.methods import method_named
 from compression.statistics import statistics
 from configs.schema import Config
 from optimizers import make_optimizer, watched
-from sharding.step import ShardingPlan
+from sharding.gradients import HopTwoInBackward
+from sharding.plan import ShardingPlan
 
 
 def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTransformation:
     """Returns hop two and the downstream optimizer, or local SGD around both. ValueError for bad combinations."""
     compression, optimizer, local = config.compression, config.optimizer, config.local_sgd
-    setup = Setup(compression=compression, optimizer=optimizer, plan=plan, specs=specs)
+    setup = _setup(config, plan, specs)
     method = method_named(compression.hop_two)
     hop_two, downstream = method.transform(setup), method.downstream(optimizer)
     make = partial(make_optimizer, downstream, config.num_steps, specs, on_each_device=on_each_device(plan.mesh))
@@ -34,6 +36,25 @@ def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTra
             "one_bit_adam or dgc, nor compression.delayed, nor optimizer.name=muon"
         )
     return local_sgd(hop_two, make(optax.identity()), local, plan.layout.num_replicas)
+
+
+def overlapped_hop_two(config: Config, plan: ShardingPlan, specs: Any) -> HopTwoInBackward | None:
+    """Returns hop two as the backward pass runs it; None if it comes after. ValueError for what does not fit."""
+    choice = config.sharding.overlap_hop_two
+    if config.local_sgd.inner_steps:
+        if choice == "on":
+            raise ValueError(
+                "sharding.overlap_hop_two=on needs a hop two in every step, and local_sgd has one every "
+                f"{config.local_sgd.inner_steps}; set it to auto or off"
+            )
+        return None
+    setup = _setup(config, plan, specs)
+    found = method_named(setup.compression.hop_two).overlapped(setup, choice)
+    return found and replace(found, kept=lambda opt_state: found.kept(opt_state.exchange))
+
+
+def _setup(config: Config, plan: ShardingPlan, specs: Any) -> Setup:
+    return Setup(compression=config.compression, optimizer=config.optimizer, plan=plan, specs=specs)
 
 
 def watch(opt_state: Any, *, hands_on: str = "grad") -> dict[str, jax.Array]:

@@ -9,7 +9,8 @@ import numpy as np
 import models
 from configs.schema import SampleConfig
 from input_pipeline import Dataset, TextDataset
-from sharding.step import auto_gather, layer_gather, run_manual
+from sharding.gathers import auto_gather, layer_gather
+from sharding.plan import run_manual
 from training.experiment import Experiment
 
 

@@ -26,6 +26,11 @@ class ShardingConfig(Section):
         True, "synchronise replicas once per step; False all-reduces in every micro-step (the MiCS paper's alternative)"
     )
     gather: str = key("layer", "how long gathered parameters are kept", choices=("layer", "node", "micro_step", "step"))
+    overlap_hop_two: str = key(
+        "auto",
+        "run hop two a layer at a time inside the last micro-step's backward pass; auto: on GPUs, where it is possible",
+        choices=("auto", "on", "off"),
+    )
     partitioner: str = key(
         "manual", "manual: shard_map; auto: XLA's partitioner on the same shardings", choices=("manual", "auto")
     )

@@ -1,0 +1,126 @@
+"""Gathers of parameters and, as their transposes, hop one: between parameters, gradients and optimizer state.
+
+All but `auto_gather` run inside a `shard_map` whose data axes are manual.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding
+
+from sharding.accumulation import values_of
+from sharding.collectives import Group, vary
+from sharding.plan import ShardingPlan
+from sharding.spec import Placement, is_placement
+
+PyTree = Any
+Gather = Callable[[str, PyTree], PyTree]
+
+
+def layer_gather(plan: ShardingPlan, scope: tuple[str, ...] | None = None) -> Gather:
+    """Returns the gather that a model calls at each place of use, over the parameters' scope or a part of it.
+
+    Its transpose is hop one.
+    """
+
+    def gather(name: str, tree: PyTree) -> PyTree:
+        return gather_tree(plan, used_placements(plan, name), values_of(tree), scope)
+
+    return gather
+
+
+def auto_gather(plan: ShardingPlan) -> Gather:
+    """Returns the gather of the automatic partitioner: a constraint to the unpartitioned sharding."""
+
+    def whole(p: Placement, x: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(x.astype(plan.compute_dtype), NamedSharding(plan.mesh, p.pspec(())))
+
+    def gather(name: str, tree: PyTree) -> PyTree:
+        return jax.tree.map(whole, used_placements(plan, name), tree, is_leaf=is_placement)
+
+    return gather
+
+
+def gather_tree(plan: ShardingPlan, placements: PyTree, shards: PyTree, scope: tuple[str, ...] | None = None) -> PyTree:
+    """Gathers local shards in one collective a network level, in the compute dtype; backwards it is hop one.
+
+    Over the parameters' scope, or over `scope`, the last axes by which the shards are cut.
+    """
+    layout = plan.layout
+    group = plan.group(placements, layout.parameters if scope is None else scope, coded=True)
+
+    @jax.custom_vjp
+    @jax.named_scope("gather")
+    def gather(shards: list[jax.Array]) -> list[jax.Array]:
+        return [vary(x, layout.data_axes) for x in group.gather(shards)]
+
+    gather.defvjp(
+        lambda shards: (gather(shards), None),
+        lambda _, grads: (_hop_one_leaves(plan, group, grads),),
+    )
+    leaves, tree = jax.tree.flatten(shards)
+    return tree.unflatten(gather([x.astype(plan.compute_dtype) for x in leaves]))
+
+
+def hop_one(plan: ShardingPlan, placements: PyTree, grads: PyTree) -> PyTree:
+    """Reduce-scatters full gradients inside each partition group (MiCS section 3.4)."""
+    leaves, tree = jax.tree.flatten(grads)
+    group = plan.group(placements, plan.layout.parameters, coded=True)
+    return tree.unflatten(_hop_one_leaves(plan, group, leaves))
+
+
+@jax.named_scope("hop_one")
+def _hop_one_leaves(plan: ShardingPlan, group: Group, grads: list[jax.Array]) -> list[jax.Array]:
+    layout = plan.layout
+    wide = [x.astype(plan.sum_dtype) for x in grads]
+    if layout.two_hop:
+        summed = [vary(x, layout.data_axes) for x in group.reduce_scatter(wide)]
+    else:
+        summed = group.all_reduce_then_slice(wide, layout.data_axes)
+    return [x.astype(grad.dtype) for x, grad in zip(summed, grads, strict=True)]
+
+
+@jax.named_scope("gradient_scope")
+def to_gradient_scope(plan: ShardingPlan, placements: PyTree, grads: PyTree, *, zeros: bool = False) -> PyTree:
+    """Reduces gradients from the parameters' scope to their own, each micro-step (ZeRO-2); `zeros` needs no sum."""
+    layout = plan.layout
+    added_axes = layout.gradients_beyond_parameters
+    group = plan.group(placements, added_axes, coded=True)
+    leaves, tree = jax.tree.flatten(grads)
+    if layout.two_hop and not zeros and added_axes:
+        # the values came from the compute dtype: nothing is lost in casting back
+        summed = group.reduce_scatter([x.astype(plan.sum_dtype) for x in leaves])
+    else:
+        summed = group.slice(leaves)
+    if layout.two_hop:
+        summed = [vary(x, layout.data_axes) for x in summed]
+    return tree.unflatten(summed)
+
+
+@jax.named_scope("parameter_scope")
+def to_parameter_scope(plan: ShardingPlan, params: PyTree) -> PyTree:
+    """Gathers updated parameters from the optimizer state's scope into their own, once a step."""
+    layout = plan.layout
+    added_axes = layout.optimizer_beyond_parameters
+    if not added_axes or layout.is_automatic:
+        return plan.constrain(params, layout.parameters)
+
+    group = plan.group(plan.placements, added_axes, tensor_is_manual=True)
+    leaves, tree = jax.tree.flatten(params)
+    gather = jax.shard_map(
+        lambda shards: group.gather(shards, to="invarying"),
+        mesh=plan.mesh,
+        in_specs=([p.pspec(layout.optimizer) for p in group.placements],),
+        out_specs=[p.pspec(layout.parameters) for p in group.placements],
+    )
+    return tree.unflatten(gather(leaves))
+
+
+def used_placements(plan: ShardingPlan, name: str) -> PyTree:
+    """Returns the placements of what a model gathers under `name`: one layer's slice of the stack `layers`."""
+    placements = plan.placements[name]
+    if name != "layers":
+        return placements
+    return jax.tree.map(Placement.without_layers, placements, is_leaf=is_placement)

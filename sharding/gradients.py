@@ -1,0 +1,257 @@
+"""The gradients of a batch: micro-steps in a `shard_map`, with gathers, hop one and, if it is to overlap, hop two."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharding.accumulation import Accumulating, Rule, values_of
+from sharding.collectives import vary
+from sharding.gathers import Gather, auto_gather, gather_tree, hop_one, layer_gather, to_gradient_scope, used_placements
+from sharding.plan import REPLICATED, ShardingPlan, gradient_specs, run_manual
+from sharding.spec import Placement, is_placement
+
+PyTree = Any
+Shards = list[jax.Array]
+Batch = Mapping[str, jax.Array]  # each [accum, rows, ...], rows over the data axes
+Loss = Callable[[PyTree, Batch, Gather], jax.Array]  # the weighted sum of the losses of the rows given
+GroupExchange = Callable[[str, PyTree, "Sums", jax.Array | int], "Sums"]  # (name, placements, sums, layer) -> sums
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopTwoInBackward:
+    """Hop two of a group of parameters, or of one layer, inside the last micro-step's backward pass."""
+
+    # of the optimizer's state: exchanges done, and what hop two keeps for each replica, `[R, ...]`, or None
+    kept: Callable[[PyTree], tuple[jax.Array, PyTree]]
+    # (placements, a replica's shards, what is kept of them or None, key) -> the sums over the replicas, what is kept,
+    # and counts `f32 [num_counts]` that are added up
+    exchange: Callable[[Sequence[Placement], Shards, Shards | None, jax.Array], tuple[Shards, Shards | None, jax.Array]]
+    num_counts: int = 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Exchanged:
+    """Gradients whose hop two is done: `[R, ...]`, equal on all replicas."""
+
+    grads_R: PyTree
+    kept_R: PyTree  # what hop two keeps of each replica, or None
+    counts: jax.Array  # `f32 [num_counts]`, the mean of all devices
+
+
+def manual_gradients(
+    loss: Loss,
+    plan: ShardingPlan,
+    params: PyTree,
+    batch: Batch,
+    drift_R: PyTree | None = None,
+    hop_two: HopTwoInBackward | None = None,
+    opt_state: PyTree = None,
+) -> tuple[PyTree, jax.Array]:
+    """Returns the gradients `[R, ...]`, one for each replica and reduced inside its group, and the loss.
+
+    Hop two remains to be done: the mean over R (MiCS section 3.4); unless `hop_two` did it, which makes them an
+    Exchanged. With `drift_R` each replica is at `params + drift_R[r]`.
+    """
+    layout = plan.layout
+    done, kept_R = hop_two.kept(opt_state) if hop_two else (jnp.zeros((), jnp.int32), None)
+
+    def on_device(
+        params: PyTree, batch: Batch, total: jax.Array, done: jax.Array, drift_R: PyTree, kept_R: PyTree
+    ) -> tuple[PyTree, PyTree, jax.Array, jax.Array]:
+        own = replica_parameters(plan, params, drift_R)
+        kept = jax.tree.map(lambda x: vary(x[0], layout.data_axes), kept_R)
+        sums, value = micro_steps(loss, plan, own, batch, total, hop_two, kept, done)
+        grads = sums.grads
+        # what is not cut is equal on all devices of the scope: its type is to say so
+        grads = plan.map(lambda p, g: g if p.dim is not None else same_on_all(g, layout.gradients), grads)
+        # times R: hop two takes the mean, and divided by the `total` of all replicas their gradients are to add up
+        scale = 1 if hop_two else layout.num_replicas
+        grads_R, kept_R = (jax.tree.map(lambda x: x[None], tree) for tree in (grads, sums.kept))
+        counts = lax.pmean(sums.total_counts(), layout.data_axes)
+        return jax.tree.map(lambda g: g * scale, grads_R), kept_R, counts, lax.psum(value, layout.data_axes)
+
+    specs_R = gradient_specs(plan, tensor=False)
+    drift_specs, kept_specs = (None if tree is None else specs_R for tree in (drift_R, kept_R))
+    run = run_manual(
+        plan,
+        on_device,
+        (specs_R, kept_specs, REPLICATED, REPLICATED),
+        (REPLICATED, REPLICATED, drift_specs, kept_specs),
+    )
+    grads_R, kept_R, counts, value = run(params, batch, jnp.sum(batch["weights"]), done, drift_R, kept_R)
+    return Exchanged(grads_R=grads_R, kept_R=kept_R, counts=counts) if hop_two else grads_R, value
+
+
+def replica_parameters(plan: ShardingPlan, params: PyTree, drift_R: PyTree | None) -> PyTree:
+    """Returns this device's shards of its replica's parameters.
+
+    With two hops their types differ between replicas, so that autodiff sums nothing over them: hop two is deferred.
+    """
+    axes = plan.layout.data_axes
+    if plan.layout.two_hop:
+        params = jax.tree.map(lambda x: vary(x, axes), params)
+    if drift_R is not None:
+        params = jax.tree.map(lambda x, d: x + vary(d[0], axes), params, drift_R)
+    return params
+
+
+def micro_steps(
+    loss: Loss,
+    plan: ShardingPlan,
+    params: PyTree,
+    batch: Batch,
+    total: jax.Array,
+    hop_two: HopTwoInBackward | None = None,
+    kept: PyTree = None,
+    done: jax.Array | int = 0,
+) -> tuple["Sums", jax.Array]:
+    """Returns the sums over the micro-steps of this device's gradients, in their scope, and losses over `total`.
+
+    With `hop_two` the gradients are summed over the replicas too; `kept` is what it keeps of them, after `done` times.
+    """
+    policy, parameters = plan.layout.gather, plan.layout.parameters
+
+    # before the micro-steps: gather what is used in all of them
+    gathered = gather_tree(plan, plan.placements, params, policy.each_step(parameters)) if policy.each_step else params
+
+    def micro_step(
+        carry: tuple[Sums, jax.Array], item: tuple[jax.Array, Batch], exchange: GroupExchange | None = None
+    ) -> tuple[Any, None]:
+        sums, value = carry
+        i, micro = item
+        used = gathered
+        if not policy.each_step:  # tied to the loop, or XLA would move gathers out of it and keep what they gather
+            used = jax.tree.map(lambda x: lax.optimization_barrier((x, i))[0], gathered)
+        # forward and backward pass; what is gathered in it is reduce-scattered on the way back: hop one
+        more, sums = jax.value_and_grad(
+            lambda sums: micro_loss(loss, plan, accumulating(plan, used, sums, exchange), micro) / total
+        )(sums)
+        return (sums, value + more), None
+
+    # a zero that XLA does not know: zeros that it knows it shares with later ones, and keeps for the whole step
+    zero = lax.optimization_barrier(jnp.zeros(()))
+    grads = to_gradient_scope(
+        plan, plan.placements, jax.tree.map(lambda x: jnp.zeros_like(x) + zero, params), zeros=True
+    )
+    carry = (Sums(grads), vary(jnp.zeros(()), plan.layout.data_axes))
+    items = (jnp.arange(batch["weights"].shape[0]), dict(batch))
+    if hop_two is None:
+        (sums, value), _ = lax.scan(micro_step, carry, items)
+        return sums, value
+    (sums, value), _ = lax.scan(micro_step, carry, jax.tree.map(lambda x: x[:-1], items))
+    sums = with_hop_two(plan, sums.grads, kept, done, hop_two.num_counts)
+    last = jax.tree.map(lambda x: x[-1], items)
+    (sums, value), _ = micro_step((sums, value), last, partial(_exchange_group, plan, hop_two))
+    return sums, value
+
+
+class Sums(NamedTuple):
+    """What a micro-step adds to; the last one may exchange it, and then changes what hop two keeps and counts.
+
+    By group of parameters; `done` and `counts` of a stack are `[L]` and `[L, num_counts]`, of other groups `[]` and
+    `[num_counts]`.
+    """
+
+    grads: PyTree
+    kept: PyTree = None
+    done: Any = None  # exchanges done, f32 because it is differentiated: integers have no cotangents
+    counts: Any = None
+
+    def group(self, name: str) -> "Sums":
+        """Returns the part of one group of parameters."""
+        return Sums(*(None if part is None else part[name] for part in self))
+
+    def total_counts(self) -> jax.Array:
+        """Returns the counts of all groups and layers together."""
+        by_group = [x.sum(axis=tuple(range(x.ndim - 1))) for x in jax.tree.leaves(self.counts)]
+        return jnp.sum(jnp.stack(by_group), axis=0) if by_group else jnp.zeros(0)
+
+
+def with_hop_two(plan: ShardingPlan, grads: PyTree, kept: PyTree, done: jax.Array | int, num_counts: int) -> Sums:
+    """Returns the sums that the last micro-step starts from, if hop two is in it."""
+
+    def fill(value: jax.Array | float, *shape: int) -> dict[str, jax.Array]:
+        layers = {name: (_length(group),) if name == "layers" else () for name, group in grads.items()}
+        value = vary(jnp.asarray(value, jnp.float32), plan.layout.data_axes)
+        return {name: jnp.broadcast_to(value, (*layers[name], *shape)) for name in grads}
+
+    return Sums(grads, kept, fill(done), fill(0, num_counts))
+
+
+def _length(stack: PyTree) -> int:
+    return jax.tree.leaves(stack)[0].shape[0]
+
+
+def accumulating(plan: ShardingPlan, params: PyTree, sums: Sums, exchange: GroupExchange | None) -> PyTree:
+    """Returns the parameters so that their gradients are added to `sums`, and exchanged if there is an `exchange`."""
+    policy = plan.layout.gather
+
+    def rule(name: str, placements: PyTree) -> Rule:
+        def add(sums: Sums, grads: PyTree) -> Sums:
+            if policy.each_step:
+                grads = hop_one(plan, placements, grads)
+            grads = to_gradient_scope(plan, placements, grads)
+            return sums._replace(grads=jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums.grads, grads))
+
+        return Rule(add=add, exchange=partial(exchange, name, placements) if exchange else None)
+
+    if not policy.only_where_used:
+        return Accumulating(values=params, sums=sums, rule=rule("", plan.placements))
+    return {
+        name: Accumulating(values=params[name], sums=sums.group(name), rule=rule(name, used_placements(plan, name)))
+        for name in params
+    }
+
+
+@jax.named_scope("hop_two")
+def _exchange_group(
+    plan: ShardingPlan, hop_two: HopTwoInBackward, name: str, placements: PyTree, sums: Sums, layer: jax.Array | int
+) -> Sums:
+    """Runs hop two on the sums of a group, or of one layer."""
+    key = jax.random.key(crc32(name.encode()))
+    for number in (sums.done.astype(jnp.int32), layer):
+        key = jax.random.fold_in(key, number)
+    grads, tree = jax.tree.flatten(sums.grads)
+    kept = None if sums.kept is None else jax.tree.leaves(sums.kept)
+    exchanged = hop_two.exchange(jax.tree.leaves(placements, is_leaf=is_placement), grads, kept, key)
+    grads, kept, counts = jax.tree.map(lambda x: vary(x, plan.layout.data_axes), exchanged)
+    return Sums(tree.unflatten(grads), None if kept is None else tree.unflatten(kept), sums.done, counts)
+
+
+def micro_loss(loss: Loss, plan: ShardingPlan, kept: PyTree, micro: Batch) -> jax.Array:
+    """Returns the loss of this device's rows `[rows, ...]`, gathering what the policy gathers in a micro-step."""
+    policy, parameters = plan.layout.gather, plan.layout.parameters
+    kept = values_of(kept)  # a policy that gathers for the whole micro-step accumulates after it
+    if policy.each_micro_step:
+        kept = gather_tree(plan, plan.placements, kept, policy.each_micro_step(parameters))
+    if policy.each_use:
+        return loss(kept, micro, layer_gather(plan, policy.each_use(parameters)))
+    return loss(kept, micro, lambda name, tree: tree)
+
+
+def same_on_all(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns `x`, equal on all devices of `axes`, with a type that says so; it is small where there is an axis."""
+    return lax.pmean(vary(x, axes), axes) if axes else x
+
+
+def auto_gradients(loss: Loss, plan: ShardingPlan, params: PyTree, batch: Batch) -> tuple[PyTree, jax.Array]:
+    """Returns the same as `manual_gradients` with R = 1, all collectives chosen by XLA's partitioner."""
+    layout = plan.layout
+    total = jnp.sum(batch["weights"])
+    gather = auto_gather(plan)
+
+    def micro_step(carry: tuple[PyTree, jax.Array], micro: Batch) -> tuple[tuple[PyTree, jax.Array], None]:
+        value, grads = jax.value_and_grad(lambda p: loss(p, micro, gather) / total)(params)
+        grads = plan.constrain(grads, layout.gradients)
+        return jax.tree.map(jnp.add, carry, (grads, value)), None
+
+    zeros = plan.constrain(jax.tree.map(jnp.zeros_like, params), layout.gradients)
+    (grads, value), _ = lax.scan(micro_step, (zeros, jnp.zeros(())), dict(batch))
+    return jax.tree.map(lambda g: g[None], grads), value

@@ -1,0 +1,103 @@
+"""`ShardingPlan`: a model's parameters on a mesh, and how a function runs on the shards of each device."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharding.collectives import PLAIN, Group, LevelCodecs
+from sharding.mesh import DATA_AXES
+from sharding.scopes import Layout
+from sharding.spec import is_placement, pspecs
+
+PyTree = Any
+REPLICATED = PartitionSpec()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """A model's parameters on a mesh: their placements, the layout, and the form in which they are gathered."""
+
+    mesh: Mesh
+    layout: Layout
+    placements: PyTree  # of Placement, a tree like the parameters
+    compute_dtype: Any = jnp.float32
+    gather_codecs: LevelCodecs = PLAIN  # of the micro-steps' gathers
+    hop_one_codecs: LevelCodecs = PLAIN
+
+    @property
+    def sum_dtype(self) -> Any:
+        """The dtype of hop one: the compute dtype, but float32 on CPUs.
+
+        XLA:CPU widens 16-bit sums anyway, and aborts (AllReducePromotion) on those in a partly manual region.
+        """
+        return jnp.float32 if self.mesh.devices.flat[0].platform == "cpu" else self.compute_dtype
+
+    @property
+    def over_gloo(self) -> bool:
+        """Whether collectives go through gloo: CPUs of several processes."""
+        devices = self.mesh.devices.flat
+        return devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
+
+    @property
+    def batch_spec(self) -> PartitionSpec:
+        """Spec of batch arrays `[accum, rows, ...]`."""
+        return PartitionSpec(None, self.layout.data_axes or None)
+
+    @property
+    def without_codecs(self) -> "ShardingPlan":
+        """The same with gathers that lose nothing: for what is told about the parameters, not how they are trained."""
+        return dataclasses.replace(self, gather_codecs=PLAIN)
+
+    def map(self, function: Callable[..., Any], *trees: PyTree) -> PyTree:
+        """Maps `function(placement, leaf, ...)` over trees like the parameters."""
+        return jax.tree.map(function, self.placements, *trees, is_leaf=is_placement)
+
+    def shardings(self, scope: tuple[str, ...]) -> PyTree:
+        """NamedShardings of arrays like the parameters under `scope`."""
+        return self.map(lambda p: NamedSharding(self.mesh, p.pspec(scope)))
+
+    def group(
+        self, placements: PyTree, scope: tuple[str, ...], *, tensor_is_manual: bool = False, coded: bool = False
+    ) -> Group:
+        """Returns the Group of a tree of placements, cut over `scope`; `coded` if it is the micro-steps'."""
+        return Group(
+            placements=tuple(jax.tree.leaves(placements, is_leaf=is_placement)),
+            scope=scope,
+            hierarchical=self.layout.hierarchical,
+            over_gloo=self.over_gloo,
+            gather_codecs=self.gather_codecs if coded else PLAIN,
+            reduce_scatter_codecs=self.hop_one_codecs if coded else PLAIN,
+            tensor_is_manual=tensor_is_manual,
+        )
+
+    def constrain(self, tree: PyTree, scope: tuple[str, ...]) -> PyTree:
+        """Constrains arrays like the parameters to `scope`."""
+        return jax.tree.map(lax.with_sharding_constraint, tree, self.shardings(scope))
+
+
+def run_manual(
+    plan: ShardingPlan, function: Callable[..., Any], out_specs: Any = REPLICATED, more_specs: tuple[Any, ...] = ()
+) -> Callable[..., Any]:
+    """Returns `function(params, batch, *more)` run on local shards and rows, the data axes manual."""
+
+    def run(params: PyTree, batch: PyTree, *more: Any) -> Any:
+        param_specs = pspecs(plan.placements, plan.layout.parameters, tensor=False)
+        in_specs = (param_specs, plan.batch_spec, *more_specs)
+        mapped = jax.shard_map(
+            function, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(DATA_AXES)
+        )
+        return mapped(params, batch, *more)
+
+    return run
+
+
+def gradient_specs(plan: ShardingPlan, *, tensor: bool = True) -> PyTree:
+    """Returns the specs of the gradients `[R, ...]`."""
+    layout = plan.layout
+    return plan.map(lambda p: PartitionSpec(layout.replica_axes or None, *p.pspec(layout.gradients, tensor=tensor)))

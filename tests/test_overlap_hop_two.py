@@ -1,0 +1,140 @@
+"""Hop two inside the last micro-step's backward pass: the same numbers and bytes as after it, a layer at a time."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import workload
+
+from compression.methods import method_named
+from sharding.hlo import Collective, read_collectives
+from sharding.mesh import INTER_AXES
+
+STRATEGIES = {
+    "ddp": dict(strategy="ddp"),
+    "hsdp": dict(strategy="hsdp"),
+    **{f"mics({p})": dict(strategy="mics", partition_size=p) for p in (1, 2, 4)},
+}
+LAYERS = 3
+CODEC = dict(block=16)  # small rows would mostly be filled up
+
+
+def losses(kind: str, strategy: str, accumulation: int) -> np.ndarray:
+    plan = workload.plan(kind, **STRATEGIES[strategy])
+    in_backward = workload.hop_two_in_backward(plan, "none")
+    return workload.losses(kind, plan, accumulation=accumulation, in_backward=in_backward)
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "accumulation"),
+    [
+        ("decoder", "mics(2)", 1),
+        ("decoder", "mics(4)", 2),
+        ("decoder", "ddp", 2),
+        ("encoder", "hsdp", 3),
+        ("encoder", "mics(1)", 2),
+        ("resnet", "mics(2)", 2),
+    ],
+)
+def test_losses_equal_a_single_device(kind: str, strategy: str, accumulation: int) -> None:
+    np.testing.assert_allclose(losses(kind, strategy, accumulation), workload.single_device_losses(kind), rtol=1e-5)
+
+
+def crossing(collectives: list[Collective]) -> list[Collective]:
+    return [c for c in collectives if c.label == "hop_two" and set(c.axes) & set(INTER_AXES)]
+
+
+@pytest.mark.parametrize("method", ["none", "int8"])
+def test_hop_two_runs_once_per_layer_and_sends_no_more(method: str) -> None:
+    """All but the last layer's and the first's exchanges are in the loop of the last backward pass."""
+    plan = workload.plan("decoder", num_layers=LAYERS, **STRATEGIES["mics(2)"])
+    codec = CODEC if method == "int8" else {}
+    tx = method_named(method).build(workload.setup(plan, method, **codec))
+    counted = []
+    for in_backward in (None, workload.hop_two_in_backward(plan, method, **codec)):
+        step, *_ = workload.compiled_step(
+            "decoder", plan, num_layers=LAYERS, hop_two=tx, in_backward=in_backward, accumulation=2
+        )
+        counted.append(crossing(read_collectives(step.as_text() or "", plan.layout.shape)))
+    after, inside = (sum(c.times * c.inter_bytes for c in found) for found in counted)
+    looped = [c for c in counted[1] if c.loop_depth]
+    assert {c.times for c in looped} == {LAYERS - 1}
+    assert after <= inside <= after * (1.0 if method == "none" else 1.1)  # a layer's rows are filled up on their own
+
+
+@pytest.mark.parametrize("method", ["int8", "two_bit"])
+def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(method: str) -> None:
+    """In the first step, with gradient descent at a rate of 1, the parameters move by what hop two hands on."""
+    plan = workload.plan("decoder", num_layers=LAYERS, **STRATEGIES["mics(2)"])
+    start = jax.tree.map(np.asarray, workload.params("decoder", LAYERS))
+
+    def one_step(hop_two: str, in_backward: Any) -> Any:
+        setup = workload.setup(plan, hop_two, **CODEC)
+        chain = dict(hop_two=method_named(hop_two).build(setup), tx=workload.optax.sgd(1.0))
+        compiled, state, data = workload.compiled_step(
+            "decoder", plan, num_layers=LAYERS, accumulation=2, in_backward=in_backward, **chain
+        )
+        return compiled(state, data)
+
+    plain, _ = one_step("none", None)
+    state, metrics = one_step(method, workload.hop_two_in_backward(plan, method, **CODEC))
+    residual = state.opt_state.exchange.residual.tree
+
+    def check(p: np.ndarray, whole: jax.Array, handed_on: jax.Array, kept_R: jax.Array) -> None:
+        moved, kept = p - np.asarray(handed_on), np.asarray(kept_R).sum(0)
+        np.testing.assert_allclose(moved + kept, p - np.asarray(whole), atol=1e-6)
+
+    jax.tree.map(check, start, plain.params, state.params, residual)
+    assert sum(np.abs(np.asarray(x)).sum() for x in jax.tree.leaves(residual)) > 0
+    assert int(state.opt_state.exchange.step) == 1 and float(metrics["hop_two_ratio"]) > 2
+
+
+def test_counts_equal_the_exchange_after_the_backward_pass_but_for_filling_up() -> None:
+    plan = workload.plan("decoder", num_layers=LAYERS, **STRATEGIES["mics(2)"])
+    tx = method_named("int8").build(workload.setup(plan, "int8", **CODEC))
+    found = []
+    for in_backward in (None, workload.hop_two_in_backward(plan, "int8", **CODEC)):
+        step = workload.compiled_step("decoder", plan, num_layers=LAYERS, hop_two=tx, in_backward=in_backward)
+        found.append(workload.run_steps(*step, 1)[2])
+    after, inside = found
+    assert float(inside["hop_two_fraction_sent"]) == float(after["hop_two_fraction_sent"]) == 1
+    payload = [float(metrics["hop_two_payload_bytes"]) for metrics in found]
+    assert payload[0] <= payload[1] < 1.1 * payload[0]
+
+
+def test_values_that_are_not_finite_skip_the_step() -> None:
+    plan = workload.plan("decoder", **STRATEGIES["mics(2)"])
+    tx = method_named("int8").build(workload.setup(plan, "int8", **CODEC))
+    in_backward = workload.hop_two_in_backward(plan, "int8", **CODEC)
+    step, state, data = workload.compiled_step("decoder", plan, hop_two=tx, in_backward=in_backward)
+    data["weights"] = data["weights"].at[0, 0].set(np.inf)
+    before = jax.tree.map(np.asarray, state.params)
+    state, _ = step(state, data)
+    jax.tree.map(np.testing.assert_array_equal, before, state.params)
+    assert int(state.opt_state.skipped) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "compression", "method", "words"),
+    [
+        (dict(strategy="zero3"), {}, "none", "several partition groups"),
+        (dict(strategy="zero1"), {}, "none", "one scope for parameters, gradients and optimizer state"),
+        (dict(strategy="hsdp", gather="step"), {}, "none", "sharding.gather=layer, not step"),
+        (dict(strategy="hsdp", tensor=2), {}, "none", "mesh.tensor=1, not 2"),
+        (dict(strategy="hsdp"), {"delayed": True}, "none", "compression.delayed=False"),
+        (dict(strategy="hsdp"), {}, "power_sgd", "another compression.hop_two"),
+    ],
+)
+def test_on_says_what_it_needs_and_auto_does_without(how: dict, compression: dict, method: str, words: str) -> None:
+    plan = workload.plan("decoder", **how)
+    setup = workload.setup(plan, method, kind="decoder", **compression)
+    with pytest.raises(ValueError, match=words):
+        method_named(method).overlapped(setup, "on")
+    assert method_named(method).overlapped(setup, "auto") is None
+
+
+def test_auto_leaves_hop_two_where_it_is_on_cpus() -> None:
+    plan = workload.plan("decoder", **STRATEGIES["mics(2)"])
+    assert method_named("none").overlapped(workload.setup(plan, "none"), "auto") is None
+    assert method_named("none").overlapped(workload.setup(plan, "none"), "off") is None
