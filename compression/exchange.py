@@ -114,11 +114,16 @@ def _with_codec(name: str) -> HopTwo:
 
 
 def _plain_in_backward(setup: Setup) -> HopTwoInBackward:
-    """Returns the exchange of a group's sums as they are."""
-    return HopTwoInBackward(
-        kept=lambda state: (jnp.zeros((), jnp.int32), None),
-        exchange=lambda placements, xs, kept, key: (_sums(setup.plan, placements, xs), None, jnp.zeros(0)),
-    )
+    """Returns the exchange of a group's sums as they are, in one all-reduce."""
+
+    def exchange_group(
+        placements: Sequence[Placement], xs: Shards, kept: Shards | None, key: jax.Array
+    ) -> tuple[Shards, Shards | None, jax.Array]:
+        del placements, key
+        packed = lax.psum(jnp.concatenate([x.reshape(-1) for x in xs]), setup.plan.layout.replica_axes)
+        return slice_apart(packed, [x.shape for x in xs]), kept, jnp.zeros(0)
+
+    return HopTwoInBackward(kept=lambda state: (jnp.zeros((), jnp.int32), None), exchange=exchange_group)
 
 
 NONE = HopTwo(

@@ -40,7 +40,7 @@ class HopTwo:
     takes_over: Literal["sgd", "adamw"] | None = None
     # the settings of the downstream optimizer, without the parts that the method implements itself
     downstream: Callable[[OptimizerConfig], OptimizerConfig] = lambda optimizer: optimizer
-    # hop two one layer at a time, for `sharding.overlap_hop_two`; None: the method needs all gradients at once
+    # hop two one layer at a time, for `sharding.overlap`; None: the method needs all gradients at once
     in_backward: Callable[[Setup], HopTwoInBackward] | None = None
 
     @property
@@ -66,29 +66,13 @@ class HopTwo:
         hop_two = self.build(setup)
         return delayed(hop_two, setup.plan.layout.num_replicas) if setup.compression.delayed else hop_two
 
-    def overlapped(self, setup: Setup, choice: str) -> HopTwoInBackward | None:
-        """Returns hop two inside the backward pass, as the key `sharding.overlap_hop_two` wants it; None: after it.
+    def overlapped(self, setup: Setup) -> HopTwoInBackward | None:
+        """Returns hop two inside the last micro-step's backward pass; None where it can only come after it.
 
-        ValueError if it is wanted and cannot be.
+        It must be an all-reduce of this step's gradients that the method can do for each layer by itself.
         """
-        if choice == "off" or (choice == "auto" and setup.plan.mesh.devices.flat[0].platform == "cpu"):
+        plan, layout = setup.plan, setup.plan.layout
+        all_reduces = layout.replica_axes and layout.parameters == layout.gradients == layout.optimizer
+        if not (plan.overlap and self.in_backward and all_reduces) or layout.shape.tensor > 1:
             return None
-        obstacle = self._obstacle(setup)
-        if obstacle and choice == "on":
-            raise ValueError(f"sharding.overlap_hop_two=on needs {obstacle}; change that, or set it to auto or off")
-        return None if obstacle or not self.in_backward else self.in_backward(setup)
-
-    def _obstacle(self, setup: Setup) -> str:
-        """Returns what keeps hop two out of the backward pass: what it would need, or an empty string."""
-        layout = setup.plan.layout
-        if not layout.replica_axes:
-            return "replicas that synchronise once per step: several partition groups and sharding.two_hop"
-        if not layout.gather.only_where_used:
-            return f"sharding.gather=layer, not {layout.gather.name}: gradients come out a layer at a time"
-        if not layout.parameters == layout.gradients == layout.optimizer:
-            return "one scope for parameters, gradients and optimizer state: ddp, hsdp or mics"
-        if layout.shape.tensor > 1:
-            return f"mesh.tensor=1, not {layout.shape.tensor}"
-        if setup.compression.delayed:
-            return "compression.delayed=False"
-        return "" if self.in_backward else f"another compression.hop_two: {self.name} works on all gradients at once"
+        return None if setup.compression.delayed else self.in_backward(setup)

@@ -53,9 +53,14 @@ class Transformer(Model):
         """Returns `x` after all layers, each gathered right before its use; `args` are passed to every layer."""
         layers = self.groups["layers"]
 
-        def body(x_BTD: Array, values: Params) -> Array:
-            block = layers.module(gather("layers", values), self.dtype)
-            return block(x_BTD, *args)
+        def body(x_BTD: Array, values: Params, *args: Array | None) -> Array:
+            return layers.module(values, self.dtype)(x_BTD, *args)
 
-        remat = partial(rematerialise, policy=self.config.remat, in_scan=True)
-        return scan_layers(body, x_BTD, params["layers"], remat)
+        return scan_layers(
+            body,
+            x_BTD,
+            params["layers"],
+            *args,
+            gather=partial(gather, "layers"),
+            rematerialise=partial(rematerialise, policy=self.config.remat, in_scan=True),
+        )

@@ -1,10 +1,13 @@
-"""Gradients that are summed over the micro-steps inside the backward pass, and hop two of the last one beside it.
+"""Gradients that are summed over the micro-steps inside the backward pass, and communication beside its compute.
 
 A micro-step is differentiated with respect to the sums of the gradients before it, not to the parameters: a group of
 parameters is handed to the model as an `Accumulating`, and where its gradients would come out of the backward pass
-they are added to those sums. The sums of a stack of layers travel backwards through its loop as the cotangent of a
-carry, so that XLA updates them in place and no second copy of the gradients exists. In the last micro-step hop two
-exchanges the finished sums of a layer while the layer before it computes.
+they are added to those sums. The sums of a stack of layers travel backwards through its loop as the carry, so that
+XLA updates them in place and no second copy of the gradients exists.
+
+With `Rule.overlap` a loop over layers is pipelined, in both directions: while a layer computes, the parameters of the
+next one are gathered, and the gradients of the one before are reduced (hop one), added to the sums and, in the last
+micro-step, exchanged with the other replicas (hop two). None of these depends on the layer's compute.
 """
 
 from collections.abc import Callable
@@ -17,7 +20,7 @@ from jax import lax
 
 PyTree = Any
 Index = jax.Array | int
-Body = Callable[[jax.Array, PyTree], jax.Array]  # (x, one layer's parameters) -> x
+Body = Callable[..., jax.Array]  # (x, one layer's gathered parameters, *args) -> x
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,6 +29,12 @@ class Rule:
 
     add: Callable[[PyTree, PyTree], PyTree]  # (sums, gradients) -> sums
     exchange: Callable[[PyTree, Index], PyTree] | None = None  # hop two of finished sums; the index is the layer's
+    overlap: bool = False
+
+    def finish(self, sums: PyTree, grads: PyTree, layer: Index = 0) -> PyTree:
+        """Returns the sums with the gradients added, and exchanged if it is time."""
+        sums = self.add(sums, grads)
+        return self.exchange(sums, layer) if self.exchange else sums
 
 
 @jax.tree_util.register_dataclass
@@ -53,86 +62,105 @@ def values_of(group: PyTree) -> PyTree:
         return values
 
     def backward(sums: PyTree, grads: PyTree) -> tuple[None, PyTree]:
-        sums = rule.add(sums, grads)
-        return None, rule.exchange(sums, 0) if rule.exchange else sums
+        return None, rule.finish(sums, grads)
 
     values.defvjp(lambda values, sums: (values, sums), backward)
     return values(group.values, group.sums)
 
 
 def scan_layers(
-    body: Body, x: jax.Array, stack: PyTree, rematerialise: Callable[[Callable[..., Any]], Callable[..., Any]]
+    body: Body,
+    x: jax.Array,
+    stack: PyTree,
+    *args: PyTree,
+    gather: Callable[[PyTree], PyTree],
+    rematerialise: Callable[[Body], Body],
 ) -> jax.Array:
-    """Returns `x` after `body(x, layer)` for each layer of a stack `[L, ...]`, an Accumulating or plain arrays.
+    """Returns `x` after `body(x, gather(layer), *args)` for each layer of a stack `[L, ...]`.
 
-    `rematerialise` wraps what one layer runs, and says what its backward pass computes again.
+    The stack is an Accumulating or plain arrays; `args` get no gradients from an Accumulating with `overlap`.
+    `rematerialise` wraps the gather and the body of one layer, and says what the backward pass computes again; with
+    `overlap` that is always everything but the layer's `x`.
     """
-    if not isinstance(stack, Accumulating):
-        run = rematerialise(body)
-        return lax.scan(lambda x, layer: (run(x, layer), None), x, stack)[0]
-    if stack.rule.exchange is None:
-        return _scan_adding(rematerialise(body), x, stack)
-    return _scan_exchanging(body, x, stack, stack.rule.exchange, rematerialise)
+    if isinstance(stack, Accumulating) and stack.rule.overlap:
+        return _scan_pipelined(body, x, stack, args, gather)
+    run = rematerialise(lambda x, layer: body(x, gather(layer), *args))
+    if isinstance(stack, Accumulating):
+        return _scan_adding(run, x, stack)
+    return lax.scan(lambda x, layer: (run(x, layer), None), x, stack)[0]
 
 
 def _scan_adding(run: Body, x: jax.Array, stack: Accumulating) -> jax.Array:
     """Runs the layers; backwards, each adds its gradients to the sums."""
 
-    def add(i: jax.Array, grads: PyTree, sums: PyTree) -> tuple[None, PyTree]:
-        return None, _put(sums, stack.rule.add(_at(sums, i), grads), i)
+    def finish(i: jax.Array, grads: PyTree, sums: PyTree) -> tuple[None, PyTree]:
+        return None, _put(sums, stack.rule.finish(_at(sums, i), grads, i), i)
 
     def layer(carry: tuple[jax.Array, PyTree], item: tuple[jax.Array, PyTree]) -> tuple[Any, None]:
         x, sums = carry
         i, values = item
-        values, sums = _tap(add, i, values, sums)
+        values, sums = _tap(finish, i, values, sums)
         return (run(x, values), sums), None
 
-    (x, sums), _ = lax.scan(layer, (x, stack.sums), (jnp.arange(_length(stack)), stack.values))
+    (x, sums), _ = lax.scan(layer, (x, stack.sums), (jnp.arange(_length(stack.values)), stack.values))
     return _start_backwards(x, sums, stack.sums)
 
 
-def _scan_exchanging(
-    body: Body,
-    x: jax.Array,
-    stack: Accumulating,
-    exchange: Callable[[PyTree, Index], PyTree],
-    rematerialise: Callable[[Callable[..., Any]], Callable[..., Any]],
+def _scan_pipelined(
+    body: Body, x: jax.Array, stack: Accumulating, args: tuple[PyTree, ...], gather: Callable[[PyTree], PyTree]
 ) -> jax.Array:
-    """Runs the layers; backwards, a layer's finished sums wait in the carry and are exchanged beside the next layer.
+    """Runs the layers with the communication of their neighbours beside them.
 
-    The backward pass begins with the last layer, which stays out of the loop: nothing waits there yet. After the loop
-    the first layer's sums wait.
+    The last layer stays out of both loops: its gathered parameters are kept from the forward to the backward pass.
+    That gather makes up for one that the backward loop does in vain, of the first layer beside the first layer, so
+    that each layer is gathered twice, as without overlap.
     """
-    last = _length(stack) - 1
-    add = stack.rule.add
+    rule, last = stack.rule, _length(stack.values) - 1
 
-    def add_last(_: None, grads: PyTree, sums: PyTree, waiting: PyTree) -> tuple[None, PyTree, PyTree]:
-        del waiting
-        return None, sums, add(_at(sums, last), grads)
+    def forward(x: jax.Array, values: PyTree, args: tuple[PyTree, ...]) -> tuple[jax.Array, PyTree]:
+        def layer(carry: tuple[jax.Array, PyTree], i: jax.Array) -> tuple[Any, jax.Array]:
+            x, full = carry
+            following = gather(_at(values, i + 1))
+            return (body(x, full, *args), following), x
 
-    def add_and_exchange(i: jax.Array, grads: PyTree, sums: PyTree, waiting: PyTree) -> tuple[None, PyTree, PyTree]:
-        finished = add(_at(sums, i), grads)
-        return None, _put(sums, exchange(waiting, i + 1), i + 1), finished
+        (x_last, full), xs = lax.scan(layer, (x, gather(_at(values, 0))), jnp.arange(last))
+        return body(x_last, full, *args), (xs, x_last, full)
 
-    def exchange_first(_: None, sums: PyTree, waiting: PyTree) -> tuple[PyTree, PyTree]:
-        return _put(sums, exchange(waiting, 0), 0), waiting
+    @jax.custom_vjp
+    def run(x: jax.Array, values: PyTree, sums: PyTree, args: tuple[PyTree, ...]) -> jax.Array:
+        del sums
+        return forward(x, values, args)[0]
 
-    # A layer's parameters are taken from the stack inside of what is rematerialised, or a copy of all would be kept.
-    @rematerialise
-    def layer(i: jax.Array, x: jax.Array, sums: PyTree, waiting: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
-        values, sums, waiting = _tap(add_and_exchange, i, _at(stack.values, i), sums, waiting)
-        return body(x, values), sums, waiting
+    def run_forward(x: jax.Array, values: PyTree, sums: PyTree, args: tuple[PyTree, ...]) -> tuple[jax.Array, PyTree]:
+        x, kept = forward(x, values, args)
+        return x, (*kept, values, sums, args)
 
-    @rematerialise
-    def last_layer(x: jax.Array, sums: PyTree, waiting: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
-        values, sums, waiting = _tap(add_last, None, _at(stack.values, last), sums, waiting)
-        return body(x, values), sums, waiting
+    def run_backward(residuals: tuple[Any, ...], g: jax.Array) -> tuple[jax.Array, None, PyTree, None]:
+        xs, x_last, full, values, sums, args = residuals
 
-    waiting = jax.tree.map(jnp.zeros_like, _at(stack.sums, last))  # its cotangent alone is used
-    sums, waiting = _tap(exchange_first, None, stack.sums, waiting)
-    carry, _ = lax.scan(lambda carry, i: (layer(i, *carry), None), (x, sums, waiting), jnp.arange(last))
-    x, *carried = last_layer(*carry)
-    return _start_backwards(x, tuple(carried), (stack.sums, waiting))
+        def layer_backward(x: jax.Array, full: PyTree, g: jax.Array) -> tuple[jax.Array, PyTree]:
+            return jax.vjp(lambda x, full: body(x, full, *args), x, full)[1](g)
+
+        def finish(sums: PyTree, grads: PyTree, i: Index) -> PyTree:
+            (own,) = jax.vjp(gather, _at(values, i))[1](grads)  # hop one is the gather's transpose
+            return _put(sums, rule.finish(_at(sums, i), own, i), i)
+
+        def layer(carry: tuple[Any, ...], item: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+            g, full, grads, sums = carry
+            i, x = item
+            following = gather(_at(values, jnp.maximum(i - 1, 0)))
+            sums = finish(sums, grads, i + 1)
+            g, grads = layer_backward(x, full, g)
+            return (g, following, grads, sums), None
+
+        following = gather(_at(values, last - 1)) if last else full
+        g, grads = layer_backward(x_last, full, g)
+        carry = g, following, grads, sums
+        (g, _, grads, sums), _ = lax.scan(layer, carry, (jnp.arange(last), xs), reverse=True)
+        return g, None, finish(sums, grads, 0), None
+
+    run.defvjp(run_forward, run_backward)
+    return run(x, stack.values, stack.sums, args)
 
 
 def _tap(backward: Callable[..., tuple[PyTree, ...]], i: jax.Array | None, *trees: PyTree) -> tuple[PyTree, ...]:
@@ -159,8 +187,8 @@ def _start_backwards(x: jax.Array, carried: PyTree, first: PyTree) -> jax.Array:
     return start(x, carried, first)
 
 
-def _length(stack: Accumulating) -> int:
-    return jax.tree.leaves(stack.values)[0].shape[0]
+def _length(stack: PyTree) -> int:
+    return jax.tree.leaves(stack)[0].shape[0]
 
 
 def _at(stack: PyTree, i: Index) -> PyTree:

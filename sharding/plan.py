@@ -29,6 +29,7 @@ class ShardingPlan:
     compute_dtype: Any = jnp.float32
     gather_codecs: LevelCodecs = PLAIN  # of the micro-steps' gathers
     hop_one_codecs: LevelCodecs = PLAIN
+    overlap: bool = False  # layers are gathered ahead, and their gradients reduced behind, beside the compute
 
     @property
     def sum_dtype(self) -> Any:

@@ -122,6 +122,7 @@ def plan(
     dtype: Any = jnp.float32,
     gather_codecs: LevelCodecs = PLAIN,
     hop_one_codecs: LevelCodecs = PLAIN,
+    overlap: bool = False,
     **how,
 ) -> ShardingPlan:
     layout = make_layout(sharding_config(**how), num_nodes=nodes, devices_per_node=per_node, tensor=tensor)
@@ -134,6 +135,7 @@ def plan(
         compute_dtype=dtype,
         gather_codecs=gather_codecs,
         hop_one_codecs=hop_one_codecs,
+        overlap=overlap,
     )
 
 
@@ -157,7 +159,7 @@ def setup(plan: ShardingPlan, hop_two: str, *, kind: str = "tensors", **compress
 
 def hop_two_in_backward(plan: ShardingPlan, hop_two: str, **compression: Any) -> HopTwoInBackward:
     """Hop two inside the backward pass, for a guarded chain."""
-    found = method_named(hop_two).overlapped(setup(plan, hop_two, **compression), "on")
+    found = method_named(hop_two).overlapped(setup(plan, hop_two, **compression))
     assert found is not None
     return replace(found, kept=lambda opt_state: found.kept(opt_state.exchange))
 

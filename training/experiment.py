@@ -23,7 +23,7 @@ from optimizers import make_schedule
 from sharding.gradients import HopTwoInBackward
 from sharding.mesh import find_nodes, make_mesh
 from sharding.plan import ShardingPlan
-from sharding.scopes import make_layout
+from sharding.scopes import Layout, make_layout
 from sharding.spec import has_tensor_dims, place_all
 from sharding.state import state_shardings
 from sharding.step import TrainState, build_eval_step, build_train_step
@@ -126,6 +126,7 @@ def make_experiment(config: Config) -> Experiment:
         compute_dtype=jnp.dtype(model.config.compute_dtype),
         gather_codecs=gather_codecs,
         hop_one_codecs=hop_one_codecs,
+        overlap=_overlaps(config, layout, model.config.remat),
     )
     batches = BatchLayout(
         config=config.batch,
@@ -150,3 +151,18 @@ def _resolved(model: ModelConfig) -> ModelConfig:
         return model
     fused = jax.default_backend() == "gpu" and model.compute_dtype == "bfloat16"
     return replace(model, attention="cudnn" if fused else "xla")
+
+
+def _overlaps(config: Config, layout: Layout, remat: str) -> bool:
+    """Whether the step's loops over layers are pipelined. ValueError if they are to be and cannot."""
+    obstacle = ""
+    if layout.is_automatic:
+        obstacle = "sharding.partitioner=manual: otherwise XLA chooses where to communicate"
+    elif not layout.gather.only_where_used:
+        obstacle = f"sharding.gather=layer: {layout.gather.name} leaves nothing to gather ahead of a layer"
+    elif remat != "full":
+        obstacle = f"model.remat=full, not {remat}: its backward pass computes each layer again from its input"
+    choice = config.sharding.overlap
+    if obstacle and choice == "on":
+        raise ValueError(f"sharding.overlap=on needs {obstacle}; change that, or set sharding.overlap=auto")
+    return not obstacle and (choice == "on" or (choice == "auto" and jax.devices()[0].platform != "cpu"))

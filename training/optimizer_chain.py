@@ -39,17 +39,9 @@ def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTra
 
 
 def overlapped_hop_two(config: Config, plan: ShardingPlan, specs: Any) -> HopTwoInBackward | None:
-    """Returns hop two as the backward pass runs it; None if it comes after. ValueError for what does not fit."""
-    choice = config.sharding.overlap_hop_two
-    if config.local_sgd.inner_steps:
-        if choice == "on":
-            raise ValueError(
-                "sharding.overlap_hop_two=on needs a hop two in every step, and local_sgd has one every "
-                f"{config.local_sgd.inner_steps}; set it to auto or off"
-            )
-        return None
-    setup = _setup(config, plan, specs)
-    found = method_named(setup.compression.hop_two).overlapped(setup, choice)
+    """Returns hop two as the last backward pass runs it; None if it comes after it, as part of the chain."""
+    method = method_named(config.compression.hop_two)
+    found = None if config.local_sgd.inner_steps else method.overlapped(_setup(config, plan, specs))
     return found and replace(found, kept=lambda opt_state: found.kept(opt_state.exchange))
 
 

@@ -26,9 +26,9 @@ class ShardingConfig(Section):
         True, "synchronise replicas once per step; False all-reduces in every micro-step (the MiCS paper's alternative)"
     )
     gather: str = key("layer", "how long gathered parameters are kept", choices=("layer", "node", "micro_step", "step"))
-    overlap_hop_two: str = key(
+    overlap: str = key(
         "auto",
-        "run hop two a layer at a time inside the last micro-step's backward pass; auto: on GPUs, where it is possible",
+        "gather layers ahead, and reduce and exchange gradients behind, beside the compute; auto: on GPUs, if possible",
         choices=("auto", "on", "off"),
     )
     partitioner: str = key(
