@@ -26,6 +26,12 @@ class ShardingConfig(Section):
         True, "synchronise replicas once a step; False all-reduces in every micro-step (the MiCS paper's alternative)"
     )
     gather: str = key("layer", "how long gathered parameters are kept", choices=("layer", "node", "micro_step", "step"))
+    reduce_dtype: str = key(
+        "compute",
+        "dtype in which hop one sums on GPUs: model.compute_dtype or float32; CPUs always sum in float32",
+        choices=("compute", "float32"),
+    )
+    overlap: bool = key(True, "on GPUs: let XLA run collectives beside compute (docs/gpu.md)")
     partitioner: str = key(
         "manual", "manual: shard_map; auto: XLA's partitioner on the same shardings", choices=("manual", "auto")
     )
@@ -34,7 +40,8 @@ class ShardingConfig(Section):
         super().__post_init__()
         if self.gather == "node" and not self.two_hop:
             raise ValueError("sharding.gather=node needs sharding.two_hop: hop one has its two levels apart")
-        for name, default in (("hierarchical", True), ("two_hop", True), ("gather", "layer")):
+        chosen = (("hierarchical", True), ("two_hop", True), ("gather", "layer"), ("reduce_dtype", "compute"))
+        for name, default in chosen:
             if self.partitioner == "auto" and getattr(self, name) != default:
                 raise ValueError(
                     f"sharding.{name}={getattr(self, name)} has no effect with sharding.partitioner=auto, by which XLA "
