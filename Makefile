@@ -5,15 +5,17 @@ BIN := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])')
 CONSTRAINTS := $(firstword $(wildcard constraints-py$(VERSION).txt) constraints.txt)
 
-.PHONY: train test test-all lint format constraints clean
+.PHONY: train gpu test test-all lint format constraints clean
 
 train: $(VENV)/installed  ## trains the quickstart: a byte-level model on 8 virtual devices, 4 nodes of 2
 	$(BIN)/python train.py --config=configs/quickstart.py --workdir=runs/quickstart
 
+gpu: $(VENV)/gpu-installed  ## jax with CUDA, on a machine with NVIDIA GPUs (docs/gpu.md)
+
 test: $(VENV)/installed  ## with another Python: make test PYTHON=python3.12 VENV=.venv-py312
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
-test-all: $(VENV)/installed $(VENV)/h100/installed $(VENV)/ray-installed
+test-all: $(VENV)/installed $(VENV)/h100/installed $(VENV)/ray-installed $(VENV)/gpu-checked
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20 -m "slow or not slow"
 
 lint: $(VENV)/installed $(VENV)/ray-installed  ## types of Ray are checked too
@@ -39,6 +41,14 @@ $(VENV)/installed: requirements.txt requirements-dev.txt $(CONSTRAINTS)
 
 $(VENV)/ray-installed: requirements-ray.txt $(CONSTRAINTS) | $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
+	touch $@
+
+$(VENV)/gpu-installed: requirements-gpu.txt $(CONSTRAINTS) | $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
+	touch $@
+
+$(VENV)/gpu-checked: requirements.txt requirements-gpu.txt $(CONSTRAINTS) | $(VENV)/installed  ## nothing is installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --dry-run -r requirements.txt -r requirements-gpu.txt -c $(CONSTRAINTS)
 	touch $@
 
 $(VENV)/h100/installed: requirements-h100.txt | $(VENV)/installed  ## XLA for GPUs, 0.5 GB: it compiles without one

@@ -27,17 +27,20 @@ class ShardingPlan:
     layout: Layout
     placements: PyTree  # of Placement, a tree like the parameters
     compute_dtype: Any = jnp.float32
+    reduce_dtype: Any = None  # of hop one; None: the compute dtype
     gather_codecs: LevelCodecs = PLAIN  # of the micro-steps' gathers
     hop_one_codecs: LevelCodecs = PLAIN
     overlap: bool = False  # layers are gathered ahead, and their gradients reduced behind, beside the compute
 
     @property
     def sum_dtype(self) -> Any:
-        """The dtype of hop one: the compute dtype, but float32 on CPUs.
+        """The dtype of hop one: the one that was chosen, but float32 on CPUs.
 
         XLA:CPU widens 16-bit sums anyway, and aborts (AllReducePromotion) on those in a partly manual region.
         """
-        return jnp.float32 if self.mesh.devices.flat[0].platform == "cpu" else self.compute_dtype
+        if self.mesh.devices.flat[0].platform == "cpu":
+            return jnp.float32
+        return self.compute_dtype if self.reduce_dtype is None else self.reduce_dtype
 
     @property
     def over_gloo(self) -> bool:

@@ -29,6 +29,7 @@ from sharding.state import state_shardings
 from sharding.step import TrainState, build_eval_step, build_train_step
 from training.batches import BatchLayout, accumulation
 from training.optimizer_chain import make_tx, overlapped_hop_two, watch
+from training.overlap import Value, overlap_options, users_xla_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +75,22 @@ class Experiment:
     def _train_step(self) -> jax.stages.Compiled:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
         jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.replicated))
-        return jitted.lower(self.state_shapes, self.batches.shapes).compile()
+        return self._compiled(jitted.lower(self.state_shapes, self.batches.shapes))
+
+    @cached_property
+    def compiler_options(self) -> dict[str, Value]:
+        """What XLA is asked for in compiling the steps, besides the user's XLA_FLAGS: that collectives overlap."""
+        platform = self.plan.mesh.devices.flat[0].platform
+        return overlap_options(platform, wanted=self.config.sharding.overlap != "off", xla_flags=users_xla_flags())
 
     def compile_eval_step(self) -> jax.stages.Compiled:
         """Compiles `evaluate(params, batch) -> sums`: the model's sums by name, and `weight`."""
         step = build_eval_step(self.model.evaluate, self.plan)
         jitted = jax.jit(step, out_shardings=self.replicated)
-        return jitted.lower(self.state_shapes.params, self.batches.shapes).compile()
+        return self._compiled(jitted.lower(self.state_shapes.params, self.batches.shapes))
+
+    def _compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        return lowered.compile(compiler_options={**self.compiler_options})
 
     @property
     def dispatches_asynchronously(self) -> bool:
@@ -124,6 +134,7 @@ def make_experiment(config: Config) -> Experiment:
         layout=layout,
         placements=place_all(specs, layout),
         compute_dtype=jnp.dtype(model.config.compute_dtype),
+        reduce_dtype=jnp.float32 if config.sharding.reduce_dtype == "float32" else None,
         gather_codecs=gather_codecs,
         hop_one_codecs=hop_one_codecs,
         overlap=_overlaps(config, layout, model.config.remat),

@@ -13,6 +13,7 @@ from metrics.throughput import StepTimer, peak_flops
 from sharding import hlo
 from sharding.mesh import MeshShape
 from training.experiment import Experiment
+from training.overlap import users_xla_flags
 
 
 def make_log(
@@ -46,6 +47,8 @@ def make_log(
                     "processes": jax.process_count(),
                     "mesh": shape.sizes,
                     "num_params": experiment.model.num_params,
+                    "xla_flags": users_xla_flags(),
+                    "xla_options": experiment.compiler_options,
                 }
             ),
             "collectives": collectives,

@@ -28,8 +28,13 @@ class ShardingConfig(Section):
     gather: str = key("layer", "how long gathered parameters are kept", choices=("layer", "node", "micro_step", "step"))
     overlap: str = key(
         "auto",
-        "gather layers ahead, and reduce and exchange gradients behind, beside the compute; auto: on GPUs, if possible",
+        "gather layers ahead, and reduce and exchange gradients behind, beside the compute; auto: on GPUs",
         choices=("auto", "on", "off"),
+    )
+    reduce_dtype: str = key(
+        "compute",
+        "dtype in which hop one sums on GPUs: model.compute_dtype or float32; CPUs always sum in float32",
+        choices=("compute", "float32"),
     )
     partitioner: str = key(
         "manual", "manual: shard_map; auto: XLA's partitioner on the same shardings", choices=("manual", "auto")
@@ -39,7 +44,8 @@ class ShardingConfig(Section):
         super().__post_init__()
         if self.gather == "node" and not self.two_hop:
             raise ValueError("sharding.gather=node splits hop one into two levels; set sharding.two_hop=True")
-        for name, default in (("hierarchical", True), ("two_hop", True), ("gather", "layer")):
+        chosen = (("hierarchical", True), ("two_hop", True), ("gather", "layer"), ("reduce_dtype", "compute"))
+        for name, default in chosen:
             if self.partitioner == "auto" and getattr(self, name) != default:
                 raise ValueError(
                     f"sharding.{name}={getattr(self, name)} has no effect with sharding.partitioner=auto, because "

@@ -1,0 +1,54 @@
+"""A decoder of GPT-2's kind in bfloat16 for GPUs: `:124m` (12 layers of 768), `:350m`, `:1.3b`, or `:tiny` to try it.
+
+    python train.py --config=configs/gpu_decoder.py:124m --workdir=runs/gpu_124m
+
+Hardware: NVIDIA GPUs with bfloat16; 1.3b on one GPU wants 80 GB. A step has the rows of one micro-step on 8 GPUs.
+Not run on GPUs yet. Synthetic tokens, so that nothing is downloaded: this is for speed, not for what is learned.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+SIZES = {  # layers, hidden, heads, rows of a micro-step on one device
+    "124m": (12, 768, 12, 16),
+    "350m": (24, 1024, 16, 8),
+    "1.3b": (24, 2048, 16, 4),
+    "tiny": (2, 64, 2, 1),
+}
+DEVICES = 8
+
+
+def get_config(arg: str = "124m") -> ConfigDict:
+    """Returns the config of a size. ValueError for an unknown one."""
+    if arg not in SIZES:
+        raise ValueError(f"{__file__}:{arg}: there are {', '.join(SIZES)}")
+    layers, hidden, heads, rows = SIZES[arg]
+    tiny = arg == "tiny"
+    config = base.get_config()
+    config.num_steps = 50
+    config.model.update(
+        {
+            "compute_dtype": "bfloat16",
+            "remat": "none",
+            "vocab_size": 256 if tiny else 50257,
+            "max_len": 64 if tiny else 1024,
+            "num_layers": layers,
+            "hidden": hidden,
+            "intermediate": 4 * hidden,
+            "num_heads": heads,
+            "num_kv_heads": heads,
+            "positions": "learned",
+            "norm": "layer",
+            "activation": "gelu",
+        }
+    )
+    config.data.update({"source": "synthetic", "seq_len": config.model.max_len})
+    config.batch.update({"global_size": DEVICES * rows, "micro_size": rows})
+    config.sharding.update({"strategy": "zero1"})
+    config.optimizer.update({"learning_rate": 3e-4, "schedule": "constant", "warmup_steps": 0})
+    config.checkpoint.every = 0
+    config.elastic.snapshot_every = 0
+    config.eval.update({"every": 0, "num_batches": 1})
+    config.sample.length = 0
+    return config

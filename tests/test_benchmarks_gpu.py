@@ -1,0 +1,64 @@
+"""The benchmark for GPUs, tried without one: ours with a tiny model, PyTorch's where there is torch, and its table."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.gpu import Device, interval, mfu, table
+from files import json_lines
+
+OF_BOTH = ["--cpu", "--sizes=tiny", "--repetitions=2", "--steps=4"]
+
+
+def test_a_tiny_model_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "gpu.jsonl"
+    peer = [f"--pytorch={sys.executable}"] if find_spec("torch") else []
+    assert gpu.main(["gpu", *OF_BOTH, *peer, f"--results={record}"]) == 0
+    lines = json_lines.read(record)
+    assert [line["repetition"] for line in lines if line["side"] == gpu.OURS] == [0, 1]
+    assert all(line["tokens_per_s"] > 0 and line["mfu"] is None for line in lines)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("| tiny | ")
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(gpu, "find_gpus", lambda: None)
+    assert gpu.main(["gpu"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["error: benchmarks.gpu needs a GPU and jax with CUDA (make gpu); --cpu tries it without"]
+
+
+def test_a_size_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["gpu", "--sizes=2b"]) == 2
+    assert capsys.readouterr().err == "error: --sizes=2b: there are 124m, 350m, 1.3b, tiny\n"
+
+
+def test_a_python_without_torch_is_an_error_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "run_ours", lambda *_: 1.0)
+    missing = [f"--pytorch={tmp_path}/python", f"--results={tmp_path}/gpu.jsonl"]
+    assert gpu.main(["gpu", *OF_BOTH, *missing]) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"error: {tmp_path}/python: ")
+
+
+def test_the_sizes_are_what_they_are_called() -> None:
+    """By the FLOPs of a token: 6 for each parameter that is multiplied with, and those of the scores."""
+    device = Device(count=2, kind="NVIDIA H100", peak_flops=1e12)
+    per_token = {size: mfu(size, 2e12, device) for size in ("124m", "350m", "1.3b")}
+    assert per_token["124m"] == pytest.approx(6 * 124e6 + 12 * 12 * 768 * 1024, rel=0.01)
+    assert per_token["350m"] == pytest.approx(6 * 354e6 + 12 * 24 * 1024 * 1024, rel=0.01)
+    assert per_token["1.3b"] == pytest.approx(6 * 1.31e9 + 12 * 24 * 2048 * 1024, rel=0.01)
+
+
+def test_the_table() -> None:
+    line = {"size": "124m", "mfu": 0.5}
+    ours = [line | {"side": gpu.OURS, "tokens_per_s": speed} for speed in (1000, 1200, 1100)]
+    theirs = [line | {"side": gpu.PEER, "tokens_per_s": 1000, "mfu": None} for _ in range(3)]
+    row = table([*ours, *theirs]).splitlines()[-1]
+    assert row == "| 124m | 1,100 (1,000 to 1,200) | 50.0% | 1,000 (1,000 to 1,000) | - | 1.10 ± 0.25 |"
+    assert table(ours).splitlines()[-1].endswith("| - | - | - |")
+    assert interval([1.5]) == "1.50" and interval([]) == "-"

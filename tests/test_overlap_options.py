@@ -1,0 +1,95 @@
+"""The compiler options that let collectives overlap: whose flags win, and what of them reaches XLA and the record."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from running import IGNORED, arguments, run_here
+
+from training.overlap import OVERLAP, flag_names, is_known, overlap_options, users_xla_flags
+
+pytestmark = IGNORED
+SCHEDULER, LIMIT = (next(iter(names)) for names in OVERLAP[:2])
+NEW, OLD = OVERLAP[2]  # names of one option
+on_gpus = partial(overlap_options, "gpu", wanted=True, xla_flags="", known=lambda name, value: True)
+
+
+def test_all_of_them_on_gpus_none_elsewhere() -> None:
+    assert list(on_gpus().items()) == [next(iter(names.items())) for names in OVERLAP]
+    assert on_gpus(wanted=False) == {}
+    assert overlap_options("cpu", wanted=True, xla_flags="", known=lambda name, value: True) == {}
+
+
+@pytest.mark.parametrize("users", [f"--{SCHEDULER}=false", f" --xla_a=1  --{SCHEDULER} --xla_b=x=y", f"-{SCHEDULER}=0"])
+def test_the_users_flag_wins_and_the_others_stay(users: str) -> None:
+    assert list(on_gpus(xla_flags=users)) == [LIMIT, NEW]
+
+
+@pytest.mark.parametrize("name", [NEW, OLD])
+def test_the_users_flag_wins_by_any_of_its_names(name: str) -> None:
+    assert list(on_gpus(xla_flags=f"--{name}=off")) == [SCHEDULER, LIMIT]
+
+
+def test_a_longer_name_is_another_flag() -> None:
+    assert SCHEDULER in on_gpus(xla_flags=f"--{SCHEDULER}_too=false")
+    assert flag_names("--a=--b -c d") == {"a", "c"}
+
+
+def test_the_name_that_is_known_is_taken_and_no_unknown_one() -> None:
+    assert on_gpus(known=lambda name, value: name == OLD) == {OLD: True}
+    assert on_gpus(known=lambda name, value: False) == {}
+
+
+def test_the_users_flags_may_be_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "flags").write_text(f"--xla_a=1\n--{SCHEDULER}=false\n")
+    assert flag_names(users_xla_flags({"XLA_FLAGS": str(tmp_path / "flags")})) == {"xla_a", SCHEDULER}
+    assert users_xla_flags({"XLA_FLAGS": str(tmp_path / "missing")}) == ""
+    assert users_xla_flags({"XLA_FLAGS": " --xla_a=1 "}) == "--xla_a=1"
+    assert users_xla_flags({}) == ""
+
+
+def test_the_installed_xla_knows_them_all() -> None:
+    """XLA for CPUs has the options of all platforms: with an installed version that renamed one, this fails."""
+    assert len(on_gpus(known=is_known)) == len(OVERLAP)
+
+
+def test_what_xla_says_of_an_option() -> None:
+    assert is_known(SCHEDULER, True)
+    assert not is_known("xla_gpu_of_another_version", True)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=SCHEDULER):
+        is_known(SCHEDULER, "perhaps")
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_they_reach_the_compilation_and_the_record(
+    platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA for CPUs takes them too, and does nothing with them: a run that is told `gpu` shows the way that they go."""
+    told = lambda _, **more: overlap_options(platform, **more)
+    monkeypatch.setattr("training.experiment.overlap_options", told)
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_collective_timeout_seconds=120 --{SCHEDULER}=false")
+    asked: list[dict[str, Any] | None] = []
+    compile_lowered = jax.stages.Lowered.compile
+
+    def compile_and_note(self: Any, compiler_options: Any = None, **more: Any) -> Any:
+        asked.append(compiler_options)
+        return compile_lowered(self, compiler_options, **more)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_note)
+    assert run_here(*arguments(tmp_path / "run"), compile_once=False) == 0
+    wanted = list(on_gpus(known=is_known))[1:] if platform == "gpu" else []
+    assert wanted in [list(options or {}) for options in asked]
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert list(environment["xla_options"]) == wanted
+    assert environment["xla_flags"].endswith(f"--{SCHEDULER}=false")
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_key_decides(overlap: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr("training.experiment.overlap_options", lambda _, wanted, **more: told.append(wanted) or {})
+    assert run_here(*arguments(tmp_path / "run", sharding__overlap=overlap), compile_once=False) == 0
+    assert set(told) == {overlap}
