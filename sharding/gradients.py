@@ -147,7 +147,8 @@ def micro_steps(
         return sums, value
     (sums, value), _ = lax.scan(micro_step, carry, jax.tree.map(lambda x: x[:-1], items))
     sums = with_hop_two(plan, sums.grads, kept, done, hop_two.num_counts)
-    last = jax.tree.map(lambda x: x[-1], items)
+    # after the others: its forward pass needs nothing of them, and run before them it would hold its layers' inputs
+    last, value = lax.optimization_barrier((jax.tree.map(lambda x: x[-1], items), value))
     (sums, value), _ = micro_step((sums, value), last, partial(_exchange_group, plan, hop_two))
     return sums, value
 
