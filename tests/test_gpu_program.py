@@ -127,3 +127,14 @@ def test_without_codecs_the_formula_is_sent(name: str) -> None:
     changes, payload_bytes = PLAIN[name]
     found = crossing(compiled_for_h100(changes))
     assert sum(c.inter_bytes * c.times for c in found) == payload_bytes * (NODES - 1) / NODES
+
+
+def test_hop_one_sums_in_the_dtype_that_was_chosen() -> None:
+    half = ZERO3 | {"model.compute_dtype": "bfloat16"}
+    sums = {}
+    for dtype in ("compute", "float32"):
+        found = compiled_for_h100(half | {"sharding.reduce_dtype": dtype})
+        hop_one = [c for c in found if c.label == "hop_one" and c.kind == "reduce-scatter"]
+        assert {c.dtype for c in hop_one} == {"bf16" if dtype == "compute" else "f32"}
+        sums[dtype] = sum(c.payload_bytes * c.times for c in hop_one)
+    assert sums["float32"] == 2 * sums["compute"]
