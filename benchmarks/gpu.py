@@ -6,9 +6,9 @@
 Decoders of configs/gpu_decoder.py in bfloat16, by train.py and by benchmarks/pytorch_gpu.py (torch.compile,
 scaled_dot_product_attention), which `--pytorch`, a Python that has torch, runs in the same command: for each repetition
 and size first ours, then PyTorch's. Each run is a process of its own. With several GPUs both cut the state over all of
-them (ours: ZeRO-3, PyTorch: FSDP2). Adds a line a run to benchmarks/results/gpu.jsonl and prints a table of this
-command's runs: mean (lowest to highest). MFU: docs/performance.md's FLOPs of a token, for both. Exit codes: 0 done;
-1 a run failed; 2 bad options, or no GPU.
+them and gather it once a step (ours: ZeRO-3, PyTorch: FSDP2). Adds a line a run to benchmarks/results/gpu.jsonl and
+prints a table of this command's runs: mean (lowest to highest). MFU: by the FLOPs of models/transformer.py, for both.
+Exit codes: 0 done; 1 a run failed; 2 bad options, or no GPU.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def run_ours(size: str, device: Device, options: argparse.Namespace) -> float:
     """Trains with train.py; returns the median of the tokens per second."""
     keys = {"num_steps": options.steps, "batch.global_size": device.count * rows_of(size)}
     keys |= {"mesh.num_cpu_devices": 1} if options.cpu else {}
-    keys |= {"sharding.strategy": "zero3"} if device.count > 1 else {}
+    keys |= {"sharding.strategy": "zero3", "sharding.gather": "micro_step"} if device.count > 1 else {}
     with tempfile.TemporaryDirectory() as workdir:
         flags = [f"--config={ROOT}/configs/gpu_decoder.py:{size}", f"--workdir={workdir}"]
         started([sys.executable, "train.py", *flags, *(f"--config.{key}={value}" for key, value in keys.items())])

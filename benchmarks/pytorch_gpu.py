@@ -64,13 +64,13 @@ class Decoder(nn.Module):
 
 
 def cut(model: Decoder) -> nn.Module:
-    """Cuts the state over all ranks, a layer at a time."""
+    """Cuts the state over all ranks, a layer at a time; what is gathered for the forward pass is kept."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
+        fully_shard(block, mp_policy=policy, reshard_after_forward=False)
+    return fully_shard(model, mp_policy=policy, reshard_after_forward=False)
 
 
 def main(sizes: dict[str, Any]) -> None:

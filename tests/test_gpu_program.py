@@ -157,3 +157,14 @@ def test_how_xla_schedules_changes_no_bytes(strategy: str, flags: str) -> None:
     plain, found = sent_by_scopes(strategy, ""), sent_by_scopes(strategy, flags)
     assert sum(plain.values()) > 10**6
     assert found == pytest.approx(plain, rel=1e-12)
+
+
+def test_hop_one_sums_in_the_dtype_that_was_chosen() -> None:
+    half = ZERO3 | {"model.compute_dtype": "bfloat16"}
+    sums = {}
+    for dtype in ("compute", "float32"):
+        found = compiled_for_h100(half | {"sharding.reduce_dtype": dtype})
+        hop_one = [c for c in found if c.label == "hop_one" and c.kind == "reduce-scatter"]
+        assert {c.dtype for c in hop_one} == {"bf16" if dtype == "compute" else "f32"}
+        sums[dtype] = sum(c.payload_bytes * c.times for c in hop_one)
+    assert sums["float32"] == 2 * sums["compute"]

@@ -9,6 +9,7 @@ import jax
 import pytest
 from running import IGNORED, arguments, run_here
 
+from planner.compile import WHEELS, compile_step
 from training.overlap import OVERLAP, flag_names, is_known, overlap_options, users_xla_flags
 
 pytestmark = IGNORED
@@ -93,3 +94,21 @@ def test_the_key_decides(overlap: bool, monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("training.experiment.overlap_options", lambda _, wanted, **more: told.append(wanted) or {})
     assert run_here(*arguments(tmp_path / "run", sharding__overlap=overlap), compile_once=False) == 0
     assert set(told) == {overlap}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not WHEELS.exists(), reason="XLA for GPUs is not installed: make .venv/h100/installed")
+def test_what_is_planned_is_what_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner compiles with the same options: without them, or by the user's flags, it would be seen."""
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path))
+    config = [word for word in arguments("") if not word.startswith(("--workdir", "--config.mesh.num"))]
+    config += ["--config.mesh.num_cpu_devices=0"]
+    options = on_gpus(known=is_known)
+    compiled = partial(compile_step, nodes=4, devices_per_node=2)
+    flags = " ".join(f"--{name}={str(value).lower()}" for name, value in options.items() if "pipeline" not in name)
+    without, default, by_user = (
+        compiled([*config, "--config.sharding.overlap=False"]),
+        compiled(config),
+        compiled(config, xla_flags=flags),
+    )
+    assert default.text == by_user.text != without.text

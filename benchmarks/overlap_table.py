@@ -1,0 +1,144 @@
+"""What overlaps in the steps compiled for H100s, for a list of strategies, gathers and compiler options.
+
+    python -m benchmarks.overlap_table [--only=mics] [--report]
+
+Compiles the cases below (BERT 10B of the MiCS paper on 16 nodes of 8), replays each program at two link rates
+(benchmarks/overlap.py) and adds a line a case and rate to benchmarks/results/overlap.jsonl. What the record has of the
+same compiled program is not added again; of a case, the table of docs/gpu.md shows the newest line. `--only` takes
+the cases whose name contains it; `--report` only writes the table. A case takes a minute or two on 2 cores; no GPU is
+needed, but XLA for GPUs is (`make .venv/h100/installed`). Exit codes: 0 done; 2 a case could not be compiled or read.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.overlap import replayed
+from benchmarks.records import add, machine, recorded
+from cluster.links import Links
+from planner.compile import compile_step
+from runtime.exit_codes import ExitCode
+from sharding.hlo_program import parse_program
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "overlap.jsonl"
+PAGE = ROOT / "docs" / "gpu.md"
+BEGIN, END = "<!-- benchmarks/overlap_table.py writes from here -->", "<!-- to here -->"
+CONFIG, NODES, DEVICES = "configs/bert_10b.py", 16, 8
+RATES = ("100gbit", "400gbit")
+MICS: Mapping[str, Any] = {"sharding.partition_size": 8}
+ZERO3: Mapping[str, Any] = {"sharding.strategy": "zero3", "sharding.partition_size": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step to compile: the keys that it changes, and whether the options that let collectives overlap are given."""
+
+    name: str
+    keys: Mapping[str, Any]
+    overlap: bool
+
+    @property
+    def flags(self) -> list[str]:
+        """The config, as on a command line."""
+        keys = {**self.keys, "sharding.overlap": self.overlap}
+        return [f"--config={CONFIG}", *(f"--config.{key}={value}" for key, value in keys.items())]
+
+
+STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("mics(8)", MICS),
+    ("mics(8), hop two int8", {**MICS, "compression.hop_two": "int8"}),
+    ("mics(8), hop two delayed", {**MICS, "compression.delayed": True}),
+    ("mics(8), hop one in float32", {**MICS, "sharding.reduce_dtype": "float32"}),
+    ("mics(8), gathered once a micro-step", {**MICS, "sharding.gather": "micro_step", "model.remat": "full"}),
+    ("zero3", ZERO3),
+    ("zero3, gathered between nodes once a micro-step", {**ZERO3, "sharding.gather": "node"}),
+)
+CASES = tuple(Case(name=name, keys=keys, overlap=overlap) for name, keys in STEPS for overlap in (False, True))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compiles, replays and records the cases, and writes the table; returns the exit code."""
+    parser = argparse.ArgumentParser(description="What overlaps in steps compiled for H100s.", allow_abbrev=False)
+    parser.add_argument("--only", default="", help="only cases whose name contains this; `=NAME` is that name")
+    parser.add_argument("--report", action="store_true", help="only write the table from what is recorded")
+    options = parser.parse_args(argv[1:])
+    failed = 0
+    for case in [] if options.report else [case for case in CASES if chosen(case, options.only)]:
+        try:
+            lines = measured(case)
+        except (ValueError, RuntimeError, OSError) as error:
+            print(f"error: {case.name}: {' '.join(str(error).split())}", file=sys.stderr)
+            failed += 1
+            continue
+        known = [without_origin(line) for line in recorded(RESULTS)]
+        for line in lines:
+            if without_origin(line) not in known:
+                add(RESULTS, line)
+        print(f"{case.name}, overlap {'on' if case.overlap else 'off'}: done", flush=True)
+    write(recorded(RESULTS))
+    return ExitCode.BAD_INPUT if failed else 0
+
+
+def chosen(case: Case, only: str) -> bool:
+    """Whether `--only` takes a case."""
+    return case.name == only[1:] if only.startswith("=") else only in case.name
+
+
+def measured(case: Case) -> list[dict[str, Any]]:
+    """Returns a line for each rate. ValueError or RuntimeError: it cannot be compiled or read."""
+    step = compile_step(case.flags, nodes=NODES, devices_per_node=DEVICES)
+    program = parse_program(step.text)
+    lines = []
+    for rate in RATES:
+        timeline = replayed(program, step, Links(rate=rate).rate_bits())
+        uses = {"hop_two": timeline.use("hop_two"), "gathers_hop_one": timeline.use("gather", "hop_one")}
+        seconds = {f"{name}_s": round(use.busy_s, 3) for name, use in uses.items()}
+        seconds |= {f"{name}_exposed_s": round(use.exposed_s, 3) for name, use in uses.items()}
+        line = {"case": case.name, "overlap": case.overlap, "rate": rate, "config": CONFIG}
+        line |= {"nodes": NODES, "devices_per_node": DEVICES, "argument_bytes": step.argument_bytes}
+        line |= {"temporary_bytes": step.temporary_bytes, "compute_s": round(timeline.compute_s, 3)}
+        lines.append(line | seconds | {"step_s": round(timeline.step_s, 3), **machine()})
+    return lines
+
+
+def without_origin(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a line without the commit and the machine, of which nothing in it depends."""
+    return {key: value for key, value in line.items() if key not in ("commit", "machine")}
+
+
+# ------------------------------------------------------------------------------------------------------- the table
+
+
+def write(lines: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the table into docs/gpu.md."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(lines)}\n\n{END}{after}")
+
+
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a row a case and rate, of its newest line, in the order of the cases."""
+    newest = {(line["case"], line["overlap"], line["rate"]): line for line in lines}
+    rows = ["| step | overlap | link, Gbit/s | compute | hop two | gathers, hop one | step | temporaries |"]
+    rows.append("|---|---|---|---|---|---|---|---|")
+    for case in CASES:
+        for rate in RATES:
+            if line := newest.get((case.name, case.overlap, rate)):
+                rows.append(row(line))
+    return "\n".join(rows)
+
+
+def row(line: Mapping[str, Any]) -> str:
+    """Returns the row of a line."""
+    hops = [f"{line[f'{name}_s']:.2f} ({line[f'{name}_exposed_s']:.2f})" for name in ("hop_two", "gathers_hop_one")]
+    cells = [line["case"], "on" if line["overlap"] else "off", line["rate"].removesuffix("gbit")]
+    cells += [f"{line['compute_s']:.2f} s", *hops, f"{line['step_s']:.2f} s", f"{line['temporary_bytes'] / 1e9:.1f} GB"]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
