@@ -10,28 +10,30 @@ import pytest
 from running import IGNORED, arguments, run_here
 
 from planner.compile import WHEELS, compile_step
-from training.overlap import OVERLAP, flag_names, is_known, overlap_options, users_xla_flags
+from training.overlap import OVERLAP, PIPELINING, flag_names, is_known, overlap_options, users_xla_flags
 
 pytestmark = IGNORED
-SCHEDULER, LIMIT = (next(iter(names)) for names in OVERLAP[:2])
-NEW, OLD = OVERLAP[2]  # names of one option
-on_gpus = partial(overlap_options, "gpu", wanted=True, xla_flags="", known=lambda name, value: True)
+ALL = (*OVERLAP, *PIPELINING)
+SCHEDULER, *OTHERS = (next(iter(names)) for names in ALL)
+NEW, OLD = PIPELINING[0]  # names of one option
+on_gpus = partial(overlap_options, "gpu", wanted=True, pipelined=False, xla_flags="", known=lambda name, value: True)
 
 
 def test_all_of_them_on_gpus_none_elsewhere() -> None:
-    assert list(on_gpus().items()) == [next(iter(names.items())) for names in OVERLAP]
+    assert list(on_gpus().items()) == [next(iter(names.items())) for names in ALL]
+    assert list(on_gpus(pipelined=True).items()) == [next(iter(names.items())) for names in OVERLAP]
     assert on_gpus(wanted=False) == {}
-    assert overlap_options("cpu", wanted=True, xla_flags="", known=lambda name, value: True) == {}
+    assert overlap_options("cpu", wanted=True, pipelined=False, xla_flags="", known=lambda name, value: True) == {}
 
 
 @pytest.mark.parametrize("users", [f"--{SCHEDULER}=false", f" --xla_a=1  --{SCHEDULER} --xla_b=x=y", f"-{SCHEDULER}=0"])
 def test_the_users_flag_wins_and_the_others_stay(users: str) -> None:
-    assert list(on_gpus(xla_flags=users)) == [LIMIT, NEW]
+    assert list(on_gpus(xla_flags=users)) == OTHERS
 
 
 @pytest.mark.parametrize("name", [NEW, OLD])
 def test_the_users_flag_wins_by_any_of_its_names(name: str) -> None:
-    assert list(on_gpus(xla_flags=f"--{name}=off")) == [SCHEDULER, LIMIT]
+    assert list(on_gpus(xla_flags=f"--{name}=off")) == [SCHEDULER, *OTHERS[:-1]]
 
 
 def test_a_longer_name_is_another_flag() -> None:
@@ -54,7 +56,7 @@ def test_the_users_flags_may_be_in_a_file(tmp_path: Path) -> None:
 
 def test_the_installed_xla_knows_them_all() -> None:
     """XLA for CPUs has the options of all platforms: with an installed version that renamed one, this fails."""
-    assert len(on_gpus(known=is_known)) == len(OVERLAP)
+    assert len(on_gpus(known=is_known)) == len(ALL)
 
 
 def test_what_xla_says_of_an_option() -> None:
@@ -88,12 +90,12 @@ def test_they_reach_the_compilation_and_the_record(
     assert environment["xla_flags"].endswith(f"--{SCHEDULER}=false")
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_the_key_decides(overlap: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+def test_the_key_decides(overlap: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told: list[bool] = []
     monkeypatch.setattr("training.experiment.overlap_options", lambda _, wanted, **more: told.append(wanted) or {})
     assert run_here(*arguments(tmp_path / "run", sharding__overlap=overlap), compile_once=False) == 0
-    assert set(told) == {overlap}
+    assert set(told) == {overlap != "off"}
 
 
 @pytest.mark.slow

@@ -81,7 +81,12 @@ class Experiment:
     def compiler_options(self) -> dict[str, Value]:
         """What XLA is asked for in compiling the steps, besides the user's XLA_FLAGS: that collectives overlap."""
         platform = self.plan.mesh.devices.flat[0].platform
-        return overlap_options(platform, wanted=self.config.sharding.overlap != "off", xla_flags=users_xla_flags())
+        return overlap_options(
+            platform,
+            wanted=self.config.sharding.overlap != "off",
+            pipelined=self.plan.overlap,
+            xla_flags=users_xla_flags(),
+        )
 
     def compile_eval_step(self) -> jax.stages.Compiled:
         """Compiles `evaluate(params, batch) -> sums`: the model's sums by name, and `weight`."""

@@ -21,6 +21,11 @@ OVERLAP: tuple[dict[str, Value], ...] = (
     {"xla_gpu_enable_latency_hiding_scheduler": True},
     # collectives that may be under way at the same time, one without it: a gather need not wait for hop two
     {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"},
+    # the estimate: of a network far slower than any, so that a start moves up as far as it can
+    {"xla_gpu_enable_analytical_sol_latency_estimator": True},
+)
+# For loops over layers that the step does not pipeline itself (`sharding.plan.ShardingPlan.overlap`).
+PIPELINING: tuple[dict[str, Value], ...] = (
     # a layer's gather moves into the iteration of the layer before it; holds one more layer's parameters
     {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON", "xla_gpu_enable_pipelined_all_gather": True},
 )
@@ -39,14 +44,17 @@ def is_known(name: str, value: Value) -> bool:
 
 
 def overlap_options(
-    platform: str, *, wanted: bool, xla_flags: str, known: Callable[[str, Value], bool] = is_known
+    platform: str, *, wanted: bool, pipelined: bool, xla_flags: str, known: Callable[[str, Value], bool] = is_known
 ) -> dict[str, Value]:
-    """Returns the options for a program on `platform`, but those that the user's `xla_flags` set."""
+    """Returns the options for a program on `platform`, but those that the user's `xla_flags` set.
+
+    `pipelined`: the program's loops over layers are pipelined as they are written.
+    """
     if not wanted or platform != "gpu":
         return {}
     users = flag_names(xla_flags)
     options: dict[str, Value] = {}
-    for names in OVERLAP:
+    for names in OVERLAP if pipelined else OVERLAP + PIPELINING:
         if not users & names.keys():
             options |= next(({name: value} for name, value in names.items() if known(name, value)), {})
     return options
