@@ -13,7 +13,7 @@ from configs.schema import Config
 from metrics.units import format_bytes, format_seconds
 from planner import compile as compiling
 from planner.bounds import SLACK, Bounds, bounds, state_bytes
-from planner.candidates import Candidate, all_candidates, legal_groups
+from planner.candidates import Candidate, all_candidates, legal_groups, of_config
 from planner.predict import Machine, Memory, Prediction, Step, compiled_step
 from planner.table import table_rows
 from training.experiment import Experiment, make_experiment
@@ -61,10 +61,12 @@ def search(
 ) -> Found:
     """Returns the candidates that fit: the best of all, or those given.
 
-    At most `most` are compiled that are in no cache; those given are all compiled. ValueError if none fits, with what
-    would.
+    At most `most` programs are looked at, the config's own first. Those in the cache count, so that the answer does not
+    depend on it; those given are all looked at. ValueError if none fits, with what would.
     """
-    wanted = list(candidates) or [*all_candidates(config, machine.nodes, machine.cluster.devices_per_node)]
+    own = of_config(config)  # to compare with
+    every = all_candidates(config, machine.nodes, machine.cluster.devices_per_node)
+    wanted = list(candidates) or [own, *(candidate for candidate in every if candidate != own)]
     options, illegal = _options(wanted, config, machine, devices)
     seen = dict.fromkeys(("too_large", "too_slow", "compiled", "from_cache", "not_looked_at"), 0)
     if not candidates:
@@ -74,7 +76,7 @@ def search(
         small, most = options, len(options)
     steps: list[tuple[Prediction, Step]] = []
     failed: list[tuple[_Option, Memory]] = []
-    for option in sorted(small, key=lambda option: (option.bounds.estimate_s, option.bounds.least_bytes)):
+    for option in sorted(small, key=lambda o: (o.candidate != own, o.bounds.estimate_s, o.bounds.least_bytes)):
         best_s = min((prediction.step_s for prediction, _ in steps), default=float("inf"))
         if not candidates and any(_is_larger(option.candidate, other.candidate) for other, _ in failed):
             seen["too_large"] += 1
@@ -82,10 +84,10 @@ def search(
         if not candidates and option.bounds.least_s > SLACK * best_s:
             seen["too_slow"] += 1
             continue
-        cached = compiling.is_compiled(**machine.request(option.candidate, option.experiment.config))
-        if not cached and seen["compiled"] - seen["from_cache"] >= most:
+        if seen["compiled"] >= most:
             seen["not_looked_at"] += 1
             continue
+        cached = compiling.is_compiled(**machine.request(option.candidate, option.experiment.config))
         step = compile_one(option.candidate, option.experiment, machine)
         memory = step.memory()
         seen["compiled"] += 1
@@ -152,7 +154,7 @@ def nothing_fits(machine: Machine, options: Sequence[_Option], failed: Sequence[
         legal = [devices for devices in legal_groups(machine.nodes, per_node) if devices >= shards]
         if legal and whole / here < least.bounds.state_bytes:
             fixes.append(f"sharding.strategy=mics with partition_size={min(legal)}")
-        elif shards > here:
+        elif shards > here and not machine.cluster.device.is_shared:
             fixes.append(f"--nodes={-(-int(shards) // per_node)} with sharding.strategy=zero3")
     if model.remat != "full":
         fixes.append("model.remat=full")
