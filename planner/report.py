@@ -110,20 +110,21 @@ def scaling_text(plans: Sequence[Plan | str], nodes: Sequence[int]) -> str:
 
 
 def helps_text(helps: Mapping[str, float], step_s: float) -> str:
-    """Returns the line that says which better hardware would help most."""
-    gains = [f"{name} {_change(step_s, seconds)}" for name, seconds in helps.items()]
-    if step_s - next(iter(helps.values())) < 0.005 * step_s:
-        return "what would help most: nothing of " + ", ".join(helps)
-    return f"what would help most: {gains[0]} of the step" + (f" (then {', '.join(gains[1:])})" if gains[1:] else "")
+    """Returns what says which better hardware would help most: how much shorter the step were."""
+    gains = [(name, max(0.0, 1 - seconds / step_s)) for name, seconds in helps.items()]
+    (best, gain), *rest = gains
+    if gain < 0.005:
+        return f"what would help most: none of {', '.join(helps)}"
+    others = ", ".join(f"{name} {format_percent(gain)}" for name, gain in rest)
+    return f"what would help most: {best}, a step {format_percent(gain)} shorter" + (f"\n  ({others})" if rest else "")
 
 
 def counts_text(counts: Counts) -> str:
-    """Returns the line that says what the search looked at."""
-    return (
-        f"{counts.candidates} candidates: {counts.illegal} not legal, {counts.too_large} too large, {counts.too_slow} "
-        f"slower by the bound on their time, {counts.compiled} compiled ({counts.from_cache} from the cache, "
-        f"{counts.did_not_fit} did not fit), {counts.not_looked_at} not looked at (--compile=N for more)"
-    )
+    """Returns what says what the search looked at."""
+    unseen = f"{counts.illegal} not legal, {counts.too_large} too large, {counts.too_slow} too slow by a bound"
+    seen = f"{counts.compiled} compiled ({counts.from_cache} from the cache, {counts.did_not_fit} did not fit)"
+    rest = f", {counts.not_looked_at} not looked at (--compile=N for more)" if counts.not_looked_at else ""
+    return f"{counts.candidates} candidates: {unseen},\n  {seen}{rest}"
 
 
 def title(name: str, cluster: Cluster, nodes: int, num_params: int, rows: int, unit: str) -> str:
@@ -174,10 +175,6 @@ def _time_lines(p: Prediction) -> list[str]:
     codec = "" if p.hop_two == "none" else f"; hop two as {p.hop_two}"
     local = f"; replicas meet every {p.inner_steps} steps" if p.inner_steps else ""
     return [*_table(rows, left=2), f"{sent}{codec}{local}"]
-
-
-def _change(before: float, after: float) -> str:
-    return f"-{format_percent(max(0.0, 1 - after / before))}"
 
 
 def _table(rows: Sequence[Sequence[str]], left: int = 2) -> list[str]:
