@@ -242,6 +242,10 @@ def what_helps(step: Step) -> dict[str, float]:
         changes["links inside the nodes twice as fast"] = lambda: step.timeline(
             network=replace(network, intra_bandwidth=2 * network.intra_bandwidth)
         )
+    if step.machine.num_devices > 1:
+        changes["links without latency"] = lambda: step.timeline(
+            network=replace(network, intra_latency_s=0.0, inter_latency_s=0.0)
+        )
     changes["devices twice as fast"] = lambda: step.timeline(
         device=replace(
             device,

@@ -78,7 +78,7 @@ def search(
     failed: list[tuple[_Option, Memory]] = []
     for option in sorted(small, key=lambda o: (o.candidate != own, o.bounds.estimate_s, o.bounds.least_bytes)):
         best_s = min((prediction.step_s for prediction, _ in steps), default=float("inf"))
-        if not candidates and any(_is_larger(option.candidate, other.candidate) for other, _ in failed):
+        if not candidates and _cannot_fit(option.candidate, failed, machine.capacity):
             seen["too_large"] += 1
             continue
         if not candidates and option.bounds.least_s > SLACK * best_s:
@@ -134,9 +134,23 @@ def _options(
     return options, len(candidates) - len(options)
 
 
-def _is_larger(candidate: Candidate, other: Candidate) -> bool:
-    """Whether a candidate needs at least the memory of another one: the same, but for more rows at once."""
-    return replace(candidate, micro_size=other.micro_size) == other and candidate.micro_size >= other.micro_size
+def _cannot_fit(candidate: Candidate, failed: Sequence[tuple[_Option, Memory]], capacity: float) -> bool:
+    """Whether what did not fit says that a candidate does not: the same with fewer rows, or a line through two such.
+
+    Memory grows no faster with few rows than with many, so that the line is no more than what is needed.
+    """
+    alike = [(o.candidate.micro_size, m.total) for o, m in failed if _same_but_for_rows(o.candidate, candidate)]
+    points = sorted(alike)
+    if not points or candidate.micro_size >= points[0][0]:
+        return bool(points)
+    if len(points) < 2:
+        return False
+    (fewer, low), (more, high) = points[:2]
+    return low - (high - low) / (more - fewer) * (fewer - candidate.micro_size) > capacity
+
+
+def _same_but_for_rows(a: Candidate, b: Candidate) -> bool:
+    return replace(a, micro_size=b.micro_size) == b
 
 
 def nothing_fits(machine: Machine, options: Sequence[_Option], failed: Sequence[tuple[_Option, Memory]] = ()) -> str:
