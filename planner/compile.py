@@ -1,4 +1,4 @@
-"""Compiles the train step of a config for H100s, on a machine that has none.
+"""Compiles the train step of a config for GPUs, on a machine that has none, or for virtual CPU devices.
 
 XLA for GPUs must be installed (`make .venv/h100/installed`). It runs in a process of its own: with the CUDA plug-in in
 its path jax looks for a GPU. What was compiled is kept in a cache folder, by config, cluster, flags and source code.
@@ -7,6 +7,7 @@ its path jax looks for a GPU. What was compiled is kept in a cache folder, by co
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,8 @@ from sharding.mesh import MeshShape
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEELS = ROOT / ".venv" / "h100"
-TARGET = Path(__file__).with_name("h100_target_config.txt")
+TARGETS = {name: Path(__file__).with_name(f"{name}_target_config.txt") for name in ("h100", "a100")}
+CPU = "cpu"  # as a target
 FAST = "--xla_backend_optimization_level=0 --xla_gpu_autotune_level=0"  # LLVM's part, and kernels tried on a GPU
 OF_THE_STEP = ("configs/**/*.py", "sharding/*.py", "models/*.py", "compression/*.py", "training/*.py", "optimizers.py")
 
@@ -43,20 +45,30 @@ class CompiledStep:
         return self.argument_bytes + self.temporary_bytes
 
 
-def compile_step(config: Sequence[str], *, nodes: int, devices_per_node: int, xla_flags: str = "") -> CompiledStep:
-    """Returns the step of a config, given as `--config=FILE` and its overrides, for nodes of H100s.
+def compile_step(
+    config: Sequence[str],
+    *,
+    nodes: int,
+    devices_per_node: int,
+    xla_flags: str = "",
+    target: str = "h100",
+    memory_bytes: float = 0,
+) -> CompiledStep:
+    """Returns the step of a config, given as `--config=FILE` and its overrides, for nodes of a target: a GPU, or cpu.
 
-    ValueError for a bad config or one that XLA refuses; RuntimeError if XLA for GPUs is not installed.
+    With `memory_bytes` the target has so much memory. ValueError for a bad config or one that XLA refuses;
+    RuntimeError if XLA for GPUs is needed and not installed.
     """
-    if not WHEELS.exists():
+    if target != CPU and not WHEELS.exists():
         raise RuntimeError("XLA for GPUs is not installed: make .venv/h100/installed")
-    words = [*config, f"--nodes={nodes}", f"--devices_per_node={devices_per_node}"]
+    words = _words(config, nodes, devices_per_node, target, memory_bytes)
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     stem = _key([*words, xla_flags])
     if not (folder / f"{stem}.json").exists():
         with tempfile.TemporaryDirectory(dir=folder) as out:
-            variables = {**os.environ, "PYTHONPATH": f"{WHEELS}:{ROOT}", "XLA_FLAGS": f"{FAST} {xla_flags}"}
+            path = str(ROOT) if target == CPU else f"{WHEELS}:{ROOT}"
+            variables = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": f"{FAST} {xla_flags}"}
             command = [sys.executable, "-m", "planner.compile", *words, f"--out={out}"]
             done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
             if done.returncode:
@@ -66,6 +78,26 @@ def compile_step(config: Sequence[str], *, nodes: int, devices_per_node: int, xl
     about = json.loads((folder / f"{stem}.json").read_text())
     shape = MeshShape(**about.pop("mesh"))
     return CompiledStep(text=(folder / f"{stem}.txt").read_text(), shape=shape, **about)
+
+
+def is_compiled(
+    config: Sequence[str],
+    *,
+    nodes: int,
+    devices_per_node: int,
+    xla_flags: str = "",
+    target: str = "h100",
+    memory_bytes: float = 0,
+) -> bool:
+    """Whether the step is in the cache."""
+    words = _words(config, nodes, devices_per_node, target, memory_bytes)
+    return (cache_folder() / f"{_key([*words, xla_flags])}.json").exists()
+
+
+def _words(config: Sequence[str], nodes: int, devices_per_node: int, target: str, memory_bytes: float) -> list[str]:
+    """Returns the arguments of the process that compiles."""
+    cluster = [f"--nodes={nodes}", f"--devices_per_node={devices_per_node}"]
+    return [*config, *cluster, f"--target={target}", f"--memory_bytes={round(memory_bytes)}"]
 
 
 def cache_folder() -> Path:
@@ -82,7 +114,7 @@ def _why(said: str) -> str:
 def _key(words: Sequence[str]) -> str:
     """Returns the name of a compiled step: of what was asked for, of our source code and of the compiler."""
     digest = hashlib.sha256("\0".join(words).encode())
-    sources = [Path(__file__), TARGET, *(file for part in OF_THE_STEP for file in ROOT.glob(part))]
+    sources = [Path(__file__), *TARGETS.values(), *(file for part in OF_THE_STEP for file in ROOT.glob(part))]
     for file in sorted(sources):
         digest.update(file.read_bytes())
     for installed in sorted(WHEELS.glob("*.dist-info")):
@@ -103,18 +135,24 @@ def main(argv: Sequence[str]) -> int:
     values = command_line.new_flags(argv)
     flags.DEFINE_integer("nodes", 1, "nodes of the cluster", flag_values=values, lower_bound=1)
     flags.DEFINE_integer("devices_per_node", 8, "devices of each node", flag_values=values, lower_bound=1)
+    flags.DEFINE_enum("target", "h100", [*TARGETS, CPU], "what to compile for", flag_values=values)
+    flags.DEFINE_integer("memory_bytes", 0, "memory of a GPU; 0 for the target's own", flag_values=values)
     flags.DEFINE_string("out", ".", "folder for the program and what is said of it", flag_values=values)
     try:
         config = command_line.parse(argv, values)
         jax.config.update("jax_platforms", "cpu")
-        topology: Any = topologies.get_topology_desc(
-            topology_name="h100",
-            platform="cuda",
-            target_config=TARGET.read_text(),
-            topology=f"1x{values.nodes}x{values.devices_per_node}",
-        )
-        jax.devices = lambda *_: topology.devices  # what make_experiment takes
-        experiment = make_experiment(config)
+        if values.target == CPU:
+            jax.config.update("jax_num_cpu_devices", values.nodes * values.devices_per_node)
+            devices: Sequence[Any] = jax.devices()
+        else:
+            topology: Any = topologies.get_topology_desc(
+                topology_name=values.target,
+                platform="cuda",
+                target_config=_target_config(values.target, values.memory_bytes),
+                topology=f"1x{values.nodes}x{values.devices_per_node}",
+            )
+            devices = topology.devices
+        experiment = make_experiment(config, devices)
         compiled = experiment.compile_train_step()
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -128,6 +166,12 @@ def main(argv: Sequence[str]) -> int:
     (Path(values.out) / "step.txt").write_text(compiled.as_text() or "")
     (Path(values.out) / "step.json").write_text(json.dumps(about))
     return 0
+
+
+def _target_config(target: str, memory_bytes: int) -> str:
+    """Returns XLA's description of a GPU, with another memory if one is given."""
+    text = TARGETS[target].read_text()
+    return re.sub(r"device_memory_size: \d+", f"device_memory_size: {memory_bytes}", text) if memory_bytes else text
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Used by train.py and planner/table.py; the code is the same for one process and for many.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -120,10 +120,13 @@ class Experiment:
         return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=self.tx.init(params))
 
 
-def make_experiment(config: Config) -> Experiment:
-    """Returns the parts of the run that `config` describes, on all devices. ValueError for unsupported settings."""
+def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
+    """Returns the parts of the run that `config` describes, on all devices or those given.
+
+    ValueError for unsupported settings.
+    """
     model = models.build(_resolved(config.model))
-    nodes = find_nodes(jax.devices(), config.mesh.devices_per_node)
+    nodes = find_nodes(devices or jax.devices(), config.mesh.devices_per_node)
     layout = make_layout(
         config.sharding, num_nodes=len(nodes), devices_per_node=len(nodes[0]), tensor=config.mesh.tensor
     )

@@ -14,6 +14,8 @@ draw ddp --config.sharding.strategy=ddp --config.sharding.partition_size=0
 draw hsdp --config.sharding.strategy=hsdp --config.sharding.partition_size=0 --devices=8 --devices_per_node=4
 draw node_node_all --config.sharding.strategy=custom --config.sharding.partition_size=0 \
   --config.sharding.parameters=node --config.sharding.gradients=node --config.sharding.optimizer=all
+"$python" -m planner --config=configs/quickstart.py --cluster=emulated --nodes=4 \
+  --png=docs/images/timeline.png >/dev/null
 for page in strategies compression dynamic_training; do
   "$python" -m "benchmarks.$page" --report
 done

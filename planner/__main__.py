@@ -1,0 +1,220 @@
+"""Predicts how a config trains on a cluster that is not here: memory, time by part, throughput, cost.
+
+    python -m planner --config=configs/bert_10b.py --cluster=p4d.24xlarge --nodes=16
+    python -m planner --config=configs/bert_10b.py --cluster=p4d.24xlarge --nodes=16 --search
+
+The real train step is compiled for the cluster's GPUs (none is needed) and its schedule replayed on the cluster's
+links. `--strategy=mics(8),zero3` compares strategies, `--search` looks for the best, `--nodes=1,2,4,8` shows how a run
+scales. The emulated cluster is predicted from the program compiled for CPUs. docs/planner.md says how far to trust it.
+Exit codes: 0 done; 2 bad configuration, or nothing fits.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+from absl import flags
+
+from configs import command_line
+from configs.schema import Config
+from metrics.units import format_bytes
+from planner import clusters
+from planner import compile as compiling
+from planner.candidates import Candidate, of_config, of_strategies
+from planner.picture import draw
+from planner.predict import Machine, Step, what_helps
+from planner.probed import with_probe
+from planner.report import Plan, plan_text, scaling_text, title, to_json
+from planner.search import search
+from runtime.command_line import check_file, prepare_output
+from runtime.exit_codes import ExitCode
+
+SHOWN = 10  # of a search
+RATE = {"mbit": 1e6, "gbit": 1e9}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What the command line asks."""
+
+    name: str  # of the config
+    config: Config
+    words: tuple[str, ...]
+    cluster: clusters.Cluster
+    nodes: tuple[int, ...]
+    strategies: tuple[str, ...]
+    is_search: bool
+    most: int
+    xla_flags: str
+    notes: tuple[str, ...]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the program and returns its exit code; a user's mistake is one line."""
+    prepare_output()
+    values = _flags(argv)
+    try:
+        if command_line.asks_for_help(argv):
+            print(command_line.help_text(__doc__ or "", argv, values))
+            return 0
+        question = _question(argv, values)
+        if values.png:
+            check_file(Path(values.png), "--png")
+        answers = _answers(question, quiet=values.json)
+        plans = [plan for plan, _ in answers if isinstance(plan, Plan)]
+        if not plans:
+            raise ValueError(str(answers[-1][0]))
+        if values.json:
+            print(to_json(plans))
+        else:
+            _print(question, [plan for plan, _ in answers])
+        step = answers[-1][1] or next(step for _, step in reversed(answers) if step)
+        if values.png:
+            heading = f"{question.name}, {step.candidate.name} on {step.machine.nodes} x {question.cluster.name}"
+            draw(step.timeline(), heading).savefig(values.png, dpi=110)
+            if not values.json:
+                print(f"\ntimeline: {values.png}")
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    return 0
+
+
+def _flags(argv: Sequence[str]) -> flags.FlagValues:
+    values = command_line.new_flags(argv)
+    flags.DEFINE_string("cluster", "p4d.24xlarge", "one of planner/clusters.py", flag_values=values)
+    flags.DEFINE_list("nodes", ["1"], "nodes of the cluster; several with commas between", flag_values=values)
+    flags.DEFINE_string("strategy", "", "strategies to compare: mics(8),zero3", flag_values=values)
+    flags.DEFINE_boolean("search", False, "look for the best", flag_values=values)
+    flags.DEFINE_integer("compile", 5, "programs that a search looks at", flag_values=values, lower_bound=1)
+    flags.DEFINE_string("probe", None, "probe.json of cluster.probe: measured links", flag_values=values)
+    flags.DEFINE_string("rate", None, "of each node's link, such as 25gbit, if not the cluster's", flag_values=values)
+    flags.DEFINE_integer("devices_per_node", None, "if not the cluster's", flag_values=values, lower_bound=1)
+    flags.DEFINE_boolean("json", False, "print JSON", flag_values=values)
+    flags.DEFINE_string("png", None, "file for a picture of the best step", flag_values=values)
+    flags.DEFINE_string("xla_flags", "", "more flags for XLA", flag_values=values)
+    return values
+
+
+def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
+    """Returns what is asked. ValueError for what cannot be."""
+    config = command_line.parse(argv, values)
+    cluster = clusters.find_cluster(values.cluster)
+    notes = [cluster.device.note] if cluster.device.note else []
+    if values.devices_per_node:
+        cluster = replace(cluster, devices_per_node=values.devices_per_node)
+    if values.rate:
+        cluster = clusters.with_rate(cluster, _rate_bits(values.rate))
+    if values.probe:
+        cluster, note = with_probe(cluster, Path(values.probe))
+        notes.append(note)
+    if not all(re.fullmatch(r"[1-9]\d*", word) for word in values.nodes):
+        raise ValueError(f"--nodes={','.join(values.nodes)}: give one number or several, such as 1,2,4,8")
+    if values.search and values.strategy:
+        raise ValueError("--search looks at every strategy; leave out --strategy")
+    return Question(
+        name=command_line.config_name(values),
+        config=config,
+        words=tuple(word for word in argv[1:] if word.startswith(("--config=", "--config."))),
+        cluster=cluster,
+        nodes=tuple(map(int, values.nodes)),
+        strategies=tuple(re.findall(r"[^,\s]+", values.strategy)),
+        is_search=values.search,
+        most=values.compile,
+        xla_flags=values.xla_flags,
+        notes=(*notes, *_notes(config, cluster)),
+    )
+
+
+def _notes(config: Config, cluster: clusters.Cluster) -> list[str]:
+    """Returns what a reader must know of how the program was made."""
+    notes = []
+    if cluster.device.target != compiling.CPU:
+        if not compiling.WHEELS.exists():
+            notes.append(
+                "XLA for GPUs is not installed (make .venv/h100/installed): priced from the program compiled for CPUs, "
+                "which overlaps nothing and has other temporaries; less exact"
+            )
+        if getattr(config.model, "attention", "xla") != "xla" and config.model.compute_dtype == "bfloat16":
+            notes.append(
+                "attention is XLA's own: cuDNN's kernel, which A100s and later would use, needs a GPU to compile"
+            )
+        reached = clusters.ACHIEVED["gpu"].basis["memory_share"]
+        memory = f"{format_bytes(cluster.usable_bytes(1))} of {format_bytes(cluster.device.memory_bytes)}"
+        notes.append(f"memory: {memory}, {reached}")
+    return notes
+
+
+def _answers(question: Question, quiet: bool) -> list[tuple[Plan | str, Step | None]]:
+    """Returns a plan and its best step for each number of nodes; if there are several, errors as text."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(question.nodes) * question.cluster.devices_per_node)
+    answers: list[tuple[Plan | str, Step | None]] = []
+    for nodes in question.nodes:
+        try:
+            answers.append(_answer(question, nodes, quiet))
+        except ValueError as error:
+            if len(question.nodes) == 1:
+                raise
+            answers.append((str(error), None))
+    return answers
+
+
+def _answer(question: Question, nodes: int, quiet: bool) -> tuple[Plan, Step]:
+    cluster, config = question.cluster, question.config
+    is_there = cluster.device.target == compiling.CPU or compiling.WHEELS.exists()
+    machine = Machine(
+        cluster=cluster,
+        nodes=nodes,
+        config_words=question.words,
+        target=cluster.device.target if is_there else compiling.CPU,
+        xla_flags=question.xla_flags,
+    )
+    candidates: list[Candidate] = []
+    if not question.is_search:
+        candidates = of_strategies(question.strategies, config) or [of_config(config)]
+    found = search(
+        config,
+        machine,
+        jax.devices()[: machine.num_devices],
+        most=question.most,
+        candidates=candidates,
+        say=(lambda line: None) if quiet or not question.is_search else (lambda line: print(line, file=sys.stderr)),
+    )
+    best, step = found.steps[0]
+    unit = "images" if best.tokens_per_s is None else "sequences"
+    rows, num_params = config.batch.global_size, step.experiment.model.num_params
+    plan = Plan(
+        title=title(question.name, cluster, nodes, num_params, rows, unit),
+        cluster=cluster.name,
+        nodes=nodes,
+        devices=machine.num_devices,
+        unit=unit,
+        predictions=tuple(prediction for prediction, _ in found.steps[:SHOWN]),
+        helps=what_helps(step),
+        counts=found.counts if question.is_search else None,
+        notes=question.notes if question.is_search else (*question.notes, *found.too_large),
+    )
+    return plan, step
+
+
+def _print(question: Question, plans: Sequence[Plan | str]) -> None:
+    """Prints the one plan, or throughput against nodes and the last plan."""
+    last = [plan for plan in plans if isinstance(plan, Plan)][-1]
+    if len(plans) > 1:
+        print(f"{scaling_text(plans, question.nodes)}\n")
+    print(plan_text(last))
+
+
+def _rate_bits(rate: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", rate)
+    if not match or not float(match[1]):
+        raise ValueError(f"--rate={rate}: give a number and its unit, such as 25gbit or 200mbit")
+    return float(match[1]) * RATE[match[2]]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

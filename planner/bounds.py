@@ -1,0 +1,123 @@
+"""What can be said of a candidate before anything is compiled: its state, and the least memory and time of a step.
+
+The least time is that of the matrix products alone, or of the traffic of one network level alone, whichever is longer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from configs.schema import TransformerConfig
+from input_pipeline import row_arrays
+from planner.clusters import Cluster
+from planner.table import table_rows
+from sharding.mesh import inter_part, intra_part
+from training.experiment import Experiment
+
+HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+# of a value, at least; blocks have scales besides
+CODEC_BYTES = {"none": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5, "two_bit": 0.25, "one_bit": 0.125}
+SLACK = 1.2  # the least time leaves details out (embeddings are gathered once): nothing is discarded that is so near
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Bytes of a device, and seconds of a step."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: float  # what is surely kept: the layers' inputs, the logits, and what the policy gathers
+    least_s: float
+    estimate_s: float  # if nothing overlapped
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters, gradients and optimizer state."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def least_bytes(self) -> float:
+        """What a step needs at least."""
+        return self.state_bytes + self.activation_bytes
+
+
+def state_bytes(experiment: Experiment) -> tuple[int, int, int]:
+    """Returns the bytes of parameters, gradients and optimizer state that a device holds."""
+    rows = table_rows(experiment)
+    parameters, gradients, optimizer = (sum(row.device_bytes[i] for row in rows) for i in range(3))
+    return parameters, gradients, optimizer
+
+
+def bounds(experiment: Experiment, cluster: Cluster, state: tuple[int, int, int] | None = None) -> Bounds:
+    """Returns the bounds of an experiment on devices of a cluster; `state` if its bytes are known."""
+    parameters, gradients, optimizer = state or state_bytes(experiment)
+    compute_s, network = _compute_s(experiment, cluster), cluster.network()
+    levels = [network.level_s(level, sent, 0) for level, sent in traffic(experiment).items()]
+    return Bounds(
+        parameter_bytes=parameters,
+        gradient_bytes=gradients,
+        optimizer_bytes=optimizer,
+        activation_bytes=_activation_bytes(experiment),
+        least_s=max(compute_s, *levels),
+        estimate_s=compute_s + sum(levels),
+    )
+
+
+def flops_per_row(experiment: Experiment) -> float:
+    """Returns the model's floating-point operations a row, without recomputation."""
+    row = next(iter(row_arrays(experiment.config.data).values()))
+    return experiment.model.flops_per_row(row.shape)
+
+
+def _compute_s(experiment: Experiment, cluster: Cluster) -> float:
+    model, shape = experiment.model.config, experiment.plan.layout.shape
+    rows = experiment.batches.accumulation * experiment.config.batch.micro_size / shape.tensor
+    recomputed = 4 / 3 if model.remat == "full" else 1
+    rate = cluster.compute(shape.num_devices).matmul_rate(HLO_DTYPES[model.compute_dtype])
+    return rows * flops_per_row(experiment) * recomputed / rate
+
+
+def _activation_bytes(experiment: Experiment) -> float:
+    config, layout = experiment.config, experiment.plan.layout
+    model, item = config.model, ITEM_BYTES[config.model.compute_dtype]
+    gathered = 0.0
+    for part in (layout.gather.each_step, layout.gather.each_micro_step):
+        if part and (axes := part(layout.parameters)):
+            kept = layout.shape.size(layout.parameters) / layout.shape.size(axes)
+            gathered += 2 * item * experiment.model.num_params / kept / layout.shape.tensor  # and their gradients
+    if not isinstance(model, TransformerConfig):
+        return gathered
+    tokens = config.batch.micro_size * config.data.seq_len
+    return gathered + tokens * item * (model.num_layers * model.hidden + model.padded_vocab / layout.shape.tensor)
+
+
+def traffic(experiment: Experiment) -> Mapping[str, float]:
+    """Returns the bytes that a device sends a step on each level, by the formulas of docs/concepts.md."""
+    config, layout = experiment.config, experiment.plan.layout
+    codecs, steps = config.compression, experiment.batches.accumulation
+    num_params = experiment.model.num_params / layout.shape.tensor
+    item = ITEM_BYTES[config.model.compute_dtype]
+    sent = {"inter": 0.0, "intra": 0.0}
+
+    def add(axes: tuple[str, ...], values: float, times: float, inter_item: float, intra_item: float) -> None:
+        """Counts a gather or a scatter of so many values over `axes`: once between nodes, then inside them."""
+        inter, intra = layout.shape.size(inter_part(axes)), layout.shape.size(intra_part(axes))
+        sent["inter"] += times * inter_item * values / intra * (inter - 1) / inter
+        sent["intra"] += times * intra_item * values * (intra - 1) / intra
+
+    gather = [min(item, CODEC_BYTES[codec]) for codec in (codecs.gather_inter, codecs.gather_intra)]
+    hop_one = [min(item, CODEC_BYTES[codec]) for codec in (codecs.hop_one_inter, codecs.hop_one_intra)]
+    policy = layout.gather
+    for part, times in ((policy.each_step, 1), (policy.each_micro_step, steps), (policy.each_use, 2 * steps)):
+        if part:
+            axes = part(layout.parameters)
+            values = num_params * layout.shape.size(intra_part(axes)) / layout.shape.size(intra_part(layout.parameters))
+            add(axes, values, times, *gather)
+            add(axes, values, steps, *hop_one)
+    shards = layout.shape.size(layout.parameters)
+    add(layout.gradients_beyond_parameters, num_params / shards, steps, *hop_one)
+    hop_two = CODEC_BYTES.get(codecs.hop_two, 0.0)  # of the others the size depends on the tensors
+    per_step = 2 / max(1, config.local_sgd.inner_steps)
+    add(layout.replica_axes, num_params / layout.shape.size(layout.gradients), per_step, hop_two, hop_two)
+    return sent

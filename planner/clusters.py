@@ -1,0 +1,308 @@
+"""Clusters by name: what their devices and links are like, where each figure was read, and what is reached of it.
+
+Peaks are those of data sheets. What programs reach of them is one table, ACHIEVED, the same for every GPU: nothing is
+fitted to a model or to a cluster. A figure that nobody publishes is None, and what would need it is left out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from planner.hardware import Device, Network
+
+GBIT = 1e9 / 8  # bytes/s
+XLA_SPECS = "openxla/xla, xla/backends/gpu/target_config/specs"
+AWS = "AWS, EC2 accelerated instances"
+NCCL = "NCCL's own model, src/graph/tuning.cc: ring, simple protocol"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """One device; `sources` says of each figure where it was read."""
+
+    name: str
+    target: str  # the program that is compiled for it: a100, h100 or cpu
+    peak_flops: Mapping[str, float]  # FLOP/s of dense matrix products by dtype, as in HLO
+    memory_bytes: float
+    memory_bandwidth: float  # bytes/s
+    kind: str = "gpu"  # row of ACHIEVED
+    is_shared: bool = False  # whether all devices of all nodes share these FLOP/s, bytes and bytes/s
+    note: str = ""
+    sources: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """What a node costs."""
+
+    usd_per_hour: float
+    date: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes of equal devices; bandwidths are of one direction."""
+
+    name: str
+    device: Accelerator
+    devices_per_node: int
+    intra_bandwidth: float  # bytes/s that a device can send inside its node
+    intra_latency_s: float
+    node_bandwidth: float  # bytes/s that a node can send to the others
+    inter_latency_s: float
+    on_demand: Price | None = None
+    spot: Price | None = None
+    is_measured: bool = False  # the links are those of a probe: nothing is taken off them
+    sources: Mapping[str, str]
+
+    def usable_bytes(self, num_devices: int) -> float:
+        """Returns the memory that a program can have on each of so many devices."""
+        shares = num_devices if self.device.is_shared else 1
+        return ACHIEVED[self.device.kind].memory_share * self.device.memory_bytes / shares
+
+    def network(self) -> Network:
+        """Returns what a replay needs to know of the links."""
+        reached = ACHIEVED["measured" if self.is_measured else self.device.kind]
+        return Network(
+            devices_per_node=self.devices_per_node,
+            intra_bandwidth=reached.intra_fraction * self.intra_bandwidth,
+            intra_latency_s=self.intra_latency_s,
+            node_bandwidth=reached.inter_fraction * self.node_bandwidth,
+            inter_latency_s=self.inter_latency_s,
+        )
+
+    def compute(self, num_devices: int, dtype: str = "") -> Device:
+        """Returns what a replay needs to know of a device, of so many.
+
+        With `dtype` all products take the time of that dtype: a CPU's program computes in f32 what a GPU's has in bf16.
+        """
+        reached, shares = ACHIEVED[self.device.kind], num_devices if self.device.is_shared else 1
+        peak = {name: flops / shares for name, flops in self.device.peak_flops.items()}
+        return Device(
+            peak_flops={dtype: peak.get(dtype, min(peak.values()))} if dtype else peak,
+            matmul_fraction=reached.matmul_fraction,
+            memory_bandwidth=reached.memory_fraction * self.device.memory_bandwidth / shares,
+            launch_s=reached.launch_s,
+        )
+
+    def peak(self, dtype: str, num_devices: int) -> float:
+        """Returns the FLOP/s that all devices together could do."""
+        peak = self.device.peak_flops.get(dtype, min(self.device.peak_flops.values()))
+        return peak if self.device.is_shared else peak * num_devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Achieved:
+    """What programs reach of a peak, and why we think so."""
+
+    matmul_fraction: float
+    memory_fraction: float
+    intra_fraction: float
+    inter_fraction: float
+    launch_s: float
+    memory_share: float  # of the memory that a program can have
+    basis: Mapping[str, str]
+
+
+ACHIEVED = {
+    "gpu": Achieved(
+        matmul_fraction=0.80,
+        memory_fraction=0.90,
+        intra_fraction=0.81,
+        inter_fraction=0.86,
+        launch_s=1e-6,
+        memory_share=0.90,
+        basis={
+            "matmul_fraction": "bf16 products of the best shapes: A100 271 of 312 TFLOP/s, H100 and H200 795 of 989 "
+            "(stas00/ml-engineering, compute/accelerator); the lower one, for every GPU",
+            "memory_fraction": "A100, 100 MB and more (calculon, systems/a100_80g.json)",
+            "intra_fraction": "mean of p3dn's gathers, 128 of 150 GB/s (MiCS, section 5.1), and p4d's all-reduce, 231 "
+            "of 300 (NVIDIA/nccl#527)",
+            "inter_fraction": "p3dn's large gathers, 10.8 of 12.5 GB/s (MiCS, figure 2); TCP is taken to reach it too",
+            "launch_s": "kKernelLaunchOverhead of XLA's own performance model",
+            "memory_share": "a choice: the rest is CUDA's, NCCL's and lost between buffers. jax takes 0.75 unless "
+            "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 is set",
+        },
+    ),
+    "cpu": Achieved(
+        matmul_fraction=1.0,
+        memory_fraction=1.0,
+        intra_fraction=1.0,
+        inter_fraction=0.96,
+        launch_s=0.0,
+        memory_share=0.9,
+        basis={
+            "matmul_fraction": "the FLOP/s are measured ones",
+            "memory_fraction": "the bandwidth is a measured one",
+            "intra_fraction": "the bandwidth is a measured one",
+            "inter_fraction": "training's collectives at 200 Mbit/s: 95 to 98 % (docs/clusters.md)",
+            "launch_s": "not known; left out",
+            "memory_share": "a choice: the rest is the operating system's",
+        },
+    ),
+    "measured": Achieved(
+        matmul_fraction=1.0,
+        memory_fraction=1.0,
+        intra_fraction=1.0,
+        inter_fraction=1.0,
+        launch_s=0.0,
+        memory_share=1.0,
+        basis={"intra_fraction": "the probe measured it", "inter_fraction": "the probe measured it"},
+    ),
+}
+
+
+def _gpu(
+    name: str, target: str, half: float, single: float, memory: float, bandwidth: float, note: str, **sources: str
+):
+    return Accelerator(
+        name=name,
+        target=target,
+        peak_flops={"bf16": half, "f16": half, "f32": single},
+        memory_bytes=memory,
+        memory_bandwidth=bandwidth,
+        note=note,
+        sources=sources,
+    )
+
+
+V100_NOTE = (
+    "V100: priced from the program compiled for an A100, with the V100's own FLOP/s, memory and links; "
+    "bf16 stands for fp16, which is what it computes in"
+)
+TF32 = "f32 is TF32, which XLA uses for products by default"
+V100 = _gpu(
+    "V100", "a100", 125e12, 15.7e12, 32 * 2**30, 900e9, V100_NOTE,
+    peak_flops="NVIDIA, V100 SXM2 data sheet: 125 (tensor cores), 15.7 TFLOP/s",
+    memory_bytes="NVIDIA, V100 data sheet: 32 GB",
+    memory_bandwidth="NVIDIA, V100 data sheet: 900 GB/s",
+)  # fmt: skip
+A100_40 = _gpu(
+    "A100-40GB", "a100", 312e12, 156e12, 42331013120, 1555e9, "",
+    peak_flops=f"NVIDIA, A100 data sheet, dense; {TF32}",
+    memory_bytes=f"{XLA_SPECS}/a100_sxm_40.txtpb",
+    memory_bandwidth=f"{XLA_SPECS}/a100_sxm_40.txtpb",
+)  # fmt: skip
+A100_80 = _gpu(
+    "A100-80GB", "a100", 312e12, 156e12, 85100068864, 2039e9, "",
+    peak_flops=f"NVIDIA, A100 data sheet, dense; {TF32}",
+    memory_bytes=f"{XLA_SPECS}/a100_sxm_80.txtpb",
+    memory_bandwidth=f"{XLA_SPECS}/a100_sxm_80.txtpb",
+)  # fmt: skip
+H100 = _gpu(
+    "H100", "h100", 989e12, 495e12, 84942979072, 3352e9, "",
+    peak_flops=f"NVIDIA, H100 SXM data sheet, dense; {TF32}",
+    memory_bytes=f"{XLA_SPECS}/h100_sxm.txtpb",
+    memory_bandwidth=f"{XLA_SPECS}/h100_sxm.txtpb",
+)  # fmt: skip
+H200 = _gpu(
+    "H200", "h100", 989e12, 495e12, 151397597184, 4800e9, "",
+    peak_flops=f"NVIDIA, H200 SXM data sheet, dense; {TF32}",
+    memory_bytes=f"{XLA_SPECS}/h200.txtpb",
+    memory_bandwidth=f"{XLA_SPECS}/h200.txtpb",
+)  # fmt: skip
+CPU = Accelerator(
+    name="CPU",
+    target="cpu",
+    peak_flops={"f32": 214e9},
+    memory_bytes=24 * 2**30,
+    memory_bandwidth=48e9,
+    kind="cpu",
+    is_shared=True,
+    note="emulated: all devices of all nodes share one machine's 2 cores, so more nodes compute no faster",
+    sources={
+        "peak_flops": "docs/performance.md: 107 GFLOP/s a core, 2 cores; measured",
+        "memory_bytes": "the machine of docs/performance.md",
+        "memory_bandwidth": "copies of 32 MB by both cores at once: 24 GB/s each, reads and writes; the best of 600",
+    },
+)
+
+NVLINK = {  # of all links of a device together, one direction, bytes/s
+    "V100": (150e9, "NVIDIA, V100 data sheet: NVLink 2, 300 GB/s both ways"),
+    "A100-40GB": (300e9, "NVIDIA, A100 data sheet: NVLink 3, 600 GB/s both ways"),
+    "A100-80GB": (300e9, "NVIDIA, A100 data sheet: NVLink 3, 600 GB/s both ways"),
+    "H100": (450e9, "NVIDIA, H100 data sheet: NVLink 4, 900 GB/s both ways"),
+    "H200": (450e9, "NVIDIA, H200 data sheet: NVLink 4, 900 GB/s both ways"),
+}
+PRICE_LIST = "AWS price list, us-east-1, Linux, on demand"
+
+
+def _node(
+    name: str, device: Accelerator, gbit: float, rate_source: str, on_demand: Price | None = None,
+    spot: Price | None = None,
+) -> Cluster:  # fmt: skip
+    """Returns a cluster of nodes with 8 GPUs."""
+    bandwidth, source = NVLINK[device.name]
+    return Cluster(
+        name=name,
+        device=device,
+        devices_per_node=8,
+        intra_bandwidth=bandwidth,
+        intra_latency_s=3.4e-6,
+        node_bandwidth=gbit * GBIT,
+        inter_latency_s=9.6e-6,
+        on_demand=on_demand,
+        spot=spot,
+        sources={
+            "devices_per_node": rate_source,
+            "intra_bandwidth": source,
+            "intra_latency_s": f"{NCCL}, NVLink",
+            "node_bandwidth": rate_source,
+            "inter_latency_s": f"{NCCL}, network; of InfiniBand, taken for all",
+        },
+    )
+
+
+def _price(usd_per_hour: float, date: str, source: str = PRICE_LIST) -> Price:
+    return Price(usd_per_hour=usd_per_hour, date=date, source=source)
+
+
+P5EN_SPOT = _price(27.1988, "2026-08-06", "spot, us-east-1 (dstackai/dstack#4110)")
+EMULATED = Cluster(
+    name="emulated",
+    device=CPU,
+    devices_per_node=2,
+    intra_bandwidth=440e6,
+    intra_latency_s=2.7e-3,
+    node_bandwidth=0.2 * GBIT,
+    inter_latency_s=1.1e-3,
+    sources={
+        "devices_per_node": "cluster.emulate in the README",
+        "intra_bandwidth": "cluster.probe on 4 emulated nodes of 2, 2026-11-22, all-gather; a busy machine",
+        "intra_latency_s": "the same, all-reduce",
+        "node_bandwidth": "cluster.emulate in the README: --rate=200mbit",
+        "inter_latency_s": "the same as intra_bandwidth, all-gather",
+    },
+)
+_ETHERNET = "a server with 8 H100 on Ethernet: a what-if, nobody's product"
+CLUSTERS = {
+    cluster.name: cluster
+    for cluster in (
+        _node(
+            "p3dn.24xlarge", V100, 100, f"{AWS}; MiCS, section 5.1",
+            _price(31.212, "2026-04-08", "instances.vantage.sh, us-east-1, on demand"),
+        ),
+        _node("p4d.24xlarge", A100_40, 400, f"{AWS}; MiCS, section 5.1", _price(21.957642, "2026-11-09")),
+        _node("p4de.24xlarge", A100_80, 400, AWS, _price(27.44705, "2026-11-09")),
+        _node("p5.48xlarge", H100, 3200, AWS, _price(55.04, "2026-11-09")),
+        _node("p5en.48xlarge", H200, 3200, AWS, _price(63.296, "2026-09-24"), P5EN_SPOT),
+        _node("8xh200", H200, 400, "8 H200 with one adapter of 400 Gbit/s; --rate for another"),
+        *(_node(f"h100-{gbit}gbit", H100, gbit, _ETHERNET) for gbit in (1, 10, 25, 100)),
+        EMULATED,
+    )
+}  # fmt: skip
+
+
+def find_cluster(name: str) -> Cluster:
+    """Returns the cluster of that name. ValueError with the nearest names."""
+    if name in CLUSTERS:
+        return CLUSTERS[name]
+    near = get_close_matches(name.lower(), CLUSTERS, n=3, cutoff=0.4)
+    hint = f"the nearest are {', '.join(near)}" if near else f"there are {', '.join(CLUSTERS)}"
+    raise ValueError(f"--cluster={name} is not known; {hint}")
+
+
+def with_rate(cluster: Cluster, rate_bits: float) -> Cluster:
+    """Returns the cluster with another link of each node, in bits per second."""
+    return replace(cluster, node_bandwidth=rate_bits / 8, sources={**cluster.sources, "node_bandwidth": "--rate"})

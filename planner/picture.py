@@ -1,0 +1,68 @@
+"""Draws a replayed step: a lane for the compute and one for each network level."""
+
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from metrics.units import format_seconds
+from palette import FILL, GRID, INK, SERIES, SOFT
+from planner.timeline import Interval, Timeline
+
+LANES = {"compute": "compute", "intra": "inside a node", "inter": "between nodes"}
+KINDS = {"kernel": "kernels", "gather": "gathers", "hop_one": "hop one", "hop_two": "hop two", "other": "other traffic"}
+COLOURS = {"kernel": FILL, "gather": SERIES[0], "hop_one": SERIES[1], "hop_two": SERIES[2], "other": SERIES[3]}
+HEIGHT = 0.72
+PIXELS = 3000  # of the width: what is nearer than one of them is drawn as one bar
+
+
+def draw(timeline: Timeline, title: str) -> Figure:
+    """Returns the picture. Iterations of loops that repeat the one before are cut out, and the axis says so."""
+    end = max((interval.end_s for interval in timeline.intervals), default=0.0) or timeline.step_s
+    lanes = [lane for lane in LANES if any(interval.lane == lane for interval in timeline.intervals)]
+    figure = Figure(figsize=(11, 1.5 + 0.62 * len(lanes)), layout="constrained")
+    axes = figure.add_subplot()
+    shown = []
+    for kind, name in KINDS.items():
+        drawn = False
+        for y, lane in enumerate(lanes):
+            bars = _merged([i for i in timeline.intervals if i.lane == lane and _kind(i) == kind], end / PIXELS)
+            if bars:
+                label = name if not drawn else None
+                axes.broken_barh(bars, (y - HEIGHT / 2, HEIGHT), color=COLOURS[kind], linewidth=0, label=label)
+                drawn = True
+        shown += [kind] if drawn else []
+    axes.set_yticks(range(len(lanes)), [LANES[lane] for lane in lanes], color=INK)
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set_xlim(0, end)
+    cut = timeline.step_s - end
+    left_out = (
+        f"; repeated iterations of loops, {format_seconds(cut)}, are cut out" if cut > 0.01 * timeline.step_s else ""
+    )
+    axes.set_xlabel(f"seconds of a step of {format_seconds(timeline.step_s)}{left_out}", color=SOFT, fontsize=9)
+    axes.set_title(title, fontsize=10, color=INK, loc="left")
+    axes.grid(axis="x", color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    figure.legend(loc="outside lower right", ncols=len(shown), frameon=False, fontsize=9)
+    return figure
+
+
+def _kind(interval: Interval) -> str:
+    if interval.lane == "compute":
+        return "kernel"
+    return interval.name if interval.name in KINDS else "other"
+
+
+def _merged(intervals: Sequence[Interval], gap: float) -> list[tuple[float, float]]:
+    """Returns (start, length) of bars; those that are nearer than `gap` are one, and none is narrower."""
+    bars: list[tuple[float, float]] = []
+    for interval in sorted(intervals, key=lambda i: i.start_s):
+        end = max(interval.end_s, interval.start_s + gap)
+        if bars and interval.start_s - (bars[-1][0] + bars[-1][1]) < gap:
+            start, length = bars[-1]
+            bars[-1] = (start, max(length, end - start))
+        else:
+            bars.append((interval.start_s, end - interval.start_s))
+    return bars

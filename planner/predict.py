@@ -1,0 +1,264 @@
+"""Predicts a step of a candidate on a cluster: memory, bytes by network level, times by part, throughput and cost.
+
+The program is compiled for the cluster's devices and its schedule replayed. With local steps, what is sent once in H
+steps counts as an H-th of it in each.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from configs.schema import Config, ResNetConfig
+from planner import compile as compiling
+from planner.bounds import HLO_DTYPES, flops_per_row, state_bytes
+from planner.candidates import Candidate
+from planner.clusters import Cluster, Price
+from planner.hardware import Device, Network
+from planner.replay import replay
+from planner.timeline import Timeline
+from sharding.hlo import read_collectives
+from sharding.hlo_program import Program, parse_program
+from training.experiment import Experiment
+
+TOKENS = 1e9  # that a cost is given for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one device; `arguments` and `temporaries` are what the compiler adds to the state."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    batch: float
+    temporaries: float
+    capacity: float  # that a program can have
+
+    @property
+    def total(self) -> float:
+        """The peak, as the compiler says."""
+        return self.parameters + self.gradients + self.optimizer + self.batch + self.temporaries
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device can have so much."""
+        return self.total <= self.capacity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """One kind of collective on the level that it takes longer on, in a step."""
+
+    name: str
+    level: str
+    busy_s: float
+    exposed_s: float
+
+    @property
+    def hidden_s(self) -> float:
+        """What the compute hides."""
+        return self.busy_s - self.exposed_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A step of one candidate."""
+
+    candidate: Candidate
+    nodes: int
+    accumulation: int
+    hop_two: str
+    inner_steps: int
+    memory: Memory
+    inter_bytes: float  # that a device sends a step
+    intra_bytes: float
+    compute_s: float
+    traffic: tuple[Traffic, ...]
+    step_s: float
+    rows_per_s: float
+    tokens_per_s: float | None
+    flops_per_device: float  # per second, of the model: without what is computed again
+    mfu: float
+    usd_on_demand: float | None  # for a billion tokens
+    usd_spot: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the JSON form."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Prediction":
+        """Returns the prediction of a JSON form."""
+        parts = {
+            "candidate": Candidate(**values["candidate"]),
+            "memory": Memory(**values["memory"]),
+            "traffic": tuple(Traffic(**part) for part in values["traffic"]),
+        }
+        return cls(**{**values, **parts})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The cluster that is asked about, and how its programs are compiled."""
+
+    cluster: Cluster
+    nodes: int
+    config_words: tuple[str, ...]  # --config=FILE and the overrides of the command line
+    target: str  # a100, h100 or cpu
+    xla_flags: str = ""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes."""
+        return self.nodes * self.cluster.devices_per_node
+
+    @property
+    def capacity(self) -> float:
+        """Memory that a program can have on each device."""
+        return self.cluster.usable_bytes(self.num_devices)
+
+    def request(self, candidate: Candidate, config: Config) -> dict[str, Any]:
+        """Returns the arguments of `compile_step`."""
+        keys = candidate.overrides() | {
+            "mesh.num_cpu_devices": 0,
+            "mesh.devices_per_node": self.cluster.devices_per_node,
+        }
+        if getattr(config.model, "attention", "") == "cudnn":
+            keys["model.attention"] = "xla"
+        memory = 0 if self.target == compiling.CPU else self.cluster.device.memory_bytes
+        return {
+            "config": [*self.config_words, *(f"--config.{key}={value}" for key, value in keys.items())],
+            "nodes": self.nodes,
+            "devices_per_node": self.cluster.devices_per_node,
+            "xla_flags": self.xla_flags,
+            "target": self.target,
+            "memory_bytes": memory,
+        }
+
+    def device(self, config: Config) -> Device:
+        """Returns the device of a replay; a GPU's step that was compiled for CPUs computes in f32."""
+        foreign = self.target == compiling.CPU and self.cluster.device.target != compiling.CPU
+        return self.cluster.compute(self.num_devices, HLO_DTYPES[config.model.compute_dtype] if foreign else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A compiled step of a candidate that can be replayed on any device and network."""
+
+    candidate: Candidate
+    experiment: Experiment
+    machine: Machine
+    compiled: compiling.CompiledStep
+
+    @cached_property
+    def program(self) -> Program:
+        """The compiled program, read once."""
+        return parse_program(self.compiled.text)
+
+    def timeline(self, device: Device | None = None, network: Network | None = None) -> Timeline:
+        """Returns the replay, on the cluster's own device and network where none is given."""
+        return replay(
+            self.program,
+            self.compiled.shape,
+            device or self.machine.device(self.experiment.config),
+            network or self.machine.cluster.network(),
+            peak_bytes=self.compiled.peak_bytes,
+        )
+
+    def seconds(self, timeline: Timeline) -> float:
+        """Returns the step of a timeline, of the mean step if replicas meet only every few steps."""
+        every = max(1, self.experiment.config.local_sgd.inner_steps)
+        return timeline.step_s - timeline.use("hop_two").exposed_s * (1 - 1 / every)
+
+    def memory(self) -> Memory:
+        """Returns what a device holds, by part: the gradients lie among the compiler's temporaries."""
+        parameters, gradients, optimizer = state_bytes(self.experiment)
+        temporaries = self.compiled.temporary_bytes
+        gradients = min(gradients, temporaries)
+        return Memory(
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=optimizer,
+            batch=self.compiled.argument_bytes - parameters - optimizer,
+            temporaries=temporaries - gradients,
+            capacity=self.machine.capacity,
+        )
+
+    def prediction(self) -> Prediction:
+        """Returns all that is said of the step."""
+        config, timeline, cluster = self.experiment.config, self.timeline(), self.machine.cluster
+        every = max(1, config.local_sgd.inner_steps)
+
+        def share(label: str) -> float:
+            return 1 / every if label == "hop_two" else 1.0
+
+        collectives = read_collectives(self.compiled.text, self.compiled.shape)
+        step_s = self.seconds(timeline)
+        rows_per_s = config.batch.global_size / step_s
+        tokens_per_s = None if isinstance(config.model, ResNetConfig) else rows_per_s * config.data.seq_len
+        flops = flops_per_row(self.experiment) * rows_per_s
+        return Prediction(
+            candidate=self.candidate,
+            nodes=self.machine.nodes,
+            accumulation=self.experiment.batches.accumulation,
+            hop_two=config.compression.hop_two,
+            inner_steps=config.local_sgd.inner_steps,
+            memory=self.memory(),
+            inter_bytes=sum(c.inter_bytes * c.times * share(c.label) for c in collectives),
+            intra_bytes=sum(c.intra_bytes * c.times * share(c.label) for c in collectives),
+            compute_s=timeline.compute_s,
+            traffic=tuple(
+                Traffic(name=name, level=level, busy_s=use.busy_s * share(name), exposed_s=use.exposed_s * share(name))
+                for (name, level), use in timeline.uses.items()
+            ),
+            step_s=step_s,
+            rows_per_s=rows_per_s,
+            tokens_per_s=tokens_per_s,
+            flops_per_device=flops / self.machine.num_devices,
+            mfu=flops / cluster.peak(HLO_DTYPES[config.model.compute_dtype], self.machine.num_devices),
+            usd_on_demand=_usd(cluster.on_demand, self.machine.nodes, tokens_per_s),
+            usd_spot=_usd(cluster.spot, self.machine.nodes, tokens_per_s),
+        )
+
+
+def compiled_step(candidate: Candidate, experiment: Experiment, machine: Machine) -> Step:
+    """Compiles the step of a candidate, or takes it from the cache."""
+    compiled = compiling.compile_step(**machine.request(candidate, experiment.config))
+    return Step(candidate=candidate, experiment=experiment, machine=machine, compiled=compiled)
+
+
+def what_helps(step: Step) -> dict[str, float]:
+    """Returns the seconds of the step with better hardware, one change at a time, the most helpful first."""
+    network, device = step.machine.cluster.network(), step.machine.device(step.experiment.config)
+    changes: dict[str, Callable[[], Timeline]] = {}
+    if step.machine.nodes > 1:
+        faster = {"a node link twice as fast": 2.0, "a node link without limit": float("inf")}
+        for name, factor in faster.items():
+            changes[name] = lambda factor=factor: step.timeline(
+                network=replace(network, node_bandwidth=factor * network.node_bandwidth)
+            )
+    if step.machine.cluster.devices_per_node > 1:
+        changes["links inside the nodes twice as fast"] = lambda: step.timeline(
+            network=replace(network, intra_bandwidth=2 * network.intra_bandwidth)
+        )
+    if step.machine.num_devices > 1:
+        changes["links without latency"] = lambda: step.timeline(
+            network=replace(network, intra_latency_s=0.0, inter_latency_s=0.0)
+        )
+    changes["devices twice as fast"] = lambda: step.timeline(
+        device=replace(
+            device,
+            peak_flops={dtype: 2 * flops for dtype, flops in device.peak_flops.items()},
+            memory_bandwidth=2 * device.memory_bandwidth,
+        )
+    )
+    seconds = {name: step.seconds(replayed()) for name, replayed in changes.items()}
+    return dict(sorted(seconds.items(), key=lambda item: item[1]))
+
+
+def _usd(price: Price | None, nodes: int, tokens_per_s: float | None) -> float | None:
+    """Returns what TOKENS tokens cost; None without a price."""
+    if price is None or tokens_per_s is None:
+        return None
+    return price.usd_per_hour * nodes * TOKENS / tokens_per_s / 3600

@@ -1,0 +1,182 @@
+"""Searches the ways to train a config on a cluster: many are discarded unseen, a few are compiled, the best come first.
+
+Nothing is proposed that does not fit. What is discarded before it is compiled: what is not legal, what needs more
+memory than there is (a bound, and what was learned from programs that did not fit), and what the bound on its time
+says is slower than the best so far.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from configs.schema import Config
+from metrics.units import format_bytes, format_seconds
+from planner import compile as compiling
+from planner.bounds import SLACK, Bounds, bounds, state_bytes
+from planner.candidates import Candidate, all_candidates, legal_groups, of_config
+from planner.predict import Machine, Memory, Prediction, Step, compiled_step
+from planner.table import table_rows
+from training.experiment import Experiment, make_experiment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What became of the candidates of a search."""
+
+    candidates: int
+    illegal: int
+    too_large: int  # by the bound on their memory, or because a smaller one did not fit
+    too_slow: int  # by the bound on their time
+    compiled: int
+    from_cache: int  # of those
+    did_not_fit: int  # of those
+    not_looked_at: int  # because enough were compiled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The candidates that fit, the fastest first."""
+
+    steps: tuple[tuple[Prediction, Step], ...]
+    too_large: tuple[str, ...]  # of those that were compiled: a line for each that does not fit
+    counts: Counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Option:
+    candidate: Candidate
+    experiment: Experiment
+    bounds: Bounds
+
+
+def search(
+    config: Config,
+    machine: Machine,
+    devices: Sequence[Any],
+    *,
+    most: int,
+    candidates: Sequence[Candidate] = (),
+    compile_one: Callable[[Candidate, Experiment, Machine], Step] = compiled_step,
+    say: Callable[[str], None] = lambda line: None,
+) -> Found:
+    """Returns the candidates that fit: the best of all, or those given.
+
+    At most `most` programs are looked at, the config's own first. Those in the cache count, so that the answer does not
+    depend on it; those given are all looked at. ValueError if none fits, with what would.
+    """
+    own = of_config(config)  # to compare with
+    every = all_candidates(config, machine.nodes, machine.cluster.devices_per_node)
+    wanted = list(candidates) or [own, *(candidate for candidate in every if candidate != own)]
+    options, illegal = _options(wanted, config, machine, devices)
+    seen = dict.fromkeys(("too_large", "too_slow", "compiled", "from_cache", "not_looked_at"), 0)
+    if not candidates:
+        small = [option for option in options if option.bounds.least_bytes <= machine.capacity]
+        seen["too_large"] = len(options) - len(small)
+    else:
+        small, most = options, len(options)
+    steps: list[tuple[Prediction, Step]] = []
+    failed: list[tuple[_Option, Memory]] = []
+    for option in sorted(small, key=lambda o: (o.candidate != own, o.bounds.estimate_s, o.bounds.least_bytes)):
+        best_s = min((prediction.step_s for prediction, _ in steps), default=float("inf"))
+        if not candidates and _cannot_fit(option.candidate, failed, machine.capacity):
+            seen["too_large"] += 1
+            continue
+        if not candidates and option.bounds.least_s > SLACK * best_s:
+            seen["too_slow"] += 1
+            continue
+        if seen["compiled"] >= most:
+            seen["not_looked_at"] += 1
+            continue
+        cached = compiling.is_compiled(**machine.request(option.candidate, option.experiment.config))
+        step = compile_one(option.candidate, option.experiment, machine)
+        memory = step.memory()
+        seen["compiled"] += 1
+        seen["from_cache"] += cached
+        if memory.fits:
+            prediction = step.prediction()
+            say(f"{option.candidate}: {format_seconds(prediction.step_s)}")
+            steps.append((prediction, step))
+        else:
+            failed.append((option, memory))
+            say(_too_large(option.candidate, memory))
+    if not steps:
+        raise ValueError(nothing_fits(machine, options, failed))
+    return Found(
+        steps=tuple(sorted(steps, key=lambda pair: pair[0].step_s)),
+        too_large=tuple(_too_large(option.candidate, memory) for option, memory in failed),
+        counts=Counts(candidates=len(wanted), illegal=illegal, did_not_fit=len(failed), **seen),
+    )
+
+
+def _too_large(candidate: Candidate, memory: Memory) -> str:
+    return f"{candidate}: does not fit, {format_bytes(memory.total)} of {format_bytes(memory.capacity)}"
+
+
+def _options(
+    candidates: Sequence[Candidate], config: Config, machine: Machine, devices: Sequence[Any]
+) -> tuple[list[_Option], int]:
+    """Returns the legal ones with their bounds, and how many are not legal; ValueError if none is."""
+    options, refused = [], ""
+    states: dict[tuple[str, int], tuple[int, int, int]] = {}  # the same for every gather policy and micro-batch
+    mesh = replace(config.mesh, num_cpu_devices=0, devices_per_node=machine.cluster.devices_per_node)
+    for candidate in candidates:
+        try:
+            experiment = make_experiment(replace(candidate.applied(config), mesh=mesh), devices)
+            key = (candidate.strategy, candidate.partition_size)
+            states[key] = states.get(key) or state_bytes(experiment)
+            found = bounds(experiment, machine.cluster, states[key])
+        except ValueError as error:
+            refused = refused or f"{candidate.name}: {error}"
+            continue
+        options.append(_Option(candidate=candidate, experiment=experiment, bounds=found))
+    if not options:
+        raise ValueError(refused.partition(": ")[2] if len(candidates) == 1 else f"no candidate is legal; {refused}")
+    return options, len(candidates) - len(options)
+
+
+def _cannot_fit(candidate: Candidate, failed: Sequence[tuple[_Option, Memory]], capacity: float) -> bool:
+    """Whether what did not fit says that a candidate does not: the same with fewer rows, or a line through two such.
+
+    Memory grows no faster with few rows than with many, so that the line is no more than what is needed.
+    """
+    alike = [(o.candidate.micro_size, m.total) for o, m in failed if _same_but_for_rows(o.candidate, candidate)]
+    points = sorted(alike)
+    if not points or candidate.micro_size >= points[0][0]:
+        return bool(points)
+    if len(points) < 2:
+        return False
+    (fewer, low), (more, high) = points[:2]
+    return low - (high - low) / (more - fewer) * (fewer - candidate.micro_size) > capacity
+
+
+def _same_but_for_rows(a: Candidate, b: Candidate) -> bool:
+    return replace(a, micro_size=b.micro_size) == b
+
+
+def nothing_fits(machine: Machine, options: Sequence[_Option], failed: Sequence[tuple[_Option, Memory]] = ()) -> str:
+    """Returns the error of a config that fits nowhere: what it needs, what there is, and what would help."""
+    needs = [(memory.total, "", option) for option, memory in failed]
+    needs = needs or [(option.bounds.least_bytes, "at least ", option) for option in options]
+    need, about, least = min(needs, key=lambda entry: entry[0])
+    candidate, model = least.candidate, least.experiment.model.config
+    per_node, here = machine.cluster.devices_per_node, machine.num_devices
+    whole = sum(sum(row.whole_bytes) for row in table_rows(least.experiment))
+    rest = need - least.bounds.state_bytes  # what a smaller share of the state leaves as it is
+    fixes = []
+    if rest < machine.capacity:
+        shards = -(-whole // (machine.capacity - rest))
+        legal = [devices for devices in legal_groups(machine.nodes, per_node) if devices >= shards]
+        if legal and whole / here < least.bounds.state_bytes:
+            fixes.append(f"sharding.strategy=mics with partition_size={min(legal)}")
+        elif shards > here and not machine.cluster.device.is_shared:
+            fixes.append(f"--nodes={-(-int(shards) // per_node)} with sharding.strategy=zero3")
+    if model.remat != "full":
+        fixes.append("model.remat=full")
+    if candidate.micro_size > 1:
+        fixes.append("a smaller batch.micro_size")
+    if candidate.gather in ("micro_step", "step"):
+        fixes.append("sharding.gather=layer")
+    nodes = f"{machine.nodes} node{'s' if machine.nodes > 1 else ''} of {machine.cluster.name}"
+    needed = f"{about}{format_bytes(need)} a device, of {format_bytes(machine.capacity)}"
+    help_ = ", ".join(fixes) or "devices with more memory, or a smaller model"
+    return f"nothing fits {nodes}: {candidate}, the smallest, needs {needed}; what would help: {help_}"

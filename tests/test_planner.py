@@ -1,0 +1,379 @@
+"""The planner: its figures have sources, it proposes nothing that does not fit, and what users see."""
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from running import IGNORED, ROOT, SMALL
+
+from configs import base, quickstart
+from configs.schema import Config
+from planner import __main__ as program
+from planner import clusters
+from planner import compile as compiling
+from planner.bounds import SLACK, bounds, traffic
+from planner.candidates import Candidate, all_candidates, of_config, of_strategies
+from planner.predict import Machine, Memory, Step, compiled_step, what_helps
+from planner.report import from_json, scaling_text, to_json
+from planner.search import search
+from training.experiment import Experiment, make_experiment
+
+pytestmark = IGNORED
+FILE = f"--config={ROOT}/configs/quickstart.py"
+WORDS = (FILE, *(f"--config.{key}={value}" for key, value in SMALL.items()))
+EMULATED = ("--cluster=emulated", "--nodes=4")
+NUMBERS = (int, float)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Programs are compiled once for all tests of this file, and kept nowhere else."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("MICS_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def small(**changes: Any) -> Config:
+    config = quickstart.get_config()
+    config.update_from_flattened_dict(SMALL | {key.replace("__", "."): value for key, value in changes.items()})
+    return base.typed(config)
+
+
+def machine(cluster: clusters.Cluster = clusters.EMULATED, nodes: int = 4) -> Machine:
+    return Machine(cluster=cluster, nodes=nodes, config_words=WORDS, target=compiling.CPU)
+
+
+def experiment(candidate: Candidate) -> Experiment:
+    return make_experiment(candidate.applied(small()))
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    """The step of mics(2) on 4 emulated nodes of 2."""
+    candidate = of_config(small())
+    return compiled_step(candidate, experiment(candidate), machine())
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = program.main(["planner", *words])
+    return code, *capsys.readouterr()
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+@pytest.mark.parametrize("cluster", clusters.CLUSTERS.values(), ids=lambda cluster: cluster.name)
+def test_every_figure_has_a_source(cluster: clusters.Cluster) -> None:
+    for thing in (cluster, cluster.device):
+        figures = {f.name for f in fields(thing) if isinstance(getattr(thing, f.name), NUMBERS)}
+        figures = {name for name in figures if not name.startswith("is_")}
+        figures |= {"peak_flops"} if thing is cluster.device else set()
+        assert figures == thing.sources.keys()
+        assert all(len(source) > 5 for source in thing.sources.values())
+    for price in (cluster.on_demand, cluster.spot):
+        assert price is None or (price.usd_per_hour > 0 and price.date.startswith("2026-") and price.source)
+
+
+def test_what_is_reached_of_a_peak_is_one_table_with_its_basis() -> None:
+    for kind in ("gpu", "cpu"):
+        reached = clusters.ACHIEVED[kind]
+        assert {f.name for f in fields(reached)} - {"basis"} == reached.basis.keys()
+        assert all(0 < getattr(reached, name) <= 1 for name in reached.basis if name != "launch_s")
+    kinds = {cluster.device.kind for cluster in clusters.CLUSTERS.values()}
+    assert kinds <= clusters.ACHIEVED.keys()
+
+
+def test_more_nodes_of_an_emulated_cluster_compute_no_faster() -> None:
+    one, two = (clusters.EMULATED.compute(devices).matmul_rate("f32") for devices in (4, 8))
+    assert one == 2 * two
+    assert clusters.EMULATED.usable_bytes(8) == clusters.EMULATED.usable_bytes(4) / 2
+    gpu = clusters.CLUSTERS["p4d.24xlarge"]
+    assert gpu.compute(8).matmul_rate("bf16") == gpu.compute(64).matmul_rate("bf16") == 0.8 * 312e12
+
+
+# ------------------------------------------------------------------------------------------------ candidates
+
+
+def test_strategies_by_name() -> None:
+    config = small()
+    assert [c.name for c in of_strategies(["mics(4)", "zero3", "hsdp"], config)] == ["mics(4)", "zero3", "hsdp"]
+    assert of_config(config).applied(config) == config
+    for wrong in ("mics", "zero3(4)", "fsdp", "mics(x)"):
+        with pytest.raises(ValueError, match=f"strategy={wrong}".replace("(", r"\(").replace(")", r"\)")):
+            of_strategies([wrong], config)
+
+
+def test_every_program_is_a_candidate_once() -> None:
+    found = [*all_candidates(small(), 4, 2)]
+    assert len(set(found)) == len(found)
+    assert {c.name for c in found} == {"ddp", "zero1", "zero2", "zero3", "mics(2)", "mics(4)"}
+    assert {c.micro_size for c in found} == {1, 2}  # 16 rows on 8 devices
+    assert {c.name for c in found if c.gather == "node"} == {"zero3", "mics(4)"}
+    for candidate in found:
+        experiment(candidate)  # all of these are legal
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "mics(2)", "mics(4)"])
+def test_bounds_are_bounds(name: str) -> None:
+    """Against the compiled program: what is sent, what is kept and how long a step takes."""
+    (candidate,) = of_strategies([name], small())
+    here = experiment(candidate)
+    least = bounds(here, clusters.EMULATED)
+    compiled = compiled_step(candidate, here, machine())
+    prediction = compiled.prediction()
+    assert least.least_s <= SLACK * prediction.step_s
+    assert least.least_bytes <= prediction.memory.total
+    sent = traffic(here)
+    for level, real in (("inter", prediction.inter_bytes), ("intra", prediction.intra_bytes)):
+        assert 0.6 * real <= sent[level] <= SLACK * real, level
+    assert prediction.memory.total == compiled.compiled.peak_bytes
+
+
+# ------------------------------------------------------------------------------------------------ search
+
+
+class Made:
+    """A compiled step of made-up memory and time."""
+
+    def __init__(self, candidate: Candidate, total: float, capacity: float, seconds: float, like: Step) -> None:
+        memory = dict.fromkeys(("parameters", "gradients", "optimizer", "batch"), 0.0)
+        self._memory = Memory(**memory, temporaries=total, capacity=capacity)
+        self._prediction = replace(like.prediction(), candidate=candidate, memory=self._memory, step_s=seconds)
+
+    def memory(self) -> Memory:
+        return self._memory
+
+    def prediction(self) -> Any:
+        return self._prediction
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_search_proposes_only_what_fits(seed: int, step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    device = replace(clusters.CPU, memory_bytes=8 * 10 ** draw.uniform(5, 6.5))
+    here = machine(replace(clusters.EMULATED, device=device))
+    needs = {c: 10 ** draw.uniform(4.5, 6.5) for c in all_candidates(small(), 4, 2)}
+    monkeypatch.setattr(compiling, "is_compiled", lambda **request: False)
+    made: list[Candidate] = []
+
+    def compile_one(candidate: Candidate, *_: Any) -> Any:
+        made.append(candidate)
+        return Made(candidate, needs[candidate], here.capacity, draw.uniform(0.1, 10), step)
+
+    most = draw.randint(1, 8)
+    try:
+        found = search(small(), here, jax.devices(), most=most, compile_one=compile_one)
+    except ValueError as error:
+        assert "nothing fits 4 nodes of emulated" in str(error) and "what would help" in str(error)
+        assert all(needs[candidate] > here.capacity for candidate in made)
+        return
+    assert found.steps and len(made) <= most and len(made) == len(set(made))
+    assert all(needs[prediction.candidate] <= here.capacity for prediction, _ in found.steps)
+    seconds = [prediction.step_s for prediction, _ in found.steps]
+    assert seconds == sorted(seconds)
+    counts = found.counts
+    assert counts.candidates == len(needs)
+    assert counts.compiled == len(made) == len(found.steps) + counts.did_not_fit == len(found.too_large) + len(seconds)
+    rest = counts.illegal + counts.too_large + counts.too_slow + counts.not_looked_at
+    assert rest + counts.compiled == counts.candidates
+
+
+def test_what_did_not_fit_tells_what_fewer_rows_need(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    """105, 89 GB for 8 and 4 rows: 2 rows need 81 at least, and are not compiled; 1 row may do with 77."""
+    config = small(batch__global_size=64, sharding__strategy="zero3", sharding__partition_size=0)
+    device = replace(clusters.CPU, memory_bytes=78e6 / 0.9, is_shared=False)
+    needs = {8: 105e6, 4: 89e6, 2: 81e6, 1: 77e6}
+    monkeypatch.setattr(compiling, "is_compiled", lambda **request: False)
+    monkeypatch.setattr("planner.search.all_candidates", lambda *_: [replace(own, micro_size=m) for m in needs])
+    own, made = replace(of_config(config), micro_size=8), []
+
+    def compile_one(candidate: Candidate, *_: Any) -> Any:
+        made.append(candidate.micro_size)
+        return Made(candidate, needs[candidate.micro_size], 78e6, 1.0, step)
+
+    here = machine(replace(clusters.EMULATED, device=device))
+    wide = replace(config, batch=replace(config.batch, micro_size=8))
+    (found,) = search(wide, here, jax.devices(), most=9, compile_one=compile_one).steps
+    assert found[0].candidate.micro_size == 1 and 2 not in made
+
+
+def test_what_is_too_large_is_not_compiled() -> None:
+    tiny = machine(replace(clusters.EMULATED, device=replace(clusters.CPU, memory_bytes=1e5, is_shared=False)))
+
+    def compile_one(*_: Any) -> Any:
+        raise AssertionError("it cannot fit")
+
+    with pytest.raises(ValueError, match=r"nothing fits .* needs at least .* what would help: --nodes=\d+ with"):
+        search(small(), tiny, jax.devices(), most=9, compile_one=compile_one)
+
+
+# ------------------------------------------------------------------------------------------------ replays
+
+
+def test_a_faster_link_is_never_slower(step: Step) -> None:
+    network, device = step.machine.cluster.network(), step.machine.device(step.experiment.config)
+    for key in ("node_bandwidth", "intra_bandwidth"):
+        faster = [replace(network, **{key: factor * getattr(network, key)}) for factor in (0.1, 1, 2, 10, float("inf"))]
+        seconds = [step.timeline(device, n).step_s for n in faster]
+        assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+    assert all(seconds <= step.timeline().step_s for seconds in what_helps(step).values())
+
+
+def test_local_steps_share_what_is_sent_once(step: Step) -> None:
+    """Every fourth step exchanges: its exposed time and its bytes count as a quarter in each."""
+    config = small(local_sgd__inner_steps=4, num_steps=8)
+    candidate = of_config(config)
+    words = (*WORDS, "--config.local_sgd.inner_steps=4", "--config.num_steps=8")
+    local = compiled_step(candidate, make_experiment(config), replace(machine(), config_words=words))
+    whole = local.timeline()
+    exposed = whole.use("hop_two").exposed_s
+    assert exposed > 0
+    assert local.prediction().step_s == pytest.approx(whole.step_s - 0.75 * exposed)
+    assert local.prediction().inter_bytes < 0.5 * step.prediction().inter_bytes
+
+
+# ------------------------------------------------------------------------------------------------ the program
+
+
+def test_the_program(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    png = tmp_path / "timeline.png"
+    code, out, err = run(capsys, *WORDS, *EMULATED, "--strategy=mics(2),zero3", f"--png={png}")
+    assert (code, err) == (0, "")
+    assert "on 4 nodes of emulated (8 x CPU, 200 Mbit/s a node)" in out
+    rows = [line.split() for line in out.splitlines() if line[:2] in ("1 ", "2 ")]
+    assert [row[1] for row in rows] == ["mics(2)", "zero3"]
+    assert "what would help most: links without latency, a step" in out and "hop two  between nodes" in out
+    assert "$" not in out  # nobody sells it
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *WORDS, *EMULATED, "--search", "--compile=1", "--json")
+    plans = from_json(out)
+    assert code == 0 and to_json(plans) + "\n" == out
+    (plan,) = plans
+    assert plan.counts and plan.counts.candidates == 28 and plan.counts.compiled == 1 and plan.devices == 8
+    assert json.loads(out)["plans"][0]["predictions"][0]["memory"]["capacity"] == clusters.EMULATED.usable_bytes(8)
+    parts = sum(part.exposed_s for part in plan.best.traffic)
+    assert plan.best.step_s == pytest.approx(plan.best.compute_s + parts)
+
+
+def test_throughput_against_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *WORDS, "--cluster=emulated", "--nodes=1,4")
+    assert code == 0
+    head, one, four = [line.split() for line in out.splitlines()[:3]]
+    assert head[:2] == ["nodes", "devices"] and one[:3] == ["1", "2", "mics(2)"] and four[:2] == ["4", "8"]
+    plans = ["nothing fits", *from_json(run(capsys, *WORDS, *EMULATED, "--json")[1])]
+    assert "nothing fits" in scaling_text(plans, [1, 4]).splitlines()[1]
+
+
+def test_a_probe_replaces_the_links(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    probe = tmp_path / "probe.json"
+    level = {"alpha_s": 0.5, "bandwidth_bytes_per_s": 1e5}
+    inter = {**level, "group_size": 4, "devices_per_link": 2}
+    content = {"levels": {"inter": inter}, "environment": {"device_kind": "cpu", "date": "2026-11-22T10:00:00"}}
+    probe.write_text(json.dumps(content))
+    code, out, _ = run(capsys, *WORDS, *EMULATED, f"--probe={probe}", "--json")
+    (slow,) = from_json(out)
+    (plain,) = from_json(run(capsys, *WORDS, *EMULATED, "--json")[1])
+    assert code == 0 and "measured 2026-11-22; intra not measured" in slow.notes[1]
+    assert slow.best.step_s > 10 * plain.best.step_s
+    intra = [{part.name: part.busy_s for part in plan.best.traffic if part.level == "intra"} for plan in (slow, plain)]
+    assert intra[0]["gather"] == pytest.approx(intra[1]["gather"])
+
+
+def test_without_xla_for_gpus_the_program_for_cpus_is_taken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(compiling, "WHEELS", tmp_path / "missing")
+    code, out, _ = run(capsys, *WORDS, "--cluster=p3dn.24xlarge", "--nodes=1", "--config.model.compute_dtype=bfloat16")
+    assert code == 0
+    assert "make .venv/h100/installed" in out and "less exact" in out and "V100" in out and "$/Gtoken" in out
+    with pytest.raises(RuntimeError, match=r"make \.venv/h100/installed"):
+        compiling.compile_step([*WORDS], nodes=1, devices_per_node=8)
+
+
+BAD = {
+    "--cluster=p4d": r"--cluster=p4d is not known; the nearest are p4d\.24xlarge",
+    "--cluster=tpu": r"--cluster=tpu is not known; there are p3dn\.24xlarge",
+    "--nodes=two": "give one number or several",
+    "--strategy=fsdp": r"--strategy=fsdp is not a strategy; there are ddp, .* such as mics\(8\)",
+    "--strategy=mics(3)": r"sharding\.partition_size=3: a partition group of 3 devices does not fit 4 nodes of 2",
+    "--rate=fast": "give a number and its unit, such as 25gbit",
+    "--probe=/nowhere.json": r"--probe=/nowhere\.json cannot be read .*; cluster\.probe writes it",
+    "--png=/nowhere/x.png": "choose another --png",
+    "--config.batch.micro_size=64": "at most 2 fit",
+    "--compile=0": "compile",
+}
+
+
+@pytest.mark.parametrize("word", BAD)
+def test_bad_input_is_one_line(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [w for w in (*WORDS, *EMULATED) if w.split("=")[0] != word.split("=")[0]]
+    code, out, err = run(capsys, *words, word)
+    assert code == 2 and not out and err.count("\n") == 1
+    assert re.search(BAD[word], err), err
+
+
+def test_a_probe_of_another_cluster_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    probe = tmp_path / "probe.json"
+    level = {"alpha_s": 1e-5, "bandwidth_bytes_per_s": 1e9, "group_size": 8, "devices_per_link": 1}
+    said = {}
+    for name, kind, content in (
+        ("other devices", "NVIDIA H200", {"intra": level}),
+        ("other nodes", "cpu", {"intra": level}),
+        ("no probe", "cpu", {"intra": {}}),
+    ):
+        probe.write_text(json.dumps({"levels": content, "environment": {"device_kind": kind}}))
+        code, _, err = run(capsys, *WORDS, *EMULATED, f"--probe={probe}")
+        assert code == 2 and err.count("\n") == 1
+        said[name] = err
+    assert "was measured on devices of kind 'NVIDIA H200', but --cluster=emulated has CPU" in said["other devices"]
+    assert "on nodes of 8 devices, but those of --cluster=emulated have 2" in said["other nodes"]
+    assert "is not a file that cluster.probe wrote" in said["no probe"]
+
+
+def test_a_config_that_does_not_fit_says_what_would(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scarce = replace(clusters.EMULATED, device=replace(clusters.CPU, memory_bytes=3e6))
+    monkeypatch.setitem(clusters.CLUSTERS, "emulated", scarce)
+    code, _, err = run(capsys, *WORDS, *EMULATED, "--strategy=ddp")
+    assert code == 2 and err.startswith("error: nothing fits 4 nodes of emulated: ddp, micro-batch 1, gather layer")
+    assert "what would help:" in err
+
+
+def test_what_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_step = compiling.compile_step
+
+    def with_a_send(*args: Any, **request: Any) -> compiling.CompiledStep:
+        compiled = compile_step(*args, **request)
+        head, entry = compiled.text.split("ENTRY ")
+        first, rest = entry.split("\n", 1)
+        odd = "  %odd = (f32[], u32[], token[]) send(), channel_id=9"
+        return replace(compiled, text=f"{head}ENTRY {first}\n{odd}\n{rest}")
+
+    monkeypatch.setattr(compiling, "compile_step", with_a_send)
+    code, _, err = run(capsys, *WORDS, *EMULATED)
+    assert code == 2 and "%odd = send" in err and "cannot be replayed" in err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compiling.WHEELS.exists(), reason="XLA for GPUs is not installed: make .venv/h100/installed")
+@pytest.mark.parametrize("cluster", ["p5.48xlarge", "p3dn.24xlarge"])
+def test_programs_for_gpus(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--devices_per_node=2", "--nodes=4", "--config.model.compute_dtype=bfloat16", f"--cluster={cluster}")
+    code, out, err = run(capsys, *WORDS, *words, "--json")
+    assert code == 0, err
+    (plan,) = from_json(out)
+    prediction = plan.best
+    assert prediction.memory.fits and prediction.step_s > 0 and prediction.usd_on_demand
+    assert {part.name for part in prediction.traffic} >= {"gather", "hop_one"}
+    assert prediction.inter_bytes > 0 and any(part.level == "inter" for part in prediction.traffic)
+    assert any("V100: priced from the program compiled for an A100" in note for note in plan.notes) == ("p3" in cluster)
