@@ -11,6 +11,7 @@ On several machines, start it once per process: SLURM, Open MPI and Kubernetes a
 runtime/supervisor.py; what happens between two steps is at the end of this file.
 """
 
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,7 @@ from training.datasets import load_datasets
 from training.devices import use_compilation_cache, use_cpu_devices
 from training.experiment import Experiment, make_experiment
 from training.log import make_log
+from training.overlap import add_estimate, installed_plugins
 from training.sampling import Sampler
 from training.validation import Validation, Validator
 
@@ -110,6 +112,8 @@ def run(
         config = replace(config, mesh=replace(config.mesh, num_cpu_devices=devices, devices_per_node=0))
     if config.mesh.num_cpu_devices:
         use_cpu_devices(config.mesh.num_cpu_devices)
+    elif config.sharding.overlap != "off":
+        add_estimate(os.environ, installed_plugins())
     supervisor.join(address, workdir=workdir, silence_s=elastic.silence_s, stall_s=elastic.stall_s)
     use_compilation_cache()
     if resume.is_finished(config, workdir):

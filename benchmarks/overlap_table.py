@@ -28,7 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "overlap.jsonl"
 PAGE = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- benchmarks/overlap_table.py writes from here -->", "<!-- to here -->"
 CONFIG, NODES, DEVICES = "configs/bert_10b.py", 16, 8
-RATES = ("100gbit", "400gbit")
+RATES = ("100gbit", "400gbit", "3200gbit")
 MICS: Mapping[str, Any] = {"sharding.partition_size": 8}
 ZERO3: Mapping[str, Any] = {"sharding.strategy": "zero3", "sharding.partition_size": 0}
 
@@ -44,13 +44,18 @@ class Case:
     @property
     def flags(self) -> list[str]:
         """The config, as on a command line."""
-        keys = {**self.keys, "sharding.overlap": self.overlap}
+        keys = {**self.keys, "sharding.overlap": "auto" if self.overlap else "off"}
         return [f"--config={CONFIG}", *(f"--config.{key}={value}" for key, value in keys.items())]
 
 
 STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("mics(8)", MICS),
+    ("mics(8), micro-batch 16", {**MICS, "batch.micro_size": 16}),
+    ("mics(8), micro-batch 32", {**MICS, "batch.micro_size": 32}),
     ("mics(8), hop two int8", {**MICS, "compression.hop_two": "int8"}),
+    ("mics(8), hop two int8, micro-batch 16", {**MICS, "compression.hop_two": "int8", "batch.micro_size": 16}),
+    ("mics(8), hop two int8, micro-batch 32", {**MICS, "compression.hop_two": "int8", "batch.micro_size": 32}),
+    ("mics(16)", {"sharding.partition_size": 16}),
     ("mics(8), hop two delayed", {**MICS, "compression.delayed": True}),
     ("mics(8), hop one in float32", {**MICS, "sharding.reduce_dtype": "float32"}),
     ("mics(8), gathered once a micro-step", {**MICS, "sharding.gather": "micro_step", "model.remat": "full"}),

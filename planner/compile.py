@@ -131,6 +131,7 @@ def main(argv: Sequence[str]) -> int:
     from jax.experimental import topologies
 
     from training.experiment import make_experiment
+    from training.overlap import add_estimate, installed_plugins
 
     values = command_line.new_flags(argv)
     flags.DEFINE_integer("nodes", 1, "nodes of the cluster", flag_values=values, lower_bound=1)
@@ -141,6 +142,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = command_line.parse(argv, values)
         jax.config.update("jax_platforms", "cpu")
+        if config.sharding.overlap != "off":
+            add_estimate(os.environ, installed_plugins())
         if values.target == CPU:
             jax.config.update("jax_num_cpu_devices", values.nodes * values.devices_per_node)
             devices: Sequence[Any] = jax.devices()

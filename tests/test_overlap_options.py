@@ -1,6 +1,9 @@
 """The compiler options that let collectives overlap: whose flags win, and what of them reaches XLA and the record."""
 
 import json
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,16 @@ import pytest
 from running import IGNORED, arguments, run_here
 
 from planner.compile import WHEELS, compile_step
-from training.overlap import OVERLAP, PIPELINING, flag_names, is_known, overlap_options, users_xla_flags
+from training.overlap import (
+    ESTIMATE,
+    OVERLAP,
+    PIPELINING,
+    add_estimate,
+    flag_names,
+    is_known,
+    overlap_options,
+    users_xla_flags,
+)
 
 pytestmark = IGNORED
 ALL = (*OVERLAP, *PIPELINING)
@@ -57,6 +69,31 @@ def test_the_users_flags_may_be_in_a_file(tmp_path: Path) -> None:
 def test_the_installed_xla_knows_them_all() -> None:
     """XLA for CPUs has the options of all platforms: with an installed version that renamed one, this fails."""
     assert len(on_gpus(known=is_known)) == len(ALL)
+
+
+def test_the_estimate_is_added_for_a_cuda_plugin_that_knows_it() -> None:
+    def after(flags: str | None, *plugins: tuple[str, str]) -> str | None:
+        variables = {} if flags is None else {"XLA_FLAGS": flags}
+        add_estimate(variables, plugins)
+        return variables.get("XLA_FLAGS")
+
+    cuda = ("jax-cuda12-plugin", "0.10.2")
+    assert after(None, cuda) == ESTIMATE
+    assert after("--xla_a=1", ("jax-cuda13-plugin", "0.12.0.1")) == f"--xla_a=1 {ESTIMATE}"
+    for flags, plugins in (
+        (None, ()),
+        (None, [("jax-cuda12-plugin", "0.13.0")]),
+        (None, [("jax-rocm7-plugin", "0.10.2")]),
+        (ESTIMATE.replace("speed_gbps=1", "speed_gbps=50"), [cuda]),
+        ("flags.txt", [cuda]),
+    ):
+        assert after(flags, *plugins) == flags
+
+
+def test_the_installed_xla_knows_the_estimate() -> None:
+    """A flag that XLA does not know ends the process."""
+    variables = {**os.environ, "XLA_FLAGS": ESTIMATE, "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=variables, check=True, timeout=120)
 
 
 def test_what_xla_says_of_an_option() -> None:

@@ -145,7 +145,7 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
         reduce_dtype=jnp.float32 if config.sharding.reduce_dtype == "float32" else None,
         gather_codecs=gather_codecs,
         hop_one_codecs=hop_one_codecs,
-        overlap=_overlaps(config, layout, model.config.remat),
+        overlap=_overlaps(config, layout, model.config.remat, nodes[0][0].platform),
     )
     batches = BatchLayout(
         config=config.batch,
@@ -172,7 +172,7 @@ def _resolved(model: ModelConfig) -> ModelConfig:
     return replace(model, attention="cudnn" if fused else "xla")
 
 
-def _overlaps(config: Config, layout: Layout, remat: str) -> bool:
+def _overlaps(config: Config, layout: Layout, remat: str, platform: str) -> bool:
     """Whether the step's loops over layers are pipelined. ValueError if they are to be and cannot."""
     obstacle = ""
     if layout.is_automatic:
@@ -184,4 +184,4 @@ def _overlaps(config: Config, layout: Layout, remat: str) -> bool:
     choice = config.sharding.overlap
     if obstacle and choice == "on":
         raise ValueError(f"sharding.overlap=on needs {obstacle}; change that, or set sharding.overlap=auto")
-    return not obstacle and (choice == "on" or (choice == "auto" and jax.devices()[0].platform != "cpu"))
+    return not obstacle and (choice == "on" or (choice == "auto" and platform != "cpu"))

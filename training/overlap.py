@@ -1,12 +1,14 @@
 """The compiler options by which XLA runs collectives beside compute on GPUs.
 
 They are given to the compilation and not put into XLA_FLAGS: there a flag that the installed XLA does not know aborts
-the process, and it would have to be there before anybody knows on what the run runs. What the user sets in XLA_FLAGS
-wins, flag by flag. What each does and costs: docs/gpu.md.
+the process, and it would have to be there before anybody knows on what the run runs. One cannot be given so, because
+XLA takes a map only from XLA_FLAGS. What the user sets in XLA_FLAGS wins, flag by flag. What each does and costs:
+docs/gpu.md.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from importlib.metadata import distributions
 from pathlib import Path
 
 import jax
@@ -21,9 +23,16 @@ OVERLAP: tuple[dict[str, Value], ...] = (
     {"xla_gpu_enable_latency_hiding_scheduler": True},
     # collectives that may be under way at the same time, one without it: a gather need not wait for hop two
     {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"},
-    # the estimate: of a network far slower than any, so that a start moves up as far as it can
+    # the estimate: bytes and a network's numbers, those of ESTIMATE
     {"xla_gpu_enable_analytical_sol_latency_estimator": True},
 )
+# The numbers of that estimate. They stand for a network far slower than any, so that a start moves up as far as it can:
+# with those of the real network XLA hides a third of what it could.
+ESTIMATE = (
+    "--xla_gpu_analytical_latency_estimator_options=nccl_op_launch_us=10,nic_speed_gbps=1,chunk_prep_us=1,rtt_us=20,"
+    "gpus_per_node=8,chunk_size_bytes=20971520"
+)
+ESTIMATE_VERSIONS = ("0.10", "0.11", "0.12")  # of jax, that were seen to know it
 # For loops over layers that the step does not pipeline itself (`sharding.plan.ShardingPlan.overlap`).
 PIPELINING: tuple[dict[str, Value], ...] = (
     # a layer's gather moves into the iteration of the layer before it; holds one more layer's parameters
@@ -58,6 +67,28 @@ def overlap_options(
         if not users & names.keys():
             options |= next(({name: value} for name, value in names.items() if known(name, value)), {})
     return options
+
+
+def add_estimate(variables: MutableMapping[str, str], plugins: Iterable[tuple[str, str]]) -> None:
+    """Adds ESTIMATE to XLA_FLAGS for a process that has not asked jax for its devices yet.
+
+    Only if one of `plugins`, names and versions, is jax's for CUDA in a version that knows it; and neither over the
+    user's own value, nor to flags in a file.
+    """
+    flags = variables.get("XLA_FLAGS", "").strip()
+    known = any(name.startswith("jax-cuda") and _minor(version) in ESTIMATE_VERSIONS for name, version in plugins)
+    if known and (not flags or flags.startswith("-")) and not flag_names(ESTIMATE) & flag_names(flags):
+        variables["XLA_FLAGS"] = f"{flags} {ESTIMATE}".strip()
+
+
+def installed_plugins() -> list[tuple[str, str]]:
+    """Returns the names and versions of the installed distributions that extend jax."""
+    found = [(one.metadata["Name"] or "", one.version) for one in distributions()]
+    return [(name, version) for name, version in found if name.startswith("jax-")]
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
 def users_xla_flags(variables: Mapping[str, str] = os.environ) -> str:
