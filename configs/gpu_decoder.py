@@ -22,7 +22,7 @@ DEVICES = 8
 def get_config(arg: str = "124m") -> ConfigDict:
     """Returns the config of a size. ValueError for an unknown one."""
     if arg not in SIZES:
-        raise ValueError(f"{__file__}:{arg}: there are {', '.join(SIZES)}")
+        raise ValueError(f"configs/gpu_decoder.py:{arg} is not known; use :{', :'.join(SIZES)}")
     layers, hidden, heads, rows = SIZES[arg]
     tiny = arg == "tiny"
     config = base.get_config()
