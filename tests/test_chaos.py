@@ -199,7 +199,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         (["--nodes=1"], "error: --nodes=1 must be 2 or more\n"),
         (["--events=0"], "error: --events=0 must be 1 or more\n"),
         (["--devices_per_node=0"], "error: --devices_per_node=0 must be 1 or more\n"),
-        ([f"--reference={tmp_path}"], "is not a run"),
+        ([f"--reference={tmp_path}"], "has neither config.json nor metrics.jsonl"),
     ):
         done = chaos(*args, f"--workdir={tmp_path}")
         assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr

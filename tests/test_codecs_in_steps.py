@@ -270,8 +270,8 @@ def test_zero_plus_plus_crosses_nodes_with_an_eighth() -> None:
     ("changes", "how", "said"),
     [
         ({"gather_inter": "int8"}, dict(strategy="mics", partition_size=2), "gather_inter=int8 .*between nodes"),
-        ({"gather_intra": "int8"}, dict(strategy="ddp"), "gather_intra=int8 .*inside a node"),
-        ({"gather_intra": "int8"}, dict(strategy="zero3", hierarchical=False), "gather_intra=int8 .*inside a node"),
+        ({"gather_intra": "int8"}, dict(strategy="ddp"), "gather_intra=int8 .*inside nodes only"),
+        ({"gather_intra": "int8"}, dict(strategy="zero3", hierarchical=False), "gather_intra=int8 .*inside nodes only"),
         ({"hop_one_inter": "int4"}, dict(strategy="hsdp"), "hop_one_inter=int4 .*between nodes"),
         ({"hop_one_intra": "int4"}, dict(strategy="hsdp", two_hop=False), "hop_one_intra=int4"),
         ({"hop_one_intra": "int4"}, dict(strategy="zero3", partitioner="auto"), "hop_one_intra=int4"),

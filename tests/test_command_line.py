@@ -83,7 +83,7 @@ def test_output_keeps_its_order_and_its_characters(tmp_path: Path) -> None:
     [
         ("cluster.chaos", ["of the run (default: configs/elastic.py:tiny)", "(default: 30)", "(default: runs/chaos)"]),
         ("cluster.emulate", ["how many there are at the start"]),
-        ("benchmarks.accuracy", ["(default: text,digits)", "with seeds from 0 on (default: 3)"]),
+        ("benchmarks.accuracy", ["(default: text,digits)", "with seeds from 0 (default: 3)"]),
         ("paper", ["usage: python -m paper "]),
     ],
 )

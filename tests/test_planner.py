@@ -308,7 +308,7 @@ BAD = {
     "--rate=fast": "give a number and its unit, such as 25gbit",
     "--probe=/nowhere.json": r"--probe=/nowhere\.json cannot be read .*; cluster\.probe writes it",
     "--png=/nowhere/x.png": "choose another --png",
-    "--config.batch.micro_size=64": "at most 2 fit",
+    "--config.batch.micro_size=64": "set it to 2 at most",
     "--compile=0": "compile",
 }
 
