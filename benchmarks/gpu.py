@@ -60,11 +60,13 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Tokens per second and MFU on GPUs.", allow_abbrev=False)
     parser.add_argument("--pytorch", default="", help="a Python that has torch, to run it beside ours")
     parser.add_argument("--sizes", default="124m,350m,1.3b", help=f"of {', '.join(gpu_decoder.SIZES)}, with commas")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--repetitions", type=int, default=3, help="of each side, in turn, at least 1")
+    parser.add_argument("--steps", type=int, default=40, help="of each repetition")
     parser.add_argument("--cpu", action="store_true", help="on one CPU device: tries the program, measures nothing")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the record")
     options = parser.parse_args(argv[1:])
+    if options.repetitions < 1:
+        parser.error(f"--repetitions={options.repetitions} must be at least 1")
     sizes = options.sizes.split(",")
     if unknown := [size for size in sizes if size not in gpu_decoder.SIZES]:
         print(f"error: --sizes={unknown[0]}: there are {', '.join(gpu_decoder.SIZES)}", file=sys.stderr)

@@ -73,6 +73,7 @@ class HopTwo:
         """
         plan, layout = setup.plan, setup.plan.layout
         all_reduces = layout.replica_axes and layout.parameters == layout.gradients == layout.optimizer
-        if not (plan.overlap and self.in_backward and all_reduces) or layout.shape.tensor > 1:
+        by_layer = plan.overlap and self.in_backward and layout.gather.only_where_used and layout.shape.tensor == 1
+        if not (by_layer and all_reduces):
             return None
-        return None if setup.compression.delayed else self.in_backward(setup)
+        return None if setup.compression.delayed or not self.in_backward else self.in_backward(setup)

@@ -1,7 +1,7 @@
 """The interface between trainer and models: parameter specs, init and loss. Nothing here knows the mesh.
 
 Parameters are plain nested dicts. Each top-level key is a parameter group: `embed`, `layers` (every leaf stacked,
-`[L, ...]`) and `head` of a transformer, each block of a ResNet. A model calls `gather(name, tree)` wherever it uses a
+`[L, ...]`) and `head` of a transformer, each block of a ResNet. A model calls `gather(name, tree)` once for each
 group and gets back the group's unsharded parameters; for `layers` the call is inside the rematerialised scan body and
 takes one layer's slice. On one device `gather` is `lambda name, tree: tree`.
 """

@@ -85,8 +85,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _flags(argv: Sequence[str]) -> flags.FlagValues:
     values = command_line.new_flags(argv)
-    flags.DEFINE_string("cluster", "p4d.24xlarge", "one of planner/clusters.py", flag_values=values)
-    flags.DEFINE_list("nodes", ["1"], "nodes of the cluster; several with commas between", flag_values=values)
+    flags.DEFINE_string("cluster", "p4d.24xlarge", f"one of {', '.join(clusters.CLUSTERS)}", flag_values=values)
+    flags.DEFINE_list(
+        "nodes",
+        ["1"],
+        "nodes of the cluster (one, unless it is given); several with commas between",
+        flag_values=values,
+    )
     flags.DEFINE_string("strategy", "", "strategies to compare: mics(8),zero3", flag_values=values)
     flags.DEFINE_boolean("search", False, "look for the best", flag_values=values)
     flags.DEFINE_integer("compile", 5, "programs that a search looks at", flag_values=values, lower_bound=1)
@@ -112,7 +117,7 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
         cluster, note = with_probe(cluster, Path(values.probe))
         notes.append(note)
     if not all(re.fullmatch(r"[1-9]\d*", word) for word in values.nodes):
-        raise ValueError(f"--nodes={','.join(values.nodes)}: give one number or several, such as 1,2,4,8")
+        raise ValueError(f"--nodes={','.join(values.nodes)}: give one number from 1 on, or several, such as 1,2,4,8")
     if values.search and values.strategy:
         raise ValueError("--search looks at every strategy; leave out --strategy")
     return Question(

@@ -298,11 +298,13 @@ def find_cluster(name: str) -> Cluster:
     """Returns the cluster of that name. ValueError with the nearest names."""
     if name in CLUSTERS:
         return CLUSTERS[name]
-    near = get_close_matches(name.lower(), CLUSTERS, n=3, cutoff=0.4)
-    hint = f"the nearest are {', '.join(near)}" if near else f"there are {', '.join(CLUSTERS)}"
+    near = [known for known in CLUSTERS if known.startswith(name.lower())] if name else []
+    near = near or get_close_matches(name.lower(), CLUSTERS, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(CLUSTERS)}"
     raise ValueError(f"--cluster={name} is not known; {hint}")
 
 
 def with_rate(cluster: Cluster, rate_bits: float) -> Cluster:
-    """Returns the cluster with another link of each node, in bits per second."""
-    return replace(cluster, node_bandwidth=rate_bits / 8, sources={**cluster.sources, "node_bandwidth": "--rate"})
+    """Returns the cluster with another link of each node, in bits per second; its prices are not known then."""
+    sources = {**cluster.sources, "node_bandwidth": "--rate"}
+    return replace(cluster, node_bandwidth=rate_bits / 8, on_demand=None, spot=None, sources=sources)

@@ -25,11 +25,19 @@ Body = Callable[..., jax.Array]  # (x, one layer's gathered parameters, *args) -
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rule:
-    """What is done with the gradients of a group; of a stack, with those of one layer."""
+    """What is done with the gradients of a group; of a stack, with those of one layer. Made anew for each trace."""
 
+    name: str
     add: Callable[[PyTree, PyTree], PyTree]  # (sums, gradients) -> sums
     exchange: Callable[[PyTree, Index], PyTree] | None = None  # hop two of finished sums; the index is the layer's
     overlap: bool = False
+    uses: list[str] = field(default_factory=list)
+
+    def use(self) -> None:
+        """Notes that the model takes the group's values. ValueError for a second time: the sums would count twice."""
+        if self.uses:
+            raise ValueError(f"the model gathers {self.name} twice in one pass; gather it once and keep the result")
+        self.uses.append(self.name)
 
     def finish(self, sums: PyTree, grads: PyTree, layer: Index = 0) -> PyTree:
         """Returns the sums with the gradients added, and exchanged if it is time."""
@@ -55,6 +63,7 @@ def values_of(group: PyTree) -> PyTree:
     if not isinstance(group, Accumulating):
         return group
     rule = group.rule
+    rule.use()
 
     @jax.custom_vjp
     def values(values: PyTree, sums: PyTree) -> PyTree:
@@ -78,10 +87,12 @@ def scan_layers(
 ) -> jax.Array:
     """Returns `x` after `body(x, gather(layer), *args)` for each layer of a stack `[L, ...]`.
 
-    The stack is an Accumulating or plain arrays; `args` get no gradients from an Accumulating with `overlap`.
-    `rematerialise` wraps the gather and the body of one layer, and says what the backward pass computes again; with
-    `overlap` that is always everything but the layer's `x`.
+    The stack is an Accumulating or plain arrays; `args` hold floats. `rematerialise`
+    wraps the gather and the body of one layer, and says what the backward pass computes again; with `overlap` that is
+    always everything but the layer's `x`.
     """
+    if isinstance(stack, Accumulating):
+        stack.rule.use()
     if isinstance(stack, Accumulating) and stack.rule.overlap:
         return _scan_pipelined(body, x, stack, args, gather)
     run = rematerialise(lambda x, layer: body(x, gather(layer), *args))
@@ -111,9 +122,9 @@ def _scan_pipelined(
 ) -> jax.Array:
     """Runs the layers with the communication of their neighbours beside them.
 
-    The last layer stays out of both loops: its gathered parameters are kept from the forward to the backward pass.
-    That gather makes up for one that the backward loop does in vain, of the first layer beside the first layer, so
-    that each layer is gathered twice, as without overlap.
+    The last layer stays out of both loops, and its gathered parameters are kept from the forward to the backward pass.
+    The backward loop's last iteration gathers the first layer once more, in vain: the number of gathers is the same as
+    without overlap, two per layer.
     """
     rule, last = stack.rule, _length(stack.values) - 1
 
@@ -135,39 +146,39 @@ def _scan_pipelined(
         x, kept = forward(x, values, args)
         return x, (*kept, values, sums, args)
 
-    def run_backward(residuals: tuple[Any, ...], g: jax.Array) -> tuple[jax.Array, None, PyTree, None]:
+    def run_backward(residuals: tuple[Any, ...], g: jax.Array) -> tuple[jax.Array, None, PyTree, PyTree]:
         xs, x_last, full, values, sums, args = residuals
 
-        def layer_backward(x: jax.Array, full: PyTree, g: jax.Array) -> tuple[jax.Array, PyTree]:
-            return jax.vjp(lambda x, full: body(x, full, *args), x, full)[1](g)
+        def layer_backward(x: jax.Array, full: PyTree, g: jax.Array) -> tuple[jax.Array, PyTree, PyTree]:
+            return jax.vjp(lambda x, full, args: body(x, full, *args), x, full, args)[1](g)
 
         def finish(sums: PyTree, grads: PyTree, i: Index) -> PyTree:
             (own,) = jax.vjp(gather, _at(values, i))[1](grads)  # hop one is the gather's transpose
             return _put(sums, rule.finish(_at(sums, i), own, i), i)
 
         def layer(carry: tuple[Any, ...], item: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
-            g, full, grads, sums = carry
+            g, full, grads, args_grads, sums = carry
             i, x = item
             following = gather(_at(values, jnp.maximum(i - 1, 0)))
             sums = finish(sums, grads, i + 1)
-            g, grads = layer_backward(x, full, g)
-            return (g, following, grads, sums), None
+            g, grads, more = layer_backward(x, full, g)
+            return (g, following, grads, jax.tree.map(jnp.add, args_grads, more), sums), None
 
         following = gather(_at(values, last - 1)) if last else full
-        g, grads = layer_backward(x_last, full, g)
-        carry = g, following, grads, sums
-        (g, _, grads, sums), _ = lax.scan(layer, carry, (jnp.arange(last), xs), reverse=True)
-        return g, None, finish(sums, grads, 0), None
+        g, grads, args_grads = layer_backward(x_last, full, g)
+        carry = g, following, grads, args_grads, sums
+        (g, _, grads, args_grads, sums), _ = lax.scan(layer, carry, (jnp.arange(last), xs), reverse=True)
+        return g, None, finish(sums, grads, 0), args_grads
 
     run.defvjp(run_forward, run_backward)
     return run(x, stack.values, stack.sums, args)
 
 
-def _tap(backward: Callable[..., tuple[PyTree, ...]], i: jax.Array | None, *trees: PyTree) -> tuple[PyTree, ...]:
+def _tap(backward: Callable[..., tuple[PyTree, ...]], i: jax.Array, *trees: PyTree) -> tuple[PyTree, ...]:
     """Returns the trees; their cotangents are what `backward(i, *cotangents)` returns, None for zero."""
 
     @jax.custom_vjp
-    def identity(i: jax.Array | None, *trees: PyTree) -> tuple[PyTree, ...]:
+    def identity(i: jax.Array, *trees: PyTree) -> tuple[PyTree, ...]:
         del i
         return trees
 

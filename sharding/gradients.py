@@ -201,7 +201,12 @@ def accumulating(plan: ShardingPlan, params: PyTree, sums: Sums, exchange: Group
             grads = to_gradient_scope(plan, placements, grads)
             return sums._replace(grads=jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums.grads, grads))
 
-        return Rule(add=add, exchange=partial(exchange, name, placements) if exchange else None, overlap=plan.overlap)
+        return Rule(
+            name=name or "its parameters",
+            add=add,
+            exchange=partial(exchange, name, placements) if exchange else None,
+            overlap=plan.overlap,
+        )
 
     if not policy.only_where_used:
         return Accumulating(values=params, sums=sums, rule=rule("", plan.placements))

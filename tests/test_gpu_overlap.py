@@ -29,9 +29,9 @@ def label(instruction: Instruction) -> str:
     return next((scope for scope in reversed(scopes) if scope in LABELS), "")
 
 
-def products_beside(computation: Computation) -> dict[str, int]:
-    """Returns, by label, the matrix products between start and done of the collective that has the most beside it."""
-    found: dict[str, int] = {}
+def products_beside(computation: Computation) -> dict[str, list[int]]:
+    """Returns, by label, how many matrix products are between the start and the end of each collective."""
+    found: dict[str, list[int]] = {}
     started: dict[str, int] = {}
     products = 0
     for instruction in computation.instructions:
@@ -40,36 +40,46 @@ def products_beside(computation: Computation) -> dict[str, int]:
         elif instruction.opcode.endswith("-start"):
             started[instruction.name] = products
         elif instruction.opcode.endswith("-done"):
-            name = label(instruction)
-            found[name] = max(found.get(name, 0), products - started[instruction.operands[0]])
+            found.setdefault(label(instruction), []).append(products - started[instruction.operands[0]])
     return found
 
 
-def loops(step: CompiledStep) -> list[dict[str, int]]:
-    """Returns the products beside collectives, of each computation of the program that has collectives of the step."""
-    computations = parse_program(step.text).computations.values()
-    return [found for computation in computations if (found := products_beside(computation))]
-
-
-def most(step: CompiledStep) -> dict[str, int]:
-    return {name: max(found.get(name, 0) for found in loops(step)) for name in ("gather", "hop_one", "hop_two")}
+def in_layers(step: CompiledStep) -> dict[str, list[int]]:
+    """Returns the same of all loops over layers: those that have no loop inside."""
+    program = parse_program(step.text)
+    loops = [
+        i for computation in program.computations.values() for i in computation.instructions if i.opcode == "while"
+    ]
+    bodies = [program.computations[loop.computation("body")] for loop in loops]
+    found: dict[str, list[int]] = {}
+    for body in bodies:
+        if not any(instruction.opcode == "while" for instruction in body.instructions):
+            for name, counts in products_beside(body).items():
+                found.setdefault(name, []).extend(counts)
+    return found
 
 
 def test_gathers_hop_one_and_hop_two_run_beside_matrix_products() -> None:
-    assert all(count >= 2 for count in most(compiled()).values())
+    found = in_layers(compiled())
+    assert [len(found[name]) for name in ("gather", "hop_one", "hop_two")] == [4, 2, 1]
+    assert all(min(found[name]) >= 1 for name in ("gather", "hop_one", "hop_two"))
 
 
 def test_without_overlap_nothing_runs_beside_a_matrix_product() -> None:
-    assert set(most(compiled("sharding.overlap=off")).values()) == {0}
+    found = in_layers(compiled("sharding.overlap=off"))
+    assert set(found) >= {"gather", "hop_one"} and "hop_two" not in found
+    assert max(found["gather"]) == max(found["hop_one"]) == 0
 
 
 def test_a_codec_runs_beside_matrix_products_too() -> None:
-    assert most(compiled("compression.hop_two=int8"))["hop_two"] >= 2
+    found = in_layers(compiled("compression.hop_two=int8"))["hop_two"]
+    assert max(found) >= 2  # the vectors' own collectives are short
 
 
 def test_gathers_between_nodes_run_beside_matrix_products() -> None:
-    found = most(compiled("sharding.strategy=zero3", "sharding.partition_size=0"))
-    assert found["gather"] >= 2 and found["hop_one"] >= 2
+    found = in_layers(compiled("sharding.strategy=zero3", "sharding.partition_size=0"))
+    assert [len(found[name]) for name in ("gather", "hop_one")] == [4, 2]  # two levels, in two directions
+    assert sum(count == 0 for count in found["gather"]) <= 1 and min(found["hop_one"]) >= 1
 
 
 def test_bert_10b_fits_16_gpus_of_32_gb_with_a_quarter_more_temporaries_at_most() -> None:

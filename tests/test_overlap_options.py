@@ -146,7 +146,7 @@ def test_what_is_planned_is_what_is_run(tmp_path: Path, monkeypatch: pytest.Monk
     compiled = partial(compile_step, nodes=4, devices_per_node=2)
     flags = " ".join(f"--{name}={str(value).lower()}" for name, value in options.items() if "pipeline" not in name)
     without, default, by_user = (
-        compiled([*config, "--config.sharding.overlap=False"]),
+        compiled([*config, "--config.sharding.overlap=off"]),
         compiled(config),
         compiled(config, xla_flags=flags),
     )

@@ -3,13 +3,19 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import workload
 
 from compression.methods import method_named
+from configs import base, tiny_gpt2
+from configs.schema import Config
+from sharding.accumulation import Accumulating, Rule, scan_layers
+from sharding.gradients import manual_gradients
 from sharding.hlo import Collective, read_collectives
 from sharding.mesh import INTER_AXES
+from training.experiment import make_experiment
 
 STRATEGIES = {
     "ddp": dict(strategy="ddp"),
@@ -47,7 +53,7 @@ def crossing(collectives: list[Collective]) -> list[Collective]:
 
 @pytest.mark.parametrize("method", ["none", "int8"])
 def test_hop_two_runs_once_per_layer_and_sends_no_more(method: str) -> None:
-    """All but the last layer's and the first's exchanges are in the loop of the last backward pass."""
+    """All but the first layer's exchanges are in the loop of the last backward pass."""
     plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES["mics(2)"])
     codec = CODEC if method == "int8" else {}
     tx = method_named(method).build(workload.setup(plan, method, **codec))
@@ -103,16 +109,108 @@ def test_counts_equal_the_exchange_after_the_backward_pass_but_for_filling_up() 
     assert payload[0] <= payload[1] < 1.1 * payload[0]
 
 
-def test_values_that_are_not_finite_skip_the_step() -> None:
+def test_values_that_are_not_finite_skip_the_step_and_leave_the_residuals() -> None:
     plan = workload.plan("decoder", overlap=True, **STRATEGIES["mics(2)"])
     tx = method_named("int8").build(workload.setup(plan, "int8", **CODEC))
     in_backward = workload.hop_two_in_backward(plan, "int8", **CODEC)
     step, state, data = workload.compiled_step("decoder", plan, hop_two=tx, in_backward=in_backward)
-    data["weights"] = data["weights"].at[0, 0].set(np.inf)
-    before = jax.tree.map(np.asarray, state.params)
     state, _ = step(state, data)
-    jax.tree.map(np.testing.assert_array_equal, before, state.params)
-    assert int(state.opt_state.skipped) == 1
+    before = jax.tree.map(np.asarray, (state.params, state.opt_state.exchange))
+    data["weights"] = data["weights"].at[0, 0].set(np.inf)
+    state, _ = step(state, data)
+    jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.opt_state.exchange))
+    assert int(state.opt_state.skipped) == 1 and int(state.opt_state.exchange.step) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("decoder", dict(strategy="zero3")),
+        ("decoder", dict(strategy="zero3", hierarchical=False)),
+        ("encoder", dict(strategy="zero2")),
+        ("decoder", dict(strategy="zero1")),
+        ("decoder", dict(strategy="mics", partition_size=2, two_hop=False)),
+        ("decoder", dict(strategy="hsdp", tensor=2)),
+    ],
+)
+def test_losses_with_hop_two_after_the_pipelined_loops_equal_a_single_device(kind: str, how: dict[str, Any]) -> None:
+    plan = workload.plan(kind, overlap=True, **how)
+    np.testing.assert_allclose(workload.losses(kind, plan), workload.single_device_losses(kind), rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_stack_of_few_layers_is_pipelined_too(num_layers: int) -> None:
+    found = []
+    for overlap in (False, True):
+        plan = workload.plan("decoder", num_layers=num_layers, overlap=overlap, **STRATEGIES["mics(2)"])
+        step = workload.compiled_step("decoder", plan, num_layers=num_layers, accumulation=1)
+        found.append(workload.run_steps(*step, 3)[0])
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+def test_a_group_that_is_gathered_twice_is_refused() -> None:
+    """Its sums would count twice."""
+    plan = workload.plan("decoder", **STRATEGIES["mics(2)"])
+    model, batch = workload.model("decoder"), workload.put_batch(plan, 2)
+
+    def loss(params: Any, batch: Any, gather: Any) -> jax.Array:
+        gather("embed", params["embed"])
+        return model.loss(params, batch, gather)
+
+    with pytest.raises(ValueError, match="gathers embed twice"):
+        jax.eval_shape(lambda p: manual_gradients(loss, plan, p, batch), workload.params("decoder"))
+
+
+def test_what_is_passed_to_every_layer_gets_its_gradient() -> None:
+    """Of a loss through three pipelined layers, against the plain loop."""
+    stack, x, scale = jnp.arange(6.0).reshape(3, 2), jnp.ones(2), jnp.array([0.5, 2.0])
+    rule = Rule(name="layers", add=lambda sums, grads: sums + grads, overlap=True)
+
+    def loss(scale: jax.Array, layers: Any) -> jax.Array:
+        def body(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+            return x + w * scale * x
+
+        return scan_layers(body, x, layers, scale, gather=lambda w: w, rematerialise=lambda f: f).sum()
+
+    plain = jax.grad(loss)(scale, stack)
+    pipelined = jax.grad(lambda scale: loss(scale, Accumulating(values=stack, sums=0 * stack, rule=rule)))(scale)
+    np.testing.assert_allclose(pipelined, plain, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sharding.gather": "step"}, "sharding.gather=layer: with step"),
+        ({"model.remat": "dots"}, "model.remat=full, not dots"),
+        ({"sharding.partitioner": "auto"}, "sharding.partitioner=manual"),
+    ],
+)
+def test_on_says_what_it_needs(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_experiment(tiny_config({"sharding.overlap": "on"} | changes))
+
+
+def test_the_config_decides_where_hop_two_runs() -> None:
+    inside = {"sharding.overlap": "on", "compression.hop_two": "int8"}
+    assert make_experiment(tiny_config(inside)).hop_two is not None
+    for after in ({}, inside | {"compression.delayed": True}, inside | {"local_sgd.inner_steps": 2}):
+        assert make_experiment(tiny_config(after)).hop_two is None
+
+
+def tiny_config(changes: dict[str, Any]) -> Config:
+    """The config of configs/tiny_gpt2.py on 4 nodes of 2, in groups of 2."""
+    config = tiny_gpt2.get_config()
+    config.update_from_flattened_dict(
+        {
+            "mesh.devices_per_node": 2,
+            "sharding.strategy": "mics",
+            "sharding.partition_size": 2,
+            "model.remat": "full",
+            "num_steps": 20,
+            **changes,
+        }
+    )
+    return base.typed(config)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +223,7 @@ def test_values_that_are_not_finite_skip_the_step() -> None:
         (dict(strategy="hsdp"), {}, "power_sgd"),
     ],
 )
-def test_hop_two_stays_after_the_backward_pass_where_it_is_no_all_reduce_of_layers(
+def test_hop_two_comes_after_the_backward_pass_unless_it_all_reduces_each_layer(
     how: dict, compression: dict, method: str
 ) -> None:
     plan = workload.plan("decoder", overlap=True, **how)

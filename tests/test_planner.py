@@ -300,9 +300,9 @@ def test_without_xla_for_gpus_the_program_for_cpus_is_taken(
 
 
 BAD = {
-    "--cluster=p4d": r"--cluster=p4d is not known; the nearest are p4d\.24xlarge",
+    "--cluster=p4d": r"--cluster=p4d is not known; did you mean p4d\.24xlarge or p4de\.24xlarge\?",
     "--cluster=tpu": r"--cluster=tpu is not known; there are p3dn\.24xlarge",
-    "--nodes=two": "give one number or several",
+    "--nodes=two": "give one number from 1 on, or several",
     "--strategy=fsdp": r"--strategy=fsdp is not a strategy; there are ddp, .* such as mics\(8\)",
     "--strategy=mics(3)": r"sharding\.partition_size=3: a partition group of 3 devices does not fit 4 nodes of 2",
     "--rate=fast": "give a number and its unit, such as 25gbit",

@@ -153,7 +153,10 @@ def test_bad_sharding_settings_are_rejected(changes: dict[str, Any], said: str) 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"gather": "node", "two_hop": False}, "sharding.gather=node splits hop one into two levels; set sharding.two_hop=True"),
+        (
+            {"gather": "node", "two_hop": False},
+            "sharding.gather=node splits hop one into two levels; set sharding.two_hop=True",
+        ),
         ({"partitioner": "auto", "hierarchical": False}, "sharding.hierarchical=False has no effect"),
         ({"partitioner": "auto", "two_hop": False}, "set sharding.two_hop=True, or sharding.partitioner=manual"),
         ({"partitioner": "auto", "gather": "step"}, "sharding.gather=step has no effect"),

@@ -75,16 +75,18 @@ class Experiment:
     def _train_step(self) -> jax.stages.Compiled:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
         jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.replicated))
-        return self._compiled(jitted.lower(self.state_shapes, self.batches.shapes))
+        lowered = jitted.lower(self.state_shapes, self.batches.shapes)
+        return lowered.compile(compiler_options={**self.compiler_options(pipelined=self.plan.overlap)})
 
-    @cached_property
-    def compiler_options(self) -> dict[str, Value]:
-        """What XLA is asked for in compiling the steps, besides the user's XLA_FLAGS: that collectives overlap."""
-        platform = self.plan.mesh.devices.flat[0].platform
+    def compiler_options(self, *, pipelined: bool) -> dict[str, Value]:
+        """The options that XLA gets besides the user's XLA_FLAGS, so that collectives overlap with compute.
+
+        `pipelined`: the program's loops over layers are pipelined as they are written.
+        """
         return overlap_options(
-            platform,
+            self.plan.mesh.devices.flat[0].platform,
             wanted=self.config.sharding.overlap != "off",
-            pipelined=self.plan.overlap,
+            pipelined=pipelined,
             xla_flags=users_xla_flags(),
         )
 
@@ -92,10 +94,8 @@ class Experiment:
         """Compiles `evaluate(params, batch) -> sums`: the model's sums by name, and `weight`."""
         step = build_eval_step(self.model.evaluate, self.plan)
         jitted = jax.jit(step, out_shardings=self.replicated)
-        return self._compiled(jitted.lower(self.state_shapes.params, self.batches.shapes))
-
-    def _compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        return lowered.compile(compiler_options={**self.compiler_options})
+        lowered = jitted.lower(self.state_shapes.params, self.batches.shapes)
+        return lowered.compile(compiler_options={**self.compiler_options(pipelined=False)})
 
     @property
     def dispatches_asynchronously(self) -> bool:
@@ -178,7 +178,7 @@ def _overlaps(config: Config, layout: Layout, remat: str, platform: str) -> bool
     if layout.is_automatic:
         obstacle = "sharding.partitioner=manual: otherwise XLA chooses where to communicate"
     elif not layout.gather.only_where_used:
-        obstacle = f"sharding.gather=layer: {layout.gather.name} leaves nothing to gather ahead of a layer"
+        obstacle = f"sharding.gather=layer: with {layout.gather.name} gradients do not come out a layer at a time"
     elif remat != "full":
         obstacle = f"model.remat=full, not {remat}: its backward pass computes each layer again from its input"
     choice = config.sharding.overlap

@@ -48,7 +48,7 @@ def make_log(
                     "mesh": shape.sizes,
                     "num_params": experiment.model.num_params,
                     "xla_flags": users_xla_flags(),
-                    "xla_options": experiment.compiler_options,
+                    "xla_options": experiment.compiler_options(pipelined=experiment.plan.overlap),
                 }
             ),
             "collectives": collectives,
