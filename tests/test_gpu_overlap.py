@@ -7,7 +7,7 @@ from compiling import SMALL
 from running import ROOT
 
 from planner.compile import WHEELS, CompiledStep, compile_step
-from sharding.hlo import LABELS
+from sharding.hlo import LABELS, bytes_per_step, read_collectives
 from sharding.hlo_program import Computation, Instruction, parse_program
 
 pytestmark = [
@@ -80,6 +80,18 @@ def test_gathers_between_nodes_run_beside_matrix_products() -> None:
     found = in_layers(compiled("sharding.strategy=zero3", "sharding.partition_size=0"))
     assert [len(found[name]) for name in ("gather", "hop_one")] == [4, 2]  # two levels, in two directions
     assert sum(count == 0 for count in found["gather"]) <= 1 and min(found["hop_one"]) >= 1
+
+
+@pytest.mark.parametrize("strategy", ["mics", "zero3"])
+def test_overlap_changes_no_bytes(strategy: str) -> None:
+    """Without a codec, of more than the two layers whose loops XLA would unroll and simplify."""
+    cut = () if strategy == "mics" else ("sharding.strategy=zero3", "sharding.partition_size=0")
+    totals = []
+    for choice in ("auto", "off"):
+        step = compiled(*cut, *([f"sharding.overlap={choice}"] if choice == "off" else []))
+        totals.append(bytes_per_step(read_collectives(step.text, step.shape)))
+    assert min(totals[0].values()) > 10**6
+    assert totals[0] == pytest.approx(totals[1], rel=1e-3)  # the loss and norms apart
 
 
 def test_bert_10b_fits_16_gpus_of_32_gb_with_a_quarter_more_temporaries_at_most() -> None:

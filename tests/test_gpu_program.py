@@ -32,10 +32,13 @@ ZERO3 = {"sharding.strategy": "zero3", "sharding.partition_size": 0}
 
 
 def compiled_for_h100(changes: dict[str, Any], more_flags: str = "") -> list[Collective]:
-    """Returns the collectives, but those of losses and norms; mics(2), unless that is changed."""
+    """Returns the collectives, but those of losses and norms; mics(2), unless that is changed.
+
+    Without overlap, which cuts a codec's rows layer by layer; test_gpu_overlap.py compares the bytes of both.
+    """
     flags = f"--xla_backend_optimization_level=0 --xla_gpu_autotune_level=0 {more_flags}"
     variables = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{WHEELS}:{ROOT}", "XLA_FLAGS": flags}
-    command = [sys.executable, str(ROOT / "tests" / "compiling.py"), json.dumps(changes)]
+    command = [sys.executable, str(ROOT / "tests" / "compiling.py"), json.dumps({"sharding.overlap": "off"} | changes)]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = [Collective(**collective) for collective in json.loads(done.stdout)]
