@@ -118,12 +118,17 @@ def test_the_token_is_not_sent() -> None:
             sent += data
             target.sendall(data)
 
-    for pair in ((one, two), (two, one)):
-        threading.Thread(target=carry, args=pair, daemon=True).start()
+    relays = [threading.Thread(target=carry, args=pair, daemon=True) for pair in ((one, two), (two, one))]
+    for relay in relays:
+        relay.start()
     side = threading.Thread(target=introduce, args=(client, token, "tests", 3, TIMEOUT_S))
     side.start()
     assert admit(server, token, "tests") == (3, HOST)
     side.join(TIMEOUT_S)
+    for connection in (client, server):  # the relays end before their sockets are closed
+        connection.shutdown(socket.SHUT_WR)
+    for relay in relays:
+        relay.join(TIMEOUT_S)
     for connection in itertools.chain(*ends):
         connection.close()
     assert sent.count(b"\n") == 3 and token.encode() not in sent
