@@ -73,7 +73,7 @@ class HopTwo:
         """
         plan, layout = setup.plan, setup.plan.layout
         all_reduces = layout.replica_axes and layout.parameters == layout.gradients == layout.optimizer
-        by_layer = plan.overlap and self.in_backward and layout.gather.only_where_used and layout.shape.tensor == 1
-        if not (by_layer and all_reduces):
+        by_layer = plan.overlap and layout.gather.only_where_used and layout.shape.tensor == 1
+        if self.in_backward is None or setup.compression.delayed or not (by_layer and all_reduces):
             return None
-        return None if setup.compression.delayed or not self.in_backward else self.in_backward(setup)
+        return self.in_backward(setup)

@@ -59,7 +59,7 @@ class Accumulating:
 
 
 def values_of(group: PyTree) -> PyTree:
-    """Returns the values of a group that is used once; backwards, their gradients go into its sums."""
+    """Returns the values of a group; backwards, their gradients go into its sums. ValueError for a second use."""
     if not isinstance(group, Accumulating):
         return group
     rule = group.rule
@@ -87,9 +87,9 @@ def scan_layers(
 ) -> jax.Array:
     """Returns `x` after `body(x, gather(layer), *args)` for each layer of a stack `[L, ...]`.
 
-    The stack is an Accumulating or plain arrays; `args` hold floats. `rematerialise`
-    wraps the gather and the body of one layer, and says what the backward pass computes again; with `overlap` that is
-    always everything but the layer's `x`.
+    The stack is an Accumulating or plain arrays; `args` hold floats. `rematerialise` wraps the gather and the body of
+    one layer, and says what the backward pass computes again; with `overlap` that is always everything but the layer's
+    `x`. ValueError if an Accumulating was used before.
     """
     if isinstance(stack, Accumulating):
         stack.rule.use()

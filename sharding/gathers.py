@@ -20,7 +20,7 @@ Gather = Callable[[str, PyTree], PyTree]
 
 
 def layer_gather(plan: ShardingPlan, scope: tuple[str, ...] | None = None) -> Gather:
-    """Returns the gather that a model calls at each place of use, over the parameters' scope or a part of it.
+    """Returns the gather that a model calls once for each group, over the parameters' scope or a part of it.
 
     Its transpose is hop one.
     """

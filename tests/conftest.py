@@ -1,8 +1,10 @@
 """Every test sees 8 virtual CPU devices; warnings and silent rank promotion are errors."""
 
 import os
+from pathlib import Path
 
 import fast_compile
+import pytest
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fast_compile.FLAGS}"
 
@@ -11,3 +13,13 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder of 60 short text files."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(f"file {number}: the quick brown fox\n" * 5)
+    return folder

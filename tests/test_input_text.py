@@ -32,15 +32,6 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for number in range(60):
-        (folder / f"{number}.txt").write_text(f"file {number}: the quick brown fox\n" * 5)
-    return folder
-
-
 def settings(corpus: Path | str, **changes: Any) -> DataConfig:
     base = {"source": "folder", "path": str(corpus), "tokenizer": "bytes", "tokenizer_path": "", "seq_len": 1}
     base |= {"image_size": 8, "channels": 1, "augment": "none"}

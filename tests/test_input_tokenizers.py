@@ -15,15 +15,6 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for number in range(60):
-        (folder / f"{number}.txt").write_text(f"file {number}: the quick brown fox\n" * 5)
-    return folder
-
-
 def test_bytes_tokenizer_round_trips():
     tokenizer = load(settings("", source="synthetic"), "train", 0).tokenizer
     text = "naïve 🐍\n\ttabs"
