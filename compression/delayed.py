@@ -1,7 +1,8 @@
 """Delayed hop two: it overlaps with the next step's micro-steps, and the optimizer uses gradients one step old.
 
 This resembles a parameter server's asynchronous updates, but every gradient is exactly one step old. The exchanged
-gradients come from the state, so that in a step only the optimizer has to wait for the exchange.
+gradients come from the state, so that in a step only the optimizer has to wait for the exchange. With
+`sharding.overlap` and no codec the micro-steps exchange them, a piece beside each (sharding/gradients.py).
 """
 
 from dataclasses import replace
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sharding.gradients import Delayed
 from sharding.replicas import PerReplica
 
 PyTree = Any
@@ -36,9 +38,12 @@ def delayed(exchange: optax.GradientTransformation, replicas: int) -> optax.Grad
         return DelayedState(waiting=waiting, exchange=exchange.init(params))
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        mean, exchanged = exchange.update(state.waiting.tree, state.exchange, params)
+        waiting = state.waiting.tree
+        if isinstance(updates, Delayed):  # exchanged already, beside the micro-steps
+            updates, waiting = updates.grads_R, updates.before
+        mean, exchanged = exchange.update(waiting, state.exchange, params)
         poison = jnp.where(jnp.isfinite(optax.tree.norm(updates)), 0.0, jnp.nan)
-        waiting = replace(state.waiting, tree=updates)
-        return jax.tree.map(lambda x: x + poison, mean), DelayedState(waiting=waiting, exchange=exchanged)
+        mean = jax.tree.map(lambda x: x + poison, mean)
+        return mean, DelayedState(waiting=replace(state.waiting, tree=updates), exchange=exchanged)
 
     return optax.GradientTransformation(init, update)

@@ -4,9 +4,10 @@ Each method's module defines its `HopTwo`; compression/methods.py lists them all
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import optax
 
 from compression.delayed import delayed
@@ -67,13 +68,18 @@ class HopTwo:
         return delayed(hop_two, setup.plan.layout.num_replicas) if setup.compression.delayed else hop_two
 
     def overlapped(self, setup: Setup) -> HopTwoInBackward | None:
-        """Returns hop two inside the last micro-step's backward pass; None where it can only come after it.
+        """Returns hop two inside the backward pass: the last micro-step's, or with `delayed` that of each.
 
-        It must be an all-reduce of this step's gradients that the method can do for each layer by itself.
+        None where it can only come after the micro-steps: it must be an all-reduce that the method can do for each
+        layer by itself, and with `delayed` for any piece of it, which codecs cannot.
         """
         plan, layout = setup.plan, setup.plan.layout
         all_reduces = layout.replica_axes and layout.parameters == layout.gradients == layout.optimizer
         by_layer = plan.overlap and layout.gather.only_where_used and layout.shape.tensor == 1
-        if self.in_backward is None or setup.compression.delayed or not (by_layer and all_reduces):
+        if self.in_backward is None or not (by_layer and all_reduces):
             return None
-        return self.in_backward(setup)
+        found = self.in_backward(setup)
+        if not setup.compression.delayed:
+            return found
+        waiting = replace(found, delayed=True, kept=lambda state: (jnp.zeros((), jnp.int32), state.waiting.tree))
+        return waiting if self.name == "none" else None

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sharding.accumulation import Accumulating, Rule, values_of
@@ -33,6 +35,8 @@ class HopTwoInBackward:
     # and counts `f32 [num_counts]` that are added up
     exchange: Callable[[Sequence[Placement], Shards, Shards | None, jax.Array], tuple[Shards, Shards | None, jax.Array]]
     num_counts: int = 0
+    # what is kept are the gradients of the step before: a piece of them is exchanged beside each of the micro-steps
+    delayed: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -41,8 +45,17 @@ class Exchanged:
     """Gradients whose hop two is done: `[R, ...]`, equal on all replicas."""
 
     grads_R: PyTree
-    kept_R: PyTree  # what hop two keeps of each replica, or None
-    counts: jax.Array  # `f32 [num_counts]`, the mean of all devices
+    kept_R: PyTree = None  # what hop two keeps of each replica
+    counts: Any = ()  # `f32 [num_counts]`, the mean of all devices
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Delayed:
+    """Gradients `[R, ...]` whose hop two remains to be done, and those of the step before, whose hop two is done."""
+
+    grads_R: PyTree
+    before: Exchanged
 
 
 def manual_gradients(
@@ -57,10 +70,12 @@ def manual_gradients(
     """Returns the gradients `[R, ...]`, one for each replica and reduced inside its group, and the loss.
 
     Hop two remains to be done: the mean over R (MiCS section 3.4); unless `hop_two` did it, which makes them an
-    Exchanged. With `drift_R` each replica is at `params + drift_R[r]`.
+    Exchanged, or did that of the step before, which makes them a Delayed. With `drift_R` each replica is at
+    `params + drift_R[r]`.
     """
     layout = plan.layout
     done, kept_R = hop_two.kept(opt_state) if hop_two else (jnp.zeros((), jnp.int32), None)
+    is_done = hop_two is not None and not hop_two.delayed
 
     def on_device(
         params: PyTree, batch: Batch, total: jax.Array, done: jax.Array, drift_R: PyTree, kept_R: PyTree
@@ -72,7 +87,7 @@ def manual_gradients(
         # what is not cut is equal on all devices of the scope: its type is to say so
         grads = plan.map(lambda p, g: g if p.dim is not None else same_on_all(g, layout.gradients), grads)
         # times R: hop two takes the mean, and divided by the `total` of all replicas their gradients are to add up
-        scale = 1 if hop_two else layout.num_replicas
+        scale = 1 if is_done else layout.num_replicas
         grads_R, kept_R = (jax.tree.map(lambda x: x[None], tree) for tree in (grads, sums.kept))
         counts = lax.pmean(sums.total_counts(), layout.data_axes)
         return jax.tree.map(lambda g: g * scale, grads_R), kept_R, counts, lax.psum(value, layout.data_axes)
@@ -86,7 +101,9 @@ def manual_gradients(
         (REPLICATED, REPLICATED, drift_specs, kept_specs),
     )
     grads_R, kept_R, counts, value = run(params, batch, jnp.sum(batch["weights"]), done, drift_R, kept_R)
-    return Exchanged(grads_R=grads_R, kept_R=kept_R, counts=counts) if hop_two else grads_R, value
+    if is_done:
+        return Exchanged(grads_R=grads_R, kept_R=kept_R, counts=counts), value
+    return Delayed(grads_R=grads_R, before=Exchanged(grads_R=kept_R)) if hop_two else grads_R, value
 
 
 def replica_parameters(plan: ShardingPlan, params: PyTree, drift_R: PyTree | None) -> PyTree:
@@ -114,7 +131,8 @@ def micro_steps(
 ) -> tuple["Sums", jax.Array]:
     """Returns the sums over the micro-steps of this device's gradients, in their scope, and losses over `total`.
 
-    With `hop_two` the gradients are summed over the replicas too; `kept` is what it keeps of them, after `done` times.
+    With `hop_two` the gradients are summed over the replicas too, or if it is delayed those that were `kept`; else
+    `kept` is what it keeps of them, after `done` times.
     """
     policy, parameters = plan.layout.gather, plan.layout.parameters
 
@@ -141,10 +159,16 @@ def micro_steps(
         plan, plan.placements, jax.tree.map(lambda x: jnp.zeros_like(x) + zero, params), zeros=True
     )
     carry = (Sums(grads), vary(jnp.zeros(()), plan.layout.data_axes))
-    items = (jnp.arange(batch["weights"].shape[0]), dict(batch))
+    accumulation = batch["weights"].shape[0]
+    items = (jnp.arange(accumulation), dict(batch))
     if hop_two is None:
         (sums, value), _ = lax.scan(micro_step, carry, items)
         return sums, value
+    if hop_two.delayed:
+        pieces = {name: _in_pieces(name, group, accumulation, plan.layout.num_replicas) for name, group in kept.items()}
+        carry = (with_hop_two(plan, grads, pieces, 0, hop_two.num_counts), carry[1])
+        (sums, value), _ = lax.scan(partial(micro_step, exchange=partial(_exchange_piece, plan, hop_two)), carry, items)
+        return sums._replace(kept={name: _whole(sums.kept[name], group) for name, group in kept.items()}), value
     (sums, value), _ = lax.scan(micro_step, carry, jax.tree.map(lambda x: x[:-1], items))
     sums = with_hop_two(plan, sums.grads, kept, done, hop_two.num_counts)
     # after the others: its forward pass needs nothing of them, and run before them it would hold its layers' inputs
@@ -229,6 +253,38 @@ def _exchange_group(
     exchanged = hop_two.exchange(jax.tree.leaves(placements, is_leaf=is_placement), grads, kept, key)
     grads, kept, counts = jax.tree.map(lambda x: vary(x, plan.layout.data_axes), exchanged)
     return Sums(tree.unflatten(grads), None if kept is None else tree.unflatten(kept), sums.done, counts)
+
+
+@jax.named_scope("hop_two")
+def _exchange_piece(
+    plan: ShardingPlan, hop_two: HopTwoInBackward, name: str, placements: PyTree, sums: Sums, layer: jax.Array | int
+) -> Sums:
+    """Runs hop two on the next piece, `sums.done`, of what is kept of a group, or of one layer: `[pieces, N]`."""
+    del name, placements, layer
+    i = sums.done.astype(jnp.int32)
+    piece = lax.dynamic_index_in_dim(sums.kept, i, keepdims=False)
+    (piece,), *_ = hop_two.exchange((), [piece], None, jax.random.key(0))
+    piece = vary(piece, plan.layout.data_axes)
+    return sums._replace(kept=lax.dynamic_update_index_in_dim(sums.kept, piece, i, 0), done=sums.done + 1)
+
+
+def _in_pieces(name: str, group: PyTree, pieces: int, replicas: int) -> jax.Array:
+    """Returns a replica's share of the mean of a group's shards as `[pieces, N]`, a stack's as `[L, pieces, N]`."""
+    leaves = jax.tree.leaves(group)
+    layers = leaves[0].shape[:1] if name == "layers" else ()
+    packed = jnp.concatenate([x.reshape(*layers, -1) / replicas for x in leaves], axis=-1)
+    filled = jnp.pad(packed, [(0, 0)] * len(layers) + [(0, -packed.shape[-1] % pieces)])
+    return filled.reshape(*layers, pieces, -1)
+
+
+def _whole(pieces: jax.Array, group: PyTree) -> PyTree:
+    """Undoes `_in_pieces`, for shards like those of `group`."""
+    leaves, tree = jax.tree.flatten(group)
+    layers = pieces.shape[:-2]
+    flat = pieces.reshape(*layers, -1)
+    ends = np.cumsum([x.size // prod(layers) for x in leaves])
+    parts = jnp.split(flat, ends, axis=-1)[:-1]
+    return tree.unflatten([part.reshape(x.shape) for part, x in zip(parts, leaves, strict=True)])
 
 
 def micro_loss(loss: Loss, plan: ShardingPlan, kept: PyTree, micro: Batch) -> jax.Array:

@@ -109,6 +109,39 @@ def test_counts_equal_the_exchange_after_the_backward_pass_but_for_filling_up() 
     assert payload[0] <= payload[1] < 1.1 * payload[0]
 
 
+@pytest.mark.parametrize(
+    ("kind", "strategy", "accumulation"),
+    [("decoder", "mics(2)", 2), ("decoder", "ddp", 1), ("encoder", "mics(4)", 3), ("resnet", "mics(2)", 2)],
+)
+def test_delayed_beside_the_micro_steps_equals_delayed_after_them(kind: str, strategy: str, accumulation: int) -> None:
+    """In pieces that do not divide the shards, too."""
+    found = []
+    for overlap in (False, True):
+        plan = workload.plan(kind, overlap=overlap, **STRATEGIES[strategy])
+        hop_two = method_named("none").transform(workload.setup(plan, "none", kind=kind, delayed=True))
+        beside = workload.hop_two_in_backward(plan, "none", delayed=True) if overlap else None
+        step = workload.compiled_step(
+            kind, plan, accumulation=accumulation, hop_two=hop_two, in_backward=beside, tx=workload.optax.sgd(0.5)
+        )
+        found.append(workload.run_steps(*step, 4)[0])
+    assert abs(found[0][0] - found[0][-1]) > 1e-3
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_delayed_exchanges_a_piece_of_each_layer_in_every_micro_step_and_sends_no_more() -> None:
+    plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES["mics(2)"])
+    hop_two = method_named("none").transform(workload.setup(plan, "none", delayed=True))
+    counted = []
+    for beside in (None, workload.hop_two_in_backward(plan, "none", delayed=True)):
+        step, *_ = workload.compiled_step(
+            "decoder", plan, num_layers=LAYERS, hop_two=hop_two, in_backward=beside, accumulation=2
+        )
+        counted.append(crossing(read_collectives(step.as_text() or "", plan.layout.shape)))
+    after, inside = (sum(c.times * c.inter_bytes for c in found) for found in counted)
+    assert max(c.times for c in counted[1]) == 2 * (LAYERS - 1)
+    assert inside == pytest.approx(after, rel=0.01)  # filled up to pieces of one size; scalars apart
+
+
 def test_values_that_are_not_finite_skip_the_step_and_leave_the_residuals() -> None:
     plan = workload.plan("decoder", overlap=True, **STRATEGIES["mics(2)"])
     tx = method_named("int8").build(workload.setup(plan, "int8", **CODEC))
@@ -193,6 +226,8 @@ def test_on_says_what_it_needs(changes: dict[str, Any], words: str) -> None:
 def test_the_config_decides_where_hop_two_runs() -> None:
     inside = {"sharding.overlap": "on", "compression.hop_two": "int8"}
     assert make_experiment(tiny_config(inside)).hop_two is not None
+    beside = make_experiment(tiny_config({"sharding.overlap": "on", "compression.delayed": True})).hop_two
+    assert beside is not None and beside.delayed
     for after in ({}, inside | {"compression.delayed": True}, inside | {"local_sgd.inner_steps": 2}):
         assert make_experiment(tiny_config(after)).hop_two is None
 
@@ -219,7 +254,7 @@ def tiny_config(changes: dict[str, Any]) -> Config:
         (dict(strategy="zero3"), {}, "none"),
         (dict(strategy="zero1"), {}, "none"),
         (dict(strategy="hsdp", tensor=2), {}, "none"),
-        (dict(strategy="hsdp"), {"delayed": True}, "none"),
+        (dict(strategy="hsdp"), {"delayed": True}, "int8"),
         (dict(strategy="hsdp"), {}, "power_sgd"),
     ],
 )
