@@ -2,7 +2,8 @@
 
     python -m benchmarks.overlap_table [--only=mics] [--report]
 
-Compiles the cases below (BERT 10B of the MiCS paper on 16 nodes of 8), replays each program at two link rates
+Compiles the cases below (BERT 10B of the MiCS paper, or a decoder of 1.3 B that every strategy can hold, on 16 nodes of
+8), replays each program at three link rates
 (benchmarks/overlap.py) and adds a line a case and rate to benchmarks/results/overlap.jsonl. What the record has of the
 same compiled program is not added again; of a case, the table of docs/gpu.md shows the newest line. `--only` takes
 the cases whose name contains it; `--report` only writes the table. A case takes a minute or two on 2 cores; no GPU is
@@ -29,8 +30,15 @@ PAGE = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- benchmarks/overlap_table.py writes from here -->", "<!-- to here -->"
 CONFIG, NODES, DEVICES = "configs/bert_10b.py", 16, 8
 RATES = ("100gbit", "400gbit", "3200gbit")
+DECODER = "configs/gpu_decoder.py:1.3b"
 MICS: Mapping[str, Any] = {"sharding.partition_size": 8}
 ZERO3: Mapping[str, Any] = {"sharding.strategy": "zero3", "sharding.partition_size": 0}
+SMALL: Mapping[str, Any] = {  # 4 micro-steps
+    "model.remat": "full",
+    "batch.global_size": 4096,
+    "batch.micro_size": 8,
+    "mesh.devices_per_node": DEVICES,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +48,13 @@ class Case:
     name: str
     keys: Mapping[str, Any]
     overlap: bool
+    config: str = CONFIG
 
     @property
     def flags(self) -> list[str]:
         """The config, as on a command line."""
         keys = {**self.keys, "sharding.overlap": "auto" if self.overlap else "off"}
-        return [f"--config={CONFIG}", *(f"--config.{key}={value}" for key, value in keys.items())]
+        return [f"--config={self.config}", *(f"--config.{key}={value}" for key, value in keys.items())]
 
 
 STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -62,7 +71,20 @@ STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("zero3", ZERO3),
     ("zero3, gathered between nodes once a micro-step", {**ZERO3, "sharding.gather": "node"}),
 )
+OF_DECODER = {
+    "ddp": {"sharding.strategy": "ddp"},
+    "zero1": {"sharding.strategy": "zero1"},
+    "zero2": {"sharding.strategy": "zero2"},
+    "zero3": ZERO3,
+    "hsdp": {"sharding.strategy": "hsdp"},
+    "mics(8), gathered once a step": {"sharding.strategy": "mics", **MICS, "sharding.gather": "step"},
+}
 CASES = tuple(Case(name=name, keys=keys, overlap=overlap) for name, keys in STEPS for overlap in (False, True))
+CASES += tuple(
+    Case(name=f"1.3 B, {name}", keys={**SMALL, **keys}, overlap=overlap, config=DECODER)
+    for name, keys in OF_DECODER.items()
+    for overlap in (False, True)
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -103,7 +125,7 @@ def measured(case: Case) -> list[dict[str, Any]]:
         uses = {"hop_two": timeline.use("hop_two"), "gathers_hop_one": timeline.use("gather", "hop_one")}
         seconds = {f"{name}_s": round(use.busy_s, 3) for name, use in uses.items()}
         seconds |= {f"{name}_exposed_s": round(use.exposed_s, 3) for name, use in uses.items()}
-        line = {"case": case.name, "overlap": case.overlap, "rate": rate, "config": CONFIG}
+        line = {"case": case.name, "overlap": case.overlap, "rate": rate, "config": case.config}
         line |= {"nodes": NODES, "devices_per_node": DEVICES, "argument_bytes": step.argument_bytes}
         line |= {"temporary_bytes": step.temporary_bytes, "compute_s": round(timeline.compute_s, 3)}
         lines.append(line | seconds | {"step_s": round(timeline.step_s, 3), **machine()})

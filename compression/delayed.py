@@ -38,7 +38,7 @@ def delayed(exchange: optax.GradientTransformation, replicas: int) -> optax.Grad
         return DelayedState(waiting=waiting, exchange=exchange.init(params))
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        waiting = state.waiting.tree
+        waiting: Any = state.waiting.tree
         if isinstance(updates, Delayed):  # exchanged already, beside the micro-steps
             updates, waiting = updates.grads_R, updates.before
         mean, exchanged = exchange.update(waiting, state.exchange, params)

@@ -76,6 +76,13 @@ def test_a_codec_runs_beside_matrix_products_too() -> None:
     assert max(found) >= 2  # the vectors' own collectives are short
 
 
+def test_delayed_runs_beside_matrix_products_in_every_micro_step() -> None:
+    step = compiled("compression.delayed=true")
+    assert min(in_layers(step)["hop_two"]) >= 1
+    hop_two = [c for c in read_collectives(step.text, step.shape) if c.label == "hop_two" and c.loop_depth == 2]
+    assert {c.times for c in hop_two} == {2 * 4}  # micro-steps, and layers but for the first
+
+
 def test_gathers_between_nodes_run_beside_matrix_products() -> None:
     found = in_layers(compiled("sharding.strategy=zero3", "sharding.partition_size=0"))
     assert [len(found[name]) for name in ("gather", "hop_one")] == [4, 2]  # two levels, in two directions
