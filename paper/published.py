@@ -22,6 +22,58 @@ TABLE_1 = {
     "RoBERTa 20B": (20, "roberta_20b"),
     "GPT2 20B": (20, "gpt2_20b"),
 }
+# Figure 2: (bytes of the gathered message in MB, nodes of p3dn) to effective all-gather bandwidth, GB/s
+FIGURE_2 = {
+    128: {4: 10.84, 8: 9.30, 16: 3.93, 32: 3.99},
+    256: {4: 11.13, 8: 10.79, 16: 9.72, 32: 2.11},
+    512: {4: 10.20, 8: 11.03, 16: 10.70, 32: 8.04},
+    1024: {4: 10.24, 8: 10.80, 16: 10.80, 32: 10.79},
+}
+B_PART = 128e9  # section 3.2: bytes/s that a gather inside a p3dn node reached
+# Figure 7: samples per second on V100; model, system, GPUs. None: out of memory
+FIGURE_7: dict[str, dict[str, dict[int, float | None]]] = {
+    "BERT 10B": {
+        "ZeRO-2": {16: None, 32: 25.26, 64: 49.07, 128: 101.20},
+        "ZeRO-3": {16: 8.54, 32: 18.30, 64: 32.09, 128: 51.14},
+        "MiCS": {16: 21.20, 32: 42.24, 64: 84.79, 128: 165.39},
+    },
+    "BERT 15B": {
+        "ZeRO-2": dict.fromkeys((16, 32, 64, 128)),
+        "ZeRO-3": {16: 5.56, 32: 12.15, 64: 20.93, 128: 34.44},
+        "MiCS": {16: 12.33, 32: 24.56, 64: 48.46, 128: 97.16},
+    },
+    "BERT 20B": {
+        "ZeRO-2": dict.fromkeys((16, 32, 64, 128)),
+        "ZeRO-3": {16: 4.60, 32: 10.13, 64: 19.86, 128: 36.17},
+        "MiCS": {16: 6.40, 32: 14.49, 64: 27.82, 128: 53.24},
+    },
+    "BERT 50B": {
+        "ZeRO-2": dict.fromkeys((16, 32, 64, 128)),
+        "ZeRO-3": {16: None, 32: None, 64: 8.25, 128: 15.71},
+        "MiCS": {16: None, 32: None, 64: 13.86, 128: 27.13},
+    },
+}
+# Figure 9: TFLOP/s of a V100 (ZeRO-3, MiCS), recomputation counted
+FIGURE_9 = {
+    "BERT 10B": {16: (22.67, 56.34), 32: (24.31, 56.13), 64: (21.32, 56.33), 128: (16.97, 54.94)},
+    "BERT 15B": {16: (22.06, 48.93), 32: (24.11, 48.73), 64: (20.76, 48.07), 128: (17.08, 48.19)},
+    "BERT 20B": {16: (24.40, 35.84), 32: (26.69, 49.55), 64: (26.17, 46.12), 128: (23.83, 37.55)},
+    "BERT 50B": {64: (26.74, 44.92), 128: (25.46, 43.96)},
+}
+# Figure 11: samples per second of MiCS in the comparison with Megatron-LM-3D, global batch of 4096
+FIGURE_11 = {
+    "BERT 10B, 128 layers": {16: 17.40, 32: 34.30, 64: 67.20},
+    "BERT 10B, 80 wide layers": {16: 17.05, 32: 33.04, 64: 64.70},
+}
+# Table 1: hidden size, intermediate size, layers, heads, vocabulary, GPUs of a partition group (None: not stated)
+TABLE_1_SHAPES = {
+    "BERT 10B": (2560, 10240, 127, 40, 32008, 8),
+    "BERT 15B": (2560, 10240, 190, 40, 32008, 16),
+    "BERT 20B": (5120, 20480, 64, 40, 32008, 16),
+    "BERT 50B": (8192, 32768, 62, 40, 32008, 64),
+    "RoBERTa 20B": (5120, 20480, 62, 40, 50265, None),
+    "GPT2 20B": (5120, 20480, 62, 40, 50265, None),
+}
 # Figure 12: partition size to samples per second; BERT 10B, 64 V100 in 8 nodes
 FIGURE_12 = {8: 84.80, 16: 70.19, 32: 64.71, 64: 52.16}
 # Figure 13b: GPUs to throughput over ZeRO-3's (without hierarchical communication, with it); BERT 15B, groups of 16

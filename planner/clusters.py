@@ -1,7 +1,8 @@
 """Clusters by name: what their devices and links are like, where each figure was read, and what is reached of it.
 
-Peaks are those of data sheets. What programs reach of them is one table, ACHIEVED, the same for every GPU: nothing is
-fitted to a model or to a cluster. A figure that nobody publishes is None, and what would need it is left out.
+Peaks are those of data sheets. What programs reach of them is in two tables: PRODUCTS, what each GPU was measured to do
+in matrix products, and ACHIEVED, the rest, the same for every GPU. Nothing is fitted to a model or to a cluster. A
+figure that nobody publishes is None, and what would need it is left out.
 """
 
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ class Accelerator:
     name: str
     target: str  # the program that is compiled for it: a100, h100 or cpu
     peak_flops: Mapping[str, float]  # FLOP/s of dense matrix products by dtype, as in HLO
+    matmul_fraction: float  # of the peak that matrix products reach, of any dtype
     memory_bytes: float
     memory_bandwidth: float  # bytes/s
     kind: str = "gpu"  # row of ACHIEVED
@@ -81,7 +83,7 @@ class Cluster:
         peak = {name: flops / shares for name, flops in self.device.peak_flops.items()}
         return Device(
             peak_flops={dtype: peak.get(dtype, min(peak.values()))} if dtype else peak,
-            matmul_fraction=reached.matmul_fraction,
+            matmul_fraction=self.device.matmul_fraction,
             memory_bandwidth=reached.memory_fraction * self.device.memory_bandwidth / shares,
             launch_s=reached.launch_s,
         )
@@ -94,9 +96,8 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Achieved:
-    """What programs reach of a peak, and why we think so."""
+    """What programs reach of a peak, and why we think so; of the FLOP/s, see `Accelerator.matmul_fraction`."""
 
-    matmul_fraction: float
     memory_fraction: float
     intra_fraction: float
     inter_fraction: float
@@ -107,15 +108,12 @@ class Achieved:
 
 ACHIEVED = {
     "gpu": Achieved(
-        matmul_fraction=0.80,
         memory_fraction=0.90,
         intra_fraction=0.81,
         inter_fraction=0.86,
         launch_s=1e-6,
         memory_share=0.90,
         basis={
-            "matmul_fraction": "bf16 products of the best shapes: A100 271 of 312 TFLOP/s, H100 and H200 795 of 989 "
-            "(stas00/ml-engineering, compute/accelerator); the lower one, for every GPU",
             "memory_fraction": "A100, 100 MB and more (calculon, systems/a100_80g.json)",
             "intra_fraction": "mean of p3dn's gathers, 128 of 150 GB/s (MiCS, section 5.1), and p4d's all-reduce, 231 "
             "of 300 (NVIDIA/nccl#527)",
@@ -126,14 +124,12 @@ ACHIEVED = {
         },
     ),
     "cpu": Achieved(
-        matmul_fraction=1.0,
         memory_fraction=1.0,
         intra_fraction=1.0,
         inter_fraction=0.96,
         launch_s=0.0,
         memory_share=0.9,
         basis={
-            "matmul_fraction": "the FLOP/s are measured ones",
             "memory_fraction": "the bandwidth is a measured one",
             "intra_fraction": "the bandwidth is a measured one",
             "inter_fraction": "training's collectives at 200 Mbit/s: 95 to 98 % (docs/clusters.md)",
@@ -142,7 +138,6 @@ ACHIEVED = {
         },
     ),
     "measured": Achieved(
-        matmul_fraction=1.0,
         memory_fraction=1.0,
         intra_fraction=1.0,
         inter_fraction=1.0,
@@ -153,17 +148,28 @@ ACHIEVED = {
 }
 
 
+PRODUCTS = {  # TFLOP/s measured in half-precision matrix products of the best shapes, of the peak
+    "V100": (83, 125, "up to 83 TFLOP/s in mixed precision (Markidis et al. 2018, doi 10.1109/IPDPSW.2018.00091)"),
+    "A100": (271, 312, "271 TFLOP/s in bf16 (stas00/ml-engineering, compute/accelerator)"),
+    "H100": (795, 989, "795 TFLOP/s in bf16 (stas00/ml-engineering, compute/accelerator)"),
+    "H200": (795, 989, "795 TFLOP/s in bf16 (stas00/ml-engineering, compute/accelerator)"),
+}
+
+
 def _gpu(
     name: str, target: str, half: float, single: float, memory: float, bandwidth: float, note: str, **sources: str
 ):
+    """Returns a GPU; products of f32 reach the same fraction as those of half precision."""
+    reached, peak, source = PRODUCTS[name.split("-")[0]]
     return Accelerator(
         name=name,
         target=target,
         peak_flops={"bf16": half, "f16": half, "f32": single},
+        matmul_fraction=reached / peak,
         memory_bytes=memory,
         memory_bandwidth=bandwidth,
         note=note,
-        sources=sources,
+        sources={"matmul_fraction": source, **sources},
     )
 
 
@@ -206,6 +212,7 @@ CPU = Accelerator(
     name="CPU",
     target="cpu",
     peak_flops={"f32": 214e9},
+    matmul_fraction=1.0,
     memory_bytes=24 * 2**30,
     memory_bandwidth=48e9,
     kind="cpu",
@@ -213,6 +220,7 @@ CPU = Accelerator(
     note="emulated: all devices of all nodes share one machine's 2 cores, so more nodes compute no faster",
     sources={
         "peak_flops": "docs/performance.md: 107 GFLOP/s a core, 2 cores; measured",
+        "matmul_fraction": "the FLOP/s are measured ones",
         "memory_bytes": "the machine of docs/performance.md",
         "memory_bandwidth": "copies of 32 MB by both cores at once: 24 GB/s each, reads and writes; the best of 600",
     },

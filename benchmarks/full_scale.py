@@ -1,0 +1,161 @@
+"""Replays the MiCS paper's throughput figures at their full size: its models, its clusters, its batches.
+
+    python -m benchmarks.full_scale [--only=bert_10b]
+
+Each step is compiled for an A100 of the cluster's memory and replayed with a V100's or an A100's figures, on two
+networks: that of planner/clusters.py, and that of the paper's own measurements (its figure 2, B_part of section 3).
+A program with many equal partition groups is compiled for two of them (benchmarks/resized.py).
+A line a step and network is added to benchmarks/results/full_scale.jsonl; what is there with the same inputs is not
+compiled again. `--only` takes the steps whose name contains it. A step takes about a minute on 2 cores; no GPU is
+needed, but XLA for GPUs is (`make .venv/h100/installed`). Exit codes: 0 done; 2 a step could not be compiled or read.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.full_scale_cells import PER_NODE, Cell, cells
+from benchmarks.records import add, machine, recorded
+from benchmarks.resized import resized
+from configs import command_line
+from paper.mics_figure_2 import fitted
+from paper.published import B_PART
+from planner import compile as compiling
+from planner.candidates import Candidate, of_config
+from planner.clusters import CLUSTERS
+from planner.hardware import Network
+from planner.predict import Machine, Step, compiled_step
+from runtime.exit_codes import ExitCode
+from training.experiment import Experiment, make_experiment
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "full_scale.jsonl"
+PLANNER, PAPER = "planner", "figure 2"  # networks
+P3DN = "p3dn.24xlarge"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compiles, replays and records the steps; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Replays the MiCS paper's figures at full size.", allow_abbrev=False)
+    parser.add_argument("--only", default="", help="only steps whose name contains this")
+    options = parser.parse_args(argv[1:])
+    chosen = [cell for cell in cells() if options.only in cell.name]
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max((cell.gpus for cell in chosen), default=1))
+    failed = 0
+    for cell in chosen:
+        done = {line["inputs"] for line in recorded(RESULTS)}
+        wanted = {name: inputs(cell, network) for name, network in networks(cell).items()}
+        if set(wanted.values()) <= done:
+            continue
+        try:
+            step = compiled(cell)
+            for name, key in wanted.items():
+                if key not in done:
+                    add(RESULTS, line(cell, step, name, networks(cell)[name]) | {"inputs": key} | machine())
+        except (ValueError, RuntimeError, OSError) as error:
+            print(f"error: {cell.name}: {' '.join(str(error).split())}", file=sys.stderr)
+            failed += 1
+            continue
+        print(f"{cell.name}: done", flush=True)
+    return ExitCode.BAD_INPUT if failed else 0
+
+
+def networks(cell: Cell) -> dict[str, Network]:
+    """Returns the networks that a cell is replayed on: the paper measured p3dn's alone."""
+    own = CLUSTERS[cell.cluster].network()
+    if cell.cluster != P3DN:
+        return {PLANNER: own}
+    fit = fitted()
+    paper = Network(
+        devices_per_node=PER_NODE,
+        intra_bandwidth=B_PART,
+        intra_latency_s=own.intra_latency_s,
+        node_bandwidth=fit.bandwidth,
+        inter_latency_s=fit.latency_s,
+    )
+    return {PLANNER: own, PAPER: paper}
+
+
+def inputs(cell: Cell, network: Network) -> str:
+    """Returns a digest of all that a line depends on: the cell, the code of the step, the device and the network."""
+    cluster = CLUSTERS[cell.cluster]
+    about = [cell.words, cell.gpus, asdict(network), cluster.usable_bytes(cell.gpus)]
+    about.append(asdict(cluster.compute(cell.gpus)))
+    digest = hashlib.sha256(json.dumps(about, default=dict).encode())
+    sources = {file for part in (*compiling.OF_THE_STEP, "planner/kernels.py", "planner/replay.py", "sharding/hlo*.py")
+               for file in ROOT.glob(part)}  # fmt: skip
+    for file in sorted(sources):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def compiled(cell: Cell) -> Step:
+    """Returns the step of a cell, compiled or rewritten. ValueError or RuntimeError: it cannot be."""
+    first = cell.compiled
+    step = compiled_step(*_request(first))
+    if first == cell:
+        return step
+    candidate, experiment, of_cluster = _request(cell)
+    text = resized(
+        step.compiled,
+        replicas=step.compiled.shape.replica_inter * cell.gpus // first.gpus,
+        accumulation=(step.experiment.batches.accumulation, experiment.batches.accumulation),
+        batch_bytes=step.memory().batch,
+    )
+    return Step(candidate=candidate, experiment=experiment, machine=of_cluster, compiled=text)
+
+
+def _request(cell: Cell) -> tuple[Candidate, Experiment, Machine]:
+    words = ["full_scale", *cell.words]
+    config = command_line.parse(words, command_line.new_flags(words))
+    cluster = CLUSTERS[cell.cluster]
+    of_cluster = Machine(
+        cluster=cluster, nodes=cell.gpus // PER_NODE, config_words=tuple(cell.words), target=cluster.device.target
+    )
+    return of_config(config), make_experiment(config, jax.devices()[: cell.gpus]), of_cluster
+
+
+def line(cell: Cell, step: Step, name: str, network: Network) -> dict[str, Any]:
+    """Returns the line of a cell on a network: bytes, seconds a step, sequences a second."""
+    timeline, memory = step.timeline(network=network), step.memory()
+    uses = {
+        f"{label}, {level}": {"times": use.times, "busy_s": _round(use.busy_s), "exposed_s": _round(use.exposed_s)}
+        for (label, level), use in timeline.uses.items()
+    }
+    return {
+        "model": cell.model,
+        "config": cell.config,
+        "keys": dict(cell.keys),
+        "cluster": cell.cluster,
+        "gpus": cell.gpus,
+        "compiled_gpus": cell.compiled.gpus,
+        "strategy": cell.strategy,
+        "micro_size": cell.micro_size,
+        "global_size": cell.global_size,
+        "accumulation": step.experiment.batches.accumulation,
+        "num_params": step.experiment.model.num_params,
+        "network": name,
+        "network_figures": asdict(network),
+        "memory": {key: round(value) for key, value in asdict(memory).items()},
+        "compute_s": _round(timeline.compute_s),
+        "uses": uses,
+        "step_s": _round(timeline.step_s),
+        "sequences_per_s": _round(cell.global_size / timeline.step_s),
+    }
+
+
+def _round(value: float) -> float:
+    """Returns six significant digits."""
+    return float(f"{value:.6g}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,113 @@
+"""The cells of `benchmarks.full_scale`: which programs the MiCS paper's throughput figures need, at their full size."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from benchmarks.names import sharding_of
+
+PER_NODE = 8
+# the paper ran it without hierarchical communication, for the memory
+IN_FIGURE_7 = {"bert_20b, mics(16), 16 GPUs of p3dn.24xlarge": "mics(16) flat"}
+P3DN, P4D = "p3dn.24xlarge", "p4d.24xlarge"
+V100_GPUS, A100_GPUS = (16, 32, 64, 128), (16, 32, 64)
+GROUPS = {"bert_10b": 8, "bert_15b": 16, "bert_20b": 16, "bert_50b": 64}  # MiCS, table 1
+WIDE = {"model.num_layers": 80, "model.intermediate": 20480}  # figure 11b: ffn of 8 x hidden
+# 5.1.5 gives no structure, only sizes: GPT-2 shapes of heads of 128 near them, 12 L h² + V h
+GPT_52B = {"model.num_layers": 64, "model.hidden": 8192, "model.intermediate": 32768, "model.num_heads": 64}
+GPT_100B = {"model.num_layers": 80, "model.hidden": 10240, "model.intermediate": 40960, "model.num_heads": 80}
+for _keys in (GPT_52B, GPT_100B):
+    _keys["model.num_kv_heads"] = _keys["model.num_heads"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A step to compile and to replay; `strategy` is its name in the records, such as "mics(16) flat"."""
+
+    model: str  # what the tables call it
+    config: str  # file in configs
+    gpus: int
+    strategy: str
+    cluster: str = P3DN
+    micro_size: int = 8
+    global_size: int = 8192
+    keys: Mapping[str, Any] = field(default_factory=dict)  # of the config, beyond the strategy
+    is_weak: bool = False  # whether more GPUs have a larger batch, in proportion
+
+    @property
+    def compiled(self) -> "Cell":
+        """The cell whose program is compiled for this one: two partition groups, if there are more (`resized`)."""
+        mics = re.match(r"mics\((\d+)\)", self.strategy)
+        gpus = min(self.gpus, 2 * int(mics[1])) if mics else self.gpus
+        rows = self.global_size * gpus // self.gpus if self.is_weak else self.global_size
+        return replace(self, gpus=gpus, global_size=rows)
+
+    @property
+    def name(self) -> str:
+        """What a line of the record is found by."""
+        return f"{self.model}, {self.strategy}, {self.gpus} GPUs of {self.cluster}"
+
+    @property
+    def words(self) -> list[str]:
+        """The config, as on a command line."""
+        keys = {f"sharding.{key}": value for key, value in sharding_of(self.strategy).items()}
+        keys |= {"batch.micro_size": self.micro_size, "batch.global_size": self.global_size, **self.keys}
+        return [f"--config=configs/{self.config}.py", *(f"--config.{key}={value}" for key, value in keys.items())]
+
+
+def cells() -> list[Cell]:
+    """Returns all cells, those of figures 7, 9 and 12 to 15 first."""
+    return [*figures_7_and_9(), *figures_12_to_15(), *too_large(), *predictions()]
+
+
+def figures_7_and_9() -> list[Cell]:
+    """Returns MiCS and flat ZeRO-3 wherever the paper has a value, and ZeRO-2 of BERT 10B."""
+    found = []
+    for model, group in GROUPS.items():
+        for gpus in (n for n in V100_GPUS if n >= group):
+            found += [_bert(model, gpus, f"mics({group})"), _bert(model, gpus, "zero3 flat")]
+    found = [replace(cell, strategy=IN_FIGURE_7.get(cell.name, cell.strategy)) for cell in found]
+    return found + [_bert("bert_10b", gpus, "zero2 flat", micro_size=4) for gpus in V100_GPUS[1:]]
+
+
+def figures_12_to_15() -> list[Cell]:
+    """Returns the ablations; what they share with figure 7 is there."""
+    found = [_bert("bert_10b", 64, strategy) for strategy in ("mics(16)", "mics(32)", "zero3")]
+    for gpus in V100_GPUS:
+        found.append(_bert("bert_15b", gpus, "mics(16) flat"))
+        found.append(_bert("bert_10b", gpus, "mics(8) two-hop off"))
+    return found
+
+
+def too_large() -> list[Cell]:
+    """Returns BERT 50B where the paper had no room for it: one group of all GPUs."""
+    return [_bert("bert_50b", gpus, "zero3") for gpus in (16, 32)]
+
+
+def predictions() -> list[Cell]:
+    """Returns MiCS in figure 11, which has published values, and what has none here: p4d, and 52B and 100B."""
+    found = []
+    for label, keys in (("BERT 10B, 128 layers", {"model.num_layers": 128}), ("BERT 10B, 80 wide layers", WIDE)):
+        for gpus in A100_GPUS:
+            found.append(
+                Cell(model=label, config="bert_10b", gpus=gpus, strategy="mics(8)", global_size=4096, keys=keys)
+            )
+    for model, keys, group in (("GPT 100B", GPT_100B, 128), ("GPT 52B", GPT_52B, 64)):
+        for gpus in (128, 256, 512):
+            found.append(
+                Cell(
+                    model=model, config="gpt2_20b", gpus=gpus, strategy=f"mics({group})", cluster=P4D,
+                    micro_size=16, global_size=64 * gpus, keys=keys, is_weak=True,
+                )
+            )  # fmt: skip
+    for model in ("roberta_20b", "gpt2_20b"):
+        found += [Cell(model=model, config=model, gpus=gpus, strategy="mics(16)", cluster=P4D) for gpus in A100_GPUS]
+    for model, group in GROUPS.items():
+        sizes = [gpus for gpus in A100_GPUS if gpus >= group]
+        found += [Cell(model=model, config=model, gpus=gpus, strategy=f"mics({group})", cluster=P4D) for gpus in sizes]
+    return found
+
+
+def _bert(model: str, gpus: int, strategy: str, micro_size: int = 8) -> Cell:
+    return Cell(model=model, config=model, gpus=gpus, strategy=strategy, micro_size=micro_size)
