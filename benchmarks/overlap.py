@@ -10,6 +10,7 @@ the same program take no time. Exit codes: 0 done; 2 bad configuration.
 
 import sys
 from collections.abc import Sequence
+from math import inf
 
 from absl import flags
 
@@ -28,6 +29,7 @@ H100 = Device(
     peak_flops={"bf16": 989e12, "f16": 989e12, "f32": 495e12},
     matmul_fraction=0.455,
     memory_bandwidth=2.6e12,
+    functions_per_s=inf,
     launch_s=0,
 )
 INTRA_BANDWIDTH = 370e9

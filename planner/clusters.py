@@ -8,6 +8,7 @@ figure that nobody publishes is None, and what would need it is left out.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from math import inf
 
 from planner.hardware import Device, Network
 
@@ -27,6 +28,7 @@ class Accelerator:
     matmul_fraction: float  # of the peak that matrix products reach, of any dtype
     memory_bytes: float
     memory_bandwidth: float  # bytes/s
+    functions_per_s: float = inf  # values of exp, tanh and the like; GPUs compute them while they wait for memory
     kind: str = "gpu"  # row of ACHIEVED
     is_shared: bool = False  # whether all devices of all nodes share these FLOP/s, bytes and bytes/s
     note: str = ""
@@ -85,6 +87,7 @@ class Cluster:
             peak_flops={dtype: peak.get(dtype, min(peak.values()))} if dtype else peak,
             matmul_fraction=self.device.matmul_fraction,
             memory_bandwidth=reached.memory_fraction * self.device.memory_bandwidth / shares,
+            functions_per_s=self.device.functions_per_s / shares,
             launch_s=reached.launch_s,
         )
 
@@ -169,7 +172,7 @@ def _gpu(
         memory_bytes=memory,
         memory_bandwidth=bandwidth,
         note=note,
-        sources={"matmul_fraction": source, **sources},
+        sources={"matmul_fraction": source, "functions_per_s": "no limit: hidden by the memory's, a choice", **sources},
     )
 
 
@@ -215,14 +218,16 @@ CPU = Accelerator(
     matmul_fraction=1.0,
     memory_bytes=24 * 2**30,
     memory_bandwidth=48e9,
+    functions_per_s=1e9,
     kind="cpu",
     is_shared=True,
     note="emulated: all devices of all nodes share one machine's 2 cores, so more nodes compute no faster",
     sources={
-        "peak_flops": "docs/performance.md: 107 GFLOP/s a core, 2 cores; measured",
+        "peak_flops": "python -m benchmarks.cpu_rates: 8 devices at once, the mean of a transformer's shapes",
         "matmul_fraction": "the FLOP/s are measured ones",
         "memory_bytes": "the machine of docs/performance.md",
-        "memory_bandwidth": "copies of 32 MB by both cores at once: 24 GB/s each, reads and writes; the best of 600",
+        "memory_bandwidth": "the same, a pass over 32 MiB a device",
+        "functions_per_s": "the same, exp and tanh",
     },
 )
 

@@ -11,6 +11,7 @@ class Device:
     peak_flops: Mapping[str, float]  # FLOP/s of matrix products by the dtype of their operands, as in HLO: bf16, f32
     matmul_fraction: float  # of the peak that matrix products reach
     memory_bandwidth: float  # bytes/s
+    functions_per_s: float  # values of exp, tanh and the like per second
     launch_s: float  # added to every kernel
 
     def matmul_rate(self, dtype: str) -> float:

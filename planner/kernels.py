@@ -1,4 +1,4 @@
-"""What one kernel of a compiled program computes and moves: floating-point operations, and bytes of memory.
+"""What one kernel of a compiled program computes and moves: matrix products, functions, and bytes of memory.
 
 A fusion is looked into: a parameter of which only a slice is used is read in that slice, and a stack that is updated in
 place is written in the slice that changes.
@@ -17,20 +17,25 @@ NO_KERNELS = """
 FREE = frozenset(NO_KERNELS.split())
 _RENAMING = ("bitcast", "reshape")  # the same bytes under another name
 _PRODUCTS = ("dot", "convolution", "custom-call")
+FUNCTIONS = """
+    exponential exponential-minus-one log log-plus-one logistic tanh erf power sine cosine tan cbrt
+"""
+_FUNCTIONS = frozenset(FUNCTIONS.split())
 
 
 def kernel_s(instruction: Instruction, computation: Computation, program: Program, device: Device) -> float:
-    """Returns how long an instruction of `computation` takes on a device: by operations or by bytes, what takes longer.
+    """Returns how long an instruction of `computation` takes on a device: by its products, functions or bytes.
 
-    Nothing for what is no kernel (a tuple, a bitcast, ...).
+    What takes longest counts. Nothing for what is no kernel (a tuple, a bitcast, ...).
     """
     if instruction.opcode in FREE:
         return 0.0
     matmul_s = sum(
         flops / device.matmul_rate(dtype) for dtype, flops in matmul_flops(instruction, computation, program)
     )
+    functions_s = num_functions(instruction, program) / device.functions_per_s
     memory_s = moved_bytes(instruction, computation, program) / device.memory_bandwidth
-    return device.launch_s + max(matmul_s, memory_s)
+    return device.launch_s + max(matmul_s, functions_s, memory_s)
 
 
 # ------------------------------------------------------------------------------------------- operations
@@ -74,6 +79,14 @@ def _product_flops(instruction: Instruction, left: Tensor, right: Tensor, result
         features = kernel.dims[labels.split("_")[1].split("-")[0].index("o")]
         return 2 * image.num_elements * kernel.num_elements / features
     return 0
+
+
+def num_functions(instruction: Instruction, program: Program) -> int:
+    """Returns how many values of exp, tanh and the like a kernel computes."""
+    if instruction.opcode == "fusion":
+        called = program.called(instruction.calls[0], instruction)
+        return sum(num_functions(inside, program) for inside in called.instructions)
+    return tensors(instruction.result)[0].num_elements if instruction.opcode in _FUNCTIONS else 0
 
 
 def _numbers(text: str, pattern: str) -> list[int]:

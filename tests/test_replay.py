@@ -13,7 +13,9 @@ from sharding.mesh import MeshShape
 
 SHAPE = MeshShape(replica_inter=2, shard_inter=1, replica_intra=1, shard_intra=2, tensor=1)
 # a product of 4 x 4 takes 128 s, other kernels one second for each byte, nothing else
-DEVICE = Device(peak_flops={"f32": 2}, matmul_fraction=0.5, memory_bandwidth=1, launch_s=0)
+DEVICE = Device(
+    peak_flops={"f32": 2}, matmul_fraction=0.5, memory_bandwidth=1, functions_per_s=float("inf"), launch_s=0
+)
 # one byte of each device takes 1 s inside the node and 10 s between nodes
 NETWORK = Network(devices_per_node=2, intra_bandwidth=1, intra_latency_s=0, node_bandwidth=0.2, inter_latency_s=0)
 INTRA, INTER = "replica_groups={{0,1},{2,3}}", "replica_groups={{0,2},{1,3}}"

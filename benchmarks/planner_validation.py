@@ -1,0 +1,151 @@
+"""Compares the planner's predictions with every step that was timed on the emulated cluster.
+
+    python -m benchmarks.planner_validation [--report]
+
+The steps are those of benchmarks/results/strategies.jsonl (strategies x link rates) and compression.jsonl (codecs):
+the standard workload on 4 nodes of 2 devices. Each program is compiled and replayed with the figures of
+`planner/clusters.py`, none of which was fitted to a step. Replaces benchmarks/results/planner.jsonl, and writes the
+table and its summary into docs/planner.md; `--report` only writes these. A program takes ten seconds to compile.
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from math import ceil
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.names import remat_of, sharding_of
+from benchmarks.records import machine, recorded
+from benchmarks.strategies_lines import COMPUTE, bytes_per_s, ours_of
+from cluster.links import Links
+from compression.methods import method_named
+from planner import clusters
+from planner.compile import compile_step
+from planner.replay import replay
+from runtime.command_line import prepare_output
+from sharding.hlo_program import parse_program
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "benchmarks" / "results"
+RESULTS = FOLDER / "planner.jsonl"
+PAGE = ROOT / "docs" / "planner.md"
+BEGIN, END = "<!-- benchmarks/planner_validation.py writes from here -->", "<!-- to here -->"
+CONFIG, NODES, DEVICES = "configs/standard.py", 4, 2
+CLOSE = 0.10  # a prediction that is so near
+SAME = 0.05  # steps that are so near each other are as fast
+
+
+def main() -> int:
+    """Predicts, records and writes the page; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Predictions beside measured steps.", allow_abbrev=False)
+    parser.add_argument("--report", action="store_true", help="only write the page, from the record")
+    options = parser.parse_args()
+    prepare_output()
+    if not options.report:
+        lines = [measured | {"predicted_s": predicted(measured)} | machine() for measured in timed_steps()]
+        RESULTS.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    text = page(recorded(RESULTS))
+    PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
+    print(text)
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------- measured
+
+
+def timed_steps() -> Iterator[dict[str, Any]]:
+    """Yields each measured kind of step: its name, the keys that it changes, the rate, and the median of its runs."""
+    runs: dict[tuple[str, str], list[float]] = defaultdict(list)
+    keys: dict[str, dict[str, Any]] = {}
+    for line in ours_of(recorded(FOLDER / "strategies.jsonl")):
+        name = line["strategy"]
+        if name == COMPUTE:
+            continue
+        keys[name] = {f"sharding.{key}": value for key, value in sharding_of(name).items()}
+        keys[name] |= {"model.remat": remat_of(name)}
+        runs[name, line["rate"]].append(line["step_time_s"])
+    for line in recorded(FOLDER / "compression.jsonl"):
+        if line["kind"] != "step":
+            continue
+        name = f"mics(2), {line['codec']}, 1 micro-step"
+        keys[name] = {"compression.hop_two": line["codec"], "compression.threshold": 1e-4, "batch.global_size": 8}
+        if optimizer := method_named(line["codec"]).takes_over:
+            keys[name]["optimizer.name"] = optimizer
+        runs[name, line["rate"]].append(line["step_time_s"])
+    for (name, rate), seconds in runs.items():
+        yield {"name": name, "rate": rate, "keys": keys[name], "runs": len(seconds), "measured_s": median(seconds)}
+
+
+def predicted(measured: Mapping[str, Any]) -> float:
+    """Returns the seconds of a step by the planner's figures."""
+    words = [f"--config={ROOT / CONFIG}", f"--config.mesh.devices_per_node={DEVICES}"]
+    words += [f"--config.{key}={value}" for key, value in measured["keys"].items()]
+    step = compile_step(words, nodes=NODES, devices_per_node=DEVICES, target="cpu")
+    cluster = clusters.with_rate(clusters.EMULATED, Links(rate=measured["rate"]).rate_bits())
+    device = cluster.compute(NODES * DEVICES)
+    timeline = replay(parse_program(step.text), step.shape, device, cluster.network())
+    print(f"{measured['name']} at {measured['rate']}: {timeline.step_s:.1f} s, measured {measured['measured_s']:.1f}")
+    return timeline.step_s
+
+
+# -------------------------------------------------------------------------------------------------------- the page
+
+
+def page(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the summary and the table."""
+    return "\n\n".join([*summary(lines), table(lines)])
+
+
+def error(line: Mapping[str, Any]) -> float:
+    """Returns the prediction over what was measured, less 1."""
+    return line["predicted_s"] / line["measured_s"] - 1
+
+
+def quantile(lines: Sequence[Mapping[str, Any]], share: float) -> float:
+    """Returns the error, without its sign, that so great a share of the lines does not exceed."""
+    errors = sorted(abs(error(line)) for line in lines)
+    return errors[ceil(share * len(errors)) - 1]
+
+
+def summary(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns how near the predictions are, and whether the fastest are named right."""
+    near = sum(abs(error(line)) <= CLOSE for line in lines)
+    errors = [error(line) for line in lines]
+    text = (
+        f"{near} of {len(lines)} steps are predicted within {CLOSE:.0%}, and nine of ten within "
+        f"{quantile(lines, 0.9):.0%}; the mean error is {fmean(errors):+.1%}, from {min(errors):+.0%} to "
+        f"{max(errors):+.0%}."
+    )
+    return [text, "\n".join(f"- {line}" for line in best_at(lines))]
+
+
+def best_at(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a line for each rate: the fastest by prediction and by measurement."""
+    found = []
+    for rate in sorted({line["rate"] for line in lines}, key=bytes_per_s, reverse=True):
+        at = [line for line in lines if line["rate"] == rate]
+        said, best = (min(at, key=lambda line: line[key]) for key in ("predicted_s", "measured_s"))
+        verdict = "right" if said["name"] == best["name"] else f"measured {best['name']}"
+        if said["name"] != best["name"] and said["measured_s"] <= (1 + SAME) * best["measured_s"]:
+            verdict += f", which was {said['measured_s'] / best['measured_s'] - 1:.1%} faster: the same but for noise"
+        found.append(f"fastest of {len(at)} at {rate}: predicted {said['name']}, {verdict}")
+    return found
+
+
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a row a step."""
+    rows = ["| step | link | runs | measured | predicted | error |", "|---|---|---|---|---|---|"]
+    for line in sorted(lines, key=lambda line: (-bytes_per_s(line["rate"]), line["measured_s"])):
+        cells = [line["name"], line["rate"], str(line["runs"]), f"{line['measured_s']:.1f} s"]
+        cells += [f"{line['predicted_s']:.1f} s", f"{error(line):+.0%}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
