@@ -77,12 +77,14 @@ def _part(name: str, records: Records) -> str:
 
 def _head(records: Records) -> list[str]:
     about, steps = records.about, len(next(iter(records.curves.values()))["losses"])
+    commits = ", ".join(sorted({line["commit"][:7] for line in records.papers}))
     return [
         "# The papers' numbers beside ours",
         "Written by `python -m paper` from the records in `benchmarks/results`; do not edit. Every number of ours is "
         "computed from a record or a formula, none is written by hand; published ones are in `paper/published*.py`. "
-        f"Compiled programs: commit {about['commit'][:7]}, jax {about['jax']}, virtual CPU devices. `python -m paper` "
-        f"runs nothing (`--only=NAME` writes one part again: {', '.join(PARTS)}); the records are made by",
+        f"Compiled programs: commit {about['commit'][:7]}, jax {about['jax']}, virtual CPU devices; benchmarks.papers: "
+        f"commit {commits}. `python -m paper` runs nothing (`--only=NAME` writes one part again: {', '.join(PARTS)}); "
+        "the records are made by",
         f"    {about['command']}\n    python -m benchmarks.papers\n    python -m benchmarks.fidelity --steps={steps}",
         "and by the commands that head docs/strategies.md, docs/compression_measured.md and the tables of "
         "docs/compression.md.",

@@ -40,10 +40,10 @@ def section(records: Records) -> Section:
             "embedding and the head, which are gathered once and not twice.",
             "**Throughput**, 18 B parameters on 24 nodes of 16 V100 (DGX-2). Nothing of ours was timed: steps are "
             "replayed by the planner from programs compiled for A100s, priced as V100s (docs/planner.md). Sequences "
-            "are of 1024 tokens, one or two a GPU (the paper says only how many tokens). ZeRO-3 gathers flat, as "
-            "DeepSpeed does. TFLOP/s count what rematerialisation computes again, because theirs do: their tutorial's "
-            f"log has {counted_again:.1f} floating-point operations a parameter and token, where 6 are without and 8 "
-            "with it.",
+            "are of 1024 tokens, one or two a GPU (the paper says only how many tokens); its 49 to 138 B were not "
+            "replayed. ZeRO-3 gathers flat, as DeepSpeed does. TFLOP/s count what rematerialisation computes again, "
+            f"because theirs do: their tutorial's log has {counted_again:.1f} floating-point operations a parameter "
+            "and token, where 6 are without and 8 with it.",
             comparison([row for pair in published.TFLOPS_18B for row in _throughput(records, *pair)]),
             _why(records),
             f"![Speed-up by ZeRO++, published and replayed](images/{IMAGE})",
@@ -61,13 +61,10 @@ def _volumes(records: Records) -> list[Row]:
     rows = []
     for name, (gathers, reduced) in published.VOLUME.items():
         step = records.step(name, nodes=NODES, accum=1) if name == "zero3" else records.paper_step(name)
-        coded = {"gather": "qwZ" in name, "hop one": "qgZ" in name} if name != "ZeRO++" else {}
+        coded = {"gather": name in ("zero3 qwZ", "ZeRO++"), "hop one": name in ("zero3 qgZ", "ZeRO++")}
         parts = {"gather": gathers, "hop one": reduced}
         sent = {
-            part: step.link(part)
-            / ((N - K) / N)
-            / step.num_params
-            / (HALF if coded.get(part, name == "ZeRO++") else PARAMETER_BYTES)
+            part: step.link(part) / ((N - K) / N) / step.num_params / (HALF if coded[part] else PARAMETER_BYTES)
             for part in parts
         }
         for part, volume in parts.items():
