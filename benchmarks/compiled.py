@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -111,12 +111,13 @@ def model_records() -> Iterator[dict[str, Any]]:
         yield {"kind": "model", "config": name, "num_params": models.build(config.model).num_params}
 
 
-def step_record(case: Case) -> dict[str, Any]:
+def step_record(case: Case, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Compiles a step on this process' devices; returns its collectives, and the state bytes per device.
 
-    Bytes of the collectives are those that a device sends per step, averaged over the devices.
+    `changes` are further keys of the config. Bytes of the collectives are those that a device sends per step, averaged
+    over the devices.
     """
-    experiment = make_experiment(config_of(case))
+    experiment = make_experiment(config_of(case, changes))
     text = experiment.compile_train_step().as_text() or ""
     collectives = hlo.read_collectives(text, experiment.plan.layout.shape)
     held = [row.device_bytes for row in table_rows(experiment)]
@@ -130,13 +131,14 @@ def step_record(case: Case) -> dict[str, Any]:
     }
 
 
-def config_of(case: Case) -> Config:
-    """Returns the config of a case: one row per device and micro-step."""
+def config_of(case: Case, changes: Mapping[str, Any] | None = None) -> Config:
+    """Returns the config of a case, with `changes` of its keys: one row per device and micro-step."""
     config = importlib.import_module(f"configs.{case.config}").get_config()
     devices = case.nodes * case.devices_per_node
     config.batch.update({"global_size": devices * case.accum, "micro_size": 1})
     config.mesh.update({"num_cpu_devices": devices, "devices_per_node": case.devices_per_node})
     config.sharding.update(sharding_of(case.strategy))
+    config.update_from_flattened_dict(dict(changes or {}))
     return base.typed(config)
 
 

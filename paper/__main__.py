@@ -1,56 +1,46 @@
 """Writes docs/paper_tables.md and its pictures from the recorded results.
 
     python -m paper
+    python -m paper --only=zeropp,compression      # these parts of the page, and their pictures
 
 It compiles and trains nothing: the records in benchmarks/results are made by `python -m benchmarks.compiled`,
-`benchmarks.fidelity` and `benchmarks.strategies`. Exit codes: 0 done; 2 a record is missing.
+`benchmarks.papers`, `benchmarks.fidelity`, `benchmarks.strategies`, `benchmarks.compression` and
+`benchmarks.accuracy`. Exit codes: 0 done; 2 a record is missing, or --only names no part.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from paper import fsdp, mics_ablations, mics_figure_16, mics_section_3, mics_table_1, three_calls, zero
+from paper.page import PARTS, document, named, plots, replaced
 from paper.plots import png
-from paper.records import Records, read_records
+from paper.records import read_records
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = (mics_section_3, mics_table_1, mics_ablations, mics_figure_16, zero, fsdp, three_calls)
-PLOTS = (mics_ablations, mics_figure_16, three_calls)
+PAGE = ROOT / "docs" / "paper_tables.md"
 
 
-def main() -> int:
-    """Writes the document and its pictures; returns the exit code."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the document, or the named parts of it, and their pictures; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m paper", description="Writes docs/paper_tables.md from the records.", allow_abbrev=False
     )
-    parser.parse_args()
+    parser.add_argument("--only", default="", metavar="NAME,...", help=f"parts to write again: {', '.join(PARTS)}")
+    options = parser.parse_args(argv)
     try:
+        names = named(options.only) if options.only else [*PARTS]
         records = read_records(ROOT / "benchmarks" / "results")
-        text = document(records)
-    except ValueError as error:
+        text = replaced(PAGE.read_text(), names, records) if options.only else document(records)
+        pictures = {module.IMAGE: png(module.plot(records)) for module in plots(names)}
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    (ROOT / "docs" / "paper_tables.md").write_text(text)
-    for module in PLOTS:
-        (ROOT / "docs" / "images" / module.IMAGE).write_bytes(png(module.plot(records)))
-    print("written: docs/paper_tables.md")
+    PAGE.write_text(text)
+    for image, content in pictures.items():
+        (PAGE.parent / "images" / image).write_bytes(content)
+    print(f"written: docs/{PAGE.name}{f' ({options.only})' if options.only else ''}")
     return 0
-
-
-def document(records: Records) -> str:
-    """Returns docs/paper_tables.md."""
-    about, steps = records.about, len(next(iter(records.curves.values()))["losses"])
-    head = [
-        "# The papers' numbers beside ours",
-        "Written by `python -m paper` from the records in `benchmarks/results`; do not edit. Every number of ours is "
-        "computed from a record or a formula, none is written by hand; published ones are in `paper/published.py`. "
-        f"Compiled programs: commit {about['commit'][:7]}, jax {about['jax']}, virtual CPU devices. `python -m paper` "
-        "runs nothing; the records are made by",
-        f"    {about['command']}\n    python -m benchmarks.fidelity --steps={steps}",
-        "and by the commands that head docs/strategies.md.",
-    ]
-    return "\n\n".join([*head, *(module.section(records).markdown() for module in SECTIONS)]) + "\n"
 
 
 if __name__ == "__main__":

@@ -106,13 +106,15 @@ FIGURE_16 = (
 # Table 1: devices to GB of model state on each, as printed: (os, os+g, os+g+p) of 7.5B, 128B and 1T parameters
 ZERO_TABLE_1_BILLIONS = (7.5, 128, 1000)
 ZERO_TABLE_1 = {
-    1: ("120", "120", "120", "2048", "2048", "2048", "16000", "16000", "16000"),
-    4: ("52.5", "41.3", "30", "896", "704", "512", "7000", "5500", "4000"),
-    16: ("35.6", "21.6", "7.5", "608", "368", "128", "4750", "2875", "1000"),
-    64: ("31.4", "16.6", "1.88", "536", "284", "32", "4187", "2218", "250"),
-    256: ("30.4", "15.4", "0.47", "518", "263", "8", "4046", "2054", "62.5"),
-    1024: ("30.1", "15.1", "0.12", "513", "257", "2", "4011", "2013", "15.6"),
+    4: (52.5, 41.3, 30, 896, 704, 512, 7000, 5500, 4000),
+    16: (35.6, 21.6, 7.5, 608, 368, 128, 4750, 2875, 1000),
+    64: (31.4, 16.6, 1.88, 536, 284, 32, 4187, 2218, 250),
+    256: (30.4, 15.4, 0.47, 518, 263, 8, 4046, 2054, 62.5),
+    1024: (30.1, 15.1, 0.12, 513, 257, 2, 4011, 2013, 15.6),
 }
+# Table 2: billions of parameters of the largest model on 64 GPUs of 32 GB, by the paper's own accounting
+ZERO_TABLE_2 = {"ddp": 2, "zero1": 7.6, "zero2": 14.4, "zero3": 128}
+ZERO_TABLE_2_MEASURED = {"ddp": 1.3, "zero1": 6.2}
 # Section 5 and Table 1: bytes per parameter, fp16 training with Adam: (not partitioned, partitioned)
 ZERO_BYTES = {"zero1": (4, 12), "zero2": (2, 14), "zero3": (0, 16)}
 # Section 7: communication volume per step and device, in parameters

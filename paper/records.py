@@ -10,6 +10,7 @@ from typing import Any
 from files import json_lines
 
 PARAMETER_BYTES = 4  # all records are of f32 parameters and gradients
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,7 @@ class Records:
     num_params: dict[str, int]  # by config
     runs: tuple[dict[str, Any], ...]
     curves: dict[str, dict[str, Any]]
+    folder: Path  # of the other records, which are read by the sections that need them
 
     def step(self, strategy: str, *, nodes: int, accum: int) -> Step:
         """Returns the compiled step of a strategy."""
@@ -95,6 +97,42 @@ class Records:
         sent = [run["wire_tx_bytes"] for run in self.runs if run["strategy"] == strategy and run["wire_tx_bytes"]]
         return fmean(sent) if sent else None
 
+    @cached_property
+    def papers(self) -> list[Line]:
+        """The lines of papers.jsonl. ValueError if it is missing, as for the two below."""
+        return _lines(self.folder / "papers.jsonl", "python -m benchmarks.papers")
+
+    @cached_property
+    def compression(self) -> list[Line]:
+        """The lines of compression.jsonl."""
+        return _lines(self.folder / "compression.jsonl", "python -m benchmarks.compression")
+
+    @cached_property
+    def accuracy(self) -> list[Line]:
+        """The lines of accuracy.jsonl, without superseded ones."""
+        lines = _lines(self.folder / "accuracy.jsonl", "python -m benchmarks.accuracy")
+        return [line for line in lines if "superseded" not in line]
+
+    def paper_line(self, kind: str, name: str, **more: Any) -> Line:
+        """Returns the line of papers.jsonl of that kind and name. ValueError if there is not exactly one."""
+        key = {"kind": kind, "name": name, **more}
+        found = [line for line in self.papers if key.items() <= line.items()]
+        if len(found) != 1:
+            raise ValueError(
+                f"benchmarks/results/papers.jsonl has {len(found)} lines of {', '.join(map(str, key.values()))}; it "
+                "needs one: python -m benchmarks.papers"
+            )
+        return found[0]
+
+    def paper_step(self, name: str) -> Step:
+        """Returns a compiled step of papers.jsonl."""
+        return _step(self.paper_line("step", name))
+
+    def state_bytes(self, name: str, strategy: str, devices: int) -> tuple[int, float]:
+        """Returns the parameters of a model of papers.jsonl, and the bytes of its whole state on each device."""
+        found = self.paper_line("state", name, strategy=strategy, devices=devices)
+        return found["num_params"], sum(found["state_bytes"].values())
+
 
 def read_records(folder: Path) -> Records:
     """Returns the records in `folder`. ValueError if compiled.jsonl or fidelity.jsonl is missing."""
@@ -107,6 +145,7 @@ def read_records(folder: Path) -> Records:
         num_params={line["config"]: line["num_params"] for line in compiled if line["kind"] == "model"},
         runs=tuple(_lines(measured, "")) if measured.exists() else (),
         curves={line["strategy"]: line for line in curves},
+        folder=folder,
     )
 
 
