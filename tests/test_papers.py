@@ -216,7 +216,7 @@ def test_gemini_by_hand() -> None:
     assert elastic.survived(elastic.replicas(4, 1), 4, 4) == 0
 
 
-def test_gemini_ring_is_the_placement_of_snapshots() -> None:
+def test_the_pairs_are_the_placement_of_snapshots() -> None:
     """One process on each node."""
     run = cast("Snapshots", SimpleNamespace(_nodes=[f"node {i}" for i in range(16)]))
-    assert elastic.ring(16) == [frozenset((i, Snapshots._partner(run, i))) for i in range(16)]
+    assert elastic.ours(16) == [frozenset((i, Snapshots._partner(run, i))) for i in range(16)]

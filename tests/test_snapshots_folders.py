@@ -11,7 +11,7 @@ import pytest
 from test_snapshots import Run, check
 
 from state.memory_files import MemoryFolder, SnapshotManifest
-from state.snapshots import Snapshots
+from state.snapshots import Snapshots, partner
 
 
 @pytest.fixture
@@ -140,3 +140,13 @@ def test_a_description_of_another_version(run: Run) -> None:
     check(run.restore(), 1, source="its checkpoint")
     (line,) = run.said
     assert line.endswith(f"{file.name} is not used: another version of the program wrote it")
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_nodes_keep_copies_in_pairs_and_of_an_odd_number_three_in_turn(count: int) -> None:
+    partners = [partner(node, count) for node in range(count)]
+    assert sorted(partners) == list(range(count))  # each keeps copies for one
+    alone = {node for node in range(count) if partners[node] == node}
+    assert alone == ({0} if count == 1 else set())
+    mutual = [node for node in range(count) if partners[partners[node]] == node]
+    assert len(mutual) == (count if count % 2 == 0 or count == 1 else count - 3)
