@@ -3,20 +3,42 @@
     python -m paper
 
 It compiles and trains nothing: the records in benchmarks/results are made by `python -m benchmarks.compiled`,
-`benchmarks.fidelity` and `benchmarks.strategies`. Exit codes: 0 done; 2 a record is missing.
+`benchmarks.fidelity`, `benchmarks.full_scale` and `benchmarks.strategies`. Exit codes: 0 done; 2 a record is missing.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from paper import fsdp, mics_ablations, mics_figure_16, mics_section_3, mics_table_1, three_calls, zero
+from paper import (
+    fsdp,
+    mics_ablations,
+    mics_figure_2,
+    mics_figure_16,
+    mics_figures_7_9,
+    mics_figures_12_to_15,
+    mics_predictions,
+    mics_section_3,
+    mics_table_1,
+    three_calls,
+    zero,
+)
 from paper.plots import png
 from paper.records import Records, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = (mics_section_3, mics_table_1, mics_ablations, mics_figure_16, zero, fsdp, three_calls)
-PLOTS = (mics_ablations, mics_figure_16, three_calls)
+MICS = (
+    mics_section_3,
+    mics_table_1,
+    mics_figure_2,
+    mics_figures_7_9,
+    mics_ablations,
+    mics_figures_12_to_15,
+    mics_predictions,
+    mics_figure_16,
+)
+SECTIONS = (*MICS, zero, fsdp, three_calls)
+PLOTS = (mics_figures_7_9, mics_ablations, mics_figure_16, three_calls)
 
 
 def main() -> int:
@@ -47,7 +69,8 @@ def document(records: Records) -> str:
         "computed from a record or a formula, none is written by hand; published ones are in `paper/published.py`. "
         f"Compiled programs: commit {about['commit'][:7]}, jax {about['jax']}, virtual CPU devices. `python -m paper` "
         "runs nothing; the records are made by",
-        f"    {about['command']}\n    python -m benchmarks.fidelity --steps={steps}",
+        f"    {about['command']}\n    python -m benchmarks.fidelity --steps={steps}\n"
+        "    python -m benchmarks.full_scale",
         "and by the commands that head docs/strategies.md.",
     ]
     return "\n\n".join([*head, *(module.section(records).markdown() for module in SECTIONS)]) + "\n"

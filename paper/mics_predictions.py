@@ -1,0 +1,59 @@
+"""MiCS figures 8, 10 and 11 and section 5.1.5: our programs on the paper's clusters, mostly not compared."""
+
+from collections.abc import Sequence
+
+from paper import published
+from paper.mics_replayed import P3DN, P4D, PLANNER, Replay, as_replay
+from paper.records import Records
+from paper.tables import NONE, Section, fixed, signed_percent, table
+
+rate = fixed(2)
+FIGURES_8_10 = "figures 8 and 10"
+SHAPES = (
+    "The paper's 52B and 100B models are proprietary. Ours have GPT-2's layers with heads of 128: 64 layers of hidden "
+    "8192 (52 B parameters), 80 of 10240 (101 B), sequences of 512. Groups of 128 GPUs for 100B, micro-batch 16 and 4 "
+    "micro-steps are the paper's; groups of 64 for 52B are ours, and sequence length and model may be others there."
+)
+
+
+def section(records: Records) -> Section:
+    """Returns the section. ValueError if a replay of figure 11 is missing."""
+    lines = _newest(records)
+    return Section(
+        title="MiCS figures 8, 10, 11 and section 5.1.5: predictions",
+        blocks=[
+            f"{published.MICS}. MiCS alone, replayed as above: figure 11 on p3dn.24xlarge with the network of figure "
+            "2, the others on p4d.24xlarge (8 A100 of 40 GB, 400 Gbit/s) with the planner's. A dash is a published "
+            "value that is not in our table yet: those rows are predictions, made without it.",
+            SHAPES,
+            _table(lines),
+        ],
+    )
+
+
+def _newest(records: Records) -> list[dict]:
+    """Returns the newest line of each prediction, in the order of the record."""
+    found = {}
+    for line in records.full_scale:
+        is_ours = line["cluster"] == P4D or (line["model"] in published.FIGURE_11 and line["network"] != PLANNER)
+        if is_ours:
+            found[line["model"], line["gpus"], line["strategy"], line["cluster"]] = line
+    return sorted(found.values(), key=lambda line: (line["cluster"] != P3DN, line["num_params"], line["gpus"]))
+
+
+def _table(lines: Sequence[dict]) -> str:
+    names = {config: name for name, (_, config) in published.TABLE_1.items()}
+    rows = []
+    for line in lines:
+        replay: Replay = as_replay(line)
+        model, gpus = line["model"], line["gpus"]
+        value = published.FIGURE_11[model].get(gpus) if line["cluster"] == P3DN else None
+        ours = replay.rate()
+        figure = "figure 11" if line["cluster"] == P3DN else "5.1.5" if model.startswith("GPT ") else FIGURES_8_10
+        memory = f"{replay.total_bytes / 1e9:.1f} GB{'' if replay.fits else ', does not fit'}"
+        how = f"{line['strategy']}, {replay.how}"
+        rows.append(
+            [f"{figure}: {names.get(model, model)}, {gpus} GPUs", NONE if value is None else rate(value), rate(ours),
+             NONE if value is None else signed_percent(ours / value - 1), memory, how]
+        )  # fmt: skip
+    return table(["", "published", "ours", "difference", "memory of a GPU", "how ours was obtained"], rows)
