@@ -75,8 +75,9 @@ def _summary(cells: Sequence[Cell], plain: Sequence[Cell]) -> str:
         f"(aim: {TARGETS['ZeRO-3']} %), ZeRO-2 {off(cells, 'ZeRO-2')}. Ratios of MiCS over ZeRO-3 {ratio(cells)} "
         f"(aim: {TARGETS['ratios']} %), {ratio(cells, ODD)} without {ODD}. {right} of {count} cells are called right "
         f"as fitting or not. With the planner's own network in the place of figure 2's: MiCS {off(plain, 'MiCS')}, "
-        f"ZeRO-3 {off(plain, 'ZeRO-3')}, ZeRO-2 {off(plain, 'ZeRO-2')}, ratios {ratio(plain)}. It is the faster one "
-        "for small messages and the slower one for large; figure 2's is kept because it was measured there."
+        f"ZeRO-3 {off(plain, 'ZeRO-3')}, ZeRO-2 {off(plain, 'ZeRO-2')}, ratios {ratio(plain)}. The planner's network "
+        "is the faster one for small messages and the slower one for large; figure 2's is kept because it was "
+        "measured there."
     )
 
 

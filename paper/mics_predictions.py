@@ -27,7 +27,19 @@ def section(records: Records) -> Section:
             "value that is not in our table yet: those rows are predictions, made without it.",
             SHAPES,
             _table(lines),
+            _figure_11(),
         ],
+    )
+
+
+def _figure_11() -> str:
+    """Returns how the paper's own figures 7 and 11 differ."""
+    figure_7, figure_11 = published.FIGURE_7["BERT 10B"]["MiCS"], published.FIGURE_11["BERT 10B, 128 layers"]
+    lower = [1 - value / (whole * 127 / 128) for gpus, value in figure_11.items() if (whole := figure_7[gpus])]
+    return (
+        f"Figure 11's MiCS with 128 layers is {100 * min(lower):.0f} to {100 * max(lower):.0f} % slower than the same "
+        "paper's figure 7 with 127 (a layer counted), at half the global batch. With groups of one node that can cost "
+        "only hop two, once a step; the paper does not say what else differs."
     )
 
 

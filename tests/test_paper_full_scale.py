@@ -163,6 +163,13 @@ def test_missing_replay_is_one_line(records: Records) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_missing_record_names_its_command(tmp_path: Path) -> None:
+    for name in ("compiled", "fidelity"):
+        (tmp_path / f"{name}.jsonl").write_text((RESULTS / f"{name}.jsonl").read_text())
+    with pytest.raises(ValueError, match=r"full_scale.jsonl is missing; python -m benchmarks.full_scale writes it"):
+        read_records(tmp_path)
+
+
 def test_newest_line_counts(records: Records) -> None:
     old = next(line for line in records.full_scale if line["network"] == mics_replayed.PAPER)
     new: dict[str, Any] = {**old, "step_s": 1.0}
