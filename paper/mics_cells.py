@@ -113,7 +113,10 @@ def called_right(cells: Iterable[Cell]) -> tuple[int, int]:
 
 def tflops(model: str, sequences_per_s: float, gpus: int) -> float:
     """Returns TFLOP/s of a GPU by the paper's formula (section 5.1.1), recomputation counted."""
-    shape = shape_of(model, rows=8)
-    hidden, layers = shape.hidden, shape.layers
-    rest = 1 + SEQ_LEN / (6 * hidden) + shape.vocab / (16 * layers * hidden)
-    return 96 * sequences_per_s * SEQ_LEN * layers * hidden**2 * rest / gpus / 1e12
+    return tflops_of(shape_of(model, rows=8), sequences_per_s, gpus)
+
+
+def tflops_of(shape: Shape, sequences_per_s: float, gpus: int) -> float:
+    """Returns the same for any shape."""
+    rest = 1 + shape.seq_len / (6 * shape.hidden) + shape.vocab / (16 * shape.layers * shape.hidden)
+    return 96 * sequences_per_s * shape.seq_len * shape.layers * shape.hidden**2 * rest / gpus / 1e12

@@ -1,11 +1,14 @@
 """MiCS figures 8, 10 and 11 and section 5.1.5: our programs on the paper's clusters, mostly not compared."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from paper import published
+from paper.mics_cells import tflops_of
+from paper.mics_memory import Shape
 from paper.mics_replayed import P3DN, P4D, PLANNER, Replay, as_replay
 from paper.records import Records
-from paper.tables import NONE, Section, fixed, signed_percent, table
+from paper.tables import NONE, Row, Section, comparison, fixed, signed_percent, table
 
 rate = fixed(2)
 FIGURES_8_10 = "figures 8 and 10"
@@ -28,6 +31,7 @@ def section(records: Records) -> Section:
             SHAPES,
             _table(lines),
             _figure_11(),
+            *_headlines(lines),
         ],
     )
 
@@ -43,7 +47,38 @@ def _figure_11() -> str:
     )
 
 
-def _newest(records: Records) -> list[dict]:
+def _headlines(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns what the paper says of 100B in its text beside ours; nothing if the replays are missing."""
+    found = {line["gpus"]: line for line in lines if line["model"] == "GPT 100B"}
+    if not {128, 512} <= found.keys():
+        return []
+    few, many = found[128], found[512]
+    keys = many["keys"]
+    shape = Shape(
+        hidden=keys["model.hidden"],
+        layers=keys["model.num_layers"],
+        heads=keys["model.num_heads"],
+        vocab=published.TABLE_1_SHAPES["GPT2 20B"][4],
+        rows=many["micro_size"],
+    )
+    weak = many["sequences_per_s"] / few["sequences_per_s"] * few["gpus"] / many["gpus"]
+    reached = tflops_of(shape, many["sequences_per_s"], many["gpus"])
+    how = "GPT 100B, mics(128), replayed"
+    rows = [
+        Row(what="TFLOP/s of a GPU, 512 GPUs", published=published.TFLOPS_100B, ours=reached, how=how, form=fixed(1)),
+        Row(
+            what="throughput of a GPU, 512 over 128 GPUs",
+            published=100 * published.WEAK_SCALING_100B,
+            ours=100 * weak,
+            how=how,
+            form=fixed(1, " %"),
+            points=True,
+        ),
+    ]
+    return ["Of 100B the paper's text gives two numbers, for its own structure:", comparison(rows)]
+
+
+def _newest(records: Records) -> list[dict[str, Any]]:
     """Returns the newest line of each prediction, in the order of the record."""
     found = {}
     for line in records.full_scale:
@@ -53,7 +88,7 @@ def _newest(records: Records) -> list[dict]:
     return sorted(found.values(), key=lambda line: (line["cluster"] != P3DN, line["num_params"], line["gpus"]))
 
 
-def _table(lines: Sequence[dict]) -> str:
+def _table(lines: Sequence[dict[str, Any]]) -> str:
     names = {config: name for name, (_, config) in published.TABLE_1.items()}
     rows = []
     for line in lines:

@@ -14,6 +14,7 @@ from paper import (
     mics_figure_2,
     mics_figures_7_9,
     mics_figures_12_to_15,
+    mics_predictions,
     mics_replayed,
     mics_table_1,
     published,
@@ -248,3 +249,10 @@ def test_table_1_shows_where_our_config_differs(records: Records) -> None:
     text = mics_table_1.section(records).markdown()
     assert "| BERT 50B | 8192 | 32768 | 62 | 40 (64) | 32008 | 64 |" in text
     assert "| BERT 10B | 2560 | 10240 | 127 | 40 | 32008 | 8 |" in text
+
+
+def test_headlines_of_100b_are_beside_ours(records: Records) -> None:
+    text = mics_predictions.section(records).markdown()
+    assert "| TFLOP/s of a GPU, 512 GPUs | 170.0 |" in text and "| 99.4 % |" in text
+    some = tuple(line for line in records.full_scale if line["model"] != "GPT 100B")
+    assert "TFLOP/s of a GPU" not in mics_predictions.section(dataclasses.replace(records, full_scale=some)).markdown()
