@@ -25,10 +25,14 @@ def resized(step: CompiledStep, *, replicas: int, accumulation: tuple[int, int],
     old, (before, after) = step.shape, accumulation
     if old.replica_inter < 2 or old.replica_intra > 1:
         raise ValueError("only a program with several partition groups of whole nodes can be resized")
-    loop = f'"known_trip_count":{{"n":"{before - 1}"}}'  # the first micro-step stands before the loop
-    if step.text.count(loop) != 1:
-        raise ValueError(f"{step.text.count(loop)} loops of {before - 1} rounds; one over the micro-steps is needed")
-    text = step.text.replace(loop, loop.replace(str(before - 1), str(after - 1)))
+    text = step.text
+    for peeled in (1, 0):  # the first micro-step may stand before the loop
+        loop = f'"known_trip_count":{{"n":"{before - peeled}"}}'
+        if text.count(loop) == 1:
+            text = text.replace(loop, loop.replace(str(before - peeled), str(after - peeled)))
+            break
+    else:
+        raise ValueError(f"not one loop of {before - 1} or {before} rounds: which one goes over the micro-steps?")
     text = _GROUPS.sub(lambda found: f"replica_groups={{{_regrouped(found[1], old, replicas)}}}", text)
     text = _NAMED.sub(lambda found: _renamed(found, old, replicas), text)
     return replace(

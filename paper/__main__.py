@@ -4,8 +4,8 @@
     python -m paper --only=zeropp,compression      # these parts of the page, and their pictures
 
 It compiles and trains nothing: the records in benchmarks/results are made by `python -m benchmarks.compiled`,
-`benchmarks.papers`, `benchmarks.fidelity`, `benchmarks.strategies`, `benchmarks.compression` and
-`benchmarks.accuracy`. Exit codes: 0 done; 2 a record is missing, or --only names no part.
+`benchmarks.papers`, `benchmarks.full_scale`, `benchmarks.fidelity`, `benchmarks.strategies`, `benchmarks.compression`
+and `benchmarks.accuracy`. Exit codes: 0 done; 2 a record is missing, or --only names no part.
 """
 
 import argparse

@@ -4,7 +4,7 @@ import importlib
 
 from paper import published
 from paper.records import Records
-from paper.tables import Row, Section, comparison, fixed
+from paper.tables import NONE, Row, Section, comparison, fixed, table
 
 billions = fixed(2, " B")
 
@@ -29,5 +29,24 @@ def section(records: Records) -> Section:
             "positions, a padded vocabulary and, the encoders, an output head. The paper prints 40 heads for BERT "
             "50B, which do not divide 8192; ours has 64 (the number of heads changes no size).",
             comparison(rows),
+            "**Structure**, published; where our config has another number it follows in brackets. The partition "
+            "groups of RoBERTa and GPT2 are not stated; both ran on 16 GPUs.",
+            _shapes(),
         ],
     )
+
+
+def _shapes() -> str:
+    rows = []
+    for name, (_, config) in published.TABLE_1.items():
+        whole = importlib.import_module(f"configs.{config}").get_config()
+        model = whole.model
+        ours = (model.hidden, model.intermediate, model.num_layers, model.num_heads, model.vocab_size)
+        pairs = zip(published.TABLE_1_SHAPES[name], (*ours, whole.sharding.partition_size), strict=True)
+        rows.append([name, *(_beside(theirs, own) for theirs, own in pairs)])
+    return table(["", "hidden", "intermediate", "layers", "heads", "vocabulary", "GPUs of a partition group"], rows)
+
+
+def _beside(published_value: int | None, ours: int) -> str:
+    text = NONE if published_value is None else str(published_value)
+    return text if ours == published_value else f"{text} ({ours})"

@@ -9,7 +9,11 @@ from paper import (
     elastic,
     fsdp,
     mics_ablations,
+    mics_figure_2,
     mics_figure_16,
+    mics_figures_7_9,
+    mics_figures_12_to_15,
+    mics_predictions,
     mics_section_3,
     mics_table_1,
     scopes,
@@ -20,7 +24,16 @@ from paper import (
 from paper.records import Records
 
 PARTS: Mapping[str, Sequence[ModuleType]] = {
-    "mics": (mics_section_3, mics_table_1, mics_ablations, mics_figure_16),
+    "mics": (
+        mics_section_3,
+        mics_table_1,
+        mics_figure_2,
+        mics_figures_7_9,
+        mics_ablations,
+        mics_figures_12_to_15,
+        mics_predictions,
+        mics_figure_16,
+    ),
     "zero": (zero,),
     "fsdp": (fsdp,),
     "zeropp": (zeropp,),
@@ -85,7 +98,7 @@ def _head(records: Records) -> list[str]:
         f"Compiled programs: commit {about['commit'][:7]}, jax {about['jax']}, virtual CPU devices; benchmarks.papers: "
         f"commit {commits}. `python -m paper` runs nothing (`--only=NAME` writes one part again: {', '.join(PARTS)}); "
         "the records are made by",
-        f"    {about['command']}\n    python -m benchmarks.papers\n    python -m benchmarks.fidelity --steps={steps}",
+        f"    {about['command']}\n    python -m benchmarks.papers\n    python -m benchmarks.full_scale\n    python -m benchmarks.fidelity --steps={steps}",
         "and by the commands that head docs/strategies.md, docs/compression_measured.md and the tables of "
         "docs/compression.md.",
         "How ours was obtained: *compiled*, the collectives of a compiled program are counted; *shapes*, the bytes of "

@@ -74,6 +74,9 @@ TABLE_1_SHAPES = {
     "RoBERTa 20B": (5120, 20480, 62, 40, 50265, None),
     "GPT2 20B": (5120, 20480, 62, 40, 50265, None),
 }
+# The text of the paper: 100B on A100, groups of 128 GPUs: TFLOP/s of a GPU on 512, and throughput of a GPU on 512
+# over that on 128
+TFLOPS_100B, WEAK_SCALING_100B = 170, 0.994
 # Figure 12: partition size to samples per second; BERT 10B, 64 V100 in 8 nodes
 FIGURE_12 = {8: 84.80, 16: 70.19, 32: 64.71, 64: 52.16}
 # Figure 13b: GPUs to throughput over ZeRO-3's (without hierarchical communication, with it); BERT 15B, groups of 16

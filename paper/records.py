@@ -70,6 +70,7 @@ class Records:
     num_params: dict[str, int]  # by config
     runs: tuple[dict[str, Any], ...]
     curves: dict[str, dict[str, Any]]
+    full_scale: tuple[Line, ...]  # lines of full_scale.jsonl
     folder: Path  # of the other records, which are read by the sections that need them
 
     def step(self, strategy: str, *, nodes: int, accum: int) -> Step:
@@ -135,7 +136,7 @@ class Records:
 
 
 def read_records(folder: Path) -> Records:
-    """Returns the records in `folder`. ValueError if compiled.jsonl or fidelity.jsonl is missing."""
+    """Returns the records in `folder`. ValueError if compiled, fidelity or full_scale.jsonl is missing."""
     compiled = _lines(folder / "compiled.jsonl", "python -m benchmarks.compiled")
     curves = _lines(folder / "fidelity.jsonl", "python -m benchmarks.fidelity")
     measured = folder / "strategies.jsonl"
@@ -145,6 +146,7 @@ def read_records(folder: Path) -> Records:
         num_params={line["config"]: line["num_params"] for line in compiled if line["kind"] == "model"},
         runs=tuple(_lines(measured, "")) if measured.exists() else (),
         curves={line["strategy"]: line for line in curves},
+        full_scale=tuple(_lines(folder / "full_scale.jsonl", "python -m benchmarks.full_scale")),
         folder=folder,
     )
 

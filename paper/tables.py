@@ -65,6 +65,11 @@ def fixed(digits: int, unit: str = "") -> Callable[[float], str]:
     return lambda value: f"{value:,.{digits}f}{unit}"
 
 
+def signed_percent(value: float | None) -> str:
+    """Returns a relative difference as `+1.2 %`."""
+    return NONE if value is None else f"{_signed(100 * value, 1)} %"
+
+
 def _signed(value: float, digits: int) -> str:
     text = f"{value:+.{digits}f}"
     return text.lstrip("+-") if float(text) == 0 else text

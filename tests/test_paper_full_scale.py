@@ -1,0 +1,258 @@
+"""The MiCS paper's throughput figures at full size: the fit of its network, the baselines, what fits, the tables."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import full_scale
+from benchmarks.full_scale_cells import Cell, cells
+from benchmarks.resized import resized
+from paper import (
+    mics_cells,
+    mics_figure_2,
+    mics_figures_7_9,
+    mics_figures_12_to_15,
+    mics_predictions,
+    mics_replayed,
+    mics_table_1,
+    published,
+)
+from paper.mics_figure_2 import Fit, Gather
+from paper.mics_figures_12_to_15 import Bars
+from paper.mics_memory import Shape, zero2_bytes, zero3_bytes
+from paper.mics_replayed import Replay
+from paper.records import Records, read_records
+from planner.compile import CompiledStep
+from sharding.hlo import read_collectives
+from sharding.mesh import MeshShape
+
+pytestmark = pytest.mark.document
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MEMORY = {"parameters": 4e9, "gradients": 4e9, "optimizer": 8e9, "batch": 1e9, "temporaries": 3e9, "capacity": 21e9}
+
+
+@pytest.fixture(scope="module")
+def records() -> Records:
+    return read_records(RESULTS)
+
+
+def use(busy_s: float, exposed_s: float) -> dict[str, float]:
+    return {"times": 1, "busy_s": busy_s, "exposed_s": exposed_s}
+
+
+def replayed(**uses: dict[str, float]) -> Replay:
+    """A step of 10 s of compute; the labels' traffic is between nodes."""
+    exposed = sum(one["exposed_s"] for one in uses.values())
+    return Replay(
+        gpus=16,
+        compiled_gpus=16,
+        accumulation=4,
+        global_size=512,
+        num_params=10**9,
+        memory=MEMORY,
+        network_figures={"node_bandwidth": 1e9, "inter_latency_s": 0.01},
+        compute_s=10.0,
+        step_s=10.0 + exposed,
+        uses={f"{label}, inter": one for label, one in uses.items()},
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the network
+
+
+def test_fit_finds_the_latency_and_bandwidth_of_a_ring() -> None:
+    """8 GPUs of 1 MB, 100 µs and 10 GB/s: 1e6 / (1e-4 + 1e-4) = 5 GB/s."""
+    true = Fit(latency_s=100e-6, bandwidth=10e9)
+    assert true.reached(Gather(message_bytes=8e6, gpus=8, bandwidth=0.0)) == pytest.approx(5e9)
+    some = [Gather(message_bytes=m, gpus=n, bandwidth=0.0) for m in (1e7, 1e8, 1e9) for n in (8, 32, 128)]
+    found = mics_figure_2.fit([dataclasses.replace(g, bandwidth=true.reached(g)) for g in some])
+    assert found.latency_s == pytest.approx(100e-6, rel=0.01) and found.bandwidth == pytest.approx(10e9, rel=0.01)
+    with pytest.raises(ValueError, match="cannot be fitted to 1 all-gathers"):
+        mics_figure_2.fit([Gather(message_bytes=1e8, gpus=8, bandwidth=1e9)])
+
+
+def test_fit_of_figure_2_stays_below_the_link() -> None:
+    """The link of a p3dn node is 12.5 GB/s."""
+    found = mics_figure_2.fitted()
+    assert 10e9 < found.bandwidth < 12.5e9 and 1e-5 < found.latency_s < 1e-3
+    assert len(mics_figure_2.gathers()) == 16
+
+
+# ---------------------------------------------------------------------------------------------- the baselines
+
+
+def test_baselines_by_hand() -> None:
+    """10 s of compute; gathers of 4 s, hop one of 2 s: 10 + 4 + 2 twice. ZeRO-2's 6 s of f32 gathers are 3 in fp16."""
+    flat = replayed(gather=use(4.0, 1.0), hop_one=use(2.0, 0.5))
+    assert mics_replayed.zero3_s(flat) == pytest.approx(10 + 4 + 2 + 2)
+    assert mics_replayed.nothing_hidden_s(flat) == pytest.approx(16)
+    assert flat.rate(16.0) == 32.0 and flat.rate() == pytest.approx(512 / 11.5)
+    two = replayed(gradient_scope=use(5.0, 5.0), parameter_scope=use(6.0, 6.0))
+    assert mics_replayed.zero2_s(two) == pytest.approx(10 + 5 + 3)
+    # 1e9 parameters are 2 buckets; of each, 15 messages of 1e9 / 16 bytes, 0.0625 s, and 0.01 s of latency
+    assert mics_replayed.zero2_in_buckets_s(two) == pytest.approx(10 + 3 + 4 * 2 * 15 * 0.0725)
+    mics = replayed(gather=use(4.0, 1.0), hop_one=use(2.0, 0.5), hop_two=use(1.0, 1.0))
+    assert mics.step_s == 12.5 and mics_replayed.gradients_exposed_s(mics) == pytest.approx(12.5 + 1.5)
+    assert mics.total_bytes == 20e9 and mics.fits
+
+
+def test_memory_of_baselines_by_hand() -> None:
+    """One layer of hidden 10, 2 heads, 5 words; 3 rows of 4 tokens."""
+    shape = Shape(hidden=10, layers=1, heads=2, vocab=5, rows=3, seq_len=4)
+    assert shape.num_params == 12 * 100 + 50
+    activations = 2 * 12 * 10 + (34 * 12 * 10 + 5 * 2 * 12 * 4) + 6 * 12 * 5
+    assert shape.activation_bytes == activations
+    assert zero2_bytes(shape, 10) == 2 * 1250 + 14 * 125 + activations + 2e9
+    assert zero3_bytes(shape, 10) == 16 * 125 + activations + 3e9
+
+
+@pytest.mark.parametrize("gpus", [16, 32, 64, 128])
+def test_tflops_formula_gives_figure_9_from_figure_7(gpus: int) -> None:
+    for model in ("BERT 10B", "BERT 15B", "BERT 50B"):
+        for system, value in zip(("ZeRO-3", "MiCS"), published.FIGURE_9[model].get(gpus, ()), strict=False):
+            rate = published.FIGURE_7[model][system][gpus]
+            assert rate and mics_cells.tflops(model, rate, gpus) == pytest.approx(value, rel=0.01)
+
+
+# ------------------------------------------------------------------------------------------------- the tables
+
+
+def cell(system: str, published_value: float | None, ours: float | None, gpus: int = 16) -> mics_cells.Cell:
+    return mics_cells.Cell(
+        model="BERT 10B", system=system, gpus=gpus, published=published_value, ours=ours, replay=None,
+        needs_bytes=1.0, capacity=2.0, how="",
+    )  # fmt: skip
+
+
+def test_summaries_of_cells() -> None:
+    some = [cell("MiCS", 10.0, 12.0), cell("ZeRO-3", 5.0, 4.0), cell("MiCS", None, None, 32)]
+    some.append(cell("ZeRO-3", None, 3.0, 32))
+    assert mics_cells.mean_off(some) == pytest.approx(0.2)
+    assert [(a, b) for _, a, b in mics_cells.ratios(some)] == [(2.0, 3.0)]
+    assert mics_cells.called_right(some) == (3, 4)
+
+
+def test_order_and_ratios_of_bars() -> None:
+    bars = Bars(
+        figure="15", gpus=16, base="a", published={"a": 2.0, "b": 3.0}, ours={"a": 4.0, "b": 5.0},
+        hidden={"a": 4.0, "b": 3.0},
+    )  # fmt: skip
+    assert bars.same_order and bars.ratios() == {"b": (1.5, 1.25, 0.75)}
+    assert not dataclasses.replace(bars, ours={"a": 4.0, "b": 3.0}).same_order
+    assert mics_figures_12_to_15.mean_off([bars], "15") == pytest.approx(1 - 1.25 / 1.5)
+
+
+def test_record_has_every_cell_of_the_figures(records: Records) -> None:
+    for network in (mics_replayed.PAPER, mics_replayed.PLANNER):
+        found = mics_cells.figure_7(records, network)
+        assert len(found) == 4 * 3 * 4
+        assert len(mics_figures_12_to_15.all_bars(records, network)) == 1 + 3 * 4
+    bars = mics_figures_7_9.plot(records).axes[0].patches
+    assert len(bars) == 2 * (14 + 14)
+
+
+def test_missing_replay_is_one_line(records: Records) -> None:
+    with pytest.raises(ValueError, match=r"has no bert_9b, mics\(8\), on 16 GPUs .*: python -m benchmarks.full_scale"):
+        mics_replayed.find(records, "bert_9b", 16, "mics(8)")
+    none = dataclasses.replace(records, full_scale=())
+    with pytest.raises(ValueError, match="python -m benchmarks.full_scale") as error:
+        mics_figures_7_9.section(none)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_record_names_its_command(tmp_path: Path) -> None:
+    for name in ("compiled", "fidelity"):
+        (tmp_path / f"{name}.jsonl").write_text((RESULTS / f"{name}.jsonl").read_text())
+    with pytest.raises(ValueError, match=r"full_scale.jsonl is missing; python -m benchmarks.full_scale writes it"):
+        read_records(tmp_path)
+
+
+def test_newest_line_counts(records: Records) -> None:
+    old = next(line for line in records.full_scale if line["network"] == mics_replayed.PAPER)
+    new: dict[str, Any] = {**old, "step_s": 1.0}
+    some = dataclasses.replace(records, full_scale=(old, new))
+    assert mics_replayed.find(some, old["model"], old["gpus"], old["strategy"]).step_s == 1.0
+
+
+# ------------------------------------------------------------------------------------------ cells and programs
+
+
+def test_cells_have_names_of_their_own() -> None:
+    names = [one.name for one in cells()]
+    assert len(names) == len(set(names))
+    weak = next(one for one in cells() if one.is_weak and one.gpus == 512)
+    assert weak.compiled.gpus < 512 and weak.compiled.global_size * 512 == weak.global_size * weak.compiled.gpus
+
+
+def test_inputs_change_with_network_and_words() -> None:
+    one = Cell(model="bert_10b", config="bert_10b", gpus=16, strategy="mics(8)")
+    keys = {full_scale.inputs(one, network) for network in full_scale.networks(one).values()}
+    keys.add(full_scale.inputs(dataclasses.replace(one, micro_size=4), next(iter(full_scale.networks(one).values()))))
+    assert len(keys) == 3
+    on_p4d = dataclasses.replace(one, cluster=mics_replayed.P4D)
+    assert [*full_scale.networks(on_p4d)] == [full_scale.PLANNER]
+
+
+PROGRAM = """
+HloModule step
+%body (p: (s32[])) -> (s32[]) {
+  %p = (s32[]) parameter(0)
+  %x = f32[8] constant(0)
+  %g = f32[64]{0} all-gather(%x), replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}, use_global_device_ids=true
+  ROOT %t = (s32[]) tuple(%p)
+}
+%condition (p: (s32[])) -> pred[] {
+  %p = (s32[]) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+ENTRY %main (p: (s32[])) -> f32[8] {
+  %p = (s32[]) parameter(0)
+  %w = (s32[]) while(%p), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"15"}}
+  %y = f32[8] constant(0)
+  %n = f32[8]{0} all-reduce(%y), replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}, to_apply=%condition
+  ROOT %r = f32[8]{0} all-reduce(%y), replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%condition
+}
+"""
+
+
+def test_resized_program_has_more_replicas_and_fewer_micro_steps() -> None:
+    """2 groups of 2 nodes of 2 devices become 8; 16 micro-steps become 4, of which 3 are in the loop."""
+    shape = MeshShape(replica_inter=2, shard_inter=2, replica_intra=1, shard_intra=2, tensor=1)
+    step = CompiledStep(text=PROGRAM, shape=shape, argument_bytes=1000, temporary_bytes=10)
+    found = resized(step, replicas=8, accumulation=(16, 4), batch_bytes=160)
+    assert found.shape.num_devices == 32 and found.argument_bytes == 1000 - 120
+    gather, named, reduced = read_collectives(found.text, found.shape)
+    assert (gather.times, gather.group_size, gather.axes) == (3, 2, ("shard_intra",))
+    assert (named.group_size, reduced.group_size) == (8, 8)
+    assert reduced.axes == named.axes == ("replica_inter",)
+    whole = dataclasses.replace(step, text=PROGRAM.replace('"n":"15"', '"n":"16"'))  # no micro-step before the loop
+    text = resized(whole, replicas=8, accumulation=(16, 4), batch_bytes=0).text
+    assert read_collectives(text, found.shape)[0].times == 4
+    before = read_collectives(step.text, shape)
+    assert [c.group_size for c in before] == [2, 2, 2] and before[0].times == 15
+    with pytest.raises(ValueError, match="not one loop of 15 or 16 rounds"):
+        doubled = dataclasses.replace(step, text=PROGRAM + PROGRAM)
+        resized(doubled, replicas=8, accumulation=(16, 4), batch_bytes=0)
+    with pytest.raises(ValueError, match="several partition groups"):
+        one = dataclasses.replace(step, shape=dataclasses.replace(shape, replica_inter=1))
+        resized(one, replicas=8, accumulation=(16, 4), batch_bytes=0)
+    with pytest.raises(ValueError, match="kind that is not known"):
+        odd = dataclasses.replace(step, text=PROGRAM.replace("{0,4},{1,5}", "{0,5},{1,4}"))
+        resized(odd, replicas=8, accumulation=(16, 4), batch_bytes=0)
+
+
+def test_table_1_shows_where_our_config_differs(records: Records) -> None:
+    text = mics_table_1.section(records).markdown()
+    assert "| BERT 50B | 8192 | 32768 | 62 | 40 (64) | 32008 | 64 |" in text
+    assert "| BERT 10B | 2560 | 10240 | 127 | 40 | 32008 | 8 |" in text
+
+
+def test_headlines_of_100b_are_beside_ours(records: Records) -> None:
+    text = mics_predictions.section(records).markdown()
+    assert "| TFLOP/s of a GPU, 512 GPUs | 170.0 |" in text and "| 99.4 % |" in text
+    some = tuple(line for line in records.full_scale if line["model"] != "GPT 100B")
+    assert "TFLOP/s of a GPU" not in mics_predictions.section(dataclasses.replace(records, full_scale=some)).markdown()
