@@ -94,7 +94,7 @@ def _flags(argv: Sequence[str]) -> flags.FlagValues:
     )
     flags.DEFINE_string("strategy", "", "strategies to compare: mics(8),zero3", flag_values=values)
     flags.DEFINE_boolean("search", False, "look for the best", flag_values=values)
-    flags.DEFINE_integer("compile", 5, "programs that a search looks at", flag_values=values, lower_bound=1)
+    flags.DEFINE_integer("compile", 3, "programs that a search looks at", flag_values=values, lower_bound=1)
     flags.DEFINE_string("probe", None, "probe.json of cluster.probe: measured links", flag_values=values)
     flags.DEFINE_string("rate", None, "of each node's link, such as 25gbit, if not the cluster's", flag_values=values)
     flags.DEFINE_integer("devices_per_node", None, "if not the cluster's", flag_values=values, lower_bound=1)
