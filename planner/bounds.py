@@ -101,7 +101,7 @@ def _kept_gathered(experiment: Experiment) -> float:
 
 
 def _temporary_bytes(experiment: Experiment, gradients: int) -> float:
-    """Returns an estimate of the temporaries; with the state, within 2.5 % of nine programs for BERT 10B on A100s.
+    """Returns an estimate of the temporaries; with the state, within 5 % of three programs for BERT 10B on A100s.
 
     Beside the layers' inputs there are, at the peak, either a layer's recomputed activations (attention scores once in
     f32, three times in the compute dtype) or the head's logits; and two gathered layers and the embedding, with one

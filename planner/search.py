@@ -44,6 +44,7 @@ class Found:
 
     steps: tuple[tuple[Prediction, Step], ...]
     too_large: tuple[str, ...]  # of those that were compiled: a line for each that does not fit
+    refused: tuple[str, ...]  # a line for each that is not legal
     counts: Counts
 
 
@@ -72,7 +73,7 @@ def search(
     own = of_config(config)  # to compare with
     every = all_candidates(config, machine.nodes, machine.cluster.devices_per_node)
     wanted = list(candidates) or [own, *(candidate for candidate in every if candidate != own)]
-    options, illegal = _options(wanted, config, machine, devices)
+    options, refused = _options(wanted, config, machine, devices)
     seen = dict.fromkeys(("too_large", "too_slow", "compiled", "from_cache", "not_looked_at"), 0)
     if not candidates:
         small = [option for option in options if option.bounds.least_bytes <= machine.capacity]
@@ -114,7 +115,8 @@ def search(
     return Found(
         steps=tuple(sorted(steps, key=lambda pair: pair[0].step_s)),
         too_large=tuple(_too_large(option.candidate, memory) for option, memory in failed),
-        counts=Counts(candidates=len(wanted), illegal=illegal, did_not_fit=len(failed), **seen),
+        refused=tuple(refused),
+        counts=Counts(candidates=len(wanted), illegal=len(refused), did_not_fit=len(failed), **seen),
     )
 
 
@@ -130,9 +132,10 @@ def _too_large(candidate: Candidate, memory: Memory) -> str:
 
 def _options(
     candidates: Sequence[Candidate], config: Config, machine: Machine, devices: Sequence[Any]
-) -> tuple[list[_Option], int]:
-    """Returns the legal ones with their bounds, and how many are not legal; ValueError if none is."""
-    options, refused = [], ""
+) -> tuple[list[_Option], list[str]]:
+    """Returns the legal ones with their bounds, and why the others are not legal; ValueError if none is."""
+    options: list[_Option] = []
+    refused: list[str] = []
     states: dict[str, tuple[int, int, int]] = {}  # the same for every gather policy and micro-batch
     mesh = replace(config.mesh, num_cpu_devices=0, devices_per_node=machine.cluster.devices_per_node)
     for candidate in candidates:
@@ -142,12 +145,13 @@ def _options(
             states[key] = states.get(key) or state_bytes(experiment)
             found = bounds(experiment, machine.cluster, states[key])
         except ValueError as error:
-            refused = refused or f"{candidate.name}: {error}"
+            refused.append(f"{candidate.name}: {error}")
             continue
         options.append(_Option(candidate=candidate, experiment=experiment, bounds=found))
     if not options:
-        raise ValueError(refused.partition(": ")[2] if len(candidates) == 1 else f"no candidate is legal; {refused}")
-    return options, len(candidates) - len(options)
+        first = refused[0]
+        raise ValueError(first.partition(": ")[2] if len(candidates) == 1 else f"no candidate is legal; {first}")
+    return options, refused
 
 
 def _cannot_fit(candidate: Candidate, failed: Sequence[tuple[_Option, Memory]], capacity: float) -> bool:

@@ -19,10 +19,12 @@ from planner import clusters
 from planner import compile as compiling
 from planner.bounds import SLACK, bounds, traffic
 from planner.candidates import Candidate, all_candidates, of_config, of_strategies
+from planner.curves import draw_curves
 from planner.predict import Machine, Memory, Step, compiled_step, what_helps
 from planner.replay import replay
 from planner.report import from_json, scaling_text, to_json
 from planner.search import search
+from planner.spot import World, world_of
 from sharding.hlo_program import parse_program
 from training.experiment import Experiment, make_experiment
 
@@ -357,7 +359,40 @@ def test_without_xla_for_gpus_the_program_for_cpus_is_taken(
         compiling.compile_step([*WORDS], nodes=1, devices_per_node=8)
 
 
+def test_codecs_beside_strategies_and_curves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Codecs send less; what is not legal on some nodes is said, and the picture has all the rest."""
+    png = tmp_path / "curves.png"
+    words = ("--cluster=emulated", "--nodes=2,4", "--strategy=zero3,zero3+gather_inter=int8,mics(8)", f"--png={png}")
+    code, out, err = run(capsys, *WORDS, *words, "--json")
+    assert (code, err) == (0, "") and png.read_bytes().startswith(b"\x89PNG")
+    two, four = from_json(out)
+    assert any(note.startswith("mics(8): sharding.partition_size=8") for note in two.notes)
+    assert {p.candidate.name for p in four.predictions} == {"zero3", "zero3+gather_inter=int8", "mics(8)"}
+    sent = {p.candidate.name: p.inter_bytes for p in two.predictions}
+    assert sent["zero3+gather_inter=int8"] < 0.9 * sent["zero3"]
+    figure = draw_curves([two, four], "title")
+    curves = {str(line.get_label()): list(line.get_ydata()) for line in figure.axes[0].lines}
+    assert {name: len(ys) for name, ys in curves.items()} == {"mics(8)": 1, "zero3": 2, "zero3+gather_inter=int8": 2}
+    best = {p.candidate.name: p.tokens_per_s for p in four.predictions}
+    assert curves["zero3"][1] == pytest.approx((best["zero3"] or 0) / 8)
+    assert len(figure.axes) == 1  # nobody sells it
+
+
+def test_the_cost_on_spot_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Path, step: Step) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("seconds,nodes\n0,4\n1000000,4\n")
+    code, out, err = run(capsys, *WORDS, "--cluster=emulated", "--nodes=1,4", f"--spot_trace={trace}")
+    assert (code, err) == (0, "")
+    assert f"on spot nodes, {trace}: " in out and "goodput 100 %" in out and "are cheaper below 100 %" in out
+    here = experiment(of_strategies(["zero3"], small())[0])
+    assert world_of(replace(step, experiment=here), 1.0) == World(nodes=4, step_s=1.0, whole_copies=1)
+    assert world_of(step, 2.0) == World(nodes=4, step_s=2.0, whole_copies=4)
+
+
 BAD = {
+    "--strategy=zero3+gather=int8": r"gather=int8 is not KEY=VALUE of hop_two, .* such as mics\(8\)\+hop_two=int8",
+    "--strategy=zero3+parameters=node": "parameters=node is not KEY=VALUE",
+    "--spot_trace=/nowhere.csv": r"--spot_trace=/nowhere\.csv cannot be read",
     "--cluster=p4d": r"--cluster=p4d is not known; did you mean p4d\.24xlarge or p4de\.24xlarge\?",
     "--cluster=tpu": r"--cluster=tpu is not known; there are p3dn\.24xlarge",
     "--nodes=two": "give one number from 1 on, or several",
