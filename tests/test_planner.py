@@ -383,7 +383,7 @@ def test_the_cost_on_spot_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     trace.write_text("seconds,nodes\n0,4\n1000000,4\n")
     code, out, err = run(capsys, *WORDS, "--cluster=emulated", "--nodes=1,4", f"--spot_trace={trace}")
     assert (code, err) == (0, "")
-    assert f"on spot nodes, {trace}: " in out and "goodput 100 %" in out and "are cheaper below 100 %" in out
+    assert f"on spot nodes, {trace}: " in out and "goodput 100.0 %" in out and "are cheaper below 100.0 %" in out
     here = experiment(of_strategies(["zero3"], small())[0])
     assert world_of(replace(step, experiment=here), 1.0) == World(nodes=4, step_s=1.0, whole_copies=1)
     assert world_of(step, 2.0) == World(nodes=4, step_s=2.0, whole_copies=4)
