@@ -5,7 +5,8 @@
 
 The real train step is compiled for the cluster's GPUs (none is needed) and its schedule replayed on the cluster's
 links. `--strategy=mics(8),zero3` compares strategies, `--search` looks for the best, `--nodes=1,2,4,8` shows how a run
-scales. The emulated cluster is predicted from the program compiled for CPUs. docs/planner.md says how far to trust it.
+scales, `--spot_trace=FILE` what it costs on nodes that come and go. The emulated cluster is predicted from the program
+compiled for CPUs. docs/planner.md says how far to trust it.
 Exit codes: 0 done; 2 bad configuration, or nothing fits.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import jax
 from absl import flags
+from matplotlib.figure import Figure
 
 from configs import command_line
 from configs.schema import Config
@@ -24,11 +26,14 @@ from metrics.units import format_bytes
 from planner import clusters
 from planner import compile as compiling
 from planner.candidates import Candidate, of_config, of_strategies
+from planner.curves import draw_curves
 from planner.picture import draw
 from planner.predict import Machine, Step, what_helps
 from planner.probed import with_probe
 from planner.report import Plan, plan_text, scaling_text, title, to_json
 from planner.search import search
+from planner.spot import planned_cost, spot_text
+from planner.spot_trace import read_trace
 from runtime.command_line import check_file, prepare_output
 from runtime.exit_codes import ExitCode
 
@@ -50,6 +55,7 @@ class Question:
     most: int
     xla_flags: str
     notes: tuple[str, ...]
+    spot_trace: Path | None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
             print(command_line.help_text(__doc__ or "", argv, values))
             return 0
         question = _question(argv, values)
+        trace = read_trace(question.spot_trace) if question.spot_trace else None
         if values.png:
             check_file(Path(values.png), "--png")
         answers = _answers(question, quiet=values.json)
@@ -71,12 +78,14 @@ def main(argv: Sequence[str]) -> int:
             print(to_json(plans))
         else:
             _print(question, [plan for plan, _ in answers])
-        step = answers[-1][1] or next(step for _, step in reversed(answers) if step)
+            if trace:
+                steps = [(step, plan.best.step_s) for plan, step in answers if step and isinstance(plan, Plan)]
+                cost = planned_cost(trace, steps, question.config, question.cluster)
+                print(f"\n{spot_text(cost, str(question.spot_trace))}")
         if values.png:
-            heading = f"{question.name}, {step.candidate.name} on {step.machine.nodes} x {question.cluster.name}"
-            draw(step.timeline(), heading).savefig(values.png, dpi=110)
+            _draw(question, answers, plans).savefig(values.png, dpi=110)
             if not values.json:
-                print(f"\ntimeline: {values.png}")
+                print(f"\n{'timeline' if len(plans) == 1 else 'curves'}: {values.png}")
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return ExitCode.BAD_INPUT
@@ -92,14 +101,19 @@ def _flags(argv: Sequence[str]) -> flags.FlagValues:
         "nodes of the cluster (one, unless it is given); several with commas between",
         flag_values=values,
     )
-    flags.DEFINE_string("strategy", "", "strategies to compare: mics(8),zero3", flag_values=values)
+    flags.DEFINE_string("strategy", "", "strategies to compare: mics(8),zero3,hsdp+hop_two=int8", flag_values=values)
     flags.DEFINE_boolean("search", False, "look for the best", flag_values=values)
-    flags.DEFINE_integer("compile", 5, "programs that a search looks at", flag_values=values, lower_bound=1)
+    flags.DEFINE_integer("compile", 3, "programs that a search looks at", flag_values=values, lower_bound=1)
     flags.DEFINE_string("probe", None, "probe.json of cluster.probe: measured links", flag_values=values)
     flags.DEFINE_string("rate", None, "of each node's link, such as 25gbit, if not the cluster's", flag_values=values)
     flags.DEFINE_integer("devices_per_node", None, "if not the cluster's", flag_values=values, lower_bound=1)
     flags.DEFINE_boolean("json", False, "print JSON", flag_values=values)
-    flags.DEFINE_string("png", None, "file for a picture of the best step", flag_values=values)
+    flags.DEFINE_string(
+        "png", None, "file for a picture of the best step; with several --nodes, of cost", flag_values=values
+    )
+    flags.DEFINE_string(
+        "spot_trace", None, "CSV of seconds,nodes: cost on spot nodes that come and go", flag_values=values
+    )
     flags.DEFINE_string("xla_flags", "", "more flags for XLA", flag_values=values)
     return values
 
@@ -131,6 +145,7 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
         most=values.compile,
         xla_flags=values.xla_flags,
         notes=(*notes, *_notes(config, cluster)),
+        spot_trace=Path(values.spot_trace) if values.spot_trace else None,
     )
 
 
@@ -201,7 +216,7 @@ def _answer(question: Question, nodes: int, quiet: bool) -> tuple[Plan, Step]:
         predictions=tuple(prediction for prediction, _ in found.steps[:SHOWN]),
         helps=what_helps(step),
         counts=found.counts if question.is_search else None,
-        notes=question.notes if question.is_search else (*question.notes, *found.too_large),
+        notes=question.notes if question.is_search else (*question.notes, *found.refused, *found.too_large),
     )
     return plan, step
 
@@ -212,6 +227,16 @@ def _print(question: Question, plans: Sequence[Plan | str]) -> None:
     if len(plans) > 1:
         print(f"{scaling_text(plans, question.nodes)}\n")
     print(plan_text(last))
+
+
+def _draw(question: Question, answers: Sequence[tuple[Plan | str, Step | None]], plans: Sequence[Plan]) -> Figure:
+    """Returns a picture of the one plan's best step, or of all strategies against the number of devices."""
+    if len(plans) > 1:
+        batch = f"{question.config.batch.global_size:,} {plans[0].unit} a step"
+        return draw_curves(plans, f"{question.name}, {batch}, on {question.cluster.name}")
+    step = next(step for _, step in answers if step)
+    heading = f"{question.name}, {step.candidate.name} on {step.machine.nodes} x {question.cluster.name}"
+    return draw(step.timeline(), heading)
 
 
 def _rate_bits(rate: str) -> float:

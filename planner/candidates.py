@@ -10,6 +10,10 @@ from sharding.gather_policy import GATHER_POLICIES
 from sharding.scopes import STRATEGIES
 
 NAMES = (*STRATEGIES, "mics(P)")
+SCOPES = ("parameters", "gradients", "optimizer")
+# what a strategy's word may change besides: the section of each key
+CODED = ("hop_two", "hop_one_inter", "hop_one_intra", "gather_inter", "gather_intra")
+EXTRAS: dict[str, str] = {**dict.fromkeys(CODED, "compression"), **dict.fromkeys(SCOPES, "sharding")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +24,13 @@ class Candidate:
     partition_size: int = 0  # of mics
     gather: str
     micro_size: int
+    extras: str = ""  # codecs, and the scopes of custom: `hop_two=int8+gather_inter=int8`
 
     @property
     def name(self) -> str:
-        """The strategy as it is written: `mics(8)`."""
-        return f"{self.strategy}({self.partition_size})" if self.strategy == "mics" else self.strategy
+        """The strategy as it is written: `mics(8)`, `mics(8)+hop_two=int8`."""
+        name = f"{self.strategy}({self.partition_size})" if self.strategy == "mics" else self.strategy
+        return f"{name}+{self.extras}" if self.extras else name
 
     def __str__(self) -> str:
         return f"{self.name}, micro-batch {self.micro_size}, gather {self.gather}"
@@ -32,19 +38,20 @@ class Candidate:
     def overrides(self) -> dict[str, Any]:
         """Returns the keys of a config that make it this candidate, with their values."""
         keys = {"sharding.gather": self.gather, "batch.micro_size": self.micro_size}
-        if self.strategy == "custom":  # its scopes are the config's
-            return keys
+        extras = dict(word.split("=", 1) for word in self.extras.split("+") if word)
+        keys |= {f"{EXTRAS[key]}.{key}": int(value) if value.isdecimal() else value for key, value in extras.items()}
         keys |= {"sharding.strategy": self.strategy, "sharding.partition_size": self.partition_size}
-        return keys | {f"sharding.{name}": "" for name in ("parameters", "gradients", "optimizer")}
+        if self.strategy == "custom":  # the scopes that it does not name are the config's
+            return keys
+        return keys | {f"sharding.{name}": "" for name in SCOPES}
 
     def applied(self, config: Config) -> Config:
         """Returns the config with the candidate in it. ValueError if the two do not go together."""
-        changes: dict[str, dict[str, Any]] = {"sharding": {}, "batch": {}}
+        changes: dict[str, dict[str, Any]] = {"sharding": {}, "batch": {}, "compression": {}}
         for key, value in self.overrides().items():
             section, _, name = key.partition(".")
             changes[section][name] = value
-        sharding = replace(config.sharding, **changes["sharding"])
-        return replace(config, sharding=sharding, batch=replace(config.batch, **changes["batch"]))
+        return replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in changes.items()})
 
 
 def of_config(config: Config) -> Candidate:
@@ -59,18 +66,28 @@ def of_config(config: Config) -> Candidate:
 
 
 def of_strategies(words: Sequence[str], config: Config) -> list[Candidate]:
-    """Returns a candidate for each of `mics(8)`, `zero3`, ...; the rest is the config's.
+    """Returns a candidate for each of `mics(8)`, `zero3+gather_inter=int8`, ...; the rest is the config's.
 
-    ValueError for another word.
+    After a plus come keys of `compression`, and scopes of `custom`. ValueError for another word.
     """
     found = []
-    for word in words:
+    for whole in words:
+        word, _, extras = whole.partition("+")
+        for extra in filter(None, extras.split("+")):
+            key, _, value = extra.partition("=")
+            if EXTRAS.get(key) not in ("compression", *(["sharding"] if word == "custom" else [])) or not value:
+                raise ValueError(
+                    f"--strategy={whole}: {extra} is not KEY=VALUE of {', '.join(CODED)}, or of custom's "
+                    f"{', '.join(SCOPES)}; such as mics(8)+hop_two=int8 or "
+                    "custom+parameters=node+gradients=node+optimizer=all"
+                )
+        names = {*STRATEGIES, "custom"} if extras else {*STRATEGIES}
         match = re.fullmatch(r"(\w+?)(?:\((\d+)\))?", word)
-        known = match and ((match[1] in STRATEGIES and not match[2]) or (match[1] == "mics" and match[2]))
+        known = match and ((match[1] in names and not match[2]) or (match[1] == "mics" and match[2]))
         if not match or not known:
             raise ValueError(f"--strategy={word} is not a strategy; there are {', '.join(NAMES)}, such as mics(8)")
         partition_size = int(match[2] or 0)
-        found.append(replace(of_config(config), strategy=match[1], partition_size=partition_size))
+        found.append(replace(of_config(config), strategy=match[1], partition_size=partition_size, extras=extras))
     return found
 
 

@@ -2,10 +2,13 @@
 
 Nothing is proposed that does not fit. What is discarded before it is compiled: what is not legal, what needs more
 memory than there is (a bound, and what was learned from programs that did not fit), and what the bound on its time
-says is slower than the best so far.
+says is slower than the best so far. The rest is compiled in the order of an estimate of its time, what is estimated to
+fit before what is not.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +20,8 @@ from planner.candidates import Candidate, all_candidates, legal_groups, of_confi
 from planner.predict import Machine, Memory, Prediction, Step, compiled_step
 from planner.table import table_rows
 from training.experiment import Experiment, make_experiment
+
+AT_ONCE = 2  # programs that are compiled, each in a process of its own that is busy with one core and takes 1 GB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +44,7 @@ class Found:
 
     steps: tuple[tuple[Prediction, Step], ...]
     too_large: tuple[str, ...]  # of those that were compiled: a line for each that does not fit
+    refused: tuple[str, ...]  # a line for each that is not legal
     counts: Counts
 
 
@@ -67,7 +73,7 @@ def search(
     own = of_config(config)  # to compare with
     every = all_candidates(config, machine.nodes, machine.cluster.devices_per_node)
     wanted = list(candidates) or [own, *(candidate for candidate in every if candidate != own)]
-    options, illegal = _options(wanted, config, machine, devices)
+    options, refused = _options(wanted, config, machine, devices)
     seen = dict.fromkeys(("too_large", "too_slow", "compiled", "from_cache", "not_looked_at"), 0)
     if not candidates:
         small = [option for option in options if option.bounds.least_bytes <= machine.capacity]
@@ -76,36 +82,48 @@ def search(
         small, most = options, len(options)
     steps: list[tuple[Prediction, Step]] = []
     failed: list[tuple[_Option, Memory]] = []
-    for option in sorted(small, key=lambda o: (o.candidate != own, o.bounds.estimate_s, o.bounds.least_bytes)):
+    waiting = deque(sorted(small, key=lambda option: _order(option, own, machine.capacity)))
+    while waiting:
+        chosen: list[_Option] = []
         best_s = min((prediction.step_s for prediction, _ in steps), default=float("inf"))
-        if not candidates and _cannot_fit(option.candidate, failed, machine.capacity):
-            seen["too_large"] += 1
-            continue
-        if not candidates and option.bounds.least_s > SLACK * best_s:
-            seen["too_slow"] += 1
-            continue
-        if seen["compiled"] >= most:
-            seen["not_looked_at"] += 1
-            continue
-        cached = compiling.is_compiled(**machine.request(option.candidate, option.experiment.config))
-        step = compile_one(option.candidate, option.experiment, machine)
-        memory = step.memory()
-        seen["compiled"] += 1
-        seen["from_cache"] += cached
-        if memory.fits:
-            prediction = step.prediction()
-            say(f"{option.candidate}: {format_seconds(prediction.step_s)}")
-            steps.append((prediction, step))
-        else:
-            failed.append((option, memory))
-            say(_too_large(option.candidate, memory))
+        while waiting and len(chosen) < AT_ONCE:
+            option = waiting.popleft()
+            if not candidates and _cannot_fit(option.candidate, failed, machine.capacity):
+                seen["too_large"] += 1
+            elif not candidates and option.bounds.least_s > SLACK * best_s:
+                seen["too_slow"] += 1
+            elif seen["compiled"] + len(chosen) >= most:
+                seen["not_looked_at"] += 1
+            else:
+                chosen.append(option)
+        requests = [machine.request(option.candidate, option.experiment.config) for option in chosen]
+        seen["from_cache"] += sum(compiling.is_compiled(**request) for request in requests)
+        seen["compiled"] += len(chosen)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            compiled = list(pool.map(lambda o: compile_one(o.candidate, o.experiment, machine), chosen))
+        for option, step in zip(chosen, compiled, strict=True):
+            memory = step.memory()
+            if memory.fits:
+                prediction = step.prediction()
+                say(f"{option.candidate}: {format_seconds(prediction.step_s)}")
+                steps.append((prediction, step))
+            else:
+                failed.append((option, memory))
+                say(_too_large(option.candidate, memory))
     if not steps:
         raise ValueError(nothing_fits(machine, options, failed))
     return Found(
         steps=tuple(sorted(steps, key=lambda pair: pair[0].step_s)),
         too_large=tuple(_too_large(option.candidate, memory) for option, memory in failed),
-        counts=Counts(candidates=len(wanted), illegal=illegal, did_not_fit=len(failed), **seen),
+        refused=tuple(refused),
+        counts=Counts(candidates=len(wanted), illegal=len(refused), did_not_fit=len(failed), **seen),
     )
+
+
+def _order(option: _Option, own: Candidate, capacity: float) -> tuple[bool, bool, float, float]:
+    """Returns what options are sorted by: the config's own, what should fit, the fastest, the smallest first."""
+    bounds = option.bounds
+    return option.candidate != own, bounds.estimate_bytes > capacity, bounds.estimate_s, bounds.least_bytes
 
 
 def _too_large(candidate: Candidate, memory: Memory) -> str:
@@ -114,24 +132,26 @@ def _too_large(candidate: Candidate, memory: Memory) -> str:
 
 def _options(
     candidates: Sequence[Candidate], config: Config, machine: Machine, devices: Sequence[Any]
-) -> tuple[list[_Option], int]:
-    """Returns the legal ones with their bounds, and how many are not legal; ValueError if none is."""
-    options, refused = [], ""
-    states: dict[tuple[str, int], tuple[int, int, int]] = {}  # the same for every gather policy and micro-batch
+) -> tuple[list[_Option], list[str]]:
+    """Returns the legal ones with their bounds, and why the others are not legal; ValueError if none is."""
+    options: list[_Option] = []
+    refused: list[str] = []
+    states: dict[str, tuple[int, int, int]] = {}  # the same for every gather policy and micro-batch
     mesh = replace(config.mesh, num_cpu_devices=0, devices_per_node=machine.cluster.devices_per_node)
     for candidate in candidates:
         try:
             experiment = make_experiment(replace(candidate.applied(config), mesh=mesh), devices)
-            key = (candidate.strategy, candidate.partition_size)
+            key = candidate.name
             states[key] = states.get(key) or state_bytes(experiment)
             found = bounds(experiment, machine.cluster, states[key])
         except ValueError as error:
-            refused = refused or f"{candidate.name}: {error}"
+            refused.append(f"{candidate.name}: {error}")
             continue
         options.append(_Option(candidate=candidate, experiment=experiment, bounds=found))
     if not options:
-        raise ValueError(refused.partition(": ")[2] if len(candidates) == 1 else f"no candidate is legal; {refused}")
-    return options, len(candidates) - len(options)
+        first = refused[0]
+        raise ValueError(first.partition(": ")[2] if len(candidates) == 1 else f"no candidate is legal; {first}")
+    return options, refused
 
 
 def _cannot_fit(candidate: Candidate, failed: Sequence[tuple[_Option, Memory]], capacity: float) -> bool:

@@ -19,9 +19,13 @@ from planner import clusters
 from planner import compile as compiling
 from planner.bounds import SLACK, bounds, traffic
 from planner.candidates import Candidate, all_candidates, of_config, of_strategies
+from planner.curves import draw_curves
 from planner.predict import Machine, Memory, Step, compiled_step, what_helps
+from planner.replay import replay
 from planner.report import from_json, scaling_text, to_json
 from planner.search import search
+from planner.spot import World, world_of
+from sharding.hlo_program import parse_program
 from training.experiment import Experiment, make_experiment
 
 pytestmark = IGNORED
@@ -213,6 +217,29 @@ def test_what_did_not_fit_tells_what_fewer_rows_need(step: Step, monkeypatch: py
     assert found[0].candidate.micro_size == 1 and 2 not in made
 
 
+def test_what_should_fit_is_compiled_first(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(batch__global_size=64)
+    own, bytes_of = of_config(config), {}
+    for candidate in all_candidates(config, 4, 2):
+        bytes_of[candidate] = bounds(make_experiment(candidate.applied(config)), clusters.EMULATED).estimate_bytes
+    middle = sorted(bytes_of.values())[len(bytes_of) // 2]
+    device = replace(clusters.CPU, memory_bytes=middle / 0.9, is_shared=False)
+    monkeypatch.setattr(compiling, "is_compiled", lambda **request: False)
+    made: list[Candidate] = []
+
+    def compile_one(candidate: Candidate, *_: Any) -> Any:
+        made.append(candidate)
+        return Made(candidate, 0, middle, 1e9, step)
+
+    here = machine(replace(clusters.EMULATED, device=device))
+    search(config, here, jax.devices(), most=100, compile_one=compile_one)
+    assert made.index(own) <= 1  # two are compiled at once
+    too_large = [bytes_of[candidate] > middle for candidate in made if candidate != own]
+    assert {*too_large} == {False, True}
+    first = too_large.index(True)
+    assert sum(too_large[first:]) >= len(too_large) - first - 1 and not any(too_large[: first - 1])
+
+
 def test_what_is_too_large_is_not_compiled() -> None:
     tiny = machine(replace(clusters.EMULATED, device=replace(clusters.CPU, memory_bytes=1e5, is_shared=False)))
 
@@ -221,6 +248,39 @@ def test_what_is_too_large_is_not_compiled() -> None:
 
     with pytest.raises(ValueError, match=r"nothing fits .* needs at least .* what would help: --nodes=\d+ with"):
         search(small(), tiny, jax.devices(), most=9, compile_one=compile_one)
+
+
+# ------------------------------------------------------------------------------------------------ compiled programs
+
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 400, parameter 13, shape |f32[100]| at ShapeIndex {}, maybe-live-out:
+ value: <12 p @0> (size=400,offset=0): f32[100]{0}
+allocation 1: size 30, parameter 2, shape |f32[5]| at ShapeIndex {}:
+allocation 2: size 4, constant:
+allocation 3: size 7000, preallocated-temp:
+ value: <13 t @0> (size=7000,offset=0): f32[100]{0}
+"""
+
+
+def test_bytes_of_a_buffer_assignment() -> None:
+    assert compiling.buffer_bytes(ASSIGNMENT) == (430, 7000)
+    with pytest.raises(ValueError, match="its format is another one"):
+        compiling.buffer_bytes("BufferAssignment:\n")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compiling.WHEELS.exists(), reason="XLA for GPUs is not installed: make .venv/h100/installed")
+def test_the_program_before_machine_code_is_that_of_the_whole_compilation() -> None:
+    """Without a dump there is nothing to read before the end."""
+    gpu = machine(clusters.CLUSTERS["p5.48xlarge"], nodes=2)
+    candidate = of_config(small())
+    wide = make_experiment(candidate.applied(small()))
+    request = gpu.request(candidate, wide.config) | {"target": "h100"}
+    early, whole = (compiling.compile_step(**request | {"xla_flags": flags}) for flags in ("", "--xla_dump_to="))
+    assert early.argument_bytes == whole.argument_bytes and early.temporary_bytes == whole.temporary_bytes
+    device, network = gpu.cluster.compute(16), gpu.cluster.network()
+    first, second = (replay(parse_program(step.text), step.shape, device, network) for step in (early, whole))
+    assert replace(first, intervals=()) == replace(second, intervals=())
 
 
 # ------------------------------------------------------------------------------------------------ replays
@@ -309,7 +369,40 @@ def test_without_xla_for_gpus_the_program_for_cpus_is_taken(
         compiling.compile_step([*WORDS], nodes=1, devices_per_node=8)
 
 
+def test_codecs_beside_strategies_and_curves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Codecs send less; what is not legal on some nodes is said, and the picture has all the rest."""
+    png = tmp_path / "curves.png"
+    words = ("--cluster=emulated", "--nodes=2,4", "--strategy=zero3,zero3+gather_inter=int8,mics(8)", f"--png={png}")
+    code, out, err = run(capsys, *WORDS, *words, "--json")
+    assert (code, err) == (0, "") and png.read_bytes().startswith(b"\x89PNG")
+    two, four = from_json(out)
+    assert any(note.startswith("mics(8): sharding.partition_size=8") for note in two.notes)
+    assert {p.candidate.name for p in four.predictions} == {"zero3", "zero3+gather_inter=int8", "mics(8)"}
+    sent = {p.candidate.name: p.inter_bytes for p in two.predictions}
+    assert sent["zero3+gather_inter=int8"] < 0.9 * sent["zero3"]
+    figure = draw_curves([two, four], "title")
+    curves = {str(line.get_label()): list(line.get_ydata()) for line in figure.axes[0].lines}
+    assert {name: len(ys) for name, ys in curves.items()} == {"mics(8)": 1, "zero3": 2, "zero3+gather_inter=int8": 2}
+    best = {p.candidate.name: p.tokens_per_s for p in four.predictions}
+    assert curves["zero3"][1] == pytest.approx((best["zero3"] or 0) / 8)
+    assert len(figure.axes) == 1  # nobody sells it
+
+
+def test_the_cost_on_spot_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Path, step: Step) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("seconds,nodes\n0,4\n1000000,4\n")
+    code, out, err = run(capsys, *WORDS, "--cluster=emulated", "--nodes=1,4", f"--spot_trace={trace}")
+    assert (code, err) == (0, "")
+    assert f"on spot nodes, {trace}: " in out and "goodput 100.0 %" in out and "are cheaper below 100.0 %" in out
+    here = experiment(of_strategies(["zero3"], small())[0])
+    assert world_of(replace(step, experiment=here), 1.0) == World(nodes=4, step_s=1.0, whole_copies=1)
+    assert world_of(step, 2.0) == World(nodes=4, step_s=2.0, whole_copies=4)
+
+
 BAD = {
+    "--strategy=zero3+gather=int8": r"gather=int8 is not KEY=VALUE of hop_two, .* such as mics\(8\)\+hop_two=int8",
+    "--strategy=zero3+parameters=node": "parameters=node is not KEY=VALUE",
+    "--spot_trace=/nowhere.csv": r"--spot_trace=/nowhere\.csv cannot be read",
     "--cluster=p4d": r"--cluster=p4d is not known; did you mean p4d\.24xlarge or p4de\.24xlarge\?",
     "--cluster=tpu": r"--cluster=tpu is not known; there are p3dn\.24xlarge",
     "--nodes=two": "give one number from 1 on, or several",

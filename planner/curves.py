@@ -1,0 +1,59 @@
+"""Draws strategies against the number of devices: throughput of each device, and cost."""
+
+from collections.abc import Callable, Sequence
+
+from matplotlib.figure import Figure
+
+from palette import GRID, INK, SERIES, SOFT
+from planner.predict import Prediction
+from planner.report import Plan
+
+MARKERS = "osD^vP*X"
+
+
+def draw_curves(plans: Sequence[Plan], title: str) -> Figure:
+    """Returns the picture: a curve for each strategy; where it does not fit it has no point.
+
+    The second panel is left out without a price. The devices are on a logarithmic axis.
+    """
+    devices = {plan.nodes: plan.devices for plan in plans}
+    every = [p for plan in plans for p in plan.predictions]
+    names = sorted({p.candidate.name for p in every})
+
+    def speed(p: Prediction) -> float | None:
+        return (p.tokens_per_s or p.rows_per_s) / devices[p.nodes]
+
+    has_tokens = all(p.tokens_per_s is not None for p in every)
+    cells: dict[str, Callable[[Prediction], float | None]] = {
+        "tokens/s of each device" if has_tokens else "rows/s of each device": speed
+    }
+    if any(p.usd_on_demand is not None for p in every):
+        cells["$ for a billion tokens, on demand"] = lambda p: p.usd_on_demand
+    figure = Figure(figsize=(5.5 * len(cells), 5), layout="constrained")
+    for axes, (label, cell) in zip(figure.subplots(1, len(cells), squeeze=False)[0], cells.items(), strict=True):
+        for n, name in enumerate(names):
+            found = [
+                (devices[p.nodes], cell(p)) for plan in plans for p in plan.predictions if p.candidate.name == name
+            ]
+            points = sorted((x, y) for x, y in found if y is not None)
+            axes.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                color=SERIES[n % len(SERIES)],
+                marker=MARKERS[n % len(MARKERS)],
+                linestyle="--" if n >= len(SERIES) else "-",
+                label=name if axes is figure.axes[0] else None,
+            )
+        axes.set_xscale("log", base=2)
+        ticks = sorted({*devices.values()})
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("devices", color=SOFT, fontsize=9)
+        axes.set_title(label, fontsize=10, color=INK, loc="left")
+        axes.grid(color=GRID, linewidth=0.6)
+        axes.tick_params(length=0)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    figure.suptitle(title, fontsize=10, color=INK, x=0.01, ha="left")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    return figure

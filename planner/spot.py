@@ -1,0 +1,243 @@
+"""Replays a run on spot nodes that come and go: hours, dollars, and what of the time trains.
+
+A trace says how many nodes there are from which second on. Of the worlds that were planned (`--nodes=4,8,16`) the run
+takes the largest that there are nodes for, as an elastic run does; with fewer than the smallest it waits. Spare
+nodes leave first. A step takes what the planner predicts for its world, a change of the world pauses the run, and a
+loss takes it back to a snapshot in the nodes' memory, or to the checkpoint if memory may not have survived. Left out:
+what snapshots and checkpoints cost while nothing happens, prices that change, and the first start.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import floor
+
+from configs.schema import Config, ResNetConfig
+from metrics.units import format_count, format_percent
+from planner.clusters import Cluster
+from planner.predict import Step
+from planner.spot_trace import Trace
+from sharding.mesh import inter_part
+
+# Seconds without training after an event: medians of docs/elasticity_measured.md, on 4 emulated nodes with a model of
+# 6.4 M parameters. Most of them are compilation and imports; a large model's state takes longer to read.
+LEFT_S = 16.8  # announced preemption of a node, pause
+JOINED_S = 23.5  # a node joins, pause
+FROM_CHECKPOINT_S = 34.1  # all nodes killed, from the first kill to the next step
+ROUNDING = 1e-6  # steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """A number of nodes that a run can use."""
+
+    nodes: int
+    step_s: float
+    whole_copies: int  # of the state, on nodes of their own: 1 if it takes all nodes to hold one
+
+    def survives(self, lost: int) -> bool:
+        """Whether the nodes' memory has the state after so many of them are lost, whichever they are.
+
+        With several whole copies one must be untouched; with one, each node has the next one's part too.
+        """
+        return lost < self.nodes and lost <= max(1, self.whole_copies - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is trained, and how often its state is kept."""
+
+    steps: int
+    tokens: float  # of all steps
+    snapshot_every: int  # steps; 0 for none
+    checkpoint_every: int  # steps; 0 for none
+
+
+def world_of(step: Step, step_s: float) -> World:
+    """Returns the world of a planned step; each copy of the state takes the nodes over which it is cut."""
+    layout = step.experiment.plan.layout
+    nodes = step.machine.nodes
+    return World(nodes=nodes, step_s=step_s, whole_copies=nodes // layout.shape.size(inter_part(layout.optimizer)))
+
+
+def run_of(config: Config) -> Run:
+    """Returns the run of a config; with automatic snapshots one after each step. ValueError without tokens."""
+    if isinstance(config.model, ResNetConfig):
+        raise ValueError("--spot_trace counts tokens; give the config of a language model")
+    every = config.elastic.snapshot_every
+    return Run(
+        steps=config.num_steps,
+        tokens=float(config.num_steps * config.batch.global_size * config.data.seq_len),
+        snapshot_every=1 if every < 0 else every,
+        checkpoint_every=config.checkpoint.every,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpotCost:
+    """The run on spot nodes; the four parts of the time add up to `total_s`. Dollars are None without a price."""
+
+    total_s: float
+    useful_s: float  # steps that were kept
+    lost_s: float  # steps that had to be repeated, and those that were interrupted
+    restart_s: float
+    waiting_s: float  # too few nodes
+    node_s: float  # paid: up to the largest world's nodes, whether they train, wait or restart
+    losses: int  # times that nodes of the run were lost
+    from_checkpoint: int  # of those: the nodes' memory had not survived
+    tokens: float
+    fixed_s: float  # the same on the largest world on demand, which nobody takes away
+    fixed_node_s: float
+    usd_per_node_s: float | None  # spot
+    fixed_usd_per_node_s: float | None  # on demand
+
+    @property
+    def goodput(self) -> float:
+        """The useful share of the time."""
+        return self.useful_s / self.total_s
+
+    @property
+    def break_even(self) -> float:
+        """The spot price, as a share of the price on demand, below which spot nodes are cheaper."""
+        return self.fixed_node_s / self.node_s
+
+    def usd(self) -> tuple[float | None, float | None]:
+        """Returns the dollars on spot nodes and on demand."""
+        spot, fixed = self.usd_per_node_s, self.fixed_usd_per_node_s
+        return (None if spot is None else spot * self.node_s), (None if fixed is None else fixed * self.fixed_node_s)
+
+
+def replay_spot(
+    trace: Trace,
+    worlds: Sequence[World],
+    run: Run,
+    *,
+    spot_usd_per_hour: float | None = None,
+    on_demand_usd_per_hour: float | None = None,
+) -> SpotCost:
+    """Returns what a run costs on the nodes of a trace. ValueError if it makes no progress there."""
+    worlds = sorted(worlds, key=lambda world: world.nodes)
+    largest = worlds[-1]
+    book = _Book(run)
+    for start_s, end_s, there in trace.endless():
+        world = next((world for world in reversed(worlds) if world.nodes <= there), None)
+        book.change(there, world)
+        used_s = book.spend(start_s, end_s, world)
+        book.node_s += used_s * min(there, largest.nodes)
+        if book.done >= run.steps:
+            break
+    else:
+        raise ValueError(f"the run makes no progress on this trace: step {book.done:.0f} of {run.steps}")
+    fixed_s = run.steps * largest.step_s
+    return SpotCost(
+        total_s=book.useful_s + book.lost_s + book.restart_s + book.waiting_s,
+        useful_s=book.useful_s,
+        lost_s=book.lost_s,
+        restart_s=book.restart_s,
+        waiting_s=book.waiting_s,
+        node_s=book.node_s,
+        losses=book.losses,
+        from_checkpoint=book.from_checkpoint,
+        tokens=run.tokens,
+        fixed_s=fixed_s,
+        fixed_node_s=fixed_s * largest.nodes,
+        usd_per_node_s=None if spot_usd_per_hour is None else spot_usd_per_hour / 3600,
+        fixed_usd_per_node_s=None if on_demand_usd_per_hour is None else on_demand_usd_per_hour / 3600,
+    )
+
+
+def planned_cost(trace: Trace, steps: Sequence[tuple[Step, float]], config: Config, cluster: Cluster) -> SpotCost:
+    """Returns what the run of a config costs in the worlds of planned steps, given with their seconds."""
+    return replay_spot(
+        trace,
+        [world_of(step, step_s) for step, step_s in steps],
+        run_of(config),
+        spot_usd_per_hour=cluster.spot.usd_per_hour if cluster.spot else None,
+        on_demand_usd_per_hour=cluster.on_demand.usd_per_hour if cluster.on_demand else None,
+    )
+
+
+class _Book:
+    """Steps done and where the time went; what is not yet safe is kept with the seconds that it took."""
+
+    def __init__(self, run: Run) -> None:
+        self.done = 0.0  # steps
+        self.useful_s = self.lost_s = self.restart_s = self.waiting_s = self.node_s = 0.0
+        self.losses = self.from_checkpoint = 0
+        self._run = run
+        self._there = 0
+        self._world: World | None = None  # now
+        self._last: World | None = None  # the one that trained last
+        self._in_memory = False  # whether the nodes that are there have the state
+        self._pause_s = 0.0
+        self._pieces: list[tuple[float, float, float]] = []  # (first step, last step, seconds of each)
+
+    def change(self, there: int, world: World | None) -> None:
+        """Notes that there are so many nodes now, and that the run continues in `world`, or waits."""
+        old, last, fewer = self._world, self._last, there < self._there
+        self._there, self._world = there, world
+        if fewer and old and there < old.nodes:
+            self.losses += 1
+        if fewer and last and self._in_memory and there < last.nodes:
+            self._in_memory = self._run.snapshot_every > 0 and last.survives(last.nodes - there)
+            self.from_checkpoint += not self._in_memory
+            every = self._run.snapshot_every if self._in_memory else self._run.checkpoint_every
+            if old or not self._in_memory:
+                self._back(floor(self.done + ROUNDING) // every * every if every else 0)
+        if world and last and world != old:
+            shrinks = old and world.nodes < old.nodes
+            self._pause_s = (LEFT_S if shrinks else JOINED_S) if self._in_memory else FROM_CHECKPOINT_S
+
+    def spend(self, start_s: float, end_s: float, world: World | None) -> float:
+        """Lets the time pass until `end_s` or until the run is done; returns the seconds."""
+        left_s = end_s - start_s
+        if not world:
+            self.waiting_s += left_s
+            return left_s
+        pause_s = min(self._pause_s, left_s)
+        self._pause_s -= pause_s
+        self.restart_s += pause_s
+        last = min(self.done + (left_s - pause_s) / world.step_s, self._run.steps)
+        if last > self.done:
+            train_s = (last - self.done) * world.step_s
+            self._in_memory, self._last = True, world
+            self._pieces.append((self.done, last, world.step_s))
+            self.done, self.useful_s = last, self.useful_s + train_s
+            return pause_s + train_s
+        return pause_s
+
+    def _back(self, to: float) -> None:
+        """Takes the run back to a step: the seconds of the later ones were lost."""
+        while self._pieces and self._pieces[-1][1] > to:
+            first, last, step_s = self._pieces.pop()
+            kept = max(first, to)
+            self.useful_s -= (last - kept) * step_s
+            self.lost_s += (last - kept) * step_s
+            if kept > first:
+                self._pieces.append((first, kept, step_s))
+        self.done = to
+
+
+# ------------------------------------------------------------------------------------------------ text
+
+
+def spot_text(cost: SpotCost, source: str) -> str:
+    """Returns what is printed of a run on spot nodes."""
+    spot, fixed = cost.usd()
+    parts = {"useful": cost.useful_s, "lost work": cost.lost_s, "restarts": cost.restart_s, "waiting": cost.waiting_s}
+    spent = ", ".join(f"{name} {_hours(s)} ({format_percent(s / cost.total_s)})" for name, s in parts.items())
+    lines = [
+        f"on spot nodes, {source}: {format_count(cost.tokens)} tokens in {_hours(cost.total_s)}{_dollars(spot, cost)}",
+        f"  goodput {format_percent(cost.goodput)}: {spent}",
+        f"  losses of the run's nodes: {cost.losses}; with the state that memory had: {cost.from_checkpoint}",
+        f"on demand, never interrupted: {_hours(cost.fixed_s)}{_dollars(fixed, cost)}",
+        f"spot nodes are cheaper below {format_percent(cost.break_even)} of the price on demand",
+    ]
+    return "\n".join(lines)
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:,.1f} h"
+
+
+def _dollars(usd: float | None, cost: SpotCost) -> str:
+    return "" if usd is None else f", {usd:,.0f} $ ({usd / cost.tokens * 1e9:,.0f} $/Gtoken)"

@@ -1,0 +1,146 @@
+"""Runs on spot nodes, worked out by hand; traces that cannot be read."""
+
+from pathlib import Path
+
+import pytest
+from running import ROOT
+
+from planner.spot import FROM_CHECKPOINT_S, JOINED_S, LEFT_S, Run, SpotCost, World, replay_spot, spot_text
+from planner.spot_trace import Change, Trace, read_trace
+
+FOUR = World(nodes=4, step_s=10, whole_copies=4)
+TWO = World(nodes=2, step_s=20, whole_copies=2)
+RUN = Run(steps=100, tokens=1e9, snapshot_every=1, checkpoint_every=8)
+
+
+def trace(*changes: tuple[float, int], length_s: float = 1e6) -> Trace:
+    return Trace(changes=tuple(Change(*change) for change in changes), length_s=length_s)
+
+
+def cost(*changes: tuple[float, int], run: Run = RUN, worlds: tuple[World, ...] = (TWO, FOUR)) -> SpotCost:
+    found = replay_spot(trace(*changes), worlds, run, spot_usd_per_hour=1, on_demand_usd_per_hour=3)
+    parts = found.useful_s + found.lost_s + found.restart_s + found.waiting_s
+    assert found.total_s == pytest.approx(parts)
+    return found
+
+
+def test_without_losses_it_is_the_run_on_demand() -> None:
+    found = cost((0, 4))
+    assert (found.total_s, found.node_s, found.goodput, found.losses) == (1000, 4000, 1, 0)
+    assert (found.fixed_s, found.fixed_node_s, found.break_even) == (1000, 4000, 1)
+    assert found.usd() == (pytest.approx(4000 / 3600), pytest.approx(3 * 4000 / 3600))
+
+
+def test_nodes_beyond_the_largest_world_are_not_paid() -> None:
+    assert cost((0, 9)) == cost((0, 4))
+
+
+def test_a_loss_that_memory_survives() -> None:
+    """25 s: 2 steps are kept, half a step is lost; then 98 steps of 20 s on two nodes, of the three that are paid."""
+    found = cost((0, 4), (25, 3))
+    assert (found.useful_s, found.lost_s, found.restart_s) == (pytest.approx(20 + 98 * 20), pytest.approx(5), LEFT_S)
+    assert found.node_s == pytest.approx(4 * 25 + 3 * (LEFT_S + 98 * 20))
+    assert (found.losses, found.from_checkpoint, found.waiting_s) == (1, 0, 0)
+
+
+def test_losing_all_nodes_goes_back_to_the_checkpoint() -> None:
+    """105 s: 10 steps and a half, of which 8 are in the checkpoint; nothing is paid while there is no node."""
+    found = cost((0, 4), (105, 0), (305, 4))
+    assert (found.lost_s, found.waiting_s, found.restart_s) == (pytest.approx(25), 200, FROM_CHECKPOINT_S)
+    assert found.useful_s == pytest.approx(1000) and found.from_checkpoint == found.losses == 1
+    assert found.node_s == pytest.approx(4 * (105 + FROM_CHECKPOINT_S + 920))
+
+
+def test_below_the_smallest_world_it_waits_with_its_memory() -> None:
+    """Three of four whole copies may go: the one that is left has the state when the others are back."""
+    found = cost((0, 4), (105, 1), (305, 4))
+    assert (found.lost_s, found.waiting_s, found.restart_s) == (pytest.approx(5), 200, JOINED_S)
+    assert (found.losses, found.from_checkpoint) == (1, 0)
+    assert found.node_s == pytest.approx(4 * 105 + 200 + 4 * (JOINED_S + 900))
+
+
+def test_what_is_left_of_the_memory_may_be_lost_while_it_waits() -> None:
+    found = cost((0, 4), (105, 1), (205, 0), (305, 4))
+    assert (found.lost_s, found.waiting_s, found.restart_s) == (pytest.approx(25), 200, FROM_CHECKPOINT_S)
+    assert (found.losses, found.from_checkpoint) == (1, 1)
+
+
+def test_a_bulk_loss_takes_a_state_that_is_cut_over_all_nodes() -> None:
+    """With one copy over four nodes a partner has the part of one lost node, not of two."""
+    cut = (TWO, World(nodes=4, step_s=10, whole_copies=1))
+    assert cost((0, 4), (105, 3), worlds=cut).from_checkpoint == 0
+    assert cost((0, 4), (105, 2), worlds=cut).from_checkpoint == 1
+    assert cost((0, 4), (105, 2)).from_checkpoint == 0
+    assert cost((0, 4), (105, 3), run=Run(steps=100, tokens=1, snapshot_every=0, checkpoint_every=8)).lost_s == 25
+
+
+def test_without_checkpoints_it_begins_again() -> None:
+    run = Run(steps=100, tokens=1, snapshot_every=1, checkpoint_every=0)
+    assert cost((0, 4), (105, 0), (305, 4), run=run).lost_s == pytest.approx(105)
+
+
+def test_growing_costs_a_pause_and_loses_nothing() -> None:
+    found = cost((0, 2), (50, 4))
+    assert (found.lost_s, found.restart_s, found.losses) == (0, JOINED_S, 0)
+    assert found.useful_s == pytest.approx(50 + 97.5 * 10)
+
+
+def test_a_spare_node_may_leave() -> None:
+    found = cost((0, 3), (50, 2))
+    assert (found.losses, found.restart_s, found.total_s) == (0, 0, 2000)
+    assert found.node_s == 3 * 50 + 2 * 1950
+
+
+def test_a_trace_begins_again_and_may_be_hopeless() -> None:
+    found = replay_spot(trace((0, 4), (500, 0), length_s=600), (FOUR,), RUN)
+    assert found.losses == 2 and found.waiting_s == 200
+    with pytest.raises(ValueError, match="makes no progress on this trace: step 0 of 100"):
+        replay_spot(trace((0, 1), length_s=600), (FOUR,), RUN)
+
+
+def test_the_text() -> None:
+    text = spot_text(cost((0, 4), (105, 0), (305, 4)), "t.csv")
+    assert "on spot nodes, t.csv: 1.00 G tokens in 0.3 h, 1 $ (1 $/Gtoken)" in text
+    assert "losses of the run's nodes: 1; with the state that memory had: 1" in text
+    assert "on demand, never interrupted: 0.3 h, 3 $ (3 $/Gtoken)" in text
+    assert spot_text(replay_spot(trace((0, 4)), (FOUR,), RUN), "t.csv").count("$") == 0
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def test_both_kinds_of_file(tmp_path: Path) -> None:
+    table, recorded = tmp_path / "t.csv", tmp_path / "t.json"
+    table.write_text("# made up\nseconds,nodes\n0,4\n600,2\n1200,2\n1500,2\n")
+    recorded.write_text('{"metadata": {"gap_seconds": 300}, "data": [4, 4, 2, 2, 2]}')
+    assert read_trace(table) == read_trace(recorded) == trace((0, 4), (600, 2), length_s=1500)
+    ours = read_trace(ROOT / "planner" / "spot_synthetic.csv")
+    assert ours.length_s == 86400 and {0, 16} < {change.nodes for change in ours.changes}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "the first line is not seconds,nodes"),
+        ("time,nodes\n0,1\n", "the first line is not seconds,nodes"),
+        ("seconds,nodes\n0,4\n", "seconds must begin at 0 and increase, in two lines at least"),
+        ("seconds,nodes\n5,4\n6,4\n", "seconds must begin at 0"),
+        ("seconds,nodes\n0,4\n9,3\n9,4\n", "seconds must begin at 0 and increase"),
+        ("seconds,nodes\n0,4\n9,-1\n", "-1 nodes"),
+        ("seconds,nodes\n0,4\nnan,1\n", "nan is no time"),
+        ("seconds,nodes\n0,many\n9,1\n", "many"),
+        ('{"data": [1]}', "metadata"),
+        ('{"metadata": {"gap_seconds": 300}, "data": []}', "two lines at least"),
+    ],
+)
+def test_a_bad_trace_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.csv"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message) as raised:
+        read_trace(file)
+    assert str(file) in str(raised.value) and "give a CSV" in str(raised.value)
+
+
+def test_a_missing_trace_is_named() -> None:
+    with pytest.raises(ValueError, match=r"--spot_trace=/nowhere\.csv cannot be read"):
+        read_trace(Path("/nowhere.csv"))
