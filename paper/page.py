@@ -98,7 +98,8 @@ def _head(records: Records) -> list[str]:
         f"Compiled programs: commit {about['commit'][:7]}, jax {about['jax']}, virtual CPU devices; benchmarks.papers: "
         f"commit {commits}. `python -m paper` runs nothing (`--only=NAME` writes one part again: {', '.join(PARTS)}); "
         "the records are made by",
-        f"    {about['command']}\n    python -m benchmarks.papers\n    python -m benchmarks.full_scale\n    python -m benchmarks.fidelity --steps={steps}",
+        f"    {about['command']}\n    python -m benchmarks.papers\n    python -m benchmarks.full_scale\n"
+        f"    python -m benchmarks.fidelity --steps={steps}",
         "and by the commands that head docs/strategies.md, docs/compression_measured.md and the tables of "
         "docs/compression.md.",
         "How ours was obtained: *compiled*, the collectives of a compiled program are counted; *shapes*, the bytes of "
