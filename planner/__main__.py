@@ -216,6 +216,7 @@ def _answer(question: Question, nodes: int, quiet: bool) -> tuple[Plan, Step]:
         predictions=tuple(prediction for prediction, _ in found.steps[:SHOWN]),
         helps=what_helps(step),
         counts=found.counts if question.is_search else None,
+        error_bar=str(clusters.ERROR_BARS[cluster.device.kind]),
         notes=question.notes if question.is_search else (*question.notes, *found.refused, *found.too_large),
     )
     return plan, step
