@@ -5,8 +5,9 @@
 The steps are those of benchmarks/results/strategies.jsonl (strategies x link rates) and compression.jsonl (codecs):
 the standard workload on 4 nodes of 2 devices. Each program is compiled and replayed with the figures of
 `planner/clusters.py`, none of which was fitted to a step. A shared machine is not always as fast: what was timed in the
-session in which benchmarks.cpu_rates measured those figures, at its commit, is told from the rest. Replaces benchmarks/results/planner.jsonl, and writes the
-table and its summary into docs/planner.md; `--report` only writes these. A program takes ten seconds to compile.
+session in which benchmarks.cpu_rates measured those figures, at its commit, is told from the rest. Replaces
+benchmarks/results/planner.jsonl, and writes the tables and their summaries into docs/planner.md; `--report` only writes
+these. A program takes ten seconds to compile.
 """
 
 import argparse

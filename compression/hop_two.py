@@ -75,7 +75,7 @@ class HopTwo:
         """
         plan, layout = setup.plan, setup.plan.layout
         all_reduces = layout.replica_axes and layout.parameters == layout.gradients == layout.optimizer
-        by_layer = plan.overlap and layout.gather.only_where_used and layout.shape.tensor == 1
+        by_layer = plan.overlap and layout.shape.tensor == 1
         if self.in_backward is None or not (by_layer and all_reduces):
             return None
         found = self.in_backward(setup)
