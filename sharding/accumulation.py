@@ -7,7 +7,8 @@ XLA updates them in place and no second copy of the gradients exists.
 
 With `Rule.overlap` a loop over layers is pipelined, in both directions: while a layer computes, the parameters of the
 next one are gathered, and the gradients of the one before are reduced (hop one), added to the sums and, in the last
-micro-step, exchanged with the other replicas (hop two). None of these depends on the layer's compute.
+micro-step (delayed: a piece in each), exchanged with the other replicas (hop two). None of these depends on the layer's
+compute.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,8 @@ class Rule:
 
     name: str
     add: Callable[[PyTree, PyTree], PyTree]  # (sums, gradients) -> sums
-    exchange: Callable[[PyTree, Index], PyTree] | None = None  # hop two of finished sums; the index is the layer's
+    # hop two of finished sums, or of a piece of what waits beside them; the index is the layer's
+    exchange: Callable[[PyTree, Index], PyTree] | None = None
     overlap: bool = False
     # a first gather, whose result stays for the backward pass (between nodes: ZeRO++'s hpZ); only with `overlap`
     keep: Callable[[PyTree], PyTree] | None = None
@@ -176,7 +178,10 @@ def _scan_pipelined(
             g, grads, more = layer_backward(x, full, g)
             return (g, following, grads, jax.tree.map(jnp.add, args_grads, more), sums), None
 
-        following = gather(_at(parts, last - 1)) if last else full
+        if not last:
+            g, grads, args_grads = layer_backward(x_last, full, g)
+            return g, None, finish(sums, grads, 0), args_grads
+        following = gather(_at(parts, last - 1))
         g, grads, args_grads = layer_backward(x_last, full, g)
         carry = g, following, grads, args_grads, sums
         (g, _, grads, args_grads, sums), _ = lax.scan(layer, carry, (jnp.arange(last), xs), reverse=True)

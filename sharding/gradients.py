@@ -27,7 +27,7 @@ GroupExchange = Callable[[str, PyTree, "Sums", jax.Array | int], "Sums"]  # (nam
 
 @dataclass(frozen=True, kw_only=True)
 class HopTwoInBackward:
-    """Hop two of a group of parameters, or of one layer, inside the last micro-step's backward pass."""
+    """Hop two of a group of parameters, or of one layer, inside the last backward pass; delayed, inside each."""
 
     # of the optimizer's state: exchanges done, and what hop two keeps for each replica, `[R, ...]`, or None
     kept: Callable[[PyTree], tuple[jax.Array, PyTree]]
@@ -178,7 +178,7 @@ def micro_steps(
 
 
 class Sums(NamedTuple):
-    """What a micro-step adds to; the last one may exchange it, and then changes what hop two keeps and counts.
+    """What a micro-step adds to; hop two in it changes what it keeps and counts: in the last one, or delayed in each.
 
     By group of parameters; `done` and `counts` of a stack are `[L]` and `[L, num_counts]`, of other groups `[]` and
     `[num_counts]`.
@@ -200,7 +200,7 @@ class Sums(NamedTuple):
 
 
 def with_hop_two(plan: ShardingPlan, grads: PyTree, kept: PyTree, done: jax.Array | int, num_counts: int) -> Sums:
-    """Returns the sums that the last micro-step starts from, if hop two is in it."""
+    """Returns the sums that the first micro-step with hop two in it starts from."""
 
     def fill(value: jax.Array | float, *shape: int) -> dict[str, jax.Array]:
         layers = {name: (_length(group),) if name == "layers" else () for name, group in grads.items()}

@@ -190,11 +190,12 @@ def test_what_is_gathered_between_nodes_for_a_micro_step_is_gathered_a_layer_at_
     assert sent[1] == pytest.approx(sent[0], rel=1e-6) and min(sent[1].values()) > 0
 
 
+@pytest.mark.parametrize("gather", ["layer", "node"])
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_a_stack_of_few_layers_is_pipelined_too(num_layers: int) -> None:
+def test_a_stack_of_few_layers_is_pipelined_too(num_layers: int, gather: str) -> None:
     found = []
     for overlap in (False, True):
-        plan = workload.plan("decoder", num_layers=num_layers, overlap=overlap, **STRATEGIES["mics(2)"])
+        plan = workload.plan("decoder", num_layers=num_layers, overlap=overlap, gather=gather, **STRATEGIES["mics(4)"])
         step = workload.compiled_step("decoder", plan, num_layers=num_layers, accumulation=1)
         found.append(workload.run_steps(*step, 3)[0])
     np.testing.assert_allclose(*found, rtol=1e-6)
