@@ -3,8 +3,9 @@
     python -m benchmarks.cpu_rates [--repetitions=5]
 
 4 processes with 2 virtual devices each, as emulated nodes have them, do the same at the same time, for 3 s each: matrix
-products of a transformer's shapes, f32; a pass over arrays that no cache holds; and functions such as tanh. Prints what
-all of them reach together, and adds a line to benchmarks/results/cpu_rates.jsonl. Nothing else should run on the
+products of a transformer's shapes, f32; what moves memory: a pass over arrays that no cache holds, one layer of a stack
+after the other, heads that change places, rows that are normalised; and functions such as tanh. Prints what all of them
+reach together, and adds a line to benchmarks/results/cpu_rates.jsonl. Nothing else should run on the
 machine.
 """
 
@@ -29,6 +30,7 @@ PROCESSES, DEVICES = 4, 2
 TOKENS, WIDTH, WIDE = 256, 512, 2048  # of a row of configs/standard.py
 PRODUCTS = ((TOKENS, WIDTH, WIDE), (TOKENS, WIDE, WIDTH), (WIDTH, TOKENS, WIDE), (TOKENS, WIDTH, WIDTH))  # m, k, n
 VALUES = 1 << 24  # of a device: 64 MiB, more than the caches hold
+HEADS, LAYERS = 8, 16
 TIMES = 20  # of each in one call, so that starting the call costs nothing
 TURN_S, REST_S, START_S = 3.0, 1.0, 30.0
 UNITS = {"products": "GFLOP/s", "moves": "GB/s", "functions": "G values/s"}
@@ -70,7 +72,8 @@ def rates(start: float, repetitions: int) -> dict[str, list[list[float]]]:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     cases = [("products", 2.0 * m * k * n, products((m, k), (k, n))) for m, k, n in PRODUCTS]
-    cases += [("moves", 2.0 * 4 * VALUES, moves()), ("functions", float(TOKENS * WIDE), functions())]
+    cases += [("moves", 8.0 * values, call) for values, call in moves()]
+    cases += [("functions", float(TOKENS * WIDE), functions())]
     found: list[list[float]] = [[] for _ in cases]
     for turn in range(repetitions * len(cases)):
         _, amount, call = cases[turn % len(cases)]
@@ -98,9 +101,29 @@ def products(left: tuple[int, int], right: tuple[int, int]) -> Callable[[], jax.
     return _call(body, left, right)
 
 
-def moves() -> Callable[[], jax.Array]:
-    """Returns a call in which every device reads and writes VALUES numbers TIMES times."""
-    return _call(lambda x: _repeated(lambda x: 1.0001 * x, x, TIMES), (VALUES,))
+def moves() -> list[tuple[int, Callable[[], jax.Array]]]:
+    """Returns the values that a device reads and writes in one of TIMES turns, and the call of all, of each case."""
+
+    def layers(stack: jax.Array) -> jax.Array:
+        def one(stack: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+            return stack.at[i].set(1.0001 * stack[i]), None
+
+        return jax.lax.scan(one, stack, jnp.arange(TIMES) % LAYERS)[0]
+
+    def heads(x: jax.Array) -> jax.Array:  # [tokens, heads, width / heads] and back
+        there = jax.lax.optimization_barrier(x.swapaxes(0, 1) * 1.0001)
+        return there.swapaxes(0, 1) * 1.0001
+
+    def rows(x: jax.Array) -> jax.Array:
+        return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+
+    small = TOKENS * WIDTH
+    return [
+        (VALUES, _call(lambda x: _repeated(lambda x: 1.0001 * x, x, TIMES), (VALUES,))),
+        (WIDTH * WIDE, _call(layers, (LAYERS, WIDTH, WIDE))),
+        (small, _call(lambda x: _repeated(heads, x, TIMES // 2), (TOKENS, HEADS, WIDTH // HEADS))),
+        (small, _call(lambda x: _repeated(rows, x, TIMES), (TOKENS, WIDTH))),
+    ]
 
 
 def functions() -> Callable[[], jax.Array]:

@@ -85,7 +85,7 @@ def networks(cell: Cell) -> dict[str, Network]:
 
 
 def inputs(cell: Cell, network: Network) -> str:
-    """Returns a digest of all that a line depends on: the cell, the code of the step, the device and the network."""
+    """Returns a digest of the cell, the code of the step and of the replay, the device and the network."""
     cluster = CLUSTERS[cell.cluster]
     about = [cell.words, cell.gpus, asdict(network), cluster.usable_bytes(cell.gpus)]
     about.append(asdict(cluster.compute(cell.gpus)))

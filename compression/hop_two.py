@@ -75,11 +75,12 @@ class HopTwo:
         """
         plan, layout = setup.plan, setup.plan.layout
         all_reduces = layout.replica_axes and layout.parameters == layout.gradients == layout.optimizer
-        by_layer = plan.overlap and layout.gather.only_where_used and layout.shape.tensor == 1
+        by_layer = plan.overlap and layout.shape.tensor == 1
         if self.in_backward is None or not (by_layer and all_reduces):
             return None
-        found = self.in_backward(setup)
         if not setup.compression.delayed:
-            return found
-        waiting = replace(found, delayed=True, kept=lambda state: (jnp.zeros((), jnp.int32), state.waiting.tree))
-        return waiting if self.name == "none" else None
+            return self.in_backward(setup)
+        if self.name != "none":
+            return None
+        nothing = jnp.zeros((), jnp.int32)
+        return replace(self.in_backward(setup), delayed=True, kept=lambda state: (nothing, state.waiting.tree))

@@ -42,7 +42,7 @@ def _figure_11() -> str:
     lower = [1 - value / (whole * 127 / 128) for gpus, value in figure_11.items() if (whole := figure_7[gpus])]
     return (
         f"Figure 11's MiCS with 128 layers is {100 * min(lower):.0f} to {100 * max(lower):.0f} % slower than the same "
-        "paper's figure 7 with 127 (a layer counted), at half the global batch. With groups of one node that can cost "
+        "paper's figure 7 with 127 (per layer), at half the global batch. With groups of one node that can cost "
         "only hop two, once a step; the paper does not say what else differs."
     )
 
@@ -63,7 +63,9 @@ def _headlines(lines: Sequence[dict[str, Any]]) -> list[str]:
     )
     weak = many["sequences_per_s"] / few["sequences_per_s"] * few["gpus"] / many["gpus"]
     reached = tflops_of(shape, many["sequences_per_s"], many["gpus"])
-    how = "GPT 100B, mics(128), replayed"
+    needs = sum(count for part, count in many["memory"].items() if part != "capacity")
+    fits = "" if needs <= many["memory"]["capacity"] else "; it does not fit"
+    how = f"GPT 100B, mics(128), replayed{fits}"
     rows = [
         Row(what="TFLOP/s of a GPU, 512 GPUs", published=published.TFLOPS_100B, ours=reached, how=how, form=fixed(1)),
         Row(

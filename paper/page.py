@@ -93,8 +93,8 @@ def _head(records: Records) -> list[str]:
     commits = ", ".join(sorted({line["commit"][:7] for line in records.papers}))
     return [
         "# The papers' numbers beside ours",
-        "Written by `python -m paper` from the records in `benchmarks/results`; do not edit. Every number of ours is "
-        "computed from a record or a formula, none is written by hand; published ones are in `paper/published*.py`. "
+        "Written by `python -m paper` from the records in `benchmarks/results`; do not edit. Every number of ours in "
+        "a table is computed from a record or a formula; published ones are in `paper/published*.py`. "
         f"Compiled programs: commit {about['commit'][:7]}, jax {about['jax']}, virtual CPU devices; benchmarks.papers: "
         f"commit {commits}. `python -m paper` runs nothing (`--only=NAME` writes one part again: {', '.join(PARTS)}); "
         "the records are made by",

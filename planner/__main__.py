@@ -32,7 +32,7 @@ from planner.predict import Machine, Step, what_helps
 from planner.probed import with_probe
 from planner.report import Plan, plan_text, scaling_text, title, to_json
 from planner.search import search
-from planner.spot import planned_cost, spot_text
+from planner.spot import planned_cost, run_of, spot_text
 from planner.spot_trace import read_trace
 from runtime.command_line import check_file, prepare_output
 from runtime.exit_codes import ExitCode
@@ -68,6 +68,10 @@ def main(argv: Sequence[str]) -> int:
             return 0
         question = _question(argv, values)
         trace = read_trace(question.spot_trace) if question.spot_trace else None
+        if trace:
+            run_of(question.config)  # raises ValueError if nothing can be said of it
+            if values.json:
+                raise ValueError("--json has no part for --spot_trace; leave out one of the two")
         if values.png:
             check_file(Path(values.png), "--png")
         answers = _answers(question, quiet=values.json)
@@ -216,6 +220,7 @@ def _answer(question: Question, nodes: int, quiet: bool) -> tuple[Plan, Step]:
         predictions=tuple(prediction for prediction, _ in found.steps[:SHOWN]),
         helps=what_helps(step),
         counts=found.counts if question.is_search else None,
+        error_bar=str(clusters.ERROR_BARS[cluster.device.kind]),
         notes=question.notes if question.is_search else (*question.notes, *found.refused, *found.too_large),
     )
     return plan, step

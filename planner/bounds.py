@@ -90,18 +90,18 @@ def _activation_bytes(experiment: Experiment) -> float:
 
 
 def _kept_gathered(experiment: Experiment) -> float:
-    """Returns the bytes of the parameters that the policy keeps gathered, and of their gradients."""
+    """Returns the bytes of the parameters that the policy keeps gathered, and of gradients of them all."""
     layout, item = experiment.plan.layout, ITEM_BYTES[experiment.config.model.compute_dtype]
-    gathered = 0.0
+    gathered, copies = 0.0, 1 if layout.gather.by_layer else 2  # gradients that come out by layer are not kept whole
     for part in (layout.gather.each_step, layout.gather.each_micro_step):
         if part and (axes := part(layout.parameters)):
             kept = layout.shape.size(layout.parameters) / layout.shape.size(axes)
-            gathered += 2 * item * experiment.model.num_params / kept / layout.shape.tensor  # and their gradients
+            gathered += copies * item * experiment.model.num_params / kept / layout.shape.tensor
     return gathered
 
 
 def _temporary_bytes(experiment: Experiment, gradients: int) -> float:
-    """Returns an estimate of the temporaries; with the state, within 5 % of three programs for BERT 10B on A100s.
+    """Returns an estimate of the temporaries, by which what should fit is compiled first.
 
     Beside the layers' inputs there are, at the peak, either a layer's recomputed activations (attention scores once in
     f32, three times in the compute dtype) or the head's logits; and two gathered layers and the embedding, with one
@@ -109,11 +109,11 @@ def _temporary_bytes(experiment: Experiment, gradients: int) -> float:
     """
     config, layout = experiment.config, experiment.plan.layout
     model, item, tensor = config.model, ITEM_BYTES[config.model.compute_dtype], layout.shape.tensor
-    gathered = _kept_gathered(experiment)
+    held = _kept_gathered(experiment)
     if experiment.batches.accumulation == 1 and layout.num_replicas > 1:
-        gathered += gradients
+        held += gradients
     if not isinstance(model, TransformerConfig):
-        return gathered
+        return held
     tokens, vocab = config.batch.micro_size * config.data.seq_len, model.padded_vocab / tensor
     embedding = vocab * model.hidden
     layer = max(0.0, experiment.model.num_params / tensor - embedding) / model.num_layers
@@ -121,8 +121,8 @@ def _temporary_bytes(experiment: Experiment, gradients: int) -> float:
     inside = scores + 4 * item * tokens * (model.intermediate / tensor + model.hidden)
     head = tokens * vocab * (4 + 2 * item)
     kept = tokens * item * model.hidden if model.remat == "full" else inside
-    gathered += layer * (2 * item + 4) + embedding * (item + 4)
-    return gathered + model.num_layers * kept + max(inside, head)
+    held += layer * (2 * item + 4) + embedding * (item + 4)
+    return held + model.num_layers * kept + max(inside, head)
 
 
 def traffic(experiment: Experiment) -> Mapping[str, float]:

@@ -98,6 +98,20 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ErrorBar:
+    """How far predicted steps were from timed ones, as shares of the latter."""
+
+    half_within: float
+    nine_of_ten_within: float
+    of: str  # the steps that were compared
+
+    def __str__(self) -> str:
+        """What is printed below a prediction."""
+        nine = f"nine of ten within {self.nine_of_ten_within:.0%}"
+        return f"error bar: half of {self.of} were predicted within {self.half_within:.0%}, {nine}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Achieved:
     """What programs reach of a peak, and why we think so; of the FLOP/s, see `Accelerator.matmul_fraction`."""
 
@@ -107,6 +121,13 @@ class Achieved:
     launch_s: float
     memory_share: float  # of the memory that a program can have
     basis: Mapping[str, str]
+
+
+# tests/test_planner_validation.py compares both with the records
+ERROR_BARS = {
+    "gpu": ErrorBar(half_within=0.14, nine_of_ten_within=0.39, of="14 steps of the MiCS paper (V100, PyTorch)"),
+    "cpu": ErrorBar(half_within=0.05, nine_of_ten_within=0.10, of="10 steps on emulated nodes"),
+}
 
 
 ACHIEVED = {

@@ -32,9 +32,8 @@ def draw_curves(plans: Sequence[Plan], title: str) -> Figure:
     figure = Figure(figsize=(5.5 * len(cells), 5), layout="constrained")
     for axes, (label, cell) in zip(figure.subplots(1, len(cells), squeeze=False)[0], cells.items(), strict=True):
         for n, name in enumerate(names):
-            found = [
-                (devices[p.nodes], cell(p)) for plan in plans for p in plan.predictions if p.candidate.name == name
-            ]
+            of_plans = [[p for p in plan.predictions if p.candidate.name == name] for plan in plans]
+            found = [(devices[ps[0].nodes], cell(ps[0])) for ps in of_plans if ps]  # the fastest of each name
             points = sorted((x, y) for x, y in found if y is not None)
             axes.plot(
                 [x for x, _ in points],

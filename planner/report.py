@@ -42,6 +42,7 @@ class Plan:
     predictions: tuple[Prediction, ...]  # the fastest first
     helps: Mapping[str, float]  # of the first: seconds of its step with better hardware
     counts: Counts | None  # of a search
+    error_bar: str  # how far predicted steps were from timed ones
     notes: tuple[str, ...]
 
     @property
@@ -82,6 +83,7 @@ def plan_text(plan: Plan) -> str:
     columns = {"": [str(n) for n in range(1, len(plan.predictions) + 1)]} | columns
     shown = {name: cells for name, cells in columns.items() if any(cells)}  # no costs without a price
     lines += _table([[*shown], *zip(*shown.values(), strict=True)])
+    lines += ["", plan.error_bar]
     spent = f"a device's memory, and what a step of {format_seconds(best.step_s)} is spent on"
     lines += ["", f"{best.candidate}: {spent}"]
     lines += [f"  {line}" for line in _memory_lines(best)] + [""]

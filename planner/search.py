@@ -74,6 +74,7 @@ def search(
     every = all_candidates(config, machine.nodes, machine.cluster.devices_per_node)
     wanted = list(candidates) or [own, *(candidate for candidate in every if candidate != own)]
     options, refused = _options(wanted, config, machine, devices)
+    illegal = len(refused)
     seen = dict.fromkeys(("too_large", "too_slow", "compiled", "from_cache", "not_looked_at"), 0)
     if not candidates:
         small = [option for option in options if option.bounds.least_bytes <= machine.capacity]
@@ -100,8 +101,13 @@ def search(
         seen["from_cache"] += sum(compiling.is_compiled(**request) for request in requests)
         seen["compiled"] += len(chosen)
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            compiled = list(pool.map(lambda o: compile_one(o.candidate, o.experiment, machine), chosen))
-        for option, step in zip(chosen, compiled, strict=True):
+            running = [pool.submit(compile_one, o.candidate, o.experiment, machine) for o in chosen]
+        for option, done in zip(chosen, running, strict=True):
+            if isinstance(error := done.exception(), ValueError) and len(small) > 1:  # XLA refuses some programs
+                refused.append(f"{option.candidate}: {error}")
+                say(refused[-1])
+                continue
+            step = done.result()
             memory = step.memory()
             if memory.fits:
                 prediction = step.prediction()
@@ -116,7 +122,7 @@ def search(
         steps=tuple(sorted(steps, key=lambda pair: pair[0].step_s)),
         too_large=tuple(_too_large(option.candidate, memory) for option, memory in failed),
         refused=tuple(refused),
-        counts=Counts(candidates=len(wanted), illegal=len(refused), did_not_fit=len(failed), **seen),
+        counts=Counts(candidates=len(wanted), illegal=illegal, did_not_fit=len(failed), **seen),
     )
 
 

@@ -18,11 +18,11 @@ from planner.predict import Step
 from planner.spot_trace import Trace
 from sharding.mesh import inter_part
 
-# Seconds without training after an event: medians of docs/elasticity_measured.md, on 4 emulated nodes with a model of
-# 6.4 M parameters. Most of them are compilation and imports; a large model's state takes longer to read.
-LEFT_S = 16.8  # announced preemption of a node, pause
+# Seconds without training after an event, from docs/elasticity_measured.md, on 4 emulated nodes with a model of 6.4 M
+# parameters. Most of them are compilation and imports; a large model's state takes longer to read.
+LEFT_S = 16.8  # announced preemption of a node, pause; a killed node took 14.6 s, once
 JOINED_S = 23.5  # a node joins, pause
-FROM_CHECKPOINT_S = 34.1  # all nodes killed, from the first kill to the next step
+FROM_CHECKPOINT_S = 34.1  # all nodes killed, from the first kill to the next step, once
 ROUNDING = 1e-6  # steps
 
 
@@ -37,7 +37,7 @@ class World:
     def survives(self, lost: int) -> bool:
         """Whether the nodes' memory has the state after so many of them are lost, whichever they are.
 
-        With several whole copies one must be untouched; with one, each node has the next one's part too.
+        With several whole copies one must be untouched; with one, each node has its partner's part too.
         """
         return lost < self.nodes and lost <= max(1, self.whole_copies - 1)
 
@@ -118,15 +118,18 @@ def replay_spot(
     worlds = sorted(worlds, key=lambda world: world.nodes)
     largest = worlds[-1]
     book = _Book(run)
+    round_, before = 0, 0.0  # rounds of the trace, and the steps done after the last one
     for start_s, end_s, there in trace.endless():
+        if start_s >= (round_ + 1) * trace.length_s:
+            if book.done <= before:
+                raise ValueError(f"the run makes no progress on this trace: step {book.done:.0f} of {run.steps}")
+            round_, before = round_ + 1, book.done
         world = next((world for world in reversed(worlds) if world.nodes <= there), None)
         book.change(there, world)
         used_s = book.spend(start_s, end_s, world)
         book.node_s += used_s * min(there, largest.nodes)
         if book.done >= run.steps:
             break
-    else:
-        raise ValueError(f"the run makes no progress on this trace: step {book.done:.0f} of {run.steps}")
     fixed_s = run.steps * largest.step_s
     return SpotCost(
         total_s=book.useful_s + book.lost_s + book.restart_s + book.waiting_s,
@@ -228,7 +231,7 @@ def spot_text(cost: SpotCost, source: str) -> str:
     lines = [
         f"on spot nodes, {source}: {format_count(cost.tokens)} tokens in {_hours(cost.total_s)}{_dollars(spot, cost)}",
         f"  goodput {format_percent(cost.goodput)}: {spent}",
-        f"  losses of the run's nodes: {cost.losses}; with the state that memory had: {cost.from_checkpoint}",
+        f"  losses of the run's nodes: {cost.losses}, back to a checkpoint: {cost.from_checkpoint}",
         f"on demand, never interrupted: {_hours(cost.fixed_s)}{_dollars(fixed, cost)}",
         f"spot nodes are cheaper below {format_percent(cost.break_even)} of the price on demand",
     ]

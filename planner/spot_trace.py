@@ -4,12 +4,11 @@ import csv
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-MAX_ROUNDS = 1000  # of a trace that begins again: then the run makes no progress
 FORMAT = "give a CSV with the columns seconds,nodes, or a JSON file of skypilot-org/spot-traces"
 
 
@@ -31,7 +30,7 @@ class Trace:
     def endless(self) -> Iterator[tuple[float, float, int]]:
         """Yields (start, end, nodes), again and again."""
         ends = [*(change.start_s for change in self.changes[1:]), self.length_s]
-        for n in range(MAX_ROUNDS):
+        for n in count():
             for change, end_s in zip(self.changes, ends, strict=True):
                 yield n * self.length_s + change.start_s, n * self.length_s + end_s, change.nodes
 
@@ -41,7 +40,7 @@ def read_trace(path: Path) -> Trace:
 
     The CSV's last line ends the trace, and has the nodes of the line before. The JSON is
     `{"metadata": {"gap_seconds": 300}, "data": [16, 16, 0, ...]}`. Lines that begin with # are comments. ValueError
-    says which line is wrong.
+    says what is wrong.
     """
     try:
         text = path.read_text()
@@ -49,13 +48,19 @@ def read_trace(path: Path) -> Trace:
         raise ValueError(f"--spot_trace={path} cannot be read ({error}); {FORMAT}") from error
     try:
         points = _points_of_json(text) if text.lstrip().startswith("{") else _points_of_csv(text)
-    except (ValueError, KeyError, TypeError) as error:
+    except KeyError as error:
+        raise ValueError(f"--spot_trace={path} has no {error.args[0]}; {FORMAT}") from error
+    except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"--spot_trace={path}: {error}; {FORMAT}") from error
     times = [time_s for time_s, _ in points]
     if len(points) < 2 or times[0] != 0 or any(b <= a for a, b in pairwise(times)):
         raise ValueError(f"--spot_trace={path}: seconds must begin at 0 and increase, in two lines at least; {FORMAT}")
     if any(nodes < 0 for _, nodes in points):
         raise ValueError(f"--spot_trace={path}: {min(nodes for _, nodes in points)} nodes; {FORMAT}")
+    if points[-1][1] != points[-2][1]:
+        raise ValueError(
+            f"--spot_trace={path}: the last line ends the trace, with the nodes of the line before; {FORMAT}"
+        )
     changes = [Change(*points[0])]
     for time_s, nodes in points[1:-1]:
         changes += [Change(time_s, nodes)] if nodes != changes[-1].nodes else []
@@ -67,6 +72,8 @@ def _points_of_csv(text: str) -> list[tuple[float, int]]:
     rows = list(csv.reader(lines))
     if not rows or [cell.strip() for cell in rows[0]] != ["seconds", "nodes"]:
         raise ValueError("the first line is not seconds,nodes")
+    if bad := next((row for row in rows[1:] if len(row) != 2 or not row[1].strip().isdecimal()), None):
+        raise ValueError(f"{','.join(bad)!r} is no line of seconds,nodes")
     return [(_finite(seconds), int(nodes)) for seconds, nodes in rows[1:]]
 
 

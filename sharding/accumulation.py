@@ -7,7 +7,8 @@ XLA updates them in place and no second copy of the gradients exists.
 
 With `Rule.overlap` a loop over layers is pipelined, in both directions: while a layer computes, the parameters of the
 next one are gathered, and the gradients of the one before are reduced (hop one), added to the sums and, in the last
-micro-step, exchanged with the other replicas (hop two). None of these depends on the layer's compute.
+micro-step (delayed: a piece in each), exchanged with the other replicas (hop two). None of these depends on the layer's
+compute.
 """
 
 from collections.abc import Callable
@@ -29,8 +30,11 @@ class Rule:
 
     name: str
     add: Callable[[PyTree, PyTree], PyTree]  # (sums, gradients) -> sums
-    exchange: Callable[[PyTree, Index], PyTree] | None = None  # hop two of finished sums; the index is the layer's
+    # hop two of finished sums, or of a piece of what waits beside them; the index is the layer's
+    exchange: Callable[[PyTree, Index], PyTree] | None = None
     overlap: bool = False
+    # a first gather, whose result stays for the backward pass (between nodes: ZeRO++'s hpZ); only with `overlap`
+    keep: Callable[[PyTree], PyTree] | None = None
     uses: list[str] = field(default_factory=list)
 
     def use(self) -> None:
@@ -59,21 +63,28 @@ class Accumulating:
 
 
 def values_of(group: PyTree) -> PyTree:
-    """Returns the values of a group; backwards, their gradients go into its sums. ValueError for a second use."""
+    """Returns the values of a group, after `Rule.keep`; backwards, their gradients go into its sums.
+
+    ValueError for a second use.
+    """
     if not isinstance(group, Accumulating):
         return group
     rule = group.rule
     rule.use()
 
+    keep = rule.keep or (lambda values: values)
+
     @jax.custom_vjp
     def values(values: PyTree, sums: PyTree) -> PyTree:
         del sums
-        return values
+        return keep(values)
 
-    def backward(sums: PyTree, grads: PyTree) -> tuple[None, PyTree]:
-        return None, rule.finish(sums, grads)
+    def backward(residuals: tuple[PyTree, PyTree], grads: PyTree) -> tuple[None, PyTree]:
+        values, sums = residuals
+        (own,) = jax.vjp(keep, values)[1](grads)
+        return None, rule.finish(sums, own)
 
-    values.defvjp(lambda values, sums: (values, sums), backward)
+    values.defvjp(lambda values, sums: (keep(values), (values, sums)), backward)
     return values(group.values, group.sums)
 
 
@@ -124,18 +135,20 @@ def _scan_pipelined(
 
     The last layer stays out of both loops, and its gathered parameters are kept from the forward to the backward pass.
     The backward loop's last iteration gathers the first layer once more, in vain: the number of gathers is the same as
-    without overlap, two per layer.
+    without overlap, two per layer. What `Rule.keep` gathers is gathered once, in the forward loop.
     """
     rule, last = stack.rule, _length(stack.values) - 1
+    keep = rule.keep or (lambda values: values)
 
     def forward(x: jax.Array, values: PyTree, args: tuple[PyTree, ...]) -> tuple[jax.Array, PyTree]:
-        def layer(carry: tuple[jax.Array, PyTree], i: jax.Array) -> tuple[Any, jax.Array]:
-            x, full = carry
-            following = gather(_at(values, i + 1))
-            return (body(x, full, *args), following), x
+        def layer(carry: tuple[Any, ...], i: jax.Array) -> tuple[Any, Any]:
+            x, part, full = carry
+            following = keep(_at(values, i + 1))
+            return (body(x, full, *args), following, gather(following)), (x, part if rule.keep else None)
 
-        (x_last, full), xs = lax.scan(layer, (x, gather(_at(values, 0))), jnp.arange(last))
-        return body(x_last, full, *args), (xs, x_last, full)
+        first = keep(_at(values, 0))
+        (x_last, _, full), (xs, parts) = lax.scan(layer, (x, first, gather(first)), jnp.arange(last))
+        return body(x_last, full, *args), (xs, x_last, full, parts)
 
     @jax.custom_vjp
     def run(x: jax.Array, values: PyTree, sums: PyTree, args: tuple[PyTree, ...]) -> jax.Array:
@@ -147,24 +160,28 @@ def _scan_pipelined(
         return x, (*kept, values, sums, args)
 
     def run_backward(residuals: tuple[Any, ...], g: jax.Array) -> tuple[jax.Array, None, PyTree, PyTree]:
-        xs, x_last, full, values, sums, args = residuals
+        xs, x_last, full, parts, values, sums, args = residuals
+        parts = parts if rule.keep else values
 
         def layer_backward(x: jax.Array, full: PyTree, g: jax.Array) -> tuple[jax.Array, PyTree, PyTree]:
             return jax.vjp(lambda x, full, args: body(x, full, *args), x, full, args)[1](g)
 
         def finish(sums: PyTree, grads: PyTree, i: Index) -> PyTree:
-            (own,) = jax.vjp(gather, _at(values, i))[1](grads)  # hop one is the gather's transpose
+            (own,) = jax.vjp(lambda x: gather(keep(x)), _at(values, i))[1](grads)  # hop one: the gathers' transpose
             return _put(sums, rule.finish(_at(sums, i), own, i), i)
 
         def layer(carry: tuple[Any, ...], item: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
             g, full, grads, args_grads, sums = carry
             i, x = item
-            following = gather(_at(values, jnp.maximum(i - 1, 0)))
+            following = gather(_at(parts, jnp.maximum(i - 1, 0)))
             sums = finish(sums, grads, i + 1)
             g, grads, more = layer_backward(x, full, g)
             return (g, following, grads, jax.tree.map(jnp.add, args_grads, more), sums), None
 
-        following = gather(_at(values, last - 1)) if last else full
+        if not last:
+            g, grads, args_grads = layer_backward(x_last, full, g)
+            return g, None, finish(sums, grads, 0), args_grads
+        following = gather(_at(parts, last - 1))
         g, grads, args_grads = layer_backward(x_last, full, g)
         carry = g, following, grads, args_grads, sums
         (g, _, grads, args_grads, sums), _ = lax.scan(layer, carry, (jnp.arange(last), xs), reverse=True)

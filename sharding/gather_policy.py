@@ -24,6 +24,11 @@ class GatherPolicy:
     each_use: Part | None = None  # where a layer uses its parameters, in the forward and in the backward pass
 
     @property
+    def by_layer(self) -> bool:
+        """Whether each layer's parameters can be gathered apart from the others'."""
+        return self.each_use is not None
+
+    @property
     def only_where_used(self) -> bool:
         """Whether all is gathered where it is used, so that gradients come out a layer at a time."""
         return not (self.each_step or self.each_micro_step)

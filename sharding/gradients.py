@@ -27,7 +27,7 @@ GroupExchange = Callable[[str, PyTree, "Sums", jax.Array | int], "Sums"]  # (nam
 
 @dataclass(frozen=True, kw_only=True)
 class HopTwoInBackward:
-    """Hop two of a group of parameters, or of one layer, inside the last micro-step's backward pass."""
+    """Hop two of a group of parameters, or of one layer, inside the last backward pass; delayed, inside each."""
 
     # of the optimizer's state: exchanges done, and what hop two keeps for each replica, `[R, ...]`, or None
     kept: Callable[[PyTree], tuple[jax.Array, PyTree]]
@@ -178,7 +178,7 @@ def micro_steps(
 
 
 class Sums(NamedTuple):
-    """What a micro-step adds to; the last one may exchange it, and then changes what hop two keeps and counts.
+    """What a micro-step adds to; hop two in it changes what it keeps and counts: in the last one, or delayed in each.
 
     By group of parameters; `done` and `counts` of a stack are `[L]` and `[L, num_counts]`, of other groups `[]` and
     `[num_counts]`.
@@ -200,7 +200,7 @@ class Sums(NamedTuple):
 
 
 def with_hop_two(plan: ShardingPlan, grads: PyTree, kept: PyTree, done: jax.Array | int, num_counts: int) -> Sums:
-    """Returns the sums that the last micro-step starts from, if hop two is in it."""
+    """Returns the sums that the first micro-step with hop two in it starts from."""
 
     def fill(value: jax.Array | float, *shape: int) -> dict[str, jax.Array]:
         layers = {name: (_length(group),) if name == "layers" else () for name, group in grads.items()}
@@ -230,9 +230,10 @@ def accumulating(plan: ShardingPlan, params: PyTree, sums: Sums, exchange: Group
             add=add,
             exchange=partial(exchange, name, placements) if exchange else None,
             overlap=plan.overlap,
+            keep=partial(_gather_for_micro_step, plan, placements) if plan.overlap and policy.each_micro_step else None,
         )
 
-    if not policy.only_where_used:
+    if not (policy.only_where_used or plan.overlap):
         return Accumulating(values=params, sums=sums, rule=rule("", plan.placements))
     return {
         name: Accumulating(values=params[name], sums=sums.group(name), rule=rule(name, used_placements(plan, name)))
@@ -291,11 +292,18 @@ def micro_loss(loss: Loss, plan: ShardingPlan, kept: PyTree, micro: Batch) -> ja
     """Returns the loss of this device's rows `[rows, ...]`, gathering what the policy gathers in a micro-step."""
     policy, parameters = plan.layout.gather, plan.layout.parameters
     kept = values_of(kept)  # a policy that gathers for the whole micro-step accumulates after it
-    if policy.each_micro_step:
-        kept = gather_tree(plan, plan.placements, kept, policy.each_micro_step(parameters))
+    if policy.each_micro_step and not plan.overlap:  # with overlap it is gathered a layer at a time
+        kept = _gather_for_micro_step(plan, plan.placements, kept)
     if policy.each_use:
         return loss(kept, micro, layer_gather(plan, policy.each_use(parameters)))
     return loss(kept, micro, lambda name, tree: tree)
+
+
+def _gather_for_micro_step(plan: ShardingPlan, placements: PyTree, shards: PyTree) -> PyTree:
+    """Gathers what stays gathered for a micro-step."""
+    part = plan.layout.gather.each_micro_step
+    assert part
+    return gather_tree(plan, placements, shards, part(plan.layout.parameters))
 
 
 def same_on_all(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -1,6 +1,6 @@
 """The memory tier: every few steps each node keeps its shards of the state on its RAM disk (docs/elasticity.md).
 
-Each region that a node holds is written once: the processes of the node share the work. A partner process on the next
+Each region that a node holds is written once: the processes of the node share the work. A partner process on another
 node keeps a copy of the regions that no other node holds. `save` returns when the arrays are copied to the host, so
 that the caller may donate the state; a thread hashes them, commits them, and sends the partner its copy. A process
 overwrites the newest complete snapshot only after all processes have a newer one.

@@ -23,6 +23,7 @@ STRATEGIES = {
     **{f"mics({p})": dict(strategy="mics", partition_size=p) for p in (1, 2, 4)},
 }
 LAYERS = 3
+HOPS = ("gather", "hop_one")
 CODEC = dict(block=16)  # small rows would mostly be filled up
 
 
@@ -160,6 +161,8 @@ def test_values_that_are_not_finite_skip_the_step_and_leave_the_residuals() -> N
     [
         ("decoder", dict(strategy="zero3")),
         ("decoder", dict(strategy="zero3", hierarchical=False)),
+        ("decoder", dict(strategy="zero3", gather="node")),
+        ("resnet", dict(strategy="mics", partition_size=4, gather="node")),
         ("encoder", dict(strategy="zero2")),
         ("decoder", dict(strategy="zero1")),
         ("decoder", dict(strategy="mics", partition_size=2, two_hop=False)),
@@ -171,11 +174,28 @@ def test_losses_with_hop_two_after_the_pipelined_loops_equal_a_single_device(kin
     np.testing.assert_allclose(workload.losses(kind, plan), workload.single_device_losses(kind), rtol=1e-5)
 
 
+@pytest.mark.parametrize("how", [dict(strategy="zero3"), dict(strategy="mics", partition_size=4)])
+def test_what_is_gathered_between_nodes_for_a_micro_step_is_gathered_a_layer_at_a_time(how: dict[str, Any]) -> None:
+    """As many bytes cross as without overlap, once a micro-step and not twice, and the losses are the same."""
+    found, sent = [], []
+    for overlap in (False, True):
+        plan = workload.plan("decoder", overlap=overlap, num_layers=LAYERS, gather="node", **how)
+        step = workload.compiled_step("decoder", plan, num_layers=LAYERS, accumulation=2)
+        collectives = read_collectives(step[0].as_text() or "", plan.layout.shape)
+        sent.append({label: sum(c.times * c.inter_bytes for c in collectives if c.label == label) for label in HOPS})
+        found.append(workload.run_steps(*step, 3)[0])
+        gathers = [c for c in collectives if c.label == "gather" and set(c.axes) & set(INTER_AXES)]
+    assert {c.times for c in gathers if c.loop_depth == 2} == {2 * (LAYERS - 1)}  # of the program with overlap
+    np.testing.assert_allclose(*found, rtol=1e-5)
+    assert sent[1] == pytest.approx(sent[0], rel=1e-6) and min(sent[1].values()) > 0
+
+
+@pytest.mark.parametrize("gather", ["layer", "node"])
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_a_stack_of_few_layers_is_pipelined_too(num_layers: int) -> None:
+def test_a_stack_of_few_layers_is_pipelined_too(num_layers: int, gather: str) -> None:
     found = []
     for overlap in (False, True):
-        plan = workload.plan("decoder", num_layers=num_layers, overlap=overlap, **STRATEGIES["mics(2)"])
+        plan = workload.plan("decoder", num_layers=num_layers, overlap=overlap, gather=gather, **STRATEGIES["mics(4)"])
         step = workload.compiled_step("decoder", plan, num_layers=num_layers, accumulation=1)
         found.append(workload.run_steps(*step, 3)[0])
     np.testing.assert_allclose(*found, rtol=1e-6)
@@ -213,7 +233,7 @@ def test_what_is_passed_to_every_layer_gets_its_gradient() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"sharding.gather": "step"}, "sharding.gather=layer: with step"),
+        ({"sharding.gather": "step"}, "sharding.gather=layer or node: with step"),
         ({"model.remat": "dots"}, "model.remat=full, not dots"),
         ({"sharding.partitioner": "auto"}, "sharding.partitioner=manual"),
     ],

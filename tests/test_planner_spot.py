@@ -94,6 +94,7 @@ def test_a_spare_node_may_leave() -> None:
 def test_a_trace_begins_again_and_may_be_hopeless() -> None:
     found = replay_spot(trace((0, 4), (500, 0), length_s=600), (FOUR,), RUN)
     assert found.losses == 2 and found.waiting_s == 200
+    assert replay_spot(trace((0, 4), length_s=1), (FOUR,), RUN).total_s == pytest.approx(1000)  # a thousand rounds
     with pytest.raises(ValueError, match="makes no progress on this trace: step 0 of 100"):
         replay_spot(trace((0, 1), length_s=600), (FOUR,), RUN)
 
@@ -101,7 +102,7 @@ def test_a_trace_begins_again_and_may_be_hopeless() -> None:
 def test_the_text() -> None:
     text = spot_text(cost((0, 4), (105, 0), (305, 4)), "t.csv")
     assert "on spot nodes, t.csv: 1.00 G tokens in 0.3 h, 1 $ (1 $/Gtoken)" in text
-    assert "losses of the run's nodes: 1; with the state that memory had: 1" in text
+    assert "losses of the run's nodes: 1, back to a checkpoint: 1" in text
     assert "on demand, never interrupted: 0.3 h, 3 $ (3 $/Gtoken)" in text
     assert spot_text(replay_spot(trace((0, 4)), (FOUR,), RUN), "t.csv").count("$") == 0
 

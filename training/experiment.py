@@ -177,8 +177,8 @@ def _overlaps(config: Config, layout: Layout, remat: str, platform: str) -> bool
     obstacle = ""
     if layout.is_automatic:
         obstacle = "sharding.partitioner=manual: otherwise XLA chooses where to communicate"
-    elif not layout.gather.only_where_used:
-        obstacle = f"sharding.gather=layer: with {layout.gather.name} gradients do not come out a layer at a time"
+    elif not layout.gather.by_layer:
+        obstacle = f"sharding.gather=layer or node: with {layout.gather.name} all layers are gathered together"
     elif remat != "full":
         obstacle = f"model.remat=full, not {remat}: its backward pass computes each layer again from its input"
     choice = config.sharding.overlap
