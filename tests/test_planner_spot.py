@@ -127,7 +127,7 @@ def test_both_kinds_of_file(tmp_path: Path) -> None:
         ("seconds,nodes\n0,4\n", "seconds must begin at 0 and increase, in two lines at least"),
         ("seconds,nodes\n5,4\n6,4\n", "seconds must begin at 0"),
         ("seconds,nodes\n0,4\n9,3\n9,4\n", "seconds must begin at 0 and increase"),
-        ("seconds,nodes\n0,4\n9,-1\n", "-1 nodes"),
+        ("seconds,nodes\n0,4\n9,-1\n", "is no line of seconds,nodes"),
         ("seconds,nodes\n0,4\nnan,1\n", "nan is no time"),
         ("seconds,nodes\n0,many\n9,1\n", "many"),
         ('{"data": [1]}', "metadata"),
