@@ -30,7 +30,7 @@ LINES = [
 def test_errors_are_those_of_the_predictions() -> None:
     text = planner_validation.summary(LINES)
     assert text.startswith("4 of 6 steps are predicted within 10%, nine of ten within 67%")
-    assert "the mean error is -10.0%, from -67% to +15%" in text
+    assert "the mean error is -10.1%, from -67% to +15%" in text
     assert planner_validation.bests(LINES).splitlines() == [
         "- fastest of 2 at 1gbit: predicted ddp, right",
         "- fastest of 2 at 200mbit: predicted ddp, measured mics(2), which was 2.0% faster",
