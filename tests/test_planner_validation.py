@@ -34,7 +34,7 @@ def test_errors_are_those_of_the_predictions() -> None:
     assert planner_validation.bests(LINES).splitlines() == [
         "- fastest of 2 at 1gbit: predicted ddp, right",
         "- fastest of 2 at 200mbit: predicted ddp, measured mics(2), which was 2.0% faster",
-        "- fastest of 2 at 100mbit: predicted zero3, measured mics(2)",
+        "- fastest of 2 at 100mbit: predicted zero3, measured mics(2), which was 150.0% faster",
     ]
 
 
