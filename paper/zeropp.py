@@ -129,8 +129,9 @@ def _why(records: Records) -> str:
     return (
         "At 100 Gbit/s the link takes most of the step, and the replay is nearest to what the paper measured. With "
         "faster links ours are too fast: from 100 to 400 Gbit/s, with 1K tokens, their ZeRO-3 becomes "
-        f"{fast / slow:.2f} times as fast and ours {ours_fast / ours_slow:.2f} times. The planner takes the same share of a peak to be "
-        "reached at every rate and size (docs/planner.md); what those GPUs and adapters reached is not published. At "
+        f"{fast / slow:.2f} times as fast and ours {ours_fast / ours_slow:.2f} times. The planner takes the same share "
+        "of a peak to be reached at every rate and size (docs/planner.md); what those GPUs and adapters reached is not "
+        "published. At "
         f"800 Gbit/s with 2K tokens {zeropp:.0%} of our ZeRO++'s step waits for the network, and {zero3:.0%} of "
         "ZeRO-3's: there encoding costs more than it saves. Ours gathers a layer ahead in both; what ZeRO++ gathers "
         "between nodes in the forward pass it keeps, cut over the node, for the backward pass."

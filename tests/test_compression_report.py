@@ -24,7 +24,7 @@ def step(codec: str, rate: str, steps: list[float], command: str = "", loss: flo
 def test_page_is_up_to_date_with_the_record() -> None:
     text = compression_report.page(LINES)
     assert compression_report.PAGE.read_text() == text, "run: python -m benchmarks.compression --report"
-    assert "\n    python -m benchmarks.compression --rates=100mbit --repetitions=1\n" in text
+    assert "\n    python -m benchmarks.compression --rates=100mbit --repetitions=2\n" in text
     assert "`python -m benchmarks.compression --report`" in text
 
 
