@@ -80,6 +80,7 @@ def networks(cell: Cell) -> dict[str, Network]:
         intra_latency_s=own.intra_latency_s,
         node_bandwidth=fit.bandwidth,
         inter_latency_s=fit.latency_s,
+        all_to_all_fraction=own.all_to_all_fraction,
     )
     return {PLANNER: own, PAPER: paper}
 

@@ -28,6 +28,7 @@ class Network:
     intra_latency_s: float  # of one message
     node_bandwidth: float  # bytes/s that a node sends to the others, shared by its devices
     inter_latency_s: float  # of one message
+    all_to_all_fraction: float  # of a node's bandwidth, that an all-to-all reaches
 
     def level_s(self, level: str, sent_bytes: float, messages: int) -> float:
         """Returns how long a level ("inter" or "intra") takes if each device sends so many bytes and messages on it."""

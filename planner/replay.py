@@ -305,8 +305,9 @@ def level_seconds(collective: Collective, network: Network) -> dict[str, float]:
     """Returns how long one execution of a collective occupies each level: a ring's latencies, and its bytes."""
     rounds = {"all-reduce": 2 * (collective.group_size - 1), "collective-permute": 1}
     messages = rounds.get(collective.kind, collective.group_size - 1)
+    reached = network.all_to_all_fraction if collective.kind == "all-to-all" else 1.0
     return {
-        "inter": network.level_s("inter", collective.inter_bytes, messages),
+        "inter": network.level_s("inter", collective.inter_bytes / reached, messages),
         "intra": network.level_s("intra", collective.intra_bytes, messages),
     }
 

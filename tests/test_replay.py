@@ -17,7 +17,14 @@ DEVICE = Device(
     peak_flops={"f32": 2}, matmul_fraction=0.5, memory_bandwidth=1, functions_per_s=float("inf"), launch_s=0
 )
 # one byte of each device takes 1 s inside the node and 10 s between nodes
-NETWORK = Network(devices_per_node=2, intra_bandwidth=1, intra_latency_s=0, node_bandwidth=0.2, inter_latency_s=0)
+NETWORK = Network(
+    devices_per_node=2,
+    intra_bandwidth=1,
+    intra_latency_s=0,
+    node_bandwidth=0.2,
+    inter_latency_s=0,
+    all_to_all_fraction=0.5,
+)
 INTRA, INTER = "replica_groups={{0,1},{2,3}}", "replica_groups={{0,2},{1,3}}"
 
 
@@ -93,6 +100,13 @@ def test_latency_is_paid_for_each_round_of_a_ring() -> None:
     four = "replica_groups={{0,1,2,3}}"  # 3 rounds; two of four edges cross: each device 7.5 bytes on either level
     timeline = replayed(*gather("g", four, 20), network=network)
     assert (timeline.step_s, [*timeline.uses]) == (3 * 100 + 75, [("all-gather", "inter")])
+
+
+def test_an_all_to_all_reaches_a_part_of_a_node_link() -> None:
+    """10 of 20 bytes cross, of two devices, at 0.2 bytes a second, of which it reaches half."""
+    said = "replica_groups={{0,2},{1,3}}, dimensions={0}"
+    timeline = replayed("%x = u8[20] broadcast(%p)", f"%a = u8[20] all-to-all(%x), {said}")
+    assert timeline.use("all-to-all").busy_s == 2 * 10 / 0.2 / 0.5
 
 
 def test_a_collective_on_both_levels_occupies_both() -> None:
