@@ -47,6 +47,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", default="", help="only steps whose name contains this")
     options = parser.parse_args(argv[1:])
     chosen = [cell for cell in cells() if options.only in cell.name]
+    if not chosen:
+        print(f"error: --only={options.only} is in no name, such as {cells()[0].name}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max((cell.gpus for cell in chosen), default=1))
     failed = 0

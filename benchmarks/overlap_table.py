@@ -93,6 +93,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", default="", help="only cases whose name contains this; `=NAME` is that name")
     parser.add_argument("--report", action="store_true", help="only write the table from what is recorded")
     options = parser.parse_args(argv[1:])
+    if not any(chosen(case, options.only) for case in CASES):
+        print(
+            f"error: --only={options.only} is in no name; there are {', '.join(c.name for c in CASES)}", file=sys.stderr
+        )
+        return ExitCode.BAD_INPUT
     failed = 0
     for case in [] if options.report else [case for case in CASES if chosen(case, options.only)]:
         try:

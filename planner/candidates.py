@@ -85,7 +85,10 @@ def of_strategies(words: Sequence[str], config: Config) -> list[Candidate]:
         match = re.fullmatch(r"(\w+?)(?:\((\d+)\))?", word)
         known = match and ((match[1] in names and not match[2]) or (match[1] == "mics" and match[2]))
         if not match or not known:
-            raise ValueError(f"--strategy={word} is not a strategy; there are {', '.join(NAMES)}, such as mics(8)")
+            raise ValueError(
+                f"--strategy={word} is not a strategy; there are {', '.join(NAMES)}, such as mics(8), and custom with "
+                "its scopes: custom+optimizer=all"
+            )
         partition_size = int(match[2] or 0)
         found.append(replace(of_config(config), strategy=match[1], partition_size=partition_size, extras=extras))
     return found

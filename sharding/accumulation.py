@@ -144,10 +144,11 @@ def _scan_pipelined(
         def layer(carry: tuple[Any, ...], i: jax.Array) -> tuple[Any, Any]:
             x, part, full = carry
             following = keep(_at(values, i + 1))
-            return (body(x, full, *args), following, gather(following)), (x, part if rule.keep else None)
+            return (body(x, full, *args), following if rule.keep else None, gather(following)), (x, part)
 
         first = keep(_at(values, 0))
-        (x_last, _, full), (xs, parts) = lax.scan(layer, (x, first, gather(first)), jnp.arange(last))
+        carry = x, first if rule.keep else None, gather(first)
+        (x_last, _, full), (xs, parts) = lax.scan(layer, carry, jnp.arange(last))
         return body(x_last, full, *args), (xs, x_last, full, parts)
 
     @jax.custom_vjp
