@@ -1,12 +1,16 @@
-"""The example in docs/planner.md is what the program prints; `python -m benchmarks.planner_example` writes it."""
+"""The examples in docs/planner.md are what the program prints; `python -m benchmarks.planner_example` writes them."""
 
-from benchmarks.planner_example import PAGE, block, example, recorded
+import pytest
+
+from benchmarks.planner_example import ASKED, PAGE, block, example, recorded
 
 
-def test_the_example_is_what_is_printed() -> None:
-    assert block(PAGE.read_text()) == example(recorded())
+@pytest.mark.parametrize("name", ASKED)
+def test_the_example_is_what_is_printed(name: str) -> None:
+    assert block(PAGE.read_text(), name) == example(name)
 
 
 def test_its_plan_is_a_search_that_looked_at_something() -> None:
-    counts = recorded().counts
-    assert counts and counts.compiled >= 2 and counts.did_not_fit + len(recorded().predictions) == counts.compiled
+    (plan,) = recorded("example")
+    assert plan.counts and plan.counts.compiled >= 2
+    assert plan.counts.did_not_fit + len(plan.predictions) == plan.counts.compiled
