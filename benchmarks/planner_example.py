@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from configs import command_line
+from configs import base, bert_10b
 from planner.clusters import CLUSTERS
 from planner.report import Plan, from_json, plan_text
 from planner.spot import World, replay_spot, run_of, spot_text
@@ -56,8 +56,7 @@ def example(name: str) -> str:
 def spot_example(plans: list[Plan]) -> str:
     """Returns what is printed of the config's run in the planned worlds; its groups are nodes, so each has a copy."""
     worlds = [World(nodes=p.nodes, step_s=p.best.step_s, whole_copies=p.nodes) for p in plans]
-    words = ["planner_example", CONFIG]
-    run = run_of(command_line.parse(words, command_line.new_flags(words)))
+    run = run_of(base.typed(bert_10b.get_config()))
     price = CLUSTERS[CLUSTER].on_demand
     assert price
     cost = replay_spot(read_trace(ROOT / TRACE), worlds, run, on_demand_usd_per_hour=price.usd_per_hour)
