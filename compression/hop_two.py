@@ -43,6 +43,8 @@ class HopTwo:
     downstream: Callable[[OptimizerConfig], OptimizerConfig] = lambda optimizer: optimizer
     # hop two one layer at a time, for `sharding.overlap`; None: the method needs all gradients at once
     in_backward: Callable[[Setup], HopTwoInBackward] | None = None
+    # whether its exchange takes any piece of a shard too, without placements or a key, for `delayed`
+    takes_pieces: bool = False
 
     @property
     def hands_on(self) -> str:
@@ -80,7 +82,7 @@ class HopTwo:
             return None
         if not setup.compression.delayed:
             return self.in_backward(setup)
-        if self.name != "none":
+        if not self.takes_pieces:
             return None
         nothing = jnp.zeros((), jnp.int32)
         return replace(self.in_backward(setup), delayed=True, kept=lambda state: (nothing, state.waiting.tree))

@@ -2,7 +2,7 @@
 
 XLA for GPUs must be installed (`make .venv/h100/installed`). It runs in a process of its own: with the CUDA plug-in in
 its path jax looks for a GPU. The process ends as soon as XLA has written the scheduled program and its buffers down:
-machine code, which takes half of the time, is not needed. What was compiled is kept in a cache folder, by config,
+machine code is not needed. What was compiled is kept in a cache folder, by config,
 cluster, flags and source code.
 """
 
@@ -78,6 +78,7 @@ def compile_step(
         with tempfile.TemporaryDirectory(dir=folder) as out:
             path = str(ROOT) if target == CPU else f"{WHEELS}:{ROOT}"
             dump = "" if target == CPU else f"--xla_dump_to={out} --xla_dump_hlo_module_re=^{MODULE}$"
+            # TMPDIR: what XLA leaves behind when its process ends goes with this folder
             variables = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": f"{FAST} {dump} {xla_flags}", "TMPDIR": out}
             command = [sys.executable, "-m", "planner.compile", *words, f"--out={out}"]
             done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)

@@ -29,7 +29,7 @@ class Counts:
     """What became of the candidates of a search."""
 
     candidates: int
-    illegal: int
+    illegal: int  # or refused by XLA
     too_large: int  # by the bound on their memory, or because a smaller one did not fit
     too_slow: int  # by the bound on their time
     compiled: int
@@ -44,7 +44,7 @@ class Found:
 
     steps: tuple[tuple[Prediction, Step], ...]
     too_large: tuple[str, ...]  # of those that were compiled: a line for each that does not fit
-    refused: tuple[str, ...]  # a line for each that is not legal
+    refused: tuple[str, ...]  # a line for each that is not legal, or that XLA refuses
     counts: Counts
 
 
@@ -74,7 +74,6 @@ def search(
     every = all_candidates(config, machine.nodes, machine.cluster.devices_per_node)
     wanted = list(candidates) or [own, *(candidate for candidate in every if candidate != own)]
     options, refused = _options(wanted, config, machine, devices)
-    illegal = len(refused)
     seen = dict.fromkeys(("too_large", "too_slow", "compiled", "from_cache", "not_looked_at"), 0)
     if not candidates:
         small = [option for option in options if option.bounds.least_bytes <= machine.capacity]
@@ -83,6 +82,7 @@ def search(
         small, most = options, len(options)
     steps: list[tuple[Prediction, Step]] = []
     failed: list[tuple[_Option, Memory]] = []
+    errors: list[ValueError] = []  # of programs that XLA refuses
     waiting = deque(sorted(small, key=lambda option: _order(option, own, machine.capacity)))
     while waiting:
         chosen: list[_Option] = []
@@ -103,9 +103,11 @@ def search(
         with ThreadPoolExecutor(AT_ONCE) as pool:
             running = [pool.submit(compile_one, o.candidate, o.experiment, machine) for o in chosen]
         for option, done in zip(chosen, running, strict=True):
-            if isinstance(error := done.exception(), ValueError) and len(small) > 1:  # XLA refuses some programs
+            if isinstance(error := done.exception(), ValueError):
+                errors.append(error)
                 refused.append(f"{option.candidate}: {error}")
                 say(refused[-1])
+                seen["compiled"] -= 1
                 continue
             step = done.result()
             memory = step.memory()
@@ -117,12 +119,12 @@ def search(
                 failed.append((option, memory))
                 say(_too_large(option.candidate, memory))
     if not steps:
-        raise ValueError(nothing_fits(machine, options, failed))
+        raise errors[0] if errors and not failed else ValueError(nothing_fits(machine, options, failed))
     return Found(
         steps=tuple(sorted(steps, key=lambda pair: pair[0].step_s)),
         too_large=tuple(_too_large(option.candidate, memory) for option, memory in failed),
         refused=tuple(refused),
-        counts=Counts(candidates=len(wanted), illegal=illegal, did_not_fit=len(failed), **seen),
+        counts=Counts(candidates=len(wanted), illegal=len(refused), did_not_fit=len(failed), **seen),
     )
 
 

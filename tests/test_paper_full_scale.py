@@ -4,7 +4,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+from planning import WORDS, own_cache, small  # noqa: F401 (a fixture)
+from running import IGNORED
 
 from benchmarks import full_scale
 from benchmarks.full_scale_cells import Cell, cells
@@ -24,11 +27,16 @@ from paper.mics_figures_12_to_15 import Bars
 from paper.mics_memory import Shape, zero2_bytes, zero3_bytes
 from paper.mics_replayed import Replay
 from paper.records import Records, read_records
+from planner import clusters
+from planner import compile as compiling
+from planner.candidates import of_config
 from planner.compile import CompiledStep
+from planner.predict import Machine, compiled_step
 from sharding.hlo import read_collectives
 from sharding.mesh import MeshShape
+from training.experiment import make_experiment
 
-pytestmark = pytest.mark.document
+pytestmark = [pytest.mark.document, IGNORED]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -243,6 +251,30 @@ def test_resized_program_has_more_replicas_and_fewer_micro_steps() -> None:
     with pytest.raises(ValueError, match="kind that is not known"):
         odd = dataclasses.replace(step, text=PROGRAM.replace("{0,4},{1,5}", "{0,5},{1,4}"))
         resized(odd, replicas=8, accumulation=(16, 4), batch_bytes=0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compiling.WHEELS.exists(), reason="XLA for GPUs is not installed: make .venv/h100/installed")
+def test_resized_program_is_replayed_like_one_compiled_for_as_many() -> None:
+    """2 nodes of 2 H100 with 8 micro-steps become 4 nodes with 4."""
+    config = small(batch__global_size=32)
+    cluster = dataclasses.replace(clusters.CLUSTERS["p5.48xlarge"], devices_per_node=2)
+    words = (*WORDS, "--config.batch.global_size=32")
+    first, second = (
+        compiled_step(
+            of_config(config),
+            make_experiment(config, jax.devices()[: 2 * nodes]),
+            Machine(cluster=cluster, nodes=nodes, config_words=words, target="h100"),
+        )
+        for nodes in (2, 4)
+    )
+    found = resized(first.compiled, replicas=4, accumulation=(8, 4), batch_bytes=first.memory().batch)
+    assert found.shape == second.compiled.shape
+    assert found.argument_bytes == second.compiled.argument_bytes
+    more = found.temporary_bytes - second.compiled.temporary_bytes
+    assert 0 <= more <= 2 * first.memory().batch  # copies of the batch, which are not rewritten
+    step_s, wanted = (dataclasses.replace(second, compiled=one).timeline().step_s for one in (found, second.compiled))
+    assert step_s == pytest.approx(wanted, rel=1e-6)
 
 
 def test_table_1_shows_where_our_config_differs(records: Records) -> None:

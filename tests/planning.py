@@ -1,0 +1,47 @@
+"""What the tests of the planner share: a small config, its step on 4 emulated nodes of 2, and a cache of their own."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from running import ROOT, SMALL
+
+from configs import base, quickstart
+from configs.schema import Config
+from planner import clusters
+from planner import compile as compiling
+from planner.candidates import Candidate, of_config
+from planner.predict import Machine, Step, compiled_step
+from training.experiment import Experiment, make_experiment
+
+FILE = f"--config={ROOT}/configs/quickstart.py"
+WORDS = (FILE, *(f"--config.{key}={value}" for key, value in SMALL.items()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Programs are compiled once for all tests of this file, and kept nowhere else."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("MICS_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def small(**changes: Any) -> Config:
+    config = quickstart.get_config()
+    config.update_from_flattened_dict(SMALL | {key.replace("__", "."): value for key, value in changes.items()})
+    return base.typed(config)
+
+
+def machine(cluster: clusters.Cluster = clusters.EMULATED, nodes: int = 4) -> Machine:
+    return Machine(cluster=cluster, nodes=nodes, config_words=WORDS, target=compiling.CPU)
+
+
+def experiment(candidate: Candidate) -> Experiment:
+    return make_experiment(candidate.applied(small()))
+
+
+@pytest.fixture(scope="module", name="step")
+def a_step() -> Step:
+    """The step of mics(2) on 4 emulated nodes of 2."""
+    candidate = of_config(small())
+    return compiled_step(candidate, experiment(candidate), machine())

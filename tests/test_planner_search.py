@@ -1,0 +1,179 @@
+"""The search: it proposes only what fits, compiles what should fit first, and reads what XLA has scheduled."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+from planning import a_step, machine, own_cache, small  # noqa: F401 (fixtures)
+from running import IGNORED
+
+from planner import clusters
+from planner import compile as compiling
+from planner.bounds import bounds
+from planner.candidates import Candidate, all_candidates, of_config, of_strategies
+from planner.predict import Memory, Step
+from planner.replay import replay
+from planner.search import Found, search
+from sharding.hlo_program import parse_program
+from training.experiment import make_experiment
+
+pytestmark = IGNORED
+
+
+class Made:
+    """A compiled step of made-up memory and time."""
+
+    def __init__(self, candidate: Candidate, total: float, capacity: float, seconds: float, like: Step) -> None:
+        memory = dict.fromkeys(("parameters", "gradients", "optimizer", "batch"), 0.0)
+        self._memory = Memory(**memory, temporaries=total, capacity=capacity)
+        self._prediction = replace(like.prediction(), candidate=candidate, memory=self._memory, step_s=seconds)
+
+    def memory(self) -> Memory:
+        return self._memory
+
+    def prediction(self) -> Any:
+        return self._prediction
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_search_proposes_only_what_fits(seed: int, step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    device = replace(clusters.CPU, memory_bytes=8 * 10 ** draw.uniform(5, 6.5))
+    here = machine(replace(clusters.EMULATED, device=device))
+    needs = {c: 10 ** draw.uniform(4.5, 6.5) for c in all_candidates(small(), 4, 2)}
+    monkeypatch.setattr(compiling, "is_compiled", lambda **request: False)
+    made: list[Candidate] = []
+
+    def compile_one(candidate: Candidate, *_: Any) -> Any:
+        made.append(candidate)
+        return Made(candidate, needs[candidate], here.capacity, draw.uniform(0.1, 10), step)
+
+    most = draw.randint(1, 8)
+    try:
+        found = search(small(), here, jax.devices(), most=most, compile_one=compile_one)
+    except ValueError as error:
+        assert "nothing fits 4 nodes of emulated" in str(error) and "what would help" in str(error)
+        assert all(needs[candidate] > here.capacity for candidate in made)
+        return
+    assert found.steps and len(made) <= most and len(made) == len(set(made))
+    assert all(needs[prediction.candidate] <= here.capacity for prediction, _ in found.steps)
+    seconds = [prediction.step_s for prediction, _ in found.steps]
+    assert seconds == sorted(seconds)
+    counts = found.counts
+    assert counts.candidates == len(needs)
+    assert counts.compiled == len(made) == len(found.steps) + counts.did_not_fit == len(found.too_large) + len(seconds)
+    rest = counts.illegal + counts.too_large + counts.too_slow + counts.not_looked_at
+    assert rest + counts.compiled == counts.candidates
+
+
+def test_what_did_not_fit_tells_what_fewer_rows_need(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    """105, 89 GB for 8 and 4 rows: 2 rows need 81 at least, and are not compiled; 1 row may do with 77."""
+    config = small(batch__global_size=64, sharding__strategy="zero3", sharding__partition_size=0)
+    device = replace(clusters.CPU, memory_bytes=78e6 / 0.9, is_shared=False)
+    needs = {8: 105e6, 4: 89e6, 2: 81e6, 1: 77e6}
+    monkeypatch.setattr(compiling, "is_compiled", lambda **request: False)
+    monkeypatch.setattr("planner.search.all_candidates", lambda *_: [replace(own, micro_size=m) for m in needs])
+    own, made = replace(of_config(config), micro_size=8), []
+
+    def compile_one(candidate: Candidate, *_: Any) -> Any:
+        made.append(candidate.micro_size)
+        return Made(candidate, needs[candidate.micro_size], 78e6, 1.0, step)
+
+    here = machine(replace(clusters.EMULATED, device=device))
+    wide = replace(config, batch=replace(config.batch, micro_size=8))
+    (found,) = search(wide, here, jax.devices(), most=9, compile_one=compile_one).steps
+    assert found[0].candidate.micro_size == 1 and 2 not in made
+
+
+def test_what_should_fit_is_compiled_first(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(batch__global_size=64)
+    own, bytes_of = of_config(config), {}
+    for candidate in all_candidates(config, 4, 2):
+        bytes_of[candidate] = bounds(make_experiment(candidate.applied(config)), clusters.EMULATED).estimate_bytes
+    middle = sorted(bytes_of.values())[len(bytes_of) // 2]
+    device = replace(clusters.CPU, memory_bytes=middle / 0.9, is_shared=False)
+    monkeypatch.setattr(compiling, "is_compiled", lambda **request: False)
+    made: list[Candidate] = []
+
+    def compile_one(candidate: Candidate, *_: Any) -> Any:
+        made.append(candidate)
+        return Made(candidate, 0, middle, 1e9, step)
+
+    here = machine(replace(clusters.EMULATED, device=device))
+    search(config, here, jax.devices(), most=100, compile_one=compile_one)
+    assert made.index(own) <= 1  # two are compiled at once
+    too_large = [bytes_of[candidate] > middle for candidate in made if candidate != own]
+    assert {*too_large} == {False, True}
+    first = too_large.index(True)
+    assert sum(too_large[first:]) >= len(too_large) - first - 1 and not any(too_large[: first - 1])
+
+
+def test_what_is_too_large_is_not_compiled() -> None:
+    tiny = machine(replace(clusters.EMULATED, device=replace(clusters.CPU, memory_bytes=1e5, is_shared=False)))
+
+    def compile_one(*_: Any) -> Any:
+        raise AssertionError("it cannot fit")
+
+    with pytest.raises(ValueError, match=r"nothing fits .* needs at least .* what would help: --nodes=\d+ with"):
+        search(small(), tiny, jax.devices(), most=9, compile_one=compile_one)
+
+
+def refusing(refused: set[str], like: Step) -> Any:
+    """Compiles as XLA does that refuses the programs of some strategies."""
+
+    def compile_one(candidate: Candidate, *_: Any) -> Any:
+        if candidate.name in refused:
+            raise ValueError(f"XLA cannot compile {candidate.name}")
+        return Made(candidate, 1.0, 1e12, 1.0, like)
+
+    return compile_one
+
+
+def test_what_xla_refuses_does_not_end_a_search(step: Step) -> None:
+    every = of_strategies(["ddp", "zero3", "mics(2)"], small())
+
+    def searched(refused: set[str]) -> Found:
+        made = refusing(refused, step)
+        return search(small(), machine(), jax.devices(), most=3, candidates=every, compile_one=made)
+
+    found = searched({"zero3"})
+    assert {prediction.candidate.name for prediction, _ in found.steps} == {"ddp", "mics(2)"}
+    assert [line.partition(": ")[2] for line in found.refused] == ["XLA cannot compile zero3"]
+    assert (found.counts.illegal, found.counts.compiled, found.counts.candidates) == (1, 2, 3)
+    with pytest.raises(ValueError, match=r"^XLA cannot compile mics"):  # the config's own comes first
+        searched({candidate.name for candidate in every})
+
+
+# ------------------------------------------------------------------------------------------------ compiled programs
+
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 400, parameter 13, shape |f32[100]| at ShapeIndex {}, maybe-live-out:
+ value: <12 p @0> (size=400,offset=0): f32[100]{0}
+allocation 1: size 30, parameter 2, shape |f32[5]| at ShapeIndex {}:
+allocation 2: size 4, constant:
+allocation 3: size 7000, preallocated-temp:
+ value: <13 t @0> (size=7000,offset=0): f32[100]{0}
+"""
+
+
+def test_bytes_of_a_buffer_assignment() -> None:
+    assert compiling.buffer_bytes(ASSIGNMENT) == (430, 7000)
+    with pytest.raises(ValueError, match="its format is another one"):
+        compiling.buffer_bytes("BufferAssignment:\n")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compiling.WHEELS.exists(), reason="XLA for GPUs is not installed: make .venv/h100/installed")
+def test_the_program_before_machine_code_is_that_of_the_whole_compilation() -> None:
+    """Without a dump there is nothing to read before the end."""
+    gpu = machine(clusters.CLUSTERS["p5.48xlarge"], nodes=2)
+    candidate = of_config(small())
+    wide = make_experiment(candidate.applied(small()))
+    request = gpu.request(candidate, wide.config) | {"target": "h100"}
+    early, whole = (compiling.compile_step(**request | {"xla_flags": flags}) for flags in ("", "--xla_dump_to="))
+    assert early.argument_bytes == whole.argument_bytes and early.temporary_bytes == whole.temporary_bytes
+    device, network = gpu.cluster.compute(16), gpu.cluster.network()
+    first, second = (replay(parse_program(step.text), step.shape, device, network) for step in (early, whole))
+    assert replace(first, intervals=()) == replace(second, intervals=())
