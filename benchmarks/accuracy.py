@@ -4,8 +4,8 @@
     python -m benchmarks.accuracy --seeds=0         # only writes the tables
 
 Trains the runs that are not recorded yet, in this process (with the parts of train.py; each of 4 virtual devices is a
-node), adds one line per run to benchmarks/results/accuracy.jsonl and writes the tables of docs/compression.md. The key
-`superseded` marks lines of outdated code, with the reason; they stay on record, but the tables ignore them.
+node), adds one line per run to benchmarks/results/accuracy.jsonl and writes the tables of docs/compression_accuracy.md.
+The key `superseded` marks lines of outdated code, with the reason; they stay on record, but the tables ignore them.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from training.validation import Validator
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "accuracy.jsonl"
-PAGE = ROOT / "docs" / "compression.md"
+PAGE = ROOT / "docs" / "compression_accuracy.md"
 BEGIN, END = "<!-- benchmarks/accuracy.py writes from here -->", "<!-- to here -->"
 REPLICAS = 4
 WARM_UP = 0.2  # of one_bit_adam, as a share of the steps
@@ -186,7 +186,7 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def write_tables(lines: list[dict[str, Any]]) -> None:
-    """Writes the tables into docs/compression.md, between its two markers."""
+    """Writes the tables into docs/compression_accuracy.md, between its two markers."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     tables = "\n\n".join(table(task, [line for line in lines if line["task"] == task]) for task in TASKS)

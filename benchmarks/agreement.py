@@ -182,8 +182,7 @@ def page(lines: list[dict[str, Any]]) -> str:
     hashed = [table_row(head), "|---" * len(head) + "|"]
     for key in ("commit", "restore"):
         hashed.append(table_row([OPERATIONS[key], *(mebibytes(line["hashed_bytes"][key]) for line in newest.values())]))
-    return f"""# What agreement costs
-
+    return f"""{head("What agreement costs")}
 The processes of a run agree through the key-value store of jax's coordination service (`runtime/consensus.py`), not
 through collectives: on the token, the snapshot or checkpoint to go on from, and every save. Calls to the store by all
 processes together, with the most that one process makes:

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.strategies_lines import step_time
 from cluster.links import Links
+from files.pages import head
 from paper.plots import Bars, draw_bars, png
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +39,7 @@ def page(lines: Sequence[Line]) -> str:
     return (
         "\n\n".join(
             [
-                "# Hop two with codecs, measured",
+                head("Hop two with codecs, measured").rstrip(),
                 "The record, `benchmarks/results/compression.jsonl`, is made by (it runs what is missing)",
                 f"    python -m benchmarks.compression --rates={','.join(rates)} --repetitions={repetitions}",
                 "and printed by `python -m benchmarks.compression --report`, which runs nothing.",

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import dynamic_training_cost as cost
 from benchmarks.records import recorded, spread
+from files.pages import head
 from palette import FILL, GRID, LINE, SERIES
 from paper.plots import OUTSIDE, png
 
@@ -35,7 +36,7 @@ def page(lines: Sequence[Line], events: Sequence[Line]) -> str:
     """Returns docs/dynamic_training.md; `events` are the lines of EVENTS."""
     seeds = whole_seeds(lines)
     made = f"--seeds={len(seeds)} --steps={lines[0]['steps']}" if seeds else "[--seeds=3] [--steps=300]"
-    sections = [INTRO.format(made=made), *([accuracy_section(seeds)] if seeds else [])]
+    sections = [INTRO.format(head=head("Dynamic Training"), made=made), *([accuracy_section(seeds)] if seeds else [])]
     return "\n\n".join([*sections, cost_section(cost.simulated(), events)]) + "\n"
 
 
@@ -50,8 +51,7 @@ def runs_of(lines: Sequence[Line], seed: int) -> dict[str, Line]:
     return {line["kind"]: line for line in lines if line["seed"] == seed}
 
 
-INTRO = """# Dynamic Training
-
+INTRO = """{head}
 The results are in `benchmarks/results/dynamic_training.jsonl`, recorded by (it runs only what is missing)
 
     python -m benchmarks.dynamic_training {made}

@@ -29,6 +29,7 @@ from cluster.chaos.plan import Fault
 from cluster.chaos.run import ROOT, ElasticRun, RunError
 from cluster.chaos.same import compare_losses, compare_parameters
 from files import json_lines
+from files.pages import head
 from metrics.run_files import read_run
 from runtime.events import Event, EventReader
 
@@ -233,7 +234,7 @@ def chaos_page(lines: Sequence[dict[str, Any]]) -> str:
     )
 
 
-TITLE = "# What events cost an elastic run\n"
+TITLE = head("What events cost an elastic run")
 MATRIX_PAGE = f"""\
 The results are in `benchmarks/results/elastic.jsonl`, recorded by these commands, some of them run several times:
 

@@ -20,6 +20,7 @@ from benchmarks.strategies_lines import (
     step_time,
 )
 from benchmarks.strategies_pictures import draw_bytes, draw_shares, draw_step_times
+from files.pages import head
 from paper.plots import Bar, png
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +64,7 @@ def intro(lines: Sequence[Line]) -> str:
     steps = ", ".join(str(count) for count in sorted({len(line["step_times_s"]) for line in lines}))
     made = "\n".join(f"    {command}" for command in commands(lines))
     return (
-        "# Strategies on a slow network, measured\n\n"
+        f"{head('Strategies on a slow network, measured')}\n"
         "The record, `benchmarks/results/strategies.jsonl`, is made by (each runs what is missing; PYTHON has torch)"
         f"\n\n{made}\n\nand printed by `python -m benchmarks.strategies --report`, which runs nothing.\n\n"
         "The standard workload (`configs/standard.py`: 25.6 M parameters, f32, AdamW, rematerialised layers, one "

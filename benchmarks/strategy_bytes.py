@@ -1,4 +1,4 @@
-"""Prints the numbers of the README's table of strategies, read from the compiled programs.
+"""Prints the numbers of the table of strategies in docs/concepts.md, read from the compiled programs.
 
     python -m benchmarks.strategy_bytes
 

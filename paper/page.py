@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from types import ModuleType
 
+from files.pages import head
 from paper import (
     compression,
     elastic,
@@ -92,7 +93,7 @@ def _head(records: Records) -> list[str]:
     about, steps = records.about, len(next(iter(records.curves.values()))["losses"])
     commits = ", ".join(sorted({line["commit"][:7] for line in records.papers}))
     return [
-        "# The papers' numbers beside ours",
+        head("The papers' numbers beside ours").rstrip(),
         "Written by `python -m paper` from the records in `benchmarks/results`; do not edit. Every number of ours in "
         "a table is computed from a record or a formula; published ones are in `paper/published*.py`. "
         f"Compiled programs: commit {about['commit'][:7]}, jax {about['jax']}, virtual CPU devices; benchmarks.papers: "
@@ -101,7 +102,7 @@ def _head(records: Records) -> list[str]:
         f"    {about['command']}\n    python -m benchmarks.papers\n    python -m benchmarks.full_scale\n"
         f"    python -m benchmarks.fidelity --steps={steps}",
         "and by the commands that head docs/strategies.md, docs/compression_measured.md and the tables of "
-        "docs/compression.md.",
+        "docs/compression_accuracy.md.",
         "How ours was obtained: *compiled*, the collectives of a compiled program are counted; *shapes*, the bytes of "
         "the state are added up, nothing is compiled; *replayed*, the planner replays a compiled program on links and "
         "devices that are not here; *on the wire*, the interface of an emulated node counted; *measured*, a run on the "

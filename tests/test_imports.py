@@ -1,4 +1,4 @@
-"""Who may import whom (README's tour), by walking the imports of every file: the arrows point one way."""
+"""Who may import whom (CONTRIBUTING.md's tour), by walking the imports of every file: the arrows point one way."""
 
 import ast
 import subprocess

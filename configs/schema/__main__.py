@@ -6,6 +6,9 @@ from configs.schema import MODELS, Config, Key, Section, keys_of, sections
 
 HEAD = """# Config
 
+[mics-jax](../README.md) trains large sharded models on clusters with a slow network.
+This is one of [its pages](README.md), listed there in the order in which to read them.
+
 Every key of a config with its default and its meaning, written by `python -m configs.schema > docs/config.md` from
 `configs/schema/`. An experiment changes keys in its file (`config.batch.global_size = 64`), a command line with
 `--config.batch.global_size=64`. "resumable": a resumed run may change the value

@@ -1,0 +1,77 @@
+"""The pages of the docs: each leads back, both indexes have each, links lead somewhere, tables are complete."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from files.pages import BACK, head
+
+pytestmark = pytest.mark.document
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [page for page in sorted(DOCS.glob("*.md")) if page.name != "README.md"]
+MARKDOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_page_leads_back(page: Path) -> None:
+    text = page.read_text()
+    assert text.startswith(head(text.partition("\n")[0].removeprefix("# ")) + "\n") and text.count(BACK) == 1
+
+
+@pytest.mark.parametrize("index", ["README.md", "docs/README.md"])
+def test_both_indexes_have_every_page(index: str) -> None:
+    linked = set(re.findall(r"\]\((?:docs/)?(\w+\.md)\)", (ROOT / index).read_text()))
+    assert linked >= {page.name for page in PAGES}
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors of a page's headings, as GitHub makes them."""
+    words = re.findall(r"(?m)^#+ (.*)$", page.read_text())
+    return {re.sub(r"[^\w\- ]", "", word.lower()).replace(" ", "-") for word in words}
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+        there = (page.parent / target).resolve() if target else page
+        assert there.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(there), f"{page.name}: {target}#{anchor}"
+
+
+def test_the_tour_has_every_package_and_nothing_else() -> None:
+    tour = (ROOT / "CONTRIBUTING.md").read_text().partition("## Rules")[0]
+    named = {name.strip("/") for row in re.findall(r"(?m)^\| (`.*?) \|", tour) for name in re.findall(r"`(.+?)`", row)}
+    files = {path.name for path in ROOT.glob("*.py")} | {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert named >= files and all((ROOT / name).exists() for name in named)
+
+
+# Keys that only programs of another kind than the step write, such as summary.json's, are not in the table.
+WRITERS = {
+    "metrics/throughput.py": {"step_time_s", "mfu"},
+    "metrics/wire.py": {"wire_tx_bytes", "wire_rx_bytes"},
+    "compression/statistics.py": {
+        "hop_two_payload_bytes",
+        "hop_two_ratio",
+        "hop_two_fraction_sent",
+        "residual_norm",
+    },
+    "optimizers.py": {"skipped_steps"},
+    "train.py": {"learning_rate", "data_wait_s", "checkpoint_s", "snapshot_s", "validation_s"},
+    "sharding/hlo.py": {"collective_inter_bytes", "collective_intra_bytes"},
+}
+
+
+def test_the_table_of_metrics_has_the_keys_that_the_code_writes() -> None:
+    """And no others: each key of the table is a string of the code, or made of one."""
+    table = set(re.findall(r"`(\w+)`", "".join(re.findall(r"(?m)^\| (`.*?) \|", (DOCS / "metrics.md").read_text()))))
+    for file, keys in WRITERS.items():
+        strings = {n.value for n in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(n, ast.Constant)}
+        assert keys <= strings, f"{file}: {keys - strings}"
+        assert keys <= table
+    made = {"step", "loss", "grad_norm", "update_norm", "tokens_per_s", "examples_per_s"}
+    made |= {f"validation_{name}" for name in ("loss", "bits_per_byte", "accuracy")}
+    assert table == made.union(*WRITERS.values())
