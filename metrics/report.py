@@ -11,14 +11,17 @@ from html import escape
 from pathlib import Path
 
 from files import atomic
+from metrics.attempts import Attempt, attempts_of, goodput, span_s
 from metrics.curves import Curve, curve_chart
 from metrics.page import header, note, page, section, tiles
+from metrics.report_attempts import attempts_table, nodes_chart
 from metrics.report_tables import collective_table, config_facts, facts_table, mesh_picture, strategy_facts
 from metrics.run_files import Results, RunFiles, read_run, results_of, series
 from metrics.units import UNKNOWN, format_bytes, format_count, format_loss, format_percent, format_seconds
 from runtime.command_line import prepare_output
 
 REPORT_FILE = "report.html"
+Tile = tuple[str, float | None, Callable[[float], str], str]
 TRAIN, VALIDATION, SPEED, WAIT = range(4)  # colours of the curves
 
 
@@ -31,11 +34,12 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
 def render(run: RunFiles) -> str:
     """Returns the whole page."""
-    results = results_of(run)
+    results, attempts = results_of(run), attempts_of(run.events)
     body = "\n".join(
         [
             _header(run, results),
-            _tiles(results),
+            _tiles(results, _elastic_tile(run, attempts)),
+            section("Nodes over time", nodes_chart(attempts) + attempts_table(attempts)) if len(attempts) > 1 else "",
             f'<div class="two">{_loss(run)}{_accuracy(run)}{_speed(run, results)}{_times(run)}{_strategy(run)}</div>',
             section("Mesh", mesh_picture(run)),
             section("Collectives per step", collective_table(run)),
@@ -68,7 +72,7 @@ def _model(run: RunFiles) -> str:
     return ", ".join(form.format(model[key]) for key, form in forms if key in model)
 
 
-def _tiles(results: Results) -> str:
+def _tiles(results: Results, elastic: Tile | None) -> str:
     speed_detail = "median" if results.mfu is None else f"median; MFU {format_percent(results.mfu)}"
     skipped = f"{format_count(results.skipped_steps)} skipped" if results.skipped_steps else ""
     quality = ("Bits per byte", results.validation_bits_per_byte, format_loss, "validation")
@@ -84,7 +88,7 @@ def _tiles(results: Results) -> str:
         ("Inside nodes", results.intra_bytes, format_bytes, "per device and step"),
         ("Between nodes", results.inter_bytes, format_bytes, "per device and step"),
         ("Steps", results.steps, format_count, skipped),
-        ("Wall time", results.wall_time_s, format_seconds, "of the last attempt"),
+        elastic or ("Wall time", results.wall_time_s, format_seconds, "of the last attempt"),
     )
     return tiles(
         [
@@ -92,6 +96,13 @@ def _tiles(results: Results) -> str:
             for label, value, form, detail in facts
         ]
     )
+
+
+def _elastic_tile(run: RunFiles, attempts: Sequence[Attempt]) -> Tile | None:
+    """Returns the goodput of a run of several attempts; None for one attempt, or if it is unknown."""
+    share = goodput(attempts, run.rows) if len(attempts) > 1 else None
+    whole = f"of {format_seconds(span_s(attempts))} went into steps that count"
+    return None if share is None else ("Goodput", share, format_percent, whole)
 
 
 def _loss(run: RunFiles) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from files import json_lines
 from runtime.command_line import one_line
+from runtime.events import EventReader
 
 Row = Mapping[str, Any]
 
@@ -25,6 +26,7 @@ class RunFiles:
     collectives: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
+    events: tuple[dict[str, Any], ...] = ()  # with `time_s` added
     sample: str | None = None
     mesh_png: bytes | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
@@ -76,6 +78,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunFiles:
         run_dir=folder,
         **objects,
         rows=_read_rows(folder / "metrics.jsonl", problems),
+        events=tuple(EventReader(folder).new()),
         sample=None if sample is None else sample.decode("utf-8", errors="replace"),
         mesh_png=_read_bytes(folder / "mesh.png", problems),
         problems=problems,

@@ -1,0 +1,94 @@
+"""The attempts of an elastic run, from `events.jsonl`: when each trained, on how many nodes, and what lay between."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from statistics import median
+from typing import Any
+
+from metrics.run_files import Row, series
+from runtime.events import Event
+
+ENDS = (Event.STOPPED, Event.LOST_PEER, Event.EXITED)
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """One start of the program on a fixed set of nodes; times are in seconds since 1970, None where unknown."""
+
+    started_s: float
+    processes: int
+    hosts: Sequence[str] = ()  # as its engine named them
+    start_step: int = 0
+    source: str = ""  # of its state
+    steps_again: int = 0
+    first_step_s: float | None = None
+    ended_s: float = field(default=0.0)  # or the last that was heard of it
+    end: str = ""
+
+    @property
+    def nodes(self) -> int:
+        """Its nodes, if an engine named them, else its processes."""
+        return len(self.hosts) or self.processes
+
+
+def attempts_of(events: Sequence[Mapping[str, Any]]) -> list[Attempt]:
+    """Returns the attempts that began, in order of time; `events` are those of `runtime.events.EventReader`."""
+    found: list[Attempt] = []
+    hosts: dict[Any, Sequence[str]] = {}  # by the attempt's id, or None
+    for event in events:
+        kind, time_s = event["event"], event["time_s"]
+        if kind in (Event.ATTEMPT_STARTED, Event.ATTEMPT_AHEAD):
+            hosts[event.get("attempt_id")] = event.get("hosts", ())
+        if kind == Event.STARTED:
+            named = hosts.get(event.get("attempt_id"), ())
+            found.append(Attempt(started_s=time_s, processes=int(event.get("processes", 1)), hosts=named))
+        if not found or str(event.get("by", "")).startswith("engine"):
+            continue
+        attempt = found[-1]
+        if not attempt.end:
+            attempt.ended_s = time_s
+        if kind == Event.RESTORED:
+            attempt.start_step, attempt.source = int(event.get("step", 0)), str(event.get("source", ""))
+            attempt.steps_again = int(event.get("steps_again", 0))
+        elif kind == Event.FIRST_STEP and attempt.first_step_s is None:
+            attempt.first_step_s = time_s
+        elif kind in ENDS and not attempt.end:
+            attempt.end = str(event.get("why", ""))
+    return found
+
+
+def pauses(attempts: Sequence[Attempt]) -> list[float | None]:
+    """Returns the seconds without a step before each attempt's first: since the one before ended, or since it started.
+
+    None for an attempt without a step; its time counts in the pause of the next one.
+    """
+    found: list[float | None] = []
+    since = attempts[0].started_s if attempts else 0.0
+    for attempt in attempts:
+        found.append(None if attempt.first_step_s is None else max(0.0, attempt.first_step_s - since))
+        if attempt.first_step_s is not None:
+            since = attempt.ended_s
+    return found
+
+
+def goodput(attempts: Sequence[Attempt], rows: Sequence[Row]) -> float | None:
+    """Returns the share of the time, from first start to last sign, in steps that were not done again; None: unknown.
+
+    Metrics hold each step once, as it was done last. A row's step time counts for all steps since the row before; rows
+    without one, the first of an attempt, count with the median.
+    """
+    times = {step: value for step, value in series(rows, "step_time_s") if isfinite(value)}
+    if not attempts or not times:
+        return None
+    usual, before, kept_s = median(times.values()), 0.0, 0.0
+    for step, _ in series(rows, "step"):
+        kept_s += times.get(step, usual) * (step - before)
+        before = step
+    whole_s = span_s(attempts)
+    return min(1.0, kept_s / whole_s) if whole_s > 0 else None
+
+
+def span_s(attempts: Sequence[Attempt]) -> float:
+    """Returns the seconds from the start of the first attempt to the last sign of any."""
+    return max((attempt.ended_s for attempt in attempts), default=0.0) - (attempts[0].started_s if attempts else 0.0)

@@ -1,0 +1,85 @@
+"""The attempts of an elastic run in its report: nodes, pauses and goodput of events and metrics written by hand."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_metrics_report import make_run
+
+from metrics.attempts import attempts_of, goodput, pauses, span_s
+from metrics.report import write_report
+from metrics.run_files import read_run
+from runtime.events import Event
+
+MINUTE = 60.0
+
+
+def line(minute: float, event: Event, by: str = "process 0 on a", **fields: Any) -> str:
+    whole, seconds = divmod(minute * 60, 60)
+    return json.dumps(
+        {"time": f"2026-11-22T10:{int(whole):02d}:{seconds:06.3f}+00:00", "event": event, "by": by, **fields}
+    )
+
+
+def first(minute: float, processes: int, step: int, again: int = 0, **fields: Any) -> list[str]:
+    source = "memory" if step else "nothing"
+    return [
+        line(minute, Event.STARTED, processes=processes, devices=2 * processes, coordinator="a:1", **fields),
+        line(minute, Event.RESTORED, step=step, source=source, steps_again=again, **fields),
+    ]
+
+
+# 4 nodes for ten minutes, a loss; an attempt that dies before its first step; 3 nodes to the end, 5 steps again
+EVENTS = [
+    line(0, Event.ATTEMPT_STARTED, "engine on h", attempt=1, attempt_id="x", hosts=["a", "b", "c", "d"], idle=[]),
+    *first(1, 4, 0, attempt_id="x"),
+    line(2, Event.FIRST_STEP, step=1, attempt_id="x"),
+    line(12, Event.LOST_PEER, peers=["process 3 on d"], why="process 3 on d died", attempt_id="x"),
+    line(12.1, Event.EXITED, code=75, why="something later", attempt_id="x"),
+    line(12.5, Event.ATTEMPT_ENDED, "engine on h", attempt=1, step=60, ends={}, attempt_id="x"),
+    *first(13, 2, 55, again=5),
+    line(14, Event.SNAPSHOT_BEGUN, step=55),
+    *first(16, 3, 55, again=5),
+    line(18, Event.FIRST_STEP, step=56),
+    line(28, Event.STOPPED, step=120, why="finished"),
+    line(28.2, Event.EXITED, code=0, why="finished"),
+]
+
+
+@pytest.fixture
+def elastic(tmp_path: Path) -> Path:
+    folder = make_run(tmp_path / "run")
+    (folder / "events.jsonl").write_text("\n".join(EVENTS) + "\n")
+    return folder
+
+
+def test_attempts_nodes_and_pauses(elastic: Path) -> None:
+    found = attempts_of(read_run(elastic).events)
+    assert [attempt.nodes for attempt in found] == [4, 2, 3]  # of the second and third no engine spoke
+    assert [attempt.end for attempt in found] == ["process 3 on d died", "", "finished"]
+    assert [attempt.start_step for attempt in found] == [0, 55, 55]
+    seconds = [None if pause is None else pytest.approx(pause) for pause in pauses(found)]
+    assert seconds == [1 * MINUTE, None, 6 * MINUTE]  # from minute 12 to 18: the second attempt made no step
+    assert span_s(found) == pytest.approx(27 * MINUTE)
+
+
+def test_goodput_counts_each_step_once(elastic: Path) -> None:
+    """Of 27 minutes, 120 steps of 10 s: 20 minutes. Every second step is logged; two rows have no step time."""
+    found = attempts_of(read_run(elastic).events)
+    rows = [{"step": step, "step_time_s": 10.0} for step in range(2, 121, 2)]
+    del rows[0]["step_time_s"], rows[28]["step_time_s"]
+    assert goodput(found, rows) == pytest.approx(20 / 27)
+    assert goodput(found, []) is None and goodput([], rows) is None
+
+
+def test_only_a_run_of_several_attempts_shows_them(elastic: Path) -> None:
+    page = write_report(elastic).read_text()
+    assert "Nodes over time" in page and "minutes since the start" in page and "Goodput" in page
+    cells = re.findall(r"<tr>((?:<td.*?</td>)+)</tr>", page.partition("Nodes over time")[2].partition("</section>")[0])
+    texts = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in cells]
+    assert texts[2] == ["15m 00s", "3", "55", "6m 00s", "5", "memory", "finished"]
+    (elastic / "events.jsonl").write_text("\n".join(EVENTS[:5]) + "\n")
+    page = write_report(elastic).read_text()
+    assert "Nodes over time" not in page and "Wall time" in page
