@@ -3,7 +3,7 @@
     python train.py --config=configs/gpu_decoder.py:124m --workdir=runs/gpu_124m
 
 Hardware: NVIDIA GPUs with bfloat16; 1.3b on one GPU wants 80 GB. A step has the rows of one micro-step on 8 GPUs.
-Not run on GPUs yet. Synthetic tokens, so that nothing is downloaded: this is for speed, not for what is learned.
+Not run yet on GPUs. Synthetic tokens, so that nothing is downloaded: this is for speed, not for what is learned.
 """
 
 from ml_collections import ConfigDict

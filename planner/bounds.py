@@ -30,7 +30,7 @@ class Bounds:
     activation_bytes: float  # what is surely kept: the layers' inputs, the logits, and what the policy gathers
     estimate_bytes: float  # of a step: unlike the least bytes it may be too high
     least_s: float
-    estimate_s: float  # if nothing overlapped
+    estimate_s: float  # of a step, by which candidates are ordered
 
     @property
     def state_bytes(self) -> int:
@@ -62,7 +62,7 @@ def bounds(experiment: Experiment, cluster: Cluster, state: tuple[int, int, int]
         activation_bytes=_activation_bytes(experiment),
         estimate_bytes=parameters + gradients + optimizer + _temporary_bytes(experiment, gradients),
         least_s=max(compute_s, *levels),
-        estimate_s=compute_s + sum(levels),
+        estimate_s=_estimate_s(experiment, cluster, compute_s),
     )
 
 
@@ -78,6 +78,28 @@ def _compute_s(experiment: Experiment, cluster: Cluster) -> float:
     recomputed = 4 / 3 if model.remat == "full" else 1
     rate = cluster.compute(shape.num_devices).matmul_rate(HLO_DTYPES[model.compute_dtype])
     return rows * flops_per_row(experiment) * recomputed / rate
+
+
+def _estimate_s(experiment: Experiment, cluster: Cluster, compute_s: float) -> float:
+    """Returns an estimate of a step's seconds: what can be hidden is, of the rest a copy of the parameters is made.
+
+    Each micro-step copies the gathered parameters out of their packs twice, and the gradients into theirs.
+    """
+    config, layout, network = experiment.config, experiment.plan.layout, cluster.network()
+    device, steps = cluster.compute(layout.shape.num_devices), experiment.batches.accumulation
+    copied = 6 * ITEM_BYTES[config.model.compute_dtype] * experiment.model.num_params / layout.shape.tensor
+    compute_s += steps * copied / device.memory_bandwidth
+    seconds = {
+        use: [network.level_s(level, sent, 0) for level, sent in levels.items()]
+        for use, levels in _traffic_by_use(experiment).items()
+    }
+    is_pipelined = layout.gather.by_layer and config.model.remat == "full"
+    if cluster.device.kind != "gpu" or config.sharding.overlap == "off" or not is_pipelined:
+        return compute_s + sum(map(sum, seconds.values()))
+    hop_two_s = sum(seconds["hop_two"])
+    if layout.parameters == layout.gradients == layout.optimizer:  # it is in the last backward pass
+        hop_two_s = max(0.0, hop_two_s - 0.75 * compute_s / steps)
+    return max(compute_s, *seconds["layers"]) + sum(seconds["gradient_scope"]) + hop_two_s
 
 
 def _activation_bytes(experiment: Experiment) -> float:
@@ -127,17 +149,23 @@ def _temporary_bytes(experiment: Experiment, gradients: int) -> float:
 
 def traffic(experiment: Experiment) -> Mapping[str, float]:
     """Returns the bytes that a device sends a step on each level, by the formulas of docs/concepts.md."""
+    by_use = _traffic_by_use(experiment).values()
+    return {level: sum(sent[level] for sent in by_use) for level in ("inter", "intra")}
+
+
+def _traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
+    """Returns the bytes of gathers and hop one (`layers`), of the wider scope of gradients, and of hop two."""
     config, layout = experiment.config, experiment.plan.layout
     codecs, steps = config.compression, experiment.batches.accumulation
     num_params = experiment.model.num_params / layout.shape.tensor
     item = ITEM_BYTES[config.model.compute_dtype]
-    sent = {"inter": 0.0, "intra": 0.0}
+    sent = {use: {"inter": 0.0, "intra": 0.0} for use in ("layers", "gradient_scope", "hop_two")}
 
-    def add(axes: tuple[str, ...], values: float, times: float, inter_item: float, intra_item: float) -> None:
+    def add(use: str, axes: tuple[str, ...], values: float, times: float, inter_item: float, intra_item: float) -> None:
         """Counts a gather or a scatter of so many values over `axes`: once between nodes, then inside them."""
         inter, intra = layout.shape.size(inter_part(axes)), layout.shape.size(intra_part(axes))
-        sent["inter"] += times * inter_item * values / intra * (inter - 1) / inter
-        sent["intra"] += times * intra_item * values * (intra - 1) / intra
+        sent[use]["inter"] += times * inter_item * values / intra * (inter - 1) / inter
+        sent[use]["intra"] += times * intra_item * values * (intra - 1) / intra
 
     gather = [min(item, CODEC_BYTES[codec]) for codec in (codecs.gather_inter, codecs.gather_intra)]
     hop_one = [min(item, CODEC_BYTES[codec]) for codec in (codecs.hop_one_inter, codecs.hop_one_intra)]
@@ -146,11 +174,11 @@ def traffic(experiment: Experiment) -> Mapping[str, float]:
         if part:
             axes = part(layout.parameters)
             values = num_params * layout.shape.size(intra_part(axes)) / layout.shape.size(intra_part(layout.parameters))
-            add(axes, values, times, *gather)
-            add(axes, values, steps, *hop_one)
+            add("layers", axes, values, times, *gather)
+            add("layers", axes, values, steps, *hop_one)
     shards = layout.shape.size(layout.parameters)
-    add(layout.gradients_beyond_parameters, num_params / shards, steps, *hop_one)
+    add("gradient_scope", layout.gradients_beyond_parameters, num_params / shards, steps, *hop_one)
     hop_two = CODEC_BYTES.get(codecs.hop_two, 0.0)  # of the others the size depends on the tensors
     per_step = 2 / max(1, config.local_sgd.inner_steps)
-    add(layout.replica_axes, num_params / layout.shape.size(layout.gradients), per_step, hop_two, hop_two)
+    add("hop_two", layout.replica_axes, num_params / layout.shape.size(layout.gradients), per_step, hop_two, hop_two)
     return sent

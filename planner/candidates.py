@@ -111,6 +111,8 @@ def all_candidates(config: Config, nodes: int, devices_per_node: int) -> Iterato
             if gather == "node" and not (spans_nodes and nodes > 1 and config.sharding.two_hop):
                 continue  # the same as layer
             for micro_size in micro_sizes:
+                if gather == "step" and micro_size == rows:
+                    continue  # the same as micro_step
                 yield Candidate(strategy=strategy, partition_size=partition_size, gather=gather, micro_size=micro_size)
 
 

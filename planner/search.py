@@ -3,11 +3,10 @@
 Nothing is proposed that does not fit. What is discarded before it is compiled: what is not legal, what needs more
 memory than there is (a bound, and what was learned from programs that did not fit), and what the bound on its time
 says is slower than the best so far. The rest is compiled in the order of an estimate of its time, what is estimated to
-fit before what is not.
+fit before what is not; one program of a strategy at a time, because what it needs corrects the estimates of the others.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -82,14 +81,18 @@ def search(
         small, most = options, len(options)
     steps: list[tuple[Prediction, Step]] = []
     failed: list[tuple[_Option, Memory]] = []
+    looked_at: list[tuple[_Option, Memory]] = []
     errors: list[ValueError] = []  # of programs that XLA refuses
-    waiting = deque(sorted(small, key=lambda option: _order(option, own, machine.capacity)))
+    waiting = small
     while waiting:
-        chosen: list[_Option] = []
+        more = _more_than_estimated(looked_at)
+        order = [*sorted(waiting, key=lambda option: _order(option, own, machine.capacity, more))]
+        waiting, chosen = [], []
         best_s = min((prediction.step_s for prediction, _ in steps), default=float("inf"))
-        while waiting and len(chosen) < AT_ONCE:
-            option = waiting.popleft()
-            if not candidates and _cannot_fit(option.candidate, failed, machine.capacity):
+        for option in order:
+            if len(chosen) == AT_ONCE or any(one.candidate.name == option.candidate.name for one in chosen):
+                waiting.append(option)  # of one strategy one at a time: what it needs tells about the others
+            elif not candidates and _cannot_fit(option.candidate, failed, machine.capacity):
                 seen["too_large"] += 1
             elif not candidates and option.bounds.least_s > SLACK * best_s:
                 seen["too_slow"] += 1
@@ -111,6 +114,7 @@ def search(
                 continue
             step = done.result()
             memory = step.memory()
+            looked_at.append((option, memory))
             if memory.fits:
                 prediction = step.prediction()
                 say(f"{option.candidate}: {format_seconds(prediction.step_s)}")
@@ -128,10 +132,22 @@ def search(
     )
 
 
-def _order(option: _Option, own: Candidate, capacity: float) -> tuple[bool, bool, float, float]:
+def _order(
+    option: _Option, own: Candidate, capacity: float, more: Mapping[str, float]
+) -> tuple[bool, bool, float, float]:
     """Returns what options are sorted by: the config's own, what should fit, the fastest, the smallest first."""
     bounds = option.bounds
-    return option.candidate != own, bounds.estimate_bytes > capacity, bounds.estimate_s, bounds.least_bytes
+    needs = bounds.estimate_bytes * more.get(option.candidate.name, 1.0)
+    return option.candidate != own, needs > capacity, bounds.estimate_s, bounds.least_bytes
+
+
+def _more_than_estimated(looked_at: Sequence[tuple[_Option, Memory]]) -> dict[str, float]:
+    """Returns by how much the programs of each strategy needed more than was estimated, at the most."""
+    found: dict[str, float] = {}
+    for option, memory in looked_at:
+        name = option.candidate.name
+        found[name] = max(found.get(name, 1.0), memory.total / option.bounds.estimate_bytes)
+    return found
 
 
 def _too_large(candidate: Candidate, memory: Memory) -> str:

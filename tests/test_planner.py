@@ -156,7 +156,7 @@ def test_json_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
     plans = from_json(out)
     assert code == 0 and to_json(plans) + "\n" == out
     (plan,) = plans
-    assert plan.counts and plan.counts.candidates == 28 and plan.counts.compiled == 1 and plan.devices == 8
+    assert plan.counts and plan.counts.candidates == 25 and plan.counts.compiled == 1 and plan.devices == 8
     assert json.loads(out)["plans"][0]["predictions"][0]["memory"]["capacity"] == clusters.EMULATED.usable_bytes(8)
     parts = sum(part.exposed_s for part in plan.best.traffic)
     assert plan.best.step_s == pytest.approx(plan.best.compute_s + parts)
