@@ -20,7 +20,7 @@ def write_folders(root: Path) -> list[Path]:
         (root / name).mkdir(parents=True)
         for number in range(count):
             text = f"{name} {number}: the quick brown fox jumps over the lazy dog, again and again. " * 2
-            (root / name / f"{number}.txt").write_text(text[: 1 + number * 7 % size])
+            (root / name / f"{number}.txt").write_text(text[: 1 + (number * 7 + 40) % size])
     return [root / name for name in ("wiki", "books", "web")]
 
 
