@@ -1,5 +1,6 @@
 """A row of several documents: each is to the model what it is alone, in every style and under every strategy."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -13,6 +14,11 @@ from test_strategies import STRATEGIES
 import models
 
 ROWS = [(3, 1, 5), (9,), (3, 5, 1)]  # lengths of the documents of each row
+QUICK = {("mics2", "decoder"), ("none-node-4", "decoder"), ("mics4", "encoder")}
+STRATEGY_CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+    for case in itertools.product(STRATEGIES, ("decoder", "encoder"))
+]
 CASES = [("decoder", STYLES["gpt2"]), ("decoder", STYLES["llama_grouped"]), ("encoder", {})]
 
 
@@ -54,25 +60,23 @@ def test_documents_of_a_row_are_as_alone(kind: str, style: dict[str, Any]) -> No
     assert abs(float(unpacked) - float(found[0])) > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kind"),
-    [(strategy, "decoder") for strategy in STRATEGIES]
-    + [pytest.param(s, "encoder", marks=() if s == "mics2" else pytest.mark.slow) for s in STRATEGIES],
-)
+@pytest.mark.parametrize(("strategy", "kind"), STRATEGY_CASES)
 def test_every_strategy_has_the_losses_of_a_single_device(strategy: str, kind: str) -> None:
     kind += workload.PACKED
     got = workload.losses(kind, workload.plan(kind, **STRATEGIES[strategy]))
     np.testing.assert_allclose(got, workload.single_device_losses(kind), rtol=1e-5)
 
 
-@pytest.mark.parametrize("how", [dict(tensor=2), dict(partitioner="auto"), dict(gather="step")], ids=str)
+@pytest.mark.parametrize(
+    "how", [dict(tensor=2), pytest.param(dict(partitioner="auto"), marks=pytest.mark.slow)], ids=str
+)
 def test_other_layouts_too(how: dict[str, Any]) -> None:
     kind = "decoder" + workload.PACKED
     got = workload.losses(kind, workload.plan(kind, strategy="mics", partition_size=4, **how))
     np.testing.assert_allclose(got, workload.single_device_losses(kind), rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+@pytest.mark.parametrize("kind", ["decoder", pytest.param("encoder", marks=pytest.mark.slow)])
 def test_pipelined_loops_too(kind: str) -> None:
     got = losses_overlapped(kind + workload.PACKED, "mics(2)", 2)
     np.testing.assert_allclose(got, workload.single_device_losses(kind + workload.PACKED), rtol=1e-5)
