@@ -153,9 +153,13 @@ def run(
     state = start.restored.state if start.restored else ex.init_state()
     rates = learning_rates(ex)
     step, last = start.step, config.num_steps
-    log = make_log(ex, workdir, start.step, step_fn, started_s)  # drops the rows of steps that are done again
+    log = make_log(
+        ex, data.train, workdir, start.step, step_fn, started_s
+    )  # drops the rows of steps that are done again
     with log, checkpointer, snapshots, make_batches(ex, data.train, start.step) as batches:
         log.say(start.described(config.num_steps, workdir))
+        for line in data.described(config.num_steps * config.batch.global_size):
+            log.say(line)
         supervisor.events.write(Event.RESTORED, **start.event)  # after this no row of a later step is in the metrics
         snapshots.begin(start.step)
         supervisor.completed(start.step)

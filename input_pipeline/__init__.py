@@ -9,11 +9,14 @@
 Text becomes examples in three steps: a source yields documents (`stdlib_text.py`, `folder.py`, `tfds_text.py`), a
 tokenizer turns them once into one long token stream in the cache (`tokenizers.py`, `streams.py`, `cache.py`), and
 windows of the stream are drawn in an order that depends on the seed only (`index.py`). `synthetic.py` needs no text.
+`packing.py` keeps the documents of a row apart; `mixture.py` mixes several sources by weight.
 Labelled images (`digits.py`, `tfds_images.py`) are drawn in the same way; `images.py` crops and resizes them.
 """
 
 from input_pipeline.batches import Batches
 from input_pipeline.dataset import Dataset, TextDataset, load
+from input_pipeline.images import ImageDataset
+from input_pipeline.mixture import MixedDataset
 from input_pipeline.rows import RowArray, row_arrays
 
-__all__ = ["Batches", "Dataset", "RowArray", "TextDataset", "load", "row_arrays"]
+__all__ = ["Batches", "Dataset", "ImageDataset", "MixedDataset", "RowArray", "TextDataset", "load", "row_arrays"]

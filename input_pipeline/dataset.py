@@ -7,8 +7,9 @@ from typing import Literal, Protocol
 import numpy as np
 
 from configs.schema import DataConfig
-from input_pipeline import digits, folder, index, stdlib_text, streams, tfds_images, tfds_text
+from input_pipeline import digits, folder, index, packing, stdlib_text, streams, tfds_images, tfds_text
 from input_pipeline.images import ImageDataset, Images
+from input_pipeline.mixture import MixedDataset
 from input_pipeline.rows import row_arrays
 from input_pipeline.synthetic import SyntheticWindows
 from input_pipeline.tokenizers import Tokenizer, make_tokenizer
@@ -53,7 +54,8 @@ class TextDataset:
     An example holds the arrays of `row_arrays` and is a pure function of (seed, i):
     {"tokens": int32 [T], "targets": int32 [T], "weights": float32 [T]}.
     Causal: targets are the next tokens, weights are 1. Masked: targets are the original tokens, weights are 1
-    where the model must predict them and 0 elsewhere.
+    where the model must predict them and 0 elsewhere. With a `data.packing` of documents, `segments` int32 [T] numbers
+    the documents, and weights are 0 where the target is not of the same document.
     """
 
     threads = 1  # that prepare batches; cutting windows is cheap
@@ -66,6 +68,9 @@ class TextDataset:
         self.vocab_size = tokenizer.num_ids + (config.objective == "masked")  # ids that can occur in an example
         self.bytes_per_token = windows.bytes_per_token  # average over the split, for bits per byte
         self._windows, self._objective, self._mask_rate = windows, config.objective, config.mask_rate
+        self._packs, self._pads = config.packing != "stream", config.packing == "whole"
+        # share of the positions that hold tokens; the others have weight 0
+        self.filled = windows.filled if isinstance(windows, packing.WholeDocuments) else 1.0
         settings = {
             "content": windows.content,
             "tokenizer": tokenizer.identity,
@@ -73,6 +78,7 @@ class TextDataset:
             "objective": config.objective,
             "mask_rate": config.mask_rate if config.objective == "masked" else None,
         }
+        settings |= {"packing": config.packing} if self._packs else {}
         # Equal fingerprints and seeds mean equal examples.
         self.fingerprint = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
@@ -84,8 +90,13 @@ class TextDataset:
         if i < 0:
             raise IndexError(f"example {i}: examples are numbered from 0")
         window = self._windows[index.window_of(int(i), windows=len(self), seed=self.seed)]
+        separator = self.tokenizer.separator
+        segments = {"segments": packing.segments(window[: self.seq_len], separator)} if self._packs else {}
         if self._objective == "causal":
-            return {"tokens": window[:-1], "targets": window[1:].copy(), "weights": np.ones(self.seq_len, np.float32)}
+            tokens, weights = window[:-1], np.ones(self.seq_len, np.float32)
+            if self._packs:
+                weights[tokens == separator] = 0
+            return {"tokens": tokens, "targets": window[1:].copy(), "weights": weights} | segments
         tokens, weights = index.mask_tokens(
             window,
             key=(self.seed, int(i)),
@@ -93,10 +104,12 @@ class TextDataset:
             mask_id=self.tokenizer.mask_id,
             num_ids=self.tokenizer.num_ids,
         )
-        return {"tokens": tokens, "targets": window, "weights": weights}
+        if self._pads:
+            weights[packing.is_padding(window, separator)] = 0
+        return {"tokens": tokens, "targets": window, "weights": weights} | segments
 
 
-Dataset = TextDataset | ImageDataset
+Dataset = TextDataset | MixedDataset | ImageDataset
 
 
 def load(config: DataConfig, split: Split, seed: int) -> Dataset:
@@ -110,6 +123,9 @@ def load(config: DataConfig, split: Split, seed: int) -> Dataset:
         raise ValueError(f"seed is {seed}: use a number from 0 to 2**63 - 1")
     if config.objective == "classify":
         return ImageDataset(_images(config, split), config, seed, training=split == "train")
+    if components := config.components:
+        examples = [_load_text(config.alone(component), split, seed) for component in components]
+        return MixedDataset(examples, [one.name for one in components], [one.weight for one in components])
     return _load_text(config, split, seed)
 
 
@@ -126,7 +142,10 @@ def _load_text(config: DataConfig, split: Split, seed: int) -> TextDataset:
     else:
         source = _text_source(config, split)
         stream = streams.tokenised(source, tokenizer)
-        windows = StreamWindows(stream, config.seq_len, config.objective)
+        if config.packing == "whole":
+            windows = packing.WholeDocuments(stream, config.seq_len, config.objective, tokenizer)
+        else:
+            windows = StreamWindows(stream, config.seq_len, config.objective)
         if len(windows) == 0:
             needed = config.seq_len + (config.objective == "causal")
             raise ValueError(

@@ -23,8 +23,9 @@ def row_arrays(config: DataConfig) -> dict[str, RowArray]:
             "labels": RowArray((), np.int32),
             "weights": RowArray((), np.float32),
         }
+    segments = {} if config.packing == "stream" else {"segments": RowArray((config.seq_len,), np.int32)}
     return {
         "tokens": RowArray((config.seq_len,), np.int32),
         "targets": RowArray((config.seq_len,), np.int32),
         "weights": RowArray((config.seq_len,), np.float32),
-    }
+    } | segments

@@ -88,17 +88,24 @@ class Norm(nnx.Module):
         return y if self.bias is None else y + self.bias[None, None]
 
 
-def rotary_angles(positions_T: Array, head_dim: int) -> Array:
-    """Returns the angle of each position and each pair of dims, float32 `[T, H/2]` (Su et al. 2021)."""
+def document_positions(segments_BT: Array) -> Array:
+    """Returns the position of each token in its document, int32 `[B, T]`; equal segments are neighbours."""
+    places_BT = jax.lax.broadcasted_iota(jnp.int32, segments_BT.shape, 1)
+    begins_BT = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)))
+    return places_BT - jax.lax.cummax(jnp.where(begins_BT, places_BT, 0), axis=1)
+
+
+def rotary_angles(positions_BT: Array, head_dim: int) -> Array:
+    """Returns the angle of each position and each pair of dims, float32 `[B, T, H/2]` (Su et al. 2021)."""
     frequencies = ROTARY_BASE ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    return positions_T.astype(jnp.float32)[:, None] * frequencies[None]
+    return positions_BT.astype(jnp.float32)[:, :, None] * frequencies[None, None]
 
 
-def rotate(x_BTNH: Array, angles_TH: Array | None) -> Array:
+def rotate(x_BTNH: Array, angles_BTH: Array | None) -> Array:
     """Returns `x` with dims `i` and `i + H/2` of each head rotated by the position's angle (Llama's pairing)."""
-    if angles_TH is None:
+    if angles_BTH is None:
         return x_BTNH
-    sin, cos = (f(angles_TH)[None, :, None, :].astype(x_BTNH.dtype) for f in (jnp.sin, jnp.cos))
+    sin, cos = (f(angles_BTH)[:, :, None, :].astype(x_BTNH.dtype) for f in (jnp.sin, jnp.cos))
     a, b = jnp.split(x_BTNH, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
@@ -128,19 +135,20 @@ class Block(nnx.Module):
         self.gate = linear((c.hidden, c.intermediate), ("embed", "mlp"), std) if c.activation == "swiglu" else None
         self.down = linear((c.intermediate, c.hidden), ("mlp", "embed"), residual_std)
 
-    def __call__(self, x_BTD: Array, angles_TH: Array | None = None) -> Array:
-        q_BTNH, k_BTKH, v_BTKH = self.queries_keys_values(x_BTD, angles_TH)
+    def __call__(self, x_BTD: Array, angles_BTH: Array | None = None, segments_BT: Array | None = None) -> Array:
+        q_BTNH, k_BTKH, v_BTKH = self.queries_keys_values(x_BTD, angles_BTH)
+        same_B1TS = None if segments_BT is None else (segments_BT[:, :, None] == segments_BT[:, None])[:, None]
         mixed_BTNH = jax.nn.dot_product_attention(
-            q_BTNH, k_BTKH, v_BTKH, is_causal=self.config.causal, implementation=self.config.attention
+            q_BTNH, k_BTKH, v_BTKH, mask=same_B1TS, is_causal=self.config.causal, implementation=self.config.attention
         )
         return self.finish(x_BTD, mixed_BTNH)
 
-    def queries_keys_values(self, x_BTD: Array, angles_TH: Array | None) -> tuple[Array, Array, Array]:
+    def queries_keys_values(self, x_BTD: Array, angles_BTH: Array | None) -> tuple[Array, Array, Array]:
         """Returns the rotated queries `[B, T, N, H]` and keys `[B, T, K, H]`, and the values `[B, T, K, H]`."""
         head_dim = self.config.hidden // self.config.num_heads
         y_BTD = self.attention_norm(x_BTD)
         q, k, v = (f(y_BTD).reshape(*y_BTD.shape[:2], -1, head_dim) for f in (self.query, self.key, self.value))
-        return rotate(q, angles_TH), rotate(k, angles_TH), v
+        return rotate(q, angles_BTH), rotate(k, angles_BTH), v
 
     def finish(self, x_BTD: Array, mixed_BTNH: Array) -> Array:
         """Returns the layer's output from its input and the weighted values of attention."""

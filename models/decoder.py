@@ -17,9 +17,18 @@ from flax import nnx
 from jax import Array, lax
 
 from configs.schema import DecoderConfig
-from models.block import Block, BlockConfig, Norm, initial_std, multiply, normal, rotary_angles
+from models.block import (
+    Block,
+    BlockConfig,
+    Norm,
+    document_positions,
+    initial_std,
+    multiply,
+    normal,
+    rotary_angles,
+)
 from models.model import Gather, Group, Params, mask_padding
-from models.transformer import Transformer
+from models.transformer import Transformer, as_floats
 
 
 def block_config(c: DecoderConfig) -> BlockConfig:
@@ -48,9 +57,9 @@ class Embedding(nnx.Module):
         learned = c.positions == "learned"
         self.position = normal(position_key, (c.max_len, c.hidden), ("position", "embed"), std) if learned else None
 
-    def __call__(self, tokens_BT: Array, positions_T: Array) -> Array:
+    def __call__(self, tokens_BT: Array, positions_BT: Array) -> Array:
         x_BTD = self.token[...][tokens_BT]
-        return x_BTD if self.position is None else x_BTD + self.position[...][positions_T][None]
+        return x_BTD if self.position is None else x_BTD + self.position[...][positions_BT]
 
 
 class Head(nnx.Module):
@@ -90,12 +99,13 @@ class Decoder(Transformer):
         rows += 0 if self.config.tied_head else self.config.padded_vocab
         return rows * self.config.hidden
 
-    def logits(self, params: Params, tokens_BT: Array, gather: Gather) -> Array:
+    def logits(self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None = None) -> Array:
         """Returns float32 logits `[B, T, V]` of the next token at each position; padding ids get probability 0."""
-        positions_T = jnp.arange(self._checked_length(tokens_BT.shape[1]))
+        positions_1T = jnp.arange(self._checked_length(tokens_BT.shape[1]))[None]
+        positions_BT = positions_1T if segments_BT is None else document_positions(segments_BT)
         embedding: Embedding = self._module("embed", params["embed"], gather)
-        x_BTD = embedding(tokens_BT, positions_T)
-        x_BTD = self.run_layers(params, x_BTD, gather, self._angles(positions_T))
+        x_BTD = embedding(tokens_BT, positions_BT)
+        x_BTD = self.run_layers(params, x_BTD, gather, self._angles(positions_BT), as_floats(segments_BT))
         return self._head(params, x_BTD, embedding, gather)
 
     def generate(
@@ -119,7 +129,7 @@ class Decoder(Transformer):
         def layer(carry: tuple[Array, Array], inputs: tuple[Params, Array, Array]) -> Any:
             (x_B1D, t), (values, keys_BSKH, values_BSKH) = carry, inputs
             block: Block = self._module("layers", values, gather)
-            q, k, v = block.queries_keys_values(x_B1D, self._angles(t[None]))
+            q, k, v = block.queries_keys_values(x_B1D, self._angles(t[None, None]))
             keys_BSKH = lax.dynamic_update_slice_in_dim(keys_BSKH, k, t, axis=1)
             values_BSKH = lax.dynamic_update_slice_in_dim(values_BSKH, v, t, axis=1)
             seen = (jnp.arange(total) <= t)[None, None, None]
@@ -128,7 +138,7 @@ class Decoder(Transformer):
 
         def position(carry: tuple[Array, Array, Array], t: Array) -> Any:
             token_B, keys_LBSKH, values_LBSKH = carry
-            x_B1D = embedding(token_B[:, None], t[None])
+            x_B1D = embedding(token_B[:, None], t[None, None])
             inputs = params["layers"], keys_LBSKH, values_LBSKH
             (x_B1D, _), (keys_LBSKH, values_LBSKH) = lax.scan(layer, (x_B1D, t), inputs)
             logits_BV = self._head(params, x_B1D, embedding, gather)[:, 0]
@@ -143,8 +153,8 @@ class Decoder(Transformer):
     def _module(self, name: str, values: Params, gather: Gather) -> Any:
         return self.groups[name].module(gather(name, values), self.dtype)
 
-    def _angles(self, positions_T: Array) -> Array | None:
-        return rotary_angles(positions_T, self.config.head_dim) if self.config.positions == "rotary" else None
+    def _angles(self, positions_BT: Array) -> Array | None:
+        return rotary_angles(positions_BT, self.config.head_dim) if self.config.positions == "rotary" else None
 
     def _head(self, params: Params, x_BTD: Array, embedding: Embedding, gather: Gather) -> Array:
         head: Head = self._module("head", params["head"], gather)

@@ -6,7 +6,7 @@ LayerNorm, then the token embedding as output weight, with a bias. Differences f
   BERTs, for which training with the original order was unstable (Shoeybi et al. 2019, arXiv 1909.08053, section 5.3
   and figure 7).
 - No next-sentence prediction and hence no segments (RoBERTa; Liu et al. 2019, arXiv 1907.11692), and no dropout.
-- No padding mask: the input pipeline packs sequences, so every position holds a token.
+- No padding mask: the input pipeline packs sequences. Where it fills rows up, each padding token is a document.
 
 Shapes: B batch, T positions, D hidden, V vocabulary (padded).
 """
@@ -21,9 +21,9 @@ from flax import nnx
 from jax import Array
 
 from configs.schema import EncoderConfig
-from models.block import Block, BlockConfig, Linear, Norm, initial_std, multiply, normal
+from models.block import Block, BlockConfig, Linear, Norm, document_positions, initial_std, multiply, normal
 from models.model import Gather, Group, Params, mask_padding
-from models.transformer import Transformer
+from models.transformer import Transformer, as_floats
 
 
 def block_config(c: EncoderConfig) -> BlockConfig:
@@ -51,8 +51,11 @@ class Embedding(nnx.Module):
         self.token = normal(token_key, (c.padded_vocab, c.hidden), ("vocab", "embed"), std)
         self.position = normal(position_key, (c.max_len, c.hidden), ("position", "embed"), std)
 
-    def __call__(self, tokens_BT: Array) -> Array:
-        return self.token[...][tokens_BT] + self.position[None, : tokens_BT.shape[1]]
+    def __call__(self, tokens_BT: Array, positions_BT: Array | None) -> Array:
+        """Returns `[B, T, D]`; without positions they are those of the row."""
+        if positions_BT is None:
+            return self.token[...][tokens_BT] + self.position[None, : tokens_BT.shape[1]]
+        return self.token[...][tokens_BT] + self.position[...][positions_BT]
 
 
 class Head(nnx.Module):
@@ -92,12 +95,13 @@ class Encoder(Transformer):
         """Parameters that are only looked up: the positions."""
         return self.config.max_len * self.config.hidden
 
-    def logits(self, params: Params, tokens_BT: Array, gather: Gather) -> Array:
+    def logits(self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None = None) -> Array:
         """Returns float32 logits `[B, T, V]` of the token at each position; padding ids get probability 0."""
         c, groups = self.config, self.groups
         if tokens_BT.shape[1] > c.max_len:
             raise ValueError(f"a sequence of {tokens_BT.shape[1]} tokens is longer than model.max_len = {c.max_len}")
+        positions_BT = None if segments_BT is None else document_positions(segments_BT)
         embedding: Embedding = groups["embed"].module(gather("embed", params["embed"]), self.dtype)
-        x_BTD = self.run_layers(params, embedding(tokens_BT), gather)
+        x_BTD = self.run_layers(params, embedding(tokens_BT, positions_BT), gather, None, as_floats(segments_BT))
         head: Head = groups["head"].module(gather("head", params["head"]), self.dtype)
         return mask_padding(head(x_BTD, embedding), c.vocab_size)

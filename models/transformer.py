@@ -4,11 +4,17 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
 
+import jax.numpy as jnp
 from jax import Array
 
 from configs.schema import TransformerConfig
 from models.model import Batch, Gather, Model, Params, cross_entropy, rematerialise
 from sharding.accumulation import scan_layers
+
+
+def as_floats(segments_BT: Array | None) -> Array | None:
+    """Returns the segments in float32, exact below 2**24, because the arguments of `scan_layers` hold floats."""
+    return None if segments_BT is None else segments_BT.astype(jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -23,15 +29,21 @@ class Transformer(Model):
         """Number of parameters that are looked up by index and take no part in matrix products."""
 
     @abstractmethod
-    def logits(self, params: Params, tokens_BT: Array, gather: Gather) -> Array:
-        """Returns float32 logits `[B, T, V]` of the token to predict at each position."""
+    def logits(self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None = None) -> Array:
+        """Returns float32 logits `[B, T, V]` of the token to predict at each position.
+
+        With `segments`, ascending numbers of the documents of a row, each document is a sequence of its own: attention
+        stays in it, and its positions begin at 0.
+        """
 
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
         """Returns the weighted sum of the tokens' cross-entropies in nats, a float32 scalar.
 
-        `batch` holds `tokens` `[B, T]` and `targets` `[B, T]`, ids, and `weights` `[B, T]`, float32.
+        `batch` holds `tokens` `[B, T]` and `targets` `[B, T]`, ids, `weights` `[B, T]`, float32, and with a
+        `data.packing` of documents `segments` `[B, T]`.
         """
-        return cross_entropy(self.logits(params, batch["tokens"], gather), batch["targets"], batch["weights"])
+        logits_BTV = self.logits(params, batch["tokens"], gather, batch.get("segments"))
+        return cross_entropy(logits_BTV, batch["targets"], batch["weights"])
 
     def flops_per_row(self, shape: tuple[int, ...]) -> float:
         """Returns the floating-point operations per sequence `[T]`, forward and backward."""

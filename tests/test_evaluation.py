@@ -21,7 +21,7 @@ def test_bits_per_byte_are_those_of_a_model_that_predicts_every_token(objective:
     experiment: Any = SimpleNamespace(**run, block=lambda sums: sums)
     validate = Validator(experiment, data, 2)
     sums = [{"loss": np.float32(6), "weight": np.float32(4)}, {"loss": np.float32(2), "weight": np.float32(1)}]
-    validate._evaluate, validate._batches = lambda params, batch: batch, sums  # pyright: ignore[reportAttributeAccessIssue]
+    validate._evaluate, validate._batches = lambda params, batch: batch, [sums]  # pyright: ignore[reportAttributeAccessIssue]
     result = validate({})
     assert result.loss == pytest.approx(8 / 5)
     bits = 8 / 5 / np.log(2)

@@ -1,6 +1,6 @@
 """The batches that training gets, gathered from all devices of all processes: each row once, in order, padding last."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,14 @@ def in_place_of_restoring(out: str) -> Callable[..., resume.Start]:
     return write_shards
 
 
-def check_batches(out: Path, num_processes: int, global_size: int) -> None:
-    """Checks that the shards of all processes are, together, the rows of the data set."""
+def check_batches(out: Path, num_processes: int, global_size: int, rows_wanted: Sequence[Any] = ()) -> None:
+    """Checks that the shards of all processes are, together, the rows of the data set, or those given."""
     files = [dict(np.load(out / f"{i}.npz")) for i in range(num_processes)]
     config = {"source": "synthetic", "path": "", "tokenizer": "bytes", "tokenizer_path": "", "seq_len": 32}
     config |= {"image_size": 8, "channels": 1, "augment": "none"}
-    dataset = load(DataConfig(**config, objective="causal", mask_rate=0.15, prefetch=4), "train", 0)
+    dataset = rows_wanted or load(DataConfig(**config, objective="causal", mask_rate=0.15, prefetch=4), "train", 0)
     for first, step in TIMES:
-        for name in ("tokens", "targets", "weights"):
+        for name in dataset[0]:
             prefix = f"{first} {step} {name}"
             whole = np.full(files[0][f"{prefix} shape"], -1.0)
             for file in files:

@@ -29,6 +29,7 @@ from sharding.step import TrainState, build_train_step
 from training.experiment import watch
 
 ROWS, SEQ_LEN, NUM_STEPS = 16, 8, 5
+PACKED = " packed"  # of a kind of model: its rows are several documents
 SGD = dict(learning_rate=0.5, momentum=0.9, weight_decay=0.01)
 # what a hop two is given, without a model: matrices of two dims and more, stacked and not, a vector, one kept whole
 TENSORS = {
@@ -45,6 +46,7 @@ TENSORS = {
 @cache
 def model(kind: str, num_layers: int = 2) -> models.Model:
     """A model with every kind of parameter: stacked matrices and vectors, an embedding, a head."""
+    kind = kind.removesuffix(PACKED)
     if kind == "resnet":
         return models.build(ResNetConfig(stage_blocks=(1, 1), width=8, norm_groups=2))
     section: dict[str, Any] = dict(num_layers=num_layers, hidden=16, intermediate=32, num_heads=4, max_len=SEQ_LEN)
@@ -76,7 +78,9 @@ def batch(rows: int = ROWS, kind: str = "decoder") -> Mapping[str, np.ndarray]:
         return {"images": images, "labels": np.arange(rows, dtype=np.int32) % 10, "weights": weights.astype(np.float32)}
     tokens = rng.integers(0, 40, (rows, SEQ_LEN + 1)).astype(np.int32)
     weights = rng.random((rows, SEQ_LEN), dtype=np.float32) * (np.arange(rows)[:, None] % 5 > 0)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights.astype(np.float32)}
+    found = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights.astype(np.float32)}
+    segments = np.cumsum(rng.random((rows, SEQ_LEN)) < 0.4, axis=1).astype(np.int32)
+    return found | ({"segments": segments} if kind.endswith(PACKED) else {})
 
 
 def sgd() -> optax.GradientTransformation:

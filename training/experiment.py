@@ -125,7 +125,7 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
 
     ValueError for unsupported settings.
     """
-    model = models.build(_resolved(config.model))
+    model = models.build(_resolved(config.model, packs=config.data.packing != "stream"))
     nodes = find_nodes(devices or jax.devices(), config.mesh.devices_per_node)
     layout = make_layout(
         config.sharding, num_nodes=len(nodes), devices_per_node=len(nodes[0]), tensor=config.mesh.tensor
@@ -164,11 +164,14 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
     )
 
 
-def _resolved(model: ModelConfig) -> ModelConfig:
-    """Returns the model section with `attention=auto` resolved: cuDNN's fused kernel for bfloat16 on GPUs, else XLA."""
+def _resolved(model: ModelConfig, *, packs: bool) -> ModelConfig:
+    """Returns the model section with `attention=auto` resolved: cuDNN's fused kernel for bfloat16 on GPUs, else XLA.
+
+    XLA too where rows are packed with documents.
+    """
     if not isinstance(model, TransformerConfig) or model.attention != "auto":
         return model
-    fused = jax.default_backend() == "gpu" and model.compute_dtype == "bfloat16"
+    fused = jax.default_backend() == "gpu" and model.compute_dtype == "bfloat16" and not packs
     return replace(model, attention="cudnn" if fused else "xla")
 
 

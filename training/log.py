@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from input_pipeline import row_arrays
+from input_pipeline import Dataset, ImageDataset
 from metrics.environment import environment
 from metrics.run_log import RunLog
 from metrics.throughput import StepTimer, peak_flops
@@ -17,16 +17,21 @@ from training.overlap import users_xla_flags
 
 
 def make_log(
-    experiment: Experiment, workdir: Path, start: int, step_fn: jax.stages.Compiled, started_s: float
+    experiment: Experiment, data: Dataset, workdir: Path, start: int, step_fn: jax.stages.Compiled, started_s: float
 ) -> RunLog:
-    """Returns the log of the run, with the collectives of the compiled step."""
+    """Returns the log of the run, with the collectives of the compiled step.
+
+    What fills up rows of whole documents counts neither as tokens nor as FLOPs.
+    """
     config, shape = experiment.config, experiment.plan.layout.shape
     collectives, sent = _collectives(step_fn, shape)
     device = jax.devices()[0]
     peak = peak_flops(device.device_kind)
-    rows, data = experiment.batches.global_size, experiment.config.data
-    unit, units_per_row = ("examples", 1) if data.objective == "classify" else ("tokens", data.seq_len)
-    row = next(iter(row_arrays(data).values()))
+    rows, filled = experiment.batches.global_size, 1.0 if isinstance(data, ImageDataset) else data.filled
+    unit, units_per_row = (
+        ("examples", 1) if isinstance(data, ImageDataset) else ("tokens", filled * config.data.seq_len)
+    )
+    row = next(iter(data.row_arrays.values()))
     return RunLog(
         workdir,
         enabled=jax.process_index() == 0,
@@ -36,7 +41,7 @@ def make_log(
         timer=StepTimer(
             rows * units_per_row,
             unit,
-            rows * experiment.model.flops_per_row(row.shape),
+            rows * filled * experiment.model.flops_per_row(row.shape),
             peak and peak * shape.num_devices,
         ),
         files={

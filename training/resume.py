@@ -128,7 +128,7 @@ def _check_same_data(
         if restored.data.get(key, now) != now:  # earlier versions saved only the training data's
             what = "trained" if key == "fingerprint" else "validated"
             raise ValueError(
-                f"{workdir} was {what} on other data: data.source={experiment.config.data.source} has changed since "
+                f"{workdir} was {what} on other data: {experiment.config.data.origin} has changed since "
                 f"step {restored.step}; choose another --workdir"
             )
 

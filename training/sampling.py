@@ -8,7 +8,7 @@ import numpy as np
 
 import models
 from configs.schema import SampleConfig
-from input_pipeline import Dataset, TextDataset
+from input_pipeline import Dataset, ImageDataset
 from sharding.gathers import auto_gather, layer_gather
 from sharding.plan import run_manual
 from training.experiment import Experiment
@@ -22,7 +22,7 @@ class Sampler:
         self.wanted = isinstance(experiment.model, models.Decoder) and config.length > 0
         if not self.wanted:
             return
-        assert isinstance(experiment.model, models.Decoder) and isinstance(data, TextDataset)
+        assert isinstance(experiment.model, models.Decoder) and not isinstance(data, ImageDataset)
         self._tokenizer = data.tokenizer
         self._prompt = self._tokenizer.encode(config.prompt)
         max_len = experiment.model.config.max_len

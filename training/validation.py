@@ -2,11 +2,13 @@
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
-from input_pipeline import Batches, Dataset, TextDataset
+from input_pipeline import Batches, Dataset, ImageDataset, MixedDataset, TextDataset
 from training.experiment import Experiment
 
 
@@ -18,15 +20,22 @@ class Validation:
     time_s: float
     bits_per_byte: float | None = None  # of causal models of text
     accuracy: float | None = None  # of classifiers: share of the images whose class is the most likely one
+    by_source: Mapping[str, float] = field(default_factory=dict)  # of a mixture: the loss on each source's own split
 
     def scalars(self) -> dict[str, float]:
         """Returns the metrics by their keys in `metrics.jsonl`."""
         keys = ("loss", "bits_per_byte", "accuracy")
-        return {f"validation_{key}": value for key in keys if (value := getattr(self, key)) is not None}
+        found = {f"validation_{key}": value for key in keys if (value := getattr(self, key)) is not None}
+        return found | {f"validation_loss/{name}": loss for name, loss in self.by_source.items()}
 
     @property
     def message(self) -> str:
         """The message for the user."""
+        sources = ", ".join(f"{name} {loss:.4f}" for name, loss in self.by_source.items())
+        return f"{self._whole}; {sources}" if sources else self._whole
+
+    @property
+    def _whole(self) -> str:
         if self.accuracy is not None:
             return f"validation loss {self.loss:.4f} nats per image, accuracy {self.accuracy:.2%}"
         if self.bits_per_byte is None:
@@ -35,36 +44,49 @@ class Validation:
 
 
 class Validator:
-    """Measures a model on the first rows of the validation data; compiles and loads at the first call."""
+    """Measures a model on the first rows of the validation data; compiles and loads at the first call.
+
+    Of a mixture, on the first rows of every source; the loss is the mean of the sources' losses by their shares.
+    """
 
     def __init__(self, experiment: Experiment, data: Dataset, num_batches: int) -> None:
-        self._experiment, self._data = experiment, data
-        self._count = min(num_batches, -(-len(data) // experiment.batches.global_size))
+        self._experiment, self._data, self._num_batches = experiment, data, num_batches
+        self._shares = {part.name: part.share for part in data.parts} if isinstance(data, MixedDataset) else {"": 1.0}
         self._evaluate: jax.stages.Compiled | None = None
-        self._batches: list[dict[str, jax.Array]] = []
+        self._batches: list[list[dict[str, jax.Array]]] = []  # of each source
 
     def __call__(self, params: object) -> Validation:
         """Returns the result for `params`, sharded like the training state's."""
-        before, ex = time.perf_counter(), self._experiment
+        before, ex, data = time.perf_counter(), self._experiment, self._data
         if self._evaluate is None:
             self._evaluate = ex.compile_eval_step()
-            self._batches = self._load()
-        sums = jax.device_get([ex.block(self._evaluate(params, batch)) for batch in self._batches])
-        weight = sum(float(batch["weight"]) for batch in sums)
-        means = {name: sum(float(batch[name]) for batch in sums) / weight for name in sums[0]}
-        loss, data = means["loss"], self._data
+            sources = [part.examples for part in data.parts] if isinstance(data, MixedDataset) else [data]
+            self._batches = [self._load(source) for source in sources]
+        sums = [jax.device_get([ex.block(self._evaluate(params, b)) for b in batches]) for batches in self._batches]
+        means = dict(zip(self._shares, map(_means, sums), strict=True))
+        loss = sum(share * means[name]["loss"] for name, share in self._shares.items())
         bits_per_byte = None
-        if isinstance(data, TextDataset) and ex.config.data.objective == "causal":
+        if not isinstance(data, ImageDataset) and ex.config.data.objective == "causal":
             bits_per_byte = loss / math.log(2) / data.bytes_per_token
         return Validation(
             loss=loss,
             bits_per_byte=bits_per_byte,
-            accuracy=means.get("correct"),
+            accuracy=means[""].get("correct") if isinstance(data, ImageDataset) else None,
+            by_source={name: mean["loss"] for name, mean in means.items() if name},
             time_s=time.perf_counter() - before,
         )
 
-    def _load(self) -> list[dict[str, jax.Array]]:
-        ex, data = self._experiment, self._data
-        size, end = ex.batches.global_size, len(data)  # rows beyond the split are padding, not the next epoch's
-        with Batches(data, global_size=size, rows=ex.batches.local_rows, start_step=0, prefetch=1, end=end) as batches:
-            return [ex.batches.to_devices(next(batches)) for _ in range(self._count)]
+    def _load(self, source: TextDataset | ImageDataset) -> list[dict[str, jax.Array]]:
+        ex = self._experiment
+        size, end = ex.batches.global_size, len(source)  # rows beyond the split are padding, not the next epoch's
+        count = min(self._num_batches, -(-end // size))
+        with Batches(
+            source, global_size=size, rows=ex.batches.local_rows, start_step=0, prefetch=1, end=end
+        ) as batches:
+            return [ex.batches.to_devices(next(batches)) for _ in range(count)]
+
+
+def _means(sums: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns the weighted means over some batches, by name."""
+    weight = sum(float(batch["weight"]) for batch in sums)
+    return {name: sum(float(batch[name]) for batch in sums) / weight for name in sums[0]}

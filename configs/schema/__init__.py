@@ -100,6 +100,11 @@ class Config(Section):
                 f"data.seq_len={data.seq_len} is longer than model.max_len={model.max_len}; raise model.max_len, "
                 f"or set data.seq_len to {model.max_len} at most"
             )
+        if isinstance(model, TransformerConfig) and model.attention == "cudnn" and data.packing != "stream":
+            raise ValueError(
+                f"data.packing={data.packing} needs model.attention=xla or auto: attention inside documents was not "
+                "tried with cudnn"
+            )
         if isinstance(model, ResNetConfig) and data.channels != model.channels:
             raise ValueError(f"data.channels={data.channels} differs from model.channels={model.channels}")
         if self.optimizer.warmup_steps > self.num_steps:

@@ -1,8 +1,9 @@
 """The section `data`: the source of the examples, and their preparation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.schema.keys import Section, key
+from configs.schema.mixture import Component, parse
 
 TFDS = "tfds:NAME"
 SOURCES = ("stdlib_text", "folder", "synthetic", "digits", TFDS)
@@ -20,6 +21,11 @@ class DataConfig(Section):
         choices=SOURCES,
     )
     path: str = key("", "folder: directory of the text files; tfds: data_dir, empty for the default", resumable=True)
+    mixture: str = key(
+        "",
+        "several text sources in place of source and path: WEIGHT SOURCE[:PATH], ..., such as "
+        "'3 folder:/data/wiki, 1 tfds:lm1b'; empty for one source",
+    )
     tokenizer: str = key("bytes", "tokenizer of text", choices=("bytes", "sentencepiece", "tiktoken"))
     tokenizer_path: str = key("", "vocabulary file of a sentencepiece or tiktoken tokenizer", resumable=True)
     seq_len: int = key(256, "tokens of a text example", least=1, unit="tokens")
@@ -27,6 +33,12 @@ class DataConfig(Section):
         "causal",
         "what the model learns: causal and masked for text, classify for images",
         choices=("causal", "masked", "classify"),
+    )
+    packing: str = key(
+        "stream",
+        "rows of text: windows of the token stream; documents: the same rows, attention and positions of each document "
+        "its own; whole: rows of whole documents, filled up with weight 0",
+        choices=("stream", "documents", "whole"),
     )
     mask_rate: float = key(0.15, "masked: share of tokens to predict", above=0, most=1)
     image_size: int = key(8, "classify: height and width of an image", least=1, unit="pixels")
@@ -66,3 +78,34 @@ class DataConfig(Section):
             )
         if self.source == "synthetic" and self.tokenizer != "bytes":
             raise ValueError(f"data.tokenizer is {self.tokenizer!r}: data.source='synthetic' works with 'bytes' only")
+        self._check_mixture()
+        if self.packing != "stream" and (self.objective == "classify" or self._is_synthetic):
+            what = "images" if self.objective == "classify" else "the tokens of data.source='synthetic'"
+            raise ValueError(f"data.packing={self.packing!r}: {what} are no documents; set data.packing='stream'")
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """The components of the mixture; () if there is one source."""
+        return parse(self.mixture)
+
+    @property
+    def origin(self) -> str:
+        """Where the examples come from, for messages."""
+        return f"data.mixture={self.mixture!r}" if self.mixture else f"data.source={self.source}"
+
+    @property
+    def _is_synthetic(self) -> bool:
+        return self.source == "synthetic" and not self.mixture
+
+    def alone(self, component: Component) -> "DataConfig":
+        """Returns the section with a component of the mixture as its only source."""
+        return replace(self, mixture="", source=component.source, path=component.path)
+
+    def _check_mixture(self) -> None:
+        if self.mixture and self.objective == "classify":
+            raise ValueError("data.mixture is of text: with data.objective='classify' leave it empty")
+        for component in self.components:
+            try:
+                self.alone(component)
+            except ValueError as error:
+                raise ValueError(f"data.mixture, component {component.name}: {error}") from error

@@ -1,0 +1,67 @@
+"""The value of `data.mixture`: text sources and their weights, `"3 folder:/data/wiki, 1 tfds:lm1b"`."""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+LEAST_SHARE = Fraction(1, 1 << 20)  # the order of a block of examples in which each source occurs is kept in memory
+TFDS = re.compile(r"(tfds:.*?)(?::([/~.].*))?")  # a version, `tfds:wiki40b/en:1.3.0`, is part of the name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """One source of a mixture."""
+
+    weight: Fraction  # above 0; only its ratio to the others' counts
+    source: str  # as data.source
+    path: str  # as data.path; "" for none
+
+    @cached_property
+    def name(self) -> str:
+        """SOURCE[:PATH]; no two components of a mixture have the same."""
+        return f"{self.source}:{self.path}" if self.path else self.source
+
+
+def parse(mixture: str) -> tuple[Component, ...]:
+    """Returns the components of `WEIGHT SOURCE[:PATH], ...`; () for "". ValueError for anything else.
+
+    A path has no comma. The data_dir of a TFDS data set begins with `/`, `~` or `.`. Sources and paths are not checked.
+    """
+    components = tuple(_component(part.strip()) for part in mixture.split(",")) if mixture else ()
+    names = [component.name.rstrip("/") for component in components]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"data.mixture names {name} twice: add up its weights in one component")
+    total = sum(component.weight for component in components)
+    for component in components:
+        if component.weight < LEAST_SHARE * total:
+            raise ValueError(
+                f"data.mixture: {component.name} would be less than one example in {1 / LEAST_SHARE}: raise its weight "
+                "or leave it out"
+            )
+    return components
+
+
+def _component(text: str) -> Component:
+    number, _, what = text.partition(" ")
+    what = what.strip()
+    try:
+        weight = Fraction(number)
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError(_not_understood(text)) from error
+    if not what:
+        raise ValueError(_not_understood(text))
+    if weight <= 0:
+        raise ValueError(f"data.mixture: the weight of {what} is {number}: it must be above 0, or leave {what} out")
+    if found := TFDS.fullmatch(what):
+        return Component(weight=weight, source=found[1], path=found[2] or "")
+    source, _, path = what.partition(":")
+    return Component(weight=weight, source=source, path=path)
+
+
+def _not_understood(text: str) -> str:
+    return (
+        f"data.mixture has the component {text!r}: write WEIGHT SOURCE[:PATH], with commas between components, such as "
+        "'3 folder:/data/wiki, 1 tfds:lm1b'"
+    )

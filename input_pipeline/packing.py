@@ -1,0 +1,101 @@
+"""Several documents in a row: which positions are whose, and rows of whole documents.
+
+A document ends with its separator. (A text that contains the separator's id itself, such as the byte 0, is several.)
+"""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from input_pipeline import cache, streams
+from input_pipeline.tokenizers import Tokenizer
+
+FORMAT = 1  # version of the files; part of the folder's name
+BLOCK = 1 << 24  # tokens that are searched for separators at once
+
+
+def segments(tokens: np.ndarray, separator: int) -> np.ndarray:
+    """Returns int32 [T]: the documents of a row are numbered from 0, the separator belongs to the one that it ends."""
+    ends = tokens == separator
+    return (np.cumsum(ends) - ends).astype(np.int32)
+
+
+def is_padding(tokens: np.ndarray, separator: int) -> np.ndarray:
+    """Returns bool [T]: the separators that end no document, because nothing is before them."""
+    ends = tokens == separator
+    return ends & np.append(True, ends[:-1])
+
+
+class WholeDocuments:
+    """Windows [T + 1] (causal) or [T] of whole documents, chosen by best fit decreasing and filled up with separators.
+
+    The longest document comes first, each into the fullest row in which it still fits. Only documents that are longer
+    than a window are cut, into windows as those of a stream and a rest. So all but the windows that are one piece
+    contain nothing but whole documents and rests, which end with a separator.
+    """
+
+    def __init__(self, stream: streams.Stream, seq_len: int, objective: str, tokenizer: Tokenizer) -> None:
+        self._tokens, self._separator = np.asarray(stream.tokens), tokenizer.separator
+        self._step, self._length = seq_len, seq_len + (objective == "causal")
+        rule = f"{FORMAT} {stream.sha256} {tokenizer.identity} {self._step} {self._length}"
+        self.content, self.bytes_per_token = hashlib.sha256(rule.encode()).hexdigest(), stream.bytes_per_token
+        folder = cache.prepared(f"rows/{self.content[:32]}", build=self._write, defect=_defect)
+        self._pieces = np.load(folder / "pieces.npy", mmap_mode="r")  # int64 [P, 2]: first token, end; row by row
+        self._first = np.load(folder / "rows.npy", mmap_mode="r")  # int64 [rows + 1]: each row's first piece
+        self.filled = float(np.diff(self._pieces).sum()) / (len(self) * self._length)  # share that is not filled up
+
+    def __len__(self) -> int:
+        return len(self._first) - 1
+
+    def __getitem__(self, window: int) -> np.ndarray:
+        pieces = self._pieces[self._first[window] : self._first[window + 1]]
+        found = np.concatenate([self._tokens[start:end] for start, end in pieces]).astype(np.int32)
+        return np.pad(found, (0, self._length - len(found)), constant_values=self._separator)
+
+    def _write(self, folder: Path) -> None:
+        blocks = range(0, len(self._tokens), BLOCK)
+        ends = [np.flatnonzero(self._tokens[b : b + BLOCK] == self._separator) + b + 1 for b in blocks]
+        ends = np.concatenate(ends)
+        starts = np.append(0, ends[:-1])
+        cuts = np.maximum(1, -(-(ends - starts - (self._length - self._step)) // self._step))  # pieces of each document
+        number = np.arange(cuts.sum()) - np.repeat(np.cumsum(cuts) - cuts, cuts)
+        first = np.repeat(starts, cuts) + number * self._step
+        pieces = np.stack([first, np.minimum(np.repeat(ends, cuts), first + self._length)], axis=1)
+        pieces = pieces[np.diff(pieces)[:, 0] > 1]  # a separator alone teaches nothing
+        if not len(pieces):
+            raise ValueError("data.packing='whole': no document has a token; set data.packing='stream'")
+        rows = best_fit(np.diff(pieces)[:, 0], self._length)
+        np.save(folder / "pieces.npy", pieces[np.argsort(rows, kind="stable")])
+        np.save(folder / "rows.npy", np.append(0, np.cumsum(np.bincount(rows))))
+        (folder / "checksum").write_text(_checksum(folder))
+
+
+def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
+    """Returns the row, int64 [P], of each piece of 1 to `size` tokens, packed by best fit decreasing."""
+    rows, count = np.empty(len(lengths), np.int64), 0
+    with_room: list[list[int]] = [[] for _ in range(size + 1)]  # rows by the room that is left in them
+    rooms = 0  # bit s is set if there is a row with room for s tokens
+    for piece in np.argsort(-lengths, kind="stable"):
+        length = int(lengths[piece])
+        if fitting := rooms >> length:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = with_room[room].pop()
+            rooms ^= (not with_room[room]) << room
+        else:
+            room, row, count = size, count, count + 1
+        rows[piece] = row
+        with_room[room - length].append(row)
+        rooms |= 1 << (room - length)
+    return rows
+
+
+def _checksum(folder: Path) -> str:
+    return streams.checksum([folder / "pieces.npy", folder / "rows.npy"])
+
+
+def _defect(folder: Path) -> str:
+    try:
+        return "" if (folder / "checksum").read_text() == _checksum(folder) else "the rows have changed"
+    except (OSError, UnicodeDecodeError) as error:
+        return str(error)

@@ -1,0 +1,188 @@
+"""Mixtures: each source has its share in every block, in its own order, as a pure function of (seed, example)."""
+
+from collections import Counter
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plain_data
+import pytest
+
+from configs.schema import DataConfig
+from input_pipeline import Batches, MixedDataset, load
+from input_pipeline.mixture import Order
+
+LENGTH, SEED, GLOBAL_SIZE = 24, 7, 10
+WEIGHTS = [[1, 1], [3, 1], ["0.7", "0.29", "0.01"], [1, 1, 1], ["1/3", "1/7", "5e-3", 2], [1], [1000, 1, 1, 1, 1, 1, 1]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return plain_data.write_folders(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
+
+
+def settings(mixture: str, **changes: Any) -> DataConfig:
+    return DataConfig(**{"mixture": mixture, "seq_len": LENGTH, **changes})
+
+
+def mixture(folders: list[Path], weights: tuple[Any, ...] = (3, 1)) -> str:
+    return ", ".join(f"{weight} folder:{folder}" for weight, folder in zip(weights, folders, strict=False))
+
+
+def mixed(config: DataConfig, seed: int = SEED) -> MixedDataset:
+    dataset = load(config, "train", seed)
+    assert isinstance(dataset, MixedDataset)
+    return dataset
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_order_equals_plain_counting(weights: list[Any]) -> None:
+    fractions = [Fraction(weight) for weight in weights]
+    order = Order(fractions, SEED)
+    wanted = list(islice(plain_data.order(fractions, SEED), 5 * order.block))
+    assert [order(i) for i in range(len(wanted))] == wanted
+    for i in np.random.default_rng(0).integers(0, len(wanted), 30):  # in any order
+        assert Order(fractions, SEED)(int(i)) == wanted[i]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_shares_are_exact_to_within_one_example_after_every_block(weights: list[Any]) -> None:
+    fractions = [Fraction(weight) for weight in weights]
+    total, order = sum(fractions), Order(fractions, SEED)
+    seen: Counter[int] = Counter()
+    for i in range(40 * order.block):
+        component, number = order(i)
+        assert number == seen[component]  # its own order, without a gap
+        seen[component] += 1
+        if (i + 1) % order.block == 0:
+            assert all(abs(seen[k] - weight / total * (i + 1)) < 1 for k, weight in enumerate(fractions))
+
+
+def test_counts_never_fall_for_any_weights() -> None:
+    """Where blocks are too small, largest remainders take an example back: the Alabama paradox."""
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        weights = [Fraction(int(w), 1000) for w in rng.integers(1, 10 ** rng.integers(1, 5), rng.integers(2, 9))]
+        order, total = Order(weights, 0), sum(weights)
+        start = int(rng.integers(0, 10**9))
+        counts = np.array([order.counts(block) for block in range(start, start + 40)])
+        assert (np.diff(counts, axis=0) >= 0).all() and (
+            counts.sum(1) == order.block * np.arange(start, start + 40)
+        ).all()
+        for count, weight in zip(order.counts(start), weights, strict=True):
+            assert abs(count - weight / total * start * order.block) < 1
+    small = Order([Fraction(w) for w in (1, 1, 5, 57)], 0)
+    small.block = 4
+    assert (np.diff([small.counts(block) for block in range(40)], axis=0) < 0).any()
+
+
+def test_order_depends_on_the_seed_and_differs_between_blocks() -> None:
+    weights = [Fraction(1), Fraction(1)]
+    orders = [[Order(weights, seed)(i)[0] for i in range(start, start + 64)] for seed in (0, 1) for start in (0, 64)]
+    assert len({tuple(order) for order in orders}) == 4
+    assert all(sum(order) == 32 for order in orders)
+
+
+def test_far_examples_need_no_counting() -> None:
+    order = Order([Fraction("0.9"), Fraction("0.1")], 3)
+    component, number = order(10**15)
+    assert abs(number - (0.9, 0.1)[component] * 10**15) < order.block
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+def test_rows_equal_plain_python_for_any_number_of_processes_and_restarts(folders: list[Path], processes: int) -> None:
+    weights = (Fraction("0.5"), Fraction("0.3"), Fraction("0.2"))
+    config = settings(mixture(folders, ("0.5", "0.3", "0.2")), packing="documents")
+    wanted = plain_data.mixed_rows(folders, weights, LENGTH, SEED, 20 * GLOBAL_SIZE)
+    for start in (0, 13):
+        for process in range(processes):
+            rows = range(process, GLOBAL_SIZE, processes)
+            with Batches(mixed(config), global_size=GLOBAL_SIZE, rows=rows, start_step=start, prefetch=2) as batches:
+                for step in range(start, start + 7):
+                    for name, found in next(batches).items():
+                        expected = [wanted[step * GLOBAL_SIZE + row][name] for row in rows]
+                        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_component_is_what_it_is_alone(folders: list[Path]) -> None:
+    """In its own epochs: the smallest begins again while the others have not ended."""
+    dataset = mixed(settings(mixture(folders, (1, 1, 1)), objective="masked"))
+    alone = [
+        load(DataConfig(source="folder", path=str(f), seq_len=LENGTH, objective="masked"), "train", SEED)
+        for f in folders
+    ]
+    order = Order([Fraction(1)] * 3, SEED)
+    seen: Counter[int] = Counter()
+    for i in range(192):
+        component, number = order(i)
+        seen[component] += 1
+        for name, value in alone[component][number].items():
+            np.testing.assert_array_equal(dataset[i][name], value)
+    lengths = [len(one) for one in alone]  # pyright: ignore[reportArgumentType]
+    assert min(lengths) < 32 and set(seen.values()) == {64}
+    wanted = "; ".join(
+        f"folder:{f} 33.33%, {100 / length:.2f} epochs of {length} rows"
+        for f, length in zip(folders, lengths, strict=True)
+    )
+    assert dataset.epochs(300) == f"mixture: {wanted}"
+
+
+def test_fingerprint_covers_components_and_weights(folders: list[Path]) -> None:
+    base = mixed(settings(mixture(folders))).fingerprint
+    assert base == mixed(settings(mixture(folders, ("0.6", "0.2")))).fingerprint  # the same shares
+    others = [
+        mixture(folders, (1, 1)),
+        mixture(folders, (3, 1, 1)),
+        mixture([folders[0], folders[2]]),
+        mixture(folders[1::-1]),
+    ]
+    prints = [mixed(settings(text)).fingerprint for text in others]
+    prints += [mixed(settings(mixture(folders), seq_len=16)).fingerprint]
+    prints += [mixed(settings(mixture(folders), packing="documents")).fingerprint]
+    assert len({base, *prints}) == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0 stdlib_text", "the weight of stdlib_text is 0: it must be above 0"),
+        ("-1 stdlib_text, 1 synthetic", "the weight of stdlib_text is -1"),
+        ("stdlib_text", "the component 'stdlib_text': write WEIGHT SOURCE"),
+        ("1 synthetic,", "the component '': write WEIGHT"),
+        ("1/0 synthetic", "the component '1/0 synthetic': write WEIGHT"),
+        ("nan synthetic", "write WEIGHT SOURCE"),
+        ("3", "the component '3': write WEIGHT SOURCE"),
+        ("1 foldr:/a", r"data.mixture, component foldr:/a: data.source=foldr is not known; .*did you mean folder\?"),
+        ("1 folder", "data.mixture, component folder: data.path is empty: data.source='folder' needs"),
+        ("1 folder:", "component folder: data.path is empty"),
+        ("1 stdlib_text:/a", "component stdlib_text:/a: data.path is '/a' but data.source='stdlib_text' reads no path"),
+        ("1 digits", "component digits: data.objective='causal' does not fit"),
+        ("1 folder:/a, 2 synthetic, 1 folder:/a/", "data.mixture names folder:/a twice: add up its weights"),
+        ("1 synthetic, 1e-9 stdlib_text", "stdlib_text would be less than one example in 1048576"),
+    ],
+)
+def test_mistakes_are_one_line(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message + r"[^\n]*\Z"):
+        settings(text)
+
+
+def test_images_are_not_mixed() -> None:
+    with pytest.raises(ValueError, match="data.mixture is of text"):
+        DataConfig(source="digits", objective="classify", mixture="1 stdlib_text")
+
+
+def test_components_are_read_as_written() -> None:
+    config = settings("0.5 tfds:wiki40b/en:1.3.0:/data/tfds , 1 folder:~/my text,2  tfds:lm1b, 1 tfds:lm1b:1.1.0")
+    assert [(str(one.weight), one.source, one.path) for one in config.components] == [
+        ("1/2", "tfds:wiki40b/en:1.3.0", "/data/tfds"),
+        ("1", "folder", "~/my text"),
+        ("2", "tfds:lm1b", ""),
+        ("1", "tfds:lm1b:1.1.0", ""),
+    ]

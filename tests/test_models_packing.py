@@ -1,0 +1,87 @@
+"""A row of several documents: each is to the model what it is alone, in every style and under every strategy."""
+
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import workload
+from test_models_forward import STYLES, small
+from test_overlapped_step import losses as losses_overlapped
+from test_strategies import STRATEGIES
+
+import models
+
+ROWS = [(3, 1, 5), (9,), (3, 5, 1)]  # lengths of the documents of each row
+QUICK = {("mics2", "decoder"), ("none-node-4", "decoder"), ("mics4", "encoder")}
+STRATEGY_CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+    for case in itertools.product(STRATEGIES, ("decoder", "encoder"))
+]
+CASES = [("decoder", STYLES["gpt2"]), ("decoder", STYLES["llama_grouped"]), ("encoder", {})]
+
+
+def whole(name: str, tree: Any) -> Any:
+    del name
+    return tree
+
+
+@pytest.mark.parametrize(("kind", "style"), CASES, ids=["gpt2", "llama", "encoder"])
+def test_documents_of_a_row_are_as_alone(kind: str, style: dict[str, Any]) -> None:
+    """Logits, loss and gradients, against runs of the model on each document by itself."""
+    model = small(kind, **style)
+    assert isinstance(model, models.Decoder | models.Encoder)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda s: rng.normal(0.1, 0.4, s.shape).astype(np.float32),
+        model.param_specs(),
+    )
+    tokens, targets = rng.integers(0, 11, (2, 3, 9), dtype=np.int32)
+    weights = rng.uniform(0, 2, (3, 9)).astype(np.float32)
+    segments = np.stack([np.repeat(np.arange(len(row)), row) for row in ROWS]).astype(np.int32)
+    batch: Any = {"tokens": tokens, "targets": targets, "weights": weights, "segments": segments}
+    cuts = [(r, slice(sum(row[:d]), sum(row[: d + 1]))) for r, row in enumerate(ROWS) for d in range(len(row))]
+
+    @jax.jit
+    def alone(p: Any, rows: Any) -> Any:
+        logits = model.logits(p, rows["tokens"], whole)
+        return logits, jax.value_and_grad(model.loss)(p, rows, whole)
+
+    packed = jax.jit(lambda p: model.logits(p, tokens, whole, segments))(params)
+    found = jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, whole)))(params)
+    wanted = jax.tree.map(np.zeros_like, found)
+    for r, cut in cuts:
+        logits, result = alone(params, {name: x[r, cut][None] for name, x in batch.items() if name != "segments"})
+        np.testing.assert_allclose(packed[r, cut], logits[0], rtol=1e-5, atol=1e-5)
+        wanted = jax.tree.map(np.add, wanted, result)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, wanted)
+    unpacked = jax.jit(lambda p: model.loss(p, {n: x for n, x in batch.items() if n != "segments"}, whole))(params)
+    assert abs(float(unpacked) - float(found[0])) > 1e-2
+
+
+@pytest.mark.parametrize(("strategy", "kind"), STRATEGY_CASES)
+def test_every_strategy_has_the_losses_of_a_single_device(strategy: str, kind: str) -> None:
+    kind += workload.PACKED
+    got = workload.losses(kind, workload.plan(kind, **STRATEGIES[strategy]))
+    np.testing.assert_allclose(got, workload.single_device_losses(kind), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "how", [dict(tensor=2), pytest.param(dict(partitioner="auto"), marks=pytest.mark.slow)], ids=str
+)
+def test_other_layouts_too(how: dict[str, Any]) -> None:
+    kind = "decoder" + workload.PACKED
+    got = workload.losses(kind, workload.plan(kind, strategy="mics", partition_size=4, **how))
+    np.testing.assert_allclose(got, workload.single_device_losses(kind), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["decoder", pytest.param("encoder", marks=pytest.mark.slow)])
+def test_pipelined_loops_too(kind: str) -> None:
+    got = losses_overlapped(kind + workload.PACKED, "mics(2)", 2)
+    np.testing.assert_allclose(got, workload.single_device_losses(kind + workload.PACKED), rtol=1e-5)
+
+
+def test_the_oracle_sees_the_documents() -> None:
+    one, other = (workload.single_device_losses(f"decoder{suffix}") for suffix in ("", workload.PACKED))
+    assert np.abs(one - other).max() > 1e-4

@@ -1,0 +1,127 @@
+"""Runs on mixed sources and packed rows: their batches, what they say, how they resume, and what they refuse."""
+
+import json
+import re
+import shlex
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import plain_data
+import pytest
+from planning import WORDS
+from running import IGNORED, ROOT, SMALL, arguments, finish, losses, rows, run_here, start_together, stop_after
+from test_readme import commands
+from test_train_bad_input import error_of
+from test_train_batches import RESUMABLE, check_batches, in_place_of_restoring
+
+from planner import __main__ as planner
+from training import resume
+
+pytestmark = IGNORED
+LENGTH = 12
+
+
+@pytest.fixture(scope="module", name="folders")
+def written_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return plain_data.write_folders(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
+
+
+def mixture(folders: list[Path], *weights: str) -> dict[str, str]:
+    text = ", ".join(f"{w} folder:{f}" for w, f in zip(weights, folders, strict=False))
+    return {"data__mixture": text, "data__seq_len": str(LENGTH), "data__packing": "documents"}
+
+
+@pytest.mark.parametrize("count", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4))])
+def test_batches_equal_plain_python(
+    count: int, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one to four real processes, and after a restart at step 1."""
+    size = 30 if count % 2 else 16
+    changes = mixture(folders, "2", "1", "0.5") | {"batch__global_size": str(size)}
+    args = arguments(tmp_path / "run", **changes)
+    if count == 1:
+        monkeypatch.setattr(resume, "restore", in_place_of_restoring(str(tmp_path)))
+        assert run_here(*args, compile_once=False) == RESUMABLE
+    else:
+        first = "import test_train_batches as here\n"
+        first += f"here.resume.restore = here.in_place_of_restoring({str(tmp_path)!r})"
+        outcomes = finish(*start_together(args, count, devices=2, first=first))
+        assert [code for code, _, _ in outcomes] == [RESUMABLE] * count, outcomes
+    wanted = plain_data.mixed_rows(folders, [Fraction(2), Fraction(1), Fraction(1, 2)], LENGTH, 0, 2 * size)
+    check_batches(tmp_path, count, size, wanted)
+
+
+def test_a_run_resumes_and_says_what_it_mixes(
+    folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = mixture(folders, "3", "1") | {"eval__every": "5", "sample__length": "3"}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert run_here(*arguments(whole, **changes)) == 0
+    said = capsys.readouterr().out
+    found = re.search(r"mixture: folder:(\S+) 75.00%, ([\d.]+) epochs of (\d+) rows; folder:(\S+) 25.00%, ", said)
+    assert found and found[1] == str(folders[0]) and found[4] == str(folders[1])
+    windows = plain_data.windows(folders[0], LENGTH)
+    assert int(found[3]) == len(windows) and float(found[2]) == pytest.approx(0.75 * 160 / len(windows), abs=0.01)
+    last = rows(whole)[-1]
+    by_source = [last[f"validation_loss/folder:{folder}"] for folder in folders[:2]]
+    assert by_source[0] != by_source[1]
+    assert last["validation_loss"] == pytest.approx(0.75 * by_source[0] + 0.25 * by_source[1])
+    assert f"folder:{folders[0]} {by_source[0]:.4f}, folder:{folders[1]} {by_source[1]:.4f}" in said
+
+    with monkeypatch.context() as patched:
+        stop_after(patched, 4)
+        assert run_here(*arguments(stopped, **changes)) == RESUMABLE
+    other = arguments(stopped, **changes | mixture(folders, "1", "1"))
+    assert "holds a run of another config: data.mixture was '3 folder:" in error_of(capsys, *other)
+    file = folders[1] / "3.txt"
+    text = file.read_text()
+    file.write_text(text.upper())
+    message = error_of(capsys, *arguments(stopped, **changes))
+    assert f"on other data: data.mixture='3 folder:{folders[0]}, 1 folder:{folders[1]}' has changed since" in message
+    file.write_text(text)
+    assert run_here(*arguments(stopped, **changes)) == 0
+    np.testing.assert_array_equal(losses(stopped), losses(whole))
+
+
+def test_filled_up_positions_are_no_tokens(
+    folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"data__source": "folder", "data__path": str(folders[1]), "data__packing": "whole", "num_steps": 3}
+    assert run_here(*arguments(tmp_path, **changes)) == 0
+    found = re.search(r"rows of whole documents: ([\d.]+)% of the positions hold tokens", capsys.readouterr().out)
+    assert found and 50 < float(found[1]) < 100
+    row = rows(tmp_path)[-1]
+    assert row["tokens_per_s"] * row["step_time_s"] == pytest.approx(16 * 32 * float(found[1]) / 100, rel=1e-3)
+
+
+def test_the_planner_compiles_packed_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS, "--config.data.source=stdlib_text", "--config.data.packing=documents"]
+    code = planner.main(["planner", *words, "--cluster=emulated", "--nodes=4", "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0 and json.loads(out), err
+
+
+SHOWN = [
+    words for words in commands(ROOT / "docs" / "training.md") if re.search("data.(mixture|packing)", " ".join(words))
+]
+
+
+def test_docs_show_both() -> None:
+    assert [re.search(r"data\.(mixture|packing)", shlex.join(words))[1] for words in SHOWN] == ["mixture", "packing"]  # pyright: ignore
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", SHOWN, ids=lambda words: words[-1])
+def test_commands_of_the_docs(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As written, but for the size of the run."""
+    monkeypatch.chdir(ROOT)
+    ours = [word for word in words[words.index("train.py") + 1 :] if not word.startswith("--workdir")]
+    small = [f"--config.{key}={value}" for key, value in SMALL.items() if not key.startswith("data.s")]
+    assert run_here(ours[0], *small, *ours[1:], f"--workdir={tmp_path / 'run'}", "--config.num_steps=3") == 0
+    assert len(losses(tmp_path / "run")) == 3
