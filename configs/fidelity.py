@@ -3,7 +3,7 @@
     python -m benchmarks.fidelity
 
 Hardware: any machine with 2 CPU cores (8 virtual devices as 4 nodes of 2). Expected: two loss curves of 300 steps
-that differ by 2.8e-5 at most; docs/paper_tables.md compares them with the paper's. To run one:
+that differ by 2.8e-5 at most, relatively 1.8e-5; docs/paper_tables.md compares them with the paper's. To run one:
 
     python train.py --config=configs/fidelity.py:mics --workdir=runs/fidelity_mics
 """

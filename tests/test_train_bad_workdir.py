@@ -10,8 +10,11 @@ from running import IGNORED, arguments, before_report, losses, run_here, snapsho
 from test_train_bad_input import assert_matches, error_of
 
 import models
+from configs import quickstart
+from configs.base import typed
 from input_pipeline.folder import validation_names
 from runtime.supervisor import Supervisor
+from training.resume import changed_keys
 
 pytestmark = IGNORED
 
@@ -92,6 +95,14 @@ def test_changed_validation_data_is_rejected(
         )
         (texts / changed).write_text(text)
     assert run_here(*args(moved)) == 0
+
+
+def test_a_key_that_an_older_version_did_not_have_counts_with_its_default() -> None:
+    config = typed(quickstart.get_config()).to_dict()
+    older = {**config, "data": {key: value for key, value in config["data"].items() if key != "packing"}}
+    assert changed_keys(older, config) == {}
+    packed = {**config, "data": {**config["data"], "packing": "documents"}}
+    assert changed_keys(older, packed) == {"data.packing": ("stream", "documents")}
 
 
 def test_workdir_of_another_run_is_rejected(

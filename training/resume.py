@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from configs.schema import Config, flat, may_change
+from configs.schema import Config, defaults, flat, may_change
 from metrics.run_files import RunFiles, read_run
 from metrics.writer import METRICS_FILE
 from runtime.consensus import broadcast, new_key
@@ -90,8 +90,13 @@ def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> N
 
 
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns the (old, new) values of the keys that differ but must not differ within one run."""
+    """Returns the (old, new) values of the keys that differ but must not differ within one run.
+
+    A key that there was not yet when `saved` was written counts with its default.
+    """
     old, new = flat(saved), flat(config)
+    added = flat(defaults(str(new["model.kind"])))
+    old = {key: added[key] for key in new if key in added} | old
     keys = [key for key in sorted({*old, *new}) if not may_change(key)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
