@@ -15,10 +15,10 @@ gpu: $(VENV)/gpu-installed  ## jax with CUDA, on a machine with NVIDIA GPUs (doc
 test: $(VENV)/installed  ## with another Python: make test PYTHON=python3.12 VENV=.venv-py312
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
-test-all: $(VENV)/installed $(VENV)/h100/installed $(VENV)/ray-installed $(VENV)/optuna-installed $(VENV)/gpu-checked
+test-all: $(VENV)/installed $(VENV)/h100/installed $(VENV)/ray-installed $(VENV)/optuna-installed $(VENV)/wandb-installed $(VENV)/gpu-checked
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20 -m "slow or not slow"
 
-lint: $(VENV)/installed $(VENV)/ray-installed $(VENV)/optuna-installed  ## types of these are checked too
+lint: $(VENV)/installed $(VENV)/ray-installed $(VENV)/optuna-installed $(VENV)/wandb-installed  ## types of these are checked too
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
@@ -44,6 +44,10 @@ $(VENV)/ray-installed: requirements-ray.txt $(CONSTRAINTS) | $(VENV)/installed
 	touch $@
 
 $(VENV)/optuna-installed: requirements-optuna.txt $(CONSTRAINTS) | $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
+	touch $@
+
+$(VENV)/wandb-installed: requirements-wandb.txt $(CONSTRAINTS) | $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
 	touch $@
 

@@ -89,6 +89,12 @@ class Config(Section):
     eval: EvalConfig
     sample: SampleConfig
     log_every: int = key(1, "steps between lines of metrics.jsonl", least=1, unit="steps", resumable=True)
+    sink: str = key(
+        "none",
+        "where metrics go besides metrics.jsonl and TensorBoard; offline",
+        choices=("none", "wandb"),
+        resumable=True,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
