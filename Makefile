@@ -15,10 +15,10 @@ gpu: $(VENV)/gpu-installed  ## jax with CUDA, on a machine with NVIDIA GPUs (doc
 test: $(VENV)/installed  ## with another Python: make test PYTHON=python3.12 VENV=.venv-py312
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
-test-all: $(VENV)/installed $(VENV)/h100/installed $(VENV)/ray-installed $(VENV)/gpu-checked
+test-all: $(VENV)/installed $(VENV)/h100/installed $(VENV)/ray-installed $(VENV)/optuna-installed $(VENV)/wandb-installed $(VENV)/gpu-checked
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20 -m "slow or not slow"
 
-lint: $(VENV)/installed $(VENV)/ray-installed  ## types of Ray are checked too
+lint: $(VENV)/installed $(VENV)/ray-installed $(VENV)/optuna-installed $(VENV)/wandb-installed  ## types of these are checked too
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
@@ -40,6 +40,14 @@ $(VENV)/installed: requirements.txt requirements-dev.txt $(CONSTRAINTS)
 	touch $@
 
 $(VENV)/ray-installed: requirements-ray.txt $(CONSTRAINTS) | $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
+	touch $@
+
+$(VENV)/optuna-installed: requirements-optuna.txt $(CONSTRAINTS) | $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
+	touch $@
+
+$(VENV)/wandb-installed: requirements-wandb.txt $(CONSTRAINTS) | $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
 	touch $@
 

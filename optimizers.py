@@ -16,6 +16,7 @@ import optax
 from optax import contrib
 
 from configs.schema import OptimizerConfig
+from configs.schema.own import OWN
 from sharding.spec import ParamSpec
 
 PyTree = Any
@@ -101,7 +102,8 @@ def _optimizer(
             return optax.lars(schedule, decay, mask, trust_ratio_mask=mask, momentum=c.momentum)
         case "adafactor":
             return optax.chain(optax.adafactor(schedule), decoupled)
-    assert c.name == "muon"
+    if c.name != "muon":
+        return OWN["optimizer"][c.name](c, schedule, mask)
     labels = _map_specs(lambda spec: "muon" if is_hidden_matrix(spec) else "adam", specs)
     # a tensor without them would get optax's own Adam there
     dims = _map_specs(lambda spec: _matrix_dims(spec) if is_hidden_matrix(spec) else None, specs)

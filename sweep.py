@@ -2,6 +2,7 @@
 
     python sweep.py --config=configs/sweeps/X.py [--sweep=lr,seed] [--workers=2] [--workdir=runs/sweeps/X] [--dry_run]
         [--emulate="--nodes=4 --devices_per_node=2 --rate=1gbit"] [--slurm="--partition=gpu --nodes=2"]
+        [--ray=ADDRESS|local] [--search=N]
 
 Each run is train.py in a directory named by the content of its config, so that the same command again does only what is
 missing. Leaves `results.csv`, `results.md` and `index.html`. Exit codes: 0 all runs finished, or the SLURM array is
@@ -10,10 +11,12 @@ or the machine.
 """
 
 import argparse
+import importlib.util
 import shlex
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +25,10 @@ from configs.overrides import Overrides
 from runtime.command_line import OneLineParser, complain, make_folder, prepare_output
 from runtime.exit_codes import ExitCode
 from sweeps import slurm
+from sweeps.check import check_runs
 from sweeps.live import Live
 from sweeps.plan import Run, SweepFile, describe, load_file, plan, points
-from sweeps.pool import OUTPUT_FILE, Job, last_error, run_all
+from sweeps.pool import OUTPUT_FILE, Job, Launcher, last_error, run_all, start_here
 from sweeps.records import Record, State, best, is_finished, metric_text, record
 from sweeps.report import write_report
 
@@ -38,6 +42,10 @@ class Sweep:
     workdir: Path
     workers: int | None
     slurm: str | None
+    ray: str | None
+    search: int | None  # trials
+    config: str  # as on the command line
+    emulate: str
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
         make_folder(sweep.workdir, "--workdir")
         if sweep.slurm is not None:
             return run_on_slurm(sweep)
-        return run_here(sweep)
+        with launcher(sweep) as (launch, workers):
+            return (run_here if sweep.search is None else run_search)(sweep, launch, workers)
     except (ValueError, OSError) as error:
         return complain(error)
     except KeyboardInterrupt:
@@ -78,6 +87,7 @@ def run(
     """
     runs = plan(config, overrides, workdir=workdir, emulate=emulate)
     check_emulated(runs)
+    check_runs(runs)
     with Live(metric) as live:
         jobs = run_all(runs, workers=workers, workdir=workdir, show=live.show)
     if left(jobs):
@@ -93,10 +103,14 @@ def parser() -> OneLineParser:
     flags = OneLineParser(prog="sweep.py", description="Runs the configs of a sweep file.", allow_abbrev=False)
     flags.add_argument("--config", required=True, help="configs/sweeps/X.py")
     flags.add_argument("--sweep", default="", help="names of the file's sweeps to combine (default: all)")
-    flags.add_argument("--workers", type=int, help="runs at a time (default: 1; no limit in SLURM)")
+    flags.add_argument(
+        "--workers", type=int, help="runs at a time (default: 1; as many as fit with --ray; no limit in SLURM)"
+    )
     flags.add_argument("--workdir", type=Path, help="where the runs' directories are (default: runs/sweeps/X)")
     flags.add_argument("--emulate", help="options of cluster.emulate; they override those of the file")
     flags.add_argument("--slurm", help="options of sbatch: the runs become tasks of an array")
+    flags.add_argument("--ray", metavar="ADDRESS", help="of a Ray cluster that runs them, or local")
+    flags.add_argument("--search", type=int, metavar="N", help="N runs with values that Optuna chooses from SEARCH")
     flags.add_argument("--dry_run", action="store_true", help="only show the runs; with --slurm, also write its files")
     return flags
 
@@ -106,15 +120,45 @@ def make_sweep(options: argparse.Namespace) -> Sweep:
     file = load_file(options.config)
     if options.workers is not None and options.workers < 1:
         raise ValueError(f"--workers={options.workers} must be at least 1")
-    wanted = points(file, [name for name in options.sweep.split(",") if name])
+    if options.search is None:
+        wanted = points(file, [name for name in options.sweep.split(",") if name])
+    else:
+        wanted = points_of_search(file, options)
     workdir = options.workdir or Path("runs/sweeps") / file.path.stem
-    runs = plan(options.config, wanted, workdir=workdir, emulate=f"{file.emulate} {options.emulate or ''}")
+    emulate = f"{file.emulate} {options.emulate or ''}"
+    runs = plan(options.config, wanted, workdir=workdir, emulate=emulate)
     if options.slurm is not None and any(run.emulate for run in runs):
         raise ValueError("--slurm and the emulated cluster exclude each other; the sweep sets options of the latter")
+    if options.ray is not None and (options.slurm is not None or any(run.emulate for run in runs)):
+        raise ValueError("--ray excludes --slurm and the emulated cluster; choose one of them")
     check_emulated(runs)
-    if len(runs) < len(wanted):
+    check_runs(runs)
+    if len(runs) < len(wanted) and options.search is None:
         print(f"{len(wanted) - len(runs)} of {len(wanted)} runs have the config of another one and are left out")
-    return Sweep(file=file, runs=runs, workdir=workdir, workers=options.workers, slurm=options.slurm)
+    return Sweep(
+        file=file,
+        runs=runs,
+        workdir=workdir,
+        workers=options.workers,
+        slurm=options.slurm,
+        ray=options.ray,
+        search=options.search,
+        config=options.config,
+        emulate=emulate,
+    )
+
+
+def points_of_search(file: SweepFile, options: argparse.Namespace) -> list[Overrides]:
+    """Returns the ends of what `--search` chooses from. ValueError if it cannot."""
+    if not importlib.util.find_spec("optuna"):
+        raise ValueError("--search needs Optuna, which is not installed: make .venv/optuna-installed")
+    if options.search < 1 or options.sweep or options.slurm is not None:
+        raise ValueError(f"--search={options.search} must be at least 1, and takes neither --sweep nor --slurm")
+    if not file.search:
+        raise ValueError(f"--search: {file.path.name} has no SEARCH, such as {{'seed': choice(0, 1)}}")
+    from sweeps.search import corners
+
+    return corners(file.search)
 
 
 def check_emulated(runs: Iterable[Run]) -> None:
@@ -135,21 +179,64 @@ def show_plan(sweep: Sweep) -> int:
     for run in sweep.runs:
         print(f"{'finished' if is_finished(run) else 'to do':8}  {run.name}\n          {shlex.join(run.command)}")
     todo = missing(sweep.runs)
+    if sweep.search is not None:
+        print(f"these are the ends of what {sweep.search} runs choose from, in {sweep.workdir}")
+        return 0
     print(f"{len(sweep.runs)} runs, {len(todo)} to do, in {sweep.workdir}")
     if sweep.slurm is not None and todo:
         print(f"wrote {slurm.write_array(todo, sweep.workdir, options=sweep.slurm, workers=sweep.workers)}")
     return 0
 
 
-def run_here(sweep: Sweep) -> int:
-    """Runs what is missing on this machine, writes the report and returns the exit code."""
+@contextmanager
+def launcher(sweep: Sweep) -> Iterator[tuple[Launcher, int]]:
+    """Yields what starts the runs, here or in Ray, and how many run at a time."""
+    if sweep.ray is None:
+        yield start_here, sweep.workers or 1
+        return
+    if not importlib.util.find_spec("ray"):
+        raise ValueError("--ray needs Ray, which is not installed: make .venv/ray-installed")
+    from sweeps.ray_runs import connected
+
+    with connected(sweep.ray) as runs:
+        yield runs, min(sweep.workers or runs.capacity, runs.capacity)
+
+
+def run_here(sweep: Sweep, launch: Launcher, workers: int) -> int:
+    """Runs what is missing, waits for it, writes the report and returns the exit code."""
     with Live(sweep.file.metric) as live:
-        jobs = run_all(sweep.runs, workers=sweep.workers or 1, workdir=sweep.workdir, show=live.show)
+        jobs = run_all(sweep.runs, workers=workers, workdir=sweep.workdir, show=live.show, launch=launch)
     report(sweep, [record(job.run, job.state, job.error, sweep.file.metric) for job in jobs])
     if left(jobs):
         print(f"stopped with {len(left(jobs))} of {len(jobs)} runs to do; run the same command again to go on")
         return ExitCode.RESUMABLE
     return 1 if any(job.state == State.FAILED for job in jobs) else 0
+
+
+def run_search(sweep: Sweep, launch: Launcher, workers: int) -> int:
+    """Runs trials until there are enough, writes the report and returns the exit code."""
+    from sweeps.search import search
+
+    def planned(overrides: Overrides) -> Run:
+        return plan(sweep.config, [overrides], workdir=sweep.workdir, emulate=sweep.emulate)[0]
+
+    assert sweep.search is not None
+    with Live(sweep.file.metric) as live:
+        enough, records = search(
+            sweep.file,
+            sweep.search,
+            plan=planned,
+            workers=workers,
+            workdir=sweep.workdir,
+            launch=launch,
+            show=live.show,
+        )
+    if records:
+        report(sweep, records)
+    if not enough:
+        print("stopped; run the same command again to go on")
+        return ExitCode.RESUMABLE
+    return 1 if any(r.state == State.FAILED for r in records) else 0
 
 
 def run_on_slurm(sweep: Sweep) -> int:

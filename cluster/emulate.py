@@ -158,7 +158,9 @@ def named_paths(command: Sequence[str]) -> list[Path]:
     for argument in command:
         if argument.startswith("--workdir="):
             make_folder(Path(argument.split("=", 1)[1]), "--workdir")
-        named = [Path(text) for text in (argument, argument.split("=", 1)[-1]) if os.path.exists(text)]
+        value = argument.split("=", 1)[-1]
+        texts = (argument, value, value.partition(":")[0])  # the last one of --config=FILE:arg
+        named = [Path(text) for text in dict.fromkeys(texts) if os.path.exists(text)]
         environments = [path.absolute().parent.parent for path in named]  # of each that is a `bin/python` of one
         paths += [*named, *(folder for folder in environments if (folder / "pyvenv.cfg").exists())]
     return paths

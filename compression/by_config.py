@@ -2,6 +2,7 @@
 
 from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
 from configs.schema import CompressionConfig
+from configs.schema.own import OWN
 from sharding.collectives import Codec, LevelCodecs, levels
 from sharding.mesh import inter_part
 from sharding.scopes import Layout
@@ -18,8 +19,9 @@ def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest
             return TwoBit(threshold=config.threshold)
         case "one_bit":
             return OneBit(block=config.block)
-    assert name == "none", name
-    return None
+        case "none":
+            return None
+    return OWN["codec"][name](config)
 
 
 def make_codecs(config: CompressionConfig, layout: Layout) -> tuple[LevelCodecs, LevelCodecs]:

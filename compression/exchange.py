@@ -82,7 +82,7 @@ def refuse_nothing_to_encode(setup: Setup) -> None:
         )
 
 
-def _with_codec(name: str) -> HopTwo:
+def with_codec(name: str) -> HopTwo:
     """Returns the method that exchanges gradients with the codec called `name`."""
 
     def build(setup: Setup) -> optax.GradientTransformation:
@@ -133,7 +133,7 @@ NONE = HopTwo(
     in_backward=_plain_in_backward,
     takes_pieces=True,
 )
-EXCHANGES = (NONE, *map(_with_codec, ("bf16", "int8", "int4", "two_bit", "one_bit")))
+EXCHANGES = (NONE, *map(with_codec, ("bf16", "int8", "int4", "two_bit", "one_bit")))
 
 
 def _sums(plan: ShardingPlan, placements: PyTree, xs: Shards) -> Shards:

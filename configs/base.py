@@ -24,6 +24,11 @@ def resnet() -> ConfigDict:
     return ConfigDict(defaults("resnet")["model"])
 
 
+def model(kind: str) -> ConfigDict:
+    """The section of a model that the config file registered, with its defaults."""
+    return ConfigDict(defaults(kind)["model"])
+
+
 def get_config(arg: str = "") -> ConfigDict:
     """Returns the base config: a small decoder on the Python standard library's text."""
     del arg  # only experiments have variants

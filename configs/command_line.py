@@ -1,6 +1,7 @@
 """Parses a command line into the config of a run; every user error is a ValueError with a one-line message."""
 
 import re
+import runpy
 import shlex
 import textwrap
 import traceback
@@ -12,7 +13,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from configs import base
-from configs.schema import MODELS, Config, Key, check_names, defaults, flat, known_keys, nearest
+from configs.schema import Config, Key, check_names, defaults, flat, known_keys, model_sections, nearest
 
 HELP = ("--help", "-help", "-h")
 _OF_THE_FILE = "Error whilst parsing config file"  # prefix of ml_collections' messages that contain a traceback
@@ -75,12 +76,8 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> Config:
 
 def _read(argv: Sequence[str], values: flags.FlagValues) -> ConfigDict:
     """Returns the config of the file with the overrides of the command line, not validated as a whole."""
-    known = [*dict.fromkeys(name for kind in MODELS for name in known_keys(kind))]
-    for word in argv[1:]:
-        override = re.match(r"--?config\.([^=]+)", word)
-        if override and override[1] not in known:
-            raise ValueError(f"{override[1]} is not a key; the nearest is {nearest(override[1], known)}")
     file = _config_file(argv)
+    _refuse_unknown_keys(argv, file)
     if file and not Path(file).is_file():
         raise ValueError(f"--config={file}: there is no such file")
     try:
@@ -109,6 +106,25 @@ def _config_file(argv: Sequence[str]) -> str:
     return ""
 
 
+def _refuse_unknown_keys(argv: Sequence[str], file: str) -> None:
+    """Raises ValueError for an override of no known key; a model that the file registers has keys of its own."""
+    names = [found[1] for word in argv[1:] if (found := re.match(r"--?config\.([^=]+)", word))]
+    if not {*names} <= {*_known_names()} and Path(file).is_file():
+        try:
+            runpy.run_path(file)
+        except Exception as error:  # as below: it is user code
+            raise ValueError(f"{file}: {_one_line(error)} ({type(error).__name__})") from error
+    known = _known_names()
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{name} is not a key; the nearest is {nearest(name, known)}")
+
+
+def _known_names() -> list[str]:
+    """Returns the keys of every kind of model."""
+    return [*dict.fromkeys(name for kind in model_sections() for name in known_keys(kind))]
+
+
 def _is_experiment(path: Path) -> bool:
     return "\ndef get_config(" in path.read_text() and path.stem != "base"
 
@@ -117,7 +133,7 @@ def _refuse_value(error: flags.Error) -> None:
     """Raises the schema's ValueError if the error is about the type of a key's value."""
     found = re.match(r"flag --config\.([\w.]+)=(.*?): ", str(error), re.DOTALL)
     if found:
-        declared = next((known[found[1]] for kind in MODELS if found[1] in (known := known_keys(kind))), None)
+        declared = next((known[found[1]] for kind in model_sections() if found[1] in (known := known_keys(kind))), None)
         if declared:
             declared.check(found[1], found[2])
 

@@ -8,6 +8,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 Overrides = Mapping[str, Any]
@@ -44,22 +45,47 @@ def sample(count: int, distributions: Mapping[str, Distribution], *, seed: int) 
     return [{key: distribution(draw) for key, distribution in distributions.items()} for _ in range(count)]
 
 
-def uniform(low: float, high: float) -> Distribution:
-    """Draws uniformly from [low, high], rounded to three digits."""
-    return lambda draw: _three_digits(draw.uniform(low, high))
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Draws from [low, high], uniformly or log-uniformly, rounded to three digits."""
+
+    low: float
+    high: float
+    log: bool
+
+    def __call__(self, draw: random.Random) -> float:
+        if self.log:
+            return three_digits(math.exp(draw.uniform(math.log(self.low), math.log(self.high))))
+        return three_digits(draw.uniform(self.low, self.high))
 
 
-def log_uniform(low: float, high: float) -> Distribution:
-    """Draws log-uniformly from [low, high], rounded to three digits."""
-    return lambda draw: _three_digits(math.exp(draw.uniform(math.log(low), math.log(high))))
-
-
-def choice(*options: Any) -> Distribution:
+@dataclass(frozen=True, kw_only=True)
+class Choice:
     """Draws one of the options."""
-    return lambda draw: draw.choice(options)
+
+    options: tuple[Any, ...]
+
+    def __call__(self, draw: random.Random) -> Any:
+        return draw.choice(self.options)
 
 
-def _three_digits(value: float) -> float:
+def uniform(low: float, high: float) -> Range:
+    """Draws uniformly from [low, high], rounded to three digits."""
+    return Range(low=low, high=high, log=False)
+
+
+def log_uniform(low: float, high: float) -> Range:
+    """Draws log-uniformly from [low, high], rounded to three digits."""
+    return Range(low=low, high=high, log=True)
+
+
+def choice(*options: Any) -> Choice:
+    """Draws one of the options."""
+    return Choice(options=options)
+
+
+def three_digits(value: float) -> float:
+    """Returns a number rounded to three digits."""
     return float(f"{value:.3g}")
 
 

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from configs.schema import DataConfig
+from configs.schema.own import OWN
 from input_pipeline import digits, folder, index, packing, stdlib_text, streams, tfds_images, tfds_text
 from input_pipeline.images import ImageDataset, Images
 from input_pipeline.mixture import MixedDataset
@@ -132,6 +133,8 @@ def load(config: DataConfig, split: Split, seed: int) -> Dataset:
 def _images(config: DataConfig, split: Split) -> Images:
     if config.source == "digits":
         return digits.Digits(split)
+    if config.source in OWN["source"]:
+        return OWN["source"][config.source](config, split)
     return tfds_images.TfdsImages(config.source.removeprefix("tfds:"), config.path, split)
 
 
@@ -165,4 +168,6 @@ def _text_source(config: DataConfig, split: Split) -> streams.TextSource:
         return stdlib_text.source(split)
     if config.source == "folder":
         return folder.source(config.path, split)
+    if config.source in OWN["source"]:
+        return OWN["source"][config.source](config, split)
     return tfds_text.source(config.source.removeprefix("tfds:"), config.path, split)

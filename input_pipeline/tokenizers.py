@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from configs.schema.own import OWN
+
 UNKNOWN = "\ufffd"  # decoded from ids without text: the mask, and padding rows of the embedding
 MAX_RANKS = 1 << 24  # of a tiktoken vocabulary (real ones: up to 200,000); memory grows with the highest rank
 
@@ -107,6 +109,8 @@ def make_tokenizer(kind: str, path: str) -> Tokenizer:
     """Returns the tokenizer of `data.tokenizer`. Raises ValueError for a vocabulary file that cannot be used."""
     if kind == "bytes":
         return Bytes()
+    if kind in OWN["tokenizer"]:
+        return OWN["tokenizer"][kind](path)
     file = Path(path).expanduser()
     return SentencePiece(file) if kind == "sentencepiece" else Tiktoken(file)
 

@@ -12,6 +12,7 @@ from metrics.report import write_report
 from metrics.run_files import read_run
 from metrics.summary import print_summary
 from metrics.throughput import StepTimer
+from metrics.wandb_sink import WandbSink
 from metrics.wire import WireCounter
 from metrics.writer import MetricsWriter
 
@@ -37,10 +38,12 @@ class RunLog:
         constants: Mapping[str, float],
         count_wire: bool,
         started_s: float,
+        sink: str = "none",
     ) -> None:
         """Writes each of `files` as `NAME.json` and sets up the rest.
 
         `constants` are added to every row of the metrics; `started_s` is the `perf_counter()` at the program's start.
+        `sink`: where the rows go too, `wandb` or `none`.
         """
         self._run_dir, self._enabled, self._log_every = run_dir, enabled, log_every
         self._start_step, self._num_steps, self._started_s = start_step, num_steps, started_s
@@ -53,6 +56,7 @@ class RunLog:
             _write_json(run_dir / f"{name}.json", content)
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier attempt; a killed one must leave none
         self._writer = MetricsWriter(run_dir, resume_step=start_step)
+        self._sink = WandbSink(run_dir, files.get("config", {})) if sink == "wandb" else None
         self._progress = Progress(num_steps, start_step)
         self._wire = WireCounter() if count_wire else None
 
@@ -122,6 +126,8 @@ class RunLog:
         if self._row is not None:
             self._write_row()
         self._writer.close()
+        if self._sink:
+            self._sink.close()
         for name, content in (("sample.txt", None if sample is None else sample.encode()), ("mesh.png", mesh_png)):
             if content is not None:
                 (self._run_dir / name).write_bytes(content)
@@ -145,6 +151,8 @@ class RunLog:
             raise OSError(
                 f"cannot write to {self._run_dir}: {error.strerror or error}; its checkpoints are intact"
             ) from error
+        if self._sink:
+            self._sink.write(step, row | spent)
 
 
 # key of metrics.jsonl: key of summary.json

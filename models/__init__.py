@@ -1,6 +1,7 @@
 """Models, written on named dims and without sharding. `build` makes one from the `model` section of a config."""
 
 from configs.schema import ModelConfig
+from configs.schema.own import OWN
 from models.decoder import Decoder
 from models.encoder import Encoder
 from models.model import Gather, Model, Params
@@ -14,4 +15,4 @@ KINDS = {"decoder": Decoder, "encoder": Encoder, "resnet": ResNet}
 
 def build(config: ModelConfig) -> Model:
     """Returns the model that a config section describes."""
-    return KINDS[config.kind](config)
+    return {**KINDS, **OWN["model"]}[config.kind](config)

@@ -76,10 +76,15 @@ def compile_step(
     stem = _key([*words, xla_flags])
     if not (folder / f"{stem}.json").exists():
         with tempfile.TemporaryDirectory(dir=folder) as out:
-            path = str(ROOT) if target == CPU else f"{WHEELS}:{ROOT}"
+            paths = [*([] if target == CPU else [WHEELS]), ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
             dump = "" if target == CPU else f"--xla_dump_to={out} --xla_dump_hlo_module_re=^{MODULE}$"
             # TMPDIR: what XLA leaves behind when its process ends goes with this folder
-            variables = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": f"{FAST} {dump} {xla_flags}", "TMPDIR": out}
+            variables = {
+                **os.environ,
+                "PYTHONPATH": ":".join(map(str, paths)),
+                "XLA_FLAGS": f"{FAST} {dump} {xla_flags}",
+                "TMPDIR": out,
+            }
             command = [sys.executable, "-m", "planner.compile", *words, f"--out={out}"]
             done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
             if done.returncode:
@@ -126,7 +131,8 @@ def _key(words: Sequence[str]) -> str:
     """Returns the name of a compiled step: of what was asked for, of our source code and of the compiler."""
     digest = hashlib.sha256("\0".join(words).encode())
     sources = [Path(__file__), *TARGETS.values(), *(file for part in OF_THE_STEP for file in ROOT.glob(part))]
-    for file in sorted(sources):
+    own = [Path(word.removeprefix("--config=").partition(":")[0]) for word in words if word.startswith("--config=")]
+    for file in (*sorted(sources), *own):  # the config may lie anywhere, and define what is compiled
         digest.update(file.read_bytes())
     for installed in sorted(WHEELS.glob("*.dist-info")):
         digest.update(installed.name.encode())

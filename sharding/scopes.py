@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from configs.schema import ShardingConfig
+from configs.schema.own import OWN
 from sharding.gather_policy import GATHER_POLICIES, LAYER, GatherPolicy
 from sharding.mesh import AXES, CHUNK_ORDER, DATA_AXES, MeshShape, inter_part
 
@@ -111,9 +112,11 @@ def make_layout(config: ShardingConfig, *, num_nodes: int, devices_per_node: int
         raise ValueError(f"mesh.tensor={tensor} does not divide the {devices_per_node} devices of a node")
     local = devices_per_node // tensor
     names = ("parameters", "gradients", "optimizer")
-    keys = ("partition_size",) * 3 if config.strategy == "mics" else names
+    keys = [f"sharding.{key}" for key in (("partition_size",) * 3 if config.strategy == "mics" else names)]
+    if config.strategy in OWN["strategy"]:
+        keys = [f"sharding.strategy={config.strategy}, {name}" for name in names]
     sizes = [
-        _scope_size(f"sharding.{key}", scope, num_nodes=num_nodes, local=local, tensor=tensor)
+        _scope_size(key, scope, num_nodes=num_nodes, local=local, tensor=tensor)
         for key, scope in zip(keys, _scopes(config), strict=True)
     ]
     for (inner, a), (outer, b) in zip(zip(names, sizes), list(zip(names, sizes))[1:]):
@@ -151,7 +154,7 @@ def _scopes(config: ShardingConfig) -> tuple[str | int, str | int, str | int]:
         return config.parameters, config.gradients, config.optimizer
     if config.strategy == "mics":
         return config.partition_size, config.partition_size, config.partition_size
-    return STRATEGIES[config.strategy]
+    return {**STRATEGIES, **OWN["strategy"]}[config.strategy]
 
 
 def _beyond(inner: tuple[str, ...], outer: tuple[str, ...]) -> tuple[str, ...]:

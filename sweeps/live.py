@@ -19,7 +19,7 @@ from sweeps.records import State, metric_text, record
 
 STYLES = {State.RUNNING: "cyan", State.FINISHED: "green", State.FAILED: "red", State.STOPPED: "yellow"}
 # Which runs are shown first, if not all fit on the screen
-ORDER = (State.RUNNING, State.FAILED, State.STOPPED, State.WAITING, State.FINISHED)
+ORDER = (State.RUNNING, State.FAILED, State.STOPPED, State.WAITING, State.PRUNED, State.FINISHED)
 TAIL_BYTES = 8192  # of metrics.jsonl to read; more than its longest line
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import command_line
-from configs.overrides import Overrides, product
+from configs.overrides import Choice, Overrides, Range, product
 from configs.schema import flat, nearest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +33,7 @@ class SweepFile:
     goal: str  # min | max
     emulate: str  # options of cluster.emulate, "" for none
     sweeps: Mapping[str, Callable[[], Iterable[Overrides]]]
+    search: Mapping[str, Range | Choice]  # what --search chooses from, by key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +68,13 @@ def load_file(path: str) -> SweepFile:
     sweeps: dict[str, Any] = {
         name.removeprefix("sweep_"): value for name, value in names.items() if name.startswith("sweep_")
     }
-    if not sweeps or "get_config" not in names:
-        raise ValueError(f"{path} is not a sweep file: it needs get_config() and at least one function sweep_NAME()")
+    search = names.get("SEARCH", {})
+    if not (sweeps or search) or "get_config" not in names:
+        raise ValueError(
+            f"{path} is not a sweep file: it needs get_config() and at least one function sweep_NAME(), or SEARCH"
+        )
+    if odd := [key for key, values in search.items() if not isinstance(values, Range | Choice)]:
+        raise ValueError(f"{path}: SEARCH[{odd[0]!r}] must be uniform(...), log_uniform(...) or choice(...)")
     goal = names.get("GOAL", "min")
     if goal not in GOALS:
         raise ValueError(f"{path}: GOAL={goal!r} must be one of {', '.join(GOALS)}")
@@ -79,6 +85,7 @@ def load_file(path: str) -> SweepFile:
         goal=goal,
         emulate=names.get("EMULATE", ""),
         sweeps=sweeps,
+        search=search,
     )
 
 

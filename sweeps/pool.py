@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from files import locks
 from runtime.exit_codes import ExitCode
@@ -17,6 +18,38 @@ from sweeps.records import State, is_finished
 MAX_ATTEMPTS = 4  # of one run that stops resumable, per sweep
 OUTPUT_FILE = "output.txt"  # the output of a run
 POLL_EVERY_S = 0.2
+
+
+class Process(Protocol):
+    """A running program: a Popen, or one elsewhere."""
+
+    def poll(self) -> int | None:
+        """Returns the exit code, None while it runs."""
+        ...
+
+    def send_signal(self, number: int, /) -> None:
+        """Sends it a signal."""
+        ...
+
+
+Launcher = Callable[[Sequence[str], Path, int], Process]  # of a command; its output goes to the end of a file
+
+
+def start_here(command: Sequence[str], output: Path, *inherited: int) -> subprocess.Popen[bytes]:
+    """Starts a program on this machine in its own session, so that it gets Ctrl-C only from this process.
+
+    It inherits the file descriptors `inherited`.
+    """
+    with open(output, "ab") as file:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=inherited,
+        )
 
 
 @dataclass(kw_only=True)
@@ -30,27 +63,16 @@ class Job:
     time_s: float = 0.0
     started_s: float = 0.0
     output_start: int = 0  # where the output of this attempt begins in the file
-    process: subprocess.Popen[bytes] | None = None
+    process: Process | None = None
 
-    def start(self, lock: int) -> None:
-        """Starts the run's program in its own session, so that it gets Ctrl-C only from this process.
-
-        It inherits the file descriptor `lock`.
-        """
+    def start(self, launch: Launcher, lock: int) -> None:
+        """Starts the run's program, which may inherit the file descriptor `lock`."""
         self.run.run_dir.mkdir(parents=True, exist_ok=True)
-        with open(self.run.run_dir / OUTPUT_FILE, "ab") as output:
-            output.write(f"$ {shlex.join(self.run.command)}\n".encode())
-            output.flush()
-            self.output_start = output.tell()
-            self.process = subprocess.Popen(
-                self.run.command,
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=(lock,),
-            )
+        output = self.run.run_dir / OUTPUT_FILE
+        with open(output, "ab") as file:
+            file.write(f"$ {shlex.join(self.run.command)}\n".encode())
+            self.output_start = file.tell()
+        self.process = launch(self.run.command, output, lock)
         self.state, self.attempts, self.started_s = State.RUNNING, self.attempts + 1, time.monotonic()
 
     def look(self, *, stopping: bool = False) -> None:
@@ -76,7 +98,12 @@ class Job:
 
 
 def run_all(
-    runs: Sequence[Run], *, workers: int, workdir: Path, show: Callable[[Sequence[Job]], None] = lambda jobs: None
+    runs: Sequence[Run],
+    *,
+    workers: int,
+    workdir: Path,
+    show: Callable[[Sequence[Job]], None] = lambda jobs: None,
+    launch: Launcher = start_here,
 ) -> list[Job]:
     """Runs all runs that are not finished and returns the jobs of all.
 
@@ -90,7 +117,7 @@ def run_all(
                     job.look()
                 waiting = [job for job in jobs if job.state == State.WAITING]
                 for job in waiting[: workers - len(running(jobs))]:
-                    job.start(lock)
+                    job.start(launch, lock)
                 show(jobs)
                 time.sleep(POLL_EVERY_S)
         except KeyboardInterrupt:

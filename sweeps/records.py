@@ -18,6 +18,7 @@ class State(StrEnum):
     RUNNING = "running"
     FINISHED = "finished"
     FAILED = "failed"
+    PRUNED = "pruned"  # stopped, because other runs were better at the same step
     STOPPED = "stopped"  # resumable: running the same sweep again continues it
 
 

@@ -137,6 +137,7 @@ def test_a_place_that_is_read_only(
 ) -> None:
     monkeypatch.setattr(Path, "mkdir", refuse_to_write)
     monkeypatch.setattr(Path, "open", refuse_to_write)
+    monkeypatch.setattr(sweep, "check_runs", lambda runs: None)  # which reads them, and starts a process for it
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("it has begun"))
     assert program([*command.split(), f"{option}={tmp_path / 'there'}"]) == 2
     said = capsys.readouterr()

@@ -33,7 +33,17 @@ from sharding.scopes import STRATEGIES
 
 RECORD: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "configs.json").read_text())
 # keys, or what they begin with, of which nothing that is learned depends
-MAY_CHANGE = ("mesh.", "sharding.", "checkpoint.", "elastic.", "eval.", "sample.", "log_every", "batch.micro_size")
+MAY_CHANGE = (
+    "mesh.",
+    "sharding.",
+    "checkpoint.",
+    "elastic.",
+    "eval.",
+    "sample.",
+    "log_every",
+    "sink",
+    "batch.micro_size",
+)
 MAY_CHANGE += ("model.remat", "model.attention", "data.prefetch", "data.path", "data.tokenizer_path")
 ALL = [(kind, name) for kind in MODELS for name in known_keys(kind)]
 

@@ -13,7 +13,12 @@ from sweeps.plan import EMULATE_OPTIONS, Run, load_file, plan, varied
 
 pytestmark = IGNORED
 RATES = "def sweep_lr(): return over('optimizer.learning_rate', (1e-3, 2e-3))\n"
-SHIPPED = {"learning_rate_by_batch": 15, "partition_size_by_rate": 9, "strategies_by_model": 15}  # runs
+SHIPPED = {
+    "codecs_by_rate": 15,
+    "learning_rate_by_batch": 15,
+    "partition_size_by_rate": 9,
+    "strategies_by_model": 15,
+}  # runs
 MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "an unknown sweep": (RATES, ["--sweep=lr,sede"], r"--sweep=sede is not in mine.py, which has lr$"),
     "an empty sweep": ("def sweep_lr(): return []", [], r"sweep_lr\(\) of mine.py returns no runs"),
@@ -99,6 +104,16 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     ),
     "an unknown flag": (RATES, ["--worker=2"], "--worker=2"),
     "a goal": (RATES + "GOAL = 'least'", [], "GOAL='least' must be one of min, max"),
+    "a group that the cluster cannot hold": (
+        "def sweep_x(): return [{'sharding.strategy': 'mics', 'sharding.partition_size': p} for p in (4, 3)]",
+        ["--emulate=--nodes=4 --devices_per_node=2"],
+        "strategy=mics,partition_size=3: sharding.partition_size=3: a partition group of 3 devices does not fit",
+    ),
+    "local steps that the steps are no multiple of": (
+        "def sweep_x(): return [{'local_sgd.inner_steps': h, 'mesh.num_cpu_devices': 2} for h in (5, 30)]",
+        [],
+        "inner_steps=30,num_cpu_devices=2: num_steps=20 must be a multiple of local_sgd.inner_steps=30",
+    ),
     "two launchers": (RATES, ["--slurm=", "--emulate=--nodes=2"], "exclude each other"),
 }
 

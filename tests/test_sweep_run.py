@@ -22,7 +22,7 @@ from sweeps import plan, pool
 from sweeps.records import State
 
 pytestmark = IGNORED
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 # sweep.py in its own process, with the tests' program instead of train.py
 PROGRAM = (
     "import sys; from sweeps import plan; plan.PROGRAM = sys.argv.pop(1); import sweep; sys.exit(sweep.main(sys.argv))"

@@ -19,6 +19,7 @@ from compression.local_sgd import drift
 from compression.methods import method_named
 from configs.schema import Config, ModelConfig, TransformerConfig
 from input_pipeline import row_arrays
+from metrics import wandb_sink
 from optimizers import make_schedule
 from sharding.gradients import HopTwoInBackward
 from sharding.mesh import find_nodes, make_mesh
@@ -125,6 +126,8 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
 
     ValueError for unsupported settings.
     """
+    if config.sink == "wandb":
+        wandb_sink.check_installed()
     model = models.build(_resolved(config.model, packs=config.data.packing != "stream"))
     nodes = find_nodes(devices or jax.devices(), config.mesh.devices_per_node)
     layout = make_layout(

@@ -38,6 +38,7 @@ def make_log(
         start_step=start,
         num_steps=config.num_steps,
         log_every=config.log_every,
+        sink=config.sink,
         timer=StepTimer(
             rows * units_per_row,
             unit,

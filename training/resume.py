@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from configs.schema import Config, defaults, flat, may_change
+from configs.schema import Config, defaults, flat, known_keys, may_change
 from metrics.run_files import RunFiles, read_run
 from metrics.writer import METRICS_FILE
 from runtime.consensus import broadcast, new_key
@@ -85,6 +85,13 @@ def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> N
     """Raises ValueError, naming the differences, if `saved` is the config of another run."""
     changed = changed_keys(saved, config.to_dict())
     if changed:
+        for name, (old, _) in changed.items():
+            declared = known_keys(config.model.kind).get(name)
+            if declared and declared.topics and old not in declared.every_choice and not str(old).startswith("tfds:"):
+                raise ValueError(
+                    f"{workdir} holds a run with {name}={old}, which this --config does not register; give the "
+                    "config file that does, or choose another --workdir"
+                )
         changes = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changed.items())
         raise ValueError(f"{workdir} holds a run of another config: {changes}; choose another --workdir")
 

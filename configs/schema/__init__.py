@@ -29,6 +29,7 @@ from configs.schema.model import (
     ModelConfig,
     ResNetConfig,
     TransformerConfig,
+    model_sections,
 )
 from configs.schema.optimizer import OptimizerConfig
 from configs.schema.sample import SampleConfig
@@ -58,8 +59,10 @@ __all__ = [
     "check_names",
     "defaults",
     "flat",
+    "key",
     "known_keys",
     "may_change",
+    "model_sections",
     "nearest",
     "sections",
 ]
@@ -86,14 +89,19 @@ class Config(Section):
     eval: EvalConfig
     sample: SampleConfig
     log_every: int = key(1, "steps between lines of metrics.jsonl", least=1, unit="steps", resumable=True)
+    sink: str = key(
+        "none",
+        "where metrics go besides metrics.jsonl and TensorBoard; offline",
+        choices=("none", "wandb"),
+        resumable=True,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         model, data = self.model, self.data
-        wanted = {"decoder": "causal", "encoder": "masked", "resnet": "classify"}[model.kind]
-        if data.objective != wanted:
+        if data.objective != model.OBJECTIVE:
             raise ValueError(
-                f"data.objective={data.objective} does not fit model.kind={model.kind}; it must be {wanted}"
+                f"data.objective={data.objective} does not fit model.kind={model.kind}; it must be {model.OBJECTIVE}"
             )
         if isinstance(model, TransformerConfig) and data.seq_len > model.max_len:
             raise ValueError(
@@ -158,13 +166,17 @@ def check_names(values: Mapping[str, Any]) -> str:
 def sections(kind: str) -> dict[str, type[Section]]:
     """Returns the sections by name, with the model section of `kind` (for an unknown kind: the decoder's)."""
     found = {f.name: f.type for f in fields(Config) if isinstance(f.type, type) and issubclass(f.type, Section)}
-    return found | {"model": MODELS.get(kind, DecoderConfig)}
+    return found | {"model": model_sections().get(kind, DecoderConfig)}
+
+
+def known_keys(kind: str) -> Mapping[str, Key]:
+    """Returns all keys of a config with a model of this kind, by full name, in order of declaration."""
+    return _known_keys(tuple(sections(kind).items()))
 
 
 @functools.cache
-def known_keys(kind: str) -> Mapping[str, Key]:
-    """Returns all keys of a config with a model of this kind, by full name, in order of declaration."""
-    own, found = keys_of(Config), sections(kind)
+def _known_keys(parts: tuple[tuple[str, type[Section]], ...]) -> Mapping[str, Key]:
+    own, found = keys_of(Config), dict(parts)
     known: dict[str, Key] = {}
     for f in fields(Config):
         if f.name in own:
@@ -180,6 +192,7 @@ def defaults(kind: str = "decoder") -> dict[str, Any]:
     for name, declared in known_keys(kind).items():
         section, _, last = name.rpartition(".")
         (found.setdefault(section, {}) if section else found)[last] = declared.default
+    found["model"]["kind"] = kind
     return found
 
 
@@ -191,7 +204,7 @@ def may_change(name: str) -> bool:
     section = sections("").get(name.partition(".")[0])
     if section is not None and section.RESUMABLE:
         return True
-    return any(name in (known := known_keys(kind)) and known[name].resumable for kind in MODELS)
+    return any(name in (known := known_keys(kind)) and known[name].resumable for kind in model_sections())
 
 
 def _as_json(value: Any) -> Any:

@@ -15,14 +15,20 @@ class CompressionConfig(Section):
 
     SECTION = "compression"
 
-    hop_two: str = key("none", "method for gradients between replicas", choices=HOP_TWO)
-    gather_inter: str = key("none", "codec of parameters gathered between nodes", choices=CODECS)
-    gather_intra: str = key("none", "codec of parameters gathered inside a node", choices=CODECS)
+    hop_two: str = key("none", "method for gradients between replicas", choices=HOP_TWO, topics=("hop_two", "codec"))
+    gather_inter: str = key("none", "codec of parameters gathered between nodes", choices=CODECS, topics=("codec",))
+    gather_intra: str = key("none", "codec of parameters gathered inside a node", choices=CODECS, topics=("codec",))
     hop_one_inter: str = key(
-        "none", "codec of gradients reduce-scattered between nodes in each micro-step", choices=CODECS
+        "none",
+        "codec of gradients reduce-scattered between nodes in each micro-step",
+        choices=CODECS,
+        topics=("codec",),
     )
     hop_one_intra: str = key(
-        "none", "codec of gradients reduce-scattered inside a node in each micro-step", choices=CODECS
+        "none",
+        "codec of gradients reduce-scattered inside a node in each micro-step",
+        choices=CODECS,
+        topics=("codec",),
     )
     block: int = key(1024, "int8, int4, one_bit: values that share a scale; a multiple of 8", unit="values")
     rounding: str = key("nearest", "int8, int4: rounding in hop two", choices=("nearest", "stochastic"))

@@ -6,6 +6,7 @@ from configs.schema.keys import Section, key
 from configs.schema.mixture import Component, parse
 
 TFDS = "tfds:NAME"
+TOKENIZERS = ("bytes", "sentencepiece", "tiktoken")
 SOURCES = ("stdlib_text", "folder", "synthetic", "digits", TFDS)
 
 
@@ -19,6 +20,7 @@ class DataConfig(Section):
         "stdlib_text",
         "where examples come from; digits are images, tfds:NAME is any TFDS data set of text or images",
         choices=SOURCES,
+        topics=("source",),
     )
     path: str = key("", "folder: directory of the text files; tfds: data_dir, empty for the default", resumable=True)
     mixture: str = key(
@@ -26,7 +28,7 @@ class DataConfig(Section):
         "several text sources in place of source and path: WEIGHT SOURCE[:PATH], ..., such as "
         "'3 folder:/data/wiki, 1 tfds:lm1b'; empty for one source",
     )
-    tokenizer: str = key("bytes", "tokenizer of text", choices=("bytes", "sentencepiece", "tiktoken"))
+    tokenizer: str = key("bytes", "tokenizer of text", choices=TOKENIZERS, topics=("tokenizer",))
     tokenizer_path: str = key("", "vocabulary file of a sentencepiece or tiktoken tokenizer", resumable=True)
     seq_len: int = key(256, "tokens of a text example", least=1, unit="tokens")
     objective: str = key(
@@ -54,7 +56,8 @@ class DataConfig(Section):
         super().__post_init__()
         if self.source == TFDS:
             raise ValueError("data.source is 'tfds:NAME': replace NAME by a TFDS data set, such as 'tfds:lm1b'")
-        if not self.source.startswith("tfds:") and (self.source == "digits") != (self.objective == "classify"):
+        fixed = self.source in SOURCES  # the others have text or images
+        if fixed and (self.source == "digits") != (self.objective == "classify"):
             wanted = "'classify'" if self.source == "digits" else "'causal' or 'masked'"
             raise ValueError(
                 f"data.objective={self.objective!r} does not fit data.source={self.source!r}; set data.objective to "
@@ -67,7 +70,7 @@ class DataConfig(Section):
                 f"data.path is {self.path!r} but data.source={self.source!r} reads no path: "
                 "set data.source='folder' (or 'tfds:NAME'), or leave data.path empty"
             )
-        if self.tokenizer != "bytes" and not self.tokenizer_path:
+        if self.tokenizer in ("sentencepiece", "tiktoken") and not self.tokenizer_path:
             raise ValueError(
                 f"data.tokenizer_path is empty: data.tokenizer={self.tokenizer!r} needs its vocabulary file"
             )

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
+from configs.schema.own import OWN
+
 Value = TypeVar("Value")
 TYPES: Mapping[Any, tuple[str, str]] = {  # their names in the documentation and in errors
     bool: ("bool", "True or False"),
@@ -27,6 +29,7 @@ class Key:
     meaning: str
     type: Any
     choices: tuple[str | int, ...]
+    topics: tuple[str, ...]  # of `register`, whose names are choices too
     least: float | None
     above: float | None
     most: float | None
@@ -50,18 +53,23 @@ class Key:
         return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
 
     @property
+    def every_choice(self) -> tuple[str | int, ...]:
+        """The choices, and those that the config file registered."""
+        return (*self.choices, *(name for topic in self.topics for name in OWN[topic]))
+
+    @property
     def allowed(self) -> str:
         """The allowed choices, with commas; "" if any value is allowed."""
-        return ", ".join(map(str, self.choices))
+        return ", ".join(map(str, self.every_choice))
 
     def check(self, name: str, value: Any) -> None:
         """Raises ValueError if `value` is not allowed for the key, whose full name is `name`."""
         if not _has_type(value, self.type):
             raise ValueError(f"{name}={value!r} must be {TYPES[self.type][1]}, like {self.default!r}")
-        if self.choices and not any(_is_choice(value, choice) for choice in self.choices):
+        if self.choices and not any(_is_choice(value, choice) for choice in self.every_choice):
             if isinstance(self.default, int):
                 raise ValueError(f"{name}={value} must be {' or '.join(map(str, self.choices))}")
-            choices = [str(choice) for choice in self.choices]
+            choices = [str(choice) for choice in self.every_choice]
             near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"{name}={value} is not known; one of {', '.join(choices)}{hint}")
@@ -82,6 +90,7 @@ def key(
     meaning: str,
     *,
     choices: Sequence[str | int] = (),
+    topics: Sequence[str] = (),
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
@@ -89,12 +98,13 @@ def key(
     unit: str = "",
     resumable: bool = False,
 ) -> Value:
-    """Declares a key as a field of a section. `resumable`: a resumed run may change it."""
+    """Declares a key as a field of a section. `topics`: of `register`; `resumable`: a resumed run may change it."""
     declared = Key(
         default=default,
         meaning=meaning,
         type=None,  # the annotation, which `keys_of` adds
         choices=tuple(choices),
+        topics=tuple(topics),
         least=least,
         above=above,
         most=most,

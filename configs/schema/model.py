@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar, get_type_hints
 
 from configs.schema.keys import Section, key
+from configs.schema.own import OWN
 
 KIND = "kind of model; it determines the other keys of this section"
 KINDS = ("decoder", "encoder", "resnet")
@@ -14,8 +16,9 @@ class ModelConfig(Section):
     """The keys of all models."""
 
     SECTION = "model"
+    OBJECTIVE: ClassVar[str] = "causal"  # the value of data.objective that the model learns
 
-    kind: str = key("decoder", KIND, choices=KINDS)
+    kind: str = key("decoder", KIND, choices=KINDS, topics=("model",))
     compute_dtype: str = key(
         "float32",
         "dtype of activations and gathered parameters; stored parameters are always float32",
@@ -75,7 +78,7 @@ class TransformerConfig(ModelConfig):
 class DecoderConfig(TransformerConfig):
     """A decoder-only language model."""
 
-    kind: str = key("decoder", KIND, choices=KINDS)
+    kind: str = key("decoder", KIND, choices=KINDS, topics=("model",))
     num_kv_heads: int = key(4, "key and value heads; fewer than num_heads give grouped-query attention", least=1)
     positions: str = key("rotary", "position encoding", choices=("learned", "rotary"))
     norm: str = key("rms", "LayerNorm or RMSNorm", choices=("layer", "rms"))
@@ -96,7 +99,9 @@ class DecoderConfig(TransformerConfig):
 class EncoderConfig(TransformerConfig):
     """A BERT / RoBERTa encoder trained by masked language modelling."""
 
-    kind: str = key("encoder", KIND, choices=KINDS)
+    OBJECTIVE = "masked"
+
+    kind: str = key("encoder", KIND, choices=KINDS, topics=("model",))
     vocab_size: int = key(257, "token ids that the tokenizer can produce, including the mask id", least=1)
 
 
@@ -104,7 +109,9 @@ class EncoderConfig(TransformerConfig):
 class ResNetConfig(ModelConfig):
     """A ResNet that classifies images."""
 
-    kind: str = key("resnet", KIND, choices=KINDS)
+    OBJECTIVE = "classify"
+
+    kind: str = key("resnet", KIND, choices=KINDS, topics=("model",))
     channels: int = key(1, "image channels: 1 for grey, 3 for colour", least=1)
     num_classes: int = key(10, "number of classes", least=1)
     class_multiple: int = key(8, "the head is padded to a multiple of this many classes", least=1)
@@ -132,6 +139,11 @@ class ResNetConfig(ModelConfig):
 
 
 MODELS: Mapping[str, type[ModelConfig]] = {"decoder": DecoderConfig, "encoder": EncoderConfig, "resnet": ResNetConfig}
+
+
+def model_sections() -> dict[str, type[ModelConfig]]:
+    """Returns the section of each kind of model, with those that the config file registered."""
+    return {**MODELS, **{kind: get_type_hints(model)["config"] for kind, model in OWN["model"].items()}}
 
 
 def require(holds: bool, name: str, value: object, fix: str) -> None:

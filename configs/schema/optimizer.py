@@ -14,7 +14,7 @@ class OptimizerConfig(Section):
 
     SECTION = "optimizer"
 
-    name: str = key("adamw", "optimizer", choices=NAMES)
+    name: str = key("adamw", "optimizer", choices=NAMES, topics=("optimizer",))
     learning_rate: float = key(1e-3, "peak learning rate", above=0, below=math.inf)
     schedule: str = key("cosine", "learning rate schedule after the warm-up", choices=("constant", "linear", "cosine"))
     warmup_steps: int = key(10, "steps of the linear warm-up to the peak", least=0, unit="steps")

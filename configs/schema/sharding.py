@@ -16,6 +16,7 @@ class ShardingConfig(Section):
         "mics",
         "named choice of the three scopes; custom takes them from the keys below",
         choices=("ddp", "zero1", "zero2", "zero3", "hsdp", "mics", "custom"),
+        topics=("strategy",),
     )
     partition_size: int = key(0, "mics: devices that hold one copy of the model state", least=0, unit="devices")
     parameters: str | int = key("", "custom: scope of the parameters (none, node, all or a number of devices)")

@@ -1,0 +1,6 @@
+"""What config files add to the built-in choices (configs/register.py): by topic and name, empty until one does."""
+
+from typing import Any
+
+TOPICS = ("model", "source", "tokenizer", "codec", "hop_two", "strategy", "optimizer")
+OWN: dict[str, dict[str, Any]] = {topic: {} for topic in TOPICS}

@@ -1,0 +1,35 @@
+"""Codecs of hop two against the link rate: the slower the network, the more a smaller hop two saves.
+
+    python sweep.py --config=configs/sweeps/codecs_by_rate.py
+
+Hardware: any machine with 2 CPU cores, and root or user namespaces for the emulated cluster (docs/emulation.md).
+Expected: about 15 minutes; not run as a whole here. Per device and step hop two sends 4 times fewer bytes with int8 and
+about 30 times fewer with one_bit than with none (docs/compression_measured.md, on the wire), so the step times should
+differ at 50 Mbit/s and be close together at 1 Gbit/s. Ten steps say nothing about accuracy.
+"""
+
+from collections.abc import Iterable
+
+from ml_collections import ConfigDict
+
+from configs import base
+from configs.overrides import Overrides, over
+from configs.sweeps import partition_size_by_rate
+
+METRIC = "step_time_s"
+EMULATE = "--nodes=4 --devices_per_node=2"
+sweep_rate = partition_size_by_rate.sweep_rate
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """Returns the config that the runs share: that of partition_size_by_rate, with a group in each node."""
+    base.no_argument(arg, __file__)
+    config = partition_size_by_rate.get_config()
+    config.num_steps = 10
+    config.sharding.partition_size = 2
+    return config
+
+
+def sweep_codec() -> Iterable[Overrides]:
+    """From the widest to the narrowest."""
+    return over("compression.hop_two", ("none", "bf16", "int8", "int4", "one_bit"))

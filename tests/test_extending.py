@@ -1,0 +1,313 @@
+"""docs/extending.md: every listing is a config file outside the repository that trains, and what it defines is used."""
+
+import json
+import math
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from emulating import EMULATED
+from running import IGNORED, ROOT, arrays, manifest, rows, run_here, stop_after
+
+import models
+import sweep
+from cluster import emulate
+from configs.register import register
+from configs.schema import Config, OptimizerConfig
+from configs.schema.own import OWN
+from planner import compile as compiling
+from sharding.scopes import make_layout
+
+pytestmark = IGNORED
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+LISTINGS = dict(re.findall(r"^## (.+)\n(?:(?!^## ).*\n)*?```python\n((?:.*\n)*?)```", PAGE, re.MULTILINE))
+RUN: dict[str, Any] = {
+    "num_steps": 3,
+    "data.seq_len": 16,
+    "data.source": "synthetic",
+    "batch.global_size": 8,
+    "batch.micro_size": 1,
+    "elastic.snapshot_every": 0,
+    "checkpoint.every": 1,
+    "checkpoint.keep_last": 3,
+    "eval.every": 0,
+    "eval.num_batches": 1,
+    "sample.length": 0,
+    "optimizer.warmup_steps": 0,
+}
+DECODER = {"num_layers": 1, "hidden": 32, "intermediate": 32, "num_heads": 2, "num_kv_heads": 2}
+LION = LISTINGS["An optimizer"]
+
+
+@pytest.fixture(autouse=True)
+def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Starts in a folder of its own, with a cache of its own; what a test registers is forgotten after it."""
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    yield
+    for names in OWN.values():
+        names.clear()
+
+
+def flags(*, model: bool = True, **changes: Any) -> list[str]:
+    """Returns a small run's flags; `changes` are keys with `__` for a dot, None for the listing's value."""
+    keys = RUN | {f"model.{key}": value for key, value in DECODER.items() if model}
+    keys |= {key.replace("__", "."): value for key, value in changes.items()}
+    return [f"--config.{key}={value}" for key, value in keys.items() if value is not None]
+
+
+def train(listing: str, workdir: Path | str, *more: str, **changes: Any) -> int:
+    """Runs a listing as a file of another folder, named relative to this one."""
+    file = Path("elsewhere", "mine.py")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(listing)
+    return run_here(f"--config={file}", f"--workdir={workdir}", *flags(**changes), *more, compile_once=False)
+
+
+def tokens(cache: Path) -> list[bytes]:
+    """Returns the token streams in the cache, one byte per token, the longest first."""
+    files = [np.fromfile(file, np.uint16).astype(np.uint8).tobytes() for file in cache.glob("streams/*/tokens.bin")]
+    return sorted(files, key=len, reverse=True)
+
+
+def hop_two(workdir: Path) -> list[dict[str, Any]]:
+    """Returns the collectives between nodes of the compiled program."""
+    found = json.loads((workdir / "collectives.json").read_text())["collectives"]
+    return [collective for collective in found if collective["axes"] == ["replica_inter"]]
+
+
+# ------------------------------------------------------------------------------ what each listing of the page changes
+
+
+def a_model(workdir: Path) -> None:
+    # the override of a key that only the file declares counts: a table of 300 by 300 and nothing else
+    assert json.loads((workdir / "environment.json").read_text())["num_params"] == 300 * 300
+    assert rows(workdir)[0]["loss"] == pytest.approx(math.log(300), abs=0.02)
+
+
+def a_data_set(workdir: Path) -> None:
+    train, validation = tokens(workdir.parent / "cache")
+    sums = [(b, f"{a} + {b} = {a + b}\n\0") for a in range(100) for b in range(100)]
+    assert train.decode() == "".join(text for b, text in sums if b % 10)
+    assert validation.decode() == "".join(text for b, text in sums if not b % 10)
+
+
+def a_tokenizer(workdir: Path) -> None:
+    # "file 7: the quick brown fox\n", five times a file, 60 files in two splits
+    found = [
+        0 if c == "\0" else 1 if not c.isalpha() else ord(c) - ord("a") + 2 for c in "file    the quick brown fox "
+    ]
+    streams = b"".join(tokens(workdir.parent / "cache"))
+    assert streams.count(bytes(found)) >= 5 * 10 and set(streams) == {0, *found}
+    sample = (workdir / "sample.txt").read_text()
+    assert sample.startswith("the") and len(sample) > 3 and re.fullmatch("[a-z \n]*", sample)
+
+
+def a_codec(workdir: Path) -> None:
+    # hop two scatters and gathers one byte per value of a matrix (of which each device has half), and a scale per node
+    shapes = [leaf["shape"] for leaf in manifest(workdir, 3)["tree"] if leaf["path"].startswith("params.")]
+    matrices = sum(math.prod(shape) for shape in shapes if len([size for size in shape if size > 1]) > 1) // 2
+    coded = [(c["kind"], c["payload_bytes"]) for c in hop_two(workdir) if c["dtype"] == "u8"]
+    assert coded == [("all-to-all", matrices + 4 * 4), ("all-gather", matrices + 4 * 4)]
+
+
+def a_method(workdir: Path) -> None:
+    # what hop two hands on is -1, 0 or 1 for every parameter: the square of its norm counts those without a tie
+    num_params = json.loads((workdir / "environment.json").read_text())["num_params"]
+    for row in rows(workdir):
+        voted = row["grad_norm"] ** 2
+        assert voted == pytest.approx(round(voted), rel=1e-6) and num_params / 4 < voted <= num_params
+
+
+def a_strategy(workdir: Path) -> None:
+    by_hand = [f"--config.sharding.{name}={scope}" for name, scope in zip(("parameters", "gradients"), ("node",) * 2)]
+    by_hand += ["--config.sharding.strategy=custom", "--config.sharding.optimizer=all"]
+    assert train(LISTINGS["A strategy"], "by_hand", *by_hand) == 0
+    assert (workdir / "collectives.json").read_text() == Path("by_hand", "collectives.json").read_text()
+    assert {c["kind"] for c in hop_two(workdir)} >= {"reduce-scatter", "all-gather"}  # quickstart's has neither
+
+
+def an_optimizer(workdir: Path) -> None:
+    # Lion's step is the learning rate in every entry, whatever the gradient
+    config = Config.from_dict(json.loads((workdir / "config.json").read_text()))
+    new = jax.tree_util.tree_leaves_with_path(models.build(config.model).init(jax.random.key(config.seed)))
+    after = arrays(workdir, 1)
+    moved = np.concatenate(
+        [(after[f"params.{jax.tree_util.keystr(k, simple=True, separator='.')}"] - x).ravel() for k, x in new]
+    )
+    still = moved == 0  # an embedding's rows of ids that have not occurred
+    np.testing.assert_allclose(np.abs(moved[~still]), rows(workdir)[0]["learning_rate"], rtol=1e-2)
+    assert still.mean() < 0.7
+
+
+CHECKS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
+    "A model": (a_model, {"model": False, "model__vocab_size": 300}),
+    "A data set": (a_data_set, {"data__source": None}),
+    "A tokenizer": (
+        a_tokenizer,
+        {"data__source": "folder", "data__path": "corpus", "sample__length": 8, "sample__prompt": "the"},
+    ),
+    "A codec": (a_codec, {}),
+    "A method of hop two": (a_method, {}),
+    "A strategy": (a_strategy, {}),
+    "An optimizer": (an_optimizer, {"num_steps": 1}),
+}
+
+
+def test_the_page_has_a_listing_for_each_topic() -> None:
+    assert LISTINGS.keys() == CHECKS.keys()
+    assert {re.findall(r'^register\("(\w+)"', code, re.MULTILINE)[0] for code in LISTINGS.values()} == OWN.keys()
+
+
+@pytest.mark.parametrize("title", CHECKS)
+@pytest.mark.usefixtures("corpus")
+def test_a_listing_trains_and_what_it_defines_is_used(title: str, tmp_path: Path) -> None:
+    check, changes = CHECKS[title]
+    assert len(LISTINGS[title].splitlines()) < 40
+    assert train(LISTINGS[title], "run", **changes) == 0
+    check(tmp_path / "run")
+
+
+# ---------------------------------------------------------------------------------------------- names, and mistakes
+
+
+def test_a_run_resumes_with_the_file_and_names_what_is_missing_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        stop_after(patched, 2)
+        assert train(LION, "run") == 75
+    OWN["optimizer"].clear()  # as in another process
+    quickstart = f"--config={ROOT}/configs/quickstart.py"
+    assert run_here(quickstart, "--workdir=run", *flags()) == 2
+    assert capsys.readouterr().err == (
+        "error: run holds a run with optimizer.name=lion, which this --config does not register; give the config file "
+        "that does, or choose another --workdir\n"
+    )
+    assert run_here(quickstart, "--workdir=run", *flags(optimizer__name="lion")) == 2
+    assert "optimizer.name=lion is not known; one of adamw, " in capsys.readouterr().err
+    assert train(LION, "run") == 0
+    assert "resumed at step 1 of 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("optimiser", "lion", None), r"^register\('optimiser', 'lion'\): the topic must be optimizer, or another of"),
+        (("optimizer", "adamw", None), r"^register\('optimizer', 'adamw'\): optimizer.name=adamw exists already"),
+        (("model", "my model", None), r"^register\('model', 'my model'\): the name must be letters, digits and _"),
+        (("codec", "dgc", None), "compression.hop_two=dgc exists already"),
+    ],
+)
+def test_names_that_cannot_be_registered(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        register(*arguments)
+
+
+def test_a_codec_and_a_method_of_hop_two_have_different_names() -> None:
+    register("hop_two", "mine", None)
+    with pytest.raises(ValueError, match="compression.hop_two=mine exists already"):
+        register("codec", "mine", None)
+
+
+def test_errors_list_registered_names() -> None:
+    register("optimizer", "lion", None)
+    with pytest.raises(ValueError, match=r"one of adamw, .*muon, lion; did you mean lion\?$"):
+        OptimizerConfig(name="lino")
+
+
+def test_a_strategy_that_does_not_fit_is_named() -> None:
+    runpy.run_path(str(listed("A strategy").resolve()))
+    register("strategy", "thirds", (3, 3, 3))
+    config = runpy.run_path(str(ROOT / "configs" / "quickstart.py"))["get_config"]()
+    config.sharding.update({"strategy": "thirds", "partition_size": 0})
+    from configs import base
+
+    with pytest.raises(ValueError, match="^sharding.strategy=thirds, parameters=3: a partition group of 3 devices"):
+        make_layout(base.typed(config).sharding, num_nodes=4, devices_per_node=2)
+
+
+def test_an_error_in_the_file_is_not_hidden_by_an_unknown_key(capsys: pytest.CaptureFixture[str]) -> None:
+    listing = LISTINGS["A model"].replace("Bigram)", "Bigramm)")
+    assert train(listing, "run", "--config.model.tables=3", model=False) == 2
+    assert "mine.py: name 'Bigramm' is not defined (NameError)" in capsys.readouterr().err
+    assert train(LISTINGS["A model"], "run", "--config.model.vocab_sizes=3", model=False) == 2
+    assert "model.vocab_sizes is not a key; the nearest is model.vocab_size" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------- other programs with --config
+
+
+def listed(title: str) -> Path:
+    """Returns the path, relative to the current folder, of a file with a listing."""
+    file = Path("mine.py")
+    file.write_text(LISTINGS[title])
+    return file
+
+
+SWEEP = '\n\ndef sweep_seed():\n    return [{"seed": 0}, {"optimizer.name": "adamw"}]\n'
+
+
+def test_a_sweep_plans_runs_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = listed("An optimizer")
+    file.write_text(file.read_text() + SWEEP)
+    assert sweep.main(["sweep.py", f"--config={file}", "--workdir=sweep", "--dry_run"]) == 0
+    out = capsys.readouterr().out  # runs start in the repository
+    assert out.count(f"--config={tmp_path / 'mine.py'}") == 2 and "2 runs, 2 to do" in out
+
+
+def test_emulated_nodes_see_the_file() -> None:
+    file = listed("An optimizer")
+    assert file in emulate.named_paths(["train.py", f"--config={file}:argument"])
+    assert file in emulate.named_paths(["train.py", f"--config={file}"])
+
+
+def test_the_planner_compiles_again_when_the_file_changes() -> None:
+    file = listed("An optimizer")
+    before = compiling._key([f"--config={file}"])
+    assert compiling._key([f"--config={file}"]) == before
+    file.write_text(file.read_text().replace("b2=0.99", "b2=0.9"))
+    assert compiling._key([f"--config={file}"]) != before
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_the_file(tmp_path: Path) -> None:
+    file = listed("An optimizer")
+    keys = dict(flag.removeprefix("--config.").split("=") for flag in flags(num_steps=1))
+    point = {key: int(value) if value.isdecimal() else value for key, value in keys.items()}
+    file.write_text(f"{file.read_text()}\n\ndef sweep_one():\n    return [{point}]\n")
+    assert sweep.main(["sweep.py", f"--config={file}", "--workdir=sweep"]) == 0
+    (config,) = Path("sweep").glob("*/config.json")
+    assert json.loads(config.read_text())["optimizer"]["name"] == "lion"
+
+
+@pytest.mark.slow
+@EMULATED
+def test_emulated_nodes_train_with_the_file(tmp_path: Path) -> None:
+    """The file is in /tmp, of which each node has its own."""
+    file = listed("An optimizer").resolve()
+    emulated = [
+        "-m",
+        "cluster.emulate",
+        "--nodes=2",
+        "--devices_per_node=2",
+        f"--workdir={tmp_path / 'emulated'}",
+        "--",
+    ]
+    run = [sys.executable, "train.py", f"--config={file}", f"--workdir={tmp_path / 'run'}", *flags(num_steps=1)]
+    subprocess.run([sys.executable, *emulated, *run], cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["optimizer"]["name"] == "lion"
+
+
+@pytest.mark.slow
+def test_the_planner_compiles_the_file() -> None:
+    words = [f"--config={listed('A codec')}", *flags()]
+    text = compiling.compile_step(words, nodes=4, devices_per_node=2, target="cpu").text
+    assert re.search(r"u8\[.*all-to-all", text)

@@ -1,0 +1,150 @@
+"""`sweep.py --search`, with the real Optuna: its values, pruning, Ctrl-C, and what the same command goes on with."""
+
+import csv
+import importlib.util
+import json
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from running import IGNORED, SMALL
+from sweeping import run_sweep, seeds, started, sweep_file
+from test_sweep_run import TIMEOUT_S, start_sweep, wait_for
+
+import sweep
+
+pytestmark = [
+    IGNORED,
+    pytest.mark.skipif(not importlib.util.find_spec("optuna"), reason="needs Optuna: make .venv/optuna-installed"),
+]
+# the loss of the tests' program is 1000 times the learning rate, plus the seed
+RATES = "SEARCH = {'optimizer.learning_rate': log_uniform(1e-4, 1e-1)}\n"
+
+
+def states(folder: Path) -> list[str]:
+    """Returns the column `state` of results.csv."""
+    with open(folder / "runs" / "results.csv", newline="") as file:
+        return [row["state"] for row in csv.DictReader(file)]
+
+
+def results(folder: Path) -> list[float]:
+    """Returns the learning rates of the runs' arguments, in the order in which they began."""
+    rates = []
+    for file in sorted((folder / "runs").glob("*/arguments.json"), key=lambda file: file.stat().st_mtime_ns):
+        (rate,) = [
+            word for word in json.loads(file.read_text()) if word.startswith("--config.optimizer.learning_rate=")
+        ]
+        rates.append(float(rate.rpartition("=")[2]))
+    return rates
+
+
+def test_optuna_chooses_the_values_and_the_same_command_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = sweep_file(tmp_path, RATES)
+    assert run_sweep(tmp_path, config, "--search=3") == 0
+    first = results(tmp_path)
+    assert len(first) == 3 == len(set(first)) and all(1e-4 <= rate <= 1e-1 for rate in first)
+    assert all(float(f"{rate:.3g}") == rate for rate in first)
+    assert f"best validation_loss: {1000 * min(first):.4f}" in capsys.readouterr().out
+    assert run_sweep(tmp_path, config, "--search=3") == 0 and results(tmp_path) == first
+    assert run_sweep(tmp_path, config, "--search=5") == 0
+    assert results(tmp_path)[:3] == first and len(results(tmp_path)) == 5
+
+
+# Like train.py with a validation at each of two steps; with a rate above 0.01 it is bad, and waits after the first one.
+PRUNABLE = """
+import json, signal, sys, time
+from pathlib import Path
+flags = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
+folder, rate = Path(flags["workdir"]), float(flags["config.optimizer.learning_rate"])
+folder.mkdir(parents=True, exist_ok=True)
+signal.signal(signal.SIGINT, lambda *_: sys.exit(75))
+def row(step):
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(dict(step=step, loss=rate, validation_loss=rate)) + "\\n")
+row(1)
+if rate > 0.02:
+    time.sleep(300)
+row(2)
+(folder / "summary.json").write_text(json.dumps(dict(exit_reason="finished", steps=2, validation_loss=rate)))
+"""
+
+
+def test_bad_runs_are_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run whose first validation is worse than the median of six earlier ones is stopped, and has not failed."""
+    (tmp_path / "prunable.py").write_text(PRUNABLE)
+    monkeypatch.setattr("sweeps.plan.PROGRAM", str(tmp_path / "prunable.py"))
+
+    def search(low: float, high: float, count: int) -> int:
+        config = sweep_file(tmp_path, f"SEARCH = {{'optimizer.learning_rate': uniform({low}, {high})}}\n")
+        sys.modules.pop("config_config", None)
+        return sweep.main(["sweep.py", f"--config={config}", f"--workdir={tmp_path / 'runs'}", f"--search={count}"])
+
+    assert search(0.001, 0.01, 6) == 0 and set(states(tmp_path)) == {"finished"}
+    assert search(0.05, 0.1, 7) == 0 and sorted(states(tmp_path)) == ["finished"] * 6 + ["pruned"]
+    assert re.search(r"^best validation_loss: 0\.00", capsys.readouterr().out.splitlines()[-2])
+    assert search(0.05, 0.1, 7) == 0 and len(states(tmp_path)) == 7  # it counts, and is not tried again
+
+
+def test_an_interrupted_trial_goes_on_with_its_values(tmp_path: Path) -> None:
+    config = sweep_file(tmp_path, "SEARCH = {'seed': choice(4), 'optimizer.learning_rate': log_uniform(1e-4, 1e-1)}\n")
+    process = start_sweep(tmp_path, config, "--search=1")
+    wait_for(tmp_path, ("start", 4), process)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 75 and "run the same command again" in out and states(tmp_path) == ["stopped"]
+    (rate,) = results(tmp_path)
+    assert run_sweep(tmp_path, config, "--search=1") == 0
+    assert results(tmp_path) == [rate] and started(tmp_path) == [4, 4] and states(tmp_path) == ["finished"]
+
+
+def test_a_failed_trial_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = sweep_file(tmp_path, "SEARCH = {'seed': choice(1)}\n")
+    assert run_sweep(tmp_path, config, "--search=1") == 1 and states(tmp_path) == ["failed"]
+    assert run_sweep(tmp_path, config, "--search=1") == 1 and started(tmp_path) == [1]
+    assert "failed: seed=1-" in capsys.readouterr().out
+
+
+MISTAKES = {
+    "an end that is not allowed": (
+        "SEARCH = {'optimizer.learning_rate': uniform(-1, 1)}",
+        ["--search=3"],
+        "learning_rate=-1: optimizer.learning_rate=-1.0? must be above 0 and finite",
+    ),
+    "an option that is not allowed": (
+        "SEARCH = {'seed': choice(0, 1), 'optimizer.name': choice('sgd', 'adm')}",
+        ["--search=3"],
+        r"seed=0,name=adm: optimizer.name=adm is not known; .* did you mean adamw\?$",
+    ),
+    "no distribution": ("SEARCH = {'seed': (1, 2)}", ["--search=3"], r"SEARCH\['seed'\] must be uniform\(...\), log_"),
+    "nothing to search": (seeds(0), ["--search=3"], r"--search: mine.py has no SEARCH, such as \{"),
+    "no trials": (RATES, ["--search=0"], "--search=0 must be at least 1"),
+    "a sweep too": (RATES + seeds(0), ["--search=1", "--sweep=seed"], "takes neither --sweep nor --slurm"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body, flags, message = MISTAKES[mistake]
+    assert run_sweep(tmp_path, sweep_file(tmp_path, body), *flags) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and re.search(message, captured.err.strip()), captured.err
+    assert started(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_search_of_real_runs(tmp_path: Path) -> None:
+    keys = SMALL | {"num_steps": 2, "mesh.num_cpu_devices": 1, "eval.every": 1, "optimizer.warmup_steps": 0}
+    del keys["optimizer.learning_rate"]
+    lines = [f"    config.{key} = {value!r}\n" for key, value in keys.items()]
+    config = sweep_file(tmp_path, RATES)
+    text = Path(config).read_text().replace("    return config\n", "".join(lines) + "    return config\n")
+    Path(config).write_text(text)
+    sys.modules.pop("config_config", None)
+    assert sweep.main(["sweep.py", f"--config={config}", f"--workdir={tmp_path / 'runs'}", "--search=2"]) == 0
+    assert states(tmp_path) == ["finished"] * 2

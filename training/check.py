@@ -1,0 +1,51 @@
+"""Says of each of many configs whether it works on its devices, which are played; nothing is compiled, no data read.
+
+    python -m training.check < requests.json
+
+A request is `{"argv": [...], "nodes": 4, "devices_per_node": 2}`, with the words of a train.py; without nodes the
+devices are those of the section `mesh`. Prints a JSON list of messages, "" for a config that works.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from configs import command_line
+from configs.schema import Config
+from training.experiment import make_experiment
+
+
+def main() -> int:
+    """Reads the requests from stdin, prints the answers and returns the exit code."""
+    configs = [_config(request) for request in json.load(sys.stdin)]
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(config.mesh.num_cpu_devices for config in configs))
+    print(json.dumps([complaint(config) for config in configs]))
+    return 0
+
+
+def _config(request: Mapping[str, Any]) -> Config:
+    """Returns the config of a request, with its devices in the section `mesh`."""
+    argv = ["train.py", *request["argv"]]
+    config = command_line.parse(argv, command_line.new_flags(argv))
+    if not request["nodes"]:
+        return config
+    nodes, local = request["nodes"], request["devices_per_node"]
+    return replace(config, mesh=replace(config.mesh, num_cpu_devices=nodes * local, devices_per_node=local))
+
+
+def complaint(config: Config) -> str:
+    """Returns what is wrong with a config on the devices of its section `mesh`, one line; "" if nothing."""
+    try:
+        make_experiment(config, jax.devices()[: config.mesh.num_cpu_devices])
+    except ValueError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
