@@ -35,6 +35,7 @@ RECORD: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" /
 # keys, or what they begin with, of which nothing that is learned depends
 MAY_CHANGE = ("mesh.", "sharding.", "checkpoint.", "elastic.", "eval.", "sample.", "log_every", "batch.micro_size")
 MAY_CHANGE += ("model.remat", "model.attention", "data.prefetch", "data.path", "data.tokenizer_path")
+MAY_CHANGE += ("data.pattern", "data.text_field", "data.cache_gb")
 ALL = [(kind, name) for kind in MODELS for name in known_keys(kind)]
 
 

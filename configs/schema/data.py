@@ -1,11 +1,13 @@
 """The section `data`: the source of the examples, and their preparation."""
 
+import re
 from dataclasses import dataclass
 
 from configs.schema.keys import Section, key
 
 TFDS = "tfds:NAME"
-SOURCES = ("stdlib_text", "folder", "synthetic", "digits", TFDS)
+_URL_WITHOUT_SECRETS = re.compile(r"\w+://[^?#@]*|(?!\w+://).*")
+SOURCES = ("stdlib_text", "folder", "shards", "synthetic", "digits", TFDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +21,26 @@ class DataConfig(Section):
         "where examples come from; digits are images, tfds:NAME is any TFDS data set of text or images",
         choices=SOURCES,
     )
-    path: str = key("", "folder: directory of the text files; tfds: data_dir, empty for the default", resumable=True)
+    path: str = key(
+        "",
+        "folder: directory of the text files; shards: directory, or URL of s3://, gs:// or http(s)://; tfds: data_dir, "
+        "empty for the default",
+        resumable=True,
+    )
+    pattern: str = key(
+        "",
+        "folder and shards: glob of the files below data.path; empty for all (shards: all of a known format)",
+        resumable=True,
+    )
+    text_field: str = key("text", "shards: field or column of the text", resumable=True)
+    shuffle_shards: int = key(4, "shards: files of which the windows are shuffled together", least=1, unit="files")
+    cache_gb: float = key(
+        0.0,
+        "shards: most disk space of a node for token shards, the least recently used removed first; 0 for no limit",
+        least=0,
+        unit="GB",
+        resumable=True,
+    )
     tokenizer: str = key("bytes", "tokenizer of text", choices=("bytes", "sentencepiece", "tiktoken"))
     tokenizer_path: str = key("", "vocabulary file of a sentencepiece or tiktoken tokenizer", resumable=True)
     seq_len: int = key(256, "tokens of a text example", least=1, unit="tokens")
@@ -50,10 +71,24 @@ class DataConfig(Section):
             )
         if self.source == "folder" and not self.path:
             raise ValueError("data.path is empty: data.source='folder' needs the folder of the text files in data.path")
+        if self.source == "shards" and not self.path:
+            raise ValueError(
+                "data.path is empty: data.source='shards' needs a folder or a URL (s3, gs, http, https) in data.path"
+            )
+        if not _URL_WITHOUT_SECRETS.fullmatch(self.path):  # the value must not be shown
+            raise ValueError(
+                "data.path is a URL with a query, or with a user name or password: it would be saved in config.json; "
+                "leave these out, and give credentials by environment variables (docs/data.md)"
+            )
+        if self.pattern and self.source not in ("folder", "shards"):
+            raise ValueError(
+                f"data.pattern is {self.pattern!r} but data.source={self.source!r} reads no files by name: "
+                "set data.source to 'folder' or 'shards', or leave data.pattern empty"
+            )
         if self.path and self.source in ("stdlib_text", "synthetic", "digits"):
             raise ValueError(
                 f"data.path is {self.path!r} but data.source={self.source!r} reads no path: "
-                "set data.source='folder' (or 'tfds:NAME'), or leave data.path empty"
+                "set data.source='folder' (or 'shards', 'tfds:NAME'), or leave data.path empty"
             )
         if self.tokenizer != "bytes" and not self.tokenizer_path:
             raise ValueError(
