@@ -120,6 +120,7 @@ class OpenShards:
         self._open: OrderedDict[str, np.ndarray] = OrderedDict()
         self._coming: dict[str, Future[np.ndarray]] = {}
         self._wanted: deque[Shard] = deque()
+        self._urgent: set[str] = set()  # hashes of those that are needed first
         self._changed = threading.Condition()
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -137,9 +138,11 @@ class OpenShards:
         finally:
             self._tiers.counters.add(shard_wait_s=time.perf_counter() - before_s)
 
-    def read_ahead(self, shards: Sequence[Shard]) -> None:
-        """Opens shards in the background, in their order, and forgets what it was to open before."""
+    def read_ahead(self, now: Sequence[Shard], later: Sequence[Shard]) -> None:
+        """Opens shards in the background, those of `now` first, and forgets what it was to open before."""
+        shards = [*now, *later]
         with self._changed:
+            self._urgent = {shard.sha256 for shard in now}
             self._wanted = deque(shard for shard in shards if shard.sha256 not in self._open)
             for shard in shards:
                 if shard.sha256 in self._open:  # those that are open stay: others are closed first
@@ -175,6 +178,7 @@ class OpenShards:
         except BaseException as error:
             with self._changed:
                 del self._coming[shard.sha256]
+                self._changed.notify_all()
             coming.set_exception(error)
             raise
         with self._changed:
@@ -182,13 +186,20 @@ class OpenShards:
             self._open[shard.sha256] = tokens
             while len(self._open) > self._most:
                 self._open.popitem(last=False)
+            self._changed.notify_all()
         coming.set_result(tokens)
         return tokens
+
+    def _may_begin(self) -> bool:
+        """Whether to open the next one: shards for later do not share the link with those that are needed now."""
+        if not self._wanted:
+            return False
+        return self._wanted[0].sha256 in self._urgent or not self._urgent & self._coming.keys()
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._wanted or self._closed)
+                self._changed.wait_for(lambda: self._closed or self._may_begin())
                 if self._closed:
                     return
                 shard = self._wanted.popleft()

@@ -282,8 +282,8 @@ class ShardWindows:
         at = (seed, order.block_of(i))
         if at != self._block and self._open:
             self._block = at
-            ahead = [shard for block in (at[1], at[1] + 1) for shard in order.shards_of(block)]
-            self._open.read_ahead([self._parts[shard].shard for shard in ahead])
+            now, later = (order.shards_of(block) for block in (at[1], at[1] + 1))
+            self._open.read_ahead(*([self._parts[shard].shard for shard in shards] for shards in (now, later)))
         shard, window = order(i)
         return self._ends[shard] - self._counts[shard] + window
 

@@ -1,4 +1,4 @@
-"""Several nodes, each with a cache of its own: a shard leaves the store once, and a peer that fails costs time alone."""
+"""Several nodes, each with a cache of its own: a shard leaves the store once, and a failing peer costs time alone."""
 
 import socket
 import threading

