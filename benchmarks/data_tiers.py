@@ -2,7 +2,7 @@
 
     python -m benchmarks.data_tiers           # 3 repetitions with and without the store, alternating; then the starts
 
-A run trains the model of configs/standard.py on 2 devices (2048 tokens per step), once from a full cache on the local
+A run trains the model of configs/standard.py on 2 devices (1024 tokens per step), once from a full cache on the local
 disk and once from an empty one, with an HTTP server that sends all connections together twice the bytes per second that
 the run before needed. The first step waits for the first block of shards, whatever the rate: it is recorded apart. A
 start is the time from opening a prepared set of 2000 shards, which are on the disk, to the first batch.
@@ -35,7 +35,7 @@ from input_pipeline.shards import ShardSet
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "data_tiers.jsonl"
-ROWS, SEQ_LEN, STEPS, SHARDS_PER_BLOCK = 8, 256, 10, 2
+ROWS, SEQ_LEN, STEPS, SHARDS_PER_BLOCK = 4, 256, 9, 2
 STEP_BYTES = ROWS * SEQ_LEN * 2  # of tokens, 16 bits each
 SHARD_STEPS = 2
 LATE_STEP = 10_000

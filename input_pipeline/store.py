@@ -270,52 +270,53 @@ class RemoteStore:
 
 
 class _Waiting:
-    """Waits for one store, on behalf of all threads: says once that it is away, and once that it answers again."""
+    """Waits for one store, on behalf of all threads: says once that it is away, and once that it answers all again."""
 
     def __init__(self, url: str, patience_s: float) -> None:
         self._url, self._patience_s = url, patience_s
         self._lock = threading.Lock()
-        self._since_s = 0.0  # 0: it is not away
-        self._has_said = False
+        self._failing: dict[object, float] = {}  # what waits, and since when
+        self._said_s = 0.0  # since when it is away, as was said; 0: nothing was said
         self.ended = threading.Event()
 
     def for_answer(self, attempt: Callable[[], T]) -> T:
         """Returns `attempt()`, repeated while it raises `_AwayError`. StoreAwayError when the patience is over."""
-        failures = 0
-        while True:
-            try:
-                result = attempt()
-            except _AwayError as error:
-                self._failed(str(error))
+        me, failures, answers = object(), 0, False
+        try:
+            while True:
+                try:
+                    found = attempt()
+                    answers = True
+                    return found
+                except _AwayError as error:
+                    self._failed(me, str(error))
                 if self.ended.wait(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)]):
-                    raise StoreAwayError(f"{self._url}: reading ended while the store was away") from None
+                    raise StoreAwayError(f"{self._url}: reading ended while the store was away")
                 failures += 1
-            else:
-                self._answered()
-                return result
+        finally:
+            self._ended(me, answers)
 
-    def _failed(self, reason: str) -> None:
+    def _failed(self, me: object, reason: str) -> None:
         with self._lock:
             now_s = time.monotonic()
-            self._since_s = self._since_s or now_s
-            away_s = now_s - self._since_s
-            if away_s > self._patience_s:
+            since_s = self._failing.setdefault(me, now_s)
+            if now_s - since_s > self._patience_s:
                 raise StoreAwayError(
-                    f"{self._url}: the store has been away for {away_s:.0f} s ({reason}); the same command goes on "
-                    "when it is back"
-                ) from None
-            if away_s >= SAY_AFTER_S and not self._has_said:
-                self._has_said = True
+                    f"{self._url}: the store has been away for {now_s - since_s:.0f} s ({reason}); the same command "
+                    "goes on when it is back"
+                )
+            if now_s - since_s >= SAY_AFTER_S and not self._said_s:
+                self._said_s = since_s
                 logging.getLogger(__name__).warning(
                     "%s: the store is away (%s): waiting up to %.0f s", self._url, reason, self._patience_s
                 )
 
-    def _answered(self) -> None:
+    def _ended(self, me: object, answers: bool) -> None:
         with self._lock:
-            if self._has_said:
-                away_s = time.monotonic() - self._since_s
+            self._failing.pop(me, None)
+            if answers and self._said_s and not self._failing:
+                away_s, self._said_s = time.monotonic() - self._said_s, 0.0
                 logging.getLogger(__name__).warning("%s: the store answers again after %.0f s", self._url, away_s)
-            self._since_s, self._has_said = 0.0, False
 
 
 def sha256(path: Path) -> str:

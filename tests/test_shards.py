@@ -225,6 +225,18 @@ def test_second_start_reads_no_file_of_documents(texts, monkeypatch):
         assert shards.tiers.counters.store_hits == 0 < shards.tiers.counters.disk_hits
 
 
+def test_tokens_that_no_node_has_any_more_are_made_again(texts, cache_folder):
+    with ShardSet(settings(texts)) as shards:
+        shard = shards.index.shards[2]
+        tokens = shards.tiers.get(shard).tobytes()
+        (cache_folder / "shards" / shard.file).unlink()
+        assert shards.tiers.get(shard).tobytes() == tokens
+        (cache_folder / "shards" / shard.file).unlink()
+        (texts / shard.name).write_text(TEXTS[shard.name].upper())  # in the middle of a run
+        with pytest.raises(OSError, match=f"{shard.name}: what the store gives .* 3 times; restore the object"):
+            shards.tiers.get(shard)
+
+
 def test_changed_file_is_tokenised_again(texts):
     with ShardSet(settings(texts)) as shards:
         first = {shard.name: shard.sha256 for shard in shards.index.shards}

@@ -181,6 +181,27 @@ def test_patience_ends_with_one_line_and_the_run_can_be_resumed(web):
     web.back()
 
 
+def test_object_that_fails_while_others_do_not_ends_the_patience(web, caplog):
+    web.fault = lambda path: 500 if path == "/part1.txt" else None
+    source = RemoteStore(web.url, patience_s=2.0)
+    stop, read = threading.Event(), []
+
+    def read_others() -> None:
+        while not stop.wait(0.05):
+            read.append(source.read("part2.txt"))
+
+    others = threading.Thread(target=read_others)
+    others.start()
+    with (
+        caplog.at_level(logging.WARNING),
+        one_line(StoreAwayError, "the store has been away for .* s .it answers 500."),
+    ):
+        source.read("part1.txt")
+    stop.set()
+    others.join(60)
+    assert len(read) > 2 and ["is away" in record.getMessage() for record in caplog.records] == [True]
+
+
 def test_closing_ends_the_waiting_of_other_threads(web):
     web.away()
     source, errors = RemoteStore(web.url), []
