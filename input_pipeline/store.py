@@ -263,9 +263,9 @@ class RemoteStore:
             return StoreError(f"{what}: the store answers {status}; check data.path, and {_HELP[self.scheme]}")
         if "redirect" in said:
             return StoreError(f"{what}: the store redirects to another place; {_HELP[self.scheme]}")
-        if "HTTP error" in said:
-            kind = re.search(r"kind: (\w+)", details)
-            return _AwayError(_KINDS.get(kind[1] if kind else "", "no whole answer"))
+        kind = found[1] if (found := re.search(r"kind: (\w+)", details)) else ""
+        if "HTTP error" in said and kind != "Unknown":  # such as a URL that cannot be one
+            return _AwayError(_KINDS.get(kind, "no whole answer"))
         return StoreError(f"{what}: the store cannot be used ({type(error).__name__}); {_HELP[self.scheme]}")
 
 

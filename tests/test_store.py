@@ -1,5 +1,6 @@
 """Stores that fail: what is waited for, what is an error at once, and that no secret is in any line."""
 
+import json
 import logging
 import threading
 import time
@@ -125,6 +126,15 @@ def test_refusals_are_one_line_at_once(bucket, path, fault, message):
     bucket.fault = lambda path: fault
     with one_line((StoreError, ValueError), message) as caught:  # pyright: ignore
         ShardSet(settings(path))
+    assert SECRET not in str(caught.value)
+
+
+def test_what_the_library_cannot_even_ask_is_an_error_at_once(monkeypatch):
+    """An address that it refuses (plain HTTP in the file of a Google account); the file's content is not shown."""
+    account = {"gcs_base_url": "http://127.0.0.1:1", "disable_oauth": True, "client_email": "", "private_key": SECRET}
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account | {"private_key_id": ""}))
+    with one_line(StoreError, r"gs://bucket/x.*cannot be used .*set GOOGLE_SERVICE_ACCOUNT") as caught:
+        RemoteStore("gs://bucket/x").list()
     assert SECRET not in str(caught.value)
 
 
