@@ -7,6 +7,7 @@ neither headers nor query strings nor what the library said, so that no credenti
 
 import hashlib
 import logging
+import os
 import re
 import shutil
 import threading
@@ -330,6 +331,4 @@ def _item(name: str, found: Any) -> Item:
 
 
 def _has_plain_endpoint() -> bool:
-    import os
-
     return any(os.environ.get(name, "").startswith("http://") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))

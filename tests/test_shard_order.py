@@ -7,7 +7,7 @@ from grain.experimental import index_shuffle
 from input_pipeline import shard_order
 from input_pipeline.shard_order import ShardOrder
 
-SIZES = [[5], [1, 1, 1], [7, 3, 9, 1, 4, 4, 12, 2, 6], list(range(1, 40))]
+SIZES = [[5], [1, 1, 1], [7, 3, 9, 1, 4, 4, 12, 2, 6], list(range(1, 16))]
 
 
 def epoch_written_out(counts: list[int], seed: int, per_block: int, epoch: int) -> list[tuple[int, int]]:

@@ -35,25 +35,26 @@ KEYS = {
 
 
 @pytest.fixture(scope="module")
-def s3() -> Any:
-    """An S3 server with 48 texts of about one step each."""
-    with moto() as url:
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """An S3 server with 48 texts of about one step each, and their prepared set."""
+    with moto() as url, pytest.MonkeyPatch.context() as patched:
         for number in range(48):
             text = f"{number} is a number, and its square is {number**2}.\n" * 16
             send(f"{url}/{BUCKET}/raw/part{number:02d}.txt", text.encode())
+        for name, value in credentials(url).items():
+            patched.setenv(name, value)
+        patched.setenv("MICS_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        assert prepare.main(["--path", RAW, "--out", PREPARED]) == 0
         yield url
 
 
 @pytest.fixture
 def bucket(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The server, counting, with the prepared set, credentials in the environment, and an empty cache."""
+    """The server, counting, with credentials in the environment and an empty cache."""
     with in_front_of(s3) as server:
         for name, value in credentials(server.url).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache of prepare"))
-        assert prepare.main(["--path", RAW, "--out", PREPARED]) == 0
         monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
-        server.gets.clear()
         yield server
 
 
