@@ -12,10 +12,11 @@ train: $(VENV)/installed  ## trains the quickstart: a byte-level model on 8 virt
 
 gpu: $(VENV)/gpu-installed  ## jax with CUDA, on a machine with NVIDIA GPUs (docs/gpu.md)
 
-test: $(VENV)/installed  ## with another Python: make test PYTHON=python3.12 VENV=.venv-py312
+test: $(VENV)/installed $(VENV)/moto/installed  ## with another Python: make test PYTHON=python3.12 VENV=.venv-py312
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
-test-all: $(VENV)/installed $(VENV)/h100/installed $(VENV)/ray-installed $(VENV)/optuna-installed $(VENV)/wandb-installed $(VENV)/gpu-checked
+test-all: $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/ray-installed $(VENV)/optuna-installed \
+		$(VENV)/wandb-installed $(VENV)/gpu-checked
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20 -m "slow or not slow"
 
 lint: $(VENV)/installed $(VENV)/ray-installed $(VENV)/optuna-installed $(VENV)/wandb-installed  ## types of these are checked too
@@ -57,6 +58,10 @@ $(VENV)/gpu-installed: requirements-gpu.txt $(CONSTRAINTS) | $(VENV)/installed
 
 $(VENV)/gpu-checked: requirements.txt requirements-gpu.txt $(CONSTRAINTS) | $(VENV)/installed  ## nothing is installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --dry-run -r requirements.txt -r requirements-gpu.txt -c $(CONSTRAINTS)
+	touch $@
+
+$(VENV)/moto/installed: requirements-moto.txt | $(VENV)/installed  ## an S3 server, for tests of object storage
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/moto -r $<
 	touch $@
 
 $(VENV)/h100/installed: requirements-h100.txt | $(VENV)/installed  ## XLA for GPUs, 0.5 GB: it compiles without one

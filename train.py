@@ -42,7 +42,7 @@ from sharding.step import TrainState
 from state import Checkpointer, CheckpointError, check_path
 from state.snapshots import Snapshots
 from training import resume
-from training.datasets import load_datasets
+from training.datasets import Datasets, load_datasets
 from training.devices import use_compilation_cache, use_cpu_devices
 from training.experiment import Experiment, make_experiment
 from training.log import make_log
@@ -126,7 +126,8 @@ def run(
         if not resume.has_begun(workdir):
             raise
         raise ResumableError(str(error)) from error  # maybe it began with more nodes: it goes on when they are back
-    data = load_datasets(ex)
+    data = load_datasets(ex, workdir)
+    supervisor.hold(data)
     validator = Validator(ex, data.validation, config.eval.num_batches)
     sampler = Sampler(ex, data.train, config.sample)
 
@@ -164,7 +165,7 @@ def run(
         snapshots.begin(start.step)
         supervisor.completed(start.step)
         keeper = Keeper(ex, log, checkpointer, snapshots, data.fingerprints, supervisor)
-        reporter = Reporter(ex, log, rates, supervisor)
+        reporter = Reporter(ex, log, rates, supervisor, data)
 
         # -------------------------------------------------------------------------------------------------------- loop
         while step < last and not supervisor.stop_requested():
@@ -219,9 +220,9 @@ class Pending:
 class Reporter:
     """Logs every step, one step late where steps are dispatched asynchronously: nothing waits for numbers."""
 
-    def __init__(self, ex: Experiment, log: RunLog, rates: np.ndarray, supervisor: Supervisor) -> None:
+    def __init__(self, ex: Experiment, log: RunLog, rates: np.ndarray, supervisor: Supervisor, data: Datasets) -> None:
         """`rates` is the learning rate by step, [num_steps]."""
-        self._ex, self._log, self._rates, self._supervisor = ex, log, rates, supervisor
+        self._ex, self._log, self._rates, self._supervisor, self._data = ex, log, rates, supervisor, data
         self._pending: Pending | None = None
         self._has_reported = False
 
@@ -245,7 +246,8 @@ class Reporter:
         in_a_row = scalars.pop("skipped_in_a_row")
         updates = pending.step - int(scalars["skipped_steps"])  # a skipped step does not move the schedule
         rate = float(self._rates[max(updates, 1) - 1])
-        self._log.step(pending.step, scalars | {"learning_rate": rate, "data_wait_s": pending.data_wait_s})
+        scalars |= {"learning_rate": rate, "data_wait_s": pending.data_wait_s, **self._data.counters()}
+        self._log.step(pending.step, scalars)
         if not self._has_reported:
             self._has_reported = True
             self._supervisor.events.write(Event.FIRST_STEP, step=pending.step)

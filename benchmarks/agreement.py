@@ -26,6 +26,7 @@ from orbax.checkpoint import multihost
 
 from benchmarks.records import add, machine, recorded
 from configs.schema import CheckpointConfig
+from files.pages import head
 from runtime.consensus import all_gather, barrier, broadcast, gather, new_key
 from state import Checkpointer, manifest
 
@@ -174,12 +175,12 @@ def page(lines: list[dict[str, Any]]) -> str:
     """Returns docs/agreement.md, from the newest line of each number of processes."""
     newest = {line["processes"]: line for line in lines}
     about = newest[max(newest)]
-    head = ["", *(f"{count} processes" for count in newest)]
-    calls = [table_row(head), "|---" * len(head) + "|"]
+    heads = ["", *(f"{count} processes" for count in newest)]
+    calls = [table_row(heads), "|---" * len(heads) + "|"]
     for key, name in OPERATIONS.items():
         calls.append(table_row([name, *(total(line["calls"][key]) for line in newest.values())]))
     calls.append(table_row(["an all-gather that reads a key per process", *(f"{n + n * n:,}" for n in newest)]))
-    hashed = [table_row(head), "|---" * len(head) + "|"]
+    hashed = [table_row(heads), "|---" * len(heads) + "|"]
     for key in ("commit", "restore"):
         hashed.append(table_row([OPERATIONS[key], *(mebibytes(line["hashed_bytes"][key]) for line in newest.values())]))
     return f"""{head("What agreement costs")}

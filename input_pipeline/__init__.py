@@ -10,6 +10,7 @@ Text becomes examples in three steps: a source yields documents (`stdlib_text.py
 tokenizer turns them once into one long token stream in the cache (`tokenizers.py`, `streams.py`, `cache.py`), and
 windows of the stream are drawn in an order that depends on the seed only (`index.py`). `synthetic.py` needs no text.
 `packing.py` keeps the documents of a row apart; `mixture.py` mixes several sources by weight.
+`shards.py` reads text from object storage instead, file by file (docs/data.md).
 Labelled images (`digits.py`, `tfds_images.py`) are drawn in the same way; `images.py` crops and resizes them.
 """
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ from input_pipeline import digits, folder, index, packing, stdlib_text, streams,
 from input_pipeline.images import ImageDataset, Images
 from input_pipeline.mixture import MixedDataset
 from input_pipeline.rows import row_arrays
+from input_pipeline.shards import ShardSet
 from input_pipeline.synthetic import SyntheticWindows
 from input_pipeline.tokenizers import Tokenizer, make_tokenizer
 
@@ -27,12 +29,16 @@ class Windows(Protocol):
 
     def __len__(self) -> int: ...
 
+    def window_of(self, i: int, seed: int) -> int:
+        """Returns the window of example `i` >= 0: each epoch of `len` examples visits every window once."""
+        ...
+
     def __getitem__(self, window: int) -> np.ndarray:
         """Returns int32 [T + 1] for a causal model, [T] for a masked one."""
         ...
 
 
-class StreamWindows:
+class StreamWindows(index.Shuffled):
     """Windows of a token stream: tokens `[i * T, i * T + T + 1)` if causal, `[i * T, i * T + T)` if masked."""
 
     def __init__(self, stream: streams.Stream, seq_len: int, objective: str) -> None:
@@ -90,7 +96,7 @@ class TextDataset:
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         if i < 0:
             raise IndexError(f"example {i}: examples are numbered from 0")
-        window = self._windows[index.window_of(int(i), windows=len(self), seed=self.seed)]
+        window = self._windows[self._windows.window_of(int(i), self.seed)]
         separator = self.tokenizer.separator
         segments = {"segments": packing.segments(window[: self.seq_len], separator)} if self._packs else {}
         if self._objective == "causal":
@@ -113,9 +119,10 @@ class TextDataset:
 Dataset = TextDataset | MixedDataset | ImageDataset
 
 
-def load(config: DataConfig, split: Split, seed: int) -> Dataset:
+def load(config: DataConfig, split: Split, seed: int, shards: Sequence[ShardSet] = ()) -> Dataset:
     """Returns the examples of a split; text is tokenised into the cache the first time.
 
+    `shards` are the open sets of data.source=shards; one that is not there is opened for this process alone.
     Raises ValueError for data or a vocabulary that is missing, empty or unreadable, or data too small for one example.
     """
     if split not in SPLITS:
@@ -125,9 +132,9 @@ def load(config: DataConfig, split: Split, seed: int) -> Dataset:
     if config.objective == "classify":
         return ImageDataset(_images(config, split), config, seed, training=split == "train")
     if components := config.components:
-        examples = [_load_text(config.alone(component), split, seed) for component in components]
+        examples = [_load_text(config.alone(component), split, seed, shards) for component in components]
         return MixedDataset(examples, [one.name for one in components], [one.weight for one in components])
-    return _load_text(config, split, seed)
+    return _load_text(config, split, seed, shards)
 
 
 def _images(config: DataConfig, split: Split) -> Images:
@@ -138,10 +145,13 @@ def _images(config: DataConfig, split: Split) -> Images:
     return tfds_images.TfdsImages(config.source.removeprefix("tfds:"), config.path, split)
 
 
-def _load_text(config: DataConfig, split: Split, seed: int) -> TextDataset:
+def _load_text(config: DataConfig, split: Split, seed: int, shards: Sequence[ShardSet]) -> TextDataset:
     tokenizer = make_tokenizer(config.tokenizer, config.tokenizer_path)
     if config.source == "synthetic":
         windows = SyntheticWindows(config.seq_len, config.objective, tokenizer.num_ids, split)
+    elif config.source == "shards":
+        opened = next((one for one in shards if one.path == config.path), None) or ShardSet(config, tokenizer)
+        windows = opened.windows(split)
     else:
         source = _text_source(config, split)
         stream = streams.tokenised(source, tokenizer)
@@ -155,9 +165,9 @@ def _load_text(config: DataConfig, split: Split, seed: int) -> TextDataset:
                 f"{source.name} has {len(stream.tokens)} tokens in its {split} split, but one example needs {needed}: "
                 "lower data.seq_len or add text"
             )
-    if len(windows) > index.MAX_WINDOWS:
+    if windows.shuffled_together > index.MAX_WINDOWS:
         raise ValueError(
-            f"data.seq_len={config.seq_len} gives the {split} split {len(windows)} windows, more than the "
+            f"data.seq_len={config.seq_len} gives the {split} split {windows.shuffled_together} windows, more than the "
             f"{index.MAX_WINDOWS} that can be shuffled; raise data.seq_len"
         )
     return TextDataset(windows, tokenizer, config, seed)
@@ -167,7 +177,7 @@ def _text_source(config: DataConfig, split: Split) -> streams.TextSource:
     if config.source == "stdlib_text":
         return stdlib_text.source(split)
     if config.source == "folder":
-        return folder.source(config.path, split)
+        return folder.source(config.path, split, config.pattern)
     if config.source in OWN["source"]:
         return OWN["source"][config.source](config, split)
     return tfds_text.source(config.source.removeprefix("tfds:"), config.path, split)

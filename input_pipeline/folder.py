@@ -5,13 +5,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from input_pipeline.shard_formats import matches
 from input_pipeline.streams import TextSource
 
 VALIDATION_SHARE = 0.05  # of the files (or of the bytes, if there is only one file)
 
 
-def source(path: str, split: str) -> TextSource:
+def source(path: str, split: str, pattern: str = "") -> TextSource:
     """Returns the documents of a split: every regular file below `path` that is neither hidden nor empty, by name.
+
+    With a `pattern`, only the files that match it (`shard_formats.matches`).
 
     Links to files are followed, links to folders are not. Newlines are not converted.
 
@@ -19,9 +22,10 @@ def source(path: str, split: str) -> TextSource:
     Raises ValueError for a folder that is missing, unreadable or empty, and for a file that is not UTF-8 (when read).
     """
     root = Path(path).expanduser()
-    names = [name for name in text_files(root) if (root / name).stat().st_size]
+    names = [name for name in text_files(root) if matches(name, pattern) and (root / name).stat().st_size]
     if not names:
-        raise ValueError(f"data.path {root} has no text files (empty and hidden files do not count)")
+        that = f" that match data.pattern={pattern!r}" if pattern else ""
+        raise ValueError(f"data.path {root} has no text files{that} (empty and hidden files do not count)")
     if len(names) == 1:
         chosen = names
     else:

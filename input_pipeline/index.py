@@ -20,6 +20,22 @@ def window_of(index: int, *, windows: int, seed: int) -> int:
     return index_shuffle(place, max_index=windows - 1, seed=_epoch_seed(seed, epoch), rounds=4)
 
 
+class Shuffled:
+    """Windows whose epochs are permutations of all of them."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def shuffled_together(self) -> int:
+        """The number of windows in one permutation."""
+        return len(self)
+
+    def window_of(self, i: int, seed: int) -> int:
+        """Returns the window of example `i` >= 0."""
+        return window_of(i, windows=len(self), seed=seed)
+
+
 @lru_cache(maxsize=64)
 def _epoch_seed(seed: int, epoch: int) -> int:
     """Returns a 32-bit hash of both: with `seed + epoch`, as in `MapDataset.shuffle`, seeds would share epochs."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from input_pipeline import cache, streams
+from input_pipeline import cache, index, streams
 from input_pipeline.tokenizers import Tokenizer
 
 FORMAT = 1  # version of the files; part of the folder's name
@@ -27,7 +27,7 @@ def is_padding(tokens: np.ndarray, separator: int) -> np.ndarray:
     return ends & np.append(True, ends[:-1])
 
 
-class WholeDocuments:
+class WholeDocuments(index.Shuffled):
     """Windows [T + 1] (causal) or [T] of whole documents, chosen by best fit decreasing and filled up with separators.
 
     The longest document comes first, each into the fullest row in which it still fits. Only documents that are longer

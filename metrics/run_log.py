@@ -163,6 +163,8 @@ IN_SUMMARY = {
     "validation_bits_per_byte": "validation_bits_per_byte",
     "validation_accuracy": "validation_accuracy",
     "skipped_steps": "skipped_steps",
+    **{name: name for name in ("data_memory_hits", "data_disk_hits", "data_peer_hits", "data_store_hits")},
+    **{name: name for name in ("data_peer_bytes", "data_store_bytes", "data_shard_wait_s")},
 }
 
 

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "models": "configs sharding",
     "optimizers": "configs sharding",
     "compression": "configs sharding",
-    "input_pipeline": "configs files",
+    "input_pipeline": "configs files runtime",
     "state": "configs sharding runtime files",
     "metrics": "palette files runtime",
     "training": "configs models sharding compression optimizers input_pipeline metrics state runtime",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from files.pages import BACK, head
+from input_pipeline.shard_tiers import Counters
 
 pytestmark = pytest.mark.document
 
@@ -73,5 +74,5 @@ def test_the_table_of_metrics_has_the_keys_that_the_code_writes() -> None:
         assert keys <= strings, f"{file}: {keys - strings}"
         assert keys <= table
     made = {"step", "loss", "grad_norm", "update_norm", "tokens_per_s", "examples_per_s"}
-    made |= {f"validation_{name}" for name in ("loss", "bits_per_byte", "accuracy")}
+    made |= {f"validation_{name}" for name in ("loss", "bits_per_byte", "accuracy")} | {*Counters().scalars()}
     assert table == made.union(*WRITERS.values())

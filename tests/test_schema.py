@@ -45,6 +45,7 @@ MAY_CHANGE = (
     "batch.micro_size",
 )
 MAY_CHANGE += ("model.remat", "model.attention", "data.prefetch", "data.path", "data.tokenizer_path")
+MAY_CHANGE += ("data.pattern", "data.text_field", "data.cache_gb")
 ALL = [(kind, name) for kind in MODELS for name in known_keys(kind)]
 
 

@@ -29,7 +29,7 @@ def in_place_of_restoring(out: str) -> Callable[..., resume.Start]:
     def write_shards(ex: Experiment, *_: object) -> resume.Start:
         found = {}
         for first in (0, 1):
-            with train.make_batches(ex, load_datasets(ex).train, first) as batches:
+            with train.make_batches(ex, load_datasets(ex, Path(out)).train, first) as batches:
                 for step in range(first, 2):
                     for name, x in ex.batches.to_devices(next(batches)).items():
                         for number, shard in enumerate(x.addressable_shards):

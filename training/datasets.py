@@ -1,22 +1,43 @@
 """The training and validation data of an experiment, checked against its model and between processes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from input_pipeline import Dataset, ImageDataset, MixedDataset, load
+from input_pipeline.shards import Group, ShardSet
+from runtime.handshake import shared_token
 from training.experiment import Experiment
 
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """The training and validation data of a run."""
+    """The training and validation data of a run; a context manager."""
 
     train: Dataset
     validation: Dataset
+    shards: Sequence[ShardSet] = ()  # of data.source=shards, or of such components of a mixture
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for opened in self.shards:
+            opened.__exit__(kind, error, traceback)
+
+    def counters(self) -> Mapping[str, float]:
+        """Returns what this process has read, by the keys of metrics.jsonl; nothing for other sources."""
+        every = [opened.tiers.counters.scalars() for opened in self.shards]
+        return {key: sum(one[key] for one in every) for key in every[0]} if every else {}
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -33,17 +54,31 @@ class Datasets:
         return lines
 
 
-def load_datasets(experiment: Experiment) -> Datasets:
+def load_datasets(experiment: Experiment, workdir: Path) -> Datasets:
     """Loads both splits. ValueError if the model has too few ids or classes, or if the processes' data differ."""
     config = experiment.config
-    train, validation = (load(config.data, split, config.seed) for split in ("train", "validation"))
+    with ExitStack() as held:
+        sources = [config.data.alone(one) for one in config.data.components] or [config.data]
+        shards: list[ShardSet] = []
+        if stored := [data for data in sources if data.source == "shards"]:
+            count = jax.process_count()
+            token = shared_token(workdir) if count > 1 else ""
+            group = Group(process=jax.process_index(), count=count, token=token)
+            shards = [held.enter_context(ShardSet(data, group=group)) for data in stored]
+        train, validation = (load(config.data, split, config.seed, shards) for split in ("train", "validation"))
+        _check(experiment, train, validation)
+        held.pop_all()  # `Datasets` closes them
+    return Datasets(train=train, validation=validation, shards=shards)
+
+
+def _check(experiment: Experiment, train: Dataset, validation: Dataset) -> None:
+    config = experiment.config
     for dataset in (train, validation):
         _check_size(experiment, dataset)
         if jax.process_count() > 1:
             everyone = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(dataset.fingerprint), np.uint8))
             if not (everyone == everyone[0]).all():
                 raise ValueError(f"{config.data.origin} differs between processes; give all the same data")
-    return Datasets(train=train, validation=validation)
 
 
 def _check_size(experiment: Experiment, dataset: Dataset) -> None:

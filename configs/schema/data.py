@@ -1,5 +1,6 @@
 """The section `data`: the source of the examples, and their preparation."""
 
+import re
 from dataclasses import dataclass, replace
 
 from configs.schema.keys import Section, key
@@ -7,7 +8,12 @@ from configs.schema.mixture import Component, parse
 
 TFDS = "tfds:NAME"
 TOKENIZERS = ("bytes", "sentencepiece", "tiktoken")
-SOURCES = ("stdlib_text", "folder", "synthetic", "digits", TFDS)
+_SECRETS = (
+    "is a URL with a query, or with a user name or password: it would be saved in config.json; leave these out, and "
+    "give credentials by environment variables (docs/data.md)"
+)
+_URL_WITHOUT_SECRETS = re.compile(r"\w+://[^?#@]*|(?!\w+://).*")
+SOURCES = ("stdlib_text", "folder", "shards", "synthetic", "digits", TFDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +28,30 @@ class DataConfig(Section):
         choices=SOURCES,
         topics=("source",),
     )
-    path: str = key("", "folder: directory of the text files; tfds: data_dir, empty for the default", resumable=True)
+    path: str = key(
+        "",
+        "folder: directory of the text files; shards: directory, or URL of s3://, gs:// or http(s)://; tfds: data_dir, "
+        "empty for the default",
+        resumable=True,
+    )
     mixture: str = key(
         "",
         "several text sources in place of source and path: WEIGHT SOURCE[:PATH], ..., such as "
         "'3 folder:/data/wiki, 1 tfds:lm1b'; empty for one source",
+    )
+    pattern: str = key(
+        "",
+        "folder and shards: glob of the files below data.path; empty for all (shards: all of a known format)",
+        resumable=True,
+    )
+    text_field: str = key("text", "shards: field or column of the text", resumable=True)
+    shuffle_shards: int = key(4, "shards: files of which the windows are shuffled together", least=1, unit="files")
+    cache_gb: float = key(
+        0.0,
+        "shards: most disk space of a node for token shards, the least recently used removed first; 0 for no limit",
+        least=0,
+        unit="GB",
+        resumable=True,
     )
     tokenizer: str = key("bytes", "tokenizer of text", choices=TOKENIZERS, topics=("tokenizer",))
     tokenizer_path: str = key("", "vocabulary file of a sentencepiece or tiktoken tokenizer", resumable=True)
@@ -65,10 +90,21 @@ class DataConfig(Section):
             )
         if self.source == "folder" and not self.path:
             raise ValueError("data.path is empty: data.source='folder' needs the folder of the text files in data.path")
+        if self.source == "shards" and not self.path:
+            raise ValueError(
+                "data.path is empty: data.source='shards' needs a folder or a URL (s3, gs, http, https) in data.path"
+            )
+        if not _URL_WITHOUT_SECRETS.fullmatch(self.path):  # the value must not be shown
+            raise ValueError(f"data.path {_SECRETS}")
+        if self.pattern and self.source not in ("folder", "shards") and not self.mixture:
+            raise ValueError(
+                f"data.pattern is {self.pattern!r} but data.source={self.source!r} reads no files by name: "
+                "set data.source to 'folder' or 'shards', or leave data.pattern empty"
+            )
         if self.path and self.source in ("stdlib_text", "synthetic", "digits"):
             raise ValueError(
                 f"data.path is {self.path!r} but data.source={self.source!r} reads no path: "
-                "set data.source='folder' (or 'tfds:NAME'), or leave data.path empty"
+                "set data.source='folder' (or 'shards', 'tfds:NAME'), or leave data.path empty"
             )
         if self.tokenizer in ("sentencepiece", "tiktoken") and not self.tokenizer_path:
             raise ValueError(
@@ -85,6 +121,8 @@ class DataConfig(Section):
         if self.packing != "stream" and (self.objective == "classify" or self._is_synthetic):
             what = "images" if self.objective == "classify" else "the tokens of data.source='synthetic'"
             raise ValueError(f"data.packing={self.packing!r}: {what} are no documents; set data.packing='stream'")
+        if self.packing == "whole" and self.source == "shards" and not self.mixture:
+            raise ValueError("data.packing='whole' needs all text at once: with data.source='shards' use 'documents'")
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -102,12 +140,15 @@ class DataConfig(Section):
 
     def alone(self, component: Component) -> "DataConfig":
         """Returns the section with a component of the mixture as its only source."""
-        return replace(self, mixture="", source=component.source, path=component.path)
+        pattern = self.pattern if component.source in ("folder", "shards") else ""
+        return replace(self, mixture="", source=component.source, path=component.path, pattern=pattern)
 
     def _check_mixture(self) -> None:
         if self.mixture and self.objective == "classify":
             raise ValueError("data.mixture is of text: with data.objective='classify' leave it empty")
         for component in self.components:
+            if not _URL_WITHOUT_SECRETS.fullmatch(component.path):  # the value must not be shown
+                raise ValueError(f"data.mixture: the path of a component of {component.source} {_SECRETS}")
             try:
                 self.alone(component)
             except ValueError as error:

@@ -1,0 +1,108 @@
+"""Files of documents that nobody has tokenised yet: listed, and tokenised one by one into the cache.
+
+What the index says of a file is kept in the cache under a hash of its URL, its version, the tokenizer and the field.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+
+from files import atomic
+from input_pipeline.shard_cache import ShardCache
+from input_pipeline.shard_formats import KNOWN, format_of, matches
+from input_pipeline.shard_index import FORMAT, Shard, ShardIndex, shards_of, tokenise
+from input_pipeline.store import FETCHES, Item, Store, StoreError
+from input_pipeline.tokenizers import Tokenizer
+
+
+def chosen(items: Sequence[Item], pattern: str, where: str) -> list[Item]:
+    """Returns the files that match `data.pattern`; without one, those of a known format. ValueError if none does."""
+    wanted = [item for item in items if matches(item.name, pattern) and (pattern or format_of(item.name))]
+    if not wanted:
+        what = f"that matches data.pattern={pattern!r}" if pattern else f"of a known format ({KNOWN})"
+        raise ValueError(f"data.path {where} has no file {what} among {len(items)} that are not empty")
+    for item in wanted:
+        if not format_of(item.name):
+            raise ValueError(f"{where}/{item.name} matches data.pattern={pattern!r}, but known are {KNOWN}")
+    return wanted
+
+
+class RawShards:
+    """Files of documents in a store, as token shards."""
+
+    def __init__(
+        self, store: Store, items: Sequence[Item], tokenizer: Tokenizer, text_field: str, cache: ShardCache
+    ) -> None:
+        self._store, self._tokenizer, self._text_field, self._cache = store, tokenizer, text_field, cache
+        self._items = {item.name: item for item in items}
+        self._folder = cache.folder / "entries"
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the files, sorted."""
+        return sorted(self._items)
+
+    @property
+    def key(self) -> str:
+        """A hash that changes with any of the files."""
+        return sha256("\n".join(self.key_of(name) for name in self.names).encode()).hexdigest()
+
+    def key_of(self, name: str) -> str:
+        """Returns a hash that changes with the tokens of a file."""
+        item = self._items[name]
+        what = [FORMAT, self._store.url, name, item.size, item.version, self._tokenizer.identity, self._text_field]
+        return sha256(json.dumps(what).encode()).hexdigest()
+
+    def index(self) -> ShardIndex | None:
+        """Returns the index of all files from the cache; None if it is not there."""
+        rows = self._read(f"{self.key}.json")
+        return None if rows is None else ShardIndex(tokenizer=self._tokenizer.identity, shards=rows)
+
+    def keep_index(self, shards: Sequence[Shard]) -> None:
+        """Keeps the index of all files in the cache."""
+        self._write(f"{self.key}.json", shards)
+
+    def shard(self, name: str) -> Shard:
+        """Returns what the index says of a file, which is tokenised first if this node has not done it yet."""
+        key = self.key_of(name)
+        with self._cache.locked(key):
+            if known := self._read(f"{key}.json"):
+                return known[0]
+            with self._cache.scratch(key) as path:
+                shard, _ = self._tokenise(name, path)
+                self._cache.keep(path, shard)
+            self._write(f"{key}.json", [shard])
+        return shard
+
+    def download(self, shard: Shard, to: Path) -> int:
+        """Writes the tokens of a file, tokenised again, and returns the bytes that came from the store."""
+        return self._tokenise(shard.name, to)[1]
+
+    def _tokenise(self, name: str, to: Path) -> tuple[Shard, int]:
+        item = self._items[name]
+        raw = to.with_suffix(".raw.partial")
+        try:
+            for _ in range(FETCHES):
+                self._store.fetch(name, raw)
+                if raw.stat().st_size == item.size:
+                    shard = tokenise(raw, name, self._tokenizer, self._text_field, to)
+                    return shard, item.size
+            raise StoreError(
+                f"{self._store.url}/{name} came with {raw.stat().st_size} bytes, {FETCHES} times, but had {item.size} "
+                "when it was listed; restore it, or start again"
+            )
+        finally:
+            raw.unlink(missing_ok=True)
+
+    def _read(self, file: str) -> tuple[Shard, ...] | None:
+        """Returns the shards that a file of the cache names; None if there is no such file, or not a whole one."""
+        try:
+            return shards_of(json.loads((self._folder / file).read_text()))
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
+
+    def _write(self, file: str, shards: Sequence[Shard]) -> None:
+        self._folder.mkdir(exist_ok=True)
+        atomic.replace(self._folder / file, json.dumps([asdict(shard) for shard in shards]))

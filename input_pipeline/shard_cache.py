@@ -1,0 +1,159 @@
+"""Token shards on the local disk: each file is named by its hash, is there whole or not at all, and is checked.
+
+Processes of a machine share the folder. A lock per shard lets one of them download it; the least recently used shards
+make room. A process that is killed leaves a scratch file at most, which the next one to hold that lock removes.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from files import atomic, locks
+from input_pipeline.cache import ENVIRONMENT_KEY
+from input_pipeline.shard_index import Shard
+from input_pipeline.store import sha256
+
+_NODE_FILE = "node"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DamagedError(Exception):
+    """What came is not the shard that was asked for."""
+
+
+class ShardCache:
+    """The token shards in a folder, of at most `limit_bytes` together (0: no limit)."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        """Makes the folder, and removes what killed processes left. OSError, as one line, if it cannot be written."""
+        self.folder, self._limit_bytes = folder, limit_bytes
+        with self._explained():
+            folder.mkdir(parents=True, exist_ok=True)
+            for left in folder.glob("*.partial"):
+                if not locks.is_held(folder / f"{left.name.partition('.')[0]}.lock"):
+                    left.unlink(missing_ok=True)
+
+    def node(self) -> str:
+        """Returns the identity of the folder: processes that read the same one are one node."""
+        file = self.folder / _NODE_FILE
+        with self._explained():
+            if not file.exists():
+                scratch = self.folder / f"{_NODE_FILE}.{secrets.token_hex(8)}"
+                scratch.write_text(secrets.token_hex(16))
+                with contextlib.suppress(FileExistsError):
+                    os.link(scratch, file)  # the first one stays
+                scratch.unlink()
+            return file.read_text()
+
+    def open(self, shard: Shard) -> np.ndarray | None:
+        """Returns the tokens [N], memory-mapped, after comparing their hash; None if they are not there.
+
+        A damaged file is removed, with a warning.
+        """
+        path = self.folder / shard.file
+        try:
+            os.utime(path)  # the least recently used ones go first
+            tokens = mapped(path, shard)
+        except FileNotFoundError:
+            return None
+        if tokens is None:
+            logging.getLogger(__name__).warning("%s is damaged: fetching it again", path)
+            path.unlink(missing_ok=True)
+        return tokens
+
+    def has(self, shard: Shard) -> bool:
+        """Whether the file of a shard is there; nothing is checked."""
+        return (self.folder / shard.file).exists()
+
+    def add(self, shard: Shard, fill: Callable[[Path], object]) -> np.ndarray:
+        """Returns the tokens after `fill` wrote them to the path that it is given.
+
+        The caller holds the lock. Raises DamagedError if they are not those of `shard`, OSError if the disk is full.
+        """
+        self._make_room(shard.size_bytes)
+        with self.scratch(shard.sha256) as path:
+            fill(path)
+            with self._explained():
+                tokens = mapped(path, shard)
+                if tokens is None:
+                    raise DamagedError(f"has {path.stat().st_size} bytes, and not the hash of the index")
+                self.keep(path, shard)
+        return tokens
+
+    def keep(self, path: Path, shard: Shard) -> None:
+        """Makes a scratch file, which is whole, the file of a shard."""
+        with self._explained():
+            atomic.sync(path)
+            with self.locked("room"):
+                self._make_room(shard.size_bytes)
+                path.rename(self.folder / shard.file)
+
+    @contextlib.contextmanager
+    def scratch(self, key: str) -> Iterator[Path]:
+        """Gives the path of a scratch file, which is removed afterwards, by the holder of the lock of `key`."""
+        for left in self.folder.glob(f"{key}.*.partial"):  # of killed processes
+            left.unlink(missing_ok=True)
+        path = self.folder / f"{key}.{secrets.token_hex(8)}.partial"
+        try:
+            with self._explained():
+                yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self, key: str) -> Iterator[None]:
+        """Holds the lock of a hash. It only avoids that several processes do the same work."""
+        with contextlib.ExitStack() as held:
+            with self._explained(), contextlib.suppress(locks.NoLocksError):
+                held.enter_context(locks.locked(self.folder / f"{key}.lock"))
+            yield
+
+    def _make_room(self, size: int) -> None:
+        """Removes the least recently used shards until `size` more bytes fit."""
+        if not self._limit_bytes:
+            return
+        found = []
+        for path in self.folder.glob("*.tokens"):
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
+                status = path.stat()
+                found.append((status.st_mtime_ns, path, status.st_size))
+        total = size + sum(entry[2] for entry in found)
+        for _, path, freed in sorted(found):
+            if total <= self._limit_bytes:
+                return
+            path.unlink(missing_ok=True)
+            path.with_suffix(".lock").unlink(missing_ok=True)
+            total -= freed
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Makes one line of an error of the disk."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _FULL:
+                raise OSError(
+                    f"the disk of the data cache {self.folder} is full: set data.cache_gb to what it may take, or "
+                    f"{ENVIRONMENT_KEY} to a folder with free space"
+                ) from error
+            if error.errno is None:  # it is explained already
+                raise
+            raise OSError(
+                f"the data cache {self.folder} cannot be used ({error.strerror}): set {ENVIRONMENT_KEY} to a writable "
+                "folder with free space"
+            ) from error
+
+
+def mapped(path: Path, shard: Shard) -> np.ndarray | None:
+    """Returns the tokens of a file, memory-mapped, or None if they are not those of `shard`."""
+    if path.stat().st_size != shard.size_bytes or sha256(path) != shard.sha256:
+        return None
+    if not shard.num_tokens:
+        return np.zeros(0, shard.dtype)
+    return np.asarray(np.memmap(path, dtype=shard.dtype, mode="r"))

@@ -1,0 +1,124 @@
+"""Files of documents ("shards"): array_record, parquet, JSON lines and plain text, by the end of their names."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+# what a name ends with; TFDS appends `-00000-of-00010`; .gz and .zst are read without unpacking them on disk
+_FORMATS = {
+    "array_record": re.compile(r"\.array_record(-\d+-of-\d+)?$"),
+    "parquet": re.compile(r"\.parquet$"),
+    "jsonl": re.compile(r"\.jsonl(\.gz|\.zst)?$"),
+    "txt": re.compile(r"\.txt(\.gz|\.zst)?$"),
+}
+KNOWN = ".array_record, .parquet, .jsonl, .txt (the last two also with .gz or .zst)"
+_RECORDS = 256  # read at a time
+
+
+def format_of(name: str) -> str:
+    """Returns the format of a file by its name, "" if it is not known."""
+    return next((kind for kind, ending in _FORMATS.items() if ending.search(name)), "")
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a relative path matches a glob, from its right end: `*.txt` at any depth, `a/*.txt` in folders `a`."""
+    return not pattern or PurePosixPath(name).match(pattern)
+
+
+def documents(path: Path, name: str, text_field: str) -> Iterator[str]:
+    """Yields the documents of a file, whose format its `name` says. ValueError names what cannot be read."""
+    kind = format_of(name)
+    if not kind:
+        raise ValueError(f"{name} matches data.pattern, but its format is not known; known are {KNOWN}")
+    count = 0
+    try:
+        for text in _READERS[kind](path, name, text_field):
+            if not isinstance(text, str):
+                raise ValueError(f"{text_field!r} is of type {type(text).__name__}, and no text")
+            count += 1
+            yield text
+    except Exception as error:  # damaged files can raise any exception
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{name} cannot be read as {kind}: after {count} documents: {said}") from error
+
+
+def _array_record(path: Path, name: str, text_field: str) -> Iterator[Any]:
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    reader = ArrayRecordReader(str(path))
+    try:
+        count = reader.num_records()
+        for start in range(0, count, _RECORDS):
+            records = reader.read(range(start, min(start + _RECORDS, count)))
+            for record in records:
+                yield _text_of_record(record, text_field)
+    finally:
+        reader.close()
+
+
+def _text_of_record(record: bytes, text_field: str) -> Any:
+    """Returns the text of a record, which is a JSON object or a tf.train.Example (as TFDS writes)."""
+    if record.startswith(b"{"):
+        return _field(json.loads(record), text_field)
+    from tensorflow_datasets.proto import tf_example_pb2
+
+    example: Any = tf_example_pb2
+    features = example.Example.FromString(record).features.feature
+    if text_field not in features:
+        raise ValueError(f"it has no field {text_field!r} (data.text_field), only {', '.join(sorted(features))}")
+    return b"".join(features[text_field].bytes_list.value).decode()
+
+
+def _parquet(path: Path, name: str, text_field: str) -> Iterator[Any]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        columns = file.schema_arrow.names
+        if text_field not in columns:
+            raise ValueError(f"it has no column {text_field!r} (data.text_field), only {', '.join(columns)}")
+        for batch in file.iter_batches(_RECORDS, columns=[text_field]):
+            yield from batch.column(0).to_pylist()
+
+
+def _jsonl(path: Path, name: str, text_field: str) -> Iterator[Any]:
+    with _opened(path, name) as file:
+        for line in _lines(file):
+            if line.strip():
+                yield _field(json.loads(line), text_field)
+
+
+def _txt(path: Path, name: str, text_field: str) -> Iterator[Any]:
+    with _opened(path, name) as file:
+        yield file.read().decode()
+
+
+_READERS = {"array_record": _array_record, "parquet": _parquet, "jsonl": _jsonl, "txt": _txt}
+
+
+def _field(row: Any, text_field: str) -> Any:
+    if not isinstance(row, dict) or text_field not in row:
+        there = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}"
+        raise ValueError(f"it has no field {text_field!r} (data.text_field), only {there}")
+    return row[text_field]
+
+
+def _opened(path: Path, name: str) -> Any:
+    """Returns a file of bytes, unpacked while it is read."""
+    compression = {".gz": "gzip", ".zst": "zstd"}.get(PurePosixPath(name).suffix)
+    if not compression:
+        return open(path, "rb")
+    import pyarrow as pa
+
+    return pa.CompressedInputStream(pa.OSFile(str(path)), compression)
+
+
+def _lines(file: Any) -> Iterator[bytes]:
+    """Yields the lines of a file of bytes (a stream of pyarrow has none)."""
+    left = b""
+    while block := file.read(1 << 20):
+        *whole, left = (left + bytes(block)).split(b"\n")
+        yield from whole
+    if left:
+        yield left

@@ -1,0 +1,101 @@
+"""Token shards and their index: what each shard is called, how many tokens it has, and the hash of its file.
+
+A token shard is the tokens of one file of documents, each document followed by a separator: an array `<u2` or `<u4`
+without a header, in a file that is named by its own hash. The index of a prepared set is `index.json` beside them.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from input_pipeline.shard_formats import documents
+from input_pipeline.tokenizers import Tokenizer
+
+FORMAT = "mics-jax token shards 1"
+INDEX_FILE = "index.json"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """The tokens of one file of documents."""
+
+    name: str  # of the file of documents
+    num_tokens: int
+    text_bytes: int  # of UTF-8 text; a separator counts as one byte
+    dtype: str
+    sha256: str  # of the token shard's file
+
+    @property
+    def file(self) -> str:
+        """The name of its file."""
+        return f"{self.sha256}.tokens"
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of its file."""
+        return self.num_tokens * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardIndex:
+    """All shards of a set, by name, and the identity of the tokenizer that made them."""
+
+    tokenizer: str
+    shards: tuple[Shard, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the content of `index.json`."""
+        return {"format": FORMAT, "tokenizer": self.tokenizer, "shards": [asdict(shard) for shard in self.shards]}
+
+    @staticmethod
+    def from_json(content: Any, where: str) -> "ShardIndex":
+        """Returns the index that `as_json` made; ValueError if `content` is none."""
+        try:
+            if content["format"] != FORMAT:
+                raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
+            index = ShardIndex(tokenizer=content["tokenizer"], shards=shards_of(content["shards"]))
+        except (LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{where} is not an index of token shards ({type(error).__name__}: {error})") from error
+        return index
+
+
+def shards_of(rows: Sequence[Any]) -> tuple[Shard, ...]:
+    """Returns the shards that JSON objects describe, by name. ValueError or TypeError if one is none."""
+    shards = [Shard(**row) for row in rows]
+    for shard in shards:
+        if not _SHA256.fullmatch(shard.sha256) or shard.dtype not in ("<u2", "<u4") or shard.num_tokens < 0:
+            raise ValueError(f"shard {shard.name!r} has no hash, dtype or size that could be true")
+    return tuple(sorted(shards, key=lambda shard: shard.name))
+
+
+def is_index(content: bytes) -> bool:
+    """Whether the content of a file says that it is an index of token shards."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and str(found.get("format")).startswith("mics-jax token shards")
+
+
+def tokenise(raw: Path, name: str, tokenizer: Tokenizer, text_field: str, to: Path) -> Shard:
+    """Writes the tokens of a file of documents; returns what the index says of them. ValueError if it is unreadable."""
+    dtype = np.dtype("<u2") if tokenizer.num_ids <= 1 << 16 else np.dtype("<u4")
+    digest, num_tokens, text_bytes = hashlib.sha256(), 0, 0
+    with open(to, "wb") as file:
+        for text in documents(raw, name, text_field):
+            if not text:
+                continue
+            ids = np.append(tokenizer.encode(text), tokenizer.separator)
+            payload = ids.astype(dtype).tobytes()
+            file.write(payload)
+            digest.update(payload)
+            num_tokens += len(ids)
+            text_bytes += len(text.encode()) + 1
+    return Shard(name=name, num_tokens=num_tokens, text_bytes=text_bytes, dtype=dtype.str, sha256=digest.hexdigest())

@@ -1,0 +1,209 @@
+"""Where a token shard comes from: memory, the local disk, another node, the store; with what that cost, counted."""
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from input_pipeline.peers import PeerError, Peers
+from input_pipeline.shard_cache import DamagedError, ShardCache
+from input_pipeline.shard_index import Shard
+from input_pipeline.store import FETCHES, StoreError
+
+THREADS = 4  # that read ahead
+
+
+@dataclass
+class Counters:
+    """What this process read since its start; the keys of metrics.jsonl are these names after `data_`."""
+
+    memory_hits: int = 0  # windows whose shard was open
+    disk_hits: int = 0  # shards that were opened from the local disk,
+    peer_hits: int = 0  # from another node,
+    store_hits: int = 0  # from the store
+    peer_bytes: int = 0
+    store_bytes: int = 0
+    shard_wait_s: float = 0.0  # for which windows waited for shards
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, **amounts: float) -> None:
+        """Adds to some of them."""
+        with self.lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
+
+    def scalars(self) -> dict[str, float]:
+        """Returns all by their keys in metrics.jsonl."""
+        return {f"data_{name}": value for name, value in vars(self).items() if name != "lock"}
+
+
+class Tiers:
+    """Gives token shards: from the local disk, another node, or `download`, in this order."""
+
+    def __init__(self, cache: ShardCache, download: Callable[[Shard, Path], int]) -> None:
+        """`download` writes a shard to a file and returns the bytes that came from the store."""
+        self.counters = Counters()
+        self._cache, self._download = cache, download
+        self.peers: Peers | None = None
+
+    def get(self, shard: Shard) -> np.ndarray:
+        """Returns the tokens [N], memory-mapped. Errors are those of the cache and the store."""
+        return self._get(shard, downloads=False)
+
+    def open_file(self, shard: Shard, download: bool) -> BinaryIO | None:
+        """Returns the open file of a shard for another node; None if it is not here and shall not be downloaded."""
+        if download and not self._cache.has(shard):
+            self._get(shard, downloads=True)
+        try:
+            return open(self._cache.folder / shard.file, "rb")
+        except FileNotFoundError:
+            return None
+
+    def _get(self, shard: Shard, *, downloads: bool) -> np.ndarray:
+        tokens = self._cache.open(shard)
+        if tokens is None:
+            with self._cache.locked(shard.sha256):
+                tokens = self._cache.open(shard)  # another process may have fetched it meanwhile
+                if tokens is None:
+                    return self._fetch(shard, downloads=downloads)
+        self.counters.add(disk_hits=1)
+        return tokens
+
+    def _fetch(self, shard: Shard, *, downloads: bool) -> np.ndarray:
+        """Returns the tokens of a shard that is not on the disk; the caller holds its lock."""
+        if (tokens := self._from_peer(shard, downloads=downloads)) is not None:
+            self.counters.add(peer_hits=1, peer_bytes=shard.size_bytes)
+            return tokens
+        sizes: list[int] = []
+        for left in reversed(range(FETCHES)):
+            try:
+                tokens = self._cache.add(shard, lambda path: sizes.append(self._download(shard, path)))
+                self.counters.add(store_hits=1, store_bytes=sum(sizes))
+                return tokens
+            except DamagedError as error:
+                if not left:
+                    raise StoreError(
+                        f"{shard.name}: what the store gives {error}, {FETCHES} times; restore the object, or prepare "
+                        "the set again"
+                    ) from error
+        raise AssertionError("the last failure raises")
+
+    def _from_peer(self, shard: Shard, *, downloads: bool) -> np.ndarray | None:
+        """Returns the tokens from the first node that gives them; None if none does."""
+        if not (peers := self.peers):
+            return None
+        for node, download in peers.to_ask(shard, downloads=downloads):
+            fill = partial(peers.fetch, node, shard, download=download)
+            try:
+                return self._cache.add(shard, fill)
+            except PeerError as error:
+                logging.getLogger(__name__).debug("shard %s not from node %s: %s", shard.name, node, error)
+            except DamagedError:
+                peers.avoid(node)
+        return None
+
+
+class OpenShards:
+    """The shards that are open in this process, the least recently used ones closed first, and a reader ahead."""
+
+    def __init__(self, tiers: Tiers, most: int) -> None:
+        """Keeps up to `most` shards open. THREADS threads open those that `read_ahead` names."""
+        self._tiers, self._most = tiers, most
+        self._open: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._coming: dict[str, Future[np.ndarray]] = {}
+        self._wanted: deque[Shard] = deque()
+        self._urgent: set[str] = set()  # hashes of those that are needed first
+        self._changed = threading.Condition()
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+
+    def get(self, shard: Shard) -> np.ndarray:
+        """Returns the tokens [N] of a shard, after waiting for them if they are not there yet."""
+        with self._changed:
+            if (tokens := self._open.get(shard.sha256)) is not None:
+                self._open.move_to_end(shard.sha256)
+                self._tiers.counters.add(memory_hits=1)
+                return tokens
+        before_s = time.perf_counter()
+        try:
+            return self._obtain(shard)
+        finally:
+            self._tiers.counters.add(shard_wait_s=time.perf_counter() - before_s)
+
+    def read_ahead(self, now: Sequence[Shard], later: Sequence[Shard]) -> None:
+        """Opens shards in the background, those of `now` first, and forgets what it was to open before."""
+        shards = [*now, *later]
+        with self._changed:
+            self._urgent = {shard.sha256 for shard in now}
+            self._wanted = deque(shard for shard in shards if shard.sha256 not in self._open)
+            for shard in shards:
+                if shard.sha256 in self._open:  # those that are open stay: others are closed first
+                    self._open.move_to_end(shard.sha256)
+            self._changed.notify_all()
+            if not self._threads and not self._closed:
+                self._threads = [
+                    threading.Thread(target=self._work, daemon=True, name="read-ahead") for _ in range(THREADS)
+                ]
+                for thread in self._threads:
+                    thread.start()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        with self._changed:
+            self._closed = True
+            self._wanted.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(5.0)
+
+    def _obtain(self, shard: Shard) -> np.ndarray:
+        with self._changed:
+            if (tokens := self._open.get(shard.sha256)) is not None:
+                return tokens
+            coming = self._coming.get(shard.sha256)
+            if is_mine := coming is None:
+                coming = self._coming[shard.sha256] = Future()
+        if not is_mine:
+            return coming.result()
+        try:
+            tokens = self._tiers.get(shard)
+        except BaseException as error:
+            with self._changed:
+                del self._coming[shard.sha256]
+                self._changed.notify_all()
+            coming.set_exception(error)
+            raise
+        with self._changed:
+            del self._coming[shard.sha256]
+            self._open[shard.sha256] = tokens
+            while len(self._open) > self._most:
+                self._open.popitem(last=False)
+            self._changed.notify_all()
+        coming.set_result(tokens)
+        return tokens
+
+    def _may_begin(self) -> bool:
+        """Whether to open the next one: shards for later do not share the link with those that are needed now."""
+        if not self._wanted:
+            return False
+        return self._wanted[0].sha256 in self._urgent or not self._urgent & self._coming.keys()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._may_begin())
+                if self._closed:
+                    return
+                shard = self._wanted.popleft()
+            try:
+                self._obtain(shard)
+            except Exception as error:  # who needs the shard tries again, and reports it
+                logging.getLogger(__name__).debug("shard %s not read ahead: %s", shard.name, error)

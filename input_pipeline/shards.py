@@ -1,0 +1,323 @@
+"""`data.source=shards`: a set of token shards, from an index or from files that are tokenised at the first start.
+
+The processes of a run open a set together: process 0 lists the store, the nodes share what there is to tokenise, and
+all of them end with the same index. After that nothing is agreed on: shards come as they are needed (shard_tiers.py),
+in an order that the index and the seed decide (shard_order.py).
+"""
+
+import json
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import sha256
+from itertools import accumulate
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from configs.schema import DataConfig
+from input_pipeline import index
+from input_pipeline.cache import cache_dir
+from input_pipeline.folder import VALIDATION_SHARE, validation_names
+from input_pipeline.peers import Member, Peers, Service, rendezvous
+from input_pipeline.raw_shards import RawShards, chosen
+from input_pipeline.shard_cache import ShardCache
+from input_pipeline.shard_formats import format_of, matches
+from input_pipeline.shard_index import INDEX_FILE, Shard, ShardIndex, is_index
+from input_pipeline.shard_order import ShardOrder
+from input_pipeline.shard_tiers import OpenShards, Tiers
+from input_pipeline.store import Item, MissingError, Store, StoreError, is_url, open_store
+from input_pipeline.tokenizers import Tokenizer, make_tokenizer
+from runtime.consensus import all_gather, broadcast, new_key
+
+ROUND_S = 600.0  # of tokenising, between two agreements, which wait an hour at most
+_GB = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The processes that open a set together, as one of them sees them."""
+
+    process: int = 0
+    count: int = 1
+    token: str = ""  # by which they know each other
+
+    def broadcast(self, topic: str, answer: Callable[[], Any]) -> Any:
+        """Returns process 0's `answer()` in every process."""
+        return answer() if self.count == 1 else broadcast(new_key(topic), answer)
+
+    def all_gather(self, topic: str, value: Any) -> list[Any]:
+        """Returns the values of all processes."""
+        return [value] if self.count == 1 else all_gather(new_key(topic), value)
+
+
+ALONE = Group()
+
+
+class ShardSet:
+    """The token shards of `data.path`; a context manager. `windows(split)` are what a data set reads.
+
+    Raises ValueError for files that cannot be used, StoreError for a store that refuses or lacks them.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer | None = None, group: Group = ALONE) -> None:
+        """Opens the set; every process of `group` must."""
+        self.path = config.path
+        self._config, self._group = config, group
+        self._tokenizer = tokenizer or make_tokenizer(config.tokenizer, config.tokenizer_path)
+        self._held = ExitStack()
+        try:
+            self._open()
+        except BaseException:
+            self._held.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._held.close()
+
+    def _open(self) -> None:
+        config, group = self._config, self._group
+        self.cache = ShardCache(cache_dir() / "shards", int(config.cache_gb * _GB))
+        path, self._file = _split_file(config.path)
+        self._store = open_store(path)
+        self._held.callback(self._store.close)
+        service, self._members = self._meet()
+        items, prepared = self._list()
+        if prepared is None:
+            self._raw = RawShards(self._store, items, self._tokenizer, config.text_field, self.cache)
+            self.tiers = Tiers(self.cache, self._raw.download)
+            self.index = self._indexed(self._raw)
+        else:
+            self._raw = None
+            self.tiers = Tiers(self.cache, self._download)
+            self.index = prepared
+        if service:
+            self.tiers.peers = Peers(group.process, self._members, group.token)
+            service.serve(self.index.shards, self.tiers.open_file)
+
+    def _meet(self) -> tuple[Service | None, list[Member]]:
+        """Starts the service for the other processes, and exchanges addresses with them."""
+        group, node = self._group, self.cache.node()
+        if group.count == 1:
+            return None, [Member(process=0, node=node, host="", port=0)]
+        service = Service(group.process, group.count, group.token, node)
+        self._held.callback(service.close)
+        told = group.all_gather("shard-members", service.member.as_json())
+        return service, [Member(**said) for said in told]
+
+    def _list(self) -> tuple[list[Item], ShardIndex | None]:
+        """Returns the files of documents, or the index of a prepared set; the same in every process."""
+        said = self._group.broadcast("shard-list", self._listed)
+        if said["index"] is None:
+            return [Item(**item) for item in said["items"]], None
+        return [], ShardIndex.from_json(said["index"], f"{self._store.url}/{INDEX_FILE}")
+
+    def _listed(self) -> dict[str, Any]:
+        config, store = self._config, self._store
+        items: list[Item] | None = None
+        if self._file:
+            items = [store.item(self._file)]
+        elif (content := self._index_file()) is not None and is_index(content):
+            return {"items": [], "index": self._checked(content).as_json()}
+        elif store.url.startswith("http"):
+            items = _listed_by(content, store)
+        else:
+            items = store.list()
+        return {"items": [vars(item) for item in chosen(items, config.pattern, store.url)], "index": None}
+
+    def _index_file(self) -> bytes | None:
+        try:
+            return self._store.read(INDEX_FILE)
+        except MissingError:
+            return None
+
+    def _checked(self, content: bytes) -> ShardIndex:
+        """Returns the index of a prepared set. ValueError if it is of another tokenizer, or nothing matches."""
+        where = f"{self._store.url}/{INDEX_FILE}"
+        found = ShardIndex.from_json(json.loads(content), where)
+        if found.tokenizer != self._tokenizer.identity:
+            raise ValueError(
+                f"{where} was made by the tokenizer {found.tokenizer!r}, but data.tokenizer is "
+                f"{self._tokenizer.identity!r}; set data.tokenizer and data.tokenizer_path to the former"
+            )
+        shards = tuple(shard for shard in found.shards if matches(shard.name, self._config.pattern))
+        if not shards:
+            raise ValueError(f"{where} names no shard that matches data.pattern={self._config.pattern!r}")
+        return ShardIndex(tokenizer=found.tokenizer, shards=shards)
+
+    def _download(self, shard: Shard, to: Path) -> int:
+        self._store.fetch(shard.file, to)
+        return to.stat().st_size
+
+    def _indexed(self, raw: RawShards) -> ShardIndex:
+        """Returns the index of files of documents, tokenised by all nodes if no process has it yet."""
+        group, mine = self._group, raw.index()
+        has = group.all_gather("shard-index-there", mine is not None)
+        if any(has):
+            first = has.index(True)
+            told = group.all_gather("shard-index", mine.as_json() if mine and group.process == first else None)
+            found = ShardIndex.from_json(told[first], "the cache of another process")
+        else:
+            found = ShardIndex(tokenizer=self._tokenizer.identity, shards=self._tokenised(raw))
+        if mine is None:
+            raw.keep_index(found.shards)
+        return found
+
+    def _tokenised(self, raw: RawShards) -> tuple[Shard, ...]:
+        """Tokenises this process' share of the files, and returns the shards of all."""
+        todo = [name for name in raw.names if self._worker(name) == self._group.process]
+        found: dict[str, dict[str, Any]] = {}
+        while True:
+            until_s, done, error = time.monotonic() + ROUND_S, [], None
+            while todo and time.monotonic() < until_s and not error:
+                try:
+                    done.append(vars(raw.shard(todo[0])))
+                    todo.pop(0)
+                except (OSError, ValueError) as failed:
+                    if self._group.count == 1:
+                        raise
+                    error = str(failed)
+            told = self._group.all_gather("shards-tokenised", {"done": done, "left": len(todo), "error": error})
+            if failed := next((said["error"] for said in told if said["error"]), None):
+                raise StoreError(failed)
+            found |= {row["name"]: row for said in told for row in said["done"]}
+            if not any(said["left"] for said in told):
+                return tuple(Shard(**found[name]) for name in raw.names)
+
+    def _worker(self, name: str) -> int:
+        """Returns the process that tokenises a file: of the first node in rendezvous order."""
+        node = rendezvous(name, sorted({member.node for member in self._members}))[0]
+        return rendezvous(name, [member.process for member in self._members if member.node == node])[0]
+
+    def windows(self, split: str) -> "ShardWindows":
+        """Returns the windows of a split. ValueError if there is none, or if the cache cannot hold those of a step."""
+        config = self._config
+        windows = ShardWindows(parts(self.index.shards, split), config.seq_len, config.objective, config.shuffle_shards)
+        if len(windows) == 0:
+            tokens = sum(shard.num_tokens for shard in self.index.shards)
+            raise ValueError(
+                f"data.path {self._store.url} has {tokens} tokens in {len(self.index.shards)} files, and in its "
+                f"{split} split no example of data.seq_len={config.seq_len}: lower data.seq_len or add text"
+            )
+        needed = windows.needed_bytes
+        if 0 < config.cache_gb * _GB < needed:
+            raise ValueError(
+                f"data.cache_gb={config.cache_gb} is less than the {needed / _GB:.3g} GB that two blocks of "
+                f"data.shuffle_shards={config.shuffle_shards} shards take: raise data.cache_gb, or lower the other"
+            )
+        opened = OpenShards(self.tiers, most=2 * config.shuffle_shards)
+        self._held.callback(opened.close)
+        windows.read_from(opened)
+        return windows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The tokens [start, stop) of a shard."""
+
+    shard: Shard
+    start: int
+    stop: int
+
+
+def parts(shards: tuple[Shard, ...], split: str) -> list[Part]:
+    """Returns what belongs to a split: whole shards by name, or of a single shard the first 95 % or the last 5 %."""
+    whole = [Part(shard=shard, start=0, stop=shard.num_tokens) for shard in shards]
+    if len(whole) == 1:
+        (only,) = whole
+        cut = round(only.stop * (1 - VALIDATION_SHARE))
+        return [replace(only, stop=cut) if split == "train" else replace(only, start=cut)]
+    held_out = validation_names([shard.name for shard in shards])
+    return [part for part in whole if (part.shard.name in held_out) == (split == "validation")]
+
+
+class ShardWindows:
+    """Windows of `seq_len` tokens (and one more if causal), of which none reaches into the next shard."""
+
+    def __init__(self, of: list[Part], seq_len: int, objective: str, shards_per_block: int) -> None:
+        counts = [max(0, index.num_windows(part.stop - part.start, seq_len, objective)) for part in of]
+        self._parts = [part for part, count in zip(of, counts, strict=True) if count]
+        self._counts = [count for count in counts if count]
+        self._ends = list(accumulate(self._counts))  # of the windows of each shard, numbered in the order of names
+        self._seq_len, self._overlap = seq_len, int(objective == "causal")
+        self._per_block = shards_per_block
+        content = [[part.shard.sha256, part.start, part.stop] for part in self._parts]
+        self.content = sha256(json.dumps([content, shards_per_block]).encode()).hexdigest()
+        tokens = sum(part.shard.num_tokens for part in self._parts)
+        self.bytes_per_token = sum(part.shard.text_bytes for part in self._parts) / max(1, tokens)
+        self._order = lru_cache(maxsize=4)(lambda seed: ShardOrder(self._counts, seed, shards_per_block))
+        self._block = (-1, -1)  # seed and number of the one that is read
+        self._open: OpenShards | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        """The most bytes that the shards of two blocks may have."""
+        sizes = sorted((part.shard.size_bytes for part in self._parts), reverse=True)
+        return sum(sizes[: 2 * self._per_block])
+
+    @property
+    def shuffled_together(self) -> int:
+        """The most windows in one permutation."""
+        return sum(sorted(self._counts, reverse=True)[: self._per_block])
+
+    def read_from(self, opened: OpenShards) -> None:
+        """Sets where the shards come from."""
+        self._open = opened
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def window_of(self, i: int, seed: int) -> int:
+        """Returns the window of example `i` >= 0; the shards of its block and of the next one are read ahead."""
+        order = self._order(seed)
+        at = (seed, order.block_of(i))
+        if at != self._block and self._open:
+            self._block = at
+            now, later = (order.shards_of(block) for block in (at[1], at[1] + 1))
+            self._open.read_ahead(*([self._parts[shard].shard for shard in shards] for shards in (now, later)))
+        shard, window = order(i)
+        return self._ends[shard] - self._counts[shard] + window
+
+    def __getitem__(self, window: int) -> np.ndarray:
+        """Returns int32 [T + 1] for a causal model, [T] for a masked one."""
+        at = bisect_right(self._ends, window)
+        part = self._parts[at]
+        assert self._open
+        start = part.start + (window - self._ends[at] + self._counts[at]) * self._seq_len
+        tokens = self._open.get(part.shard)[start : start + self._seq_len + self._overlap]
+        return np.asarray(tokens, np.int32)
+
+
+def _split_file(path: str) -> tuple[str, str]:
+    """Returns the folder and the name of a path that names one file by its ending; the path and "" otherwise."""
+    folder, _, name = path.rpartition("/")
+    is_file = format_of(name) and (is_url(path) or Path(path).expanduser().is_file())
+    return (folder or ".", name) if is_file else (path, "")
+
+
+def _listed_by(content: bytes | None, store: Store) -> list[Item]:
+    """Returns the files that an `index.json` of names lists, for a server that cannot list."""
+    try:
+        names = json.loads(content or b"")
+    except ValueError:
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) and _is_inside(name) for name in names):
+        raise StoreError(
+            f"{store.url}: an HTTP server cannot be listed, and {INDEX_FILE} there is no index of token shards, nor a "
+            "JSON list of file names; make one, or set data.path to the URL of one file"
+        )
+    return [store.item(name) for name in sorted(set(names))]
+
+
+def _is_inside(name: str) -> bool:
+    return bool(name) and not name.startswith("/") and ".." not in PurePosixPath(name).parts

@@ -1,0 +1,334 @@
+"""Objects below a URL (`s3://`, `gs://`, `http(s)://`) or in a local folder: listed, fetched, stored.
+
+A store that is away (no connection, time-outs, 5xx, half an answer) is waited for, up to `PATIENCE_S`; one line says
+so, and one that it goes on. What waiting cannot cure (401, 403, 404) is an error at once. Messages name the URL, and
+neither headers nor query strings nor what the library said, so that no credentials can be in them.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from files import atomic
+from input_pipeline.folder import text_files
+from runtime.exit_codes import ResumableError
+
+PATIENCE_S = 540.0  # below the default of elastic.stall_s, so that the message is ours
+FETCHES = 3  # of a damaged object, before it is an error
+SAY_AFTER_S = 1.0  # a shorter failure is not worth a line
+_PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.0)  # between two attempts; the last one repeats
+_OPTIONS = {"connect_timeout": "10s", "read_timeout": "30s", "timeout": "24h"}
+_BLOCK_BYTES = 4 << 20
+_STATUS = re.compile(r"status code: (\d{3})")
+_KINDS = {"Connect": "no connection", "Timeout": "no answer in time", "Interrupted": "half an answer"}
+_HELP = {
+    "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY (AWS_SESSION_TOKEN) and AWS_REGION, AWS_ENDPOINT_URL for a "
+    "store that is not Amazon's, or AWS_SKIP_SIGNATURE=true for a public bucket",
+    "gs": "set GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS to the file of an account that may read it",
+    "http": "it is read without credentials",
+}
+T = TypeVar("T")
+
+
+class StoreError(OSError):
+    """A store that refuses, lacks or damages something; the text is the whole message."""
+
+
+class MissingError(StoreError):
+    """There is no such object, bucket or folder."""
+
+
+class StoreAwayError(ResumableError):
+    """A store did not come back; the same command goes on when it does."""
+
+
+class _AwayError(Exception):
+    """A failure that waiting may cure; the text is the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """An object: its name relative to the store's URL, its size, and what changes when it is written again."""
+
+    name: str
+    size: int
+    version: str
+
+
+class Store(Protocol):
+    """Objects by name."""
+
+    url: str
+
+    def list(self) -> list[Item]:
+        """Returns the objects that are neither hidden nor empty, by name. StoreError if that is not possible."""
+        ...
+
+    def item(self, name: str) -> Item:
+        """Returns size and version of an object. MissingError if there is none."""
+        ...
+
+    def fetch(self, name: str, to: Path) -> None:
+        """Writes an object to a file. MissingError if there is none."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """Returns a small object. MissingError if there is none."""
+        ...
+
+    def put(self, name: str, content: Path | bytes) -> None:
+        """Stores an object."""
+        ...
+
+    def close(self) -> None:
+        """Ends waiting in all threads."""
+        ...
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is the URL of a store."""
+    return "://" in path
+
+
+def open_store(path: str) -> Store:
+    """Returns the store of a URL or a local folder; nothing is read yet."""
+    return RemoteStore(path) if is_url(path) else LocalStore(path)
+
+
+class LocalStore:
+    """The files of a local folder."""
+
+    def __init__(self, path: str) -> None:
+        self.root = Path(path).expanduser()
+        self.url = str(self.root)
+
+    def list(self) -> list[Item]:
+        """Returns the files, those in folders below included."""
+        return [item for name in text_files(self.root) if (item := self.item(name)).size]
+
+    def item(self, name: str) -> Item:
+        """Returns size and time of a file."""
+        with self._explained(name):
+            status = (self.root / name).stat()
+        return Item(name=name, size=status.st_size, version=f"{status.st_mtime_ns} {status.st_ctime_ns}")
+
+    def fetch(self, name: str, to: Path) -> None:
+        """Copies a file."""
+        with self._explained(name):
+            source = open(self.root / name, "rb")  # noqa: SIM115 (closed below)
+        with source, open(to, "wb") as file:
+            shutil.copyfileobj(source, file, _BLOCK_BYTES)
+
+    def read(self, name: str) -> bytes:
+        """Returns a file's content."""
+        with self._explained(name):
+            return (self.root / name).read_bytes()
+
+    def put(self, name: str, content: Path | bytes) -> None:
+        """Writes a file, whole or not at all."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, bytes):
+            atomic.replace(self.root / name, content, durable=True)
+            return
+        partial = self.root / f"{name}.partial"
+        shutil.copyfile(content, partial)
+        atomic.sync(partial)
+        partial.rename(self.root / name)
+
+    def close(self) -> None:
+        """Does nothing: reading a disk is not waited for."""
+
+    def _explained(self, name: str) -> "_Explained":
+        return _Explained(self.root / name)
+
+
+class _Explained:
+    """Turns an OSError of a file into one line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise MissingError(f"{self._path} does not exist") from error
+        if isinstance(error, OSError):
+            raise StoreError(f"{self._path} cannot be read: {error.strerror or error}") from error
+
+
+class RemoteStore:
+    """The objects of an object store, or of an HTTP server, which cannot list them."""
+
+    def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
+        """Takes credentials from the environment. ValueError for a URL of no known kind."""
+        from obstore.store import from_url
+
+        self.url = url.rstrip("/")
+        self.scheme = url.partition("://")[0].replace("https", "http")
+        if self.scheme not in _HELP:
+            raise ValueError(f"data.path {url} is no folder, and no URL of s3://, gs://, http:// or https://")
+        options: Any = _OPTIONS | {"allow_http": self.scheme == "http" or _has_plain_endpoint()}
+        try:
+            self._store: Any = from_url(self.url, client_options=options, retry_config={"max_retries": 0})
+        except Exception as error:  # any type; its text may quote a key
+            raise StoreError(f"{self.url} cannot be used as a store; {_HELP[self.scheme]}") from error
+        self._waiting = _Waiting(self.url, patience_s)
+
+    def list(self) -> list[Item]:
+        """Returns the objects below the URL."""
+        import obstore
+
+        def listed() -> Iterator[Item]:
+            for objects in obstore.list(self._store):
+                for found in objects:
+                    yield _item(found["path"], found)
+
+        items = self._patiently(self.url, lambda: list(listed()))
+        shown = (x for x in items if x.size and not any(part.startswith(".") for part in x.name.split("/")))
+        return sorted(shown, key=lambda x: x.name)
+
+    def item(self, name: str) -> Item:
+        """Returns size and version of an object."""
+        import obstore
+
+        return _item(name, self._patiently(f"{self.url}/{name}", lambda: obstore.head(self._store, name)))
+
+    def fetch(self, name: str, to: Path) -> None:
+        """Writes an object to a file; again from its beginning if the answer breaks off."""
+        self._patiently(f"{self.url}/{name}", lambda: self._stream(name, to))
+
+    def read(self, name: str) -> bytes:
+        """Returns a small object."""
+        import obstore
+
+        return self._patiently(f"{self.url}/{name}", lambda: bytes(obstore.get(self._store, name).bytes()))
+
+    def put(self, name: str, content: Path | bytes) -> None:
+        """Stores an object."""
+        import obstore
+
+        self._patiently(f"{self.url}/{name}", lambda: obstore.put(self._store, name, content))
+
+    def close(self) -> None:
+        """Ends waiting in all threads."""
+        self._waiting.ended.set()
+
+    def _stream(self, name: str, to: Path) -> None:
+        import obstore
+
+        answer = obstore.get(self._store, name)
+        size = 0
+        with open(to, "wb") as file:
+            for block in answer.stream(min_chunk_size=_BLOCK_BYTES):
+                file.write(block)
+                size += len(block)
+        if size != answer.meta["size"]:
+            raise _AwayError(_KINDS["Interrupted"])
+
+    def _patiently(self, what: str, action: Callable[[], T]) -> T:
+        """Returns `action()`, repeated while the store is away."""
+
+        def attempt() -> T:
+            try:
+                return action()
+            except _AwayError:
+                raise
+            except Exception as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise  # of the local disk; the store's have no number
+                raise self._explained(what, error) from None  # its text may hold what nobody should read
+
+        return self._waiting.for_answer(attempt)
+
+    def _explained(self, what: str, error: Exception) -> Exception:
+        """Returns what an error of the library means: `_AwayError` if waiting may cure it."""
+        said, _, details = str(error).partition("Debug source:")
+        status = found[1] if (found := _STATUS.search(said)) else ""
+        if status in ("401", "403"):
+            return StoreError(f"{what}: the store refuses access ({status}); {_HELP[self.scheme]}")
+        if status == "404" or isinstance(error, FileNotFoundError):
+            return MissingError(f"{what}: there is no such object or bucket (404); check data.path")
+        if status.startswith("5") or status in ("408", "429"):
+            return _AwayError(f"it answers {status}")
+        if status:
+            return StoreError(f"{what}: the store answers {status}; check data.path, and {_HELP[self.scheme]}")
+        if "redirect" in said:
+            return StoreError(f"{what}: the store redirects to another place; {_HELP[self.scheme]}")
+        kind = found[1] if (found := re.search(r"kind: (\w+)", details)) else ""
+        if "HTTP error" in said and kind != "Unknown":  # such as a URL that cannot be one
+            return _AwayError(_KINDS.get(kind, "no whole answer"))
+        return StoreError(f"{what}: the store cannot be used ({type(error).__name__}); {_HELP[self.scheme]}")
+
+
+class _Waiting:
+    """Waits for one store, on behalf of all threads: says once that it is away, and once that it answers all again."""
+
+    def __init__(self, url: str, patience_s: float) -> None:
+        self._url, self._patience_s = url, patience_s
+        self._lock = threading.Lock()
+        self._failing: dict[object, float] = {}  # what waits, and since when
+        self._said_s = 0.0  # since when it is away, as was said; 0: nothing was said
+        self.ended = threading.Event()
+
+    def for_answer(self, attempt: Callable[[], T]) -> T:
+        """Returns `attempt()`, repeated while it raises `_AwayError`. StoreAwayError when the patience is over."""
+        me, failures, answers = object(), 0, False
+        try:
+            while True:
+                try:
+                    found = attempt()
+                    answers = True
+                    return found
+                except _AwayError as error:
+                    self._failed(me, str(error))
+                if self.ended.wait(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)]):
+                    raise StoreAwayError(f"{self._url}: reading ended while the store was away")
+                failures += 1
+        finally:
+            self._ended(me, answers)
+
+    def _failed(self, me: object, reason: str) -> None:
+        with self._lock:
+            now_s = time.monotonic()
+            since_s = self._failing.setdefault(me, now_s)
+            if now_s - since_s > self._patience_s:
+                raise StoreAwayError(
+                    f"{self._url}: the store has been away for {now_s - since_s:.0f} s ({reason}); the same command "
+                    "goes on when it is back"
+                )
+            if now_s - since_s >= SAY_AFTER_S and not self._said_s:
+                self._said_s = since_s
+                logging.getLogger(__name__).warning(
+                    "%s: the store is away (%s): waiting up to %.0f s", self._url, reason, self._patience_s
+                )
+
+    def _ended(self, me: object, answers: bool) -> None:
+        with self._lock:
+            self._failing.pop(me, None)
+            if answers and self._said_s and not self._failing:
+                away_s, self._said_s = time.monotonic() - self._said_s, 0.0
+                logging.getLogger(__name__).warning("%s: the store answers again after %.0f s", self._url, away_s)
+
+
+def sha256(path: Path) -> str:
+    """Returns the hash of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _item(name: str, found: Any) -> Item:
+    return Item(name=name, size=found["size"], version=found["e_tag"] or str(found["last_modified"]))
+
+
+def _has_plain_endpoint() -> bool:
+    return any(os.environ.get(name, "").startswith("http://") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))

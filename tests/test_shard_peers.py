@@ -1,0 +1,270 @@
+"""Several nodes, each with a cache of its own: a shard leaves the store once, and a failing peer costs time alone."""
+
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stores import of_folder
+
+from configs.schema import DataConfig
+from input_pipeline import load, peers, prepare, shards
+from input_pipeline.peers import Member, PeerError, Peers, rendezvous
+from input_pipeline.shards import Group, ShardSet
+from runtime.handshake import introduce
+
+TEXTS = {f"part{number:02d}.txt": f"shard {number}: the quick brown fox\n" * (20 + number) for number in range(16)}
+TOKEN = "a" * 64
+here = threading.local()
+
+
+class Meeting:
+    """An all_gather of threads."""
+
+    def __init__(self, count: int) -> None:
+        self.barrier, self.values = threading.Barrier(count, timeout=120), [None] * count
+
+    def all_gather(self, process: int, value: Any) -> list[Any]:
+        self.values[process] = value
+        self.barrier.wait()
+        found = list(self.values)
+        self.barrier.wait()
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadGroup(Group):
+    """A process that is a thread."""
+
+    meeting: Any
+
+    def all_gather(self, topic: str, value: Any) -> list[Any]:
+        return self.meeting.all_gather(self.process, value)
+
+    def broadcast(self, topic: str, answer: Callable[[], Any]) -> Any:
+        return self.meeting.all_gather(self.process, answer() if self.process == 0 else None)[0]
+
+
+def in_threads(actions: list[Callable[[], Any]]) -> list[Any]:
+    """Returns what the actions return, each in a thread of its own; raises the first error."""
+    found: list[Any] = [None] * len(actions)
+    errors: list[BaseException] = []
+
+    def act(number: int) -> None:
+        try:
+            found[number] = actions[number]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=act, args=(number,)) for number in range(len(actions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    if errors:
+        raise errors[0]
+    return found
+
+
+@contextmanager
+def opened(config: DataConfig, caches: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ShardSet]]:
+    """Gives the set as each of several processes opens it, with a cache folder each."""
+    monkeypatch.setattr(shards, "cache_dir", lambda: here.cache)
+    meeting = Meeting(len(caches))
+
+    def make(process: int) -> ShardSet:
+        here.cache = caches[process]
+        return ShardSet(config, group=ThreadGroup(process=process, count=len(caches), token=TOKEN, meeting=meeting))
+
+    sets = in_threads([lambda process=process: make(process) for process in range(len(caches))])
+    with ExitStack() as held:
+        for one in sets:
+            held.enter_context(one)
+        yield sets
+
+
+def settings(path: str) -> DataConfig:
+    return DataConfig(source="shards", path=path, seq_len=16, shuffle_shards=3)
+
+
+def epoch_of(one: ShardSet, config: DataConfig) -> list[bytes]:
+    dataset = load(config, "train", 0, [one])
+    return [dataset[i]["tokens"].tobytes() for i in range(len(dataset))]
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, text in TEXTS.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def web(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A server of the prepared set, which counts."""
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "of_prepare"))
+    assert prepare.main(["--path", str(texts), "--out", str(tmp_path / "set")]) == 0
+    with of_folder(tmp_path / "set") as server:
+        yield server
+
+
+def caches(tmp_path: Path, count: int) -> list[Path]:
+    return [tmp_path / f"node{number}" for number in range(count)]
+
+
+def test_shards_leave_the_store_once_for_four_nodes(web, tmp_path, monkeypatch):
+    config = settings(web.url)
+    with opened(config, caches(tmp_path, 4), monkeypatch) as sets:
+        assert web.gets == {"/index.json": 1}
+        epochs = in_threads([lambda one=one: epoch_of(one, config) for one in sets])
+        assert epochs[1:] == epochs[:1] * 3
+        used = {part.shard.file for part in shards.parts(sets[0].index.shards, "train")}
+        assert {path: n for path, n in web.gets.items() if path != "/index.json"} == {f"/{file}": 1 for file in used}
+        total = Counter()
+        for one in sets:
+            total.update(one.tiers.counters.scalars())
+        assert total["data_store_hits"] == len(used) and total["data_peer_hits"] == 3 * len(used)
+        size = sum(part.shard.size_bytes for part in shards.parts(sets[0].index.shards, "train"))
+        assert total["data_store_bytes"] == size and total["data_peer_bytes"] == 3 * size
+        assert min(one.tiers.counters.store_hits for one in sets) > 0  # all of them download
+    assert len({(folder / "shards" / "node").read_text() for folder in caches(tmp_path, 4)}) == 4
+
+
+def test_files_of_documents_are_tokenised_once_by_all_nodes(texts, tmp_path, monkeypatch):
+    (texts / "index.json").write_text(f"[{', '.join(repr(name) for name in TEXTS)}]".replace("'", '"'))
+    with of_folder(texts) as web:
+        once = {f"/{name}": 1 for name in TEXTS}
+        with opened(settings(web.url), caches(tmp_path, 3), monkeypatch) as sets:
+            index = sets[0].index
+            assert web.gets == once | {"/index.json": 1}
+            assert index == sets[1].index == sets[2].index
+            made = [len([*(folder / "shards").glob("*.tokens")]) for folder in caches(tmp_path, 3)]
+            assert sum(made) == len(TEXTS) and min(made) > 0
+            epochs = in_threads([lambda one=one: epoch_of(one, settings(web.url)) for one in sets])
+            assert epochs[1:] == epochs[:1] * 2
+        (tmp_path / "node0" / "shards" / "entries").rename(tmp_path / "gone")  # as on a node that is new
+        with opened(settings(web.url), caches(tmp_path, 3), monkeypatch) as sets:
+            assert all(one.index == index for one in sets)
+        assert web.gets == once | {"/index.json": 2}  # the nodes have the rest from each other
+
+
+def test_processes_that_share_a_cache_are_one_node(web, tmp_path, monkeypatch):
+    shared, alone = caches(tmp_path, 2)
+    config = settings(web.url)
+    with opened(config, [shared, shared, alone], monkeypatch) as sets:
+        known = [one.tiers.peers for one in sets]
+        assert known[0] and known[1] and known[0].node == known[1].node and len(known[0].nodes) == 2
+        epochs = in_threads([lambda one=one: epoch_of(one, config) for one in sets])
+        assert epochs[1:] == epochs[:1] * 2
+        assert max(n for path, n in web.gets.items()) == 1
+
+
+def owned_by(one: ShardSet, node: str) -> list[Any]:
+    assert one.tiers.peers
+    return [shard for shard in one.index.shards if rendezvous(shard.sha256, one.tiers.peers.nodes)[0] == node]
+
+
+def test_dead_node_is_passed_over(web, tmp_path, monkeypatch):
+    """The next in rendezvous order downloads its shards, once for all that are left."""
+    config = settings(web.url)
+    with opened(config, caches(tmp_path, 3), monkeypatch) as sets:
+        dead, *left = sets
+        assert dead.tiers.peers
+        of_dead = owned_by(dead, dead.tiers.peers.node)
+        assert of_dead
+        dead.__exit__(None, None, None)
+        epochs = in_threads([lambda one=one: epoch_of(one, config) for one in left])
+        assert epochs[0] == epochs[1]
+        assert max(n for path, n in web.gets.items()) == 1
+
+
+def test_silent_node_is_passed_over_and_not_asked_again_at_once(web, tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "_SILENCE_S", 0.5)
+    config = settings(web.url)
+    with opened(config, caches(tmp_path, 2), monkeypatch) as (one, other), socket.create_server(("", 0)) as silent:
+        assert one.tiers.peers and other.tiers.peers
+        asked = one.tiers.peers
+        node = other.tiers.peers.node
+        (member,) = asked._members[node]
+        asked._members[node] = [replace(member, host="127.0.0.1", port=silent.getsockname()[1])]
+        first, second = owned_by(one, node)[:2]
+        assert len(one.tiers.get(first)) == first.num_tokens and one.tiers.counters.store_hits == 1
+        monkeypatch.setattr(peers, "introduce", lambda *_: pytest.fail("it is asked again"))
+        assert len(one.tiers.get(second)) == second.num_tokens and one.tiers.counters.store_hits == 2
+
+
+def test_damaged_copy_of_a_peer_is_not_taken(web, tmp_path, monkeypatch):
+    config = settings(web.url)
+    with opened(config, caches(tmp_path, 2), monkeypatch) as (one, other):
+        assert other.tiers.peers
+        shard = owned_by(one, other.tiers.peers.node)[0]
+        tokens = other.tiers.get(shard).tobytes()
+        (other.cache.folder / shard.file).unlink()
+        (other.cache.folder / shard.file).write_bytes(b"\xff" + tokens[1:])
+        assert one.tiers.get(shard).tobytes() == tokens
+        assert one.tiers.counters.peer_hits == 0 and one.tiers.counters.store_hits == 1
+
+
+def test_node_that_has_a_shard_is_asked_before_the_store(web, tmp_path, monkeypatch):
+    """Even if the asking node is the one that would download it."""
+    with opened(settings(web.url), caches(tmp_path, 3), monkeypatch) as sets:
+        one = sets[0]
+        assert one.tiers.peers
+        shard = owned_by(one, one.tiers.peers.node)[0]
+        sets[1].tiers.get(shard)
+        assert one.tiers.counters.store_hits == 1  # on behalf of the other one
+        (one.cache.folder / shard.file).unlink()
+        one.tiers.get(shard)
+        assert one.tiers.counters.store_hits == 1 and one.tiers.counters.peer_hits == 1
+        assert web.gets[f"/{shard.file}"] == 1
+
+
+def test_strangers_get_nothing(web, tmp_path, monkeypatch):
+    with opened(settings(web.url), caches(tmp_path, 2), monkeypatch) as (one, _):
+        (member,) = {m for m in one._members if m.process == 1}
+        shard = one.index.shards[0]
+        stranger = Peers(0, one._members, "b" * 64)
+        with pytest.raises(PeerError, match="process 1 at"):
+            stranger.fetch(member.node, shard, tmp_path / "stolen", download=True)
+        assert (tmp_path / "stolen").read_bytes() == b""
+        with socket.create_connection((member.host, member.port), timeout=60) as connection:
+            with suppress(ConnectionError):
+                introduce(connection, "b" * 64, "shards", 0, 10)
+            with suppress(ConnectionError):  # it does not care what the other one knows
+                connection.sendall(f'{{"shard": "{shard.sha256}", "download": true}}\n'.encode())
+                assert connection.recv(1000) == b""
+        with socket.create_connection((member.host, member.port), timeout=60) as connection:
+            introduce(connection, TOKEN, "shards", 0, 10)
+            connection.sendall(b'{"shard": "../node", "download": true}\n')  # and a member only what the index names
+            assert b"absent" in connection.recv(1000)
+
+
+def test_rendezvous_spreads_shards_and_moves_few():
+    nodes, keys = [f"node{n}" for n in range(5)], [str(key) for key in range(2000)]
+    first = {key: rendezvous(key, nodes)[0] for key in keys}
+    counts = Counter(first.values())
+    assert len(counts) == 5 and min(counts.values()) > 300
+    left = {key: rendezvous(key, nodes[:4])[0] for key in keys}
+    assert all(left[key] == first[key] for key in keys if first[key] != "node4")
+    assert {rendezvous(key, nodes[:4])[0] for key in keys if first[key] == "node4"} == set(nodes[:4])
+
+
+def test_requests_to_download_go_up_the_order_alone():
+    """So no two nodes wait for each other."""
+    members = [Member(process=n, node=f"n{n}", host="", port=0) for n in range(5)]
+    for key in map(str, range(50)):
+        shard: Any = type("Shard", (), {"sha256": key})
+        order = rendezvous(key, [member.node for member in members])
+        for member in members:
+            asks = Peers(member.process, members, TOKEN).to_ask(shard, downloads=False)
+            mine = order.index(member.node)
+            assert [node for node, download in asks if download] == order[:mine]
+            assert [node for node, download in asks if not download] == order[mine + 1 :][: peers.ASKED]
+            assert not any(d for _, d in Peers(member.process, members, TOKEN).to_ask(shard, downloads=True))

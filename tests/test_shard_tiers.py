@@ -1,0 +1,117 @@
+"""The shards that are open: what is read ahead, in which order, and what is closed for it."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from input_pipeline.shard_index import Shard
+from input_pipeline.shard_tiers import Counters, OpenShards
+
+
+def shard(name: str) -> Shard:
+    return Shard(name=name, num_tokens=1, text_bytes=1, dtype="<u2", sha256=name)
+
+
+class Tiers:
+    """Gives shards whose event is set, and counts."""
+
+    def __init__(self, open_at_once: bool = True) -> None:
+        self.counters, self.begun = Counters(), Counter[str]()
+        self.events = {name: threading.Event() for name in "abcdef"}
+        for event in self.events.values() if open_at_once else ():
+            event.set()
+
+    def get(self, of: Shard) -> np.ndarray:
+        self.begun[of.name] += 1
+        if not self.events[of.name].wait(60):
+            raise TimeoutError
+        return np.array([ord(of.name)])
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < 60
+        time.sleep(0.005)
+
+
+def names(text: str) -> list[Shard]:
+    return [shard(name) for name in text]
+
+
+@pytest.fixture
+def made() -> Any:
+    held: list[OpenShards] = []
+
+    def make(tiers: Any, most: int) -> OpenShards:
+        held.append(OpenShards(tiers, most))
+        return held[-1]
+
+    yield make
+    for opened in held:
+        opened.close()
+
+
+def test_shards_that_are_wanted_stay_open(made):
+    tiers: Any = Tiers()
+    opened = made(tiers, 4)
+    opened.read_ahead(names("ab"), names("cd"))
+    wait_for(lambda: set(opened._open) == set("abcd"))
+    for name in "abab":  # used later than c and d were opened
+        assert opened.get(shard(name))[0] == ord(name)
+    opened.read_ahead(names("cd"), names("ef"))
+    wait_for(lambda: {"e", "f"} <= set(opened._open))
+    assert set(opened._open) == set("cdef") and set(tiers.begun.values()) == {1}
+    assert tiers.counters.memory_hits == 4
+
+
+def test_shards_for_later_wait_for_those_that_are_needed_now(made):
+    tiers: Any = Tiers(open_at_once=False)
+    opened = made(tiers, 4)
+    opened.read_ahead(names("ab"), names("cd"))
+    wait_for(lambda: set(tiers.begun) == set("ab"))
+    tiers.events["a"].set()
+    wait_for(lambda: "a" in opened._open)
+    time.sleep(0.1)
+    assert set(tiers.begun) == set("ab")
+    tiers.events["b"].set()
+    wait_for(lambda: set(tiers.begun) == set("abcd"))
+    for event in tiers.events.values():
+        event.set()
+
+
+def test_reader_waits_for_a_shard_that_is_coming_and_it_comes_once(made):
+    tiers: Any = Tiers(open_at_once=False)
+    opened = made(tiers, 4)
+    opened.read_ahead(names("a"), [])
+    wait_for(lambda: tiers.begun["a"] == 1)
+    found: list[np.ndarray] = []
+    readers = [threading.Thread(target=lambda: found.append(opened.get(shard("a")))) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    time.sleep(0.1)
+    assert not found
+    tiers.events["a"].set()
+    for reader in readers:
+        reader.join(60)
+    assert len(found) == 3 and tiers.begun["a"] == 1
+    assert tiers.counters.shard_wait_s >= 3 * 0.05
+
+
+def test_failed_reading_ahead_is_reported_to_who_needs_the_shard(made):
+    class Failing(Tiers):
+        def get(self, of: Shard) -> np.ndarray:
+            super().get(of)
+            raise OSError("the store refuses")
+
+    tiers: Any = Failing()
+    opened = made(tiers, 4)
+    opened.read_ahead(names("a"), names("b"))
+    wait_for(lambda: tiers.begun["a"] == tiers.begun["b"] == 1)
+    with pytest.raises(OSError, match="the store refuses"):
+        opened.get(shard("a"))

@@ -1,0 +1,173 @@
+"""Training on text in object storage: real runs of train.py, with moto's S3 on the loopback interface."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ports import free_port
+from running import (
+    IGNORED,
+    arguments,
+    finish,
+    losses,
+    rows,
+    run_here,
+    start,
+    start_together,
+    steps_logged,
+    stop_after,
+    wait_until,
+)
+from stores import BUCKET, KEY_ID, NEEDS_MOTO, SECRET, credentials, in_front_of, moto, send
+
+from input_pipeline import prepare
+
+pytestmark = [IGNORED, NEEDS_MOTO]
+RAW, PREPARED = f"s3://{BUCKET}/raw", f"s3://{BUCKET}/tokens"
+KEYS = {
+    *("data_memory_hits", "data_disk_hits", "data_peer_hits", "data_store_hits"),
+    *("data_peer_bytes", "data_store_bytes", "data_shard_wait_s"),
+}
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """An S3 server with 48 texts of about one step each, and their prepared set."""
+    with moto() as url, pytest.MonkeyPatch.context() as patched:
+        for number in range(48):
+            text = f"{number} is a number, and its square is {number**2}.\n" * 16
+            send(f"{url}/{BUCKET}/raw/part{number:02d}.txt", text.encode())
+        for name, value in credentials(url).items():
+            patched.setenv(name, value)
+        patched.setenv("MICS_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        assert prepare.main(["--path", RAW, "--out", PREPARED]) == 0
+        yield url
+
+
+@pytest.fixture
+def bucket(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The server, counting, with credentials in the environment and an empty cache."""
+    with in_front_of(s3) as server:
+        for name, value in credentials(server.url).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
+        yield server
+
+
+def flags(workdir: Path, path: str, **changes: Any) -> list[str]:
+    data = {"data__source": "shards", "data__path": path, "data__shuffle_shards": 1}
+    return arguments(workdir, **data | changes)
+
+
+def shards_read(server: Any) -> dict[str, int]:
+    return {path: count for path, count in server.gets.items() if path.endswith(".tokens")}
+
+
+def check_no_secret(folder: Path, *outputs: str) -> None:
+    """Looks for the credentials in every file and every line."""
+    found = subprocess.run(["grep", "-rlE", f"{SECRET}|{KEY_ID}", folder], capture_output=True, check=False)
+    assert (found.returncode, found.stdout) == (1, b"")
+    assert not any(secret in out for out in outputs for secret in (SECRET, KEY_ID))
+
+
+def test_run_is_stopped_and_goes_on_elsewhere_with_the_same_losses(bucket, tmp_path, capfd, monkeypatch):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run_here(*flags(whole, PREPARED)) == 0
+    row, summary = rows(whole)[-1], json.loads((whole / "summary.json").read_text())
+    assert {key: summary[key] for key in KEYS} == {key: row[key] for key in KEYS}
+    assert row["data_memory_hits"] > row["data_store_hits"] > 9
+    # the row is from before the validation
+    assert 0 < row["data_store_bytes"] <= sum(size_of(path, tmp_path) for path in shards_read(bucket))
+    with pytest.MonkeyPatch.context() as patched:
+        stop_after(patched, 6)
+        assert run_here(*flags(parts, PREPARED)) == 75
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "new node"))
+    assert run_here(*flags(parts, PREPARED)) == 0
+    assert losses(parts) == losses(whole)
+    check_no_secret(tmp_path, *capfd.readouterr())
+
+
+def size_of(path: str, folder: Path) -> int:
+    return (folder / "cache" / "shards" / Path(path).name).stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("path", "fault", "message"),
+    [
+        (PREPARED, 403, f"error: {PREPARED}/index.json: the store refuses access (403); set AWS_ACCESS_KEY_ID, "),
+        ("s3://no-such-bucket/x", None, "error: s3://no-such-bucket/x: there is no such object or bucket (404)"),
+    ],
+)
+def test_refusal_is_one_line_and_exit_code_2(bucket, tmp_path, capfd, path, fault, message):
+    bucket.fault = lambda path: fault
+    assert run_here(*flags(tmp_path / "run", path)) == 2
+    said = capfd.readouterr()
+    assert said.err.startswith(message) and said.err.count("\n") == 1
+    check_no_secret(tmp_path, *said)
+
+
+def test_refusal_in_the_middle_is_one_line_and_exit_code_1(bucket, tmp_path, capfd):
+    bucket.fault = lambda path: 403 if len(shards_read(bucket)) > 8 else None
+    assert run_here(*flags(tmp_path / "run", PREPARED)) == 1
+    err = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(err) == 1 and "the store refuses access (403)" in err[0] and PREPARED in err[0]
+
+
+@pytest.mark.slow
+def test_store_that_is_away_for_20_s_costs_no_step(bucket, tmp_path):
+    assert run_here(*flags(tmp_path / "undisturbed", PREPARED)) == 0
+    cache = str(tmp_path / "second cache")
+    process = start(flags(tmp_path / "run", PREPARED, data__prefetch=1), pause_s=0.5, MICS_JAX_CACHE=cache)
+    wait_until(lambda: steps_logged(tmp_path / "run") >= 1, process)
+    bucket.away()
+    time.sleep(20)
+    assert steps_logged(tmp_path / "run") < 10 and process.poll() is None
+    bucket.back()
+    code, out, err = finish(process)[0]
+    assert code == 0, err
+    assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
+    assert err.count("the store is away (") == 1 and err.count("the store answers again after") == 1, err
+    assert max(row["data_wait_s"] for row in rows(tmp_path / "run")) > 5
+    check_no_secret(tmp_path, out, err)
+
+
+@pytest.mark.slow
+def test_four_processes_with_caches_of_their_own_read_each_shard_once(bucket, tmp_path):
+    one = tmp_path / "one"
+    assert run_here(*flags(one, PREPARED)) == 0
+    bucket.gets.clear()
+    options = {"mesh__devices_per_node": 1, "sharding__partition_size": 2}
+    processes = []
+    for number, process_flags in enumerate(split(flags(tmp_path / "four", PREPARED, **options), 4)):
+        processes.append(start(process_flags, MICS_JAX_CACHE=str(tmp_path / f"node{number}")))
+    outcomes = finish(*processes, timeout_s=400)
+    assert [code for code, _, _ in outcomes] == [0] * 4, outcomes
+    np.testing.assert_allclose(losses(tmp_path / "four"), losses(one), rtol=1e-5)
+    read = shards_read(bucket)
+    assert len(read) >= 10 and set(read.values()) == {1}
+    last = rows(tmp_path / "four")[-1]
+    assert last["data_peer_hits"] > 0 and last["data_store_hits"] > 0
+    check_no_secret(tmp_path, *(text for _, out, err in outcomes for text in (out, err)))
+
+
+def split(args: list[str], count: int) -> list[list[str]]:
+    """Returns the arguments of each of several processes of one run, with one device each."""
+
+    here = [*args, "--config.mesh.num_cpu_devices=1", f"--coordinator=localhost:{free_port()}"]
+    return [[*here, f"--num_processes={count}", f"--process_id={i}"] for i in range(count)]
+
+
+@pytest.mark.slow
+def test_two_processes_with_one_cache_tokenise_together(bucket, tmp_path):
+    assert run_here(*flags(tmp_path / "one", RAW)) == 0
+    bucket.gets.clear()
+    shared = {"MICS_JAX_CACHE": str(tmp_path / "shared")}
+    outcomes = finish(*start_together(flags(tmp_path / "two", RAW), 2, devices=2, **shared))
+    assert [code for code, _, _ in outcomes] == [0, 0], outcomes
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
+    raw = {path: n for path, n in bucket.gets.items() if path.endswith(".txt")}
+    assert len(raw) == 48 and set(raw.values()) == {1}

@@ -1,0 +1,322 @@
+"""Stores that fail: what is waited for, what is an error at once, and that no secret is in any line."""
+
+import json
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stores import BUCKET, NEEDS_MOTO, SECRET, Server, credentials, in_front_of, moto, of_folder, send
+
+from configs.schema import DataConfig
+from input_pipeline import load, prepare, store
+from input_pipeline.shards import ShardSet
+from input_pipeline.store import MissingError, RemoteStore, StoreAwayError, StoreError
+from runtime.exit_codes import ResumableError
+
+TEXTS = {f"part{number}.txt": f"shard {number}: the quick brown fox\n" * 30 for number in range(8)}
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Any:
+    with moto() as url:
+        for name, text in TEXTS.items():
+            send(f"{url}/{BUCKET}/texts/{name}", text.encode())
+        yield url
+
+
+@pytest.fixture
+def bucket(s3: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An S3 server that counts and fails, with credentials in the environment."""
+    with in_front_of(s3) as server:
+        for name, value in credentials(server.url).items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Any:
+    """A plain HTTP server of a folder with the texts."""
+    folder = tmp_path / "web"
+    folder.mkdir()
+    for name, text in TEXTS.items():
+        (folder / name).write_text(text)
+    with of_folder(folder) as server:
+        yield server
+
+
+def settings(path: str, **changes: Any) -> DataConfig:
+    return DataConfig(**{"source": "shards", "path": path, "seq_len": 16, "shuffle_shards": 2} | changes)
+
+
+def one_line(kind: type[Exception], message: str):
+    return pytest.raises(kind, match=message + r"[^\n]*\Z")
+
+
+@NEEDS_MOTO
+def test_s3_gives_what_the_folder_gives_and_each_file_once(bucket, web, tmp_path, monkeypatch):
+    path = f"s3://{BUCKET}/texts"
+    with ShardSet(settings(path)) as shards:
+        index = shards.index
+        dataset = load(settings(path), "train", 0, [shards])
+        epoch = [dataset[i]["tokens"].tobytes() for i in range(len(dataset))]
+        assert shards.tiers.counters.store_hits == 0  # the tokens are on the disk since the index was made
+    assert bucket.gets == {f"/{BUCKET}/texts/{name}": 1 for name in TEXTS} | {f"/{BUCKET}": 1}
+    bucket.gets.clear()
+    with ShardSet(settings(path)) as shards:  # the second start lists, and reads nothing
+        dataset = load(settings(path), "train", 0, [shards])
+        assert [dataset[i]["tokens"].tobytes() for i in range(2 * len(dataset))][: len(epoch)] == epoch
+    assert bucket.gets == {f"/{BUCKET}": 1}
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "another"))
+    with ShardSet(settings(str(tmp_path / "web"))) as shards:
+        assert shards.index == index
+
+
+@NEEDS_MOTO
+def test_set_is_prepared_in_the_bucket_and_read_from_there(bucket, tmp_path, monkeypatch, capsys):
+    here, there = f"s3://{BUCKET}/texts", f"s3://{BUCKET}/tokens"
+    assert prepare.main(["--path", here, "--out", there]) == 0
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "another"))
+    bucket.gets.clear()
+    with ShardSet(settings(there)) as shards:
+        assert bucket.gets == {f"/{BUCKET}/tokens/index.json": 1}  # the start costs one object
+        dataset = load(settings(there), "train", 0, [shards])
+        for i in range(len(dataset)):
+            dataset[i]
+        used = {part.shard for part in dataset._windows._parts}  # pyright: ignore
+        counters = shards.tiers.counters
+        assert counters.store_hits == len(used) and counters.store_bytes == sum(shard.size_bytes for shard in used)
+        assert counters.memory_hits >= len(dataset) - len(used)
+        assert counters.disk_hits <= 2  # at its end, the first block of the next epoch is read ahead
+    assert {path: n for path, n in bucket.gets.items() if path.endswith(".tokens")} == {
+        f"/{BUCKET}/tokens/{shard.file}": 1 for shard in used
+    }
+    with ShardSet(settings(there)) as shards:  # from the disk
+        bucket.gets.clear()
+        dataset = load(settings(there), "train", 0, [shards])
+        for i in range(2 * len(dataset)):
+            dataset[i]
+        assert not bucket.gets and shards.tiers.counters.store_hits == 0
+    out = "".join(capsys.readouterr())
+    assert SECRET not in out
+
+
+@NEEDS_MOTO
+@pytest.mark.parametrize(
+    ("path", "fault", "message"),
+    [
+        (f"s3://{BUCKET}/texts", 403, rf"s3://{BUCKET}/texts.*refuses access \(403\); set AWS_ACCESS_KEY_ID"),
+        (f"s3://{BUCKET}/texts", 401, r"refuses access \(401\); set AWS_ACCESS_KEY_ID"),
+        (f"s3://{BUCKET}/texts", 400, "the store answers 400; check data.path"),
+        ("s3://no-such-bucket/texts", None, "s3://no-such-bucket/texts: there is no such object or bucket"),
+        (f"s3://{BUCKET}/nothing", None, f"data.path s3://{BUCKET}/nothing has no file of a known format"),
+        (f"s3://{BUCKET}/texts/no.txt", None, r"no.txt: there is no such object or bucket \(404\)"),
+        (f"ftp://{BUCKET}/texts", None, "is no folder, and no URL of s3://"),
+    ],
+)
+def test_refusals_are_one_line_at_once(bucket, path, fault, message):
+    bucket.fault = lambda path: fault
+    with one_line((StoreError, ValueError), message) as caught:  # pyright: ignore
+        ShardSet(settings(path))
+    assert SECRET not in str(caught.value)
+
+
+def test_what_the_library_cannot_even_ask_is_an_error_at_once(monkeypatch):
+    """An address that it refuses (plain HTTP in the file of a Google account); the file's content is not shown."""
+    account = {"gcs_base_url": "http://127.0.0.1:1", "disable_oauth": True, "client_email": "", "private_key": SECRET}
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account | {"private_key_id": ""}))
+    with one_line(StoreError, r"gs://bucket/x.*cannot be used .*set GOOGLE_SERVICE_ACCOUNT") as caught:
+        RemoteStore("gs://bucket/x").list()
+    assert SECRET not in str(caught.value)
+
+
+def test_store_that_fails_for_a_while_is_waited_for_and_said_once(web, caplog):
+    """500s, half a body, silence and a closed port, in turn; several threads wait, and one line says so."""
+    url, failures = f"{web.url}", iter([500, 503, 429, "half", 500, "hang", 500, 500, "half"])
+    web.fault = lambda path: next(failures, None)
+    source = RemoteStore(url)
+    with caplog.at_level(logging.WARNING):
+        assert source.read("part1.txt") == TEXTS["part1.txt"].encode()
+    assert next(failures, None) is None
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and said[0].startswith(f"{url}: the store is away (") and "answers again after" in said[1]
+
+    caplog.clear()
+    web.away()
+    got: list[bytes] = []
+    threads = [threading.Thread(target=lambda n=n: got.append(source.read(n))) for n in ("part2.txt", "part3.txt")]
+    with caplog.at_level(logging.WARNING):
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + 60
+        while not caplog.records and time.monotonic() < deadline:
+            time.sleep(0.01)
+        web.back()
+        for thread in threads:
+            thread.join(60)
+    assert sorted(got) == sorted(TEXTS[name].encode() for name in ("part2.txt", "part3.txt"))
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == f"{url}: the store is away (no connection): waiting up to 540 s"
+    assert len(said) == 2 and f"{url}: the store answers again after" in said[1]
+
+
+def test_a_short_failure_is_not_worth_a_line(web, caplog):
+    failures = iter([500, "half"])
+    web.fault = lambda path: next(failures, None)
+    assert RemoteStore(web.url).read("part1.txt")
+    assert not caplog.records
+
+
+def test_half_a_body_never_passes_for_a_whole_one(web, tmp_path):
+    failures = iter(["half", "half"])
+    web.fault = lambda path: next(failures, None)
+    RemoteStore(web.url).fetch("part4.txt", tmp_path / "out")
+    assert (tmp_path / "out").read_text() == TEXTS["part4.txt"] and web.gets == {"/part4.txt": 1}
+
+
+def test_patience_ends_with_one_line_and_the_run_can_be_resumed(web):
+    web.away()
+    source = RemoteStore(web.url, patience_s=0.5)
+    with one_line(StoreAwayError, f"{web.url}: the store has been away for .* s .no connection.; the same command"):
+        source.read("part1.txt")
+    assert issubclass(StoreAwayError, ResumableError)
+    web.back()
+
+
+def test_object_that_fails_while_others_do_not_ends_the_patience(web, caplog):
+    web.fault = lambda path: 500 if path == "/part1.txt" else None
+    source = RemoteStore(web.url, patience_s=2.0)
+    stop, read = threading.Event(), []
+
+    def read_others() -> None:
+        while not stop.wait(0.05):
+            read.append(source.read("part2.txt"))
+
+    others = threading.Thread(target=read_others)
+    others.start()
+    with (
+        caplog.at_level(logging.WARNING),
+        one_line(StoreAwayError, "the store has been away for .* s .it answers 500."),
+    ):
+        source.read("part1.txt")
+    stop.set()
+    others.join(60)
+    assert len(read) > 2 and ["is away" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_closing_ends_the_waiting_of_other_threads(web):
+    web.away()
+    source, errors = RemoteStore(web.url), []
+
+    def read() -> None:
+        try:
+            source.read("part1.txt")
+        except StoreAwayError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    source.close()
+    thread.join(60)
+    assert not thread.is_alive() and "ended while the store was away" in str(errors[0])
+    web.back()
+
+
+def test_http_server_needs_a_list_or_the_url_of_one_file(web, tmp_path):
+    with one_line(StoreError, "cannot be listed, and index.json there is no index of token shards, nor a JSON list"):
+        ShardSet(settings(web.url))
+    with ShardSet(settings(f"{web.url}/part2.txt")) as shards:
+        assert [shard.name for shard in shards.index.shards] == ["part2.txt"]
+    for bad in ('["../part1.txt"]', '{"a": 1}', '["/etc/passwd"]'):
+        (tmp_path / "web" / "index.json").write_text(bad)
+        with one_line(StoreError, "cannot be listed"):
+            ShardSet(settings(web.url))
+    (tmp_path / "web" / "index.json").write_text('["part5.txt", "part1.txt"]')
+    with ShardSet(settings(web.url)) as shards:
+        assert [shard.name for shard in shards.index.shards] == ["part1.txt", "part5.txt"]
+    (tmp_path / "web" / "index.json").write_text('["part5.txt", "missing.txt"]')
+    with one_line(MissingError, f"{web.url}/missing.txt: there is no such object"):
+        ShardSet(settings(web.url))
+
+
+@pytest.fixture
+def prepared(web: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The prepared set of the texts, at `web`, and an empty cache."""
+    assert prepare.main(["--path", str(tmp_path / "web"), "--out", str(tmp_path / "set")]) == 0
+    for file in (tmp_path / "set").iterdir():
+        file.rename(tmp_path / "web" / file.name)
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "another"))
+    return tmp_path / "web"
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "empty"])
+def test_damaged_object_is_fetched_again_and_then_named(web, prepared, damage):
+    with ShardSet(settings(web.url)) as shards:
+        shard = shards.index.shards[3]
+        file = prepared / shard.file
+        whole = file.read_bytes()
+        file.write_bytes({"flipped": bytes([whole[0] ^ 1]) + whole[1:], "truncated": whole[:-2], "empty": b""}[damage])
+        with one_line(
+            StoreError, r"part3.txt: what the store gives has \d+ bytes, and not the hash .* 3 times; restore"
+        ):
+            shards.tiers.get(shard)
+        assert web.gets[f"/{shard.file}"] == store.FETCHES
+        file.write_bytes(whole)
+        assert shards.tiers.get(shard).tobytes() == whole
+
+
+def test_damage_on_the_way_is_repaired_silently(web, prepared):
+    with ShardSet(settings(web.url)) as shards:
+        shard, answer, times = shards.index.shards[3], web.answer, []
+
+        def once_wrong(method: str, path: str, *rest: Any) -> Any:
+            status, headers, content = answer(method, path, *rest)
+            times.append(path)
+            return status, headers, content if len(times) > 1 else b"\xff" + content[1:]
+
+        web.answer = once_wrong
+        assert shards.tiers.get(shard).tobytes() == (prepared / shard.file).read_bytes()
+        assert len(times) == 2
+
+
+def test_raw_file_that_comes_short_is_named(tmp_path, web, monkeypatch):
+    (tmp_path / "web" / "index.json").write_text('["part5.txt", "part1.txt"]')
+    answer = web.answer
+
+    def short(method: str, path: str, *rest: Any) -> Any:
+        status, headers, content = answer(method, path, *rest)
+        return (status, headers, content) if method == "HEAD" or "part5" not in path else (status, {}, content[:-9])
+
+    web.answer = short
+    with one_line(StoreError, f"{web.url}/part5.txt came with 861 bytes, 3 times, but had 870 when it was listed"):
+        ShardSet(settings(web.url))
+
+
+def test_shards_of_the_next_block_are_there_before_they_are_needed(web, prepared):
+    """What the first block needs is waited for; after that, each shard comes while the one before is read."""
+    with ShardSet(settings(web.url, shuffle_shards=1)) as shards:
+        dataset = load(settings(web.url, shuffle_shards=1), "train", 0, [shards])
+        order = dataset._windows._order(0)  # pyright: ignore
+        i = 0
+        for block in range(2 * order.num_blocks):
+            while order.block_of(i) == block:
+                if not i or order.block_of(i - 1) != block:
+                    opened = dataset._windows._open  # pyright: ignore
+                    (place,) = order.shards_of(block)
+                    wanted = dataset._windows._parts[place].shard.sha256  # pyright: ignore
+                    deadline = time.monotonic() + 60
+                    while i and wanted not in opened._open and time.monotonic() < deadline:
+                        time.sleep(0.001)
+                    assert not i or wanted in opened._open
+                    assert len(opened._open) <= 2
+                dataset[i]
+                i += 1
+        assert all(count == 1 for path, count in web.gets.items())
