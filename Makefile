@@ -15,7 +15,7 @@ gpu: $(VENV)/gpu-installed  ## jax with CUDA, on a machine with NVIDIA GPUs (doc
 test: $(VENV)/installed  ## with another Python: make test PYTHON=python3.12 VENV=.venv-py312
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
-test-all: $(VENV)/installed $(VENV)/h100/installed $(VENV)/ray-installed $(VENV)/gpu-checked
+test-all: $(VENV)/installed $(VENV)/h100/installed $(VENV)/ray-installed $(VENV)/hugging-face-installed $(VENV)/gpu-checked
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20 -m "slow or not slow"
 
 lint: $(VENV)/installed $(VENV)/ray-installed  ## types of Ray are checked too
@@ -40,6 +40,10 @@ $(VENV)/installed: requirements.txt requirements-dev.txt $(CONSTRAINTS)
 	touch $@
 
 $(VENV)/ray-installed: requirements-ray.txt $(CONSTRAINTS) | $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
+	touch $@
+
+$(VENV)/hugging-face-installed: requirements-hugging-face.txt $(CONSTRAINTS) | $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
 	touch $@
 

@@ -129,6 +129,8 @@ def run(
     data = load_datasets(ex)
     validator = Validator(ex, data.validation, config.eval.num_batches)
     sampler = Sampler(ex, data.train, config.sample)
+    if not resume.has_begun(workdir):
+        ex.open_weights()  # only the headers: they are read when nothing was restored
 
     # --------------------------------------------------------- standby: compiled while the attempt before still trains
     if supervisor.stands_by:

@@ -20,8 +20,10 @@ class DataConfig(Section):
         choices=SOURCES,
     )
     path: str = key("", "folder: directory of the text files; tfds: data_dir, empty for the default", resumable=True)
-    tokenizer: str = key("bytes", "tokenizer of text", choices=("bytes", "sentencepiece", "tiktoken"))
-    tokenizer_path: str = key("", "vocabulary file of a sentencepiece or tiktoken tokenizer", resumable=True)
+    tokenizer: str = key("bytes", "tokenizer of text", choices=("bytes", "sentencepiece", "tiktoken", "hugging_face"))
+    tokenizer_path: str = key(
+        "", "vocabulary file of a sentencepiece or tiktoken tokenizer, or a tokenizer.json", resumable=True
+    )
     seq_len: int = key(256, "tokens of a text example", least=1, unit="tokens")
     objective: str = key(
         "causal",
@@ -62,7 +64,7 @@ class DataConfig(Section):
         if self.tokenizer == "bytes" and self.tokenizer_path:
             raise ValueError(
                 f"data.tokenizer_path is {self.tokenizer_path!r} but data.tokenizer='bytes' reads no file: "
-                "set data.tokenizer to 'sentencepiece' or 'tiktoken', or leave data.tokenizer_path empty"
+                "set data.tokenizer to the kind of that file, or leave data.tokenizer_path empty"
             )
         if self.source == "synthetic" and self.tokenizer != "bytes":
             raise ValueError(f"data.tokenizer is {self.tokenizer!r}: data.source='synthetic' works with 'bytes' only")
