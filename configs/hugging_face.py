@@ -77,6 +77,7 @@ def _read_llama(values: Values) -> dict[str, Any]:
         "use_bias": values.get("mlp_bias", False),
         "attention_bias": values.get("attention_bias", False),
         "tied_head": values.get("tie_word_embeddings", False),
+        "max_len": values.get("max_position_embeddings", 2048),
     }
 
 
@@ -273,6 +274,8 @@ def _differences(config: TransformerConfig, architecture: Architecture, section:
     if config.kind != architecture.kind:
         return {"kind": (config.kind, architecture.kind)}
     ours = {key: getattr(config, key) for key in section}
+    if section.get("positions") == "rotary":
+        ours["max_len"] = section["max_len"]  # no parameter depends on it
     if ours.get("use_bias") and section["use_bias"] and "attention_bias" in ours:
         ours["attention_bias"] = True  # use_bias says it already
     return {key: (ours[key], theirs) for key, theirs in section.items() if ours[key] != theirs}

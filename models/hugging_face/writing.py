@@ -80,7 +80,7 @@ def write(
     opened = {path: _File(path, shapes) for path, shapes in files.items()}
     place = {name: opened[path] for path, shapes in files.items() for name in shapes}
     for _, group in groupby(found, key=lambda tensor: tensor.match.name):
-        parts = [*group]
+        parts, values = [*group], []  # without those of the parameter before
         values = [read(tensor.match.path) for tensor in parts]
         for layer in parts[0].layers:
             whole = np.concatenate([_one(t, value, layer) for t, value in zip(parts, values, strict=True)], axis=-1)
