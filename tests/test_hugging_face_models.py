@@ -5,7 +5,9 @@ them again.
 """
 
 import json
+import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hugging_face_reference import FOLDER, MODELS, VOCAB
+from running import IGNORED, ROOT
 from safetensors.numpy import load_file, save_file
 
 import models
-from configs import hugging_face
+from configs import command_line, hugging_face
 from configs.schema import MODELS as KINDS
 from configs.schema import DecoderConfig, EncoderConfig, TransformerConfig
 from models.hugging_face import Weights
 from models.model import Params
 
+pytestmark = IGNORED
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
@@ -119,6 +123,16 @@ def test_config_json_goes_both_ways(name: str) -> None:
     for key in ours.keys() & theirs.keys() - left_out:
         assert ours[key] == theirs[key], key
     assert config.weights == str(FOLDER / name)
+
+
+def test_the_config_file_on_the_page_takes_the_sizes_of_a_checkpoint(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "weights.md").read_text(), re.DOTALL)
+    (tmp_path / "fine_tune.py").write_text(code)
+    sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
+    argv = ["train.py", f"--config={tmp_path / 'fine_tune.py'}:{FOLDER / 'llama'}", "--config.data.seq_len=8"]
+    config = command_line.parse(argv, command_line.new_flags(argv))
+    assert config.model == section(FOLDER / "llama")
+    assert config.data.tokenizer_path == str(FOLDER / "llama" / "tokenizer.json")
 
 
 def test_config_json_of_older_versions(tmp_path: Path) -> None:
