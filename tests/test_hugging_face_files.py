@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from counting_file import CountingFile
 from hugging_face_reference import FOLDER, MODELS
 from safetensors.numpy import load_file, save_file
 from test_hugging_face_models import changed, loaded, section
@@ -40,31 +41,6 @@ def abstract(model: models.Model, *, nodes: int = 4, tensor: int = 1, **strategy
     plan = ShardingPlan(mesh=mesh, layout=layout, placements=place_all(specs, layout))
     shardings = plan.shardings(layout.parameters)
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), specs, shardings)
-
-
-class CountingFile:
-    """A file of safetensors that counts the bytes of what is taken from it."""
-
-    taken: Counter[str] = Counter()
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def keys(self) -> Any:
-        return self._file.keys()
-
-    def get_slice(self, name: str) -> Any:
-        found = self._file.get_slice(name)
-
-        class Slice:
-            get_shape, get_dtype = found.get_shape, found.get_dtype
-
-            def __getitem__(self, index: Any) -> np.ndarray:
-                value = found[index]
-                CountingFile.taken[name] += value.nbytes
-                return value
-
-        return Slice()
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from configs.schema import MODELS as KINDS
 from configs.schema import DecoderConfig, EncoderConfig, TransformerConfig
 from models.hugging_face import Weights
 from models.model import Params
+from optimizers import is_matrix
 
 pytestmark = IGNORED
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -83,6 +84,13 @@ def test_each_setting_matters(name: str, changes: dict[str, Any], monkeypatch: p
     monkeypatch.setattr("models.hugging_face.reading.check_same", lambda *_: hugging_face.architecture_of(config))
     ours = our_logits(FOLDER / name, reference["tokens"], replace(config, **changes))
     assert np.abs(ours - reference["logits"]).max() > 1e-4
+
+
+def test_tables_of_positions_and_token_types_are_no_matrices() -> None:
+    """They get neither weight decay nor Muon's orthogonalisation."""
+    embed = models.build(section(FOLDER / "bert")).param_specs()["embed"]
+    assert {"token", "position", "token_type"} < embed.keys()
+    assert [name for name in ("token", "position", "token_type") if is_matrix(embed[name])] == ["token"]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
