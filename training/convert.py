@@ -21,7 +21,7 @@ from absl import flags
 
 import models
 from configs import command_line
-from configs.schema import Config, DataConfig, TransformerConfig, defaults
+from configs.schema import Config, TransformerConfig, defaults
 from input_pipeline import tokenizers
 from models import hugging_face
 from runtime.command_line import complain, make_folder, prepare_output
@@ -95,25 +95,29 @@ def export_run(workdir: Path, folder: Path, *, step: int | None, max_file_bytes:
     if not isinstance(config.model, TransformerConfig):
         raise ValueError(f"{workdir} trained model.kind={config.model.kind}, which has no counterpart in transformers")
     make_folder(folder, "--to_hugging_face")
-    ids = _write_tokenizer(config.data, config.model.max_len, folder)
+    tokenizer = None
+    if config.data.tokenizer == "hugging_face":
+        tokenizer = tokenizers.HuggingFace(Path(config.data.tokenizer_path).expanduser())
     written = hugging_face.write(
-        models.build(config.model), folder, saved.read, max_file_bytes=max_file_bytes, token_ids=ids
+        models.build(config.model),
+        folder,
+        saved.read,
+        max_file_bytes=max_file_bytes,
+        token_ids={"eos_token_id": tokenizer.separator} if tokenizer else {},
     )
+    if tokenizer:
+        _write_tokenizer(tokenizer, config, folder)
     print(f"{folder}: step {saved.step} of {workdir} in {len(written)} file{'s' if len(written) > 1 else ''}")
 
 
-def _write_tokenizer(data: DataConfig, max_len: int, folder: Path) -> dict[str, int]:
-    """Writes the tokenizer of a run, if it is a tokenizer.json; returns the ids of special tokens for config.json."""
-    if data.tokenizer != "hugging_face":
-        return {}
-    tokenizer = tokenizers.HuggingFace(Path(data.tokenizer_path).expanduser())
-    special = {"eos_token": tokenizer.separator_token} | (
-        {"mask_token": tokenizer.mask_token} if tokenizer.mask_token else {}
-    )
-    shutil.copyfile(Path(data.tokenizer_path).expanduser(), folder / TOKENIZER_FILE)
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_len, **special}
+def _write_tokenizer(tokenizer: tokenizers.HuggingFace, config: Config, folder: Path) -> None:
+    """Writes the run's tokenizer.json, and the file by which transformers finds it and its special tokens."""
+    assert isinstance(config.model, TransformerConfig)
+    shutil.copyfile(Path(config.data.tokenizer_path).expanduser(), folder / TOKENIZER_FILE)
+    special = {"eos_token": tokenizer.separator_token, "mask_token": tokenizer.mask_token}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.model.max_len}
+    about |= {name: token for name, token in special.items() if token}
     (folder / TOKENIZER_CONFIG_FILE).write_text(json.dumps(about, indent=2) + "\n")
-    return {"eos_token_id": tokenizer.separator}
 
 
 def _with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
