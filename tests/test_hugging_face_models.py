@@ -5,6 +5,7 @@ them again.
 """
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -24,6 +25,7 @@ import models
 from configs import command_line, hugging_face
 from configs.schema import MODELS as KINDS
 from configs.schema import DecoderConfig, EncoderConfig, TransformerConfig
+from models.block import exact_gelu
 from models.hugging_face import Weights
 from models.model import Params
 from optimizers import is_matrix
@@ -91,6 +93,19 @@ def test_tables_of_positions_and_token_types_are_no_matrices() -> None:
     embed = models.build(section(FOLDER / "bert")).param_specs()["embed"]
     assert {"token", "position", "token_type"} < embed.keys()
     assert [name for name in ("token", "position", "token_type") if is_matrix(embed[name])] == ["token"]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_derivative_of_exact_gelu(dtype: Any) -> None:
+    """Against differences of the definition, in float64."""
+    x = np.linspace(-5, 5, 41).astype(dtype).astype(np.float64)
+    value = np.vectorize(lambda v: v * (1 + math.erf(v / math.sqrt(2))) / 2)
+    slope = jax.vmap(jax.grad(exact_gelu))(x.astype(dtype))
+    assert slope.dtype == dtype
+    tolerance = 1e-6 if dtype == np.float32 else 0.02
+    np.testing.assert_allclose(
+        np.asarray(slope, np.float64), (value(x + 1e-5) - value(x - 1e-5)) / 2e-5, atol=tolerance
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
