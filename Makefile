@@ -16,7 +16,7 @@ test: $(VENV)/installed $(VENV)/moto/installed  ## with another Python: make tes
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
 test-all: $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/ray-installed $(VENV)/optuna-installed \
-		$(VENV)/wandb-installed $(VENV)/gpu-checked
+		$(VENV)/wandb-installed $(VENV)/hugging-face-installed $(VENV)/gpu-checked
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20 -m "slow or not slow"
 
 lint: $(VENV)/installed $(VENV)/ray-installed $(VENV)/optuna-installed $(VENV)/wandb-installed  ## types of these are checked too
@@ -49,6 +49,10 @@ $(VENV)/optuna-installed: requirements-optuna.txt $(CONSTRAINTS) | $(VENV)/insta
 	touch $@
 
 $(VENV)/wandb-installed: requirements-wandb.txt $(CONSTRAINTS) | $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
+	touch $@
+
+$(VENV)/hugging-face-installed: requirements-hugging-face.txt $(CONSTRAINTS) | $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
 	touch $@
 

@@ -126,8 +126,8 @@ def everywhere(inner: Transform, on_each_device: OnEachDevice) -> Transform:
 
 
 def is_matrix(spec: ParamSpec) -> bool:
-    """Whether a parameter is a matrix of one layer; biases, norms and position tables are not."""
-    return sum(dim != "layers" for dim in spec.dims) > 1 and "position" not in spec.dims
+    """Whether a parameter is a matrix of one layer; biases, norms, tables of positions and token types are not."""
+    return sum(dim != "layers" for dim in spec.dims) > 1 and {"position", "token_type"}.isdisjoint(spec.dims)
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:

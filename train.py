@@ -130,6 +130,8 @@ def run(
     supervisor.hold(data)
     validator = Validator(ex, data.validation, config.eval.num_batches)
     sampler = Sampler(ex, data.train, config.sample)
+    if not resume.has_begun(workdir):
+        ex.open_weights()  # only the headers: they are read when nothing was restored
 
     # --------------------------------------------------------- standby: compiled while the attempt before still trains
     if supervisor.stands_by:

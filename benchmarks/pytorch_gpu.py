@@ -7,7 +7,8 @@ Parameters in f32 and compute in bf16, attention by scaled_dot_product_attention
 the CPU, uncompiled, to try the program. Rank 0 prints one line: RESULT and a JSON object.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportReturnType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 # PyTorch is the peer, no dependency: it is in an environment of its own.
 
 import json

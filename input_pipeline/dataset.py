@@ -72,7 +72,8 @@ class TextDataset:
         self.seed = seed
         self.seq_len = config.seq_len
         self.row_arrays = row_arrays(config)
-        self.vocab_size = tokenizer.num_ids + (config.objective == "masked")  # ids that can occur in an example
+        masked = config.objective == "masked"
+        self.vocab_size = max(tokenizer.num_ids, tokenizer.mask_id + 1) if masked else tokenizer.num_ids  # of examples
         self.bytes_per_token = windows.bytes_per_token  # average over the split, for bits per byte
         self._windows, self._objective, self._mask_rate = windows, config.objective, config.mask_rate
         self._packs, self._pads = config.packing != "stream", config.packing == "whole"

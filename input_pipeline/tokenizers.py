@@ -1,4 +1,4 @@
-"""Text to ids and back: bytes, a SentencePiece model file, or a tiktoken vocabulary file. Nothing is downloaded."""
+"""Text to ids and back: bytes, a SentencePiece model, a tiktoken vocabulary, a tokenizer.json. No downloads."""
 
 import abc
 import base64
@@ -18,9 +18,13 @@ MAX_RANKS = 1 << 24  # of a tiktoken vocabulary (real ones: up to 200,000); memo
 # How GPT-2 splits text before merging (from its tokenizer's source; tiktoken calls it r50k).
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
+# The special tokens of a tokenizer.json that end a document, and the one that stands for a masked token.
+SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "[EOS]")
+MASKS = ("<mask>", "[MASK]")
+
 
 class Tokenizer(abc.ABC):
-    """Encodes and decodes. Ids are in [0, num_ids); `separator` ends a document; `mask_id` is num_ids."""
+    """Encodes and decodes. Ids are in [0, num_ids); `separator` ends a document; `mask_id` is num_ids or less."""
 
     num_ids: int
     separator: int
@@ -105,14 +109,59 @@ class Tiktoken(Tokenizer):
         return UNKNOWN.join(self._encoding.decode(run) for run in _known_runs(np.asarray(ids), self._known))
 
 
+class HuggingFace(Tokenizer):
+    """A tokenizer.json of the `tokenizers` library; separator and mask are special tokens that it has by name."""
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        content = _read(path)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # the library raises Exception itself
+            raise ValueError(f"data.tokenizer_path {path} is not a tokenizer.json: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # the name of a separator in a text is text
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        special = {x.content for x in self._tokenizer.get_added_tokens_decoder().values() if x.special}
+        self.separator_token = next((name for name in SEPARATORS if name in special), "")
+        self.mask_token = next((name for name in MASKS if name in special), "")
+        if not self.separator_token:
+            raise ValueError(
+                f"data.tokenizer_path {path} has no special token that ends a document; one of {', '.join(SEPARATORS)} "
+                "would do"
+            )
+        self._path, self._ids = path, ids
+        self.num_ids, self.separator = max(ids.values()) + 1, ids[self.separator_token]
+        self._known = np.isin(np.arange(self.num_ids), [*ids.values()])  # ids may have gaps
+        self.identity = f"hugging_face {hashlib.sha256(content).hexdigest()}"
+
+    @property
+    def mask_id(self) -> int:
+        if not self.mask_token:
+            raise ValueError(
+                f"data.tokenizer_path {self._path} has no special token {' or '.join(MASKS)}, which "
+                "data.objective='masked' needs"
+            )
+        return self._ids[self.mask_token]
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: np.ndarray) -> str:
+        runs = _known_runs(np.asarray(ids), self._known)
+        return UNKNOWN.join(self._tokenizer.decode(run, skip_special_tokens=False) for run in runs)
+
+
 def make_tokenizer(kind: str, path: str) -> Tokenizer:
     """Returns the tokenizer of `data.tokenizer`. Raises ValueError for a vocabulary file that cannot be used."""
     if kind == "bytes":
         return Bytes()
     if kind in OWN["tokenizer"]:
         return OWN["tokenizer"][kind](path)
-    file = Path(path).expanduser()
-    return SentencePiece(file) if kind == "sentencepiece" else Tiktoken(file)
+    files = {"sentencepiece": SentencePiece, "tiktoken": Tiktoken, "hugging_face": HuggingFace}
+    return files[kind](Path(path).expanduser())
 
 
 def _known_runs(ids: np.ndarray, has_text: np.ndarray) -> Iterator[list[int]]:

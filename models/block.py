@@ -1,4 +1,6 @@
-"""One transformer layer, pre-norm: `x += attention(norm(x)); x += mlp(norm(x))`. Decoder and encoder stack it.
+"""One transformer layer: `x += attention(norm(x)); x += mlp(norm(x))`. Decoder and encoder stack it.
+
+Without `norm_first` it is that of BERT: `x = norm(x + attention(x)); x = norm(x + mlp(x))`.
 
 Modules here are containers of named parameters in tree mode (`models/model.py`). Each `nnx.Param` carries the names
 of its dims and knows nothing of its sharding. There is no dropout, because our runs see each token about once.
@@ -7,6 +9,7 @@ Shapes: B batch, T positions of the queries, S positions of the keys, D hidden, 
 heads, H size of a head.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,9 +17,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-
-NORM_EPS = 1e-5
-ROTARY_BASE = 10_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,11 @@ class BlockConfig:
     num_heads: int
     num_kv_heads: int
     norm: str  # layer | rms
-    activation: str  # gelu | swiglu
+    norm_eps: float
+    norm_first: bool
+    activation: str  # gelu (its tanh approximation) | gelu_exact | swiglu
     use_bias: bool
+    attention_bias: bool
     causal: bool
     attention: Literal["xla", "cudnn"]
 
@@ -74,8 +77,8 @@ class Linear(nnx.Module):
 class Norm(nnx.Module):
     """LayerNorm or RMSNorm over the last dim; the statistics are float32, the result has the dtype of `x`."""
 
-    def __init__(self, size: int, kind: str, *, use_bias: bool) -> None:
-        self.kind = kind
+    def __init__(self, size: int, kind: str, eps: float, *, use_bias: bool) -> None:
+        self.kind, self.eps = kind, eps
         self.scale = nnx.Param(jnp.ones(size), dims=("norm",))
         self.bias = nnx.Param(jnp.zeros(size), dims=("norm",)) if use_bias and kind == "layer" else None
 
@@ -83,7 +86,7 @@ class Norm(nnx.Module):
         y = x.astype(jnp.float32)
         if self.kind == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + NORM_EPS)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         y = y.astype(x.dtype) * self.scale[None, None]
         return y if self.bias is None else y + self.bias[None, None]
 
@@ -95,9 +98,31 @@ def document_positions(segments_BT: Array) -> Array:
     return places_BT - jax.lax.cummax(jnp.where(begins_BT, places_BT, 0), axis=1)
 
 
-def rotary_angles(positions_BT: Array, head_dim: int) -> Array:
+@jax.custom_jvp
+def exact_gelu(x: Array) -> Array:
+    """Returns `x` times the normal distribution function of `x`.
+
+    Its derivative is given, because jax 0.12 cannot derive `erfc` inside a `shard_map`.
+    """
+    return jax.nn.gelu(x, approximate=False)
+
+
+@exact_gelu.defjvp
+def _exact_gelu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (dx,) = primals, tangents
+    below = 0.5 * jax.lax.erfc(-x * 2**-0.5)
+    density = jnp.exp(-0.5 * x * x) * (2 * math.pi) ** -0.5
+    return exact_gelu(x), (below + x * density) * dx
+
+
+def gelu(x: Array, activation: str) -> Array:
+    """Returns GELU, or its tanh approximation for the activation `gelu`."""
+    return jax.nn.gelu(x, approximate=True) if activation == "gelu" else exact_gelu(x)
+
+
+def rotary_angles(positions_BT: Array, head_dim: int, base: float) -> Array:
     """Returns the angle of each position and each pair of dims, float32 `[B, T, H/2]` (Su et al. 2021)."""
-    frequencies = ROTARY_BASE ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    frequencies = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     return positions_BT.astype(jnp.float32)[:, :, None] * frequencies[None, None]
 
 
@@ -123,14 +148,15 @@ class Block(nnx.Module):
         keys = iter(jax.random.split(key, 7))
 
         def linear(sizes: tuple[int, int], dims: tuple[str, str], std: float) -> Linear:
-            return Linear(next(keys), sizes, dims, std, use_bias=c.use_bias)
+            attends = not {"heads", "kv_heads"}.isdisjoint(dims)
+            return Linear(next(keys), sizes, dims, std, use_bias=c.use_bias or (attends and c.attention_bias))
 
-        self.attention_norm = Norm(c.hidden, c.norm, use_bias=c.use_bias)
+        self.attention_norm = Norm(c.hidden, c.norm, c.norm_eps, use_bias=c.use_bias)
         self.query = linear((c.hidden, c.hidden), ("embed", "heads"), std)
         self.key = linear((c.hidden, kv_size), ("embed", "kv_heads"), std)
         self.value = linear((c.hidden, kv_size), ("embed", "kv_heads"), std)
         self.out = linear((c.hidden, c.hidden), ("heads", "embed"), residual_std)
-        self.mlp_norm = Norm(c.hidden, c.norm, use_bias=c.use_bias)
+        self.mlp_norm = Norm(c.hidden, c.norm, c.norm_eps, use_bias=c.use_bias)
         self.up = linear((c.hidden, c.intermediate), ("embed", "mlp"), std)
         self.gate = linear((c.hidden, c.intermediate), ("embed", "mlp"), std) if c.activation == "swiglu" else None
         self.down = linear((c.intermediate, c.hidden), ("mlp", "embed"), residual_std)
@@ -146,14 +172,17 @@ class Block(nnx.Module):
     def queries_keys_values(self, x_BTD: Array, angles_BTH: Array | None) -> tuple[Array, Array, Array]:
         """Returns the rotated queries `[B, T, N, H]` and keys `[B, T, K, H]`, and the values `[B, T, K, H]`."""
         head_dim = self.config.hidden // self.config.num_heads
-        y_BTD = self.attention_norm(x_BTD)
+        y_BTD = self.attention_norm(x_BTD) if self.config.norm_first else x_BTD
         q, k, v = (f(y_BTD).reshape(*y_BTD.shape[:2], -1, head_dim) for f in (self.query, self.key, self.value))
         return rotate(q, angles_BTH), rotate(k, angles_BTH), v
 
     def finish(self, x_BTD: Array, mixed_BTNH: Array) -> Array:
         """Returns the layer's output from its input and the weighted values of attention."""
+        c = self.config
         x_BTD = x_BTD + self.out(mixed_BTNH.reshape(x_BTD.shape))
-        y_BTD = self.mlp_norm(x_BTD)
+        x_BTD = x_BTD if c.norm_first else self.attention_norm(x_BTD)
+        y_BTD = self.mlp_norm(x_BTD) if c.norm_first else x_BTD
         h_BTF = self.up(y_BTD)
-        h_BTF = jax.nn.gelu(h_BTF, approximate=True) if self.gate is None else jax.nn.silu(self.gate(y_BTD)) * h_BTF
-        return x_BTD + self.down(h_BTF)
+        h_BTF = gelu(h_BTF, c.activation) if self.gate is None else jax.nn.silu(self.gate(y_BTD)) * h_BTF
+        x_BTD = x_BTD + self.down(h_BTF)
+        return x_BTD if c.norm_first else self.mlp_norm(x_BTD)

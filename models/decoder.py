@@ -40,8 +40,11 @@ def block_config(c: DecoderConfig) -> BlockConfig:
         num_heads=c.num_heads,
         num_kv_heads=c.num_kv_heads,
         norm=c.norm,
+        norm_eps=c.norm_eps,
+        norm_first=True,
         activation=c.activation,
         use_bias=c.use_bias,
+        attention_bias=c.attention_bias,
         causal=True,
         attention="cudnn" if c.attention == "cudnn" else "xla",
     )
@@ -67,7 +70,7 @@ class Head(nnx.Module):
 
     def __init__(self, config: DecoderConfig, key: Array) -> None:
         c = config
-        self.norm = Norm(c.hidden, c.norm, use_bias=c.use_bias)
+        self.norm = Norm(c.hidden, c.norm, c.norm_eps, use_bias=c.use_bias)
         shape, dims = (c.hidden, c.padded_vocab), ("embed", "vocab")
         self.weight = None if c.tied_head else normal(key, shape, dims, initial_std(c.hidden))
 
@@ -154,7 +157,8 @@ class Decoder(Transformer):
         return self.groups[name].module(gather(name, values), self.dtype)
 
     def _angles(self, positions_BT: Array) -> Array | None:
-        return rotary_angles(positions_BT, self.config.head_dim) if self.config.positions == "rotary" else None
+        c = self.config
+        return rotary_angles(positions_BT, c.head_dim, c.rotary_base) if c.positions == "rotary" else None
 
     def _head(self, params: Params, x_BTD: Array, embedding: Embedding, gather: Gather) -> Array:
         head: Head = self._module("head", params["head"], gather)

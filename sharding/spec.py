@@ -22,8 +22,8 @@ class ParamSpec:
     """Shape, dtype and dim names of one parameter.
 
     `dims` names every dim of `shape` (of transformers `layers`, `embed`, `mlp`, `heads`, `kv_heads`, `vocab`,
-    `position`, `norm`): a stack of layers has `layers` first; `mlp`, `heads`, `kv_heads` and `vocab` may be split over
-    the `tensor` axis.
+    `position`, `token_type`, `norm`): a stack of layers has `layers` first; `mlp`, `heads`, `kv_heads` and `vocab` may
+    be split over the `tensor` axis.
     `replicate` is the only way to keep a whole copy on every device of a partition group.
     """
 

@@ -1,6 +1,8 @@
 """Tokenizers: bytes, SentencePiece and tiktoken, and the streams of ids that they give."""
 
 import base64
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -100,3 +102,76 @@ def test_ids_of_large_vocabularies_do_not_overflow(corpus, tmp_path):
     dataset = load(config, "train", 0)
     assert dataset.tokenizer.mask_id == 256 + len(merges) + 1
     assert ids_of(config, "train").max() == dataset.tokenizer.separator > 2**16
+
+
+def tokenizer_json(path: Path, special: Sequence[str] = ("<|endoftext|>", "<mask>")) -> Path:
+    """Writes a byte-level BPE tokenizer of at most 260 ids, with special tokens, truncation and padding."""
+    import tokenizers
+
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=260, special_tokens=[*special], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["the quick brown fox the the quick"] * 10, trainer)
+    made.enable_truncation(4)
+    made.enable_padding(length=16, pad_token=special[0] if special else "a")
+    made.save(str(path))
+    return path
+
+
+def test_tokenizer_json_matches_its_library(corpus, tmp_path):
+    import tokenizers
+
+    vocabulary = tokenizer_json(tmp_path / "tokenizer.json")
+    config = settings(corpus, tokenizer="hugging_face", tokenizer_path=str(vocabulary))
+    dataset = load(config, "train", 0)
+    ours, library = dataset.tokenizer, tokenizers.Tokenizer.from_file(str(vocabulary))
+    library.no_truncation()
+    library.no_padding()
+    separator, mask = library.token_to_id("<|endoftext|>"), library.token_to_id("<mask>")
+    assert (ours.separator, ours.mask_id, ours.num_ids) == (separator, mask, 260) == (0, 1, 260)
+    assert dataset.vocab_size == 260
+    text = "the quick brown fox, naïve 🐍\n"
+    expected = library.encode(text).ids
+    assert ours.encode(text).tolist() == expected and len(expected) < len(text.encode())
+    assert ours.decode(np.array([*expected, 260, -1, *expected])) == f"{text}��{text}"
+    named = ours.encode("a<|endoftext|>b")  # text, not a separator
+    assert separator not in named and ours.decode(named) == "a<|endoftext|>b"
+    by_hand = []
+    for piece in text_of(settings(corpus), "train").decode().split("\0")[:-1]:
+        by_hand += [*library.encode(piece).ids, separator]
+    np.testing.assert_array_equal(ids_of(config, "train"), by_hand)
+
+    masked = load(replace(config, objective="masked"), "train", 0)
+    assert masked.vocab_size == 260  # the mask is one of the ids
+    example = masked[0]
+    hidden = (example["tokens"] == mask) & (example["weights"] > 0)
+    assert hidden.any() and (example["targets"] != mask).all()
+
+    first = dataset.fingerprint
+    tokenizer_json(vocabulary, ("</s>", "[MASK]"))
+    assert load(config, "train", 0).fingerprint != first
+
+
+def test_bad_tokenizer_json_is_one_line(corpus, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    config = settings(corpus, tokenizer="hugging_face", tokenizer_path=str(path))
+    with pytest.raises(ValueError, match=r"tokenizer.json cannot be read: No such file"):
+        load(config, "train", 0)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer.json: [^\n]*$"):
+        load(config, "train", 0)
+    tokenizer_json(path, ())
+    with pytest.raises(
+        ValueError, match=r"has no special token that ends a document; one of <\|endoftext\|>, .* would"
+    ):
+        load(config, "train", 0)
+    tokenizer_json(path, ("[SEP]",))
+    assert load(replace(config, objective="causal"), "train", 0).tokenizer.separator == 0
+    with pytest.raises(
+        ValueError, match=r"has no special token <mask> or \[MASK\], which data.objective='masked' needs$"
+    ):
+        load(replace(config, objective="masked"), "train", 0)

@@ -104,7 +104,7 @@ def test_flops_exclude_lookup_parameters() -> None:
         ({"vocab_multiple": True}, ["model.vocab_multiple", "True", "whole number"]),
         ({"positions": "alibi"}, ["model.positions=alibi", "learned, rotary"]),
         ({"norm": "batch"}, ["model.norm=batch", "layer, rms"]),
-        ({"activation": "relu"}, ["model.activation=relu", "gelu, swiglu"]),
+        ({"activation": "relu"}, ["model.activation=relu", "gelu, gelu_exact, swiglu"]),
         ({"compute_dtype": "float16"}, ["model.compute_dtype=float16", "bfloat16"]),
         ({"remat": "some"}, ["model.remat=some", "full, dots, none"]),
         ({"attention": "flash"}, ["model.attention=flash", "auto, xla, cudnn"]),

@@ -17,6 +17,7 @@ STYLES = {
     "gpt2": GPT2,
     "llama_grouped": LLAMA | {"num_kv_heads": 2},
     "llama_untied": LLAMA | {"num_kv_heads": 1, "tied_head": False},
+    "llama_attention_bias": LLAMA | {"attention_bias": True},
     "mixed": LLAMA | {"norm": "layer", "use_bias": True},
 }
 

@@ -46,6 +46,12 @@ MAY_CHANGE = (
 )
 MAY_CHANGE += ("model.remat", "model.attention", "data.prefetch", "data.path", "data.tokenizer_path")
 MAY_CHANGE += ("data.pattern", "data.text_field", "data.cache_gb")
+
+
+def documented_as_resumable(name: str) -> bool:
+    return name in MAY_CHANGE or name.startswith(tuple(x for x in MAY_CHANGE if x.endswith(".")))
+
+
 ALL = [(kind, name) for kind in MODELS for name in known_keys(kind)]
 
 
@@ -154,7 +160,7 @@ def test_missing_key_error_names_key_and_default() -> None:
 
 def test_resumable_keys_are_the_documented_ones() -> None:
     for kind, name in ALL:
-        assert known_keys(kind)[name].resumable == may_change(name) == name.startswith(MAY_CHANGE), name
+        assert known_keys(kind)[name].resumable == may_change(name) == documented_as_resumable(name), name
     # keys of another version
     assert may_change("sharding.gone") and not may_change("optimizer.gone") and not may_change("gone")
 

@@ -20,6 +20,7 @@ from compression.methods import method_named
 from configs.schema import Config, ModelConfig, TransformerConfig
 from input_pipeline import row_arrays
 from metrics import wandb_sink
+from models.hugging_face import Weights
 from optimizers import make_schedule
 from sharding.gradients import HopTwoInBackward
 from sharding.mesh import find_nodes, make_mesh
@@ -56,9 +57,22 @@ class Experiment:
         )
 
     def init_state(self) -> TrainState:
-        """Returns the state before the first step, which depends on the seed only."""
+        """Returns the state before the first step, which depends on the seed only, or on the seed and `model.weights`.
+
+        ValueError for weights that do not fit the model.
+        """
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
+        if weights := self.open_weights():
+            params = weights.load(self.state_shapes.params)
+            return self.block(jax.jit(self._state_of, out_shardings=shardings, donate_argnums=0)(params))
         return self.block(jax.jit(self._new_state, out_shardings=shardings)(jax.random.key(self.config.seed)))
+
+    def open_weights(self) -> Weights | None:
+        """Returns the checkpoint of `model.weights`, headers only, if any. ValueError if it does not fit the model."""
+        model = self.model.config
+        if not isinstance(model, TransformerConfig) or not model.weights:
+            return None
+        return Weights(self.model, model.weights)
 
     @property
     def train_step(self) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
@@ -117,7 +131,9 @@ class Experiment:
         return NamedSharding(self.plan.mesh, PartitionSpec())
 
     def _new_state(self, key: jax.Array) -> TrainState:
-        params = self.model.init(key)
+        return self._state_of(self.model.init(key))
+
+    def _state_of(self, params: models.Params) -> TrainState:
         return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=self.tx.init(params))
 
 

@@ -152,7 +152,9 @@ class Config(Section):
 def check_names(values: Mapping[str, Any]) -> str:
     """Returns the model kind of a config. ValueError for an unknown or missing key."""
     given = flat(values)
-    kind = str(given.get("model.kind"))
+    if "model.kind" not in given:  # the other keys depend on it
+        raise ValueError(f"model.kind is missing from the config; its default is {ModelConfig.kind!r}")
+    kind = str(given["model.kind"])
     known = known_keys(kind)
     for name in given:
         if name not in known:

@@ -7,7 +7,7 @@ from configs.schema.keys import Section, key
 from configs.schema.mixture import Component, parse
 
 TFDS = "tfds:NAME"
-TOKENIZERS = ("bytes", "sentencepiece", "tiktoken")
+TOKENIZERS = ("bytes", "sentencepiece", "tiktoken", "hugging_face")
 _SECRETS = (
     "is a URL with a query, or with a user name or password: it would be saved in config.json; leave these out, and "
     "give credentials by environment variables (docs/data.md)"
@@ -54,7 +54,9 @@ class DataConfig(Section):
         resumable=True,
     )
     tokenizer: str = key("bytes", "tokenizer of text", choices=TOKENIZERS, topics=("tokenizer",))
-    tokenizer_path: str = key("", "vocabulary file of a sentencepiece or tiktoken tokenizer", resumable=True)
+    tokenizer_path: str = key(
+        "", "vocabulary file of a sentencepiece or tiktoken tokenizer, or a tokenizer.json", resumable=True
+    )
     seq_len: int = key(256, "tokens of a text example", least=1, unit="tokens")
     objective: str = key(
         "causal",
@@ -113,7 +115,7 @@ class DataConfig(Section):
         if self.tokenizer == "bytes" and self.tokenizer_path:
             raise ValueError(
                 f"data.tokenizer_path is {self.tokenizer_path!r} but data.tokenizer='bytes' reads no file: "
-                "set data.tokenizer to 'sentencepiece' or 'tiktoken', or leave data.tokenizer_path empty"
+                "set data.tokenizer to the kind of that file, or leave data.tokenizer_path empty"
             )
         if self.source == "synthetic" and self.tokenizer != "bytes":
             raise ValueError(f"data.tokenizer is {self.tokenizer!r}: data.source='synthetic' works with 'bytes' only")

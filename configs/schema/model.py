@@ -9,6 +9,7 @@ from configs.schema.own import OWN
 
 KIND = "kind of model; it determines the other keys of this section"
 KINDS = ("decoder", "encoder", "resnet")
+ACTIVATION = "activation of the MLP; gelu is the tanh approximation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,8 @@ class TransformerConfig(ModelConfig):
         choices=("auto", "xla", "cudnn"),
         resumable=True,
     )
+    norm_eps: float = key(1e-5, "added to the variance in norms", above=0, below=1)
+    weights: str = key("", "folder of a checkpoint of transformers, in safetensors, from which a new run starts")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,10 +84,12 @@ class DecoderConfig(TransformerConfig):
     kind: str = key("decoder", KIND, choices=KINDS, topics=("model",))
     num_kv_heads: int = key(4, "key and value heads; fewer than num_heads give grouped-query attention", least=1)
     positions: str = key("rotary", "position encoding", choices=("learned", "rotary"))
+    rotary_base: float = key(10_000.0, "rotary: base of the frequencies (rope_theta)", above=1, below=float("inf"))
     norm: str = key("rms", "LayerNorm or RMSNorm", choices=("layer", "rms"))
-    activation: str = key("swiglu", "activation of the MLP", choices=("gelu", "swiglu"))
+    activation: str = key("swiglu", ACTIVATION, choices=("gelu", "gelu_exact", "swiglu"))
     tied_head: bool = key(True, "whether the output head shares the embedding's weights")
     use_bias: bool = key(False, "whether linear layers and norms have biases")
+    attention_bias: bool = key(False, "whether those of attention have biases even without use_bias")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,6 +108,13 @@ class EncoderConfig(TransformerConfig):
 
     kind: str = key("encoder", KIND, choices=KINDS, topics=("model",))
     vocab_size: int = key(257, "token ids that the tokenizer can produce, including the mask id", least=1)
+    norm_first: bool = key(
+        True,
+        "norms before attention and MLP, and a final one; False: behind them, and one on the embedding (BERT, RoBERTa)",
+    )
+    activation: str = key("gelu", ACTIVATION, choices=("gelu", "gelu_exact"))
+    position_offset: int = key(0, "row of the first token's position (RoBERTa: 2); the rows before are unused", least=0)
+    token_types: int = key(0, "rows of the token type embedding (BERT: 2), of which tokens have the first", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,49 @@
+"""The parameters of a checkpoint, read one array at a time and without the optimizer state, for other programs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from state import manifest
+from state.quiet import quiet_orbax
+
+
+class SavedParameters:
+    """The parameters of one step of a directory of checkpoints, which verifies."""
+
+    def __init__(self, directory: Path, step: int | None = None) -> None:
+        """Opens a step, the newest by default, and verifies all of its files.
+
+        ValueError if there is no such step, or if it is damaged; OSError if a file cannot be read.
+        """
+        steps = manifest.step_numbers(directory)
+        if not steps:
+            raise ValueError(f"{directory} holds no checkpoint")
+        self.step = steps[-1] if step is None else step
+        if self.step not in steps:
+            raise ValueError(f"{directory} holds no step {step}; its steps are {', '.join(map(str, steps))}")
+        self._folder = directory / str(self.step)
+        try:
+            found = manifest.verify(self._folder)
+        except manifest.DamagedError as error:
+            raise ValueError(f"{self._folder} is damaged: {error}; choose another --step") from error
+        self._leaves = {leaf.path: leaf for leaf in found.tree}
+        self.config: dict[str, Any] = json.loads((self._folder / manifest.CONFIG_FILE).read_text())
+        quiet_orbax()
+
+    def read(self, path: str) -> np.ndarray:
+        """Returns a parameter whole, by its path (`layers/query/weight`)."""
+        key = "params." + path.replace("/", ".")
+        leaf = self._leaves[key]
+        abstract = {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)}
+        how = {key: ocp.RestoreArgs(restore_type=np.ndarray)}
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            restored = reader.restore(
+                self._folder / "state",
+                args=ocp.args.PyTreeRestore(item=abstract, restore_args=how, partial_restore=True),
+            )
+        return np.asarray(restored[key])

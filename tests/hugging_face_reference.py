@@ -1,0 +1,119 @@
+"""Small checkpoints as transformers writes them, with what transformers computes from them, for the tests.
+
+    python tests/hugging_face_reference.py
+
+writes tests/data/hugging_face again, with requirements-hugging-face.txt. The quick tests read the files;
+tests/test_hugging_face_library.py compares them with the installed transformers.
+"""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).parents[1]))
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from configs.schema import DataConfig
+from input_pipeline import load
+
+FOLDER = Path(__file__).parent / "data" / "hugging_face"
+VOCAB, HIDDEN, LAYERS, HEADS, MAX_LEN = 260, 16, 2, 4, 40
+ROWS, SEQ_LEN = 16, 32  # of a training batch
+NO_IDS = {"bos_token_id": None, "eos_token_id": None}
+SIZES = dict(vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS)
+# name: the class, and its config
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": (
+        "GPT2LMHeadModel",
+        NO_IDS | dict(vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=MAX_LEN),
+    ),
+    "llama": (
+        "LlamaForCausalLM",
+        NO_IDS
+        | SIZES
+        | dict(
+            intermediate_size=24,
+            num_key_value_heads=2,
+            max_position_embeddings=MAX_LEN,
+            rope_parameters=dict(rope_type="default", rope_theta=500.0),
+        ),
+    ),
+    "bert": ("BertForMaskedLM", SIZES | dict(intermediate_size=32, max_position_embeddings=MAX_LEN)),
+    "roberta": (
+        "RobertaForMaskedLM",
+        SIZES | dict(intermediate_size=32, max_position_embeddings=MAX_LEN + 2, type_vocab_size=1),
+    ),
+}
+
+
+def make(name: str, **changes: Any) -> Any:
+    """Returns a model of transformers with random values, of which none is zero or one, for inference."""
+    import torch
+    import transformers
+
+    config_class = {"gpt2": "GPT2", "llama": "Llama", "bert": "Bert", "roberta": "Roberta"}[name] + "Config"
+    config = getattr(transformers, config_class)(**MODELS[name][1] | changes)
+    torch.manual_seed(0)
+    model = getattr(transformers, MODELS[name][0])(config)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            is_scale = parameter.ndim == 1 and path.endswith("weight")
+            parameter.copy_(torch.randn(parameter.shape) * 0.2 + is_scale)
+    return model.eval()
+
+
+def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """Returns transformers' logits, float32 `[B, T, V]`."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens.astype(np.int64))).logits.float().numpy()
+
+
+def batch(name: str) -> dict[str, np.ndarray]:
+    """Returns the first rows of a run on synthetic data with seed 0."""
+    objective = "masked" if "bert" in name else "causal"
+    data = load(DataConfig(source="synthetic", seq_len=SEQ_LEN, objective=objective), "train", 0)
+    rows = [data[i] for i in range(ROWS)]
+    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def batch_loss(model: Any, name: str) -> float:
+    """Returns transformers' own loss of that batch: the mean over the tokens to predict, in nats."""
+    import torch
+
+    rows = batch(name)
+    labels = np.where(rows["weights"] > 0, rows["targets"], -100).astype(np.int64)
+    tokens = torch.from_numpy(rows["tokens"].astype(np.int64))
+    with torch.no_grad():  # labels of a causal model are shifted by transformers, ours are already
+        shifted = {} if "bert" in name else {"shift_labels": torch.from_numpy(labels)}
+        return float(model(tokens, labels=torch.from_numpy(labels), **shifted).loss)
+
+
+def example(name: str) -> np.ndarray:
+    """Returns tokens `[2, 12]`; RoBERTa's position ids would skip the padding id, 1."""
+    del name
+    return np.random.default_rng(0).integers(2, VOCAB, (2, 12))
+
+
+def main() -> None:
+    """Writes the files."""
+    for name in MODELS:
+        model, folder = make(name), FOLDER / name
+        model.save_pretrained(folder, max_shard_size="20KB" if name == "gpt2" else "5GB")
+        tokens = example(name)
+        np.savez(
+            folder / "reference.npz",
+            tokens=tokens,
+            logits=logits(model, tokens),
+            batch_loss=batch_loss(model, name),
+        )
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main()

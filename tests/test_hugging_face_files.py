@@ -1,0 +1,260 @@
+"""Checkpoints of transformers as files: what is read by whom, how much memory that takes, and what is refused."""
+
+import json
+import math
+import shutil
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from counting_file import CountingFile
+from hugging_face_reference import FOLDER, MODELS
+from safetensors.numpy import load_file, save_file
+from test_hugging_face_models import changed, loaded, section
+
+import models
+from configs.schema import DecoderConfig, ShardingConfig
+from models.hugging_face import Weights, reading, write
+from sharding.mesh import find_nodes, make_mesh
+from sharding.plan import ShardingPlan
+from sharding.scopes import make_layout
+from sharding.spec import place_all
+from sharding.state import by_name
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    """Returns every tensor, as the library itself reads it."""
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def abstract(model: models.Model, *, nodes: int = 4, tensor: int = 1, **strategy: Any) -> Any:
+    """Returns the shapes of the parameters with their shardings, on 8 devices."""
+    layout = make_layout(ShardingConfig(**strategy), num_nodes=nodes, devices_per_node=8 // nodes, tensor=tensor)
+    specs = model.param_specs()
+    mesh = make_mesh(layout.shape, find_nodes(jax.devices(), 8 // nodes))
+    plan = ShardingPlan(mesh=mesh, layout=layout, placements=place_all(specs, layout))
+    shardings = plan.shardings(layout.parameters)
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), specs, shardings)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Counts the bytes that are taken from each tensor of the files."""
+    opened = reading.safe_open
+    monkeypatch.setattr(reading, "safe_open", lambda *args, **how: CountingFile(opened(*args, **how)))
+    CountingFile.taken = Counter()
+    yield CountingFile.taken
+
+
+STRATEGIES = {
+    "zero3": dict(strategy="zero3"),
+    "mics": dict(strategy="mics", partition_size=2),
+    "ddp": dict(strategy="ddp"),
+    "tensor": dict(strategy="mics", partition_size=4, nodes=2, tensor=2),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_sharding_has_the_values_of_the_files(name: str, strategy: str, taken: Counter[str]) -> None:
+    """And every byte is read once, however many devices of the process hold it."""
+    model = models.build(section(FOLDER / name))
+    params = Weights(model, FOLDER / name).load(abstract(model, **STRATEGIES[strategy]))
+    assert taken == {tensor: x.nbytes for tensor, x in tensors_of(FOLDER / name).items()}
+    _, whole = loaded(FOLDER / name, section(FOLDER / name))
+    jax.tree.map(np.testing.assert_array_equal, params, whole)
+    token = by_name(params)["embed/token"]
+    assert token.addressable_shards[0].data.size < token.size or strategy == "ddp"
+
+
+def test_a_process_reads_the_slices_of_its_devices_alone(taken: Counter[str]) -> None:
+    """A process with one of eight devices takes an eighth of each tensor: rows or columns, of fused ones a third."""
+    model = models.build(section(FOLDER / "gpt2"))
+    weights = Weights(model, FOLDER / "gpt2")
+    shapes = by_name(abstract(model, strategy="zero3"))
+    shares = {path: x.sharding.devices_indices_map(x.shape) for path, x in shapes.items()}
+    first, last = jax.devices()[0], jax.devices()[-1]
+    weights.region("layers/query/weight", shares["layers/query/weight"][first])
+    fused = {name: x.nbytes for name, x in tensors_of(FOLDER / "gpt2").items() if "c_attn.weight" in name}
+    assert taken == {name: size // 24 for name, size in fused.items()}
+    taken.clear()
+    for path, share in shares.items():
+        weights.region(path, share[first])
+    whole = {name: x.nbytes for name, x in tensors_of(FOLDER / "gpt2").items()}
+    rows = {"transformer.wte.weight": 48 * 16 * 4}  # of 384 with the padding
+    assert taken == {name: size // 8 for name, size in whole.items()} | rows
+    taken.clear()
+    weights.region("embed/token", shares["embed/token"][last])
+    assert not taken  # the last device holds padding alone
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[models.Model, Path, dict[str, np.ndarray]]:
+    """A Llama of 4 layers and 21 MB, in files of at most 4 MB, with its parameters."""
+    folder = tmp_path_factory.mktemp("large")
+    section = DecoderConfig(hidden=256, intermediate=1024, vocab_size=2000, tied_head=False, max_len=16)
+    model = models.build(section)
+    rng = np.random.default_rng(0)
+    values = {path: rng.normal(size=x.shape).astype(np.float32) for path, x in by_name(shapes(model)).items()}
+    write(model, folder, values.__getitem__, max_file_bytes=4_000_000)
+    return model, folder, values
+
+
+def shapes(model: models.Model) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.param_specs())
+
+
+def test_memory_is_a_share_and_one_parameter(large: Any) -> None:
+    """One device's eighth of every parameter, all of which is kept, and the largest (stacked) parameter's eighth."""
+    model, folder, values = large
+    of_devices = by_name(abstract(model, strategy="zero3"))
+    mine = {path: x.sharding.devices_indices_map(x.shape)[jax.devices()[0]] for path, x in of_devices.items()}
+    total = sum(x.nbytes for x in values.values())
+    weights = Weights(model, folder)
+    tracemalloc.start()
+    kept = [weights.region(path, index) for path, index in mine.items()]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    largest = max(x.nbytes for x in values.values())
+    assert total > 20e6 and sum(x.nbytes for x in kept) == total // 8
+    assert peak < total / 8 + largest / 8 + 200_000 < total / 4
+
+
+def test_memory_of_writing_is_one_parameter_and_one_tensor(large: Any, tmp_path: Path) -> None:
+    model, _, values = large
+    largest = max(x.nbytes for x in values.values())
+    tracemalloc.start()
+    write(model, tmp_path, lambda path: values[path].copy(), max_file_bytes=4_000_000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2.2 * largest < sum(x.nbytes for x in values.values())
+
+
+def test_files_have_at_most_the_size_that_was_asked_for(large: Any) -> None:
+    _, folder, values = large
+    files = sorted(folder.glob("*.safetensors"))
+    assert [file.name for file in files] == [
+        f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)
+    ]
+    assert len(files) > 4 and all(3e5 < file.stat().st_size < 4_010_000 for file in files)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: file.name for file in files for name in load_file(file)}
+    found = tensors_of(folder)
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in found.values())
+    np.testing.assert_array_equal(found["model.layers.3.mlp.up_proj.weight"], values["layers/up/weight"][3].T)
+    np.testing.assert_array_equal(found["lm_head.weight"], values["head/weight"][:, :2000].T)
+
+
+@pytest.mark.parametrize("file_bytes", [10_000, 10**9])
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trip_is_bit_by_bit(name: str, file_bytes: int, tmp_path: Path) -> None:
+    """The same tensors, names and bytes as transformers wrote; the files may be others."""
+    model, params = loaded(FOLDER / name, section(FOLDER / name))
+    ours = by_name(params)
+    written = write(model, tmp_path, lambda path: np.asarray(ours[path]), max_file_bytes=file_bytes)
+    assert len(written) == (1 if file_bytes == 10**9 else len({*written})) and (len(written) > 2) == (
+        file_bytes < 10**9
+    )
+    before, after = tensors_of(FOLDER / name), tensors_of(tmp_path)
+    assert before.keys() == after.keys()
+    assert [
+        key for key, x in before.items() if x.tobytes() != after[key].tobytes() or x.shape != after[key].shape
+    ] == []
+    assert replace(section(tmp_path), weights="") == replace(section(FOLDER / name), weights="")
+    assert not [*tmp_path.glob("*.unfinished")]
+
+
+def test_a_folder_with_weights_is_not_overwritten(tmp_path: Path) -> None:
+    model, params = loaded(FOLDER / "bert", section(FOLDER / "bert"))
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    with pytest.raises(ValueError, match="holds weights already .* choose an empty folder"):
+        write(model, tmp_path, lambda path: np.asarray(by_name(params)[path]))
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Applies a change to the dict of the tensors of a single file."""
+    found = load_file(folder / "model.safetensors")
+    change(found)
+    save_file(found, folder / "model.safetensors")
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+F = np.float32
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "missing": (lambda f: rewrite(f, lambda x: x.pop(UP)), f"has no tensor {UP}, of shape 24 x 16$"),
+    "extra": (
+        lambda f: rewrite(f, lambda x: x.update({"model.norm.bias": np.zeros(16, F)})),
+        "has a tensor model.norm.bias, of shape 16, that the model has no place for$",
+    ),
+    "third layer": (
+        lambda f: rewrite(f, lambda x: x.update({UP.replace("1", "2"): np.zeros((24, 16), F), "z": np.zeros(1, F)})),
+        "has a tensor model.layers.2.mlp.up_proj.weight, of shape 24 x 16, that .* and 1 more$",
+    ),
+    "shape": (
+        lambda f: rewrite(f, lambda x: x.update({UP: x[UP][:20].copy()})),
+        f"{UP} has shape 20 x 16, but 24 x 16 in the model$",
+    ),
+    "dtype": (
+        lambda f: rewrite(f, lambda x: x.update({UP: x[UP].astype(np.int8)})),
+        f"{UP} has dtype I8; weights are float32, float16, bfloat16, float64$",
+    ),
+    "truncated": (
+        lambda f: cut(f / "model.safetensors"),
+        "model.safetensors is damaged or no safetensors file: .*incomplete",
+    ),
+    "empty": (
+        lambda f: (f / "model.safetensors").write_bytes(b""),
+        "model.safetensors is damaged or no safetensors file",
+    ),
+    "no weights": (
+        lambda f: (f / "model.safetensors").unlink(),
+        "has neither model.safetensors.index.json nor model.safetensors$",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), r"config.json cannot be read \(No such file or directory\)"),
+    "config not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON: "),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "model_type None is not supported"),
+}
+INDEX_DAMAGE: dict[str, tuple[Any, str]] = {
+    "file missing": (
+        lambda f: (f / "model-00002-of-00003.safetensors").unlink(),
+        "index.json names model-00002-of-00003.safetensors, which is not there$",
+    ),
+    "file truncated": (lambda f: cut(f / "model-00002-of-00003.safetensors"), "00002-of-00003.safetensors is damaged"),
+    "index not JSON": (
+        lambda f: (f / reading.INDEX_FILE).write_text("{"),
+        "index.json is not an index: JSONDecodeError",
+    ),
+    "no map": (lambda f: (f / reading.INDEX_FILE).write_text("{}"), "index.json is not an index: KeyError"),
+    "wrong place": (
+        lambda f: shutil.copy(f / "model-00001-of-00003.safetensors", f / "model-00003-of-00003.safetensors"),
+        "index.json says that transformer.* is in model-00003-of-00003.safetensors, which does not have it$",
+    ),
+}
+CASES = [("llama", key) for key in DAMAGE] + [("gpt2", key) for key in INDEX_DAMAGE]
+
+
+@pytest.mark.parametrize(("name", "damage"), CASES, ids=[key for _, key in CASES])
+def test_damage_is_one_line_that_names_it(name: str, damage: str, tmp_path: Path) -> None:
+    folder = changed(FOLDER / name, tmp_path / name)
+    harm, message = (DAMAGE | INDEX_DAMAGE)[damage]
+    harm(folder)
+    with pytest.raises(ValueError, match=message) as error:
+        Weights(models.build(section(FOLDER / name)), folder)
+    assert str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_padding_of_the_vocabulary_is_zero() -> None:
+    model, params = loaded(FOLDER / "bert", section(FOLDER / "bert"))
+    assert model.config.padded_vocab == 384 and math.prod(params["embed"]["token"].shape) == 384 * 16
+    assert not np.any(params["embed"]["token"][260:]) and not np.any(params["head"]["bias"][260:])
+    assert np.all(params["embed"]["token"][259] != 0)

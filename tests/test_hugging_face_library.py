@@ -1,0 +1,102 @@
+"""Against the installed transformers: what it writes, we read; what we write, it loads, and computes our logits.
+
+Slow, because torch and transformers are no requirements of the program: `make .venv/hugging-face-installed`.
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hugging_face_reference
+import numpy as np
+import pytest
+from hugging_face_reference import FOLDER, MODELS, batch_loss, example, make
+from running import IGNORED, ROOT, run_here
+from test_hugging_face_files import tensors_of
+from test_hugging_face_models import our_logits
+from test_hugging_face_runs import flags, run_convert
+
+pytestmark = [IGNORED, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+if not importlib.util.find_spec("transformers"):
+    pytest.skip("make .venv/hugging-face-installed", allow_module_level=True)
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2 untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 24, "activation_function": "gelu"}),
+    "llama biases": ("llama", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "llama all biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "bert tanh": ("bert", {"hidden_act": "gelu_new", "layer_norm_eps": 1e-3, "type_vocab_size": 3}),
+    "roberta": ("roberta", {"layer_norm_eps": 1e-5, "type_vocab_size": 2}),
+}
+CASES = [*((name, name, {}) for name in MODELS), *((case, name, how) for case, (name, how) in VARIANTS.items())]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
+    yield
+
+
+@pytest.mark.parametrize(("name", "changes"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_our_logits_equal_those_of_transformers(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    model = make(name, **changes)
+    model.save_pretrained(tmp_path)
+    tokens = example(name)
+    theirs = hugging_face_reference.logits(model, tokens)
+    assert np.abs(theirs).max() > 1
+    np.testing.assert_allclose(our_logits(tmp_path, tokens), theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_files_of_the_quick_tests_are_what_transformers_computes(name: str) -> None:
+    model, reference = make(name), np.load(FOLDER / name / "reference.npz")
+    np.testing.assert_allclose(
+        hugging_face_reference.logits(model, reference["tokens"]), reference["logits"], atol=1e-5
+    )
+    np.testing.assert_allclose(batch_loss(model, name), reference["batch_loss"], rtol=1e-5)
+    saved = {key: x.numpy() for key, x in model.state_dict().items()}
+    for key, x in tensors_of(FOLDER / name).items():
+        np.testing.assert_array_equal(saved[key], x)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exported_run_loads_in_transformers_and_computes_our_logits(name: str, tmp_path: Path) -> None:
+    """Trained for two steps, so that the weights are the run's own."""
+    import transformers
+
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert run_here(*flags(name, sharding__partition_size=4), f"--workdir={run}") == 0
+    assert run_convert("convert", f"--to_hugging_face={out}", f"--workdir={run}", "--max_file_gb=2e-5") == 0
+    kind = transformers.AutoModelForMaskedLM if "bert" in name else transformers.AutoModelForCausalLM
+    model, told = kind.from_pretrained(out, output_loading_info=True)
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    assert type(model).__name__ == MODELS[name][0] and not [*out.glob("model.safetensors")]
+    tokens = example(name)
+    theirs = hugging_face_reference.logits(model.eval(), tokens)
+    np.testing.assert_allclose(our_logits(out, tokens), theirs, atol=1e-5)
+    assert np.abs(theirs - np.load(FOLDER / name / "reference.npz")["logits"]).max() > 1e-2  # it was trained
+
+
+def test_an_exported_run_brings_its_tokenizer(tmp_path: Path) -> None:
+    import transformers
+    from test_input_tokenizers import tokenizer_json
+
+    vocabulary = tokenizer_json(tmp_path / "tokenizer.json")
+    run, out, text = tmp_path / "run", tmp_path / "out", "def main(): return 42\n"
+    changes = {"data__tokenizer": "hugging_face", "data__tokenizer_path": vocabulary, "data__source": "folder"}
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number in range(40):
+        (corpus / f"{number}.txt").write_text(text * 40)
+    args = flags("gpt2", **changes, data__path=corpus, num_steps=1)
+    assert run_here(*args, f"--workdir={run}") == 0
+    assert run_convert("convert", f"--to_hugging_face={out}", f"--workdir={run}") == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text and max(ids) < 260
+    assert (tokenizer.eos_token, tokenizer.mask_token) == ("<|endoftext|>", "<mask>")
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert ROOT.exists()

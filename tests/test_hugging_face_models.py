@@ -1,0 +1,211 @@
+"""Models with the weights of transformers: its logits, and `config.json` in both directions.
+
+The logits were computed by transformers (tests/hugging_face_reference.py); tests/test_hugging_face_library.py computes
+them again.
+"""
+
+import json
+import math
+import re
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hugging_face_reference import FOLDER, MODELS, VOCAB
+from running import IGNORED, ROOT
+from safetensors.numpy import load_file, save_file
+
+import models
+from configs import command_line, hugging_face
+from configs.schema import MODELS as KINDS
+from configs.schema import DecoderConfig, EncoderConfig, TransformerConfig
+from models.block import exact_gelu
+from models.hugging_face import Weights
+from models.model import Params
+from optimizers import is_matrix
+
+pytestmark = IGNORED
+HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def section(folder: Path) -> TransformerConfig:
+    values = hugging_face.model(folder).to_dict()
+    found = KINDS[values["kind"]](**values)
+    assert isinstance(found, TransformerConfig)
+    return found
+
+
+def loaded(folder: Path, config: TransformerConfig) -> tuple[Any, Params]:
+    """Returns the model and its parameters on one device."""
+    model = models.build(config)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=HERE), model.param_specs())
+    return model, Weights(model, folder).load(abstract)
+
+
+def our_logits(folder: Path, tokens: np.ndarray, config: TransformerConfig | None = None) -> np.ndarray:
+    model, params = loaded(folder, config or section(folder))
+    ids = tokens.astype(np.int32)
+    return np.asarray(jax.jit(lambda p: model.logits(p, ids, lambda _, tree: tree))(params))[..., :VOCAB]
+
+
+def changed(folder: Path, target: Path, **changes: Any) -> Path:
+    """Copies a checkpoint and changes keys of its config.json; None removes one."""
+    shutil.copytree(folder, target)
+    values = json.loads((target / "config.json").read_text()) | changes
+    (target / "config.json").write_text(json.dumps({key: x for key, x in values.items() if x is not None}))
+    return target
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers(name: str) -> None:
+    reference = np.load(FOLDER / name / "reference.npz")
+    assert np.abs(reference["logits"]).max() > 1
+    np.testing.assert_allclose(our_logits(FOLDER / name, reference["tokens"]), reference["logits"], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gpt2", {"norm_eps": 1e-3}),
+        ("gpt2", {"activation": "gelu_exact"}),
+        ("llama", {"rotary_base": 10_000.0}),
+        ("bert", {"activation": "gelu"}),
+        ("bert", {"norm_eps": 1e-3}),
+    ],
+)
+def test_each_setting_matters(name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the setting of another model the logits are others: the test above would see it."""
+    reference = np.load(FOLDER / name / "reference.npz")
+    config = section(FOLDER / name)
+    monkeypatch.setattr("models.hugging_face.reading.check_same", lambda *_: hugging_face.architecture_of(config))
+    ours = our_logits(FOLDER / name, reference["tokens"], replace(config, **changes))
+    assert np.abs(ours - reference["logits"]).max() > 1e-4
+
+
+def test_tables_of_positions_and_token_types_are_no_matrices() -> None:
+    """They get neither weight decay nor Muon's orthogonalisation."""
+    embed = models.build(section(FOLDER / "bert")).param_specs()["embed"]
+    assert {"token", "position", "token_type"} < embed.keys()
+    assert [name for name in ("token", "position", "token_type") if is_matrix(embed[name])] == ["token"]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_derivative_of_exact_gelu(dtype: Any) -> None:
+    """Against differences of the definition, in float64."""
+    x = np.linspace(-5, 5, 41).astype(dtype).astype(np.float64)
+    value = np.vectorize(lambda v: v * (1 + math.erf(v / math.sqrt(2))) / 2)
+    slope = jax.vmap(jax.grad(exact_gelu))(x.astype(dtype))
+    assert slope.dtype == dtype
+    tolerance = 1e-6 if dtype == np.float32 else 0.02
+    np.testing.assert_allclose(
+        np.asarray(slope, np.float64), (value(x + 1e-5) - value(x - 1e-5)) / 2e-5, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
+def test_other_float_dtypes_become_float32(tmp_path: Path, dtype: Any) -> None:
+    folder = changed(FOLDER / "llama", tmp_path / "llama")
+    rounded = {name: x.astype(dtype) for name, x in load_file(folder / "model.safetensors").items()}
+    save_file(rounded, folder / "model.safetensors")
+    _, params = loaded(folder, section(folder))
+    up = params["layers"]["up"]["weight"]
+    assert up.dtype == np.float32
+    np.testing.assert_array_equal(up[1], rounded["model.layers.1.mlp.up_proj.weight"].astype(np.float32).T)
+
+
+def test_weights_of_older_names_and_other_heads_are_read(tmp_path: Path) -> None:
+    """BERT's first checkpoints: norms as TensorFlow names them, the bare model without a prefix, other tasks' heads."""
+    folder = changed(FOLDER / "bert", tmp_path / "bert")
+    path = folder / "model.safetensors"
+    old = {}
+    for name, x in load_file(path).items():
+        old_name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        old[old_name.removeprefix("bert.")] = x
+    old |= {"bert.pooler.dense.weight": np.zeros((16, 16), np.float32), "embeddings.position_ids": np.arange(40)}
+    copy = {"cls.predictions.decoder.bias": old["cls.predictions.bias"].copy()}
+    old |= {"cls.seq_relationship.bias": np.zeros(2, np.float32), **copy}
+    save_file(old, path)
+    reference = np.load(FOLDER / "bert" / "reference.npz")
+    np.testing.assert_allclose(our_logits(folder, reference["tokens"]), reference["logits"], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_config_json_goes_both_ways(name: str) -> None:
+    theirs = json.loads((FOLDER / name / "config.json").read_text())
+    config = section(FOLDER / name)
+    architecture = hugging_face.architecture_of(config)
+    ours = hugging_face.config_json(config, architecture)
+    assert (ours["model_type"], ours["architectures"]) == (theirs["model_type"], theirs["architectures"])
+    left_out = {"bos_token_id", "eos_token_id", "n_inner"} | (set() if name == "roberta" else {"pad_token_id"})
+    for key in ours.keys() & theirs.keys() - left_out:
+        assert ours[key] == theirs[key], key
+    assert config.weights == str(FOLDER / name)
+
+
+def test_the_config_file_on_the_page_takes_the_sizes_of_a_checkpoint(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "weights.md").read_text(), re.DOTALL)
+    (tmp_path / "fine_tune.py").write_text(code)
+    sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
+    argv = ["train.py", f"--config={tmp_path / 'fine_tune.py'}:{FOLDER / 'llama'}", "--config.data.seq_len=8"]
+    config = command_line.parse(argv, command_line.new_flags(argv))
+    assert config.model == section(FOLDER / "llama")
+    assert config.data.tokenizer_path == str(FOLDER / "llama" / "tokenizer.json")
+
+
+def test_config_json_of_older_versions(tmp_path: Path) -> None:
+    """Llama's before transformers 5: no rope_parameters, no bias keys, no head_dim."""
+    absent = dict.fromkeys(("rope_parameters", "attention_bias", "mlp_bias", "head_dim", "tie_word_embeddings"))
+    config = section(changed(FOLDER / "llama", tmp_path / "a", **absent, rope_theta=500.0, rope_scaling=None))
+    assert config == replace(section(FOLDER / "llama"), weights=config.weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"model_type": "mamba"}, "model_type 'mamba' is not supported; one of gpt2, llama, bert, roberta is"),
+        ("llama", {"model_type": None}, "model_type None is not supported"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act='relu' is not supported; 'silu' is"),
+        ("llama", {"head_dim": 8}, "head_dim=8 is not hidden_size / num_attention_heads=4"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type 'llama3' are not supported"),
+        ("llama", {"mlp_bias": True}, "mlp_bias without attention_bias is not supported"),
+        ("llama", {"hidden_size": None}, "config.json has no hidden_size"),
+        ("llama", {"rms_norm_eps": 1e-5}, "model.norm_eps=1e-06, but 1e-05 there"),
+        ("llama", {"tie_word_embeddings": True}, "model.tied_head=False, but True there"),
+        ("gpt2", {"n_layer": 3, "n_head": 2}, "model.num_layers=2, but 3 there, model.num_heads=4, but 2 there"),
+        ("gpt2", {"activation_function": "relu"}, "an activation 'relu' is not supported; one of gelu_new, gelu, "),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
+        ("bert", {"is_decoder": True}, "is_decoder=True is not supported; False is"),
+        ("bert", {"model_type": "gpt2", "n_embd": 16, "n_head": 4}, "config.json has no vocab_size|has no n_layer"),
+        ("roberta", {"pad_token_id": 0}, "model.max_len=40, but 41 there, model.position_offset=2, but 1 there"),
+    ],
+)
+def test_bad_config_json_is_one_line(tmp_path: Path, name: str, changes: dict[str, Any], message: str) -> None:
+    folder = changed(FOLDER / name, tmp_path / name, **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        Weights(models.build(section(FOLDER / name)), folder)
+    assert str(folder / "config.json") in str(error.value) and "\n" not in str(error.value)
+
+
+def test_another_kind_of_model_is_one_line() -> None:
+    with pytest.raises(ValueError, match="model.kind='encoder', but 'decoder' there"):
+        Weights(models.build(EncoderConfig()), FOLDER / "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DecoderConfig(norm="layer"), "LlamaForCausalLM needs model.norm='rms'"),
+        (DecoderConfig(activation="gelu"), "LlamaForCausalLM needs model.activation='swiglu'"),
+        (EncoderConfig(), "BertForMaskedLM needs model.norm_first=False, model.token_types=1"),
+        (EncoderConfig(norm_first=False, position_offset=2), "RobertaForMaskedLM needs .*model.token_types=1"),
+    ],
+)
+def test_models_without_a_counterpart_say_what_is_missing(config: TransformerConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hugging_face.architecture_of(config)

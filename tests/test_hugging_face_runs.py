@@ -1,0 +1,229 @@
+"""Runs that start from a checkpoint of transformers, and runs that become one: train.py and training.convert."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hugging_face_reference import FOLDER
+from running import IGNORED, ROOT, SMALL, arrays, finish, losses, run_here, start_together
+from test_hugging_face_files import tensors_of
+from test_hugging_face_models import changed, section
+
+from configs.schema import may_change
+from training import convert
+
+pytestmark = IGNORED
+SAME = {"rtol": 1e-5}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "zero3": {"sharding.strategy": "zero3", "sharding.partition_size": 0},
+    "ddp": {"sharding.strategy": "ddp", "sharding.partition_size": 0},
+    "mics": {"sharding.partition_size": 4},
+    "tensor": {"sharding.partition_size": 4, "mesh.devices_per_node": 4, "mesh.tensor": 2},
+    "auto": {"sharding.strategy": "zero3", "sharding.partition_size": 0, "sharding.partitioner": "auto"},
+}
+
+
+def flags(name: str, folder: Path | None = None, **changes: Any) -> list[str]:
+    """Returns the flags of a run of 2 steps with the sizes of a checkpoint, which starts from it unless changed."""
+    values = {f"model.{key}": x for key, x in model_section(name).items()}
+    values |= {key: x for key, x in SMALL.items() if not key.startswith("model.")}
+    values |= {"num_steps": 2, "optimizer.warmup_steps": 1, "model.weights": str(folder or FOLDER / name)}
+    values |= {key.replace("__", "."): x for key, x in changes.items()}
+    config = "tiny_bert" if "bert" in name else "quickstart"
+    return [f"--config={ROOT}/configs/{config}.py", *(f"--config.{key}={x}" for key, x in values.items())]
+
+
+def run_convert(*args: str) -> int:
+    sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
+    return convert.main(args)
+
+
+def model_section(name: str) -> dict[str, Any]:
+    return {key: x for key, x in asdict(section(FOLDER / name)).items() if key != "kind"}
+
+
+def batch_loss(name: str) -> float:
+    """The loss of the first batch, as transformers computed it."""
+    return float(np.load(FOLDER / name / "reference.npz")["batch_loss"])
+
+
+PAIRS = [("llama", "tensor"), ("roberta", "mics")]
+OTHERS = [("gpt2", "zero3"), ("gpt2", "mics"), ("bert", "ddp"), ("bert", "tensor"), ("llama", "auto")]
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"), [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHERS)]
+)
+def test_training_starts_at_the_loss_of_transformers(name: str, strategy: str, tmp_path: Path) -> None:
+    changes = {key.replace(".", "__"): x for key, x in STRATEGIES[strategy].items()}
+    assert run_here(*flags(name, **changes), f"--workdir={tmp_path}") == 0
+    first, second = losses(tmp_path)
+    np.testing.assert_allclose(first, batch_loss(name), **SAME)
+    assert second < first  # the optimizer moves them
+
+
+def test_a_restored_run_does_not_read_the_weights_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They may even be gone; but another folder is another run."""
+    folder, workdir = changed(FOLDER / "llama", tmp_path / "weights"), tmp_path / "run"
+    args = flags("llama", folder, num_steps=3, checkpoint__every=1)
+    assert run_here(*args, f"--workdir={workdir}") == 0
+    before = arrays(workdir, 3)
+    shutil.rmtree(workdir / "checkpoints" / "3")
+    (workdir / "summary.json").unlink()
+    shutil.rmtree(folder)
+    assert run_here(*args, f"--workdir={workdir}") == 0
+    assert "resumed at step 2 of 3" in capsys.readouterr().out
+    after = arrays(workdir, 3)
+    assert all(x.tobytes() == after[name].tobytes() for name, x in before.items())
+
+    assert not may_change("model.weights")
+    assert run_here(*flags("llama", num_steps=3, checkpoint__every=1), f"--workdir={workdir}") == 2
+    assert "model.weights was" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__num_layers": 3}, "of different models: model.num_layers=3, but 2 there"),
+        ({"model__weights": "/nowhere"}, "/nowhere/config.json cannot be read (No such file or directory)"),
+    ],
+)
+def test_bad_weights_are_refused_before_anything_is_written(
+    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = flags("llama", **changes)
+    assert run_here(*args, f"--workdir={tmp_path / 'run'}", compile_once=False) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+    assert not (tmp_path / "run" / "events.jsonl").exists() and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_convert_in_and_out_again_is_bit_by_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, workdir, out = FOLDER / "gpt2", tmp_path / "run", tmp_path / "out"
+    args = flags("gpt2", model__weights="")
+    command = ["convert", f"--from_hugging_face={folder}", f"--out={workdir}", *args]
+    assert run_convert(*command) == 0
+    assert "train.py goes on from there" in capsys.readouterr().out
+    assert run_convert(*command) == 2
+    assert "holds checkpoints already; choose another --out" in capsys.readouterr().err
+
+    command = ["convert", f"--to_hugging_face={out}", f"--workdir={workdir}", "--max_file_gb=2e-5"]
+    assert run_convert(*command, "--step=3") == 2
+    assert "holds no step 3; its steps are 0" in capsys.readouterr().err
+    assert run_convert(*command) == 0
+    assert f"{out}: step 0 of {workdir} in 3 files" in capsys.readouterr().out
+    before, after = tensors_of(folder), tensors_of(out)
+    assert before.keys() == after.keys() and all(x.tobytes() == after[name].tobytes() for name, x in before.items())
+    assert run_convert(*command) == 2
+    assert "holds weights already" in capsys.readouterr().err
+
+    (state,) = (workdir / "checkpoints" / "0" / "state").glob("manifest.ocdbt")
+    state.write_bytes(state.read_bytes()[:-1])
+    assert run_convert("convert", f"--to_hugging_face={tmp_path / 'b'}", f"--workdir={workdir}") == 2
+    assert "is damaged: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_converted_checkpoint_trains_as_from_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workdir, out = tmp_path / "run", tmp_path / "out"
+    args = flags("gpt2", model__weights="")
+    assert run_convert("convert", f"--from_hugging_face={FOLDER / 'gpt2'}", f"--out={workdir}", *args) == 0
+    assert run_here(*args, f"--workdir={workdir}") == 0
+    assert "resumed at step 0 of 2" in capsys.readouterr().out
+    assert run_here(*flags("gpt2"), f"--workdir={tmp_path / 'other'}") == 0
+    assert losses(workdir) == losses(tmp_path / "other")
+    np.testing.assert_allclose(losses(workdir)[0], batch_loss("gpt2"), **SAME)
+
+    assert run_convert("convert", f"--to_hugging_face={out}", f"--workdir={workdir}") == 0
+    assert f"step 2 of {workdir}" in capsys.readouterr().out
+    trained, found = arrays(workdir, 2), tensors_of(out)
+    parts = [trained[f"params.layers.{x}.weight"][1] for x in ("query", "key", "value")]
+    np.testing.assert_array_equal(found["transformer.h.1.attn.c_attn.weight"], np.concatenate(parts, axis=1))
+    np.testing.assert_array_equal(found["transformer.wte.weight"], trained["params.embed.token"][:260])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "--to_hugging_face is missing"),
+        (["--to_hugging_face=OUT"], "--workdir is missing"),
+        (["--to_hugging_face=OUT", "--workdir=RUN"], "RUN/checkpoints holds no checkpoint"),
+        (["--to_hugging_face=OUT", "--workdir=RUN", "--max_file_gb=0"], "--max_file_gb=0.0 must be above 0"),
+        (["--to_hugging_face=OUT", "--workdir=RUN", "--out=X"], "--out belongs to the other direction"),
+        (["--to_hugging_face=OUT", "--step=x"], "--step"),
+        (["--to_hugging_face=OUT", "extra"], "unexpected argument 'extra'"),
+        (["--to_hugging_fac=OUT"], "to_hugging_fac"),
+        (["--from_hugging_face=IN"], "--config=configs/X.py is missing"),
+        (["--from_hugging_face=IN", "CONFIG"], "--out is missing"),
+        (["--from_hugging_face=IN", "CONFIG", "--out=RUN", "--step=1"], "--step belongs to the other direction"),
+        (["--from_hugging_face=IN", "CONFIG", "--out=RUN"], "IN/config.json cannot be read"),
+        (["--from_hugging_face=IN", "RESNET", "--out=RUN"], "model.kind=resnet has no counterpart"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(
+    args: Sequence[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs = {"CONFIG": "quickstart", "RESNET": "digits"}
+    named = [f"--config={ROOT}/configs/{configs[x]}.py" if x in configs else x for x in args]
+    named = [re.sub(r"=(OUT|RUN|IN)$", rf"={tmp_path}/\1", x) for x in named]
+    assert run_convert("convert", *named) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1 and err.startswith("error: ")
+
+
+@pytest.mark.slow
+def test_a_model_without_a_counterpart_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = flags("bert", model__weights="", model__norm_first=True, num_steps=1)
+    assert run_here(*args, f"--workdir={tmp_path / 'run'}") == 0
+    capsys.readouterr()
+    assert run_convert("convert", f"--to_hugging_face={tmp_path / 'out'}", f"--workdir={tmp_path / 'run'}") == 2
+    assert "BertForMaskedLM needs model.norm_first=False" in capsys.readouterr().err
+    assert not [*(tmp_path / "out").glob("*")]
+
+
+@pytest.mark.slow
+def test_two_processes_read_half_each_and_start_at_the_same_loss(tmp_path: Path) -> None:
+    """The bytes that each process takes from the files: zero3 over both, half of every tensor but the padded table."""
+    first = f"""
+import json
+from pathlib import Path
+from counting_file import CountingFile
+from models.hugging_face import reading
+opened = reading.safe_open
+reading.safe_open = lambda *args, **how: CountingFile(opened(*args, **how))
+whole = reading.Weights.load
+def load(self, abstract):
+    params = whole(self, abstract)
+    import jax
+    Path({str(tmp_path)!r}, f"taken-{{jax.process_index()}}.json").write_text(json.dumps(CountingFile.taken))
+    return params
+reading.Weights.load = load
+"""
+    args = [*flags("llama", **{k.replace(".", "__"): x for k, x in STRATEGIES["zero3"].items()})]
+    two = start_together([*args, f"--workdir={tmp_path / 'run'}"], 2, devices=2, first=first)
+    outcomes = finish(*two)
+    assert [code for code, _, _ in outcomes] == [0, 0], outcomes
+    np.testing.assert_allclose(losses(tmp_path / "run")[0], batch_loss("llama"), **SAME)
+    whole = {name: x.nbytes for name, x in tensors_of(FOLDER / "llama").items()}
+    taken = [json.loads((tmp_path / f"taken-{i}.json").read_text()) for i in range(2)]
+    assert {name: taken[0][name] + taken[1][name] for name in whole} == whole
+    padded = {"model.embed_tokens.weight"}  # 384 rows, of which 260 are in the file: process 0 has 0 to 95, 192 to 287
+    assert all(taken[0][name] == taken[1][name] for name in whole.keys() - padded)
+    assert taken[0]["model.embed_tokens.weight"] == (96 + 260 - 192) * 16 * 4
+
+
+def test_help_shows_the_two_commands() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "training.convert", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0 and "--from_hugging_face=" in done.stdout and "--to_hugging_face=" in done.stdout
+    assert jax.device_count() == 8

@@ -1,0 +1,146 @@
+"""Converts checkpoints of transformers, in safetensors, into the start of a run, and runs into such checkpoints.
+
+    python -m training.convert --from_hugging_face=DIR --config=configs/X.py --out=WORKDIR [--config.a.b=value ...]
+    python -m training.convert --to_hugging_face=DIR --workdir=WORKDIR [--step=N] [--max_file_gb=5]
+
+The first writes step 0 of a run: `train.py` with the same config and `--workdir` goes on from there. (A run can also
+start from DIR itself, with `model.weights`, and then on several machines.) The second writes the parameters of the
+newest checkpoint, or of step N, and the run's tokenizer if that is a tokenizer.json. Both are programs of one process.
+Exit codes: 0 done; 2 a mistake in a flag, the config or a file; 1 anything else.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+import models
+from configs import command_line
+from configs.schema import Config, TransformerConfig, defaults
+from input_pipeline import tokenizers
+from models import hugging_face
+from runtime.command_line import complain, make_folder, prepare_output
+from state import Checkpointer, check_path
+from state.parameters import SavedParameters
+from training.devices import use_cpu_devices
+from training.experiment import make_experiment
+from training.resume import is_same_run
+
+TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the program and returns its exit code; a user's mistake is one line."""
+    prepare_output()
+    values = command_line.new_flags(argv)
+    flags.DEFINE_string("from_hugging_face", None, "folder of the checkpoint to read", flag_values=values)
+    flags.DEFINE_string("out", None, "the new run's directory", flag_values=values)
+    flags.DEFINE_string("to_hugging_face", None, "folder of the checkpoint to write", flag_values=values)
+    flags.DEFINE_string("workdir", None, "directory of the run to read", flag_values=values)
+    flags.DEFINE_integer("step", None, "step to read (default: the newest)", flag_values=values)
+    flags.DEFINE_float("max_file_gb", 5.0, "GB of tensors in a file (10^9 bytes)", flag_values=values)
+    try:
+        if command_line.asks_for_help(argv):
+            print(command_line.help_text(__doc__ or "", argv, values))
+        elif any(word.lstrip("-").startswith("from_hugging_face") for word in argv[1:]):
+            config = command_line.parse(argv, values)
+            _refuse(values, "to_hugging_face", "workdir", "step")
+            import_run(config, Path(values.from_hugging_face), Path(_given(values, "out")))
+        else:
+            if rest := values(list(argv))[1:]:
+                raise ValueError(f"unexpected argument {rest[0]!r}; flags are written --name=value")
+            folder = Path(_given(values, "to_hugging_face"))  # the config is the run's
+            _refuse(values, "config", "out")
+            if not values.max_file_gb > 0:
+                raise ValueError(f"--max_file_gb={values.max_file_gb} must be above 0")
+            max_bytes = int(values.max_file_gb * 1e9)
+            export_run(Path(_given(values, "workdir")), folder, step=values.step, max_file_bytes=max_bytes)
+    except flags.Error as error:
+        return complain(ValueError(str(error)))
+    except (ValueError, OSError) as error:
+        return complain(error)
+    return 0
+
+
+def import_run(config: Config, folder: Path, workdir: Path) -> None:
+    """Writes step 0 of a run whose parameters come from `folder`. ValueError if it does not fit the config."""
+    check_path(workdir)
+    directory = workdir / "checkpoints"
+    if directory.exists() and any(directory.iterdir()):
+        raise ValueError(f"{directory} holds checkpoints already; choose another --out")
+    if not isinstance(config.model, TransformerConfig):
+        raise ValueError(f"model.kind={config.model.kind} has no counterpart in transformers; choose another config")
+    if config.mesh.num_cpu_devices:
+        use_cpu_devices(config.mesh.num_cpu_devices)
+    experiment = make_experiment(replace(config, model=replace(config.model, weights=str(folder))))
+    state = experiment.init_state()
+    make_folder(workdir, "--out")
+    with Checkpointer(directory, config.checkpoint, is_same_run=is_same_run) as checkpointer:
+        checkpointer.save(0, state, data={"step": 0, "seed": config.seed}, config=config.to_dict())
+    print(f"{workdir} starts from {folder}: {experiment.model.num_params} parameters; train.py goes on from there")
+
+
+def export_run(workdir: Path, folder: Path, *, step: int | None, max_file_bytes: int) -> None:
+    """Writes the parameters of a run's checkpoint into `folder`, and its tokenizer if that is a tokenizer.json.
+
+    ValueError if there is no such step, or if no architecture of transformers computes what the model does.
+    """
+    saved = SavedParameters(workdir / "checkpoints", step)
+    config = Config.from_dict(_with_defaults(saved.config))
+    if not isinstance(config.model, TransformerConfig):
+        raise ValueError(f"{workdir} trained model.kind={config.model.kind}, which has no counterpart in transformers")
+    make_folder(folder, "--to_hugging_face")
+    tokenizer = None
+    if config.data.tokenizer == "hugging_face":
+        tokenizer = tokenizers.HuggingFace(Path(config.data.tokenizer_path).expanduser())
+    written = hugging_face.write(
+        models.build(config.model),
+        folder,
+        saved.read,
+        max_file_bytes=max_file_bytes,
+        token_ids={"eos_token_id": tokenizer.separator} if tokenizer else {},
+    )
+    if tokenizer:
+        _write_tokenizer(tokenizer, config, folder)
+    print(f"{folder}: step {saved.step} of {workdir} in {len(written)} file{'s' if len(written) > 1 else ''}")
+
+
+def _write_tokenizer(tokenizer: tokenizers.HuggingFace, config: Config, folder: Path) -> None:
+    """Writes the run's tokenizer.json, and the file by which transformers finds it and its special tokens."""
+    assert isinstance(config.model, TransformerConfig)
+    shutil.copyfile(Path(config.data.tokenizer_path).expanduser(), folder / TOKENIZER_FILE)
+    special = {"eos_token": tokenizer.separator_token, "mask_token": tokenizer.mask_token}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.model.max_len}
+    about |= {name: token for name, token in special.items() if token}
+    (folder / TOKENIZER_CONFIG_FILE).write_text(json.dumps(about, indent=2) + "\n")
+
+
+def _with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a saved config with the defaults of the keys that its version did not have."""
+    known = defaults(str(saved["model"]["kind"]))
+    return {
+        name: {**value, **saved.get(name, {})} if isinstance(value, dict) else saved.get(name, value)
+        for name, value in known.items()
+    }
+
+
+def _given(values: flags.FlagValues, name: str) -> str:
+    value = values[name].value
+    if not value:
+        raise ValueError(f"--{name} is missing; python -m training.convert --help shows the two commands")
+    return value
+
+
+def _refuse(values: flags.FlagValues, *names: str) -> None:
+    for name in names:
+        if values[name].value is not None:
+            raise ValueError(f"--{name} belongs to the other direction; python -m training.convert --help shows both")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
