@@ -45,7 +45,8 @@ def read_trace(path: Path) -> Trace:
     try:
         text = path.read_text()
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"--spot_trace={path} cannot be read ({error}); {FORMAT}") from error
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(f"--spot_trace={path} cannot be read ({why}); {FORMAT}") from error
     try:
         points = _points_of_json(text) if text.lstrip().startswith("{") else _points_of_csv(text)
     except KeyError as error:
