@@ -260,10 +260,10 @@ def _padding(config: Config, predictions: Sequence[Prediction], num_devices: int
     for p in predictions:
         micro, steps = p.candidate.micro_size, p.accumulation
         if (computed := data_devices * micro * steps) > rows:
-            taken = f"{data_devices:,} devices take {micro} each, {steps} time{'s' if steps > 1 else ''}"
+            taken = f"{data_devices:,} devices take {micro} in each of {steps} micro-step{'s' if steps > 1 else ''}"
             notes[micro] = (
-                f"{computed - rows:,} of {computed:,} rows of a step are padding: {taken}, for {rows:,} rows; choose a "
-                "micro-batch or a number of nodes that divides them"
+                f"{computed - rows:,} of {computed:,} rows of a step are padding: the batch has {rows:,}, and {taken}; "
+                "choose a micro-batch or a number of nodes that divides them"
             )
     return [*notes.values()]
 

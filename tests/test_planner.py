@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from planning import WORDS, a_step, experiment, machine, own_cache, small  # noqa: F401 (fixtures)
-from running import IGNORED
+from running import IGNORED, ROOT
 
 from planner import __main__ as program
 from planner import clusters
@@ -325,10 +325,28 @@ def test_a_config_that_does_not_fit_says_what_would(
     assert code == 2 and "a smaller batch.micro_size (--search looks for one)" in err
 
 
+def test_the_defaults_are_in_the_help_and_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--help")
+    assert "p4d.24xlarge, unless it is given" in out and "one, unless it is given" in out
+    page = (ROOT / "docs" / "planner.md").read_text()
+    assert "; p4d.24xlarge if none is given |" in page and "| `--nodes=16` | one if it is not given;" in page
+    assert clusters.find_cluster(program.DEFAULT) and program._flags([""])["nodes"].default == ["1"]
+
+
+def test_the_lines_of_a_search_name_the_nodes_if_there_are_several(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = run(capsys, *WORDS, "--cluster=emulated", "--nodes=2,4", "--search", "--compile=1")
+    assert [line.split(": ")[0] for line in err.splitlines()] == [
+        "2 nodes, mics(2), micro-batch 1, gather layer",
+        "4 nodes, mics(2), micro-batch 1, gather layer",
+    ]
+    _, _, err = run(capsys, *WORDS, *EMULATED, "--search", "--compile=1")
+    assert err.startswith("mics(2), micro-batch 1, gather layer: ")
+
+
 def test_rows_of_padding_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Of 4 rows on 8 devices, and of 24 in micro-batches of 2; those divide 16."""
-    many = "4 of 8 rows of a step are padding: 8 devices take 1 each, 1 time, for 4 rows; choose a micro-batch or"
-    odd = "8 of 32 rows of a step are padding: 8 devices take 2 each, 2 times, for 24 rows; choose a micro-batch or"
+    many = "4 of 8 rows of a step are padding: the batch has 4, and 8 devices take 1 in each of 1 micro-step; choose"
+    odd = "8 of 32 rows of a step are padding: the batch has 24, and 8 devices take 2 in each of 2 micro-steps; choose"
     for rows, micro, said in ((4, 1, many), (24, 2, odd), (16, 2, "")):
         words = (f"--config.batch.micro_size={micro}", f"--config.batch.global_size={rows}")
         code, out, err = run(capsys, *WORDS, *EMULATED, *words)

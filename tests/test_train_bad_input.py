@@ -195,7 +195,8 @@ def test_config_flag_accepts_a_separate_argument(tmp_path: Path, capsys: pytest.
     config, *rest = arguments(tmp_path / "run", num_steps=0)
     for flag in ("--config", "-config"):
         assert error_of(capsys, flag, config.partition("=")[2], *rest).startswith("num_steps=0 must be")
-    assert error_of(capsys, "--config", "missing.py:arg", *rest) == "--config=missing.py: there is no such file"
+    said = "^--config=missing.py: there is no such file; experiments are .*quickstart"
+    assert_matches(error_of(capsys, "--config", "missing.py:arg", *rest), said)
     assert "config" in error_of(capsys, *rest, "--config")
 
 
