@@ -130,7 +130,10 @@ def test_both_kinds_of_file(tmp_path: Path) -> None:
         ("seconds,nodes\n0,4\n9,-1\n", "is no line of seconds,nodes"),
         ("seconds,nodes\n0,4\nnan,1\n", "nan is no time"),
         ("seconds,nodes\n0,many\n9,1\n", "many"),
+        ("seconds,nodes\n0,4\nlate,1\n", "csv: late is no time; give"),
         ('{"data": [1]}', "metadata"),
+        ('{"data": ', "csv: it is no JSON; give"),
+        ('{"metadata": 300, "data": [1]}', "csv: its JSON has another form; give"),
         ('{"metadata": {"gap_seconds": 300}, "data": []}', "two lines at least"),
     ],
 )
