@@ -6,6 +6,7 @@ import shlex
 import textwrap
 import traceback
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -79,19 +80,20 @@ def _read(argv: Sequence[str], values: flags.FlagValues) -> ConfigDict:
     file = _config_file(argv)
     _refuse_unknown_keys(argv, file)
     if file and not Path(file).is_file():
-        raise ValueError(f"--config={file}: there is no such file")
+        near = get_close_matches(Path(file).stem, _experiments(), n=1)
+        hint = f"did you mean configs/{near[0]}.py?" if near else f"experiments are {', '.join(_experiments())}"
+        raise ValueError(f"--config={file}: there is no such file; {hint}")
     try:
         rest = values(list(argv))[1:]
     except flags.Error as error:
-        _refuse_value(error)
+        _refuse_value(error, values)
         raise ValueError(_error_in_file(error, file) or _one_line(error)) from error
     except Exception as error:  # a config file is user code and can raise any exception
         raise ValueError(f"{file}: {_one_line(error)} ({type(error).__name__})") from error
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; flags are written --name=value")
     if not file:
-        names = ", ".join(sorted(p.stem for p in Path(__file__).parent.glob("*.py") if _is_experiment(p)))
-        raise ValueError(f"--config=configs/X.py is missing; experiments are {names}")
+        raise ValueError(f"give --config=configs/NAME.py; experiments are {', '.join(_experiments())}")
     if not isinstance(values.config, ConfigDict):
         raise ValueError(f"{file}: get_config must return the config; it returned {values.config!r}")
     return values.config
@@ -125,12 +127,20 @@ def _known_names() -> list[str]:
     return [*dict.fromkeys(name for kind in model_sections() for name in known_keys(kind))]
 
 
+def _experiments() -> list[str]:
+    """Returns the names of the config files, in alphabetical order."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if _is_experiment(path))
+
+
 def _is_experiment(path: Path) -> bool:
     return "\ndef get_config(" in path.read_text() and path.stem != "base"
 
 
-def _refuse_value(error: flags.Error) -> None:
-    """Raises the schema's ValueError if the error is about the type of a key's value."""
+def _refuse_value(error: flags.Error, values: flags.FlagValues) -> None:
+    """Raises ValueError, the schema's for a key, if the error is about the type of a value."""
+    found = re.match(r"flag --(\w+)=(.*?): invalid literal", str(error), re.DOTALL)
+    if found and values[found[1]].flag_type() == "int":
+        raise ValueError(f"--{found[1]}={found[2]}: give a whole number") from error
     found = re.match(r"flag --config\.([\w.]+)=(.*?): ", str(error), re.DOTALL)
     if found:
         declared = next((known[found[1]] for kind in model_sections() if found[1] in (known := known_keys(kind))), None)

@@ -8,7 +8,6 @@ It compiles and trains nothing: the records in benchmarks/results are made by `p
 and `benchmarks.accuracy`. Exit codes: 0 done; 2 a record is missing, or --only names no part.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from paper.page import PARTS, document, named, plots, replaced
 from paper.plots import png
 from paper.records import read_records
+from runtime.command_line import OneLineParser
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "paper_tables.md"
@@ -23,13 +23,13 @@ PAGE = ROOT / "docs" / "paper_tables.md"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the document, or the named parts of it, and their pictures; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m paper", description="Writes docs/paper_tables.md from the records.", allow_abbrev=False
     )
-    parser.add_argument("--only", default="", metavar="NAME,...", help=f"parts to write again: {', '.join(PARTS)}")
-    options = parser.parse_args(argv)
+    parser.add_argument("--only", metavar="NAME,...", help=f"parts to write again: {', '.join(PARTS)}")
     try:
-        names = named(options.only) if options.only else [*PARTS]
+        options = parser.parse_args(argv)
+        names = [*PARTS] if options.only is None else named(options.only)
         records = read_records(ROOT / "benchmarks" / "results")
         text = replaced(PAGE.read_text(), names, records) if options.only else document(records)
         pictures = {module.IMAGE: png(module.plot(records)) for module in plots(names)}

@@ -204,5 +204,5 @@ def plot(records: Records) -> Figure:
         "published": [exactly(pair[0]) for pair in pairs.values()],
         "ours": [exactly(pair[1]) for pair in pairs.values()],
     }
-    title = "Times smaller than uncompressed gradients"
-    return draw_bars(Bars(labels=[*pairs], series=series, title=title, line=1.0, digits=0))
+    title = "Times smaller than uncompressed gradients (logarithmic)"
+    return draw_bars(Bars(labels=[*pairs], series=series, title=title, line=1.0, digits=0, is_logarithmic=True))

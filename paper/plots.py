@@ -11,7 +11,7 @@ from palette import GRID, INK, SERIES
 
 DPI = 120
 MISSING = "not measured"
-TEXT = {"fontsize": 8, "color": INK, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}  # over lines
+TEXT = {"fontsize": 8, "color": INK, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 2}}  # over lines
 OUTSIDE = "outside upper center"  # a legend there is laid out with the axes, so nothing cuts it
 
 
@@ -34,6 +34,7 @@ class Bars:
     line: float  # position of a dotted line
     line_label: str = ""
     digits: int = 2  # of the values, after the decimal point
+    is_logarithmic: bool = False  # the axis, which begins at the line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,10 @@ def draw_bars(bars: Bars) -> Figure:
             axes.annotate(text, end, (4, 0), textcoords="offset points", va="center", **TEXT)
             draw_range(axes, bar, place)
     axes.axvline(bars.line, color=INK, linewidth=0.8, linestyle=":", label=bars.line_label or None)
+    if bars.is_logarithmic:
+        axes.set_xscale("log")
+        axes.set_xlim(left=bars.line)
+        axes.xaxis.set_major_formatter("{x:g}")
     axes.margins(x=0.1)
     name_bars(axes, bars.labels, bars.title)
     figure.legend(loc=OUTSIDE, ncols=len(bars.series) + bool(bars.line_label), frameon=False)

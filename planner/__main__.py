@@ -28,7 +28,7 @@ from planner import compile as compiling
 from planner.candidates import Candidate, of_config, of_strategies
 from planner.curves import draw_curves
 from planner.picture import draw
-from planner.predict import Machine, Step, what_helps
+from planner.predict import Machine, Prediction, Step, what_helps
 from planner.probed import with_probe
 from planner.report import Plan, plan_text, scaling_text, title, to_json
 from planner.search import search
@@ -38,6 +38,9 @@ from runtime.command_line import check_file, prepare_output
 from runtime.exit_codes import ExitCode
 
 SHOWN = 10  # of a search
+LOOKED_AT = 3  # programs of a search, unless --compile says otherwise
+MOST_DEVICES = 16_384  # jax makes each of them, on this machine
+DEFAULT = "p4d.24xlarge"  # cluster
 RATE = {"mbit": 1e6, "gbit": 1e9}
 
 
@@ -73,6 +76,8 @@ def main(argv: Sequence[str]) -> int:
             if values.json:
                 raise ValueError("--json has no part for --spot_trace; leave out one of the two")
         if values.png:
+            if Path(values.png).suffix != ".png":
+                raise ValueError(f"--png={values.png}: the picture is a PNG; give a name that ends in .png")
             check_file(Path(values.png), "--png")
         answers = _answers(question, quiet=values.json)
         plans = [plan for plan, _ in answers if isinstance(plan, Plan)]
@@ -98,16 +103,19 @@ def main(argv: Sequence[str]) -> int:
 
 def _flags(argv: Sequence[str]) -> flags.FlagValues:
     values = command_line.new_flags(argv)
-    flags.DEFINE_string("cluster", "p4d.24xlarge", f"one of {', '.join(clusters.CLUSTERS)}", flag_values=values)
+    flags.DEFINE_string(
+        "cluster", DEFAULT, f"one of {', '.join(clusters.CLUSTERS)} ({DEFAULT}, unless it is given)", flag_values=values
+    )
     flags.DEFINE_list(
         "nodes",
         ["1"],
         "nodes of the cluster (one, unless it is given); several with commas between",
         flag_values=values,
     )
-    flags.DEFINE_string("strategy", "", "strategies to compare: mics(8),zero3,hsdp+hop_two=int8", flag_values=values)
+    flags.DEFINE_string("strategy", None, "strategies to compare: mics(8),zero3,hsdp+hop_two=int8", flag_values=values)
     flags.DEFINE_boolean("search", False, "look for the best", flag_values=values)
-    flags.DEFINE_integer("compile", 3, "programs that a search looks at", flag_values=values, lower_bound=1)
+    about = f"programs that a search looks at ({LOOKED_AT}, unless it is given)"
+    flags.DEFINE_integer("compile", None, about, flag_values=values, lower_bound=1)
     flags.DEFINE_string("probe", None, "probe.json of cluster.probe: measured links", flag_values=values)
     flags.DEFINE_string("rate", None, "of each node's link, such as 25gbit, if not the cluster's", flag_values=values)
     flags.DEFINE_integer("devices_per_node", None, "if not the cluster's", flag_values=values, lower_bound=1)
@@ -125,6 +133,10 @@ def _flags(argv: Sequence[str]) -> flags.FlagValues:
 def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
     """Returns what is asked. ValueError for what cannot be."""
     config = command_line.parse(argv, values)
+    for name in ("strategy", "probe", "rate", "png", "spot_trace"):
+        value = values[name].value
+        if value is not None and not value.strip(", "):
+            raise ValueError(f"--{name}= is empty; give a value, or leave it out")
     cluster = clusters.find_cluster(values.cluster)
     notes = [cluster.device.note] if cluster.device.note else []
     if values.devices_per_node:
@@ -134,19 +146,28 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
     if values.probe:
         cluster, note = with_probe(cluster, Path(values.probe))
         notes.append(note)
-    if not all(re.fullmatch(r"[1-9]\d*", word) for word in values.nodes):
+    if not values.nodes or not all(re.fullmatch(r"[1-9]\d*", word) for word in values.nodes):
         raise ValueError(f"--nodes={','.join(values.nodes)}: give one number from 1 on, or several, such as 1,2,4,8")
+    nodes = tuple(sorted({*map(int, values.nodes)}))
+    if nodes[-1] * cluster.devices_per_node > MOST_DEVICES:
+        raise ValueError(
+            f"--nodes={nodes[-1]} with {cluster.devices_per_node} devices each: a plan is made of at most "
+            f"{MOST_DEVICES:,} devices, each of which jax must make here; {MOST_DEVICES // cluster.devices_per_node} "
+            "nodes at most"
+        )
     if values.search and values.strategy:
         raise ValueError("--search looks at every strategy; leave out --strategy")
+    if values.compile and not values.search:
+        raise ValueError(f"--compile={values.compile} is of a search; add --search, or leave it out")
     return Question(
         name=command_line.config_name(values),
         config=config,
         words=tuple(word for word in argv[1:] if word.startswith(("--config=", "--config."))),
         cluster=cluster,
-        nodes=tuple(map(int, values.nodes)),
-        strategies=tuple(re.findall(r"[^,\s]+", values.strategy)),
+        nodes=nodes,
+        strategies=tuple(re.findall(r"[^,\s]+", values.strategy or "")),
         is_search=values.search,
-        most=values.compile,
+        most=values.compile or LOOKED_AT,
         xla_flags=values.xla_flags,
         notes=(*notes, *_notes(config, cluster)),
         spot_trace=Path(values.spot_trace) if values.spot_trace else None,
@@ -197,6 +218,11 @@ def _answer(question: Question, nodes: int, quiet: bool) -> tuple[Plan, Step]:
         target=cluster.device.target if is_there else compiling.CPU,
         xla_flags=question.xla_flags,
     )
+    several = f"{nodes} node{'s' if nodes > 1 else ''}, " if len(question.nodes) > 1 else ""
+
+    def say(line: str) -> None:
+        print(f"{several}{line}", file=sys.stderr)
+
     candidates: list[Candidate] = []
     if not question.is_search:
         candidates = of_strategies(question.strategies, config) or [of_config(config)]
@@ -206,11 +232,12 @@ def _answer(question: Question, nodes: int, quiet: bool) -> tuple[Plan, Step]:
         jax.devices()[: machine.num_devices],
         most=question.most,
         candidates=candidates,
-        say=(lambda line: None) if quiet or not question.is_search else (lambda line: print(line, file=sys.stderr)),
+        say=(lambda line: None) if quiet or not question.is_search else say,
     )
     best, step = found.steps[0]
     unit = "images" if best.tokens_per_s is None else "sequences"
     rows, num_params = config.batch.global_size, step.experiment.model.num_params
+    notes = (*question.notes, *_padding(config, [prediction for prediction, _ in found.steps], machine.num_devices))
     plan = Plan(
         title=title(question.name, cluster, nodes, num_params, rows, unit),
         cluster=cluster.name,
@@ -221,9 +248,24 @@ def _answer(question: Question, nodes: int, quiet: bool) -> tuple[Plan, Step]:
         helps=what_helps(step),
         counts=found.counts if question.is_search else None,
         error_bar=str(clusters.ERROR_BARS[cluster.device.kind]),
-        notes=question.notes if question.is_search else (*question.notes, *found.refused, *found.too_large),
+        notes=notes if question.is_search else (*notes, *found.refused, *found.too_large),
     )
     return plan, step
+
+
+def _padding(config: Config, predictions: Sequence[Prediction], num_devices: int) -> list[str]:
+    """Returns a note for each micro-batch with which rows of weight zero are computed."""
+    rows, data_devices = config.batch.global_size, num_devices // config.mesh.tensor
+    notes = {}
+    for p in predictions:
+        micro, steps = p.candidate.micro_size, p.accumulation
+        if (computed := data_devices * micro * steps) > rows:
+            taken = f"{data_devices:,} devices take {micro} in each of {steps} micro-step{'s' if steps > 1 else ''}"
+            notes[micro] = (
+                f"{computed - rows:,} of {computed:,} rows of a step are padding: the batch has {rows:,}, and {taken}; "
+                "choose a micro-batch or a number of nodes that divides them"
+            )
+    return [*notes.values()]
 
 
 def _print(question: Question, plans: Sequence[Plan | str]) -> None:
@@ -238,7 +280,7 @@ def _draw(question: Question, answers: Sequence[tuple[Plan | str, Step | None]],
     """Returns a picture of the one plan's best step, or of all strategies against the number of devices."""
     if len(plans) > 1:
         batch = f"{question.config.batch.global_size:,} {plans[0].unit} a step"
-        return draw_curves(plans, f"{question.name}, {batch}, on {question.cluster.name}")
+        return draw_curves(plans, f"{question.name}, {batch}, on {question.cluster.name}", question.nodes)
     step = next(step for _, step in answers if step)
     heading = f"{question.name}, {step.candidate.name} on {step.machine.nodes} x {question.cluster.name}"
     return draw(step.timeline(), heading)

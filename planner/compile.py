@@ -123,7 +123,10 @@ def cache_folder() -> Path:
 
 def _why(said: str) -> str:
     """Returns what a process that failed said last, without what jax says of GPUs that are missing."""
-    lines = [line for line in said.splitlines() if line.startswith("error: ") or "Unknown flag" in line]
+    unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.+)", said)
+    if unknown:  # XLA ends the process
+        return f"--xla_flags: XLA knows no flag {unknown[1]}"
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
     return lines[-1].removeprefix("error: ") if lines else said.strip()[-2000:]
 
 

@@ -1,6 +1,7 @@
 """Draws strategies against the number of devices: throughput of each device, and cost."""
 
 from collections.abc import Callable, Sequence
+from math import nan
 
 from matplotlib.figure import Figure
 
@@ -11,12 +12,14 @@ from planner.report import Plan
 MARKERS = "osD^vP*X"
 
 
-def draw_curves(plans: Sequence[Plan], title: str) -> Figure:
-    """Returns the picture: a curve for each strategy; where it does not fit it has no point.
+def draw_curves(plans: Sequence[Plan], title: str, nodes: Sequence[int] = ()) -> Figure:
+    """Returns the picture: a curve for each strategy; where it is not legal or does not fit, it is broken.
 
-    The second panel is left out without a price. The devices are on a logarithmic axis.
+    `nodes`: counts that may be without a plan. The second panel is left out without a price. The devices are on a
+    logarithmic axis.
     """
-    devices = {plan.nodes: plan.devices for plan in plans}
+    per_node = plans[0].devices // plans[0].nodes
+    devices = {count: count * per_node for count in (*nodes, *(plan.nodes for plan in plans))}
     every = [p for plan in plans for p in plan.predictions]
     names = sorted({p.candidate.name for p in every})
 
@@ -25,7 +28,7 @@ def draw_curves(plans: Sequence[Plan], title: str) -> Figure:
 
     has_tokens = all(p.tokens_per_s is not None for p in every)
     cells: dict[str, Callable[[Prediction], float | None]] = {
-        "tokens/s of each device" if has_tokens else "rows/s of each device": speed
+        f"{'tokens' if has_tokens else plans[0].unit}/s of each device": speed
     }
     if any(p.usd_on_demand is not None for p in every):
         cells["$ for a billion tokens, on demand"] = lambda p: p.usd_on_demand
@@ -33,11 +36,11 @@ def draw_curves(plans: Sequence[Plan], title: str) -> Figure:
     for axes, (label, cell) in zip(figure.subplots(1, len(cells), squeeze=False)[0], cells.items(), strict=True):
         for n, name in enumerate(names):
             of_plans = [[p for p in plan.predictions if p.candidate.name == name] for plan in plans]
-            found = [(devices[ps[0].nodes], cell(ps[0])) for ps in of_plans if ps]  # the fastest of each name
-            points = sorted((x, y) for x, y in found if y is not None)
+            found = {devices[ps[0].nodes]: cell(ps[0]) for ps in of_plans if ps}  # the fastest of each name
+            points = [(x, found.get(x)) for x in sorted(devices.values())]
             axes.plot(
                 [x for x, _ in points],
-                [y for _, y in points],
+                [nan if y is None else y for _, y in points],
                 color=SERIES[n % len(SERIES)],
                 marker=MARKERS[n % len(MARKERS)],
                 linestyle="--" if n >= len(SERIES) else "-",
@@ -48,11 +51,11 @@ def draw_curves(plans: Sequence[Plan], title: str) -> Figure:
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.set_ylim(bottom=0)
         axes.set_xlabel("devices", color=SOFT, fontsize=9)
-        axes.set_title(label, fontsize=10, color=INK, loc="left")
+        heading = f"{title}\n{label}" if axes is figure.axes[0] else label
+        axes.set_title(heading, fontsize=10, color=INK, loc="left")
         axes.grid(color=GRID, linewidth=0.6)
         axes.tick_params(length=0)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    figure.suptitle(title, fontsize=10, color=INK, x=0.01, ha="left")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     return figure

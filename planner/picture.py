@@ -6,20 +6,23 @@ from matplotlib.figure import Figure
 
 from metrics.units import format_seconds
 from palette import FILL, GRID, INK, SERIES, SOFT
-from planner.timeline import Interval, Timeline
+from planner.timeline import NAMES, REPEATED, Interval, Timeline
 
 LANES = {"compute": "compute", "intra": "inside a node", "inter": "between nodes"}
-KINDS = {"kernel": "kernels", "gather": "gathers", "hop_one": "hop one", "hop_two": "hop two", "other": "other traffic"}
+KINDS = {"kernel": "kernels", **NAMES, "other": "other traffic"}
 COLOURS = {"kernel": FILL, "gather": SERIES[0], "hop_one": SERIES[1], "hop_two": SERIES[2], "other": SERIES[3]}
+COLOURS |= {"gradient_scope": SERIES[4], "parameter_scope": SERIES[5]}
 HEIGHT = 0.72
 PIXELS = 3000  # of the width: what is nearer than one of them is drawn as one bar
 
 
 def draw(timeline: Timeline, title: str) -> Figure:
-    """Returns the picture. Iterations of loops that repeat the one before are cut out, and the axis says so."""
+    """Returns the picture. Iterations of loops that repeat the one before are cut out: `x 8` is above the one shown."""
     end = max((interval.end_s for interval in timeline.intervals), default=0.0) or timeline.step_s
     lanes = [lane for lane in LANES if any(interval.lane == lane for interval in timeline.intervals)]
-    figure = Figure(figsize=(11, 1.5 + 0.62 * len(lanes)), layout="constrained")
+    brackets = _brackets(timeline)
+    top = max(brackets.values(), default=-1) + 1  # rows of them
+    figure = Figure(figsize=(11, 1.5 + 0.62 * len(lanes) + 0.25 * top), layout="constrained")
     axes = figure.add_subplot()
     shown = []
     for kind, name in KINDS.items():
@@ -32,7 +35,12 @@ def draw(timeline: Timeline, title: str) -> Figure:
                 drawn = True
         shown += [kind] if drawn else []
     axes.set_yticks(range(len(lanes)), [LANES[lane] for lane in lanes], color=INK)
-    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    for bracket, row in brackets.items():
+        y = -0.5 - 0.4 * row
+        axes.plot([bracket.start_s, bracket.end_s], [y, y], color=INK, linewidth=0.8, marker="|", markersize=5)
+        middle = (bracket.start_s + bracket.end_s) / 2
+        axes.text(middle, y - 0.05, bracket.name, ha="center", va="bottom", fontsize=8, color=INK)
+    axes.set_ylim(len(lanes) - 0.5, -0.5 - 0.4 * top)
     axes.set_xlim(0, end)
     cut = timeline.step_s - end
     left_out = (
@@ -47,6 +55,16 @@ def draw(timeline: Timeline, title: str) -> Figure:
         axes.spines[side].set_visible(False)
     figure.legend(loc="outside lower right", ncols=len(shown), frameon=False, fontsize=9)
     return figure
+
+
+def _brackets(timeline: Timeline) -> dict[Interval, int]:
+    """Returns the iterations that stand for several, each with its row: above those that it contains."""
+    rows: dict[Interval, int] = {}
+    repeated = [interval for interval in timeline.intervals if interval.lane == REPEATED]
+    for one in sorted(repeated, key=lambda interval: interval.end_s - interval.start_s):
+        inside = [row for other, row in rows.items() if one.start_s <= other.start_s and other.end_s <= one.end_s]
+        rows[one] = max(inside, default=-1) + 1
+    return rows
 
 
 def _kind(interval: Interval) -> str:

@@ -24,7 +24,9 @@ def with_probe(cluster: Cluster, path: Path) -> tuple[Cluster, str]:
     except OSError as error:
         raise ValueError(f"--probe={path} cannot be read ({error.strerror}); cluster.probe writes it") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"--probe={path} is not a file that cluster.probe wrote ({error!r})") from error
+        why = f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its form is another"
+        why = "it is no JSON" if isinstance(error, json.JSONDecodeError | UnicodeError) else why
+        raise ValueError(f"--probe={path} is not a file that cluster.probe wrote ({why})") from error
     _refuse_other(cluster, path, kind, figures)
     changes: dict[str, Any] = {}
     if intra := figures.get("intra"):

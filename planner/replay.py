@@ -13,7 +13,7 @@ from math import isclose
 
 from planner.hardware import Device, Network
 from planner.kernels import FREE, kernel_s
-from planner.timeline import Interval, Timeline, Use
+from planner.timeline import REPEATED, Interval, Timeline, Use
 from sharding.hlo import KINDS, Collective, collective_of
 from sharding.hlo_loops import Site, trip_count
 from sharding.hlo_program import Computation, Instruction, Program
@@ -212,6 +212,8 @@ class _Machine:
             this = [took, *self._left(handle)]
             if _same(last, this, took) and self.state.other is None:  # another stream has no clock of its own
                 self._repeat(before, trips - n - 1)
+                if n + 1 < trips:
+                    self._draw(REPEATED, before.now, self.state.now, f"x {trips - n}")
                 break
             last = this
         return handle

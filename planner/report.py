@@ -9,9 +9,8 @@ from metrics.units import UNKNOWN, format_bytes, format_count, format_percent, f
 from planner.clusters import Cluster
 from planner.predict import Prediction, Traffic
 from planner.search import Counts
+from planner.timeline import NAMES
 
-NAMES = {"gather": "gathers", "hop_one": "hop one", "hop_two": "hop two"}
-NAMES |= {"gradient_scope": "gradient scope", "parameter_scope": "parameters"}
 LEVELS = {"inter": "between nodes", "intra": "inside a node"}
 COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "strategy": lambda p: p.candidate.name,
@@ -23,6 +22,7 @@ COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "rows/s": lambda p: f"{p.rows_per_s:.3g}" if p.rows_per_s < 100 else f"{p.rows_per_s:,.0f}",
     "tokens/s": lambda p: UNKNOWN if p.tokens_per_s is None else format_count(p.tokens_per_s),
     "TFLOP/s": lambda p: f"{p.flops_per_device / 1e12:.3g}",
+    "GFLOP/s": lambda p: f"{p.flops_per_device / 1e9:.3g}",
     "MFU": lambda p: format_percent(p.mfu),
     "exposed": lambda p: format_percent(sum(part.exposed_s for part in p.traffic) / p.step_s),
     "$/Gtoken": lambda p: "" if p.usd_on_demand is None else f"{p.usd_on_demand:,.0f}",
@@ -78,7 +78,9 @@ def from_json(text: str) -> list[Plan]:
 def plan_text(plan: Plan) -> str:
     """Returns what is printed of a plan, at most 120 columns wide but for notes."""
     best, lines = plan.best, [plan.title, ""]
+    slow = all(p.flops_per_device < 1e11 for p in plan.predictions)
     columns = {name: [cell(p) for p in plan.predictions] for name, cell in COLUMNS.items()}
+    del columns["TFLOP/s" if slow else "GFLOP/s"]
     columns = {name.replace("rows", plan.unit): cells for name, cells in columns.items()}
     columns = {"": [str(n) for n in range(1, len(plan.predictions) + 1)]} | columns
     shown = {name: cells for name, cells in columns.items() if any(cells)}  # no costs without a price
@@ -97,8 +99,9 @@ def plan_text(plan: Plan) -> str:
 
 def scaling_text(plans: Sequence[Plan | str], nodes: Sequence[int]) -> str:
     """Returns throughput against nodes; a plan that is text says why there is none."""
-    rows: list[Sequence[str]] = [("nodes", "devices", "strategy", "micro", "step", "rows/s", "of linear", "MFU")]
     first = next((plan for plan in plans if not isinstance(plan, str)), None)
+    speed = f"{first.unit if first else 'rows'}/s"
+    rows: list[Sequence[str]] = [("nodes", "devices", "strategy", "micro", "step", speed, "of linear", "MFU")]
     for count, plan in zip(nodes, plans, strict=True):
         if isinstance(plan, str) or first is None:
             rows.append((str(count), "", str(plan)))

@@ -123,7 +123,11 @@ def search(
                 failed.append((option, memory))
                 say(_too_large(option.candidate, memory))
     if not steps:
-        raise errors[0] if errors and not failed else ValueError(nothing_fits(machine, options, failed))
+        raise (
+            errors[0]
+            if errors and not failed
+            else ValueError(nothing_fits(machine, options, failed, is_search=not candidates))
+        )
     return Found(
         steps=tuple(sorted(steps, key=lambda pair: pair[0].step_s)),
         too_large=tuple(_too_large(option.candidate, memory) for option, memory in failed),
@@ -164,6 +168,12 @@ def _options(
     mesh = replace(config.mesh, num_cpu_devices=0, devices_per_node=machine.cluster.devices_per_node)
     for candidate in candidates:
         try:
+            if candidate.strategy == "mics" and not candidate.partition_size:
+                legal = legal_groups(machine.nodes, machine.cluster.devices_per_node)
+                sizes = ", ".join(str(size) for size in legal if size % mesh.tensor == 0)
+                raise ValueError(
+                    f"--strategy={candidate.name}: groups have a device or more; sizes that divide: {sizes}"
+                )
             experiment = make_experiment(replace(candidate.applied(config), mesh=mesh), devices)
             key = candidate.name
             states[key] = states.get(key) or state_bytes(experiment)
@@ -197,7 +207,9 @@ def _same_but_for_rows(a: Candidate, b: Candidate) -> bool:
     return replace(a, micro_size=b.micro_size) == b
 
 
-def nothing_fits(machine: Machine, options: Sequence[_Option], failed: Sequence[tuple[_Option, Memory]] = ()) -> str:
+def nothing_fits(
+    machine: Machine, options: Sequence[_Option], failed: Sequence[tuple[_Option, Memory]] = (), *, is_search: bool
+) -> str:
     """Returns the error of a config that fits nowhere: what it needs, what there is, and what would help."""
     needs = [(memory.total, "", option) for option, memory in failed]
     needs = needs or [(option.bounds.least_bytes, "at least ", option) for option in options]
@@ -217,7 +229,7 @@ def nothing_fits(machine: Machine, options: Sequence[_Option], failed: Sequence[
     if model.remat != "full":
         fixes.append("model.remat=full")
     if candidate.micro_size > 1:
-        fixes.append("a smaller batch.micro_size")
+        fixes.append(f"a smaller batch.micro_size{'' if is_search else ' (--search looks for one)'}")
     if candidate.gather in ("micro_step", "step"):
         fixes.append("sharding.gather=layer")
     nodes = f"{machine.nodes} node{'s' if machine.nodes > 1 else ''} of {machine.cluster.name}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import floor
 
 from configs.schema import Config, ResNetConfig
-from metrics.units import format_count, format_percent
+from metrics.units import format_count, format_percent, format_seconds
 from planner.clusters import Cluster
 from planner.predict import Step
 from planner.spot_trace import Trace
@@ -227,19 +227,16 @@ def spot_text(cost: SpotCost, source: str) -> str:
     """Returns what is printed of a run on spot nodes."""
     spot, fixed = cost.usd()
     parts = {"useful": cost.useful_s, "lost work": cost.lost_s, "restarts": cost.restart_s, "waiting": cost.waiting_s}
-    spent = ", ".join(f"{name} {_hours(s)} ({format_percent(s / cost.total_s)})" for name, s in parts.items())
+    spent = ", ".join(f"{name} {format_seconds(s)} ({format_percent(s / cost.total_s)})" for name, s in parts.items())
+    total = f"{format_count(cost.tokens)} tokens in {format_seconds(cost.total_s)}"
     lines = [
-        f"on spot nodes, {source}: {format_count(cost.tokens)} tokens in {_hours(cost.total_s)}{_dollars(spot, cost)}",
+        f"on spot nodes, {source}: {total}{_dollars(spot, cost)}",
         f"  goodput {format_percent(cost.goodput)}: {spent}",
         f"  losses of the run's nodes: {cost.losses}, back to a checkpoint: {cost.from_checkpoint}",
-        f"on demand, never interrupted: {_hours(cost.fixed_s)}{_dollars(fixed, cost)}",
+        f"on demand, never interrupted: {format_seconds(cost.fixed_s)}{_dollars(fixed, cost)}",
         f"spot nodes are cheaper below {format_percent(cost.break_even)} of the price on demand",
     ]
     return "\n".join(lines)
-
-
-def _hours(seconds: float) -> str:
-    return f"{seconds / 3600:,.1f} h"
 
 
 def _dollars(usd: float | None, cost: SpotCost) -> str:

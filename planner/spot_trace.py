@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, pairwise
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,16 @@ def read_trace(path: Path) -> Trace:
     try:
         text = path.read_text()
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"--spot_trace={path} cannot be read ({error}); {FORMAT}") from error
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(f"--spot_trace={path} cannot be read ({why}); {FORMAT}") from error
     try:
         points = _points_of_json(text) if text.lstrip().startswith("{") else _points_of_csv(text)
     except KeyError as error:
         raise ValueError(f"--spot_trace={path} has no {error.args[0]}; {FORMAT}") from error
-    except (ValueError, TypeError, OverflowError) as error:
+    except (json.JSONDecodeError, TypeError) as error:
+        why = "it is no JSON" if isinstance(error, ValueError) else "its JSON has another form"
+        raise ValueError(f"--spot_trace={path}: {why}; {FORMAT}") from error
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"--spot_trace={path}: {error}; {FORMAT}") from error
     times = [time_s for time_s, _ in points]
     if len(points) < 2 or times[0] != 0 or any(b <= a for a, b in pairwise(times)):
@@ -84,6 +88,10 @@ def _points_of_json(text: str) -> list[tuple[float, int]]:
 
 
 def _finite(seconds: Any) -> float:
-    if not isfinite(number := float(seconds)):
+    try:
+        number = float(seconds)
+    except ValueError:
+        number = nan
+    if not isfinite(number):
         raise ValueError(f"{seconds} is no time")
     return number

@@ -2,12 +2,19 @@
 
 from dataclasses import dataclass
 
+# what is printed for the labels of a step's collectives
+NAMES = {"gather": "gathers", "hop_one": "hop one", "hop_two": "hop two"}
+NAMES |= {"gradient_scope": "gradient scope", "parameter_scope": "parameters"}
+
+
+REPEATED = "repeated"  # the lane of iterations that stand for several, named `x 8`
+
 
 @dataclass(frozen=True)
 class Interval:
     """A bar of the picture, in seconds of a step from which the repeated iterations of its loops are cut out."""
 
-    lane: str  # compute, stream, intra or inter
+    lane: str  # compute, stream, intra, inter, or REPEATED
     start_s: float
     end_s: float
     name: str

@@ -3,8 +3,10 @@
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,8 +19,11 @@ class OneLineParser(argparse.ArgumentParser):
     """A parser that raises ValueError for a user's mistake, as our own checks do."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises ValueError."""
-        raise ValueError(message)
+        """Raises ValueError, with the nearest option for an unknown one."""
+        unknown = re.match(r"unrecognized arguments: (-[^\s=]+)", message)
+        options = [option for action in self._actions for option in action.option_strings]
+        near = get_close_matches(unknown[1], options, n=1) if unknown else []
+        raise ValueError(f"{message}; did you mean {near[0]}?" if near else message)
 
 
 class _Output(io.FileIO):

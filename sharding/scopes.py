@@ -174,18 +174,18 @@ def _scope_size(key: str, scope: str | int, *, num_nodes: int, local: int, tenso
     devices = int(scope)
     if devices % tensor or devices // tensor not in legal:
         group, sizes = f"{key}={scope}: a partition group of {_count(devices)}", [str(p * tensor) for p in legal]
-        do = f"{', '.join(sizes)} {'do' if len(sizes) > 1 else 'does'}"
+        legal_sizes = f"sizes that divide: {', '.join(sizes)}"
         nodes, cut = divmod(devices, local * tensor)
         if nodes > num_nodes and not cut:
             raise WorldTooSmallError(
                 f"{group} needs {nodes} nodes of {local * tensor}, {nodes - num_nodes} more than are here; without "
-                f"them choose another size; {do}"
+                f"them choose another size; {legal_sizes}"
             )
         spares = num_nodes % nodes if nodes and not cut else 0
         raise ValueError(
             f"{group} does not fit {num_nodes} node{'s' if num_nodes > 1 else ''} of {local * tensor}"
             f"{f' with tensor={tensor}' if tensor > 1 else ''}"
-            f"{f': {spares} would stay idle, start it without' if spares else ''}; {do}"
+            f"{f': {spares} would stay idle, start it without' if spares else ''}; {legal_sizes}"
         )
     return devices // tensor
 

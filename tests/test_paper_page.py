@@ -37,7 +37,10 @@ def test_unknown_parts_name_the_nearest(capsys: pytest.CaptureFixture[str]) -> N
     before = program.PAGE.read_bytes()
     assert program.main(["--only=zero++"]) == 2
     assert program.main(["--only=qqq"]) == 2
-    first, second = capsys.readouterr().err.splitlines()
+    assert [program.main([word]) for word in ("--only=", "--ony=mics")] == [2, 2]
+    first, second, empty, option = capsys.readouterr().err.splitlines()
+    assert empty == f"error: --only= is not a part of the page; there are {', '.join(PARTS)}"
+    assert option == "error: unrecognized arguments: --ony=mics; did you mean --only?"
     assert first.startswith("error: --only=zero++ is not a part of the page; did you mean zero")
     assert second == f"error: --only=qqq is not a part of the page; there are {', '.join(PARTS)}"
     assert program.PAGE.read_bytes() == before
@@ -71,3 +74,4 @@ def test_charts_have_published_and_ours(records: Records) -> None:
         (axes,) = module.plot(records).axes
         assert len(axes.patches) == 2 * bars
         assert [text.get_text() for text in axes.get_yticklabels()] != []
+        assert axes.get_xscale() == ("log" if module is compression else "linear")  # its bars are 15 to 507

@@ -3,12 +3,13 @@
 import json
 import re
 from dataclasses import fields, replace
+from math import isnan
 from pathlib import Path
 from typing import Any
 
 import pytest
 from planning import WORDS, a_step, experiment, machine, own_cache, small  # noqa: F401 (fixtures)
-from running import IGNORED
+from running import IGNORED, ROOT
 
 from planner import __main__ as program
 from planner import clusters
@@ -16,9 +17,11 @@ from planner import compile as compiling
 from planner.bounds import SLACK, bounds, traffic
 from planner.candidates import all_candidates, of_config, of_strategies
 from planner.curves import draw_curves
+from planner.picture import draw
 from planner.predict import Step, compiled_step, what_helps
 from planner.report import from_json, scaling_text, to_json
 from planner.spot import World, world_of
+from planner.timeline import REPEATED, Interval, Timeline
 from training.experiment import make_experiment
 
 pytestmark = IGNORED
@@ -163,9 +166,10 @@ def test_json_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_throughput_against_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, *WORDS, "--cluster=emulated", "--nodes=1,4")
-    assert code == 0
+    code, out, _ = run(capsys, *WORDS, "--cluster=emulated", "--nodes=4,1,4")
+    assert code == 0 and "sequences a step, on 4 nodes of emulated" in out  # the plan of the largest
     head, one, four = [line.split() for line in out.splitlines()[:3]]
+    assert "sequences/s" in head and "rows/s" not in out and out.count("GFLOP/s") == 1 and "TFLOP/s" not in out
     assert head[:2] == ["nodes", "devices"] and one[:3] == ["1", "2", "mics(2)"] and four[:2] == ["4", "8"]
     plans = ["nothing fits", *from_json(run(capsys, *WORDS, *EMULATED, "--json")[1])]
     assert "nothing fits" in scaling_text(plans, [1, 4]).splitlines()[1]
@@ -210,10 +214,32 @@ def test_codecs_beside_strategies_and_curves(capsys: pytest.CaptureFixture[str],
     assert sent["zero3+gather_inter=int8"] < 0.9 * sent["zero3"]
     figure = draw_curves([two, four], "title")
     curves = {str(line.get_label()): list(line.get_ydata()) for line in figure.axes[0].lines}
-    assert {name: len(ys) for name, ys in curves.items()} == {"mics(8)": 1, "zero3": 2, "zero3+gather_inter=int8": 2}
+    here = {name: [not isnan(float(y)) for y in ys] for name, ys in curves.items()}
+    both = [True, True]
+    assert here == {"mics(8)": [False, True], "zero3": both, "zero3+gather_inter=int8": both}
+    (gap,) = draw_curves([two, four], "title", [2, 3, 4]).axes
+    assert [isnan(float(y)) for y in list(gap.lines[1].get_ydata())] == [False, True, False]  # broken: 3 has no plan
     best = {p.candidate.name: p.tokens_per_s for p in four.predictions}
     assert curves["zero3"][1] == pytest.approx((best["zero3"] or 0) / 8)
     assert len(figure.axes) == 1  # nobody sells it
+
+
+def test_the_picture_names_what_the_table_names_and_marks_what_is_cut_out() -> None:
+    bars = (
+        Interval("compute", 0, 1, "fusion"),
+        Interval("inter", 1, 2, "gradient_scope"),
+        Interval("intra", 2, 3, "parameter_scope"),
+        Interval("inter", 3, 4, "all-reduce"),
+        Interval(REPEATED, 0, 1, "x 7"),
+        Interval(REPEATED, 0, 4, "x 2"),
+    )
+    figure = draw(Timeline(step_s=14, compute_s=7, uses={}, intervals=bars), "title")
+    labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert labels == ["kernels", "gradient scope", "parameters", "other traffic"]
+    (axes,) = figure.axes
+    heights = {text.get_text(): text.get_position() for text in axes.texts}
+    assert heights["x 7"][0] == 0.5 and heights["x 2"][0] == 2
+    assert heights["x 2"][1] < heights["x 7"][1] < 0  # what contains another is above it; the first lane is at 0
 
 
 def test_the_cost_on_spot_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Path, step: Step) -> None:
@@ -241,6 +267,19 @@ BAD = {
     "--png=/nowhere/x.png": "choose another --png",
     "--config.batch.micro_size=64": "set it to 2 at most",
     "--compile=0": "compile",
+    "--compile=5": "--compile=5 is of a search; add --search, or leave it out$",
+    "--nodes=": "^error: --nodes=: give one number from 1 on, or several",
+    "--nodes=100000000": "^error: --nodes=100000000 with 2 devices each: .* 16,384 devices, .*; 8192 nodes at most$",
+    "--strategy=": "^error: --strategy= is empty; give a value, or leave it out$",
+    "--png=": "^error: --png= is empty",
+    "--png=out.xyz": r"^error: --png=out\.xyz: .* give a name that ends in \.png$",
+    "--xla_flags=--nonsense": "^error: --xla_flags: XLA knows no flag --nonsense$",
+    "--strategy=mics(0)": r"^error: --strategy=mics\(0\): groups have .*; sizes that divide: 1, 2, 4, 8$",
+    "--strategy=zero3+hop_two=int8": r"--strategy=zero3\+hop_two=int8: zero3 has no hop two between nodes, .* "
+    r"mics\(P\)\+hop_two=int8 has one .* zero3\+hop_one_inter=int8 encodes hop one$",
+    "--devices_per_node=x": "^error: --devices_per_node=x: give a whole number$",
+    "--spot_trace=nothere.csv": r"--spot_trace=nothere\.csv cannot be read \(No such file or directory\); give a CSV",
+    "--config=bert_10bb.py": r"^error: --config=bert_10bb.py: .* no such file; did you mean configs/bert_10b.py\?$",
 }
 
 
@@ -267,7 +306,11 @@ def test_a_probe_of_another_cluster_is_refused(capsys: pytest.CaptureFixture[str
         said[name] = err
     assert "was measured on devices of kind 'NVIDIA H200', but --cluster=emulated has CPU" in said["other devices"]
     assert "on nodes of 8 devices, but those of --cluster=emulated have 2" in said["other nodes"]
-    assert "is not a file that cluster.probe wrote" in said["no probe"]
+    assert "is not a file that cluster.probe wrote (it has no alpha_s)" in said["no probe"]
+    for text, why in (("{}", "it has no levels"), ("[]", "its form is another"), ("rate", "it is no JSON")):
+        probe.write_text(text)
+        _, _, err = run(capsys, *WORDS, *EMULATED, f"--probe={probe}")
+        assert err == f"error: --probe={probe} is not a file that cluster.probe wrote ({why})\n"
 
 
 def test_a_config_that_does_not_fit_says_what_would(
@@ -277,7 +320,38 @@ def test_a_config_that_does_not_fit_says_what_would(
     monkeypatch.setitem(clusters.CLUSTERS, "emulated", scarce)
     code, _, err = run(capsys, *WORDS, *EMULATED, "--strategy=ddp")
     assert code == 2 and err.startswith("error: nothing fits 4 nodes of emulated: ddp, micro-batch 1, gather layer")
-    assert "what would help:" in err
+    assert "what would help:" in err and "--search" not in err
+    code, _, err = run(capsys, *WORDS, *EMULATED, "--strategy=ddp", "--config.batch.micro_size=2")
+    assert code == 2 and "a smaller batch.micro_size (--search looks for one)" in err
+
+
+def test_the_defaults_are_in_the_help_and_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--help")
+    assert "p4d.24xlarge, unless it is given" in out and "one, unless it is given" in out
+    page = (ROOT / "docs" / "planner.md").read_text()
+    assert "; p4d.24xlarge if none is given |" in page and "| `--nodes=16` | one if it is not given;" in page
+    assert clusters.find_cluster(program.DEFAULT) and program._flags([""])["nodes"].default == ["1"]
+
+
+def test_the_lines_of_a_search_name_the_nodes_if_there_are_several(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = run(capsys, *WORDS, "--cluster=emulated", "--nodes=2,4", "--search", "--compile=1")
+    assert [line.split(": ")[0] for line in err.splitlines()] == [
+        "2 nodes, mics(2), micro-batch 1, gather layer",
+        "4 nodes, mics(2), micro-batch 1, gather layer",
+    ]
+    _, _, err = run(capsys, *WORDS, *EMULATED, "--search", "--compile=1")
+    assert err.startswith("mics(2), micro-batch 1, gather layer: ")
+
+
+def test_rows_of_padding_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 4 rows on 8 devices, and of 24 in micro-batches of 2; those divide 16."""
+    many = "4 of 8 rows of a step are padding: the batch has 4, and 8 devices take 1 in each of 1 micro-step; choose"
+    odd = "8 of 32 rows of a step are padding: the batch has 24, and 8 devices take 2 in each of 2 micro-steps; choose"
+    for rows, micro, said in ((4, 1, many), (24, 2, odd), (16, 2, "")):
+        words = (f"--config.batch.micro_size={micro}", f"--config.batch.global_size={rows}")
+        code, out, err = run(capsys, *WORDS, *EMULATED, *words)
+        assert (code, err) == (0, "")
+        assert (f"\nnote: {said}" if said else "\nnote: emulated") in out and ("padding" in out) == bool(said)
 
 
 def test_what_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

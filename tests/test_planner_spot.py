@@ -101,9 +101,9 @@ def test_a_trace_begins_again_and_may_be_hopeless() -> None:
 
 def test_the_text() -> None:
     text = spot_text(cost((0, 4), (105, 0), (305, 4)), "t.csv")
-    assert "on spot nodes, t.csv: 1.00 G tokens in 0.3 h, 1 $ (1 $/Gtoken)" in text
+    assert "on spot nodes, t.csv: 1.00 G tokens in 20m 59s, 1 $ (1 $/Gtoken)" in text
     assert "losses of the run's nodes: 1, back to a checkpoint: 1" in text
-    assert "on demand, never interrupted: 0.3 h, 3 $ (3 $/Gtoken)" in text
+    assert "on demand, never interrupted: 16m 40s, 3 $ (3 $/Gtoken)" in text
     assert spot_text(replay_spot(trace((0, 4)), (FOUR,), RUN), "t.csv").count("$") == 0
 
 
@@ -130,7 +130,10 @@ def test_both_kinds_of_file(tmp_path: Path) -> None:
         ("seconds,nodes\n0,4\n9,-1\n", "is no line of seconds,nodes"),
         ("seconds,nodes\n0,4\nnan,1\n", "nan is no time"),
         ("seconds,nodes\n0,many\n9,1\n", "many"),
+        ("seconds,nodes\n0,4\nlate,1\n", "csv: late is no time; give"),
         ('{"data": [1]}', "metadata"),
+        ('{"data": ', "csv: it is no JSON; give"),
+        ('{"metadata": 300, "data": [1]}', "csv: its JSON has another form; give"),
         ('{"metadata": {"gap_seconds": 300}, "data": []}', "two lines at least"),
     ],
 )

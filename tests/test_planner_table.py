@@ -265,7 +265,7 @@ def test_a_cluster_that_is_not_here() -> None:
             ["--config=configs/bert_10b.py", "--devices=100", "--devices_per_node=8"],
             "--devices=100 is not a multiple of --devices_per_node=8; change --devices or",
         ),
-        (["--config=configs/quickstart.py", "--config.sharding.partition_size=3"], "1, 2, 4, 8 do"),
+        (["--config=configs/quickstart.py", "--config.sharding.partition_size=3"], "sizes that divide: 1, 2, 4, 8"),
         (["--config=configs/quickstart.py", "--png=no/such/folder/x.png"], "no/such/folder/x.png cannot be made (No"),
     ],
 )

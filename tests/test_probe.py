@@ -157,7 +157,7 @@ def test_bad_sizes(sizes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--size=1k,64k,x", "unrecognized arguments: --size=1k,64k,x"),
+        ("--size=1k,64k,x", "unrecognized arguments: --size=1k,64k,x; did you mean --sizes?"),
         ("--devices_per_node=-2", "--devices_per_node=-2 must be 0 or more"),
         ("--devices_per_node=3", "mesh.devices_per_node=3 does not divide the 8 devices; 1, 2, 4, 8 do"),
         ("--num_processes=2", "--coordinator, --num_processes and --process_id belong together; give all three"),

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from test_replay import DEVICE, INTER, INTRA, NETWORK, SHAPE, gather, kernel, loop, replayed
 
 from planner.replay import replay
-from planner.timeline import Timeline
+from planner.timeline import REPEATED, Timeline
 from sharding.hlo_program import parse_program
 from sharding.mesh import find_nodes, make_mesh
 
@@ -75,6 +75,9 @@ def test_loops_are_as_if_written_out(seed: int) -> None:
         patched.setattr("planner.replay._same", lambda *_: False)
         exact = replayed(*lines, more=more)
     short = replayed(*lines, more=more)
+    marks = [bar for bar in short.intervals if bar.lane == REPEATED]
+    cut = sum((int(bar.name.removeprefix("x ")) - 1) * (bar.end_s - bar.start_s) for bar in marks)
+    assert isclose(max(bar.end_s for bar in short.intervals) + cut, exact.step_s, rel_tol=1e-9)
     assert isclose(short.step_s, exact.step_s, rel_tol=1e-9) and isclose(short.compute_s, exact.compute_s)
     assert short.uses.keys() == exact.uses.keys()
     for key, use in exact.uses.items():

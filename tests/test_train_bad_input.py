@@ -33,10 +33,14 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "a fraction for a count": ({"model__hidden": 3.5}, "^model.hidden='3.5' must be a whole number, like"),
     "p does not divide": (
         {"sharding__partition_size": 3},
-        "^sharding.partition_size=3: .* of 3 devices does not fit 4 nodes of 2; 1, 2, 4, 8 do$",
+        "^sharding.partition_size=3: .* of 3 devices does not fit 4 nodes of 2; sizes that divide: 1, 2, 4, 8$",
     ),
     "mics without p": ({"sharding__partition_size": 0}, "needs sharding.partition_size"),
-    "a micro-batch too large": ({"batch__micro_size": 3}, "micro_size=3 on 8 devices .* set it to 2 at most"),
+    "a batch smaller than the devices": (
+        {"batch__micro_size": 2, "batch__global_size": 4},
+        "on 8 devices .*; set it to 1 at most; so small a batch occupies 4 devices at most$",
+    ),
+    "a micro-batch too large": ({"batch__micro_size": 3}, "micro_size=3 on 8 devices .* set it to 2 at most$"),
     "no rows": ({"batch__global_size": 0}, "at least 1"),
     "scopes that contradict each other": (
         {
@@ -146,8 +150,10 @@ def test_unknown_config_argument_is_rejected(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_missing_config_file_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_matches(error_of(capsys), "--config=configs/X.py is missing; experiments are .*quickstart")
-    assert_matches(error_of(capsys, "--config=configs/missing.py"), "configs/missing.py")
+    assert_matches(error_of(capsys), "^give --config=configs/NAME.py; experiments are .*quickstart")
+    assert_matches(error_of(capsys, "--config=configs/qqq.py"), "configs/qqq.py: .*; experiments are .*quickstart")
+    typo = "^--config=bert_10bb.py: there is no such file; did you mean configs/bert_10b.py\\?$"
+    assert_matches(error_of(capsys, "--config=bert_10bb.py"), typo)
     assert_matches(error_of(capsys, f"--config={tmp_path}"), str(tmp_path))
     empty = tmp_path / "empty.py"
     empty.write_text("")
@@ -189,7 +195,8 @@ def test_config_flag_accepts_a_separate_argument(tmp_path: Path, capsys: pytest.
     config, *rest = arguments(tmp_path / "run", num_steps=0)
     for flag in ("--config", "-config"):
         assert error_of(capsys, flag, config.partition("=")[2], *rest).startswith("num_steps=0 must be")
-    assert error_of(capsys, "--config", "missing.py:arg", *rest) == "--config=missing.py: there is no such file"
+    said = "^--config=missing.py: there is no such file; experiments are .*quickstart"
+    assert_matches(error_of(capsys, "--config", "missing.py:arg", *rest), said)
     assert "config" in error_of(capsys, *rest, "--config")
 
 

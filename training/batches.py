@@ -17,9 +17,10 @@ def accumulation(config: BatchConfig, num_devices: int) -> int:
     """Returns the micro-steps per step on `num_devices` data devices. ValueError if devices would have no rows."""
     most = -(-config.global_size // num_devices)
     if config.micro_size > most:
+        few = f"; so small a batch occupies {config.global_size} devices at most"
         raise ValueError(
             f"batch.micro_size={config.micro_size} on {num_devices} devices needs more rows than batch.global_size="
-            f"{config.global_size}; set it to {most} at most"
+            f"{config.global_size}; set it to {most} at most{few if config.global_size < num_devices else ''}"
         )
     return -(-config.global_size // (num_devices * config.micro_size))
 
