@@ -40,6 +40,11 @@ class RawShards:
         self._folder = cache.folder / "entries"
 
     @property
+    def url(self) -> str:
+        """Where the files are."""
+        return self._store.url
+
+    @property
     def names(self) -> list[str]:
         """The names of the files, sorted."""
         return sorted(self._items)

@@ -6,6 +6,7 @@ in an order that the index and the seed decide (shard_order.py).
 """
 
 import json
+import logging
 import time
 from bisect import bisect_right
 from collections.abc import Callable
@@ -35,8 +36,10 @@ from input_pipeline.store import Item, MissingError, Store, StoreError, is_url, 
 from input_pipeline.tokenizers import Tokenizer, make_tokenizer
 from runtime.consensus import all_gather, broadcast, new_key
 
+SAY_S = 30.0  # between two lines on the progress of tokenising
 ROUND_S = 600.0  # of tokenising, between two agreements, which wait an hour at most
 _GB = 10**9
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,12 +180,18 @@ class ShardSet:
         """Tokenises this process' share of the files, and returns the shards of all."""
         todo = [name for name in raw.names if self._worker(name) == self._group.process]
         found: dict[str, dict[str, Any]] = {}
+        count, said_s = len(todo), time.monotonic()
+        if self._group.process == 0:
+            _log.warning("%s: its %d files are tokenised first, %d of them here", raw.url, len(raw.names), count)
         while True:
             until_s, done, error = time.monotonic() + ROUND_S, [], None
             while todo and time.monotonic() < until_s and not error:
                 try:
                     done.append(vars(raw.shard(todo[0])))
                     todo.pop(0)
+                    if self._group.process == 0 and time.monotonic() > said_s + SAY_S:
+                        _log.warning("%s: %d of %d files are tokenised here", raw.url, count - len(todo), count)
+                        said_s = time.monotonic()
                 except (OSError, ValueError) as failed:
                     if self._group.count == 1:
                         raise

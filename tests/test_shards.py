@@ -240,14 +240,19 @@ def test_secrets_in_the_path_are_refused_and_not_shown(path):
     assert not any(secret in str(caught.value) for secret in ("abcd", "pwd7", "k3y"))
 
 
-def test_second_start_reads_no_file_of_documents(texts, monkeypatch):
+def test_second_start_reads_no_file_of_documents(texts, monkeypatch, caplog):
     with ShardSet(settings(texts)) as shards:
         first = shards.index
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{texts}: its 12 files are tokenised first, 12 of them here"
+    ]
+    caplog.clear()
     monkeypatch.setattr("input_pipeline.raw_shards.tokenise", lambda *_: pytest.fail("it tokenises again"))
     with ShardSet(settings(texts)) as shards:
         assert shards.index == first
         load(settings(texts), "train", 0, [shards])[0]
         assert shards.tiers.counters.store_hits == 0 < shards.tiers.counters.disk_hits
+    assert not caplog.records
 
 
 def test_tokens_that_no_node_has_any_more_are_made_again(texts, cache_folder):
