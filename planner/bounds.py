@@ -15,7 +15,7 @@ from training.experiment import Experiment
 
 HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-# of a value, at least; blocks have scales besides
+# of a value, at least; blocks have scales besides, and of a registered codec nothing is known
 CODEC_BYTES = {"none": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5, "two_bit": 0.25, "one_bit": 0.125}
 SLACK = 1.2  # the least time leaves details out (embeddings are gathered once): nothing is discarded that is so near
 
@@ -167,8 +167,8 @@ def _traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]
         sent[use]["inter"] += times * inter_item * values / intra * (inter - 1) / inter
         sent[use]["intra"] += times * intra_item * values * (intra - 1) / intra
 
-    gather = [min(item, CODEC_BYTES[codec]) for codec in (codecs.gather_inter, codecs.gather_intra)]
-    hop_one = [min(item, CODEC_BYTES[codec]) for codec in (codecs.hop_one_inter, codecs.hop_one_intra)]
+    gather = [min(item, CODEC_BYTES.get(codec, 0.0)) for codec in (codecs.gather_inter, codecs.gather_intra)]
+    hop_one = [min(item, CODEC_BYTES.get(codec, 0.0)) for codec in (codecs.hop_one_inter, codecs.hop_one_intra)]
     policy = layout.gather
     for part, times in ((policy.each_step, 1), (policy.each_micro_step, steps), (policy.each_use, 2 * steps)):
         if part:

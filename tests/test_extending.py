@@ -22,6 +22,7 @@ from cluster import emulate
 from configs.register import register
 from configs.schema import Config, OptimizerConfig
 from configs.schema.own import OWN
+from planner import __main__ as planner
 from planner import compile as compiling
 from sharding.scopes import make_layout
 
@@ -311,3 +312,11 @@ def test_the_planner_compiles_the_file() -> None:
     words = [f"--config={listed('A codec')}", *flags()]
     text = compiling.compile_step(words, nodes=4, devices_per_node=2, target="cpu").text
     assert re.search(r"u8\[.*all-to-all", text)
+
+
+@pytest.mark.slow
+def test_the_planner_prices_the_file_s_codec_in_every_hop(capsys: pytest.CaptureFixture[str]) -> None:
+    codecs = [f"--config.compression.{key}=float8" for key in ("hop_two", "gather_inter", "hop_one_inter")]
+    words = [f"--config={listed('A codec')}", *flags(sharding__partition_size=4), "--cluster=emulated", "--nodes=4"]
+    assert planner.main(["planner", *words, *codecs]) == 0
+    assert "mics(4)" in capsys.readouterr().out

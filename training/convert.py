@@ -12,16 +12,15 @@ Exit codes: 0 done; 2 a mistake in a flag, the config or a file; 1 anything else
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from absl import flags
 
 import models
 from configs import command_line
-from configs.schema import Config, TransformerConfig, defaults
+from configs.schema import MODELS, Config, TransformerConfig, with_defaults
 from input_pipeline import tokenizers
 from models import hugging_face
 from runtime.command_line import complain, make_folder, prepare_output
@@ -31,6 +30,7 @@ from training.devices import use_cpu_devices
 from training.experiment import make_experiment
 from training.resume import is_same_run
 
+MAX_FILE_GB = 5.0
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
 
@@ -43,22 +43,23 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_string("to_hugging_face", None, "folder of the checkpoint to write", flag_values=values)
     flags.DEFINE_string("workdir", None, "directory of the run to read", flag_values=values)
     flags.DEFINE_integer("step", None, "step to read (default: the newest)", flag_values=values)
-    flags.DEFINE_float("max_file_gb", 5.0, "GB of tensors in a file (10^9 bytes)", flag_values=values)
+    flags.DEFINE_float("max_file_gb", None, "GB of tensors in a file (10^9 bytes; default: 5)", flag_values=values)
     try:
         if command_line.asks_for_help(argv):
             print(command_line.help_text(__doc__ or "", argv, values))
         elif any(word.lstrip("-").startswith("from_hugging_face") for word in argv[1:]):
             config = command_line.parse(argv, values)
-            _refuse(values, "to_hugging_face", "workdir", "step")
+            _refuse(values, "to_hugging_face", "workdir", "step", "max_file_gb")
             import_run(config, Path(values.from_hugging_face), Path(_given(values, "out")))
         else:
             if rest := values(list(argv))[1:]:
                 raise ValueError(f"unexpected argument {rest[0]!r}; flags are written --name=value")
             folder = Path(_given(values, "to_hugging_face"))  # the config is the run's
             _refuse(values, "config", "out")
-            if not values.max_file_gb > 0:
-                raise ValueError(f"--max_file_gb={values.max_file_gb} must be above 0")
-            max_bytes = int(values.max_file_gb * 1e9)
+            max_file_gb = MAX_FILE_GB if values.max_file_gb is None else values.max_file_gb
+            if not max_file_gb > 0:
+                raise ValueError(f"--max_file_gb={max_file_gb} must be above 0")
+            max_bytes = int(max_file_gb * 1e9)
             export_run(Path(_given(values, "workdir")), folder, step=values.step, max_file_bytes=max_bytes)
     except flags.Error as error:
         return complain(ValueError(str(error)))
@@ -91,42 +92,35 @@ def export_run(workdir: Path, folder: Path, *, step: int | None, max_file_bytes:
     ValueError if there is no such step, or if no architecture of transformers computes what the model does.
     """
     saved = SavedParameters(workdir / "checkpoints", step)
-    config = Config.from_dict(_with_defaults(saved.config))
-    if not isinstance(config.model, TransformerConfig):
-        raise ValueError(f"{workdir} trained model.kind={config.model.kind}, which has no counterpart in transformers")
+    # these two sections alone: another may have names that the run's own --config registers
+    config = with_defaults(saved.config)
+    section, data = MODELS.get(kind := config["model"]["kind"]), config["data"]
+    if section is None or not issubclass(section, TransformerConfig):
+        raise ValueError(f"{workdir} trained model.kind={kind}, which has no counterpart in transformers")
+    model = section(**config["model"])
     make_folder(folder, "--to_hugging_face")
     tokenizer = None
-    if config.data.tokenizer == "hugging_face":
-        tokenizer = tokenizers.HuggingFace(Path(config.data.tokenizer_path).expanduser())
+    if data["tokenizer"] == "hugging_face":
+        tokenizer = tokenizers.HuggingFace(Path(data["tokenizer_path"]).expanduser())
     written = hugging_face.write(
-        models.build(config.model),
+        models.build(model),
         folder,
         saved.read,
         max_file_bytes=max_file_bytes,
         token_ids={"eos_token_id": tokenizer.separator} if tokenizer else {},
     )
     if tokenizer:
-        _write_tokenizer(tokenizer, config, folder)
+        _write_tokenizer(tokenizer, Path(data["tokenizer_path"]).expanduser(), model.max_len, folder)
     print(f"{folder}: step {saved.step} of {workdir} in {len(written)} file{'s' if len(written) > 1 else ''}")
 
 
-def _write_tokenizer(tokenizer: tokenizers.HuggingFace, config: Config, folder: Path) -> None:
+def _write_tokenizer(tokenizer: tokenizers.HuggingFace, file: Path, max_len: int, folder: Path) -> None:
     """Writes the run's tokenizer.json, and the file by which transformers finds it and its special tokens."""
-    assert isinstance(config.model, TransformerConfig)
-    shutil.copyfile(Path(config.data.tokenizer_path).expanduser(), folder / TOKENIZER_FILE)
+    shutil.copyfile(file, folder / TOKENIZER_FILE)
     special = {"eos_token": tokenizer.separator_token, "mask_token": tokenizer.mask_token}
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.model.max_len}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_len}
     about |= {name: token for name, token in special.items() if token}
     (folder / TOKENIZER_CONFIG_FILE).write_text(json.dumps(about, indent=2) + "\n")
-
-
-def _with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved config with the defaults of the keys that its version did not have."""
-    known = defaults(str(saved["model"]["kind"]))
-    return {
-        name: {**value, **saved.get(name, {})} if isinstance(value, dict) else saved.get(name, value)
-        for name, value in known.items()
-    }
 
 
 def _given(values: flags.FlagValues, name: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from configs.schema import Config, defaults, flat, known_keys, may_change
+from configs.schema import Config, flat, known_keys, may_change, with_defaults
 from metrics.run_files import RunFiles, read_run
 from metrics.writer import METRICS_FILE
 from runtime.consensus import broadcast, new_key
@@ -101,9 +101,7 @@ def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
 
     A key that there was not yet when `saved` was written counts with its default.
     """
-    old, new = flat(saved), flat(config)
-    added = flat(defaults(str(new["model.kind"])))
-    old = {key: added[key] for key in new if key in added} | old
+    old, new = flat(with_defaults(saved)), flat(config)
     keys = [key for key in sorted({*old, *new}) if not may_change(key)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 

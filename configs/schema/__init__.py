@@ -198,6 +198,16 @@ def defaults(kind: str = "decoder") -> dict[str, Any]:
     return found
 
 
+def with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a saved config, nested, with the defaults of the keys that its version did not have yet."""
+    known = defaults(str(saved["model"]["kind"]))
+    found = {
+        name: {**value, **saved.get(name, {})} if isinstance(value, dict) else saved.get(name, value)
+        for name, value in known.items()
+    }
+    return found | {name: value for name, value in saved.items() if name not in known}
+
+
 def may_change(name: str) -> bool:
     """Whether a resumed run may change a key, because it does not affect what is learned (docs/training.md).
 

@@ -81,6 +81,11 @@ class DataConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not _URL_WITHOUT_SECRETS.fullmatch(self.path):  # the value must not be shown
+            raise ValueError(f"data.path {_SECRETS}")
+        if self.mixture:  # each component is checked as if it were the only source
+            self._check_mixture()
+            return
         if self.source == TFDS:
             raise ValueError("data.source is 'tfds:NAME': replace NAME by a TFDS data set, such as 'tfds:lm1b'")
         fixed = self.source in SOURCES  # the others have text or images
@@ -96,9 +101,7 @@ class DataConfig(Section):
             raise ValueError(
                 "data.path is empty: data.source='shards' needs a folder or a URL (s3, gs, http, https) in data.path"
             )
-        if not _URL_WITHOUT_SECRETS.fullmatch(self.path):  # the value must not be shown
-            raise ValueError(f"data.path {_SECRETS}")
-        if self.pattern and self.source not in ("folder", "shards") and not self.mixture:
+        if self.pattern and self.source not in ("folder", "shards"):
             raise ValueError(
                 f"data.pattern is {self.pattern!r} but data.source={self.source!r} reads no files by name: "
                 "set data.source to 'folder' or 'shards', or leave data.pattern empty"
@@ -119,11 +122,10 @@ class DataConfig(Section):
             )
         if self.source == "synthetic" and self.tokenizer != "bytes":
             raise ValueError(f"data.tokenizer is {self.tokenizer!r}: data.source='synthetic' works with 'bytes' only")
-        self._check_mixture()
-        if self.packing != "stream" and (self.objective == "classify" or self._is_synthetic):
+        if self.packing != "stream" and (self.objective == "classify" or self.source == "synthetic"):
             what = "images" if self.objective == "classify" else "the tokens of data.source='synthetic'"
             raise ValueError(f"data.packing={self.packing!r}: {what} are no documents; set data.packing='stream'")
-        if self.packing == "whole" and self.source == "shards" and not self.mixture:
+        if self.packing == "whole" and self.source == "shards":
             raise ValueError("data.packing='whole' needs all text at once: with data.source='shards' use 'documents'")
 
     @property
@@ -136,17 +138,13 @@ class DataConfig(Section):
         """Where the examples come from, for messages."""
         return f"data.mixture={self.mixture!r}" if self.mixture else f"data.source={self.source}"
 
-    @property
-    def _is_synthetic(self) -> bool:
-        return self.source == "synthetic" and not self.mixture
-
     def alone(self, component: Component) -> "DataConfig":
         """Returns the section with a component of the mixture as its only source."""
         pattern = self.pattern if component.source in ("folder", "shards") else ""
         return replace(self, mixture="", source=component.source, path=component.path, pattern=pattern)
 
     def _check_mixture(self) -> None:
-        if self.mixture and self.objective == "classify":
+        if self.objective == "classify":
             raise ValueError("data.mixture is of text: with data.objective='classify' leave it empty")
         for component in self.components:
             if not _URL_WITHOUT_SECRETS.fullmatch(component.path):  # the value must not be shown
