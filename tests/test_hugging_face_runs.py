@@ -162,7 +162,7 @@ def test_a_converted_checkpoint_trains_as_from_the_weights(tmp_path: Path, capsy
         (["--to_hugging_face=OUT", "--step=x"], "--step"),
         (["--to_hugging_face=OUT", "extra"], "unexpected argument 'extra'"),
         (["--to_hugging_fac=OUT"], "to_hugging_fac"),
-        (["--from_hugging_face=IN"], "--config=configs/X.py is missing"),
+        (["--from_hugging_face=IN"], "give --config=configs/NAME.py"),
         (["--from_hugging_face=IN", "CONFIG"], "--out is missing"),
         (["--from_hugging_face=IN", "CONFIG", "--out=RUN", "--step=1"], "--step belongs to the other direction"),
         (["--from_hugging_face=IN", "CONFIG", "--out=RUN"], "IN/config.json cannot be read"),
