@@ -18,13 +18,15 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "compression.sparsity": ("above 0 and below 1", lambda x: 0 < x < 1),
     "compression.block": ("a multiple of 8", lambda x: x >= 8 and x % 8 == 0),
     "local_sgd.outer_learning_rate": ("above 0", lambda x: x > 0),
+    "model.norm_eps": ("above 0 and below 1", lambda x: 0 < x < 1),
+    "model.rotary_base": ("above 1 and finite", lambda x: 1 < x < math.inf),
     "elastic.silence_s": ("from 1 to 60", lambda x: 1 <= x <= 60),
     "elastic.snapshot_every": ("at least -1", lambda x: x >= -1),
     "seed": ("from 0 to 9223372036854775807", lambda x: x >= 0),
 }
 OF: dict[str, str] = {
     "at least 1": """num_steps log_every data.seq_len data.image_size batch.global_size batch.micro_size mesh.tensor
-        compression.rank optimizer.max_skipped checkpoint.keep_last elastic.stall_s eval.num_batches model.vocab_size
+        compression.rank optimizer.max_skipped checkpoint.keep_last elastic.stall_s eval.num_batches data.shuffle_shards model.vocab_size
         model.vocab_multiple model.max_len model.num_layers model.hidden model.intermediate model.num_heads
         model.num_kv_heads model.channels model.num_classes model.class_multiple model.width model.norm_groups""",
     "positive": "optimizer.learning_rate optimizer.eps compression.threshold",
