@@ -112,7 +112,12 @@ def test_counts_equal_the_exchange_after_the_backward_pass_but_for_filling_up() 
 
 @pytest.mark.parametrize(
     ("kind", "strategy", "accumulation"),
-    [("decoder", "mics(2)", 2), ("decoder", "ddp", 1), ("encoder", "mics(4)", 3), ("resnet", "mics(2)", 2)],
+    [
+        pytest.param("decoder", "mics(2)", 2, marks=pytest.mark.slow),
+        pytest.param("decoder", "ddp", 1, marks=pytest.mark.slow),
+        ("encoder", "mics(4)", 3),
+        pytest.param("resnet", "mics(2)", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_delayed_beside_the_micro_steps_equals_delayed_after_them(kind: str, strategy: str, accumulation: int) -> None:
     """In pieces that do not divide the shards, too."""

@@ -26,9 +26,10 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 OF: dict[str, str] = {
     "at least 1": """num_steps log_every data.seq_len data.image_size batch.global_size batch.micro_size mesh.tensor
-        compression.rank optimizer.max_skipped checkpoint.keep_last elastic.stall_s eval.num_batches data.shuffle_shards model.vocab_size
+        compression.rank optimizer.max_skipped checkpoint.keep_last elastic.stall_s eval.num_batches model.vocab_size
         model.vocab_multiple model.max_len model.num_layers model.hidden model.intermediate model.num_heads
-        model.num_kv_heads model.channels model.num_classes model.class_multiple model.width model.norm_groups""",
+        model.num_kv_heads model.channels model.num_classes model.class_multiple model.width model.norm_groups
+        data.shuffle_shards""",
     "positive": "optimizer.learning_rate optimizer.eps compression.threshold",
     "below one": "optimizer.momentum optimizer.b1 optimizer.b2 local_sgd.outer_momentum",
     "share": "data.mask_rate compression.sampled",
