@@ -1,5 +1,7 @@
 """data.source=shards on one machine: formats, splits, the index, the cache and its repair, errors in one line."""
 
+import errno
+import fcntl
 import gzip
 import json
 import logging
@@ -437,3 +439,34 @@ def test_scratch_file_in_use_is_left_alone(tmp_path):
         (tmp_path / f"{'b' * 64}.1.partial").write_bytes(b"left")
         ShardCache(tmp_path, 0)
         assert used.exists() and not (tmp_path / f"{'b' * 64}.1.partial").exists()
+
+
+def test_without_locks_nobody_removes_what_another_process_writes(tmp_path, monkeypatch):
+    """On a file system without flock each process has a scratch file of its own, and old ones go."""
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    key, old = "a" * 64, tmp_path / f"{'a' * 64}.1.partial"
+    cache = ShardCache(tmp_path, 0)
+    with cache.locked(key), cache.scratch(key) as used:
+        used.write_bytes(b"x")
+        old.write_bytes(b"left")
+        os.utime(old, (1, 1))
+        another = ShardCache(tmp_path, 0)
+        assert used.exists() and not old.exists()
+        old.write_bytes(b"left")
+        os.utime(old, (1, 1))
+        with another.locked(key), another.scratch(key) as second:
+            assert second != used and used.exists() and not old.exists()
+
+
+def no_locks(*_: object) -> None:
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+def test_lock_that_a_process_waits_for_outlives_its_shard(texts, cache_folder):
+    with ShardSet(settings(texts)) as shards:
+        cache, shard = ShardCache(cache_folder / "shards", 1), shards.index.shards[0]
+        with cache.locked(shard.sha256):
+            lock = cache.folder / f"{shard.sha256}.lock"
+            before = lock.stat().st_ino
+            cache._make_room(1)
+            assert not cache.has(shard) and lock.stat().st_ino == before
