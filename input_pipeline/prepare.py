@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from configs.schema import DataConfig
+from configs.schema.urls import refuse_secrets
 from input_pipeline.shard_index import INDEX_FILE
 from input_pipeline.shards import ShardSet
 from input_pipeline.store import open_store
@@ -21,6 +22,7 @@ from runtime.exit_codes import ExitCode, ResumableError
 
 def prepare(config: DataConfig, out: str) -> int:
     """Writes the token shards of `config` and their index to `out`; returns the number of shards."""
+    refuse_secrets("--out", out)
     target = open_store(out)
     if target.url.startswith("http"):
         raise ValueError(f"--out={out}: an HTTP server stores nothing; give a folder, or a URL of s3:// or gs://")
@@ -44,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     prepare_output()
     try:
+        refuse_secrets("--path", options.path)
         config = DataConfig(
             source="shards",
             path=options.path,

@@ -117,9 +117,7 @@ def test_a_mixture_may_have_several_sets_of_shards(texts: Path, tmp_path: Path) 
         assert example(dataset, i) == example(alone[component], number)
     with pytest.raises(ValueError, match=r"data\.packing='whole' needs all text at once"):
         settings(texts, packing="whole")
-    with pytest.raises(
-        ValueError, match=r"^data\.mixture: the path of a component of shards is a URL with a query"
-    ) as e:
+    with pytest.raises(ValueError, match=r"^data\.mixture: the path of a component is a URL with a query") as e:
         settings("", mixture="1 shards:https://host/set?token=secret", **changes)
     assert "secret" not in str(e.value)
 
@@ -240,6 +238,31 @@ def test_secrets_in_the_path_are_refused_and_not_shown(path):
     with pytest.raises(ValueError, match="would be saved in config.json") as caught:
         settings(path)
     assert not any(secret in str(caught.value) for secret in ("abcd", "pwd7", "k3y"))
+
+
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        "shards:https://me:s3cret@host/x",
+        "https://host/x?s3cret",
+        "1 shards:https://me:s3,s3cret@host/x",
+        "1 shards:https://s3cret@host/x, 2 shards:https://s3cret@host/x",
+        "1 folder:/data, 1e-9 shards:s3://host/x#s3cret",
+    ],
+)
+def test_secrets_in_a_mixture_are_refused_before_anything_of_it_is_shown(mixture):
+    with pytest.raises(ValueError, match=r"^data\.mixture: the path of a component is a URL with a query") as caught:
+        settings("", source="stdlib_text", mixture=mixture)
+    assert "s3cret" not in str(caught.value)
+    fine = settings("", source="stdlib_text", mixture="1 shards:s3://bucket/x, 2 folder:/data/a@b?#")
+    assert [component.path for component in fine.components] == ["s3://bucket/x", "/data/a@b?#"]
+
+
+@pytest.mark.parametrize(("path", "out", "what"), [("/a", "s3://k3y@b/x", "--out"), ("http://b?k3y", "/a", "--path")])
+def test_secrets_are_refused_and_not_shown_when_a_set_is_prepared(path, out, what, capsys):
+    assert prepare.main(["--path", path, "--out", out]) == 2
+    shown = "".join(capsys.readouterr())
+    assert f"error: {what} is a URL with a query" in shown and "k3y" not in shown
 
 
 def test_second_start_reads_no_file_of_documents(texts, monkeypatch, caplog):
