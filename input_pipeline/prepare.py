@@ -24,7 +24,7 @@ def prepare(config: DataConfig, out: str) -> int:
     """Writes the token shards of `config` and their index to `out`; returns the number of shards."""
     refuse_secrets("--out", out)
     target = open_store(out)
-    if target.url.startswith("http"):
+    if not target.can_list:
         raise ValueError(f"--out={out}: an HTTP server stores nothing; give a folder, or a URL of s3:// or gs://")
     with ShardSet(config) as shards:
         for shard in shards.index.shards:

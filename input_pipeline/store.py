@@ -67,6 +67,7 @@ class Store(Protocol):
     """Objects by name."""
 
     url: str
+    can_list: bool  # an HTTP server cannot, and stores nothing
 
     def list(self) -> list[Item]:
         """Returns the objects that are neither hidden nor empty, by name. StoreError if that is not possible."""
@@ -108,7 +109,7 @@ class LocalStore:
 
     def __init__(self, path: str) -> None:
         self.root = Path(path).expanduser()
-        self.url = str(self.root)
+        self.url, self.can_list = str(self.root), True
 
     def list(self) -> list[Item]:
         """Returns the files, those in folders below included."""
@@ -177,6 +178,7 @@ class RemoteStore:
         self.scheme = url.partition("://")[0].replace("https", "http")
         if self.scheme not in _HELP:
             raise ValueError(f"data.path {url} is no folder, and no URL of s3://, gs://, http:// or https://")
+        self.can_list = self.scheme != "http"
         options: Any = _OPTIONS | {"allow_http": self.scheme == "http" or _has_plain_endpoint()}
         try:
             self._store: Any = from_url(self.url, client_options=options, retry_config={"max_retries": 0})

@@ -317,6 +317,14 @@ def test_prepared_set_gives_the_same_examples_and_needs_no_tokenising(texts, tmp
     assert datasets[0].fingerprint == datasets[1].fingerprint
 
 
+def test_folder_may_have_a_name_like_a_server_s(texts, tmp_path, monkeypatch):
+    texts.rename(tmp_path / "https_texts")
+    monkeypatch.chdir(tmp_path)
+    assert prepare.main(["--path", "https_texts", "--out", "http_set"]) == 0
+    with ShardSet(settings("http_set")) as shards:
+        assert len(shards.index.shards) == len(TEXTS)
+
+
 def test_prepared_set_of_another_tokenizer_or_without_an_index_is_refused(texts, tmp_path):
     assert prepare.main(["--path", str(texts), "--out", str(tmp_path / "set")]) == 0
     file = tmp_path / "set" / "index.json"
