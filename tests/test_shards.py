@@ -27,6 +27,7 @@ from input_pipeline.folder import validation_names
 from input_pipeline.mixture import Order
 from input_pipeline.shard_cache import ShardCache
 from input_pipeline.shards import ShardSet
+from input_pipeline.store import LocalStore
 
 TEXTS = {f"part{number:02d}.txt": f"shard {number}: the quick brown fox\n" * (20 + 3 * number) for number in range(12)}
 
@@ -315,6 +316,20 @@ def test_prepared_set_gives_the_same_examples_and_needs_no_tokenising(texts, tmp
         datasets.append(load(settings(tmp_path / "set"), "train", 0, [shards]))
         assert [example(datasets[1], i) for i in range(100)] == examples
     assert datasets[0].fingerprint == datasets[1].fingerprint
+
+
+def test_second_call_of_prepare_stores_what_is_left_alone(texts, tmp_path, monkeypatch):
+    arguments, stored, put = ["--path", str(texts), "--out", str(tmp_path / "set")], [], LocalStore.put
+    assert prepare.main(arguments) == 0
+    first, second, *_ = sorted((tmp_path / "set").glob("*.tokens"))
+    whole = {file: file.read_bytes() for file in (tmp_path / "set").iterdir()}
+    first.unlink()
+    second.write_bytes(b"part")
+    (tmp_path / "set" / "index.json").unlink()
+    monkeypatch.setattr(LocalStore, "put", lambda self, name, content: (stored.append(name), put(self, name, content)))
+    assert prepare.main(arguments) == 0
+    assert sorted(stored) == sorted([first.name, second.name, "index.json"]) and stored[-1] == "index.json"
+    assert {file: file.read_bytes() for file in (tmp_path / "set").iterdir()} == whole
 
 
 def test_folder_may_have_a_name_like_a_server_s(texts, tmp_path, monkeypatch):
