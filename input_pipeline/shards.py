@@ -226,6 +226,8 @@ class ShardSet:
             )
         opened = OpenShards(self.tiers, most=2 * config.shuffle_shards)
         self._held.callback(opened.close)
+        self._held.callback(self._store.close)  # before that: the threads may wait for it
+        self._held.callback(opened.stop)
         windows.read_from(opened)
         return windows
 

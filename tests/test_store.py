@@ -230,6 +230,26 @@ def test_closing_ends_the_waiting_of_other_threads(web):
     web.back()
 
 
+def test_a_set_closes_its_store_before_it_waits_for_its_threads(web, prepared, monkeypatch):
+    joined = []
+    with ShardSet(settings(web.url)) as shards:
+        web.away()
+        for split in ("train", "validation"):
+            shards.windows(split).window_of(0, 0)  # reads ahead
+        ended = shards._store._waiting.ended  # pyright: ignore
+        join = threading.Thread.join
+
+        def noted(thread: threading.Thread, timeout: float | None = None) -> None:
+            if thread.name == "read-ahead":
+                joined.append(ended.is_set())
+            join(thread, timeout)
+
+        monkeypatch.setattr(threading.Thread, "join", noted)
+    assert joined == [True] * 8
+    assert not [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+    web.back()
+
+
 def test_http_server_needs_a_list_or_the_url_of_one_file(web, tmp_path):
     with one_line(StoreError, "cannot be listed, and index.json there is no index of token shards, nor a JSON list"):
         ShardSet(settings(web.url))
