@@ -64,15 +64,17 @@ class ShardCache:
         A damaged file is removed, with a warning.
         """
         path = self.folder / shard.file
-        try:
-            os.utime(path)  # the least recently used ones go first
-            tokens = mapped(path, shard)
-        except FileNotFoundError:
-            return None
-        if tokens is None:
-            logging.getLogger(__name__).warning("%s is damaged: fetching it again", path)
-            path.unlink(missing_ok=True)
-        return tokens
+        with self._explained():
+            try:
+                with contextlib.suppress(PermissionError):  # another user's file keeps its time
+                    os.utime(path)  # the least recently used ones go first
+                tokens = mapped(path, shard)
+            except FileNotFoundError:
+                return None
+            if tokens is None:
+                logging.getLogger(__name__).warning("%s is damaged: fetching it again", path)
+                path.unlink(missing_ok=True)
+            return tokens
 
     def has(self, shard: Shard) -> bool:
         """Whether the file of a shard is there; nothing is checked."""
@@ -83,7 +85,8 @@ class ShardCache:
 
         The caller holds the lock. Raises DamagedError if they are not those of `shard`, OSError if the disk is full.
         """
-        self._make_room(shard.size_bytes)
+        with self._explained():
+            self._make_room(shard.size_bytes)
         with self.scratch(shard.sha256) as path:
             fill(path)
             with self._explained():

@@ -504,6 +504,19 @@ def test_without_locks_nobody_removes_what_another_process_writes(tmp_path, monk
             assert second != used and used.exists() and not old.exists()
 
 
+def test_shard_of_another_user_is_read_and_what_cannot_be_read_is_one_line(texts, monkeypatch):
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with ShardSet(settings(texts)) as shards:
+        shard = shards.index.shards[0]
+        monkeypatch.setattr(os, "utime", refused)
+        assert bytes(shards.tiers.get(shard).tolist()) == (TEXTS[shard.name] + "\0").encode()
+        monkeypatch.setattr("input_pipeline.shard_cache.sha256", refused)
+        with pytest.raises(OSError, match=r"^the data cache .* cannot be used \(Operation not permitted\)[^\n]*\Z"):
+            shards.tiers.get(shard)
+
+
 def no_locks(*_: object) -> None:
     raise OSError(errno.ENOSYS, "Function not implemented")
 
