@@ -32,7 +32,7 @@ _KINDS = {"Connect": "no connection", "Timeout": "no answer in time", "Interrupt
 _HELP = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY (AWS_SESSION_TOKEN) and AWS_REGION, AWS_ENDPOINT_URL for a "
     "store that is not Amazon's, or AWS_SKIP_SIGNATURE=true for a public bucket",
-    "gs": "set GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS to the file of an account that may do that",
+    "gs": "set GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS to the file of an account that may use it",
     "http": "it is read without credentials",
 }
 T = TypeVar("T")
