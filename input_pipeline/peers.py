@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from input_pipeline.shard_index import Shard
+from input_pipeline.store import PATIENCE_S
 from runtime.addresses import listen, own_address
 from runtime.handshake import Acceptor, introduce
 
@@ -150,7 +151,10 @@ class Peers:
                     connection.settimeout(_SILENCE_S)
                     with connection.makefile("rwb") as stream:
                         _say(stream, {"shard": shard.sha256, "download": download})
-                        _receive(stream, shard, file)
+                        if why := _receive(stream, shard, file):
+                            if download:  # it could not, and would fail for the next shard too
+                                self.avoid(node)
+                            raise PeerError(why)
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):  # our disk, and not the peer
                     raise
@@ -162,13 +166,14 @@ class Peers:
         self._avoided[node] = time.monotonic() + AVOIDED_S
 
 
-def _receive(stream: Any, shard: Shard, file: BinaryIO) -> None:
-    """Writes the shard that a peer sends. PeerError if it has none, OSError if it fails or is slow."""
-    answer = _answer(stream)
-    while "wait" in answer:
-        answer = _answer(stream)
+def _receive(stream: Any, shard: Shard, file: BinaryIO) -> str:
+    """Writes the shard that a peer sends, or returns why it has none. OSError if it fails or is slow."""
+    until_s = time.monotonic() + PATIENCE_S + shard.size_bytes / _LEAST_BYTES_PER_S
+    while "wait" in (answer := _answer(stream)):
+        if time.monotonic() > until_s:
+            raise TimeoutError("it has not fetched the shard in time")
     if "absent" in answer:
-        raise PeerError(str(answer["absent"]))
+        return str(answer["absent"]) or "it has none"
     if answer.get("size") != shard.size_bytes:
         raise ConnectionError(f"it announces {answer.get('size')} bytes of {shard.size_bytes}")
     left, until_s = shard.size_bytes, time.monotonic() + _SILENCE_S + shard.size_bytes / _LEAST_BYTES_PER_S
@@ -180,6 +185,7 @@ def _receive(stream: Any, shard: Shard, file: BinaryIO) -> None:
         left -= len(block)
         if time.monotonic() > until_s:
             raise TimeoutError("it sends too slowly")
+    return ""
 
 
 def _answer(stream: Any) -> dict[str, Any]:

@@ -3,7 +3,8 @@
     python -m input_pipeline.prepare --path=s3://bucket/raw --out=s3://bucket/tokens [--pattern=...] [--tokenizer=...]
 
 PATH and OUT are local folders or URLs; OUT must be able to store (no HTTP server). The index is written last, so a set
-without one is not whole; a second call goes on where the first one stopped.
+without one is not whole. All files are tokenised into the cache before the first is stored; a second call goes on where
+the first one stopped.
 """
 
 import argparse
@@ -12,24 +13,35 @@ import sys
 from collections.abc import Sequence
 
 from configs.schema import DataConfig
-from input_pipeline.shard_index import INDEX_FILE
+from configs.schema.urls import refuse_secrets
+from input_pipeline.shard_index import INDEX_FILE, Shard
 from input_pipeline.shards import ShardSet
-from input_pipeline.store import open_store
+from input_pipeline.store import Store, StoreError, open_store
 from runtime.command_line import prepare_output
 from runtime.exit_codes import ExitCode, ResumableError
 
 
 def prepare(config: DataConfig, out: str) -> int:
     """Writes the token shards of `config` and their index to `out`; returns the number of shards."""
+    refuse_secrets("--out", out)
     target = open_store(out)
-    if target.url.startswith("http"):
+    if not target.can_list:
         raise ValueError(f"--out={out}: an HTTP server stores nothing; give a folder, or a URL of s3:// or gs://")
     with ShardSet(config) as shards:
         for shard in shards.index.shards:
-            shards.tiers.get(shard)
-            target.put(shard.file, shards.cache.folder / shard.file)
+            if not _is_there(target, shard):
+                shards.tiers.get(shard)
+                target.put(shard.file, shards.cache.folder / shard.file)
         target.put(INDEX_FILE, (json.dumps(shards.index.as_json(), indent=1) + "\n").encode())
         return len(shards.index.shards)
+
+
+def _is_there(target: Store, shard: Shard) -> bool:
+    """Whether a store has a shard, whose name is its hash. No if it does not say: storing it then says why."""
+    try:
+        return target.item(shard.file).size == shard.size_bytes
+    except StoreError:
+        return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     prepare_output()
     try:
+        refuse_secrets("--path", options.path)
         config = DataConfig(
             source="shards",
             path=options.path,

@@ -1,7 +1,8 @@
 """Token shards on the local disk: each file is named by its hash, is there whole or not at all, and is checked.
 
 Processes of a machine share the folder. A lock per shard lets one of them download it; the least recently used shards
-make room. A process that is killed leaves a scratch file at most, which the next one to hold that lock removes.
+make room. A process that is killed leaves a scratch file at most, which the next one to hold that lock removes. On a
+file system without locks several may download a shard, each to a file of its own, and what is left goes after a day.
 """
 
 import contextlib
@@ -9,7 +10,9 @@ import errno
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,7 @@ from input_pipeline.shard_index import Shard
 from input_pipeline.store import sha256
 
 _NODE_FILE = "node"
+_LEFT_S = 86_400.0  # without locks, a scratch file that nobody wrote to for so long is of a killed process
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -36,8 +40,11 @@ class ShardCache:
         with self._explained():
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob("*.partial"):
-                if not locks.is_held(folder / f"{left.name.partition('.')[0]}.lock"):
-                    left.unlink(missing_ok=True)
+                try:
+                    if not locks.is_held(folder / f"{left.name.partition('.')[0]}.lock"):
+                        left.unlink(missing_ok=True)
+                except locks.NoLocksError:
+                    _remove_if_old(left)
 
     def node(self) -> str:
         """Returns the identity of the folder: processes that read the same one are one node."""
@@ -57,15 +64,17 @@ class ShardCache:
         A damaged file is removed, with a warning.
         """
         path = self.folder / shard.file
-        try:
-            os.utime(path)  # the least recently used ones go first
-            tokens = mapped(path, shard)
-        except FileNotFoundError:
-            return None
-        if tokens is None:
-            logging.getLogger(__name__).warning("%s is damaged: fetching it again", path)
-            path.unlink(missing_ok=True)
-        return tokens
+        with self._explained():
+            try:
+                with contextlib.suppress(PermissionError):  # another user's file keeps its time
+                    os.utime(path)  # the least recently used ones go first
+                tokens = mapped(path, shard)
+            except FileNotFoundError:
+                return None
+            if tokens is None:
+                logging.getLogger(__name__).warning("%s is damaged: fetching it again", path)
+                path.unlink(missing_ok=True)
+            return tokens
 
     def has(self, shard: Shard) -> bool:
         """Whether the file of a shard is there; nothing is checked."""
@@ -76,7 +85,8 @@ class ShardCache:
 
         The caller holds the lock. Raises DamagedError if they are not those of `shard`, OSError if the disk is full.
         """
-        self._make_room(shard.size_bytes)
+        with self._explained():
+            self._make_room(shard.size_bytes)
         with self.scratch(shard.sha256) as path:
             fill(path)
             with self._explained():
@@ -96,9 +106,7 @@ class ShardCache:
 
     @contextlib.contextmanager
     def scratch(self, key: str) -> Iterator[Path]:
-        """Gives the path of a scratch file, which is removed afterwards, by the holder of the lock of `key`."""
-        for left in self.folder.glob(f"{key}.*.partial"):  # of killed processes
-            left.unlink(missing_ok=True)
+        """Gives the path of a scratch file of `key`, which is removed afterwards."""
         path = self.folder / f"{key}.{secrets.token_hex(8)}.partial"
         try:
             with self._explained():
@@ -108,14 +116,23 @@ class ShardCache:
 
     @contextlib.contextmanager
     def locked(self, key: str) -> Iterator[None]:
-        """Holds the lock of a hash. It only avoids that several processes do the same work."""
+        """Holds the lock of a hash, and removes the scratch files that killed processes left under it.
+
+        It only avoids that several processes do the same work: without locks all of them go on.
+        """
         with contextlib.ExitStack() as held:
-            with self._explained(), contextlib.suppress(locks.NoLocksError):
-                held.enter_context(locks.locked(self.folder / f"{key}.lock"))
+            with self._explained():
+                remove = partial(Path.unlink, missing_ok=True)
+                try:
+                    held.enter_context(locks.locked(self.folder / f"{key}.lock"))
+                except locks.NoLocksError:
+                    remove = _remove_if_old
+                for left in self.folder.glob(f"{key}.*.partial"):
+                    remove(left)
             yield
 
     def _make_room(self, size: int) -> None:
-        """Removes the least recently used shards until `size` more bytes fit."""
+        """Removes the least recently used shards until `size` more bytes fit; their locks stay, for who waits there."""
         if not self._limit_bytes:
             return
         found = []
@@ -128,7 +145,6 @@ class ShardCache:
             if total <= self._limit_bytes:
                 return
             path.unlink(missing_ok=True)
-            path.with_suffix(".lock").unlink(missing_ok=True)
             total -= freed
 
     @contextlib.contextmanager
@@ -148,6 +164,13 @@ class ShardCache:
                 f"the data cache {self.folder} cannot be used ({error.strerror}): set {ENVIRONMENT_KEY} to a writable "
                 "folder with free space"
             ) from error
+
+
+def _remove_if_old(left: Path) -> None:
+    """Removes a scratch file if no process can be writing it any more."""
+    with contextlib.suppress(FileNotFoundError):  # another process removed it
+        if left.stat().st_mtime < time.time() - _LEFT_S:
+            left.unlink()
 
 
 def mapped(path: Path, shard: Shard) -> np.ndarray | None:

@@ -19,6 +19,7 @@ from input_pipeline.shard_index import Shard
 from input_pipeline.store import FETCHES, StoreError
 
 THREADS = 4  # that read ahead
+CLOSE_S = 5.0  # for which their end is waited for
 
 
 @dataclass
@@ -155,14 +156,19 @@ class OpenShards:
                 for thread in self._threads:
                     thread.start()
 
-    def close(self) -> None:
-        """Ends the threads."""
+    def stop(self) -> None:
+        """Lets the threads begin no more shards."""
         with self._changed:
             self._closed = True
             self._wanted.clear()
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the threads. To be called after the store is closed, for which they may wait."""
+        self.stop()
+        until_s = time.monotonic() + CLOSE_S
         for thread in self._threads:
-            thread.join(5.0)
+            thread.join(max(0.0, until_s - time.monotonic()))
 
     def _obtain(self, shard: Shard) -> np.ndarray:
         with self._changed:

@@ -132,7 +132,7 @@ class ShardSet:
             items = [store.item(self._file)]
         elif (content := self._index_file()) is not None and is_index(content):
             return {"items": [], "index": self._checked(content).as_json()}
-        elif store.url.startswith("http"):
+        elif not store.can_list:
             items = _listed_by(content, store)
         else:
             items = store.list()
@@ -226,6 +226,8 @@ class ShardSet:
             )
         opened = OpenShards(self.tiers, most=2 * config.shuffle_shards)
         self._held.callback(opened.close)
+        self._held.callback(self._store.close)  # before that: the threads may wait for it
+        self._held.callback(opened.stop)
         windows.read_from(opened)
         return windows
 

@@ -32,7 +32,7 @@ _KINDS = {"Connect": "no connection", "Timeout": "no answer in time", "Interrupt
 _HELP = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY (AWS_SESSION_TOKEN) and AWS_REGION, AWS_ENDPOINT_URL for a "
     "store that is not Amazon's, or AWS_SKIP_SIGNATURE=true for a public bucket",
-    "gs": "set GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS to the file of an account that may read it",
+    "gs": "set GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS to the file of an account that may use it",
     "http": "it is read without credentials",
 }
 T = TypeVar("T")
@@ -67,6 +67,7 @@ class Store(Protocol):
     """Objects by name."""
 
     url: str
+    can_list: bool  # an HTTP server cannot, and stores nothing
 
     def list(self) -> list[Item]:
         """Returns the objects that are neither hidden nor empty, by name. StoreError if that is not possible."""
@@ -108,7 +109,7 @@ class LocalStore:
 
     def __init__(self, path: str) -> None:
         self.root = Path(path).expanduser()
-        self.url = str(self.root)
+        self.url, self.can_list = str(self.root), True
 
     def list(self) -> list[Item]:
         """Returns the files, those in folders below included."""
@@ -177,6 +178,7 @@ class RemoteStore:
         self.scheme = url.partition("://")[0].replace("https", "http")
         if self.scheme not in _HELP:
             raise ValueError(f"data.path {url} is no folder, and no URL of s3://, gs://, http:// or https://")
+        self.can_list = self.scheme != "http"
         options: Any = _OPTIONS | {"allow_http": self.scheme == "http" or _has_plain_endpoint()}
         try:
             self._store: Any = from_url(self.url, client_options=options, retry_config={"max_retries": 0})
@@ -217,7 +219,7 @@ class RemoteStore:
         """Stores an object."""
         import obstore
 
-        self._patiently(f"{self.url}/{name}", lambda: obstore.put(self._store, name, content))
+        self._patiently(f"{self.url}/{name}", lambda: obstore.put(self._store, name, content), writes=True)
 
     def close(self) -> None:
         """Ends waiting in all threads."""
@@ -235,7 +237,7 @@ class RemoteStore:
         if size != answer.meta["size"]:
             raise _AwayError(_KINDS["Interrupted"])
 
-    def _patiently(self, what: str, action: Callable[[], T]) -> T:
+    def _patiently(self, what: str, action: Callable[[], T], *, writes: bool = False) -> T:
         """Returns `action()`, repeated while the store is away."""
 
         def attempt() -> T:
@@ -246,22 +248,25 @@ class RemoteStore:
             except Exception as error:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise  # of the local disk; the store's have no number
-                raise self._explained(what, error) from None  # its text may hold what nobody should read
+                raise self._explained(what, error, writes) from None  # its text may hold what nobody should read
 
         return self._waiting.for_answer(attempt)
 
-    def _explained(self, what: str, error: Exception) -> Exception:
+    def _explained(self, what: str, error: Exception, writes: bool) -> Exception:
         """Returns what an error of the library means: `_AwayError` if waiting may cure it."""
         said, _, details = str(error).partition("Debug source:")
         status = found[1] if (found := _STATUS.search(said)) else ""
+        key = "--out" if writes else "data.path"  # prepare.py alone stores
         if status in ("401", "403"):
-            return StoreError(f"{what}: the store refuses access ({status}); {_HELP[self.scheme]}")
+            refuses = f"to write below {key}" if writes else "access"
+            return StoreError(f"{what}: the store refuses {refuses} ({status}); {_HELP[self.scheme]}")
         if status == "404" or isinstance(error, FileNotFoundError):
-            return MissingError(f"{what}: there is no such object or bucket (404); check data.path")
+            missing = "bucket" if writes else "object or bucket"
+            return MissingError(f"{what}: there is no such {missing} (404); check {key}")
         if status.startswith("5") or status in ("408", "429"):
             return _AwayError(f"it answers {status}")
         if status:
-            return StoreError(f"{what}: the store answers {status}; check data.path, and {_HELP[self.scheme]}")
+            return StoreError(f"{what}: the store answers {status}; check {key}, and {_HELP[self.scheme]}")
         if "redirect" in said:
             return StoreError(f"{what}: the store redirects to another place; {_HELP[self.scheme]}")
         kind = found[1] if (found := re.search(r"kind: (\w+)", details)) else ""

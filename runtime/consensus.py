@@ -14,8 +14,14 @@ from typing import Any
 import jax
 from orbax.checkpoint import multihost
 
+from runtime.exit_codes import ResumableError
+
 _TIMEOUT_S = 3600  # hashing a large checkpoint takes minutes; a process that died ends the wait long before this
-_KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSError}  # they decide the exit code
+_KINDS: dict[str, type[Exception]] = {  # they decide the exit code
+    "ValueError": ValueError,
+    "OSError": OSError,
+    "ResumableError": ResumableError,
+}
 _numbers = itertools.count()
 
 
@@ -38,7 +44,8 @@ def new_key(topic: str) -> Key:
 def broadcast(key: Key, answer: Callable[[], Any]) -> Any:
     """Returns process 0's `answer()`, a JSON value, in every process. If `answer` raises, every process raises.
 
-    The other processes raise ValueError or OSError if process 0 does, and RuntimeError with its text otherwise.
+    The other processes raise ValueError, OSError or ResumableError if process 0 does, and RuntimeError with its text
+    otherwise.
     """
     if jax.process_count() == 1:
         return answer()

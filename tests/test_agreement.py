@@ -10,7 +10,9 @@ from running import ROOT
 
 from benchmarks import agreement
 from benchmarks.records import recorded
+from input_pipeline.store import StoreAwayError
 from runtime import consensus
+from runtime.exit_codes import ResumableError
 
 
 class Store:
@@ -32,13 +34,14 @@ class Store:
     [
         (ValueError("not so"), ValueError),
         (FileExistsError(17, "File exists", "/a"), OSError),
+        (StoreAwayError("s3://b: the store has been away for 540 s"), ResumableError),
         (KeyError("a"), RuntimeError),
     ],
 )
 def test_an_error_of_process_0_is_one_of_the_same_kind_in_the_others(
     raised: Exception, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ValueError or an OSError before training ends the program with 2, anything else with 1."""
+    """A ValueError or an OSError before training ends the program with 2, a ResumableError with 75, others with 1."""
     store, key = Store(), consensus.new_key("test")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(consensus.multihost, "get_jax_distributed_client", lambda: store)

@@ -200,6 +200,31 @@ def test_silent_node_is_passed_over_and_not_asked_again_at_once(web, tmp_path, m
         assert len(one.tiers.get(second)) == second.num_tokens and one.tiers.counters.store_hits == 2
 
 
+@pytest.mark.parametrize("failure", ["waits for ever", "cannot download"])
+def test_node_that_does_not_get_a_shard_is_passed_over(web, tmp_path, monkeypatch, failure):
+    """One that says for ever that it is at it, and one that says that it failed."""
+    config = settings(web.url)
+    with opened(config, caches(tmp_path, 2), monkeypatch) as (one, other):
+        assert one.tiers.peers and other.tiers.peers
+        node, ended = other.tiers.peers.node, threading.Event()
+
+        def never(*_: object) -> None:
+            if failure == "cannot download":
+                raise OSError("the store refuses access")
+            ended.wait(120)
+
+        monkeypatch.setattr(other.tiers, "_get", lambda *_, **__: never())
+        monkeypatch.setattr(peers, "PATIENCE_S", 0.0)
+        monkeypatch.setattr(peers, "_WAIT_S", 0.1)
+        first, second = owned_by(one, node)[:2]
+        try:
+            assert len(one.tiers.get(first)) == first.num_tokens and one.tiers.counters.store_hits == 1
+            monkeypatch.setattr(peers, "introduce", lambda *_: pytest.fail("it is asked again"))
+            assert len(one.tiers.get(second)) == second.num_tokens and one.tiers.counters.store_hits == 2
+        finally:
+            ended.set()
+
+
 def test_damaged_copy_of_a_peer_is_not_taken(web, tmp_path, monkeypatch):
     config = settings(web.url)
     with opened(config, caches(tmp_path, 2), monkeypatch) as (one, other):

@@ -1,5 +1,7 @@
 """data.source=shards on one machine: formats, splits, the index, the cache and its repair, errors in one line."""
 
+import errno
+import fcntl
 import gzip
 import json
 import logging
@@ -25,6 +27,7 @@ from input_pipeline.folder import validation_names
 from input_pipeline.mixture import Order
 from input_pipeline.shard_cache import ShardCache
 from input_pipeline.shards import ShardSet
+from input_pipeline.store import LocalStore
 
 TEXTS = {f"part{number:02d}.txt": f"shard {number}: the quick brown fox\n" * (20 + 3 * number) for number in range(12)}
 
@@ -115,9 +118,7 @@ def test_a_mixture_may_have_several_sets_of_shards(texts: Path, tmp_path: Path) 
         assert example(dataset, i) == example(alone[component], number)
     with pytest.raises(ValueError, match=r"data\.packing='whole' needs all text at once"):
         settings(texts, packing="whole")
-    with pytest.raises(
-        ValueError, match=r"^data\.mixture: the path of a component of shards is a URL with a query"
-    ) as e:
+    with pytest.raises(ValueError, match=r"^data\.mixture: the path of a component is a URL with a query") as e:
         settings("", mixture="1 shards:https://host/set?token=secret", **changes)
     assert "secret" not in str(e.value)
 
@@ -240,6 +241,31 @@ def test_secrets_in_the_path_are_refused_and_not_shown(path):
     assert not any(secret in str(caught.value) for secret in ("abcd", "pwd7", "k3y"))
 
 
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        "shards:https://me:s3cret@host/x",
+        "https://host/x?s3cret",
+        "1 shards:https://me:s3,s3cret@host/x",
+        "1 shards:https://s3cret@host/x, 2 shards:https://s3cret@host/x",
+        "1 folder:/data, 1e-9 shards:s3://host/x#s3cret",
+    ],
+)
+def test_secrets_in_a_mixture_are_refused_before_anything_of_it_is_shown(mixture):
+    with pytest.raises(ValueError, match=r"^data\.mixture: the path of a component is a URL with a query") as caught:
+        settings("", source="stdlib_text", mixture=mixture)
+    assert "s3cret" not in str(caught.value)
+    fine = settings("", source="stdlib_text", mixture="1 shards:s3://bucket/x, 2 folder:/data/a@b?#")
+    assert [component.path for component in fine.components] == ["s3://bucket/x", "/data/a@b?#"]
+
+
+@pytest.mark.parametrize(("path", "out", "what"), [("/a", "s3://k3y@b/x", "--out"), ("http://b?k3y", "/a", "--path")])
+def test_secrets_are_refused_and_not_shown_when_a_set_is_prepared(path, out, what, capsys):
+    assert prepare.main(["--path", path, "--out", out]) == 2
+    shown = "".join(capsys.readouterr())
+    assert f"error: {what} is a URL with a query" in shown and "k3y" not in shown
+
+
 def test_second_start_reads_no_file_of_documents(texts, monkeypatch, caplog):
     with ShardSet(settings(texts)) as shards:
         first = shards.index
@@ -290,6 +316,28 @@ def test_prepared_set_gives_the_same_examples_and_needs_no_tokenising(texts, tmp
         datasets.append(load(settings(tmp_path / "set"), "train", 0, [shards]))
         assert [example(datasets[1], i) for i in range(100)] == examples
     assert datasets[0].fingerprint == datasets[1].fingerprint
+
+
+def test_second_call_of_prepare_stores_what_is_left_alone(texts, tmp_path, monkeypatch):
+    arguments, stored, put = ["--path", str(texts), "--out", str(tmp_path / "set")], [], LocalStore.put
+    assert prepare.main(arguments) == 0
+    first, second, *_ = sorted((tmp_path / "set").glob("*.tokens"))
+    whole = {file: file.read_bytes() for file in (tmp_path / "set").iterdir()}
+    first.unlink()
+    second.write_bytes(b"part")
+    (tmp_path / "set" / "index.json").unlink()
+    monkeypatch.setattr(LocalStore, "put", lambda self, name, content: (stored.append(name), put(self, name, content)))
+    assert prepare.main(arguments) == 0
+    assert sorted(stored) == sorted([first.name, second.name, "index.json"]) and stored[-1] == "index.json"
+    assert {file: file.read_bytes() for file in (tmp_path / "set").iterdir()} == whole
+
+
+def test_folder_may_have_a_name_like_a_server_s(texts, tmp_path, monkeypatch):
+    texts.rename(tmp_path / "https_texts")
+    monkeypatch.chdir(tmp_path)
+    assert prepare.main(["--path", "https_texts", "--out", "http_set"]) == 0
+    with ShardSet(settings("http_set")) as shards:
+        assert len(shards.index.shards) == len(TEXTS)
 
 
 def test_prepared_set_of_another_tokenizer_or_without_an_index_is_refused(texts, tmp_path):
@@ -437,3 +485,47 @@ def test_scratch_file_in_use_is_left_alone(tmp_path):
         (tmp_path / f"{'b' * 64}.1.partial").write_bytes(b"left")
         ShardCache(tmp_path, 0)
         assert used.exists() and not (tmp_path / f"{'b' * 64}.1.partial").exists()
+
+
+def test_without_locks_nobody_removes_what_another_process_writes(tmp_path, monkeypatch):
+    """On a file system without flock each process has a scratch file of its own, and old ones go."""
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    key, old = "a" * 64, tmp_path / f"{'a' * 64}.1.partial"
+    cache = ShardCache(tmp_path, 0)
+    with cache.locked(key), cache.scratch(key) as used:
+        used.write_bytes(b"x")
+        old.write_bytes(b"left")
+        os.utime(old, (1, 1))
+        another = ShardCache(tmp_path, 0)
+        assert used.exists() and not old.exists()
+        old.write_bytes(b"left")
+        os.utime(old, (1, 1))
+        with another.locked(key), another.scratch(key) as second:
+            assert second != used and used.exists() and not old.exists()
+
+
+def test_shard_of_another_user_is_read_and_what_cannot_be_read_is_one_line(texts, monkeypatch):
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with ShardSet(settings(texts)) as shards:
+        shard = shards.index.shards[0]
+        monkeypatch.setattr(os, "utime", refused)
+        assert bytes(shards.tiers.get(shard).tolist()) == (TEXTS[shard.name] + "\0").encode()
+        monkeypatch.setattr("input_pipeline.shard_cache.sha256", refused)
+        with pytest.raises(OSError, match=r"^the data cache .* cannot be used \(Operation not permitted\)[^\n]*\Z"):
+            shards.tiers.get(shard)
+
+
+def no_locks(*_: object) -> None:
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+def test_lock_that_a_process_waits_for_outlives_its_shard(texts, cache_folder):
+    with ShardSet(settings(texts)) as shards:
+        cache, shard = ShardCache(cache_folder / "shards", 1), shards.index.shards[0]
+        with cache.locked(shard.sha256):
+            lock = cache.folder / f"{shard.sha256}.lock"
+            before = lock.stat().st_ino
+            cache._make_room(1)
+            assert not cache.has(shard) and lock.stat().st_ino == before

@@ -129,6 +129,22 @@ def test_refusals_are_one_line_at_once(bucket, path, fault, message):
     assert SECRET not in str(caught.value)
 
 
+@NEEDS_MOTO
+@pytest.mark.parametrize(
+    ("out", "fault", "message"),
+    [
+        (f"s3://{BUCKET}/tokens", 403, "the store refuses to write below --out (403); set AWS_ACCESS_KEY_ID"),
+        (f"s3://{BUCKET}/tokens", 400, "the store answers 400; check --out, and set AWS_ACCESS_KEY_ID"),
+        ("s3://no-such-bucket/tokens", None, "there is no such bucket (404); check --out"),
+    ],
+)
+def test_refusal_to_store_names_out(bucket, out, fault, message, capsys):
+    bucket.fault = lambda path: fault if "/tokens" in path else None
+    assert prepare.main(["--path", f"s3://{BUCKET}/texts", "--out", out]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {out}/") and message in error and SECRET not in error
+
+
 def test_what_the_library_cannot_even_ask_is_an_error_at_once(monkeypatch):
     """An address that it refuses (plain HTTP in the file of a Google account); the file's content is not shown."""
     account = {"gcs_base_url": "http://127.0.0.1:1", "disable_oauth": True, "client_email": "", "private_key": SECRET}
@@ -227,6 +243,26 @@ def test_closing_ends_the_waiting_of_other_threads(web):
     source.close()
     thread.join(60)
     assert not thread.is_alive() and "ended while the store was away" in str(errors[0])
+    web.back()
+
+
+def test_a_set_closes_its_store_before_it_waits_for_its_threads(web, prepared, monkeypatch):
+    joined = []
+    with ShardSet(settings(web.url)) as shards:
+        web.away()
+        for split in ("train", "validation"):
+            shards.windows(split).window_of(0, 0)  # reads ahead
+        ended = shards._store._waiting.ended  # pyright: ignore
+        join = threading.Thread.join
+
+        def noted(thread: threading.Thread, timeout: float | None = None) -> None:
+            if thread.name == "read-ahead":
+                joined.append(ended.is_set())
+            join(thread, timeout)
+
+        monkeypatch.setattr(threading.Thread, "join", noted)
+    assert joined == [True] * 8
+    assert not [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
     web.back()
 
 

@@ -1,18 +1,13 @@
 """The section `data`: the source of the examples, and their preparation."""
 
-import re
 from dataclasses import dataclass, replace
 
 from configs.schema.keys import Section, key
 from configs.schema.mixture import Component, parse
+from configs.schema.urls import refuse_secrets
 
 TFDS = "tfds:NAME"
 TOKENIZERS = ("bytes", "sentencepiece", "tiktoken", "hugging_face")
-_SECRETS = (
-    "is a URL with a query, or with a user name or password: it would be saved in config.json; leave these out, and "
-    "give credentials by environment variables (docs/data.md)"
-)
-_URL_WITHOUT_SECRETS = re.compile(r"\w+://[^?#@]*|(?!\w+://).*")
 SOURCES = ("stdlib_text", "folder", "shards", "synthetic", "digits", TFDS)
 
 
@@ -81,8 +76,7 @@ class DataConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not _URL_WITHOUT_SECRETS.fullmatch(self.path):  # the value must not be shown
-            raise ValueError(f"data.path {_SECRETS}")
+        refuse_secrets("data.path", self.path)
         if self.mixture:  # each component is checked as if it were the only source
             self._check_mixture()
             return
@@ -147,8 +141,6 @@ class DataConfig(Section):
         if self.objective == "classify":
             raise ValueError("data.mixture is of text: with data.objective='classify' leave it empty")
         for component in self.components:
-            if not _URL_WITHOUT_SECRETS.fullmatch(component.path):  # the value must not be shown
-                raise ValueError(f"data.mixture: the path of a component of {component.source} {_SECRETS}")
             try:
                 self.alone(component)
             except ValueError as error:

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
+from configs.schema.urls import refuse_secrets
+
 LEAST_SHARE = Fraction(1, 1 << 20)  # the order of a block of examples in which each source occurs is kept in memory
 TFDS = re.compile(r"(tfds:.*?)(?::([/~.].*))?")  # a version, `tfds:wiki40b/en:1.3.0`, is part of the name
+_BEFORE_WEIGHT = re.compile(r",(?=\s*[\d.eE/+-]+\s)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,8 @@ def parse(mixture: str) -> tuple[Component, ...]:
 
     A path has no comma. The data_dir of a TFDS data set begins with `/`, `~` or `.`. Sources and paths are not checked.
     """
+    for part in _BEFORE_WEIGHT.split(mixture):  # a comma may be part of a password
+        refuse_secrets("data.mixture: the path of a component", part)
     components = tuple(_component(part.strip()) for part in mixture.split(",")) if mixture else ()
     names = [component.name.rstrip("/") for component in components]
     for name in names:
