@@ -27,6 +27,8 @@ def prepare(config: DataConfig, out: str) -> int:
     target = open_store(out)
     if not target.can_list:
         raise ValueError(f"--out={out}: an HTTP server stores nothing; give a folder, or a URL of s3:// or gs://")
+    if target.url.rstrip("/") == open_store(config.path).url.rstrip("/"):
+        raise ValueError(f"--out={out} is --path: its index would hide the files there; choose another --out")
     with ShardSet(config) as shards:
         for shard in shards.index.shards:
             if not _is_there(target, shard):

@@ -92,7 +92,7 @@ def tokenise(raw: Path, name: str, tokenizer: Tokenizer, text_field: str, to: Pa
         for text in documents(raw, name, text_field):
             if not text:
                 continue
-            ids = np.append(tokenizer.encode(text), tokenizer.separator)
+            ids = tokenizer.document(text)
             payload = ids.astype(dtype).tobytes()
             file.write(payload)
             digest.update(payload)

@@ -57,7 +57,7 @@ def _write(folder: Path, source: TextSource, tokenizer: Tokenizer) -> None:
         for text in source.documents():
             if not text:
                 continue
-            ids = np.append(tokenizer.encode(text), tokenizer.separator)
+            ids = tokenizer.document(text)
             payload = ids.astype(dtype).tobytes()
             file.write(payload)
             digest.update(payload)

@@ -34,6 +34,16 @@ class Tokenizer(abc.ABC):
     def mask_id(self) -> int:
         return self.num_ids
 
+    def document(self, text: str) -> np.ndarray:
+        """Returns the ids of a document with its separator. ValueError for an id that the tokenizer must not give."""
+        ids = np.append(self.encode(text), self.separator)
+        if ids.min() < 0 or ids.max() >= self.num_ids:
+            wrong = ids.min() if ids.min() < 0 else ids.max()
+            raise ValueError(
+                f"the tokenizer {self.identity!r} gives the id {wrong}, but its ids are from 0 to {self.num_ids - 1}"
+            )
+        return ids
+
     @abc.abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """Returns int32 ids [N], without a separator."""

@@ -10,6 +10,7 @@ import pytest
 from test_input_text import ids_of, settings, text_of
 
 from input_pipeline import load
+from input_pipeline.tokenizers import Bytes
 
 
 @pytest.fixture(autouse=True)
@@ -175,3 +176,18 @@ def test_bad_tokenizer_json_is_one_line(corpus, tmp_path):
         ValueError, match=r"has no special token <mask> or \[MASK\], which data.objective='masked' needs$"
     ):
         load(replace(config, objective="masked"), "train", 0)
+
+
+@pytest.mark.parametrize(("shift", "wrong"), [(200, 297), (-98, -1)])
+def test_an_id_outside_of_the_tokenizer_s_is_refused(shift: int, wrong: int) -> None:
+    """Before it is stored in two bytes, where it would become another."""
+
+    class Shifted(Bytes):
+        identity = "shifted"
+
+        def encode(self, text: str) -> np.ndarray:
+            return super().encode(text) + shift
+
+    with pytest.raises(ValueError, match=f"'shifted' gives the id {wrong}, but its ids are from 0 to 255"):
+        Shifted().document("a")
+    assert Bytes().document("a").tolist() == [97, 0]

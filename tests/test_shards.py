@@ -340,6 +340,12 @@ def test_folder_may_have_a_name_like_a_server_s(texts, tmp_path, monkeypatch):
         assert len(shards.index.shards) == len(TEXTS)
 
 
+def test_a_set_is_not_prepared_into_its_own_folder(texts, capsys):
+    assert prepare.main([f"--path={texts}", f"--out={texts}/"]) == 2
+    assert "is --path: its index would hide the files there" in capsys.readouterr().err
+    assert {file.name for file in texts.iterdir()} == set(TEXTS)
+
+
 def test_prepared_set_of_another_tokenizer_or_without_an_index_is_refused(texts, tmp_path):
     assert prepare.main(["--path", str(texts), "--out", str(tmp_path / "set")]) == 0
     file = tmp_path / "set" / "index.json"

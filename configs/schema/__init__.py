@@ -117,7 +117,8 @@ class Config(Section):
             raise ValueError(f"data.channels={data.channels} differs from model.channels={model.channels}")
         if self.optimizer.warmup_steps > self.num_steps:
             raise ValueError(
-                f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than num_steps={self.num_steps}"
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than num_steps={self.num_steps}; "
+                f"set optimizer.warmup_steps={self.num_steps} at most"
             )
         hop_two, warmup_steps = self.compression.hop_two, self.compression.warmup_steps
         if hop_two in WITH_WARMUP and warmup_steps >= self.num_steps:

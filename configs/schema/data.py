@@ -105,7 +105,7 @@ class DataConfig(Section):
                 f"data.path is {self.path!r} but data.source={self.source!r} reads no path: "
                 "set data.source='folder' (or 'shards', 'tfds:NAME'), or leave data.path empty"
             )
-        if self.tokenizer in ("sentencepiece", "tiktoken") and not self.tokenizer_path:
+        if self.tokenizer in ("sentencepiece", "tiktoken", "hugging_face") and not self.tokenizer_path:
             raise ValueError(
                 f"data.tokenizer_path is empty: data.tokenizer={self.tokenizer!r} needs its vocabulary file"
             )
