@@ -262,7 +262,6 @@ def test_a_set_closes_its_store_before_it_waits_for_its_threads(web, prepared, m
 
         monkeypatch.setattr(threading.Thread, "join", noted)
     assert joined == [True] * 8
-    assert not [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
     web.back()
 
 
