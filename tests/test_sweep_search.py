@@ -112,9 +112,9 @@ def test_a_failed_trial_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_trials_with_the_values_of_a_running_one_end_as_it_does(tmp_path: Path) -> None:
-    """Two values for six trials of two workers: each runs once, and the value of its run is told to all."""
+    """Two values for six trials, and a worker to spare: each runs once, and the value of its run is told to all."""
     config = sweep_file(tmp_path, "SEARCH = {'seed': choice(0, 6)}\n")
-    assert run_sweep(tmp_path, config, "--search=6", "--workers=2", pause_s=2.0) == 0
+    assert run_sweep(tmp_path, config, "--search=6", "--workers=3", pause_s=2.0) == 0
     assert sorted(started(tmp_path)) == [0, 6] and states(tmp_path) == ["finished"] * 2
     trials = study(tmp_path).trials
     assert [trial.value for trial in trials] == [1.0 + trial.params["seed"] for trial in trials] and len(trials) == 6
