@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -56,8 +57,11 @@ class RunLog:
             _write_json(run_dir / f"{name}.json", content)
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier attempt; a killed one must leave none
         self._writer = MetricsWriter(run_dir, resume_step=start_step)
-        self._sink = WandbSink(run_dir, files.get("config", {})) if sink == "wandb" else None
         self._progress = Progress(num_steps, start_step)
+        self._sink: WandbSink | None = None
+        if sink == "wandb":
+            with self._sink_or_warning():
+                self._sink = WandbSink(run_dir, files.get("config", {}))
         self._wire = WireCounter() if count_wire else None
 
     def __enter__(self) -> Self:
@@ -126,20 +130,22 @@ class RunLog:
         if self._row is not None:
             self._write_row()
         self._writer.close()
-        if self._sink:
-            self._sink.close()
         for name, content in (("sample.txt", None if sample is None else sample.encode()), ("mesh.png", mesh_png)):
             if content is not None:
                 (self._run_dir / name).write_bytes(content)
         summary: dict[str, Any] = {}
         for row in read_run(self._run_dir).rows:  # the last value of each key, earlier attempts included
             summary |= {name: row[key] for key, name in IN_SUMMARY.items() if key in row}
+            summary |= {key: row[key] for key in row if key.startswith("data_") and key != "data_wait_s"}  # of shards
         summary |= {"exit_reason": exit_reason, "wall_time_s": time.perf_counter() - self._started_s} | self._spent
         _write_json(self._run_dir / SUMMARY_FILE, summary)
         if sample is not None:
             print(sample)
         print_summary(self._run_dir)
         print(f"report: {write_report(self._run_dir)}")
+        if self._sink:
+            with self._sink_or_warning():
+                self._sink.close()
 
     def _write_row(self) -> None:
         assert self._row is not None
@@ -152,7 +158,18 @@ class RunLog:
                 f"cannot write to {self._run_dir}: {error.strerror or error}; its checkpoints are intact"
             ) from error
         if self._sink:
-            self._sink.write(step, row | spent)
+            with self._sink_or_warning():
+                self._sink.write(step, row | spent)
+
+    @contextmanager
+    def _sink_or_warning(self) -> Iterator[None]:
+        """An error of the sink, which is others' code, is a warning, and the run goes on without it."""
+        try:
+            yield
+        except Exception as error:
+            self._sink = None
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            self.say(f"warning: sink=wandb failed ({why}); the run goes on without it")
 
 
 # key of metrics.jsonl: key of summary.json
@@ -163,8 +180,6 @@ IN_SUMMARY = {
     "validation_bits_per_byte": "validation_bits_per_byte",
     "validation_accuracy": "validation_accuracy",
     "skipped_steps": "skipped_steps",
-    **{name: name for name in ("data_memory_hits", "data_disk_hits", "data_peer_hits", "data_store_hits")},
-    **{name: name for name in ("data_peer_bytes", "data_store_bytes", "data_shard_wait_s")},
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from configs import command_line
 from configs.overrides import Choice, Overrides, Range, product
-from configs.schema import flat, nearest
+from configs.schema import defaults, flat, nearest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Options of `python -m cluster.emulate` that a sweep may set; it sets the work directory itself.
@@ -38,7 +38,7 @@ class SweepFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of a sweep; the hash in its name covers everything that determines its result."""
+    """One run of a sweep; the hash in its name covers everything that determines its result, save the defaults."""
 
     name: str
     overrides: Overrides
@@ -143,8 +143,9 @@ def _resolve(config: str, overrides: Overrides, workdir: Path, common: Mapping[s
     base = _short(Path(file).resolve()) + (f":{argument}" if argument else "")
     argv = ["sweep.py", f"--config={file}" + (f":{argument}" if argument else ""), *flags]
     values = flat(command_line.parse(argv, command_line.new_flags(argv)).to_dict())
-    values |= {f"emulate.{key}": value for key, value in sorted(emulate.items())} | extra
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+    others = {f"emulate.{key}": value for key, value in sorted(emulate.items())} | extra
+    digest = hashlib.sha256(json.dumps(_own(values) | others, sort_keys=True).encode()).hexdigest()[:8]
+    values |= others
     # Reuses the directory of the same run from another combination of sweeps.
     known = sorted(workdir.glob(f"*-{digest}"))
     name = known[0].name if known else f"{_file_name(describe(overrides)) or Path(file).stem}-{digest}"
@@ -158,6 +159,13 @@ def _resolve(config: str, overrides: Overrides, workdir: Path, common: Mapping[s
         train_command=command,
         emulate=emulate,
     )
+
+
+def _own(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the kind of the model and the values that are not defaults, so that a new key renames no earlier run."""
+    kind = values["model.kind"]
+    common = flat(defaults(kind))
+    return {"model.kind": kind} | {key: value for key, value in values.items() if value != common[key]}
 
 
 def parse_emulate(options: str) -> dict[str, str]:

@@ -35,7 +35,9 @@ class Process(Protocol):
 Launcher = Callable[[Sequence[str], Path, int], Process]  # of a command; its output goes to the end of a file
 
 
-def start_here(command: Sequence[str], output: Path, *inherited: int) -> subprocess.Popen[bytes]:
+def start_here(
+    command: Sequence[str], output: Path, *inherited: int, stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
     """Starts a program on this machine in its own session, so that it gets Ctrl-C only from this process.
 
     It inherits the file descriptors `inherited`.
@@ -44,7 +46,7 @@ def start_here(command: Sequence[str], output: Path, *inherited: int) -> subproc
         return subprocess.Popen(
             command,
             cwd=ROOT,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -2,6 +2,8 @@
 
 import logging
 import signal
+import socket
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,14 +17,16 @@ from sweeps.plan import ROOT
 from sweeps.pool import start_here
 
 THREADS = 3  # of a runner: one waits for the run's end, the others pass signals on
+CONNECT_S = 10.0
 
 
 class Runner:
-    """Starts a run on a node, waits for its end and passes signals on."""
+    """Starts a run on a node, waits for its end and passes signals on. The run ends with it."""
 
     def __init__(self, command: Sequence[str], output: Path) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which Ray blocks, and the run would inherit
-        self._process = start_here(command, output)
+        python, *program = command
+        self._process = start_here([python, "-m", "sweeps.ray_child", *program], output, stdin=subprocess.PIPE)
 
     def begun(self) -> None:
         """Returns when there is a process."""
@@ -82,14 +86,17 @@ class RayRuns:
 def connected(address: str) -> Iterator[RayRuns]:
     """Connects to the Ray cluster at an address, or starts one here (`local`). ValueError if there is none."""
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
+        if port.isdigit():  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
         ray.init(
             address=address,
             log_to_driver=False,
             logging_level=logging.ERROR,
             runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
         )
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+    except (OSError, RuntimeError, ValueError, OverflowError, RayError) as error:
         said = " ".join(str(error).split())
         raise ValueError(
             f"--ray={address}: no Ray cluster there ({said}); `ray start` makes one, --ray=local uses this machine"

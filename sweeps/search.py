@@ -12,6 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    check_distribution_compatibility,
+)
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -30,6 +36,17 @@ Planner = Callable[[Overrides], Run]  # ValueError for values that do not go tog
 
 
 @dataclass(kw_only=True)
+class Going:
+    """A job, and the trials that have its values: the first began it, and all end as it does."""
+
+    job: Job
+    trials: list[Trial]
+    step: int = 0  # the last one that Optuna knows
+    size_bytes: int = 0  # of the metrics that Optuna knows
+    is_pruned: bool = False
+
+
+@dataclass(kw_only=True)
 class Search:
     """A search that is going on: its study, and the job of each trial of this program."""
 
@@ -37,27 +54,30 @@ class Search:
     study: optuna.Study
     plan: Planner
     jobs: list[Job] = field(default_factory=list)
-    trials: dict[str, Trial] = field(default_factory=dict)  # of the jobs that run, by name
-    reported: dict[str, int] = field(default_factory=dict)  # the last step that a run's trial knows
-    pruned: set[str] = field(default_factory=set)
+    going: dict[str, Going] = field(default_factory=dict)  # the jobs that run, by name
 
     def done(self) -> int:
         """Returns the number of trials that have ended by themselves."""
         return sum(_has_ended(trial) for trial in self.study.get_trials(deepcopy=False))
 
+    def open(self) -> int:
+        """Returns the number of trials that wait for the end of a run."""
+        return sum(len(going.trials) for going in self.going.values())
+
     def begin(self, launch: Launcher, lock: int) -> None:
-        """Starts the run of a new trial; a trial without one ends at once."""
-        trial = self.study.ask()
+        """Starts the run of a new trial; one whose run is going on joins it, one without a run ends at once."""
+        trial = self.study.ask(_distributions(self.file))
         try:
-            run = self.plan({key: _suggested(trial, key, self.file.search[key]) for key in self.file.search})
-            if run.name in self.trials:
-                raise ValueError(f"{run.name} is already running for another trial")
+            run = self.plan(_values(self.file, trial.params))
         except ValueError as error:
             self._fail(trial, str(error))
             return
+        if run.name in self.going:
+            self.going[run.name].trials.append(trial)
+            return
         job = Job(run=run, state=State.WAITING)
         self.jobs.append(job)
-        self.trials[run.name] = trial
+        self.going[run.name] = Going(job=job, trials=[trial])
         if is_finished(run):
             job.state = State.FINISHED
             self._tell(job)
@@ -66,39 +86,47 @@ class Search:
 
     def watch(self, job: Job, launch: Launcher, lock: int) -> None:
         """Tells Optuna what a run has measured and how it ended; stops it if it is not worth going on."""
-        name = job.run.name
-        self._report(job)
+        going = self.going[job.run.name]
+        self._report(going)
         assert job.process is not None
-        if name not in self.pruned and self.trials[name].should_prune():
-            self.pruned.add(name)
+        if not going.is_pruned and going.trials[0].should_prune():
+            going.is_pruned = True
             job.process.send_signal(signal.SIGINT)
-        job.look(stopping=name in self.pruned)
+        job.look(stopping=going.is_pruned)
         if job.state == State.WAITING:  # stopped resumable by itself
             job.start(launch, lock)
         elif job.state != State.RUNNING:
             self._tell(job)
 
-    def _report(self, job: Job) -> None:
-        name = job.run.name
-        if not (job.run.run_dir / METRICS_FILE).exists():
+    def _report(self, going: Going) -> None:
+        """Tells the first trial the new values of the metric, if there are new lines."""
+        run_dir = going.job.run.run_dir
+        try:
+            size_bytes = (run_dir / METRICS_FILE).stat().st_size
+        except FileNotFoundError:
             return
-        for step, value in series(read_run(job.run.run_dir).rows, self.file.metric):
-            if step > self.reported.get(name, 0):
-                self.trials[name].report(value, int(step))
-                self.reported[name] = int(step)
+        if size_bytes == going.size_bytes:
+            return
+        going.size_bytes = size_bytes
+        for step, value in series(read_run(run_dir).rows, self.file.metric):
+            if step > going.step:
+                going.trials[0].report(value, int(step))
+                going.step = int(step)
 
     def _tell(self, job: Job) -> None:
-        """Ends the trial of a job that has ended."""
-        trial = self.trials.pop(job.run.name)
+        """Ends the trials of a job that has ended."""
+        trials = self.going.pop(job.run.name).trials
         if job.state == State.STOPPED:
             job.state = State.PRUNED
-            self.study.tell(trial, state=TrialState.PRUNED)
+            for trial in trials:
+                self.study.tell(trial, state=TrialState.PRUNED)
             return
         metric = record(job.run, job.state, job.error, self.file.metric).metric
-        if job.state == State.FINISHED and metric is not None and metric == metric:
-            self.study.tell(trial, metric)
-        else:
-            self._fail(trial, job.error or f"{self.file.metric} is not a number")
+        for trial in trials:
+            if job.state == State.FINISHED and metric is not None and metric == metric:
+                self.study.tell(trial, metric)
+            else:
+                self._fail(trial, job.error or f"{self.file.metric} is not a number")
 
     def _fail(self, trial: Trial, error: str) -> None:
         trial.set_user_attr(ERROR, error)
@@ -125,7 +153,7 @@ def search(
             while going.done() < count or running(going.jobs):
                 for job in running(going.jobs):
                     going.watch(job, launch, lock)
-                if len(running(going.jobs)) < min(workers, count - going.done()):
+                if len(running(going.jobs)) < workers and going.open() < count - going.done():
                     going.begin(launch, lock)
                 show(going.jobs)
                 time.sleep(POLL_EVERY_S)
@@ -143,7 +171,7 @@ def corners(distributions: Mapping[str, Any]) -> list[Overrides]:
 
 
 def _study(file: SweepFile, workdir: Path) -> optuna.Study:
-    """Returns the study in the directory, in which nothing runs."""
+    """Returns the study in the directory, in which nothing runs. ValueError if it is of another SEARCH."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
         storage=JournalStorage(JournalFileBackend(str(workdir / STUDY_FILE))),
@@ -152,6 +180,7 @@ def _study(file: SweepFile, workdir: Path) -> optuna.Study:
         pruner=optuna.pruners.MedianPruner(),
         load_if_exists=True,
     )
+    _check_same_search(file, study, workdir)
     study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
     for trial in study.get_trials(states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)
@@ -159,11 +188,32 @@ def _study(file: SweepFile, workdir: Path) -> optuna.Study:
     return study
 
 
-def _suggested(trial: Trial, key: str, distribution: Any) -> Any:
-    """Returns Optuna's choice of a value, a number with three digits."""
-    if isinstance(distribution, Range):
-        return three_digits(trial.suggest_float(key, distribution.low, distribution.high, log=distribution.log))
-    return trial.suggest_categorical(key, distribution.options)
+def _check_same_search(file: SweepFile, study: optuna.Study, workdir: Path) -> None:
+    """Raises ValueError if a key of earlier trials is gone, or has other options; the ends of a range may change."""
+    now = _distributions(file)
+    before = {key: old for trial in study.get_trials(deepcopy=False) for key, old in trial.distributions.items()}
+    for key, old in before.items():
+        try:
+            check_distribution_compatibility(old, now[key])
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"{workdir} holds a search with SEARCH[{key!r}] from {old}; choose another --workdir"
+            ) from error
+
+
+def _distributions(file: SweepFile) -> dict[str, BaseDistribution]:
+    """Returns what SEARCH chooses from, for Optuna."""
+    return {
+        key: FloatDistribution(found.low, found.high, log=found.log)
+        if isinstance(found, Range)
+        else CategoricalDistribution(found.options)
+        for key, found in file.search.items()
+    }
+
+
+def _values(file: SweepFile, params: Mapping[str, Any]) -> Overrides:
+    """Returns the values that Optuna chose, numbers with three digits."""
+    return {key: three_digits(x) if isinstance(file.search[key], Range) else x for key, x in params.items()}
 
 
 def _ends(distribution: Any) -> Sequence[Any]:
@@ -180,11 +230,8 @@ def _records(search: Search) -> list[Record]:
     for trial in search.study.get_trials():
         if not (_has_ended(trial) or trial.state == TrialState.RUNNING):
             continue
-        values = {
-            key: three_digits(x) if isinstance(search.file.search[key], Range) else x for key, x in trial.params.items()
-        }
         try:
-            run = search.plan(values)
+            run = search.plan(_values(search.file, trial.params))
         except ValueError:  # it never ran
             continue
         state = STATES.get(trial.state, State.FAILED)

@@ -1,7 +1,9 @@
 """`RunLog`: which time and bytes count for a step, and the summary of a run."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -12,7 +14,7 @@ from metrics.throughput import StepTimer
 from metrics.wire import WireCounter
 
 
-def make_log(folder: Path, *, enabled: bool) -> RunLog:
+def make_log(folder: Path, *, enabled: bool, sink: str = "none") -> RunLog:
     return RunLog(
         folder,
         enabled=enabled,
@@ -24,6 +26,7 @@ def make_log(folder: Path, *, enabled: bool) -> RunLog:
         constants={},
         count_wire=True,
         started_s=0.0,
+        sink=sink,
     )
 
 
@@ -76,3 +79,55 @@ def test_a_process_that_logs_nothing(tmp_path: Path) -> None:
     log.spent("checkpoint_s", 1.0)
     log.step(1, {"loss": 1.0})
     assert not (tmp_path / "run").exists()
+
+
+class Sink:
+    """A sink of which one method raises, and which notes its calls."""
+
+    def __init__(self, broken: str) -> None:
+        self.broken = broken
+        self.calls: list[str] = []
+
+    def __call__(self, *args: object) -> Self:
+        return self._called("begin")
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._called("write")
+
+    def close(self) -> None:
+        self._called("close")
+
+    def _called(self, name: str) -> Self:
+        self.calls.append(name)
+        if name == self.broken:
+            raise RuntimeError("the disk\nof wandb")
+        return self
+
+
+@pytest.mark.parametrize(
+    ("broken", "calls"),
+    [("begin", ["begin"]), ("write", ["begin", "write"]), ("close", ["begin", "write", "write", "write", "close"])],
+)
+def test_an_error_of_the_sink_is_one_warning(
+    broken: str, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = Sink(broken)
+    monkeypatch.setattr(run_log, "WandbSink", sink)
+    log = make_log(tmp_path, enabled=True, sink="wandb")
+    for step in (1, 2, 3):
+        log.step(step, {"loss": 1.0})
+    log.close("finished")
+    out = capsys.readouterr().out
+    warning = "warning: sink=wandb failed (RuntimeError: the disk of wandb); the run goes on without it\n"
+    assert out.count("warning") == 1 and warning in out and sink.calls == calls
+    assert results_of(read_run(tmp_path)).exit_reason == "finished" and (tmp_path / "report.html").exists()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_summary_has_the_last_counters_of_the_data(tmp_path: Path) -> None:
+    log = make_log(tmp_path, enabled=True)
+    for step in (1, 2, 3):
+        log.step(step, {"loss": 1.0, "data_wait_s": 0.5, "data_new_counter": 10 * step})
+    log.close("finished")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert {key: value for key, value in summary.items() if key.startswith("data_")} == {"data_new_counter": 30}

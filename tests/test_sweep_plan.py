@@ -9,6 +9,7 @@ import pytest
 from running import IGNORED, ROOT
 from sweeping import run_sweep, seeds, sweep_file
 
+from configs.schema import defaults, flat
 from sweeps.plan import EMULATE_OPTIONS, Run, load_file, plan, varied
 
 pytestmark = IGNORED
@@ -156,6 +157,17 @@ def test_the_content_of_a_config_names_its_run(tmp_path: Path) -> None:
     ]
     assert len({digest, *(n[-8:] for n in other)}) == 8
     assert names(tmp_path, {"seed": 3}, emulate="--rate=1gbit --nodes=2") == [other[3]]
+
+
+def test_a_new_key_with_its_default_renames_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_new_key(value: int) -> str:
+        monkeypatch.setattr("sweeps.plan.defaults", lambda kind: defaults(kind) | {"new": 5})
+        monkeypatch.setattr("sweeps.plan.flat", lambda nested: {"new": value} | flat(nested))
+        return names(tmp_path, {"seed": 3})[0]
+
+    (before,) = names(tmp_path, {"seed": 3})
+    assert with_new_key(5) == before
+    assert with_new_key(6)[-8:] != before[-8:]
 
 
 def test_a_long_value_is_cut_to_a_valid_file_name(tmp_path: Path) -> None:

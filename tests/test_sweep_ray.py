@@ -1,6 +1,9 @@
 """Sweeps on a real Ray cluster of this machine: runs side by side, a failure, and Ctrl-C that reaches them."""
 
+import contextlib
 import importlib.util
+import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -41,7 +44,40 @@ def test_runs_of_a_ray_cluster_and_ctrl_c(tmp_path: Path) -> None:
     )
 
 
+def running(run_dir: Path) -> dict[int, int]:
+    """Returns the process of a run in a directory, by its number, and its parent."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if f"--workdir={run_dir}".encode() in words:
+                found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_its_actor_and_starts_again(tmp_path: Path) -> None:
+    config = sweep_file(tmp_path, seeds(4))
+    process = start_sweep(tmp_path, config, LOCAL)
+    wait_for(tmp_path, ("start", 4), process)
+    (run_dir,) = (tmp_path / "runs").glob("seed=4-*")
+    ((child, actor),) = running(run_dir).items()
+    os.kill(actor, signal.SIGKILL)
+    code, out = end(process)
+    assert code == 0, out
+    # the second one does not wait; the first would wait for a minute, and then say that it has ended
+    assert [name for name, _, _ in events(tmp_path)] == ["start", "start", "end"]
+    assert child not in running(run_dir)
+
+
 def test_a_cluster_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), "--ray=127.0.0.1:1") == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"error: --ray=127.0.0.1:1: no Ray cluster there \(.+\); `ray start` makes one, .*\n", error)
+    assert started(tmp_path) == []
+
+
+def test_ray_and_the_emulated_cluster_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = sweep_file(tmp_path, seeds(0))
     assert run_sweep(tmp_path, config, LOCAL, "--emulate=--nodes=2 --devices_per_node=1") == 2
     assert capsys.readouterr().err == "error: --ray excludes --slurm and the emulated cluster; choose one of them\n"

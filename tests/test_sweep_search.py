@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from running import IGNORED, SMALL
@@ -108,6 +109,71 @@ def test_a_failed_trial_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert run_sweep(tmp_path, config, "--search=1") == 1 and states(tmp_path) == ["failed"]
     assert run_sweep(tmp_path, config, "--search=1") == 1 and started(tmp_path) == [1]
     assert "failed: seed=1-" in capsys.readouterr().out
+
+
+def test_trials_with_the_values_of_a_running_one_end_as_it_does(tmp_path: Path) -> None:
+    """Two values for six trials, and a worker to spare: each runs once, and the value of its run is told to all."""
+    config = sweep_file(tmp_path, "SEARCH = {'seed': choice(0, 6)}\n")
+    assert run_sweep(tmp_path, config, "--search=6", "--workers=3", pause_s=2.0) == 0
+    assert sorted(started(tmp_path)) == [0, 6] and states(tmp_path) == ["finished"] * 2
+    trials = study(tmp_path).trials
+    assert [trial.value for trial in trials] == [1.0 + trial.params["seed"] for trial in trials] and len(trials) == 6
+
+
+def study(folder: Path) -> Any:
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / "runs" / "optuna.log")))
+    return optuna.load_study(study_name="mine", storage=storage)
+
+
+EDITED = {
+    "a key that is gone": ("{'seed': choice(0, 6)}", r"\['log_every'\] from CategoricalDistribution\(.*\(1, 2\)\)"),
+    "other options": ("{'seed': choice(0, 7), 'log_every': choice(1, 2)}", r"\['seed'\] from .*\(0, 6\)\)"),
+    "a range for options": ("{'seed': choice(0, 6), 'log_every': uniform(1, 1)}", r"\['log_every'\] from .*"),
+}
+
+
+@pytest.mark.parametrize("edited", EDITED)
+def test_a_study_of_another_search_is_refused(edited: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body, message = EDITED[edited]
+    before = "SEARCH = {'seed': choice(0, 6), 'log_every': choice(1, 2)}\n"
+    assert run_sweep(tmp_path, sweep_file(tmp_path, before), "--search=1") == 0
+    after = sweep_file(tmp_path, f"SEARCH = {body}\n")
+    capsys.readouterr()
+    assert run_sweep(tmp_path, after, "--search=2") == 2
+    error = capsys.readouterr().err.strip()
+    assert re.fullmatch(rf"error: .*runs holds a search with SEARCH{message}; choose another --workdir", error), error
+    assert len(started(tmp_path)) == 1
+
+
+SLOW_METRICS = """
+import json, sys, time
+from pathlib import Path
+flags = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
+folder = Path(flags["workdir"])
+for step in (1, 2):
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(dict(step=step, validation_loss=1.0)) + "\\n")
+    time.sleep(1.5)
+(folder / "summary.json").write_text(json.dumps(dict(exit_reason="finished", steps=2, validation_loss=1.0)))
+"""
+
+
+def test_metrics_are_read_only_when_there_are_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sweeps.search
+
+    (tmp_path / "slow.py").write_text(SLOW_METRICS)
+    read, reads = sweeps.search.read_run, []
+    monkeypatch.setattr("sweeps.plan.PROGRAM", str(tmp_path / "slow.py"))
+    monkeypatch.setattr(sweeps.search, "read_run", lambda folder: reads.append(folder) or read(folder))
+    config = sweep_file(tmp_path, RATES)
+    sys.modules.pop("config_config", None)
+    assert sweep.main(["sweep.py", f"--config={config}", f"--workdir={tmp_path / 'runs'}", "--search=1"]) == 0
+    assert 1 <= len(reads) <= 2
+    (trial,) = study(tmp_path).trials
+    assert trial.intermediate_values == {1: 1.0, 2: 1.0}
 
 
 MISTAKES = {
