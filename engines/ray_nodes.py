@@ -19,7 +19,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PORT = 6379
+# `ray start` wants a token wherever ~/.ray/auth_token exists, which any ray.init() of the user leaves; who connects by
+# an address does not send it. Nobody else reaches these nodes.
+NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
 SETTINGS = {
+    **NO_TOKEN,
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
@@ -75,7 +79,7 @@ def ray_node(options: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
 def run_program(command: Sequence[str], head: str) -> int:
     """Runs the program, forwards signals to it, and returns its exit code as a shell does."""
     environment = {name: value for name, value in os.environ.items() if name not in OF_THE_EMULATOR}
-    process = subprocess.Popen(command, env=environment | {"RAY_ADDRESS": f"{head}:{PORT}"})
+    process = subprocess.Popen(command, env=environment | NO_TOKEN | {"RAY_ADDRESS": f"{head}:{PORT}"})
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: process.send_signal(number))
     code = process.wait()
