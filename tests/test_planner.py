@@ -98,7 +98,17 @@ def test_every_program_is_a_candidate_once() -> None:
         experiment(candidate)  # all of these are legal
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "mics(2)", "mics(4)"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp",
+        pytest.param("zero1", marks=pytest.mark.slow),
+        "zero2",
+        "zero3",
+        "mics(2)",
+        pytest.param("mics(4)", marks=pytest.mark.slow),
+    ],
+)
 def test_bounds_are_bounds(name: str) -> None:
     """Against the compiled program: what is sent, what is kept and how long a step takes."""
     (candidate,) = of_strategies([name], small())
@@ -344,6 +354,7 @@ def test_the_lines_of_a_search_name_the_nodes_if_there_are_several(capsys: pytes
     assert err.startswith("mics(2), micro-batch 1, gather layer: ")
 
 
+@pytest.mark.slow
 def test_rows_of_padding_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Of 4 rows on 8 devices, and of 24 in micro-batches of 2; 16 divide."""
     many = "4 of 8 rows of a step are padding: the batch has 4, and 8 devices take 1 in each of 1 micro-step; choose"
