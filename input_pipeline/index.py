@@ -1,5 +1,6 @@
 """Pure functions from (seed, example) to the example's window and its masked tokens."""
 
+import abc
 import math
 from functools import lru_cache
 
@@ -20,11 +21,11 @@ def window_of(index: int, *, windows: int, seed: int) -> int:
     return index_shuffle(place, max_index=windows - 1, seed=_epoch_seed(seed, epoch), rounds=4)
 
 
-class Shuffled:
+class Shuffled(abc.ABC):
     """Windows whose epochs are permutations of all of them."""
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
 
     @property
     def shuffled_together(self) -> int:

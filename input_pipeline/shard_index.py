@@ -4,7 +4,6 @@ A token shard is the tokens of one file of documents, each document followed by 
 without a header, in a file that is named by its own hash. The index of a prepared set is `index.json` beside them.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from input_pipeline.shard_formats import documents
+from input_pipeline.streams import write_tokens
 from input_pipeline.tokenizers import Tokenizer
 
 FORMAT = "mics-jax token shards 1"
@@ -86,16 +86,4 @@ def is_index(content: bytes) -> bool:
 
 def tokenise(raw: Path, name: str, tokenizer: Tokenizer, text_field: str, to: Path) -> Shard:
     """Writes the tokens of a file of documents; returns what the index says of them. ValueError if it is unreadable."""
-    dtype = np.dtype("<u2") if tokenizer.num_ids <= 1 << 16 else np.dtype("<u4")
-    digest, num_tokens, text_bytes = hashlib.sha256(), 0, 0
-    with open(to, "wb") as file:
-        for text in documents(raw, name, text_field):
-            if not text:
-                continue
-            ids = tokenizer.document(text)
-            payload = ids.astype(dtype).tobytes()
-            file.write(payload)
-            digest.update(payload)
-            num_tokens += len(ids)
-            text_bytes += len(text.encode()) + 1
-    return Shard(name=name, num_tokens=num_tokens, text_bytes=text_bytes, dtype=dtype.str, sha256=digest.hexdigest())
+    return Shard(name=name, **asdict(write_tokens(documents(raw, name, text_field), tokenizer, to)))

@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -50,28 +50,39 @@ def tokenised(source: TextSource, tokenizer: Tokenizer) -> Stream:
     )
 
 
-def _write(folder: Path, source: TextSource, tokenizer: Tokenizer) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What a file of tokens holds."""
+
+    dtype: str  # numpy's name of uint16 or uint32
+    num_tokens: int
+    text_bytes: int  # of UTF-8 text; a separator counts as one byte
+    sha256: str
+
+
+def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, to: Path) -> Written:
+    """Writes the tokens of all texts that are not empty, each followed by a separator."""
     dtype = np.dtype("<u2") if tokenizer.num_ids <= 1 << 16 else np.dtype("<u4")
     digest, num_tokens, text_bytes = hashlib.sha256(), 0, 0
-    with open(folder / "tokens.bin", "wb") as file:
-        for text in source.documents():
-            if not text:
-                continue
+    with open(to, "wb") as file:
+        for text in filter(None, texts):
             ids = tokenizer.document(text)
             payload = ids.astype(dtype).tobytes()
             file.write(payload)
             digest.update(payload)
             num_tokens += len(ids)
             text_bytes += len(text.encode()) + 1
-    if num_tokens == 0:
+    return Written(dtype=dtype.str, num_tokens=num_tokens, text_bytes=text_bytes, sha256=digest.hexdigest())
+
+
+def _write(folder: Path, source: TextSource, tokenizer: Tokenizer) -> None:
+    written = write_tokens(source.documents(), tokenizer, folder / "tokens.bin")
+    if written.num_tokens == 0:
         raise ValueError(f"{source.name} has no text")
     meta = {
         "source": source.name,
         "tokenizer": tokenizer.identity,
-        "dtype": dtype.str,
-        "num_tokens": num_tokens,
-        "text_bytes": text_bytes,
-        "sha256": digest.hexdigest(),
+        **asdict(written),
         "checksum": checksum([folder / "tokens.bin"]),
     }
     body = json.dumps(meta, indent=1)
