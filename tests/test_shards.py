@@ -1,16 +1,7 @@
-"""data.source=shards on one machine: formats, splits, the index, the cache and its repair, errors in one line."""
+"""data.source=shards on one machine: formats, splits, the index, prepared sets, errors in one line."""
 
-import errno
-import fcntl
 import gzip
 import json
-import logging
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
-from stores import of_folder
+from shard_texts import TEXTS, a_folder, own_cache, settings, wait_for  # noqa: F401 (fixtures)
 
-from configs.schema import DataConfig
 from input_pipeline import Batches, load, prepare
 from input_pipeline.folder import validation_names
 from input_pipeline.mixture import Order
-from input_pipeline.shard_cache import ShardCache
 from input_pipeline.shards import ShardSet
 from input_pipeline.store import LocalStore
-
-TEXTS = {f"part{number:02d}.txt": f"shard {number}: the quick brown fox\n" * (20 + 3 * number) for number in range(12)}
-
-
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for name, text in TEXTS.items():
-        (folder / name).write_text(text)
-    return folder
-
-
-def settings(path: Path | str, **changes: Any) -> DataConfig:
-    return DataConfig(**{"source": "shards", "path": str(path), "seq_len": 16, "shuffle_shards": 2} | changes)
 
 
 def windows_written_out(texts: dict[str, str], split: str, seq_len: int = 16) -> list[bytes]:
@@ -376,162 +344,3 @@ def test_resume_opens_the_shards_of_its_blocks_alone(texts):
             counters, opened = shards.tiers.counters, dataset._windows._open  # pyright: ignore
             wait_for(lambda opened=opened: not opened._wanted)
         assert counters.disk_hits + counters.store_hits <= 4
-
-
-def wait_for(condition, limit_s=60.0):
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < limit_s
-        time.sleep(0.005)
-
-
-def size_of(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except FileNotFoundError:  # it was just removed
-        return 0
-
-
-def test_cache_keeps_its_limit_and_drops_the_least_recently_used(texts, cache_folder):
-    def there() -> set[str]:
-        return {file.name for file in (cache_folder / "shards").glob("*.tokens")}
-
-    with ShardSet(settings(texts)) as shards:
-        all_shards = shards.index.shards
-        assert there() == {shard.file for shard in all_shards}
-        sizes = [shard.size_bytes for shard in all_shards]
-    for number, shard in enumerate(all_shards):
-        os.utime(cache_folder / "shards" / shard.file, (number, number))
-    (cache_folder / "shards" / all_shards[7].file).unlink()
-    limit = sum(sizes[9:]) + sizes[7] + sizes[2]
-    with ShardSet(settings(texts, cache_gb=limit / 1e9)) as shards:
-        shards.tiers.get(all_shards[2])  # is used now
-        shards.tiers.get(all_shards[7])  # makes room for itself
-    assert there() == {shard.file for shard in (all_shards[2], all_shards[7], *all_shards[9:])}
-    with ShardSet(settings(texts, cache_gb=limit / 1e9)) as shards:  # whatever is read, the limit holds
-        dataset = load(settings(texts, cache_gb=limit / 1e9), "train", 0, [shards])
-        for i in range(0, 3 * len(dataset), 7):
-            dataset[i]
-            assert sum(size_of(f) for f in (cache_folder / "shards").glob("*.tokens")) <= limit
-
-
-def test_damaged_file_of_the_cache_is_fetched_again_with_a_warning(texts, cache_folder, caplog):
-    with ShardSet(settings(texts)) as shards:
-        shard = shards.index.shards[4]
-        tokens = shards.tiers.get(shard).tobytes()
-    file = cache_folder / "shards" / shard.file
-    for damaged in (tokens[:-2], bytes([tokens[0] ^ 1]) + tokens[1:], b""):
-        file.write_bytes(damaged)
-        caplog.clear()
-        with ShardSet(settings(texts)) as shards, caplog.at_level(logging.WARNING):
-            assert shards.tiers.get(shard).tobytes() == tokens
-        assert [record.getMessage() for record in caplog.records] == [f"{file} is damaged: fetching it again"]
-        assert file.read_bytes() == tokens
-
-
-def test_full_disk_is_one_line(texts, tmp_path, monkeypatch):
-    """On a file system that is really full."""
-    small = tmp_path / "small"
-    small.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", small], capture_output=True, check=False)
-    if mount.returncode:
-        pytest.skip("a file system of its own needs root")
-    try:
-        monkeypatch.setenv("MICS_JAX_CACHE", str(small))
-        with pytest.raises(
-            OSError, match=r"the disk of the data cache .*small/shards is full: set data.cache_gb[^\n]*\Z"
-        ):
-            ShardSet(settings(texts))
-    finally:
-        subprocess.run(["umount", small], check=True)
-
-
-KILLED = """
-import sys, os, signal, time
-from configs.schema import DataConfig
-from input_pipeline.shards import ShardSet
-with ShardSet(DataConfig(source="shards", path=sys.argv[1], seq_len=16)) as shards:
-    for shard in shards.index.shards:
-        shards.tiers.get(shard)
-"""
-
-
-def test_killed_during_a_download_leaves_nothing_that_is_taken_for_whole(texts, tmp_path, cache_folder):
-    assert prepare.main(["--path", str(texts), "--out", str(tmp_path / "set")]) == 0
-    for file in (cache_folder / "shards").glob("*.tokens"):
-        file.unlink()
-    started = threading.Event()
-    with of_folder(tmp_path / "set") as server:
-        answer = server.answer
-
-        def slowly(method: str, path: str, *rest: Any) -> Any:
-            if method == "GET" and path.endswith(".tokens"):
-                server.fault = lambda path: "stall"
-                started.set()
-            return answer(method, path, *rest)
-
-        server.answer = slowly
-        process = subprocess.Popen([sys.executable, "-c", KILLED, server.url])
-        assert started.wait(120)
-        wait_for(lambda: [*(cache_folder / "shards").glob("*.partial")])
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert [*(cache_folder / "shards").glob("*.partial")]
-        server.fault, server.answer = lambda path: None, answer
-        with ShardSet(settings(server.url)) as shards:
-            for shard in shards.index.shards:
-                assert shards.tiers.get(shard).tobytes() == (tmp_path / "set" / shard.file).read_bytes()
-    assert not [*(cache_folder / "shards").glob("*.partial")]
-
-
-def test_scratch_file_in_use_is_left_alone(tmp_path):
-    cache = ShardCache(tmp_path, 0)
-    with cache.locked("a" * 64), cache.scratch("a" * 64) as used:
-        used.write_bytes(b"x")
-        (tmp_path / f"{'b' * 64}.1.partial").write_bytes(b"left")
-        ShardCache(tmp_path, 0)
-        assert used.exists() and not (tmp_path / f"{'b' * 64}.1.partial").exists()
-
-
-def test_without_locks_nobody_removes_what_another_process_writes(tmp_path, monkeypatch):
-    """On a file system without flock each process has a scratch file of its own, and old ones go."""
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    key, old = "a" * 64, tmp_path / f"{'a' * 64}.1.partial"
-    cache = ShardCache(tmp_path, 0)
-    with cache.locked(key), cache.scratch(key) as used:
-        used.write_bytes(b"x")
-        old.write_bytes(b"left")
-        os.utime(old, (1, 1))
-        another = ShardCache(tmp_path, 0)
-        assert used.exists() and not old.exists()
-        old.write_bytes(b"left")
-        os.utime(old, (1, 1))
-        with another.locked(key), another.scratch(key) as second:
-            assert second != used and used.exists() and not old.exists()
-
-
-def test_shard_of_another_user_is_read_and_what_cannot_be_read_is_one_line(texts, monkeypatch):
-    def refused(*_: object) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    with ShardSet(settings(texts)) as shards:
-        shard = shards.index.shards[0]
-        monkeypatch.setattr(os, "utime", refused)
-        assert bytes(shards.tiers.get(shard).tolist()) == (TEXTS[shard.name] + "\0").encode()
-        monkeypatch.setattr("input_pipeline.shard_cache.sha256", refused)
-        with pytest.raises(OSError, match=r"^the data cache .* cannot be used \(Operation not permitted\)[^\n]*\Z"):
-            shards.tiers.get(shard)
-
-
-def no_locks(*_: object) -> None:
-    raise OSError(errno.ENOSYS, "Function not implemented")
-
-
-def test_lock_that_a_process_waits_for_outlives_its_shard(texts, cache_folder):
-    with ShardSet(settings(texts)) as shards:
-        cache, shard = ShardCache(cache_folder / "shards", 1), shards.index.shards[0]
-        with cache.locked(shard.sha256):
-            lock = cache.folder / f"{shard.sha256}.lock"
-            before = lock.stat().st_ino
-            cache._make_room(1)
-            assert not cache.has(shard) and lock.stat().st_ino == before
