@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])')
 CONSTRAINTS := $(firstword $(wildcard constraints-py$(VERSION).txt) constraints.txt)
 
-.PHONY: train gpu test test-all lint format constraints clean
+.PHONY: train gpu test test-all coverage lint format constraints clean
 
 train: $(VENV)/installed  ## trains the quickstart: a byte-level model on 8 virtual devices, 4 nodes of 2
 	$(BIN)/python train.py --config=configs/quickstart.py --workdir=runs/quickstart
@@ -18,6 +18,13 @@ test: $(VENV)/installed $(VENV)/moto/installed  ## with another Python: make tes
 test-all: $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/ray-installed $(VENV)/optuna-installed \
 		$(VENV)/wandb-installed $(VENV)/hugging-face-installed $(VENV)/gpu-checked
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20 -m "slow or not slow"
+
+coverage: $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/ray-installed $(VENV)/optuna-installed \
+		$(VENV)/wandb-installed $(VENV)/hugging-face-installed
+	$(BIN)/coverage erase
+	-$(BIN)/coverage run -m pytest -n 2 --dist worksteal -m "slow or not slow"
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 lint: $(VENV)/installed $(VENV)/ray-installed $(VENV)/optuna-installed $(VENV)/wandb-installed  ## types of these are checked too
 	$(BIN)/ruff check .
@@ -32,7 +39,7 @@ constraints: $(VENV)/installed  ## writes the installed versions down as the tes
 	(echo "# The versions that are tested together ($$($(BIN)/python -V)). Regenerate: make constraints"; $(BIN)/pip freeze) > $(CONSTRAINTS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) .pytest_cache .ruff_cache .coverage*
 
 $(VENV)/installed: requirements.txt requirements-dev.txt $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mics-jax needs Python 3.11 or newer: make PYTHON=python3.11")'

@@ -7,7 +7,9 @@ decoupled, `learning_rate * weight_decay * p`, except where the method itself pu
 under the trust ratio (lamb).
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +23,9 @@ from sharding.spec import ParamSpec
 
 PyTree = Any
 Transform = optax.GradientTransformation
-OnEachDevice = Callable[[Callable[..., Any]], Callable[..., Any]]
+Stacks = list[jax.Array]
+OfStack = Callable[[Any, jax.Array], jax.Array]  # of a kind and a stack `[n, *shape]` of tensors of that kind
+OnWhole = Callable[[OfStack, Sequence[ParamSpec], Sequence[int], Stacks], Stacks]  # function, specs, kinds, stacks
 
 
 class GuardState(NamedTuple):
@@ -60,30 +64,34 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     return optax.join_schedules([warmup, after], [config.warmup_steps]) if config.warmup_steps else after
 
 
+def on_one_device(function: OfStack, specs: Sequence[ParamSpec], kinds: Sequence[int], stacks: Stacks) -> Stacks:
+    """Returns the function of each stack, where tensors are not cut."""
+    del specs
+    return [function(kind, x) for kind, x in zip(kinds, stacks, strict=True)]
+
+
 def make_optimizer(
     config: OptimizerConfig,
     num_steps: int,
     specs: PyTree,
     exchange: Transform,
-    on_each_device: OnEachDevice = lambda function: function,
+    on_whole: OnWhole = on_one_device,
 ) -> Transform:
     """Returns the whole chain on `[R, ...]` gradients: exchange, guard, clipping, the optimizer.
 
-    `specs` is the tree of ParamSpecs; it decides which parameters decay and which are matrices. `on_each_device`
-    wraps a function so that every device runs it on whole arrays; on one device there is nothing to wrap.
+    `specs` is the tree of ParamSpecs; it decides which parameters decay and which are matrices. `on_whole` runs a
+    function on whole tensors, wherever their shards lie.
     """
     schedule = make_schedule(config, num_steps)
     if config.name in ("adamw", "sgd"):  # element by element: a stack of layers is as good as the layers
-        tx = _optimizer(config, schedule, specs, on_each_device)
+        tx = _optimizer(config, schedule, specs, on_whole)
     else:
-        tx = per_layer(lambda specs: _optimizer(config, schedule, specs, on_each_device), specs)
+        tx = per_layer(lambda specs: _optimizer(config, schedule, specs, on_whole), specs)
     clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     return guarded(exchange, optax.chain(*clip, tx))
 
 
-def _optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree, on_each_device: OnEachDevice
-) -> Transform:
+def _optimizer(config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree, on_whole: OnWhole) -> Transform:
     """Returns the optimizer of the tensors that `specs` describes, which may be a part of the parameters."""
     c, decay = config, config.weight_decay
     mask = _map_specs(lambda spec: c.decay_mask == "all" or is_matrix(spec), specs)
@@ -105,24 +113,84 @@ def _optimizer(
     if c.name != "muon":
         return OWN["optimizer"][c.name](c, schedule, mask)
     labels = _map_specs(lambda spec: "muon" if is_hidden_matrix(spec) else "adam", specs)
-    # a tensor without them would get optax's own Adam there
-    dims = _map_specs(lambda spec: _matrix_dims(spec) if is_hidden_matrix(spec) else None, specs)
-    muon = contrib.muon(schedule, beta=c.momentum, eps=c.eps, muon_weight_dimension_numbers=dims)
     adam = optax.nadam(schedule, c.b1, c.b2, c.eps)  # Nesterov's form for both, as in optax's muon
-    return optax.chain(optax.partition({"muon": everywhere(muon, on_each_device), "adam": adam}, labels), decoupled)
+    return optax.chain(optax.partition({"muon": muon(c, schedule, specs, on_whole), "adam": adam}, labels), decoupled)
 
 
-def everywhere(inner: Transform, on_each_device: OnEachDevice) -> Transform:
-    """Runs `inner` on whole arrays, on every device alike.
+def muon(config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree, on_whole: OnWhole) -> Transform:
+    """Returns optax's Muon for the hidden matrices of `specs`, with the same state.
 
-    Left to itself XLA spreads Newton-Schulz's products over all devices, over the replicas too, which takes ten times
-    the bytes of hop two between nodes.
+    That has a place for the Adam of other tensors, of which there are none here: checkpoints contain its counters.
     """
+    chain = optax.chain(
+        scale_by_muon(config, specs, on_whole),
+        optax.identity(),  # optax scales by the shape here
+        optax.identity(),  # and decays
+        optax.scale_by_learning_rate(schedule),
+    )
+    return optax.partition(
+        {"muon": chain, "adam": optax.adamw(schedule)}, lambda tree: jax.tree.map(lambda _: "muon", tree)
+    )
 
-    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        return on_each_device(inner.update)(updates, state, params)
 
-    return optax.GradientTransformation(inner.init, update)
+def scale_by_muon(config: OptimizerConfig, specs: PyTree, on_whole: OnWhole) -> Transform:
+    """Returns Nesterov's momentum of the hidden matrices of `specs`, orthogonalised and scaled by their shape.
+
+    The momentum works element by element, where the shards lie; whole matrices are needed by Newton-Schulz alone. Left
+    to itself XLA spreads its products over all devices, over the replicas too, which takes ten times the bytes of hop
+    two between nodes.
+    """
+    beta = config.momentum
+    matrices = [spec for spec in jax.tree.leaves(specs, is_leaf=_is_spec) if is_hidden_matrix(spec)]
+    output_dims = [_output_dim(spec) for spec in matrices]
+
+    @_in_stacks
+    @jax.named_scope("orthogonalise")
+    def orthogonalise(stacks: Stacks) -> Stacks:
+        return on_whole(partial(newton_schulz, eps=config.eps), matrices, output_dims, stacks) if stacks else []
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, contrib.MuonState]:
+        del params
+        count = optax.safe_increment(state.count)
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+        ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+        here = optax.tree.bias_correction(updates, beta, count)
+        momentum, tree = jax.tree.flatten(jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, here))
+        return tree.unflatten(orthogonalise(momentum)), contrib.MuonState(count, mu, state.ns_coeffs)
+
+    return optax.GradientTransformation(contrib.scale_by_muon().init, update)
+
+
+def newton_schulz(output_dim: int, stack: jax.Array, *, eps: float) -> jax.Array:
+    """Orthogonalises each tensor of `[n, *shape]` as a matrix, as optax's Muon does, and scales it by its shape.
+
+    `output_dim`, of one tensor, is one side of the matrix, all its other dims are the other. The scale is
+    `sqrt(max(1, outputs / inputs))`.
+    """
+    outputs = 1 + output_dim
+    inputs = tuple(i for i in range(1, stack.ndim) if i != outputs)
+    dims = contrib.MuonDimensionNumbers(inputs, outputs)  # the first is a batch
+    alone = contrib.scale_by_muon(beta=0.0, eps=eps, nesterov=False, weight_dimension_numbers=dims)
+    orthogonal: Any = alone.update(stack, alone.init(stack))[0]
+    fan_out = stack.shape[outputs]
+    fan_in = math.prod(stack.shape[1:]) // fan_out
+    return math.sqrt(max(1.0, fan_out / fan_in)) * orthogonal
+
+
+def _in_stacks(function: Callable[[Stacks], Stacks]) -> Callable[[Stacks], Stacks]:
+    """Returns a function of stacks `[n, ...]` as one of single tensors, which vmap calls with the stacks, once."""
+
+    @jax.custom_batching.custom_vmap
+    def of_tensors(tensors: Stacks) -> Stacks:
+        return [x[0] for x in function([x[None] for x in tensors])]
+
+    @of_tensors.def_vmap
+    def of_stacks(size: int, is_stack: list[Any], stacks: Stacks) -> tuple[Stacks, list[bool]]:
+        del size
+        assert all(is_stack[0])
+        return function(stacks), is_stack[0]
+
+    return of_tensors
 
 
 def is_matrix(spec: ParamSpec) -> bool:
@@ -135,17 +203,18 @@ def is_hidden_matrix(spec: ParamSpec) -> bool:
     return is_matrix(spec) and not {"vocab", "classes"} & set(spec.dims)
 
 
-def _matrix_dims(spec: ParamSpec) -> contrib.MuonDimensionNumbers:
-    """Returns which dims of a layer's tensor are summed over in a product: a kernel has its outputs first."""
+def _output_dim(spec: ParamSpec) -> int:
+    """Returns which dim of a layer's tensor is not summed over in a product: a kernel has its outputs first."""
     dims = [dim for dim in spec.dims if dim != "layers"]
-    out = dims.index("channels_out") if "channels_out" in dims else len(dims) - 1
-    return contrib.MuonDimensionNumbers(
-        reduction_axis=tuple(i for i in range(len(dims)) if i != out), output_axis=(out,)
-    )
+    return dims.index("channels_out") if "channels_out" in dims else len(dims) - 1
 
 
 def _map_specs(function: Callable[[ParamSpec], Any], specs: PyTree) -> PyTree:
-    return jax.tree.map(function, specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+    return jax.tree.map(function, specs, is_leaf=_is_spec)
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, ParamSpec)
 
 
 def per_layer(make: Callable[[PyTree], Transform], specs: PyTree) -> Transform:

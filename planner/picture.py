@@ -11,7 +11,7 @@ from planner.timeline import NAMES, REPEATED, Interval, Timeline
 LANES = {"compute": "compute", "intra": "inside a node", "inter": "between nodes"}
 KINDS = {"kernel": "kernels", **NAMES, "other": "other traffic"}
 COLOURS = {"kernel": FILL, "gather": SERIES[0], "hop_one": SERIES[1], "hop_two": SERIES[2], "other": SERIES[3]}
-COLOURS |= {"gradient_scope": SERIES[4], "parameter_scope": SERIES[5]}
+COLOURS |= {"gradient_scope": SERIES[4], "parameter_scope": SERIES[5], "orthogonalise": SERIES[6]}
 HEIGHT = 0.72
 PIXELS = 3000  # of the width: what is nearer than one of them is drawn as one bar
 

@@ -1,5 +1,6 @@
 """Every optimizer behind hop two on 8 devices: the updates of one device, and where its state lies."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,12 +19,12 @@ from optimizers import make_optimizer
 from sharding import hlo
 from sharding.mesh import find_nodes, make_mesh
 from sharding.plan import ShardingPlan, gradient_specs
+from sharding.redistribute import on_whole_tensors
 from sharding.scopes import make_layout
 from sharding.spec import is_placement, place_all
 from sharding.state import state_shardings
 from sharding.step import TrainState
 from training.experiment import make_experiment
-from training.optimizer_chain import on_each_device
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "mics2": {"strategy": "mics", "partition_size": 2},
@@ -54,7 +55,7 @@ def test_sharded_updates_equal_one_device(name: str, layout_name: str) -> None:
     """Gradients `[R, ...]` that differ between replicas, through hop two and the optimizer, three steps."""
     plan = make_sharded(layout_name)
     config, replicas = optimizer_config(name), plan.layout.num_replicas
-    tx = make_optimizer(config, STEPS, SPECS, exchange(plan), on_each_device(plan.mesh))
+    tx = make_optimizer(config, STEPS, SPECS, exchange(plan), partial(on_whole_tensors, plan))
     shapes = jax.eval_shape(lambda p: TrainState(step=jnp.zeros((), jnp.int32), params=p, opt_state=tx.init(p)), PARAMS)
     places = state_shardings(plan, shapes)
     scope = plan.shardings(plan.layout.optimizer)

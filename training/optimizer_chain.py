@@ -1,6 +1,5 @@
 """The optax chain of a run: hop two, guard, clipping and the optimizer; or local SGD around them."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec
 
 from compression.hop_two import Setup
 from compression.local_sgd import LocalState, check_local_sgd, local_sgd
@@ -18,6 +16,7 @@ from configs.schema import Config
 from optimizers import make_optimizer, watched
 from sharding.gradients import HopTwoInBackward
 from sharding.plan import ShardingPlan
+from sharding.redistribute import on_whole_tensors
 
 
 def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTransformation:
@@ -26,7 +25,7 @@ def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTra
     setup = _setup(config, plan, specs)
     method = method_named(compression.hop_two)
     hop_two, downstream = method.transform(setup), method.downstream(optimizer)
-    make = partial(make_optimizer, downstream, config.num_steps, specs, on_each_device=on_each_device(plan.mesh))
+    make = partial(make_optimizer, downstream, config.num_steps, specs, on_whole=partial(on_whole_tensors, plan))
     if not local.inner_steps:
         return make(hop_two)
     check_local_sgd(local, plan.layout, config.num_steps)
@@ -56,8 +55,3 @@ def watch(opt_state: Any, *, hands_on: str = "grad") -> dict[str, jax.Array]:
     """
     guard = opt_state.inner.tree if isinstance(opt_state, LocalState) else opt_state
     return {name: jnp.max(x) for name, x in watched(guard, hands_on=hands_on).items()} | statistics(opt_state)
-
-
-def on_each_device(mesh: Mesh) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns the wrapper that runs a function of replicated arrays on each device of `mesh` separately."""
-    return lambda function: jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())

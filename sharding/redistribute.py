@@ -1,0 +1,139 @@
+"""Functions of whole tensors, each tensor put together on one of the devices that hold its shards.
+
+An all-to-all turns "each device has a shard of all" into "each has some of them whole", the function runs there, and an
+all-to-all turns the results into shards again. A tensor crosses each network level once in each direction: `(d-1)/d` of
+the bytes of a device's shards, for the `d` devices of the level. Copies of a tensor on other nodes are worked on there
+again, so that nothing more is sent between nodes; copies inside a node share the work, and gather the results.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from sharding.collectives import buckets, join, levels, slice_apart, split
+from sharding.mesh import AXES, intra_part
+from sharding.plan import ShardingPlan
+from sharding.spec import ParamSpec, Placement, place
+
+Kind = Hashable
+Stacks = list[jax.Array]
+OfStacks = Callable[[Kind, jax.Array], jax.Array]  # of a stack `[n, *shape]` of whole tensors, each by itself
+
+
+def on_whole_tensors(
+    plan: ShardingPlan, function: OfStacks, specs: Sequence[ParamSpec], kinds: Sequence[Kind], stacks: Stacks
+) -> Stacks:
+    """Returns `function(kind, stack)` of each stack `[n, *shape]`; it keeps their shapes.
+
+    The stacks lie like the parameters of `specs` under the optimizer's scope, and so do the results. Those of equal
+    shape, placement and kind are put into one. The devices that share the work get equally many of each: zeros fill up,
+    of which the function makes anything but an error.
+    """
+    layout = plan.layout
+    places = [place("a whole tensor", spec, layout) for spec in specs]
+    places = [p.without_layers() if p.stacked else p for p in places]
+    stack_specs = [PartitionSpec(None, *p.pspec(layout.optimizer)) for p in places]
+
+    def run(shards: Stacks) -> Stacks:
+        alike: dict[tuple[Hashable, ...], list[int]] = {}
+        for i, x in enumerate(shards):
+            alike.setdefault((places[i], x.shape[1:], x.dtype, kinds[i]), []).append(i)
+        together: dict[tuple[Sharing, Any], list[list[int]]] = {}
+        for members in alike.values():
+            together.setdefault((_sharing(plan, places[members[0]]), shards[members[0]].dtype), []).append(members)
+        out = list(shards)
+        for (sharing, _), classes in together.items():
+            nbytes = [sum(shards[i].nbytes for i in members) for members in classes]
+            for bucket in buckets(range(len(classes)), nbytes, over_gloo=plan.over_gloo):
+                parts = [classes[i] for i in bucket]
+                done = sharing.run(
+                    [partial(function, kinds[members[0]]) for members in parts],
+                    [places[members[0]] for members in parts],
+                    [jnp.concatenate([shards[i] for i in members]) for members in parts],
+                )
+                for members, x in zip(parts, done, strict=True):
+                    ends = [*accumulate(len(shards[i]) for i in members)]
+                    for i, stack in zip(members, jnp.split(x, ends[:-1]), strict=True):
+                        out[i] = stack
+        return out
+
+    return jax.shard_map(run, mesh=plan.mesh, in_specs=(stack_specs,), out_specs=stack_specs)(stacks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """The axes by which tensors are cut, major first, and those inside the node along which there are copies of them.
+
+    The `tensor` axis comes first, then the scope in CHUNK_ORDER: what lies inside the node before what lies between.
+    """
+
+    cut: tuple[str, ...]
+    copies: tuple[str, ...]
+    hierarchical: bool
+
+    def run(
+        self,
+        functions: Sequence[Callable[[jax.Array], jax.Array]],
+        placements: Sequence[Placement],
+        shards: Sequence[jax.Array],
+    ) -> list[jax.Array]:
+        """Returns the functions of tensors of which this device has the shards `[n, *shard]`, as such shards again."""
+        copies, chunks = (prod(lax.axis_size(axis) for axis in axes) for axes in (self.copies, self.cut))
+        filled = [jnp.pad(x, [(0, -len(x) % (copies * chunks)), *((0, 0) for _ in x.shape[1:])]) for x in shards]
+        packed = jnp.concatenate([x.reshape(copies, chunks, -1) for x in filled], axis=-1)
+        own = packed[lax.axis_index(self.copies)] if self.copies else packed[0]
+        shapes = [(len(x) // (copies * chunks), *x.shape[1:]) for x in filled]
+        pieces = slice_apart(self._swap(own), shapes)  # [chunks, tensors of this device, *shard]
+        whole = [function(self._join(x, p)) for function, x, p in zip(functions, pieces, placements, strict=True)]
+        rows = [self._split(x, p).reshape(chunks, -1) for x, p in zip(whole, placements, strict=True)]
+        back = self._swap(jnp.concatenate(rows, axis=-1))
+        if self.copies:
+            back = lax.all_gather(back, self.copies, to="invarying")
+        found = slice_apart(back.reshape(copies * chunks, -1), shapes)
+        return [x.reshape(-1, *x.shape[2:])[: len(old)] for x, old in zip(found, shards, strict=True)]
+
+    def _swap(self, rows: jax.Array) -> jax.Array:
+        """Sends row i of `[chunks, N]` to device i of the cut; returns the rows of all devices for this one."""
+        if not self.cut:
+            return rows
+        # the major axes are those inside the node
+        by_level = levels(self.cut, hierarchical=True)[::-1] if self.hierarchical else [self.cut]
+        x = rows.reshape(*(prod(lax.axis_size(axis) for axis in axes) for axes in by_level), -1)
+        for i, axes in enumerate(by_level):
+            x = lax.all_to_all(x, axes, split_axis=i, concat_axis=i, tiled=True)
+        return x.reshape(rows.shape)
+
+    def _join(self, chunks: jax.Array, p: Placement) -> jax.Array:
+        """Puts tensors together: `[chunks, n, *shard]` becomes `[n, *shape]`."""
+        x = chunks
+        if p.tensor_dim is not None:
+            size = lax.axis_size("tensor")
+            x = join(x.reshape(size, -1, *x.shape[1:]), 2 + p.tensor_dim)  # [chunks of the scope, n, ...]
+        return x[0] if p.dim is None else join(x, 1 + p.dim)
+
+    def _split(self, x: jax.Array, p: Placement) -> jax.Array:
+        """Undoes `_join`."""
+        tensor = 1 if p.tensor_dim is None else lax.axis_size("tensor")
+        chunks = prod(lax.axis_size(axis) for axis in self.cut) // tensor
+        x = x[None] if p.dim is None else split(x, 1 + p.dim, chunks)
+        if p.tensor_dim is not None:
+            x = split(x, 2 + p.tensor_dim, tensor)
+            x = x.reshape(-1, *x.shape[2:])
+        return x
+
+
+def _sharing(plan: ShardingPlan, p: Placement) -> Sharing:
+    """Returns how the devices share the work on tensors of a placement."""
+    layout = plan.layout
+    tensor = ("tensor",) if p.tensor_dim is not None else ()
+    cut = tensor + (layout.optimizer if p.dim is not None else ())
+    copies = tuple(axis for axis in layout.shape.used(intra_part(AXES)) if axis not in cut)
+    return Sharing(cut=cut, copies=copies, hierarchical=layout.hierarchical)
