@@ -1,5 +1,6 @@
-"""The HTML that the reports of a run and of a sweep share: the page with its style sheet, sections and tiles."""
+"""The HTML that the pages of a run, a sweep and a plan share: the style sheet, sections, tiles, tables, pictures."""
 
+import base64
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -45,6 +46,51 @@ def section(title: str, inside: str) -> str:
 def note(text: str) -> str:
     """Returns a paragraph in small print."""
     return f'<p class="note">{escape(text)}</p>'
+
+
+def table(rows: Sequence[Sequence[str]], *, left: int, best: int | None = None) -> str:
+    """Returns rows as a table: the first one is the head, the first `left` columns are words, the rest numbers.
+
+    `best` is the row that is set in bold. A row of fewer cells ends with one across the rest.
+    """
+
+    def cells(row: Sequence[str], tag: str) -> str:
+        out = []
+        for i, cell in enumerate(row):
+            is_last = i == len(row) - 1 < len(rows[0]) - 1
+            span = f' colspan="{len(rows[0]) - i}"' if is_last else ""
+            kind = "" if i < left or is_last else ' class="n"'
+            out.append(f"<{tag}{kind}{span}>{escape(cell)}</{tag}>")
+        return "".join(out)
+
+    head, *body = rows
+    lines = (
+        f"<tr{' class=best' if number == best else ''}>{cells(row, 'td')}</tr>" for number, row in enumerate(body, 1)
+    )
+    return (
+        f'<div class="scroll"><table><thead><tr>{cells(head, "th")}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def bar(parts: Sequence[tuple[str, float, str]], whole: float) -> str:
+    """Returns (label, value, text) triples as one bar of which `whole` is the length, and a legend."""
+    shown = [(i % len(SERIES), *part) for i, part in enumerate(parts)]
+    pieces = "".join(f'<i class="back-{i}" style="width:{100 * value / whole:.3f}%"></i>' for i, _, value, _ in shown)
+    keys = "".join(
+        f'<span><i class="key back-{i}"></i>{escape(label)} {escape(text)}</span>' for i, label, _, text in shown
+    )
+    return f'<div class="bar">{pieces}</div><p class="legend wide">{keys}</p>'
+
+
+def picture(png: bytes, alt: str, *, wide: bool = False) -> str:
+    """Returns a picture inline; one that is `wide` can be scrolled on a narrow screen.
+
+    The style sheet puts it on white, since it may be black without a background.
+    """
+    data = base64.b64encode(png).decode("ascii")
+    kind = "drawn wide" if wide else "drawn"
+    return f'<div class="scroll"><img class="{kind}" alt="{escape(alt)}" src="data:image/png;base64,{data}"></div>'
 
 
 def _style() -> str:
