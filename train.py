@@ -49,6 +49,7 @@ from training.log import make_log
 from training.overlap import add_estimate, installed_plugins
 from training.sampling import Sampler
 from training.validation import Validation, Validator
+from training.weights_tokenizer import check_tokenizer
 
 
 class NonFiniteError(RuntimeError):
@@ -132,6 +133,8 @@ def run(
     sampler = Sampler(ex, data.train, config.sample)
     if not resume.has_begun(workdir):
         ex.open_weights()  # only the headers: they are read when nothing was restored
+        if data.tokenizer:
+            check_tokenizer(config, data.tokenizer)
 
     # --------------------------------------------------------- standby: compiled while the attempt before still trains
     if supervisor.stands_by:

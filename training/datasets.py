@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 
 from input_pipeline import Dataset, ImageDataset, MixedDataset, load
 from input_pipeline.shards import Group, ShardSet
+from input_pipeline.tokenizers import Tokenizer
 from runtime.handshake import shared_token
 from training.experiment import Experiment
 
@@ -40,6 +41,11 @@ class Datasets:
         return {key: sum(one[key] for one in every) for key in every[0]} if every else {}
 
     @property
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None for images."""
+        return None if isinstance(self.train, ImageDataset) else self.train.tokenizer
+
     def fingerprints(self) -> Mapping[str, str]:
         """Hashes of both, by their names in checkpoints."""
         return {"fingerprint": self.train.fingerprint, "validation_fingerprint": self.validation.fingerprint}
