@@ -152,6 +152,12 @@ def run(
     snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every)
     start = resume.restore(ex, workdir, checkpointer, snapshots, data.fingerprints)
 
+    # ------------------------------------------------------- first batch: what it lacks is said before the step is made
+    supervisor.enter(Phase.READING_FIRST)
+    batches = make_batches(ex, data.train, start.step)
+    supervisor.hold(batches)
+    batches.await_next()
+
     # ------------------------------------------------------------------------------------------------- step and state
     supervisor.enter(Phase.PREPARING)
     supervisor.started()
@@ -162,7 +168,7 @@ def run(
     log = make_log(
         ex, data.train, workdir, start.step, step_fn, started_s
     )  # drops the rows of steps that are done again
-    with log, checkpointer, snapshots, make_batches(ex, data.train, start.step) as batches:
+    with log, checkpointer, snapshots, batches:
         log.say(start.described(config.num_steps, workdir))
         for line in data.described(config.num_steps * config.batch.global_size):
             log.say(line)
