@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from palette import SERIES, SERIES_ON_DARK
+from palette import FILL, SERIES, SERIES_ON_DARK
 
+BarPart = tuple[str, float, str, int | None]  # label, value, its text, colour
 STYLE_FILE = Path(__file__).with_name("page.css")
 
 
@@ -73,12 +74,19 @@ def table(rows: Sequence[Sequence[str]], *, left: int, best: int | None = None) 
     )
 
 
-def bar(parts: Sequence[tuple[str, float, str]], whole: float) -> str:
-    """Returns (label, value, text) triples as one bar of which `whole` is the length, and a legend."""
-    shown = [(i % len(SERIES), *part) for i, part in enumerate(parts)]
-    pieces = "".join(f'<i class="back-{i}" style="width:{100 * value / whole:.3f}%"></i>' for i, _, value, _ in shown)
+def bar(parts: Sequence[BarPart], whole: float) -> str:
+    """Returns parts as one bar of which `whole` is the length, and a legend.
+
+    A colour counts `palette.SERIES`; None is `palette.FILL`.
+    """
+    backs = ["back-fill" if colour is None else f"back-{colour % len(SERIES)}" for *_, colour in parts]
+    pieces = "".join(
+        f'<i class="{back}" style="width:{100 * value / whole:.3f}%"></i>'
+        for back, (_, value, _, _) in zip(backs, parts, strict=True)
+    )
     keys = "".join(
-        f'<span><i class="key back-{i}"></i>{escape(label)} {escape(text)}</span>' for i, label, _, text in shown
+        f'<span><i class="key {back}"></i>{escape(label)} {escape(text)}</span>'
+        for back, (label, _, text, _) in zip(backs, parts, strict=True)
     )
     return f'<div class="bar">{pieces}</div><p class="legend wide">{keys}</p>'
 
@@ -102,4 +110,5 @@ def _style() -> str:
         )
         for colours in (SERIES, SERIES_ON_DARK)
     )
+    light += f".back-fill {{ background: {FILL}; }}\n"
     return f"{light}@media (prefers-color-scheme: dark) {{\n{dark}}}\n{STYLE_FILE.read_text(encoding='utf-8')}"

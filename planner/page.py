@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from html import escape
 
 from metrics.charts import Axis, Series, draw, number_axis, word_axis
-from metrics.page import bar, header, note, page, picture, section, table, tiles
+from metrics.page import BarPart, bar, header, note, page, picture, section, table, tiles
 from metrics.units import format_bytes, format_count, format_percent, format_seconds
 from planner.curves import Curves, curves_of
+from planner.picture import colour_of
 from planner.predict import Prediction
 from planner.report import (
     LEVELS,
@@ -58,7 +59,7 @@ def _tiles(plan: Plan) -> str:
     p = plan.best
     exposed = sum(part.exposed_s for part in p.traffic) / p.step_s
     facts = [
-        ("Step", format_seconds(p.step_s), f"{p.accumulation} micro-steps of {p.candidate.micro_size} rows"),
+        ("Step", format_seconds(p.step_s), f"{p.accumulation} x {p.candidate.micro_size} rows of each device"),
         (f"{plan.unit.capitalize()}/s", format_count(p.rows_per_s), f"{plan.devices} devices"),
         ("MFU", format_percent(p.mfu), "of the devices' peak"),
         ("Exposed", format_percent(exposed), "of the step: kernels wait for the network"),
@@ -111,7 +112,8 @@ def _devices_axis(devices: Sequence[int]) -> Axis:
 
 def _memory(p: Prediction) -> str:
     """Returns a bar of what a program can have, and what of it is used by which part."""
-    parts = [(name, getattr(p.memory, name), format_bytes(getattr(p.memory, name))) for name in MEMORY_PARTS]
+    sizes = {name: getattr(p.memory, name) for name in MEMORY_PARTS}
+    parts = [(name, size, format_bytes(size), colour) for colour, (name, size) in enumerate(sizes.items())]
     whole = max(p.memory.capacity, p.memory.total)
     used = f"{format_bytes(p.memory.total)} of the {format_bytes(p.memory.capacity)} that a program can have."
     return bar(parts, whole) + note(used)
@@ -119,9 +121,11 @@ def _memory(p: Prediction) -> str:
 
 def _times(p: Prediction) -> str:
     """Returns a bar of what the step waits for, and a table of what is hidden."""
-    exposed = {f"{NAMES.get(part.name, part.name)} {LEVELS[part.level]}": part.exposed_s for part in p.traffic}
-    seconds = {"compute": p.compute_s, **dict(sorted(exposed.items(), key=lambda item: -item[1]))}
-    parts = [(name, value, format_seconds(value)) for name, value in seconds.items() if value > SHOWN * p.step_s]
+    parts: list[BarPart] = [("compute", p.compute_s, format_seconds(p.compute_s), None)]
+    for part in sorted(p.traffic, key=lambda part: -part.exposed_s):
+        if part.exposed_s > SHOWN * p.step_s:
+            name = f"{NAMES.get(part.name, 'other')} {LEVELS[part.level]}"
+            parts.append((name, part.exposed_s, format_seconds(part.exposed_s), colour_of(part.name)))
     sent = sent_text(p)
     return bar(parts, p.step_s) + table(time_rows(p), left=2) + note(f"{sent[0].upper()}{sent[1:]}.")
 
