@@ -7,7 +7,6 @@ before the next one is read, so the disk holds one of them at a time. The index 
 is not whole. A second call stores what is missing or damaged.
 """
 
-import argparse
 import json
 import logging
 import sys
@@ -26,7 +25,7 @@ from input_pipeline.shard_listing import list_shards, split_file
 from input_pipeline.shard_tiers import DamagedObjectError
 from input_pipeline.store import FETCHES, Store, StoreError, open_store
 from input_pipeline.tokenizers import make_tokenizer
-from runtime.command_line import prepare_output
+from runtime.command_line import OneLineParser, prepare_output
 from runtime.exit_codes import ExitCode, ResumableError
 
 SAY_S = 30.0  # between two lines on the progress
@@ -110,16 +109,14 @@ def _is_fetched(store: Store, shard: Shard, to: Path) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program and returns its exit code; a user's mistake is one line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m input_pipeline.prepare", description="Tokenises a set of files once."
-    )
+    parser = OneLineParser(prog="python -m input_pipeline.prepare", description="Tokenises a set of files once.")
     parser.add_argument("--path", required=True, help="the files: data.path")
     parser.add_argument("--out", required=True, help="where the token shards go: a folder, s3:// or gs://")
     for name in ("pattern", "tokenizer", "tokenizer_path", "text_field"):
         parser.add_argument(f"--{name}", default=getattr(DataConfig(), name), help=f"as data.{name}")
-    options = parser.parse_args(argv)
     prepare_output()
     try:
+        options = parser.parse_args(argv)
         refuse_secrets("--path", options.path)
         config = DataConfig(
             source="shards",

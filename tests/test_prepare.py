@@ -90,3 +90,16 @@ def test_tokens_that_a_run_has_made_are_used(texts: Path, tmp_path: Path, monkey
     monkeypatch.setattr("input_pipeline.raw_shards.tokenise", lambda *_: pytest.fail("it tokenises again"))
     assert prepare.main([f"--path={texts}", f"--out={tmp_path / 'set'}"]) == 0
     check_whole(tmp_path / "set")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--paht=x"], "the following arguments are required: --path"),
+        (["--path=x", "--out=y", "--tokeniser=z"], "--tok"),
+    ],
+)
+def test_a_mistake_in_a_flag_is_one_line(words: list[str], message: str, capsys: Any) -> None:
+    assert prepare.main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1
