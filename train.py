@@ -49,6 +49,7 @@ from training.log import make_log
 from training.overlap import add_estimate, installed_plugins
 from training.sampling import Sampler
 from training.validation import Validation, Validator
+from training.weights_tokenizer import check_tokenizer
 
 
 class NonFiniteError(RuntimeError):
@@ -132,6 +133,8 @@ def run(
     sampler = Sampler(ex, data.train, config.sample)
     if not resume.has_begun(workdir):
         ex.open_weights()  # only the headers: they are read when nothing was restored
+        if data.tokenizer:
+            check_tokenizer(config, data.tokenizer)
 
     # --------------------------------------------------------- standby: compiled while the attempt before still trains
     if supervisor.stands_by:
@@ -149,6 +152,12 @@ def run(
     snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every)
     start = resume.restore(ex, workdir, checkpointer, snapshots, data.fingerprints)
 
+    # ------------------------------------------------------- first batch: what it lacks is said before the step is made
+    supervisor.enter(Phase.READING_FIRST)
+    batches = make_batches(ex, data.train, start.step)
+    supervisor.hold(batches)
+    batches.await_next()
+
     # ------------------------------------------------------------------------------------------------- step and state
     supervisor.enter(Phase.PREPARING)
     supervisor.started()
@@ -159,7 +168,7 @@ def run(
     log = make_log(
         ex, data.train, workdir, start.step, step_fn, started_s
     )  # drops the rows of steps that are done again
-    with log, checkpointer, snapshots, make_batches(ex, data.train, start.step) as batches:
+    with log, checkpointer, snapshots, batches:
         log.say(start.described(config.num_steps, workdir))
         for line in data.described(config.num_steps * config.batch.global_size):
             log.say(line)

@@ -21,8 +21,8 @@ class Batches:
     number of processes. Rows >= `global_size` are padding: zeros, with weight zero. The same holds for rows of examples
     >= `end`.
 
-    `wait_s` is the time that the last `next()` waited; `step` is the step that the next call returns. `next()` raises
-    exceptions of the background work; the iterator is closed afterwards.
+    `wait_s` is the time that was waited for the last batch; `step` is the step that the next call returns. `next()`
+    raises exceptions of the background work; the iterator is closed afterwards.
     """
 
     def __init__(
@@ -48,21 +48,28 @@ class Batches:
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
         self._iterator = iter(grain.MapDataset.source(steps).to_iter_dataset(options))
         self._iterator.start_prefetch()
+        self._waiting: list[Batch] = []  # the next one, if it was waited for
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
+        self.await_next()
+        self.step += 1
+        return self._waiting.pop()
+
+    def await_next(self) -> None:
+        """Waits until the next batch is there; raises what `next()` would."""
+        if self._waiting:
+            return
         start = time.perf_counter()
         try:
-            batch = next(self._iterator)
+            self._waiting.append(next(self._iterator))
         except BaseException as error:
             error.add_note(f"while preparing the batch of step {self.step}")
             self.close()
             raise
         self.wait_s = time.perf_counter() - start
-        self.step += 1
-        return batch
 
     def close(self) -> None:
         """Stops the background work; later calls of `next()` raise ValueError."""

@@ -2,23 +2,33 @@
 
     python -m input_pipeline.prepare --path=s3://bucket/raw --out=s3://bucket/tokens [--pattern=...] [--tokenizer=...]
 
-PATH and OUT are local folders or URLs; OUT must be able to store (no HTTP server). The index is written last, so a set
-without one is not whole. All files are tokenised into the cache before the first is stored; a second call goes on where
-the first one stopped.
+PATH and OUT are local folders or URLs; OUT must be able to store (no HTTP server). Each file is tokenised and stored
+before the next one is read, so the disk holds one of them at a time. The index is written last, and a set without one
+is not whole. A second call stores what is missing or damaged.
 """
 
-import argparse
 import json
+import logging
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 from configs.schema import DataConfig
 from configs.schema.urls import refuse_secrets
-from input_pipeline.shard_index import INDEX_FILE, Shard
-from input_pipeline.shards import ShardSet
-from input_pipeline.store import Store, StoreError, open_store
-from runtime.command_line import prepare_output
+from input_pipeline.cache import cache_dir
+from input_pipeline.raw_shards import RawShards
+from input_pipeline.shard_cache import ShardCache, mapped
+from input_pipeline.shard_index import INDEX_FILE, Shard, ShardIndex
+from input_pipeline.shard_listing import list_shards, split_file
+from input_pipeline.shard_tiers import DamagedObjectError
+from input_pipeline.store import FETCHES, Store, StoreError, open_store
+from input_pipeline.tokenizers import make_tokenizer
+from runtime.command_line import OneLineParser, prepare_output
 from runtime.exit_codes import ExitCode, ResumableError
+
+SAY_S = 30.0  # between two lines on the progress
 
 
 def prepare(config: DataConfig, out: str) -> int:
@@ -27,37 +37,86 @@ def prepare(config: DataConfig, out: str) -> int:
     target = open_store(out)
     if not target.can_list:
         raise ValueError(f"--out={out}: an HTTP server stores nothing; give a folder, or a URL of s3:// or gs://")
-    if target.url.rstrip("/") == open_store(config.path).url.rstrip("/"):
+    path, file = split_file(config.path)
+    source = open_store(path)
+    if target.url.rstrip("/") == source.url.rstrip("/"):
         raise ValueError(f"--out={out} is --path: its index would hide the files there; choose another --out")
-    with ShardSet(config) as shards:
-        for shard in shards.index.shards:
-            if not _is_there(target, shard):
-                shards.tiers.get(shard)
-                target.put(shard.file, shards.cache.folder / shard.file)
-        target.put(INDEX_FILE, (json.dumps(shards.index.as_json(), indent=1) + "\n").encode())
-        return len(shards.index.shards)
+    with ExitStack() as held:
+        for store in (source, target):
+            held.callback(store.close)
+        tokenizer = make_tokenizer(config.tokenizer, config.tokenizer_path)
+        cache = ShardCache(cache_dir() / "shards", 0)
+        listing = list_shards(source, file, config, tokenizer)
+        if listing.index:
+            count, stored = len(listing.index.shards), _copied(listing.index, source, target, cache)
+        else:
+            raw = RawShards(source, listing.items, tokenizer, config.text_field, cache)
+            count, stored = len(raw.names), _tokenised(raw, target, cache)
+        shards, said_s = [], time.monotonic()
+        for shard in stored:
+            shards.append(shard)
+            if time.monotonic() > said_s + SAY_S:
+                logging.getLogger(__name__).warning("%s: %d of %d files are in %s", source.url, len(shards), count, out)
+                said_s = time.monotonic()
+        index = ShardIndex(tokenizer=tokenizer.identity, shards=tuple(shards))
+        target.put(INDEX_FILE, (json.dumps(index.as_json(), indent=1) + "\n").encode())
+        return count
 
 
-def _is_there(target: Store, shard: Shard) -> bool:
-    """Whether a store has a shard, whose name is its hash. No if it does not say: storing it then says why."""
+def _tokenised(raw: RawShards, target: Store, cache: ShardCache) -> Iterator[Shard]:
+    """Yields the token shards of files of documents, each after it was stored."""
+    for name in raw.names:
+        known = raw.known(name)
+        if known and _is_there(target, known, cache):
+            yield known
+        elif known and cache.open(known) is not None:  # a run on this machine needed it
+            target.put(known.file, cache.folder / known.file)
+            yield known
+        else:
+            yield raw.hand_over(name, lambda path, shard: target.put(shard.file, path))
+
+
+def _copied(index: ShardIndex, source: Store, target: Store, cache: ShardCache) -> Iterator[Shard]:
+    """Yields the token shards of a set that is prepared already, each after it was stored."""
+    for shard in index.shards:
+        if not _is_there(target, shard, cache):
+            with cache.locked(shard.sha256), cache.scratch(shard.sha256) as path:
+                if not any(_is_fetched(source, shard, path) for _ in range(FETCHES)):
+                    raise DamagedObjectError(
+                        f"{source.url}/{shard.file}: the tokens of {shard.name} are damaged, {FETCHES} times; restore "
+                        "the object, or prepare that set again"
+                    )
+                target.put(shard.file, path)
+        yield shard
+
+
+def _is_there(target: Store, shard: Shard, cache: ShardCache) -> bool:
+    """Whether a store has a shard, whole: it is read back. No if the store refuses: storing it then says why."""
     try:
-        return target.item(shard.file).size == shard.size_bytes
+        if target.item(shard.file).size != shard.size_bytes:
+            return False
+        with cache.locked(shard.sha256), cache.scratch(shard.sha256) as path:
+            return _is_fetched(target, shard, path)
     except StoreError:
         return False
 
 
+def _is_fetched(store: Store, shard: Shard, to: Path) -> bool:
+    """Fetches a shard, and returns whether it is the right one."""
+    store.fetch(shard.file, to)
+    return mapped(to, shard) is not None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program and returns its exit code; a user's mistake is one line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m input_pipeline.prepare", description="Tokenises a set of files once."
-    )
+    parser = OneLineParser(prog="python -m input_pipeline.prepare", description="Tokenises a set of files once.")
     parser.add_argument("--path", required=True, help="the files: data.path")
     parser.add_argument("--out", required=True, help="where the token shards go: a folder, s3:// or gs://")
     for name in ("pattern", "tokenizer", "tokenizer_path", "text_field"):
         parser.add_argument(f"--{name}", default=getattr(DataConfig(), name), help=f"as data.{name}")
-    options = parser.parse_args(argv)
     prepare_output()
     try:
+        options = parser.parse_args(argv)
         refuse_secrets("--path", options.path)
         config = DataConfig(
             source="shards",

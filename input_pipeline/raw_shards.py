@@ -4,7 +4,7 @@ What the index says of a file is kept in the cache under a hash of its URL, its 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -73,11 +73,25 @@ class RawShards:
         """Returns what the index says of a file, which is tokenised first if this node has not done it yet."""
         key = self.key_of(name)
         with self._cache.locked(key):
-            if known := self._read(f"{key}.json"):
-                return known[0]
+            if known := self.known(name):
+                return known
             with self._cache.scratch(key) as path:
                 shard, _ = self._tokenise(name, path)
                 self._cache.keep(path, shard)
+            self._write(f"{key}.json", [shard])
+        return shard
+
+    def known(self, name: str) -> Shard | None:
+        """Returns what the index says of a file that this node has tokenised before."""
+        rows = self._read(f"{self.key_of(name)}.json")
+        return rows[0] if rows else None
+
+    def hand_over(self, name: str, take: Callable[[Path, Shard], object]) -> Shard:
+        """Gives the tokens of a file, in a scratch file, to `take`; keeps what the index says of it, but no tokens."""
+        key = self.key_of(name)
+        with self._cache.locked(key), self._cache.scratch(key) as path:
+            shard, _ = self._tokenise(name, path)
+            take(path, shard)
             self._write(f"{key}.json", [shard])
         return shard
 

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -76,6 +77,14 @@ class ShardCache:
                 path.unlink(missing_ok=True)
             return tokens
 
+    def room_bytes(self) -> int:
+        """Returns what the shards may take on this disk: what is free, and what they take now."""
+        taken = 0
+        for path in self.folder.glob("*.tokens"):
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
+                taken += path.stat().st_size
+        return taken + shutil.disk_usage(self.folder).free
+
     def has(self, shard: Shard) -> bool:
         """Whether the file of a shard is there; nothing is checked."""
         return (self.folder / shard.file).exists()
@@ -92,7 +101,10 @@ class ShardCache:
             with self._explained():
                 tokens = mapped(path, shard)
                 if tokens is None:
-                    raise DamagedError(f"has {path.stat().st_size} bytes, and not the hash of the index")
+                    raise DamagedError(
+                        f"{path.stat().st_size} bytes with the SHA-256 {sha256(path)}, not {shard.size_bytes} bytes "
+                        f"with {shard.sha256}"
+                    )
                 self.keep(path, shard)
         return tokens
 

@@ -62,7 +62,8 @@ class ShardIndex:
                 raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
             index = ShardIndex(tokenizer=content["tokenizer"], shards=shards_of(content["shards"]))
         except (LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"{where} is not an index of token shards ({type(error).__name__}: {error})") from error
+            why = f"it lacks {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"{where} is not an index of token shards ({why}): prepare the set again") from error
         return index
 
 

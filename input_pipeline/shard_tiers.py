@@ -22,6 +22,10 @@ THREADS = 4  # that read ahead
 CLOSE_S = 5.0  # for which their end is waited for
 
 
+class DamagedObjectError(StoreError):
+    """An object of the store has another content than the index says."""
+
+
 @dataclass
 class Counters:
     """What this process read since its start; the keys of metrics.jsonl are these names after `data_`."""
@@ -49,10 +53,12 @@ class Counters:
 class Tiers:
     """Gives token shards: from the local disk, another node, or `download`, in this order."""
 
-    def __init__(self, cache: ShardCache, download: Callable[[Shard, Path], int]) -> None:
-        """`download` writes a shard to a file and returns the bytes that came from the store."""
+    def __init__(
+        self, cache: ShardCache, download: Callable[[Shard, Path], int], url_of: Callable[[Shard], str]
+    ) -> None:
+        """`download` writes a shard to a file and returns the bytes that came from the store, where it is `url_of`."""
         self.counters = Counters()
-        self._cache, self._download = cache, download
+        self._cache, self._download, self._url_of = cache, download, url_of
         self.peers: Peers | None = None
 
     def get(self, shard: Shard) -> np.ndarray:
@@ -91,9 +97,9 @@ class Tiers:
                 return tokens
             except DamagedError as error:
                 if not left:
-                    raise StoreError(
-                        f"{shard.name}: what the store gives {error}, {FETCHES} times; restore the object, or prepare "
-                        "the set again"
+                    raise DamagedObjectError(
+                        f"{self._url_of(shard)}: the tokens of {shard.name} are damaged: {error}, {FETCHES} times; "
+                        "restore the object, or prepare the set again"
                     ) from error
         raise AssertionError("the last failure raises")
 
@@ -122,6 +128,7 @@ class OpenShards:
         self._coming: dict[str, Future[np.ndarray]] = {}
         self._wanted: deque[Shard] = deque()
         self._urgent: set[str] = set()  # hashes of those that are needed first
+        self._damaged: dict[str, DamagedObjectError] = {}  # by hash: what was fetched several times in vain
         self._changed = threading.Condition()
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -175,6 +182,8 @@ class OpenShards:
             if (tokens := self._open.get(shard.sha256)) is not None:
                 return tokens
             coming = self._coming.get(shard.sha256)
+            if damaged := self._damaged.get(shard.sha256):
+                raise damaged
             if is_mine := coming is None:
                 coming = self._coming[shard.sha256] = Future()
         if not is_mine:
@@ -184,6 +193,8 @@ class OpenShards:
         except BaseException as error:
             with self._changed:
                 del self._coming[shard.sha256]
+                if isinstance(error, DamagedObjectError):
+                    self._damaged[shard.sha256] = error
                 self._changed.notify_all()
             coming.set_exception(error)
             raise

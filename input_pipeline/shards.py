@@ -9,13 +9,13 @@ import json
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
 from itertools import accumulate
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,16 +23,16 @@ import numpy as np
 
 from configs.schema import DataConfig
 from input_pipeline import index
-from input_pipeline.cache import cache_dir
+from input_pipeline.cache import ENVIRONMENT_KEY, cache_dir
 from input_pipeline.folder import VALIDATION_SHARE, validation_names
 from input_pipeline.peers import Member, Peers, Service, rendezvous
-from input_pipeline.raw_shards import RawShards, chosen
+from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache
-from input_pipeline.shard_formats import format_of, matches
-from input_pipeline.shard_index import INDEX_FILE, Shard, ShardIndex, is_index
+from input_pipeline.shard_index import Shard, ShardIndex
+from input_pipeline.shard_listing import Listing, list_shards, read_index, split_file
 from input_pipeline.shard_order import ShardOrder
 from input_pipeline.shard_tiers import OpenShards, Tiers
-from input_pipeline.store import Item, MissingError, Store, StoreError, is_url, open_store
+from input_pipeline.store import Item, StoreAwayError, StoreError, open_store
 from input_pipeline.tokenizers import Tokenizer, make_tokenizer
 from runtime.consensus import all_gather, broadcast, new_key
 
@@ -68,10 +68,18 @@ class ShardSet:
     Raises ValueError for files that cannot be used, StoreError for a store that refuses or lacks them.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer | None = None, group: Group = ALONE) -> None:
-        """Opens the set; every process of `group` must."""
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Tokenizer | None = None,
+        group: Group = ALONE,
+        *,
+        was_reached: bool = False,
+    ) -> None:
+        """Opens the set; every process of `group` must. `was_reached`: the store is known to exist, so waited for."""
         self.path = config.path
-        self._config, self._group = config, group
+        self.config, self._group, self._was_reached = config, group, was_reached
+        self.needed_bytes = 0  # of the cache, for two blocks of every split that is read
         self._tokenizer = tokenizer or make_tokenizer(config.tokenizer, config.tokenizer_path)
         self._held = ExitStack()
         try:
@@ -89,21 +97,23 @@ class ShardSet:
         self._held.close()
 
     def _open(self) -> None:
-        config, group = self._config, self._group
+        config, group = self.config, self._group
         self.cache = ShardCache(cache_dir() / "shards", int(config.cache_gb * _GB))
-        path, self._file = _split_file(config.path)
+        path, self._file = split_file(config.path)
         self._store = open_store(path)
+        if self._was_reached:
+            self._store.was_reached()
         self._held.callback(self._store.close)
         service, self._members = self._meet()
-        items, prepared = self._list()
-        if prepared is None:
-            self._raw = RawShards(self._store, items, self._tokenizer, config.text_field, self.cache)
-            self.tiers = Tiers(self.cache, self._raw.download)
+        listing = self._list()
+        if listing.index is None:
+            self._raw = RawShards(self._store, listing.items, self._tokenizer, config.text_field, self.cache)
+            self.tiers = Tiers(self.cache, self._raw.download, lambda shard: f"{self._store.url}/{shard.name}")
             self.index = self._indexed(self._raw)
         else:
             self._raw = None
-            self.tiers = Tiers(self.cache, self._download)
-            self.index = prepared
+            self.tiers = Tiers(self.cache, self._download, lambda shard: f"{self._store.url}/{shard.file}")
+            self.index = listing.index
         if service:
             self.tiers.peers = Peers(group.process, self._members, group.token)
             service.serve(self.index.shards, self.tiers.open_file)
@@ -118,45 +128,22 @@ class ShardSet:
         told = group.all_gather("shard-members", service.member.as_json())
         return service, [Member(**said) for said in told]
 
-    def _list(self) -> tuple[list[Item], ShardIndex | None]:
-        """Returns the files of documents, or the index of a prepared set; the same in every process."""
-        said = self._group.broadcast("shard-list", self._listed)
-        if said["index"] is None:
-            return [Item(**item) for item in said["items"]], None
-        return [], ShardIndex.from_json(said["index"], f"{self._store.url}/{INDEX_FILE}")
+    def _list(self) -> Listing:
+        """Returns what the store has, the same in every process: each reads an index itself, process 0 lists files."""
+        found: list[Listing] = []
 
-    def _listed(self) -> dict[str, Any]:
-        config, store = self._config, self._store
-        items: list[Item] | None = None
-        if self._file:
-            items = [store.item(self._file)]
-        elif (content := self._index_file()) is not None and is_index(content):
-            return {"items": [], "index": self._checked(content).as_json()}
-        elif not store.can_list:
-            items = _listed_by(content, store)
-        else:
-            items = store.list()
-        return {"items": [vars(item) for item in chosen(items, config.pattern, store.url)], "index": None}
+        def told() -> dict[str, Any]:
+            found.append(list_shards(self._store, self._file, self.config, self._tokenizer))
+            return {"items": [vars(item) for item in found[0].items], "index": found[0].index_sha256}
 
-    def _index_file(self) -> bytes | None:
-        try:
-            return self._store.read(INDEX_FILE)
-        except MissingError:
-            return None
-
-    def _checked(self, content: bytes) -> ShardIndex:
-        """Returns the index of a prepared set. ValueError if it is of another tokenizer, or nothing matches."""
-        where = f"{self._store.url}/{INDEX_FILE}"
-        found = ShardIndex.from_json(json.loads(content), where)
-        if found.tokenizer != self._tokenizer.identity:
-            raise ValueError(
-                f"{where} was made by the tokenizer {found.tokenizer!r}, but data.tokenizer is "
-                f"{self._tokenizer.identity!r}; set data.tokenizer and data.tokenizer_path to the former"
-            )
-        shards = tuple(shard for shard in found.shards if matches(shard.name, self._config.pattern))
-        if not shards:
-            raise ValueError(f"{where} names no shard that matches data.pattern={self._config.pattern!r}")
-        return ShardIndex(tokenizer=found.tokenizer, shards=shards)
+        said = self._group.broadcast("shard-list", told)
+        self._store.was_reached()  # by process 0
+        if found:
+            return found[0]
+        if not said["index"]:
+            return Listing(items=tuple(Item(**item) for item in said["items"]))
+        index = read_index(self._store, self.config, self._tokenizer, said["index"])
+        return Listing(index=index, index_sha256=said["index"])
 
     def _download(self, shard: Shard, to: Path) -> int:
         self._store.fetch(shard.file, to)
@@ -184,7 +171,7 @@ class ShardSet:
         if self._group.process == 0:
             _log.warning("%s: its %d files are tokenised first, %d of them here", raw.url, len(raw.names), count)
         while True:
-            until_s, done, error = time.monotonic() + ROUND_S, [], None
+            until_s, done, error, is_away = time.monotonic() + ROUND_S, [], None, False
             while todo and time.monotonic() < until_s and not error:
                 try:
                     done.append(vars(raw.shard(todo[0])))
@@ -192,13 +179,16 @@ class ShardSet:
                     if self._group.process == 0 and time.monotonic() > said_s + SAY_S:
                         _log.warning("%s: %d of %d files are tokenised here", raw.url, count - len(todo), count)
                         said_s = time.monotonic()
-                except (OSError, ValueError) as failed:
+                except (OSError, ValueError, StoreAwayError) as failed:
                     if self._group.count == 1:
                         raise
-                    error = str(failed)
-            told = self._group.all_gather("shards-tokenised", {"done": done, "left": len(todo), "error": error})
-            if failed := next((said["error"] for said in told if said["error"]), None):
-                raise StoreError(failed)
+                    error, is_away = str(failed), isinstance(failed, StoreAwayError)
+            told = self._group.all_gather(
+                "shards-tokenised", {"done": done, "left": len(todo), "error": error, "is_away": is_away}
+            )
+            if failures := [said for said in told if said["error"]]:  # one that waiting does not cure comes first
+                worst = min(failures, key=lambda said: said["is_away"])
+                raise (StoreAwayError if worst["is_away"] else StoreError)(worst["error"])
             found |= {row["name"]: row for said in told for row in said["done"]}
             if not any(said["left"] for said in told):
                 return tuple(Shard(**found[name]) for name in raw.names)
@@ -210,7 +200,7 @@ class ShardSet:
 
     def windows(self, split: str) -> "ShardWindows":
         """Returns the windows of a split. ValueError if there is none, or if the cache cannot hold those of a step."""
-        config = self._config
+        config = self.config
         windows = ShardWindows(parts(self.index.shards, split), config.seq_len, config.objective, config.shuffle_shards)
         if len(windows) == 0:
             tokens = sum(shard.num_tokens for shard in self.index.shards)
@@ -218,18 +208,33 @@ class ShardSet:
                 f"data.path {self._store.url} has {tokens} tokens in {len(self.index.shards)} files, and in its "
                 f"{split} split no example of data.seq_len={config.seq_len}: lower data.seq_len or add text"
             )
-        needed = windows.needed_bytes
-        if 0 < config.cache_gb * _GB < needed:
-            raise ValueError(
-                f"data.cache_gb={config.cache_gb} is less than the {needed / _GB:.3g} GB that two blocks of "
-                f"data.shuffle_shards={config.shuffle_shards} shards take: raise data.cache_gb, or lower the other"
-            )
+        self.needed_bytes += windows.needed_bytes
+        check_room([self])
         opened = OpenShards(self.tiers, most=2 * config.shuffle_shards)
         self._held.callback(opened.close)
         self._held.callback(self._store.close)  # before that: the threads may wait for it
         self._held.callback(opened.stop)
         windows.read_from(opened)
         return windows
+
+
+def check_room(sets: Sequence[ShardSet]) -> None:
+    """Raises ValueError if the cache, which sets and splits share, cannot hold two blocks of each at a time."""
+    config, cache, needed = sets[0].config, sets[0].cache, sum(one.needed_bytes for one in sets)
+    of = f"two blocks of data.shuffle_shards={config.shuffle_shards} shards take"
+    if len(sets) > 1:
+        of += f", of {len(sets)} sets together"
+    if 0 < config.cache_gb * _GB < needed:
+        raise ValueError(
+            f"data.cache_gb={config.cache_gb} is less than the {needed / _GB:.3g} GB that {of}: raise data.cache_gb, "
+            "or lower the other"
+        )
+    if (room := cache.room_bytes()) < needed:
+        raise ValueError(
+            f"the disk of the data cache {cache.folder} has {room / _GB:.3g} GB for it, less than the "
+            f"{needed / _GB:.3g} GB that {of}: set {ENVIRONMENT_KEY} to a folder with free space, or lower "
+            "data.shuffle_shards"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,28 +312,3 @@ class ShardWindows:
         start = part.start + (window - self._ends[at] + self._counts[at]) * self._seq_len
         tokens = self._open.get(part.shard)[start : start + self._seq_len + self._overlap]
         return np.asarray(tokens, np.int32)
-
-
-def _split_file(path: str) -> tuple[str, str]:
-    """Returns the folder and the name of a path that names one file by its ending; the path and "" otherwise."""
-    folder, _, name = path.rpartition("/")
-    is_file = format_of(name) and (is_url(path) or Path(path).expanduser().is_file())
-    return (folder or ".", name) if is_file else (path, "")
-
-
-def _listed_by(content: bytes | None, store: Store) -> list[Item]:
-    """Returns the files that an `index.json` of names lists, for a server that cannot list."""
-    try:
-        names = json.loads(content or b"")
-    except ValueError:
-        names = None
-    if not isinstance(names, list) or not all(isinstance(name, str) and _is_inside(name) for name in names):
-        raise StoreError(
-            f"{store.url}: an HTTP server cannot be listed, and {INDEX_FILE} there is no index of token shards, nor a "
-            "JSON list of file names; make one, or set data.path to the URL of one file"
-        )
-    return [store.item(name) for name in sorted(set(names))]
-
-
-def _is_inside(name: str) -> bool:
-    return bool(name) and not name.startswith("/") and ".." not in PurePosixPath(name).parts

@@ -1,8 +1,9 @@
 """Objects below a URL (`s3://`, `gs://`, `http(s)://`) or in a local folder: listed, fetched, stored.
 
 A store that is away (no connection, time-outs, 5xx, half an answer) is waited for, up to `PATIENCE_S`; one line says
-so, and one that it goes on. What waiting cannot cure (401, 403, 404) is an error at once. Messages name the URL, and
-neither headers nor query strings nor what the library said, so that no credentials can be in them.
+so, and one that it goes on. One that never answered is more likely a mistake: an error after `FIRST_S`. What waiting
+cannot cure (401, 403, 404) is an error at once. Messages name the URL, and neither headers nor query strings nor what
+the library said, so that no credentials can be in them.
 """
 
 import hashlib
@@ -22,18 +23,28 @@ from input_pipeline.folder import text_files
 from runtime.exit_codes import ResumableError
 
 PATIENCE_S = 540.0  # below the default of elastic.stall_s, so that the message is ours
+FIRST_S = 20.0  # for which a store that never answered is waited for
 FETCHES = 3  # of a damaged object, before it is an error
 SAY_AFTER_S = 1.0  # a shorter failure is not worth a line
 _PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.0)  # between two attempts; the last one repeats
 _OPTIONS = {"connect_timeout": "10s", "read_timeout": "30s", "timeout": "24h"}
 _BLOCK_BYTES = 4 << 20
 _STATUS = re.compile(r"status code: (\d{3})")
-_KINDS = {"Connect": "no connection", "Timeout": "no answer in time", "Interrupted": "half an answer"}
+_HOST = re.compile(r"uri: Some\(\s*(\w+://)(?:[^/@\s]*@)?([^/?,\s]+)")
+# services of the machine itself, which obstore asks for credentials when the environment has none
+_METADATA = re.compile(r"://169\.254\.|/latest/(?:api/token|meta-data)|/computeMetadata/")
+_CONNECT = {
+    "dns error": "its name does not resolve",
+    "ConnectionRefused": "connection refused",
+    "ertificate": "its certificate is not valid here",
+    "InvalidContentType": "it speaks no TLS, so perhaps http:// is meant",
+}
+_KINDS = {"Timeout": "no answer in time", "Interrupted": "half an answer"}
 _HELP = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY (AWS_SESSION_TOKEN) and AWS_REGION, AWS_ENDPOINT_URL for a "
     "store that is not Amazon's, or AWS_SKIP_SIGNATURE=true for a public bucket",
     "gs": "set GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS to the file of an account that may use it",
-    "http": "it is read without credentials",
+    "http": "HTTP servers are read without credentials: let it give this to everybody, or use s3:// or gs://",
 }
 T = TypeVar("T")
 
@@ -52,6 +63,14 @@ class StoreAwayError(ResumableError):
 
 class _AwayError(Exception):
     """A failure that waiting may cure; the text is the reason."""
+
+
+class _UnreachedError(_AwayError):
+    """Nothing answered. If nothing ever did, the text is what is wrong, and the remedy what to check."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +106,10 @@ class Store(Protocol):
 
     def put(self, name: str, content: Path | bytes) -> None:
         """Stores an object."""
+        ...
+
+    def was_reached(self) -> None:
+        """Says that the store is known to exist, so that it is waited for."""
         ...
 
     def close(self) -> None:
@@ -144,8 +167,11 @@ class LocalStore:
         atomic.sync(partial)
         partial.rename(self.root / name)
 
-    def close(self) -> None:
+    def was_reached(self) -> None:
         """Does nothing: reading a disk is not waited for."""
+
+    def close(self) -> None:
+        """Does nothing, for the same reason."""
 
     def _explained(self, name: str) -> "_Explained":
         return _Explained(self.root / name)
@@ -179,11 +205,13 @@ class RemoteStore:
         if self.scheme not in _HELP:
             raise ValueError(f"data.path {url} is no folder, and no URL of s3://, gs://, http:// or https://")
         self.can_list = self.scheme != "http"
+        self._help = _HELP[self.scheme]
         options: Any = _OPTIONS | {"allow_http": self.scheme == "http" or _has_plain_endpoint()}
         try:
             self._store: Any = from_url(self.url, client_options=options, retry_config={"max_retries": 0})
         except Exception as error:  # any type; its text may quote a key
-            raise StoreError(f"{self.url} cannot be used as a store; {_HELP[self.scheme]}") from error
+            remedy = "check data.path" if self.scheme == "http" else self._help
+            raise StoreError(f"{url} cannot be used as a store; {remedy}") from error
         self._waiting = _Waiting(self.url, patience_s)
 
     def list(self) -> list[Item]:
@@ -221,6 +249,10 @@ class RemoteStore:
 
         self._patiently(f"{self.url}/{name}", lambda: obstore.put(self._store, name, content), writes=True)
 
+    def was_reached(self) -> None:
+        """Says that the store answered before, to another process or attempt: it is waited for if it is away."""
+        self._waiting.reached = True
+
     def close(self) -> None:
         """Ends waiting in all threads."""
         self._waiting.ended.set()
@@ -250,29 +282,49 @@ class RemoteStore:
                     raise  # of the local disk; the store's have no number
                 raise self._explained(what, error, writes) from None  # its text may hold what nobody should read
 
-        return self._waiting.for_answer(attempt)
+        return self._waiting.for_answer(what, attempt)
 
     def _explained(self, what: str, error: Exception, writes: bool) -> Exception:
         """Returns what an error of the library means: `_AwayError` if waiting may cure it."""
         said, _, details = str(error).partition("Debug source:")
         status = found[1] if (found := _STATUS.search(said)) else ""
         key = "--out" if writes else "data.path"  # prepare.py alone stores
+        if self.scheme != "http" and _METADATA.search(str(error)):
+            return _UnreachedError("no credentials, neither in the environment nor from this machine", self._help)
+        if status:
+            self._waiting.reached = True
         if status in ("401", "403"):
             refuses = f"to write below {key}" if writes else "access"
-            return StoreError(f"{what}: the store refuses {refuses} ({status}); {_HELP[self.scheme]}")
+            return StoreError(f"{what}: the store refuses {refuses} ({status}); {self._help}")
         if status == "404" or isinstance(error, FileNotFoundError):
-            missing = "bucket" if writes else "object or bucket"
-            return MissingError(f"{what}: there is no such {missing} (404); check {key}")
+            missing = "file" if self.scheme == "http" else "bucket" if writes else "object or bucket"
+            named = "" if writes or what == self.url else ", or the index.json that names it"
+            return MissingError(f"{what}: there is no such {missing} (404); check {key}{named}")
         if status.startswith("5") or status in ("408", "429"):
             return _AwayError(f"it answers {status}")
+        credentials = "" if self.scheme == "http" else f", and {self._help}"
         if status:
-            return StoreError(f"{what}: the store answers {status}; check {key}, and {_HELP[self.scheme]}")
+            return StoreError(f"{what}: the store answers {status}; check {key}{credentials}")
         if "redirect" in said:
-            return StoreError(f"{what}: the store redirects to another place; {_HELP[self.scheme]}")
+            return StoreError(f"{what}: the store redirects to nowhere, or in a circle; check {key}{credentials}")
+        if "MissingContentLength" in details:
+            return StoreError(
+                f"{what}: the server does not say how long it is (Content-Length); let another one serve the files as "
+                "they are, not packed on the way"
+            )
+        if "Parse(" in details:
+            return StoreError(f"{what}: what answers there speaks no HTTP; check {key} and its port")
         kind = found[1] if (found := re.search(r"kind: (\w+)", details)) else ""
+        if kind == "Connect" or "tcp connect error" in details:
+            place = "".join(found.groups()) if (found := _HOST.search(details)) else self.url
+            why = next((text for sign, text in _CONNECT.items() if sign in details), "")
+            variable = " and AWS_ENDPOINT_URL" if self.scheme == "s3" else ""
+            reason = f"no connection to {place}{': ' if why else ''}{why}"
+            return _UnreachedError(reason, f"check {key}{variable}, and the network")
         if "HTTP error" in said and kind != "Unknown":  # such as a URL that cannot be one
             return _AwayError(_KINDS.get(kind, "no whole answer"))
-        return StoreError(f"{what}: the store cannot be used ({type(error).__name__}); {_HELP[self.scheme]}")
+        remedy = self._help if credentials else f"check {key}"
+        return StoreError(f"{what}: the store cannot be used ({type(error).__name__}); {remedy}")
 
 
 class _Waiting:
@@ -283,38 +335,49 @@ class _Waiting:
         self._lock = threading.Lock()
         self._failing: dict[object, float] = {}  # what waits, and since when
         self._said_s = 0.0  # since when it is away, as was said; 0: nothing was said
+        self.reached = False  # it answered once
         self.ended = threading.Event()
 
-    def for_answer(self, attempt: Callable[[], T]) -> T:
-        """Returns `attempt()`, repeated while it raises `_AwayError`. StoreAwayError when the patience is over."""
+    def for_answer(self, what: str, attempt: Callable[[], T]) -> T:
+        """Returns `attempt()`, which reads the URL `what`, repeated while it raises `_AwayError`.
+
+        StoreAwayError when the patience is over; StoreError before that if nothing ever answered.
+        """
         me, failures, answers = object(), 0, False
         try:
             while True:
                 try:
                     found = attempt()
-                    answers = True
+                    answers = self.reached = True
                     return found
                 except _AwayError as error:
-                    self._failed(me, str(error))
+                    self._failed(me, what, error)
                 if self.ended.wait(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)]):
                     raise StoreAwayError(f"{self._url}: reading ended while the store was away")
                 failures += 1
         finally:
             self._ended(me, answers)
 
-    def _failed(self, me: object, reason: str) -> None:
+    def _failed(self, me: object, what: str, error: _AwayError) -> None:
+        reason = str(error)
         with self._lock:
             now_s = time.monotonic()
             since_s = self._failing.setdefault(me, now_s)
-            if now_s - since_s > self._patience_s:
+            remedy = error.remedy if isinstance(error, _UnreachedError) and not self.reached else ""
+            patience_s = min(FIRST_S, self._patience_s) if remedy else self._patience_s
+            if remedy and now_s - since_s > patience_s:
+                raise StoreError(
+                    f"{what}: the store was never reached, in {now_s - since_s:.0f} s ({reason}); {remedy}"
+                )
+            if now_s - since_s > patience_s:
                 raise StoreAwayError(
-                    f"{self._url}: the store has been away for {now_s - since_s:.0f} s ({reason}); the same command "
+                    f"{what}: the store has been away for {now_s - since_s:.0f} s ({reason}); the same command "
                     "goes on when it is back"
                 )
             if now_s - since_s >= SAY_AFTER_S and not self._said_s:
                 self._said_s = since_s
                 logging.getLogger(__name__).warning(
-                    "%s: the store is away (%s): waiting up to %.0f s", self._url, reason, self._patience_s
+                    "%s: the store is away (%s): waiting up to %.0f s", self._url, reason, patience_s
                 )
 
     def _ended(self, me: object, answers: bool) -> None:

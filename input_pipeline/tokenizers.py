@@ -120,7 +120,10 @@ class Tiktoken(Tokenizer):
 
 
 class HuggingFace(Tokenizer):
-    """A tokenizer.json of the `tokenizers` library; separator and mask are special tokens that it has by name."""
+    """A tokenizer.json of the `tokenizers` library; separator and mask are special tokens that it has by name.
+
+    `vocabulary` has the id of each token.
+    """
 
     def __init__(self, path: Path) -> None:
         import tokenizers
@@ -142,7 +145,7 @@ class HuggingFace(Tokenizer):
                 f"data.tokenizer_path {path} has no special token that ends a document; one of {', '.join(SEPARATORS)} "
                 "would do"
             )
-        self._path, self._ids = path, ids
+        self._path, self.vocabulary = path, ids
         self.num_ids, self.separator = max(ids.values()) + 1, ids[self.separator_token]
         self._known = np.isin(np.arange(self.num_ids), [*ids.values()])  # ids may have gaps
         self.identity = f"hugging_face {hashlib.sha256(content).hexdigest()}"
@@ -154,7 +157,7 @@ class HuggingFace(Tokenizer):
                 f"data.tokenizer_path {self._path} has no special token {' or '.join(MASKS)}, which "
                 "data.objective='masked' needs"
             )
-        return self._ids[self.mask_token]
+        return self.vocabulary[self.mask_token]
 
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)

@@ -1,13 +1,12 @@
 """The tables and the mesh picture of the report, as escaped HTML."""
 
-import base64
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from math import isfinite, prod
 from statistics import median
 from typing import Any
 
-from metrics.page import note
+from metrics.page import note, picture
 from metrics.run_files import RunFiles, number, series
 from metrics.units import UNKNOWN, format_bytes, format_count
 
@@ -66,11 +65,10 @@ def strategy_facts(run: RunFiles) -> list[Fact]:
 
 
 def mesh_picture(run: RunFiles) -> str:
-    """Returns `mesh.png` inline. The style sheet puts it on white, since it may be black without a background."""
+    """Returns `mesh.png` inline."""
     if run.mesh_png is None:
         return note(f"mesh.png {run.problems.get('mesh.png', 'is missing')}.")
-    data = base64.b64encode(run.mesh_png).decode("ascii")
-    return f'<img class="mesh" alt="which device holds which shard" src="data:image/png;base64,{data}">'
+    return picture(run.mesh_png, "which device holds which shard")
 
 
 def collective_table(run: RunFiles) -> str:

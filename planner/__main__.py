@@ -10,7 +10,9 @@ compiled for CPUs. docs/planner.md says how far to trust it.
 Exit codes: 0 done; 2 bad configuration, or nothing fits.
 """
 
+import io
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,11 +24,13 @@ from matplotlib.figure import Figure
 
 from configs import command_line
 from configs.schema import Config
+from files import atomic
 from metrics.units import format_bytes
 from planner import clusters
 from planner import compile as compiling
 from planner.candidates import Candidate, of_config, of_strategies
 from planner.curves import draw_curves
+from planner.page import plan_page
 from planner.picture import draw
 from planner.predict import Machine, Prediction, Step, what_helps
 from planner.probed import with_probe
@@ -79,7 +83,9 @@ def main(argv: Sequence[str]) -> int:
             if Path(values.png).suffix != ".png":
                 raise ValueError(f"--png={values.png}: the picture is a PNG; give a name that ends in .png")
             check_file(Path(values.png), "--png")
-        answers = _answers(question, quiet=values.json)
+        if values.html:
+            check_file(Path(values.html), "--html")
+        answers, spot = _answers(question, quiet=values.json), ""
         plans = [plan for plan, _ in answers if isinstance(plan, Plan)]
         if not plans:
             raise ValueError(str(answers[-1][0]))
@@ -90,11 +96,17 @@ def main(argv: Sequence[str]) -> int:
             if trace:
                 steps = [(step, plan.best.step_s) for plan, step in answers if step and isinstance(plan, Plan)]
                 cost = planned_cost(trace, steps, question.config, question.cluster)
-                print(f"\n{spot_text(cost, str(question.spot_trace))}")
+                spot = spot_text(cost, str(question.spot_trace))
+                print(f"\n{spot}")
         if values.png:
             _draw(question, answers, plans).savefig(values.png, dpi=110)
             if not values.json:
                 print(f"\n{'timeline' if len(plans) == 1 else 'curves'}: {values.png}")
+        if values.html:
+            command = shlex.join(["python", "-m", "planner", *argv[1:]])
+            atomic.replace(Path(values.html), _page(question, answers, command, spot))
+            if not values.json:
+                print(f"\npage: {values.html}")
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return ExitCode.BAD_INPUT
@@ -123,6 +135,7 @@ def _flags(argv: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_string(
         "png", None, "file for a picture of the best step; with several --nodes, of cost", flag_values=values
     )
+    flags.DEFINE_string("html", None, "file for a page of the plan, with its pictures", flag_values=values)
     flags.DEFINE_string(
         "spot_trace", None, "CSV of seconds,nodes: cost on spot nodes that come and go", flag_values=values
     )
@@ -133,7 +146,7 @@ def _flags(argv: Sequence[str]) -> flags.FlagValues:
 def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
     """Returns what is asked. ValueError for what cannot be."""
     config = command_line.parse(argv, values)
-    for name in ("strategy", "probe", "rate", "png", "spot_trace"):
+    for name in ("strategy", "probe", "rate", "png", "html", "spot_trace"):
         value = values[name].value
         if value is not None and not value.strip(", "):
             raise ValueError(f"--{name}= is empty; give a value, or leave it out")
@@ -281,9 +294,19 @@ def _draw(question: Question, answers: Sequence[tuple[Plan | str, Step | None]],
     if len(plans) > 1:
         batch = f"{question.config.batch.global_size:,} {plans[0].unit} a step"
         return draw_curves(plans, f"{question.name}, {batch}, on {question.cluster.name}", question.nodes)
-    step = next(step for _, step in answers if step)
+    return _timeline(question, next(step for _, step in answers if step))
+
+
+def _timeline(question: Question, step: Step) -> Figure:
     heading = f"{question.name}, {step.candidate.name} on {step.machine.nodes} x {question.cluster.name}"
     return draw(step.timeline(), heading)
+
+
+def _page(question: Question, answers: Sequence[tuple[Plan | str, Step | None]], command: str, spot: str) -> str:
+    """Returns the page of all plans, and of the last one's best step."""
+    png = io.BytesIO()
+    _timeline(question, [step for _, step in answers if step][-1]).savefig(png, dpi=110)
+    return plan_page(question.name, [plan for plan, _ in answers], question.nodes, png.getvalue(), command, spot)
 
 
 def _rate_bits(rate: str) -> float:

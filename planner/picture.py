@@ -10,8 +10,10 @@ from planner.timeline import NAMES, REPEATED, Interval, Timeline
 
 LANES = {"compute": "compute", "intra": "inside a node", "inter": "between nodes"}
 KINDS = {"kernel": "kernels", **NAMES, "other": "other traffic"}
-COLOURS = {"kernel": FILL, "gather": SERIES[0], "hop_one": SERIES[1], "hop_two": SERIES[2], "other": SERIES[3]}
-COLOURS |= {"gradient_scope": SERIES[4], "parameter_scope": SERIES[5], "orthogonalise": SERIES[6]}
+# of SERIES
+TRAFFIC = {"gather": 0, "hop_one": 1, "hop_two": 2, "other": 3, "gradient_scope": 4, "parameter_scope": 5}
+TRAFFIC["orthogonalise"] = 6
+COLOURS = {"kernel": FILL, **{kind: SERIES[number] for kind, number in TRAFFIC.items()}}
 HEIGHT = 0.72
 PIXELS = 3000  # of the width: what is nearer than one of them is drawn as one bar
 
@@ -55,6 +57,11 @@ def draw(timeline: Timeline, title: str) -> Figure:
         axes.spines[side].set_visible(False)
     figure.legend(loc="outside lower right", ncols=len(shown), frameon=False, fontsize=9)
     return figure
+
+
+def colour_of(name: str) -> int:
+    """Returns the colour of a kind of traffic, by its place in SERIES."""
+    return TRAFFIC.get(name, TRAFFIC["other"])
 
 
 def _brackets(timeline: Timeline) -> dict[Interval, int]:

@@ -11,6 +11,7 @@ from planner.predict import Prediction, Traffic
 from planner.search import Counts
 from planner.timeline import NAMES
 
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "temporaries", "batch")
 LEVELS = {"inter": "between nodes", "intra": "inside a node"}
 COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "strategy": lambda p: p.candidate.name,
@@ -78,18 +79,12 @@ def from_json(text: str) -> list[Plan]:
 def plan_text(plan: Plan) -> str:
     """Returns what is printed of a plan, at most 120 columns wide but for notes."""
     best, lines = plan.best, [plan.title, ""]
-    slow = all(p.flops_per_device < 1e11 for p in plan.predictions)
-    columns = {name: [cell(p) for p in plan.predictions] for name, cell in COLUMNS.items()}
-    del columns["TFLOP/s" if slow else "GFLOP/s"]
-    columns = {name.replace("rows", plan.unit): cells for name, cells in columns.items()}
-    columns = {"": [str(n) for n in range(1, len(plan.predictions) + 1)]} | columns
-    shown = {name: cells for name, cells in columns.items() if any(cells)}  # no costs without a price
-    lines += _table([[*shown], *zip(*shown.values(), strict=True)])
+    lines += _table(candidate_rows(plan))
     lines += ["", plan.error_bar]
     spent = f"a device's memory, and what a step of {format_seconds(best.step_s)} is spent on"
     lines += ["", f"{best.candidate}: {spent}"]
-    lines += [f"  {line}" for line in _memory_lines(best)] + [""]
-    lines += [f"  {line}" for line in _time_lines(best)]
+    lines += [f"  {memory_text(best)}", ""]
+    lines += [f"  {line}" for line in (*_table(time_rows(best)), sent_text(best))]
     if plan.helps:
         lines += ["", helps_text(plan.helps, best.step_s)]
     if plan.counts:
@@ -97,8 +92,24 @@ def plan_text(plan: Plan) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
 
 
+def candidate_rows(plan: Plan) -> list[Sequence[str]]:
+    """Returns a row for each prediction, below the names of the columns; no costs without a price."""
+    slow = all(p.flops_per_device < 1e11 for p in plan.predictions)
+    columns = {name: [cell(p) for p in plan.predictions] for name, cell in COLUMNS.items()}
+    del columns["TFLOP/s" if slow else "GFLOP/s"]
+    columns = {name.replace("rows", plan.unit): cells for name, cells in columns.items()}
+    columns = {"": [str(n) for n in range(1, len(plan.predictions) + 1)]} | columns
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    return [[*shown], *zip(*shown.values(), strict=True)]
+
+
 def scaling_text(plans: Sequence[Plan | str], nodes: Sequence[int]) -> str:
     """Returns throughput against nodes; a plan that is text says why there is none."""
+    return "\n".join(_table(scaling_rows(plans, nodes)))
+
+
+def scaling_rows(plans: Sequence[Plan | str], nodes: Sequence[int]) -> list[Sequence[str]]:
+    """Returns a row for each number of nodes, below the names of the columns; one without a plan is short."""
     first = next((plan for plan in plans if not isinstance(plan, str)), None)
     speed = f"{first.unit if first else 'rows'}/s"
     rows: list[Sequence[str]] = [("nodes", "devices", "strategy", "micro", "step", speed, "of linear", "MFU")]
@@ -111,7 +122,7 @@ def scaling_text(plans: Sequence[Plan | str], nodes: Sequence[int]) -> str:
         linear = format_percent(best.rows_per_s / count / per_node)
         cells = (str(count), str(plan.devices), name, micro, format_seconds(best.step_s), f"{best.rows_per_s:.1f}")
         rows.append((*cells, linear, format_percent(best.mfu)))
-    return "\n".join(_table(rows))
+    return rows
 
 
 def helps_text(helps: Mapping[str, float], step_s: float) -> str:
@@ -146,20 +157,14 @@ def title(name: str, cluster: Cluster, nodes: int, num_params: int, rows: int, u
 # ------------------------------------------------------------------------------------------------ parts
 
 
-def _memory_lines(p: Prediction) -> list[str]:
-    m = p.memory
-    parts = {
-        "parameters": m.parameters,
-        "gradients": m.gradients,
-        "optimizer": m.optimizer,
-        "temporaries": m.temporaries,
-        "batch": m.batch,
-    }
-    text = " + ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
-    return [f"{format_bytes(m.total)} of {format_bytes(m.capacity)}: {text}"]
+def memory_text(p: Prediction) -> str:
+    """Returns what a device holds, part by part."""
+    text = " + ".join(f"{name} {format_bytes(getattr(p.memory, name))}" for name in MEMORY_PARTS)
+    return f"{format_bytes(p.memory.total)} of {format_bytes(p.memory.capacity)}: {text}"
 
 
-def _time_lines(p: Prediction) -> list[str]:
+def time_rows(p: Prediction) -> list[Sequence[str]]:
+    """Returns what a step is spent on, below the names of the columns: two of words and three of times."""
     rows: list[Sequence[str]] = [("", "", "takes", "hidden", "exposed")]
     rows.append(("compute", "", format_seconds(p.compute_s), "", format_seconds(p.compute_s)))
     known = [part for part in p.traffic if part.name in NAMES]
@@ -175,11 +180,16 @@ def _time_lines(p: Prediction) -> list[str]:
         level = LEVELS.get(part.level, part.level)
         cells = [format_seconds(s if s > nothing else 0.0) for s in seconds]
         rows.append((NAMES.get(part.name, part.name), level, *cells))
+    return rows
+
+
+def sent_text(p: Prediction) -> str:
+    """Returns what a device sends in a step."""
     inter, intra = format_bytes(p.inter_bytes), format_bytes(p.intra_bytes)
     sent = f"a device sends {inter} between nodes and {intra} inside its node"
     codec = "" if p.hop_two == "none" else f"; hop two as {p.hop_two}"
     local = f"; replicas meet every {p.inner_steps} steps" if p.inner_steps else ""
-    return [*_table(rows, left=2), f"{sent}{codec}{local}"]
+    return f"{sent}{codec}{local}"
 
 
 def _table(rows: Sequence[Sequence[str]], left: int = 2) -> list[str]:

@@ -17,6 +17,7 @@ class Phase(Enum):
     JOINING = "joining", ExitCode.RESUMABLE
     COMPILING = "compiling", ExitCode.FAILED
     RESTORING = "restoring", ExitCode.BAD_INPUT
+    READING_FIRST = "reading the first batch", ExitCode.BAD_INPUT, "reads a batch"  # before anything is compiled
     PREPARING = "preparing", ExitCode.FAILED
     READING = "reading", ExitCode.FAILED, "reads a batch"
     STEPPING = "stepping", ExitCode.FAILED, "is in a step"

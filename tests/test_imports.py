@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "state": "configs sharding runtime files",
     "metrics": "palette files runtime",
     "training": "configs models sharding compression optimizers input_pipeline metrics state runtime",
-    "planner": "configs sharding training metrics runtime input_pipeline palette",
+    "planner": "configs files sharding training metrics runtime input_pipeline palette",
     "cluster": "configs runtime metrics sharding state palette files",
     "engines": "runtime",
     "sweeps": "configs metrics palette runtime files",

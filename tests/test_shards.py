@@ -257,7 +257,7 @@ def test_tokens_that_no_node_has_any_more_are_made_again(texts, cache_folder):
         assert shards.tiers.get(shard).tobytes() == tokens
         (cache_folder / "shards" / shard.file).unlink()
         (texts / shard.name).write_text(TEXTS[shard.name].upper())  # in the middle of a run
-        with pytest.raises(OSError, match=f"{shard.name}: what the store gives .* 3 times; restore the object"):
+        with pytest.raises(OSError, match=f"{texts}/{shard.name}: the tokens of .* are damaged: .* 3 times; restore"):
             shards.tiers.get(shard)
 
 

@@ -2,12 +2,14 @@
 
 import json
 import logging
+import os
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 from stores import BUCKET, NEEDS_MOTO, SECRET, Server, credentials, in_front_of, moto, of_folder, send
 
 from configs.schema import DataConfig
@@ -180,7 +182,8 @@ def test_store_that_fails_for_a_while_is_waited_for_and_said_once(web, caplog):
             thread.join(60)
     assert sorted(got) == sorted(TEXTS[name].encode() for name in ("part2.txt", "part3.txt"))
     said = [record.getMessage() for record in caplog.records]
-    assert said[0] == f"{url}: the store is away (no connection): waiting up to 540 s"
+    refused = f"no connection to {url}: connection refused"
+    assert said[0] == f"{url}: the store is away ({refused}): waiting up to 540 s"
     assert len(said) == 2 and f"{url}: the store answers again after" in said[1]
 
 
@@ -199,12 +202,60 @@ def test_half_a_body_never_passes_for_a_whole_one(web, tmp_path):
 
 
 def test_patience_ends_with_one_line_and_the_run_can_be_resumed(web):
-    web.away()
     source = RemoteStore(web.url, patience_s=0.5)
-    with one_line(StoreAwayError, f"{web.url}: the store has been away for .* s .no connection.; the same command"):
+    source.read("part1.txt")
+    web.away()
+    gone = f"{web.url}/part1.txt: the store has been away for .* s .no connection .*; the same command"
+    with one_line(StoreAwayError, gone):
         source.read("part1.txt")
     assert issubclass(StoreAwayError, ResumableError)
     web.back()
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://127.0.0.1:{port}/set", r"http://127.0.0.1:{port}: connection refused.; check data.path, and the net"),
+        ("http://no-such-host.invalid/set", "http://no-such-host.invalid: its name does not resolve"),
+        ("s3://bucket/set", r"http://127.0.0.1:{port}: connection refused.; check data.path and AWS_ENDPOINT_URL, and"),
+    ],
+)
+def test_store_that_never_answered_is_a_mistake_and_soon_told(url, reason, monkeypatch):
+    """It is waited for if it answered before, if only another process or an attempt before this one."""
+    port = str(free_port())
+    url, reason = url.replace("{port}", port), reason.replace("{port}", port)
+    for name, value in credentials(f"http://127.0.0.1:{port}").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(store, "FIRST_S", 0.3)
+    with one_line(StoreError, f"{url}/part1.txt: the store was never reached, in 0 s .no connection to {reason}"):
+        RemoteStore(url).read("part1.txt")
+    known = RemoteStore(url, patience_s=0.6)
+    known.was_reached()
+    with one_line(StoreAwayError, "the store has been away for 1 s"):
+        known.read("part1.txt")
+
+
+def test_server_that_answers_5xx_at_first_is_waited_for(web, monkeypatch):
+    monkeypatch.setattr(store, "FIRST_S", 0.0)
+    failures = iter([503, 503, 500])
+    web.fault = lambda path: next(failures, None)
+    assert RemoteStore(web.url).read("part1.txt")
+
+
+def test_plain_server_behind_https_is_told_so(web, monkeypatch):
+    monkeypatch.setattr(store, "FIRST_S", 0.3)
+    with one_line(StoreError, "it speaks no TLS, so perhaps http:// is meant"):
+        RemoteStore(web.url.replace("http", "https")).read("part1.txt")
+
+
+def test_missing_credentials_are_told_before_anybody_waits(monkeypatch):
+    """Without them obstore asks the machine for some, and nothing is there."""
+    monkeypatch.setattr(store, "FIRST_S", 0.3)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    with one_line(StoreError, r"s3://bucket/set/index.json: .*no credentials, neither .*; set AWS_ACCESS_KEY_ID"):
+        RemoteStore("s3://bucket/set").read("index.json")
 
 
 def test_object_that_fails_while_others_do_not_ends_the_patience(web, caplog):
@@ -266,19 +317,19 @@ def test_a_set_closes_its_store_before_it_waits_for_its_threads(web, prepared, m
 
 
 def test_http_server_needs_a_list_or_the_url_of_one_file(web, tmp_path):
-    with one_line(StoreError, "cannot be listed, and index.json there is no index of token shards, nor a JSON list"):
+    with one_line(StoreError, f"{web.url}/index.json does not exist .404., and an HTTP server cannot be listed: make"):
         ShardSet(settings(web.url))
     with ShardSet(settings(f"{web.url}/part2.txt")) as shards:
         assert [shard.name for shard in shards.index.shards] == ["part2.txt"]
     for bad in ('["../part1.txt"]', '{"a": 1}', '["/etc/passwd"]'):
         (tmp_path / "web" / "index.json").write_text(bad)
-        with one_line(StoreError, "cannot be listed"):
+        with one_line(StoreError, f"{web.url}/index.json (is neither an index|lists '.*', which is no file below)"):
             ShardSet(settings(web.url))
     (tmp_path / "web" / "index.json").write_text('["part5.txt", "part1.txt"]')
     with ShardSet(settings(web.url)) as shards:
         assert [shard.name for shard in shards.index.shards] == ["part1.txt", "part5.txt"]
     (tmp_path / "web" / "index.json").write_text('["part5.txt", "missing.txt"]')
-    with one_line(MissingError, f"{web.url}/missing.txt: there is no such object"):
+    with one_line(MissingError, f"{web.url}/missing.txt: there is no such file"):
         ShardSet(settings(web.url))
 
 
@@ -300,7 +351,10 @@ def test_damaged_object_is_fetched_again_and_then_named(web, prepared, damage):
         whole = file.read_bytes()
         file.write_bytes({"flipped": bytes([whole[0] ^ 1]) + whole[1:], "truncated": whole[:-2], "empty": b""}[damage])
         with one_line(
-            StoreError, r"part3.txt: what the store gives has \d+ bytes, and not the hash .* 3 times; restore"
+            StoreError,
+            f"{web.url}/{shard.file}: the tokens of part3.txt are damaged: "
+            rf"{file.stat().st_size} bytes with the SHA-256 {store.sha256(file)}, not {shard.size_bytes} bytes with "
+            f"{shard.sha256}, 3 times; restore the object",
         ):
             shards.tiers.get(shard)
         assert web.gets[f"/{shard.file}"] == store.FETCHES

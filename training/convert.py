@@ -29,9 +29,9 @@ from state.parameters import SavedParameters
 from training.devices import use_cpu_devices
 from training.experiment import make_experiment
 from training.resume import is_same_run
+from training.weights_tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, check_tokenizer
 
 MAX_FILE_GB = 5.0
-TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,6 +79,8 @@ def import_run(config: Config, folder: Path, workdir: Path) -> None:
     if config.mesh.num_cpu_devices:
         use_cpu_devices(config.mesh.num_cpu_devices)
     experiment = make_experiment(replace(config, model=replace(config.model, weights=str(folder))))
+    experiment.open_weights()  # a config.json of other sizes is told before another tokenizer
+    check_tokenizer(experiment.config, tokenizers.make_tokenizer(config.data.tokenizer, config.data.tokenizer_path))
     state = experiment.init_state()
     make_folder(workdir, "--out")
     with Checkpointer(directory, config.checkpoint, is_same_run=is_same_run) as checkpointer:

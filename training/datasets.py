@@ -12,9 +12,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from input_pipeline import Dataset, ImageDataset, MixedDataset, load
-from input_pipeline.shards import Group, ShardSet
+from input_pipeline.shards import Group, ShardSet, check_room
+from input_pipeline.tokenizers import Tokenizer
 from runtime.handshake import shared_token
 from training.experiment import Experiment
+from training.resume import has_begun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,11 @@ class Datasets:
         """Returns what this process has read, by the keys of metrics.jsonl; nothing for other sources."""
         every = [opened.tiers.counters.scalars() for opened in self.shards]
         return {key: sum(one[key] for one in every) for key in every[0]} if every else {}
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None for images."""
+        return None if isinstance(self.train, ImageDataset) else self.train.tokenizer
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -64,8 +71,11 @@ def load_datasets(experiment: Experiment, workdir: Path) -> Datasets:
             count = jax.process_count()
             token = shared_token(workdir) if count > 1 else ""
             group = Group(process=jax.process_index(), count=count, token=token)
-            shards = [held.enter_context(ShardSet(data, group=group)) for data in stored]
+            begun = has_begun(workdir)
+            shards = [held.enter_context(ShardSet(data, group=group, was_reached=begun)) for data in stored]
         train, validation = (load(config.data, split, config.seed, shards) for split in ("train", "validation"))
+        if shards:
+            check_room(shards)
         _check(experiment, train, validation)
         held.pop_all()  # `Datasets` closes them
     return Datasets(train=train, validation=validation, shards=shards)

@@ -1,0 +1,139 @@
+"""`plan_page`: a self-contained HTML page of plans, in the style of the reports of runs and sweeps."""
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from metrics.charts import Axis, Series, draw, number_axis, word_axis
+from metrics.page import BarPart, bar, header, note, page, picture, section, table, tiles
+from metrics.units import format_bytes, format_count, format_percent, format_seconds
+from planner.curves import Curves, curves_of
+from planner.picture import colour_of
+from planner.predict import Prediction
+from planner.report import (
+    LEVELS,
+    MEMORY_PARTS,
+    Plan,
+    candidate_rows,
+    counts_text,
+    helps_text,
+    scaling_rows,
+    sent_text,
+    time_rows,
+)
+from planner.timeline import NAMES
+
+SHOWN = 1e-3  # of a step: what takes less is in the table alone
+
+
+def plan_page(
+    name: str, plans: Sequence[Plan | str], nodes: Sequence[int], timeline_png: bytes, command: str, spot: str = ""
+) -> str:
+    """Returns the page: how a run scales, if there are several plans, and all that the last one says.
+
+    A plan that is text says why there is none for its number of `nodes`. `timeline_png` draws the last plan's best
+    step; `spot` is the text about spot nodes, if any.
+    """
+    found = [plan for plan in plans if isinstance(plan, Plan)]
+    plan, best = found[-1], found[-1].best
+    several = len(plans) > 1
+    title = f"{best.candidate}: a step of {format_seconds(best.step_s)}"
+    parts = [
+        header(name, best.candidate.name, "good" if best.memory.fits else "bad", plan.title),
+        _tiles(plan),
+        section("Against nodes", table(scaling_rows(plans, nodes), left=1)) if several else "",
+        f'<div class="two">{_charts(found, nodes)}</div>',
+        section("Candidates", table(candidate_rows(plan), left=2, best=1) + note(plan.error_bar)),
+        section("Memory of a device", _memory(best)),
+        section(title, picture(timeline_png, "the timeline of a step", wide=True) + _times(best)),
+        section("What would help most", f"<p>{escape(_helps(plan))}</p>") if plan.helps else "",
+        section("On spot nodes", f"<pre>{escape(spot)}</pre>") if spot else "",
+        section("Notes", "".join(map(note, _notes(plan)))) if _notes(plan) else "",
+        section("Reproduce", f"<pre>{escape(command)}</pre>"),
+        "<footer>Predicted from the compiled program; docs/planner.md says how far to trust it.</footer>",
+    ]
+    return page(f"Plan of {name}", "\n".join(parts))
+
+
+def _tiles(plan: Plan) -> str:
+    p = plan.best
+    exposed = sum(part.exposed_s for part in p.traffic) / p.step_s
+    facts = [
+        ("Step", format_seconds(p.step_s), f"{p.accumulation} x {p.candidate.micro_size} rows of each device"),
+        (f"{plan.unit.capitalize()}/s", format_count(p.rows_per_s), f"{plan.devices} devices"),
+        ("MFU", format_percent(p.mfu), "of the devices' peak"),
+        ("Exposed", format_percent(exposed), "of the step: kernels wait for the network"),
+        ("Memory", format_bytes(p.memory.total), f"of {format_bytes(p.memory.capacity)} a device"),
+        ("Between nodes", format_bytes(p.inter_bytes), "sent per device and step"),
+        ("Inside nodes", format_bytes(p.intra_bytes), "sent per device and step"),
+    ]
+    if p.tokens_per_s is not None:
+        facts.insert(2, ("Tokens/s", format_count(p.tokens_per_s), f"{plan.nodes} nodes"))
+    if p.usd_on_demand is not None:
+        spot = "on demand" if p.usd_spot is None else f"on demand; {p.usd_spot:,.0f} $ on spot nodes"
+        facts.append(("A billion tokens", f"{p.usd_on_demand:,.0f} $", spot))
+    return tiles(facts)
+
+
+def _charts(plans: Sequence[Plan], nodes: Sequence[int]) -> str:
+    """Returns throughput and cost: against devices, or of the candidates side by side if all have the same devices."""
+    sections = []
+    for label, curves in curves_of(plans, nodes).items():
+        devices = sorted({x for points in curves.values() for x, _ in points})
+        if len(devices) == 1 and len(curves) == 1:  # a dot says no more than its tile
+            continue
+        values = [y for points in curves.values() for _, y in points if math.isfinite(y)]
+        y = number_axis(0.0, max(values), format_count, margin=0.02)
+        across = len(devices) > 1
+        x = _devices_axis(devices) if across else word_axis([*curves])
+        drawn = draw(_series(curves, across), x, y, x_name="devices" if across else "strategy", label=label)
+        sections.append(section(f"{label[0].upper()}{label[1:]}", drawn))
+    return "".join(sections)
+
+
+def _series(curves: Curves, across: bool) -> list[Series]:
+    """Returns a line with dots for each strategy, or a dot each."""
+    return [
+        Series(
+            label=name,
+            colour=n,
+            line=points if across else (),
+            dots=[(x if across else name, y, f"{name}: {format_count(y)}") for x, y in points if math.isfinite(y)],
+            faint=not across,  # the axis names it
+        )
+        for n, (name, points) in enumerate(curves.items())
+    ]
+
+
+def _devices_axis(devices: Sequence[int]) -> Axis:
+    labels = {float(count): str(count) for count in devices}
+    return number_axis(devices[0], devices[-1], str, log=True, margin=0.04, labels=labels)
+
+
+def _memory(p: Prediction) -> str:
+    """Returns a bar of what a program can have, and what of it is used by which part."""
+    sizes = {name: getattr(p.memory, name) for name in MEMORY_PARTS}
+    parts = [(name, size, format_bytes(size), colour) for colour, (name, size) in enumerate(sizes.items())]
+    whole = max(p.memory.capacity, p.memory.total)
+    used = f"{format_bytes(p.memory.total)} of the {format_bytes(p.memory.capacity)} that a program can have."
+    return bar(parts, whole) + note(used)
+
+
+def _times(p: Prediction) -> str:
+    """Returns a bar of what the step waits for, and a table of what is hidden."""
+    parts: list[BarPart] = [("compute", p.compute_s, format_seconds(p.compute_s), None)]
+    for part in sorted(p.traffic, key=lambda part: -part.exposed_s):
+        if part.exposed_s > SHOWN * p.step_s:
+            name = f"{NAMES.get(part.name, 'other')} {LEVELS[part.level]}"
+            parts.append((name, part.exposed_s, format_seconds(part.exposed_s), colour_of(part.name)))
+    sent = sent_text(p)
+    return bar(parts, p.step_s) + table(time_rows(p), left=2) + note(f"{sent[0].upper()}{sent[1:]}.")
+
+
+def _helps(plan: Plan) -> str:
+    return helps_text(plan.helps, plan.best.step_s).removeprefix("what would help most: ").replace("\n", " ")
+
+
+def _notes(plan: Plan) -> list[str]:
+    counts = [" ".join(counts_text(plan.counts).split())] if plan.counts else []
+    return [*counts, *plan.notes]

@@ -1,0 +1,76 @@
+"""The planner's page: one file, nested as HTML must be, with the numbers of the plans that the text has."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planning import FILE, WORDS, own_cache  # noqa: F401 (fixture)
+from running import IGNORED
+from test_metrics_report import EVIL, PIXEL, Page
+
+from benchmarks.planner_example import RECORDS
+from metrics.units import format_bytes
+from planner import __main__ as planner
+from planner.page import plan_page
+from planner.report import MEMORY_PARTS, Plan, candidate_rows, from_json, scaling_rows, time_rows
+
+pytestmark = IGNORED
+
+
+def page_of(plans: list[Plan | str], nodes: list[int], **changes: str) -> Page:
+    html = plan_page("bert_10b", plans, nodes, PIXEL, "python -m planner", **changes)
+    page = Page(html)
+    assert all(address.startswith("data:") for address in page.addresses)  # it needs nothing else
+    return page
+
+
+def test_a_plan_of_several_candidates() -> None:
+    (plan,) = from_json(RECORDS["example"].read_text())
+    page = page_of([plan], [plan.nodes])
+    for row in [*candidate_rows(plan), *time_rows(plan.best)]:
+        assert " | ".join(cell for cell in row if cell) in page.text, row
+    for name in MEMORY_PARTS:
+        assert f"{name} {format_bytes(getattr(plan.best.memory, name))}" in page.text
+    assert plan.counts and f"{plan.counts.candidates} candidates" in page.text and plan.error_bar in page.text
+    assert page.tags.count("svg") == 2 and page.tags.count("img") == 1  # throughput and cost; the timeline
+    assert "Against nodes" not in page.text
+
+
+def test_plans_of_several_numbers_of_nodes() -> None:
+    """One without a plan says why, and the rest is of the largest."""
+    first, last = from_json(RECORDS["spot"].read_text())
+    page = page_of(["nothing fits", first, last], [4, first.nodes, last.nodes], spot="goodput 76.8 %")
+    for row in scaling_rows(["nothing fits", first, last], [4, first.nodes, last.nodes]):
+        assert " | ".join(cell for cell in row if cell) in page.text, row
+    assert last.title in page.text and first.title not in page.text and "goodput 76.8 %" in page.text
+    assert page.tags.count("path") == 2 and page.tags.count("circle") == 4  # a line of two points in each chart
+
+
+def test_a_bar_is_as_long_as_its_parts() -> None:
+    (plan,) = from_json(RECORDS["example"].read_text())
+    html = plan_page("x", [plan], [16], PIXEL, "")
+    memory, times = [part.partition("</div>")[0] for part in html.split('<div class="bar">')[1:]]
+    widths = [sum(float(width.partition("%")[0]) for width in bar.split("width:")[1:]) for bar in (memory, times)]
+    best = plan.best
+    assert widths[0] == pytest.approx(100 * best.memory.total / best.memory.capacity, abs=0.01)
+    assert 99 < widths[1] <= 100.01
+
+
+def test_names_are_escaped() -> None:
+    (plan,) = from_json(RECORDS["example"].read_text())
+    page = page_of([replace(plan, title=EVIL, notes=(EVIL,), error_bar=EVIL)], [16], spot=EVIL)
+    assert "script" not in page.tags and page.text.count("alert") == 4
+
+
+def test_the_program_writes_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    words = ("--cluster=emulated", "--nodes=4", "--strategy=mics(2),zero3", f"--html={file}")
+    sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
+    assert planner.main(["planner", *WORDS, *words]) == 0
+    assert f"page: {file}" in capsys.readouterr().out
+    page = Page(file.read_text())
+    assert "mics(2)" in page.text and FILE in page.text and page.tags.count("img") == 1
+    sys.modules.pop("config_config", None)
+    assert planner.main(["planner", *WORDS, "--html=/nowhere/plan.html"]) == 2
+    assert "choose another --html" in capsys.readouterr().err

@@ -1,0 +1,84 @@
+"""Runs of train.py on a store that is not there, or gives damaged objects: the exit code, and one line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ports import free_port
+from running import IGNORED, arguments, rows, run_here
+from shard_texts import a_folder, own_cache  # noqa: F401 (fixtures)
+from stores import Server, of_folder
+
+import train
+from input_pipeline import prepare, store
+from input_pipeline.store import RemoteStore
+
+pytestmark = IGNORED
+
+
+@pytest.fixture(name="web")
+def a_server(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A server of the prepared set of the texts, and an empty cache."""
+    assert prepare.main([f"--path={texts}", f"--out={tmp_path / 'set'}"]) == 0
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "another"))
+    with of_folder(tmp_path / "set") as server:
+        yield server
+
+
+def flags(workdir: Path, url: str, **changes: Any) -> list[str]:
+    return arguments(workdir, data__source="shards", data__path=url, data__shuffle_shards=1, **changes)
+
+
+def error(capfd: pytest.CaptureFixture[str]) -> str:
+    """Returns the only line on stderr."""
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1, said
+    return said
+
+
+def test_store_that_was_never_reached_is_exit_code_2(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    """But a run that has begun waits for it, as for a store that goes away."""
+    monkeypatch.setattr(store, "FIRST_S", 0.3)
+    monkeypatch.setattr(RemoteStore.__init__, "__defaults__", (0.6,))
+    url = f"http://127.0.0.1:{free_port()}/set"
+    assert run_here(*flags(tmp_path / "run", url)) == 2
+    assert error(capfd).startswith(f"error: {url}/index.json: the store was never reached, in 0 s (no connection to ")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "metrics.jsonl").write_text("")
+    assert run_here(*flags(tmp_path / "begun", url)) == 75
+    assert f"error: {url}/index.json: the store has been away for 1 s (no connection to " in error(capfd)
+
+
+def damage(server: Server, after: int = 0) -> None:
+    """Flips a bit of every token shard but the first few that are read."""
+    answer, read = server.answer, set()
+
+    def damaged(method: str, path: str, *rest: Any) -> Any:
+        status, headers, content = answer(method, path, *rest)
+        if not path.endswith(".tokens") or method != "GET":
+            return status, headers, content
+        if len(read) < after:
+            read.add(path)
+        return status, headers, content if path in read else bytes([content[0] ^ 1]) + content[1:]
+
+    server.answer = damaged
+
+
+def test_damage_in_the_first_batch_is_told_before_the_step_is_compiled(
+    web: Server, tmp_path: Path, monkeypatch: Any, capfd: Any
+) -> None:
+    damage(web)
+    monkeypatch.setattr(train.Experiment, "compile_train_step", lambda _: pytest.fail("the step is compiled"))
+    assert run_here(*flags(tmp_path / "run", web.url), compile_once=False) == 2
+    said = error(capfd)
+    named = [path for path in web.gets if f"{web.url}{path}: the tokens of part" in said]
+    assert len(named) == 1 and f"bytes with {named[0][1:65]}, {store.FETCHES} times; restore" in said
+    assert max(count for path, count in web.gets.items()) == store.FETCHES  # and not again for who waits
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_damage_in_the_middle_is_one_line_and_exit_code_1(web: Server, tmp_path: Path, capfd: Any) -> None:
+    damage(web, after=4)
+    assert run_here(*flags(tmp_path / "run", web.url, num_steps=40, data__prefetch=1)) == 1
+    assert ": the tokens of part" in error(capfd)
+    assert rows(tmp_path / "run")

@@ -1,0 +1,138 @@
+"""Several processes that open a set together: what they agree on is small, and if one fails, all of them fail alike."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import IGNORED, arguments, finish, start_together
+from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
+from stores import Server, of_folder
+from test_shard_peers import TOKEN, Meeting, ThreadGroup, caches, here, in_threads
+
+from input_pipeline import shards
+from input_pipeline.shard_index import Shard, ShardIndex
+from input_pipeline.shards import ShardSet
+from input_pipeline.store import RemoteStore, StoreAwayError, StoreError
+
+pytestmark = IGNORED
+NUM_SHARDS = 100_000
+
+
+@pytest.fixture(name="web")
+def a_server(texts: Path) -> Any:
+    """A server of the texts, with a list of them."""
+    (texts / "index.json").write_text(json.dumps(sorted(TEXTS)))
+    with of_folder(texts) as server:
+        yield server
+
+
+def opened_by(count: int, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Returns the set or the error of each of several processes, which are threads, and closes the sets."""
+    monkeypatch.setattr(shards, "cache_dir", lambda: here.cache)
+    meeting = Meeting(count)
+
+    def make(process: int) -> ShardSet | Exception:
+        here.cache = caches(tmp_path, count)[process]
+        group = ThreadGroup(process=process, count=count, token=TOKEN, meeting=meeting)
+        try:
+            return ShardSet(settings(path), group=group)
+        except (OSError, RuntimeError) as error:
+            return error
+
+    found = in_threads([lambda process=process: make(process) for process in range(count)])
+    for one in found:
+        if isinstance(one, ShardSet):
+            one.__exit__(None, None, None)
+    return found
+
+
+def lose(web: Server, path: str, fault: int) -> None:
+    """Makes a server fail for a file after it was asked for its size."""
+    asked, answer = [], web.answer
+    web.answer = lambda method, path, *rest: (asked.append(path), answer(method, path, *rest))[1]
+    web.fault = lambda wanted: fault if wanted == path and path in asked else None
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    [(500, StoreAwayError, "the store has been away for .* s .it answers 500"), (403, StoreError, "part05.txt: .*403")],
+)
+def test_failure_of_one_while_it_tokenises_is_that_of_all(
+    web: Server, fault: int, kind: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RemoteStore.__init__, "__defaults__", (0.5,))  # its patience
+    lose(web, "/part05.txt", fault)
+    first, second = opened_by(2, web.url, tmp_path, monkeypatch)
+    with pytest.raises(kind, match=message):
+        raise first
+    assert type(first) is type(second) and str(first) == str(second)
+
+
+def large_index(folder: Path) -> ShardIndex:
+    """Writes an index of 100,000 shards, of 19 MB, none of which is there."""
+    rows = [
+        Shard(name=f"part{n:06d}.txt", num_tokens=n + 100, text_bytes=n + 100, dtype="<u2", sha256=f"{n:064x}")
+        for n in range(NUM_SHARDS)
+    ]
+    index = ShardIndex(tokenizer="bytes", shards=tuple(rows))
+    folder.mkdir()
+    (folder / "index.json").write_text(json.dumps(index.as_json()))
+    return index
+
+
+def test_each_process_reads_a_large_index_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they agree on is a hash."""
+    wanted, said, gather = large_index(tmp_path / "set"), [], Meeting.all_gather
+
+    def counted(self: Meeting, process: int, value: Any) -> list[Any]:
+        said.append(len(json.dumps(value)))
+        return gather(self, process, value)
+
+    monkeypatch.setattr(Meeting, "all_gather", counted)
+    with of_folder(tmp_path / "set") as server:
+        for one in opened_by(2, server.url, tmp_path, monkeypatch):
+            assert one.index == wanted
+        assert server.gets == {"/index.json": 2}
+    assert max(said) < 1000 and (tmp_path / "set" / "index.json").stat().st_size > 15 << 20
+
+
+def test_index_that_is_replaced_meanwhile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = {"format": "mics-jax token shards 1", "tokenizer": "bytes"}
+    row = {"name": "a.txt", "num_tokens": 100, "text_bytes": 100, "dtype": "<u2", "sha256": "0" * 64}
+    contents = iter([100, 101])
+
+    def answer(method: str, path: str, *_: Any) -> Any:
+        return 200, {}, json.dumps(index | {"shards": [row | {"num_tokens": next(contents)}]}).encode()
+
+    server = Server(answer)
+    try:
+        one, other = opened_by(2, server.url, tmp_path, monkeypatch)
+    finally:
+        server.close()
+    assert isinstance(one, ShardSet)
+    with pytest.raises(StoreError, match=r"index.json was replaced while the processes read it, or differs[^\n]*\Z"):
+        raise other
+
+
+@pytest.mark.slow
+def test_two_processes_of_which_one_loses_the_store_end_alike(web: Server, tmp_path: Path) -> None:
+    """Each has a cache of its own, so one of them tokenises the file that the store does not give."""
+    lose(web, "/part05.txt", 500)
+    first = "from input_pipeline.store import RemoteStore\nRemoteStore.__init__.__defaults__ = (2.0,)"
+    args = arguments(tmp_path / "run", data__source="shards", data__path=web.url, data__shuffle_shards=1)
+    outcomes = finish(*start_together(args, 2, devices=2, first=first))
+    lines = [[line for line in err.splitlines() if line.startswith("error: ")] for _, _, err in outcomes]
+    assert [code for code, _, _ in outcomes] == [75, 75], outcomes
+    assert len(lines[0]) == 1 and lines[0] == lines[1] and "the store has been away for" in lines[0][0], outcomes
+
+
+@pytest.mark.slow
+def test_two_real_processes_open_a_large_index(tmp_path: Path) -> None:
+    """They find that none of its shards is there."""
+    large_index(tmp_path / "set")
+    with of_folder(tmp_path / "set") as server:
+        args = arguments(tmp_path / "run", data__source="shards", data__path=server.url)
+        outcomes = finish(*start_together(args, 2, devices=2))
+    assert [code for code, _, _ in outcomes] == [2, 2], outcomes
+    assert all("there is no such file (404)" in err for _, _, err in outcomes), outcomes

@@ -1,0 +1,61 @@
+"""`gs://`: lists, reads, writes and refusals by the client of GCS; what answers is moto's S3 (stores.as_gcs)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
+from stores import BUCKET, NEEDS_MOTO, SECRET, Server, as_gcs, moto, send
+
+from input_pipeline import prepare, store
+from input_pipeline.shards import ShardSet
+from input_pipeline.store import MissingError, StoreError
+
+pytestmark = [NEEDS_MOTO, pytest.mark.slow]
+RAW, PREPARED = f"gs://{BUCKET}/raw texts", f"gs://{BUCKET}/tokens"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with moto() as url:
+        for name, text in TEXTS.items():
+            send(f"{url}/{BUCKET}/raw%20texts/{name}", text.encode())
+        yield url
+
+
+@pytest.fixture(name="bucket")
+def a_bucket(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """The server, named by an account's file in the environment; plain HTTP is for tests alone."""
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
+    monkeypatch.setattr(store, "_has_plain_endpoint", lambda: True)
+    with as_gcs(s3, tmp_path / "account.json") as server:
+        yield server
+
+
+def test_a_bucket_gives_what_the_folder_gives(bucket: Server, texts: Path) -> None:
+    with ShardSet(settings(texts)) as there, ShardSet(settings(RAW)) as here:
+        assert here.index == there.index and len(here.index.shards) == len(TEXTS)
+    read = {unquote(path): count for path, count in bucket.gets.items()}
+    assert {path: read[path] for path in read if path.endswith(".txt")} == {
+        f"/{BUCKET}/raw texts/{name}": 1 for name in TEXTS
+    }
+
+
+def test_a_set_is_prepared_in_a_bucket(bucket: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prepare.main([f"--path={RAW}", f"--out={PREPARED}"]) == 0
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "another"))
+    with ShardSet(settings(PREPARED)) as shards:
+        for shard in shards.index.shards:
+            tokens = shards.tiers.get(shard)
+            assert bytes(tokens.tolist()) == (TEXTS[shard.name] + "\0").encode()
+
+
+def test_refusals_name_the_account(bucket: Server) -> None:
+    with pytest.raises(MissingError, match=r"^gs://no-bucket/x: there is no such object or bucket \(404\); [^\n]*$"):
+        ShardSet(settings("gs://no-bucket/x"))
+    bucket.fault = lambda _: 403
+    wanted = rf"^{PREPARED}/index.json: the store refuses access \(403\); set GOOGLE_SERVICE_ACCOUNT or [^\n]*$"
+    with pytest.raises(StoreError, match=wanted) as caught:
+        ShardSet(settings(PREPARED))
+    assert SECRET not in str(caught.value)

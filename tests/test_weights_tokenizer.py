@@ -1,0 +1,180 @@
+"""A tokenizer that does not belong to `model.weights` is refused, or doubted in one line."""
+
+import base64
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tokenizers
+from hugging_face_reference import FOLDER
+from planning import small
+from running import IGNORED, run_here
+from test_hugging_face_runs import flags, run_convert
+from test_input_tokenizers import tokenizer_json
+
+from configs.schema import DataConfig, TransformerConfig
+from input_pipeline.tokenizers import make_tokenizer
+from training.weights_tokenizer import PROBE, check_tokenizer
+
+pytestmark = IGNORED
+
+
+def check(folder: Path, kind: str, path: Path | str = "", vocab_size: int = 260) -> None:
+    model = TransformerConfig(weights=str(folder), vocab_size=vocab_size)
+    config = replace(small(), model=model, data=DataConfig(tokenizer=kind, tokenizer_path=str(path)))
+    check_tokenizer(config, make_tokenizer(kind, str(path)))
+
+
+def doubts(caplog: pytest.LogCaptureFixture, *args: Any, **changes: Any) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        check(*args, **changes)
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.fixture(name="folder")
+def with_a_tokenizer(tmp_path: Path) -> Path:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    tokenizer_json(folder / "tokenizer.json")
+    return folder
+
+
+def changed(file: Path, to: Path, change: Any) -> Path:
+    """Writes a tokenizer.json that `change` has changed."""
+    content = json.loads(file.read_text())
+    change(content)
+    to.write_text(json.dumps(content))
+    return to
+
+
+def swap(content: Any) -> None:
+    """Exchanges the ids of two tokens."""
+    vocab = content["model"]["vocab"]
+    vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
+
+
+def lowercase(content: Any) -> None:
+    content["normalizer"] = {"type": "Lowercase"}
+
+
+def test_the_same_tokenizer_is_silent(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = folder / "tokenizer.json"
+    assert doubts(caplog, folder, "hugging_face", file) == []
+    pads = lambda content: content.update(padding=None, truncation=None)  # which we turn off
+    assert doubts(caplog, folder, "hugging_face", changed(file, tmp_path / "pads.json", pads)) == []
+    more = tokenizers.Tokenizer.from_file(str(file))
+    more.add_tokens(["<tool>"])
+    more.save(str(tmp_path / "more.json"))
+    assert doubts(caplog, folder, "hugging_face", tmp_path / "more.json", vocab_size=261) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [(swap, r"'A' has the id \d+, but \d+ there"), (lowercase, r"a sample text begins with the ids \[.*\], but with")],
+)
+def test_another_tokenizer_json_is_refused(folder: Path, tmp_path: Path, change: Any, why: str) -> None:
+    other = changed(folder / "tokenizer.json", tmp_path / "other.json", change)
+    set_to = f"set data.tokenizer=hugging_face and data.tokenizer_path={folder}/tokenizer.json"
+    with pytest.raises(ValueError, match=rf"^data.tokenizer=hugging_face is not .*{folder}: {why}[^\n]*; {set_to}$"):
+        check(folder, "hugging_face", other)
+
+
+def test_bytes_beside_a_tokenizer_json_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"^data.tokenizer=bytes is not .*: it has 256 ids, but 260 there; set"):
+        check(folder, "bytes")
+
+
+def write_byte_level(file: Path, pieces: Sequence[bytes]) -> None:
+    file.write_text("".join(f"{base64.b64encode(piece).decode()} {n}\n" for n, piece in enumerate(pieces)))
+
+
+def test_the_same_vocabulary_as_tiktoken_is_known_by_its_ids(tmp_path: Path) -> None:
+    """GPT-2's pieces in both formats; with two of them exchanged they are another tokenizer."""
+    pieces = [bytes([byte]) for byte in range(256)]
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    shown = bytes_as_shown()
+    vocab = {shown[piece[0]]: number for number, piece in enumerate(pieces)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(folder / "tokenizer.json"))
+    write_byte_level(tmp_path / "same.tiktoken", pieces)
+    check(folder, "tiktoken", tmp_path / "same.tiktoken", vocab_size=257)
+    pieces[104], pieces[101] = pieces[101], pieces[104]  # h, e
+    write_byte_level(tmp_path / "other.tiktoken", pieces)
+    with pytest.raises(ValueError, match="a sample text begins with the ids"):
+        check(folder, "tiktoken", tmp_path / "other.tiktoken", vocab_size=257)
+
+
+def bytes_as_shown() -> list[str]:
+    """Returns the letter that stands for each byte in a byte-level vocabulary (GPT-2's bytes_to_unicode)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    shown, extra = {}, 0
+    for byte in range(256):
+        shown[byte] = chr(byte if byte in plain else 256 + extra)
+        extra += byte not in plain
+    return [shown[byte] for byte in range(256)]
+
+
+def test_another_sentencepiece_model_is_refused(tmp_path: Path) -> None:
+    texts = {"one": "the quick brown fox jumps over the lazy dog\n", "two": "three grey geese in a green field\n"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text * 50 + PROBE)
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(tmp_path / f"{name}.txt"),
+            model_prefix=str(tmp_path / name),
+            vocab_size=64,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (tmp_path / "one.model").rename(folder / "tokenizer.model")
+    check(folder, "sentencepiece", folder / "tokenizer.model", vocab_size=60)
+    with pytest.raises(ValueError, match=f"set data.tokenizer=sentencepiece and .*_path={folder}/tokenizer.model$"):
+        check(folder, "sentencepiece", tmp_path / "two.model", vocab_size=64)
+
+
+def test_doubts_are_one_line(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert doubts(caplog, empty, "bytes", vocab_size=260) == []  # padding
+    (said,) = doubts(caplog, empty, "bytes", vocab_size=50_257)
+    assert said.endswith(f"model.weights={empty}: it has 256 ids, and they have vocab_size=50257") and "\n" not in said
+    assert "data.tokenizer=bytes may not be the tokenizer of" in said
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    (said,) = doubts(caplog, folder, "hugging_face", folder / "tokenizer.json")
+    assert said.endswith("documents end with '<|endoftext|>', and tokenizer_config.json there says '<|im_end|>'")
+    (folder / "tokenizer_config.json").write_text("no JSON")
+    assert doubts(caplog, folder, "hugging_face", folder / "tokenizer.json") == []
+
+
+def test_train_and_convert_refuse_it_before_anything_is_written(tmp_path: Path, capsys: Any) -> None:
+    """A run that has begun does not look at the folder again."""
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    for file in (FOLDER / "gpt2").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    args = flags("gpt2", folder, checkpoint__every=1)
+    assert run_here(*args, f"--workdir={tmp_path / 'run'}") == 0
+    tokenizer_json(folder / "tokenizer.json")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+    (tmp_path / "run" / "summary.json").unlink()
+    assert run_here(*args, f"--workdir={tmp_path / 'run'}") == 0
+    assert "resumed at step 1 of 2" in capsys.readouterr().out
+    assert run_here(*args, f"--workdir={tmp_path / 'other'}") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: data.tokenizer=bytes is not the tokenizer of model.weights=") and err.count("\n") == 1
+    assert not (tmp_path / "other" / "metrics.jsonl").exists()
+    command = ["convert", f"--from_hugging_face={folder}", f"--out={tmp_path / 'converted'}"]
+    assert run_convert(*command, *flags("gpt2", model__weights="")) == 2
+    assert "data.tokenizer=bytes is not the tokenizer of" in capsys.readouterr().err
+    assert not (tmp_path / "converted" / "checkpoints").exists()

@@ -1,0 +1,88 @@
+"""Whether a run's tokenizer is the one that `model.weights` was trained with, as far as the files there tell."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from configs.schema import Config, TransformerConfig
+from input_pipeline.tokenizers import HuggingFace, SentencePiece, Tokenizer
+
+TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+# words, digits, accents, another script, an emoji, indented code: whose ids tell one tokenizer from another
+PROBE = "The year 1984: na\u00efve caf\u00e9s in \u6771\u4eac \U0001f600\n\tdef square(x):\n        return x**2\n"
+LEAST_USED = 0.9  # of the vocabulary; embeddings are padded by a few percent
+
+
+def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
+    """Compares a run's tokenizer with the files beside its weights, if it has any.
+
+    ValueError if it gives other ids than theirs; process 0 warns of what is only suspicious.
+    """
+    model, data = config.model, config.data
+    if not isinstance(model, TransformerConfig) or not model.weights:
+        return
+    folder = Path(model.weights).expanduser()
+    theirs, there = _tokenizer_of(folder, data.tokenizer)
+    if theirs and (why := difference(tokenizer, theirs)):
+        kind = "sentencepiece" if isinstance(theirs, SentencePiece) else "hugging_face"
+        raise ValueError(
+            f"data.tokenizer={data.tokenizer} is not the tokenizer of model.weights={folder}: {why}; set "
+            f"data.tokenizer={kind} and data.tokenizer_path={there}"
+        )
+    if jax.process_index() == 0 and (doubt := _doubt(folder, theirs, tokenizer, model.vocab_size)):
+        logging.getLogger(__name__).warning(
+            "warning: data.tokenizer=%s may not be the tokenizer of model.weights=%s: %s", data.tokenizer, folder, doubt
+        )
+
+
+def difference(ours: Tokenizer, theirs: Tokenizer) -> str:
+    """Returns in what two tokenizers differ, "" if in nothing that is seen. Ours may have more tokens."""
+    if isinstance(ours, HuggingFace) and isinstance(theirs, HuggingFace):
+        for token, number in sorted(theirs.vocabulary.items(), key=lambda pair: pair[1]):
+            if ours.vocabulary.get(token) != number:
+                return f"{token!r} has the id {ours.vocabulary.get(token)}, but {number} there"
+    elif ours.num_ids < theirs.num_ids:
+        return f"it has {ours.num_ids} ids, but {theirs.num_ids} there"
+    here, there = (one.encode(PROBE).tolist() for one in (ours, theirs))
+    if here != there:
+        return f"a sample text begins with the ids {here[:5]}, but with {there[:5]} there"
+    return ""
+
+
+def _tokenizer_of(folder: Path, kind: str) -> tuple[Tokenizer | None, Path]:
+    """Returns the tokenizer in a folder and its file; None if there is none that we can read."""
+    if kind == "sentencepiece":
+        for file in (folder / name for name in SENTENCEPIECE_FILES):
+            if file.is_file():
+                return SentencePiece(file), file
+    file = folder / TOKENIZER_FILE
+    if not file.is_file():
+        return None, file
+    try:
+        return HuggingFace(file), file
+    except ValueError:  # such as one without a token that could end documents
+        return None, file
+
+
+def _doubt(folder: Path, theirs: Tokenizer | None, ours: Tokenizer, vocab_size: int) -> str:
+    """Returns what is suspicious about a tokenizer, "" if nothing."""
+    if theirs is None and ours.num_ids < LEAST_USED * vocab_size:
+        return f"it has {ours.num_ids} ids, and they have vocab_size={vocab_size}"
+    ends = _end_token(folder)
+    if isinstance(ours, HuggingFace) and ends and ends != ours.separator_token:
+        return f"documents end with {ours.separator_token!r}, and {TOKENIZER_CONFIG_FILE} there says {ends!r}"
+    return ""
+
+
+def _end_token(folder: Path) -> str:
+    """Returns the token that ends a text by `tokenizer_config.json`, "" if that does not say."""
+    try:
+        said: Any = json.loads((folder / TOKENIZER_CONFIG_FILE).read_text())
+        token = said.get("eos_token") or said.get("sep_token") or ""
+        return str(token["content"] if isinstance(token, dict) else token)
+    except (OSError, ValueError, AttributeError, LookupError):
+        return ""
