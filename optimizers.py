@@ -140,7 +140,7 @@ def _matrix_dims(spec: ParamSpec) -> contrib.MuonDimensionNumbers:
     dims = [dim for dim in spec.dims if dim != "layers"]
     out = dims.index("channels_out") if "channels_out" in dims else len(dims) - 1
     return contrib.MuonDimensionNumbers(
-        reduction_axis=tuple(i for i in range(len(dims)) if i != out), output_axis=(out,)
+        reduction_axis=tuple(i for i in range(len(dims)) if i != out and dims[i] != "experts"), output_axis=(out,)
     )
 
 

@@ -18,7 +18,7 @@ from sharding.hlo_program import Instruction, Program, Tensor, parse_program, te
 from sharding.mesh import AXES, MeshShape
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
-LABELS = ("gather", "hop_one", "gradient_scope", "hop_two", "parameter_scope")  # named scopes of the step
+LABELS = ("gather", "hop_one", "gradient_scope", "hop_two", "parameter_scope", "experts")  # named scopes of the step
 CALLS = ("call", "conditional", "custom-call", "call-start", "custom-call-start", "async-start")  # may hold collectives
 CONTEXT = Tensor("u32", ())  # what a started collective-permute returns besides its result
 
