@@ -35,14 +35,14 @@ def test_a_run_tells_what_it_drops(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_run_with_room_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And its file of collectives has the tokens' all-to-alls, of the formula's bytes."""
-    changes = MOE | {"model__capacity_factor": 4.0, "sample__length": 4}
+    changes = MOE | {"model__capacity_factor": 4.0, "model__moe_every": 1, "model__num_layers": 4, "sample__length": 4}
     assert run_here(*arguments(tmp_path / "run", **changes)) == 0
     assert "warning" not in capsys.readouterr().out
     assert all(row["dropped_share"] == 0 for row in rows(tmp_path / "run"))
     report = json.loads((tmp_path / "run" / "collectives.json").read_text())
     sent = [c for c in report["collectives"] if c["name"] == "experts"]
-    # a layer with experts, 2 micro-steps of a row; 4 experts with room for all 32 tokens of 32 values, half are here
-    assert sum(c["intra_bytes"] for c in sent) == 6 * 2 * 4 * (4 * 32 * 32) // 2
+    # 4 layers, 2 micro-steps of a row; 4 experts with room for all 32 tokens of 32 values, half are here
+    assert sum(c["intra_bytes"] for c in sent) == 6 * 4 * 2 * 4 * (4 * 32 * 32) // 2
     assert sum(c["inter_bytes"] for c in sent) == 0
     planned = traffic(make_experiment(Config.from_dict(json.loads((tmp_path / "run" / "config.json").read_text()))))
     for level in ("inter", "intra"):
