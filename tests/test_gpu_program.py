@@ -177,7 +177,7 @@ def test_hop_one_sums_in_the_dtype_that_was_chosen() -> None:
 def test_tokens_reach_experts_on_other_nodes(codec: str, dtype: str) -> None:
     """Six all-to-alls a layer and micro-step on each level; what crosses nodes is the codec's payload."""
     changes = {"model.kind": "moe", "model.num_experts": 8, "model.capacity_factor": 1.0, "sharding.partition_size": 4}
-    found = compiled_for_h100(changes | {"sharding.experts": 4, "compression.experts_inter": codec})
+    found = compiled_for_h100(changes | {"sharding.experts": "4", "compression.experts_inter": codec})
     found = [c for c in found if c.label == "experts"]
     tokens = 8 * (2 * 32 // 8) * HIDDEN  # the slots of a row at 8 experts
     by_level = {crosses: level_of(found, crosses) for crosses in (True, False)}
