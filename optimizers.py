@@ -24,8 +24,9 @@ from sharding.spec import ParamSpec
 PyTree = Any
 Transform = optax.GradientTransformation
 Stacks = list[jax.Array]
+Kind = tuple[int, int]  # of a layer's tensor: leading dims of a batch of matrices (experts), and the dim of the outputs
 OfStack = Callable[[Any, jax.Array], jax.Array]  # of a kind and a stack `[n, *shape]` of tensors of that kind
-OnWhole = Callable[[OfStack, Sequence[ParamSpec], Sequence[int], Stacks], Stacks]  # function, specs, kinds, stacks
+OnWhole = Callable[[OfStack, Sequence[ParamSpec], Sequence[Kind], Stacks], Stacks]  # function, specs, kinds, stacks
 
 
 class GuardState(NamedTuple):
@@ -64,7 +65,7 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     return optax.join_schedules([warmup, after], [config.warmup_steps]) if config.warmup_steps else after
 
 
-def on_one_device(function: OfStack, specs: Sequence[ParamSpec], kinds: Sequence[int], stacks: Stacks) -> Stacks:
+def on_one_device(function: OfStack, specs: Sequence[ParamSpec], kinds: Sequence[Kind], stacks: Stacks) -> Stacks:
     """Returns the function of each stack, where tensors are not cut."""
     del specs
     return [function(kind, x) for kind, x in zip(kinds, stacks, strict=True)]
@@ -142,12 +143,12 @@ def scale_by_muon(config: OptimizerConfig, specs: PyTree, on_whole: OnWhole) -> 
     """
     beta = config.momentum
     matrices = [spec for spec in jax.tree.leaves(specs, is_leaf=_is_spec) if is_hidden_matrix(spec)]
-    output_dims = [_output_dim(spec) for spec in matrices]
+    kinds = [_kind(spec) for spec in matrices]
 
     @_in_stacks
     @jax.named_scope("orthogonalise")
     def orthogonalise(stacks: Stacks) -> Stacks:
-        return on_whole(partial(newton_schulz, eps=config.eps), matrices, output_dims, stacks) if stacks else []
+        return on_whole(partial(newton_schulz, eps=config.eps), matrices, kinds, stacks) if stacks else []
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, contrib.MuonState]:
         del params
@@ -161,20 +162,22 @@ def scale_by_muon(config: OptimizerConfig, specs: PyTree, on_whole: OnWhole) -> 
     return optax.GradientTransformation(contrib.scale_by_muon().init, update)
 
 
-def newton_schulz(output_dim: int, stack: jax.Array, *, eps: float) -> jax.Array:
+def newton_schulz(kind: Kind, stack: jax.Array, *, eps: float) -> jax.Array:
     """Orthogonalises each tensor of `[n, *shape]` as a matrix, as optax's Muon does, and scales it by its shape.
 
-    `output_dim`, of one tensor, is one side of the matrix, all its other dims are the other. The scale is
+    The dim of the outputs is one side of the matrix, all others but those of a batch are the other. The scale is
     `sqrt(max(1, outputs / inputs))`.
     """
-    outputs = 1 + output_dim
-    inputs = tuple(i for i in range(1, stack.ndim) if i != outputs)
+    batch_dims, output_dim = kind
+    batch = stack.reshape(-1, *stack.shape[1 + batch_dims :])
+    outputs = 1 + output_dim - batch_dims
+    inputs = tuple(i for i in range(1, batch.ndim) if i != outputs)
     dims = contrib.MuonDimensionNumbers(inputs, outputs)  # the first is a batch
     alone = contrib.scale_by_muon(beta=0.0, eps=eps, nesterov=False, weight_dimension_numbers=dims)
-    orthogonal: Any = alone.update(stack, alone.init(stack))[0]
-    fan_out = stack.shape[outputs]
-    fan_in = math.prod(stack.shape[1:]) // fan_out
-    return math.sqrt(max(1.0, fan_out / fan_in)) * orthogonal
+    orthogonal: Any = alone.update(batch, alone.init(batch))[0]
+    fan_out = batch.shape[outputs]
+    fan_in = math.prod(batch.shape[1:]) // fan_out
+    return (math.sqrt(max(1.0, fan_out / fan_in)) * orthogonal).reshape(stack.shape)
 
 
 def _in_stacks(function: Callable[[Stacks], Stacks]) -> Callable[[Stacks], Stacks]:
@@ -203,10 +206,10 @@ def is_hidden_matrix(spec: ParamSpec) -> bool:
     return is_matrix(spec) and not {"vocab", "classes"} & set(spec.dims)
 
 
-def _output_dim(spec: ParamSpec) -> int:
-    """Returns which dim of a layer's tensor is not summed over in a product: a kernel has its outputs first."""
+def _kind(spec: ParamSpec) -> Kind:
+    """Returns how a layer's tensor is seen as matrices: each expert is one, and a kernel has its outputs first."""
     dims = [dim for dim in spec.dims if dim != "layers"]
-    return dims.index("channels_out") if "channels_out" in dims else len(dims) - 1
+    return dims.count("experts"), dims.index("channels_out") if "channels_out" in dims else len(dims) - 1
 
 
 def _map_specs(function: Callable[[ParamSpec], Any], specs: PyTree) -> PyTree:

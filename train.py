@@ -259,6 +259,8 @@ class Reporter:
         rate = float(self._rates[max(updates, 1) - 1])
         scalars |= {"learning_rate": rate, "data_wait_s": pending.data_wait_s, **self._data.counters()}
         self._log.step(pending.step, scalars)
+        if warning := self._ex.model.warning(scalars):
+            self._log.say(f"step {pending.step}: {warning}", with_row=True)
         if not self._has_reported:
             self._has_reported = True
             self._supervisor.events.write(Event.FIRST_STEP, step=pending.step)

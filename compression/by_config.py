@@ -24,13 +24,14 @@ def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest
     return OWN["codec"][name](config)
 
 
-def make_codecs(config: CompressionConfig, layout: Layout) -> tuple[LevelCodecs, LevelCodecs]:
-    """Returns the codecs of the gathers and of hop one (qwZ and qgZ of ZeRO++, arXiv 2306.10209).
+def make_codecs(config: CompressionConfig, layout: Layout) -> tuple[LevelCodecs, LevelCodecs, LevelCodecs]:
+    """Returns the codecs of gathers and of hop one (qwZ and qgZ of ZeRO++, arXiv 2306.10209), and of experts' tokens.
 
     ValueError for a codec on a level (inter- or intra-node) where the hop communicates nothing.
     """
     found = {}
-    for hop, scopes in (("gather", layout.gather_scopes), ("hop_one", layout.hop_one_scopes)):
+    hops = (("gather", layout.gather_scopes), ("hop_one", layout.hop_one_scopes), ("experts", (layout.experts,)))
+    for hop, scopes in hops:
         crossed = [axes for scope in scopes for axes in levels(scope, hierarchical=layout.hierarchical)]
         there = {"inter" if inter_part(axes) else "intra" for axes in crossed}
         codecs = {}
@@ -44,4 +45,4 @@ def make_codecs(config: CompressionConfig, layout: Layout) -> tuple[LevelCodecs,
                 )
             codecs[level] = make_codec(name, config)
         found[hop] = LevelCodecs(**codecs)
-    return found["gather"], found["hop_one"]
+    return found["gather"], found["hop_one"], found["experts"]

@@ -178,7 +178,7 @@ def _exchange_shards(
 
 def _poisons(placements: Sequence[Placement], grads: list[jax.Array], axes: Axes) -> list[jax.Array]:
     """Returns NaN or 0 per tensor: one value for all tensors sharded over the same axes, so that copies stay equal."""
-    kinds = [(p.dim is None, p.tensor_dim is None) for p in placements]
+    kinds = [(p.dim is None, p.tensor_dim is None, p.held) for p in placements]
     found = {
         kind: not_finite([g for g, other in zip(grads, kinds, strict=True) if other == kind], axes)
         for kind in dict.fromkeys(kinds)
@@ -218,7 +218,7 @@ def _clip_scale(plan: ShardingPlan, grads: list[jax.Array], clip_norm: float) ->
     axes = layout.axes_inside_replica
     squares = jnp.zeros(())
     for p, grad in zip(plan.group(plan.placements, ()).placements, grads, strict=True):
-        cut = {*(layout.gradients if p.dim is not None else ()), *(("tensor",) if p.tensor_dim is not None else ())}
+        cut = {*p.cut_by(layout.gradients), *(("tensor",) if p.tensor_dim is not None else ())}
         copies = prod(sizes[axis] for axis in axes if axis not in cut)  # times that the tensor is in the sum below
         squares += jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
     norm = jnp.sqrt(lax.psum(vary(squares, axes), axes))

@@ -251,6 +251,6 @@ def _kinds(placements: Sequence[Placement], scope: Axes) -> list[tuple[list[int]
     for i, p in enumerate(placements):
         if p.is_vector:
             continue
-        axes = (scope if p.dim is not None else ()) + (("tensor",) if p.tensor_dim is not None else ())
+        axes = p.cut_by(scope) + (("tensor",) if p.tensor_dim is not None else ())
         kinds.setdefault((p.dim is not None, axes), []).append(i)
     return [(members, axes) for (_, axes), members in kinds.items()]

@@ -190,7 +190,12 @@ def _matrix(spec: ParamSpec, placement: Placement, plan: ShardingPlan, rank: int
     rows, columns = shape[1], prod(shape[2:])
     if len(shape) < 3 or rank * (rows + columns) >= rows * columns:
         return None
-    cuts = {placement.dim: plan.layout.gradients, placement.tensor_dim: ("tensor",)}
+    gradients = plan.layout.gradients
+    cuts = {
+        placement.dim: placement.not_held(gradients),
+        placement.expert_dim: placement.held,
+        placement.tensor_dim: ("tensor",),
+    }
     return Matrix(
         shape=shape,
         cuts={dim + 1 - stacked: axes for dim, axes in cuts.items() if dim is not None and axes},

@@ -14,6 +14,11 @@ def decoder() -> ConfigDict:
     return ConfigDict(defaults("decoder")["model"])
 
 
+def moe() -> ConfigDict:
+    """A decoder with experts (`models/moe.py`)."""
+    return ConfigDict(defaults("moe")["model"])
+
+
 def encoder() -> ConfigDict:
     """A BERT / RoBERTa encoder trained by masked language modelling (`models/encoder.py`)."""
     return ConfigDict(defaults("encoder")["model"])

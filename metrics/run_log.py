@@ -76,9 +76,9 @@ class RunLog:
         except OSError as failed:  # must not hide the error that ends the run
             error.add_note(f"the report could not be written: {failed}")
 
-    def say(self, text: str) -> None:
-        """Prints a line."""
-        if self._enabled:
+    def say(self, text: str, *, with_row: bool = False) -> None:
+        """Prints a line; `with_row` only if the row of the latest step will be logged."""
+        if self._enabled and (not with_row or (self._row is not None and self._is_logged(self._row[0]))):
             self._progress.print(text)
 
     def spent(self, key: str, seconds: float) -> None:
@@ -119,8 +119,11 @@ class RunLog:
         if self._row is None:
             return
         step, row = self._row
-        if step % self._log_every == 0 or step == self._num_steps or "validation_loss" in row:
+        if self._is_logged(step) or "validation_loss" in row:
             self._write_row()
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self._log_every == 0 or step == self._num_steps
 
     def close(self, exit_reason: str, *, sample: str | None = None, mesh_png: bytes | None = None) -> None:
         """Writes the summary and the report, and prints the summary."""

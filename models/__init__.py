@@ -5,12 +5,13 @@ from configs.schema.own import OWN
 from models.decoder import Decoder
 from models.encoder import Encoder
 from models.model import Gather, Model, Params
+from models.moe import Moe
 from models.resnet import ResNet
 from models.transformer import Transformer
 
-__all__ = ["Decoder", "Encoder", "Gather", "Model", "Params", "ResNet", "Transformer", "build"]
+__all__ = ["Decoder", "Encoder", "Gather", "Model", "Moe", "Params", "ResNet", "Transformer", "build"]
 
-KINDS = {"decoder": Decoder, "encoder": Encoder, "resnet": ResNet}
+KINDS = {"decoder": Decoder, "moe": Moe, "encoder": Encoder, "resnet": ResNet}
 
 
 def build(config: ModelConfig) -> Model:

@@ -10,6 +10,7 @@ heads, H size of a head.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -135,39 +136,38 @@ def rotate(x_BTNH: Array, angles_BTH: Array | None) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-class Block(nnx.Module):
-    """One layer. `block(x)` runs it on whole sequences; decoding with a cache calls its two methods directly."""
+def residual_std(c: BlockConfig) -> float:
+    """Returns that of a branch's output projection, as in GPT-2: keeps the variance of the sum of 2 L branches."""
+    return initial_std(c.hidden) * (2 * c.num_layers) ** -0.5
 
-    def __init__(self, config: BlockConfig, key: Array) -> None:
+
+class Attention(nnx.Module):
+    """A layer without its MLP: attention, and both norms."""
+
+    def __init__(self, config: BlockConfig, keys: Iterator[Array]) -> None:
+        """Takes four of the keys."""
         c = config
         self.config = c
-        head_dim = c.hidden // c.num_heads
-        kv_size = c.num_kv_heads * head_dim
+        kv_size = c.num_kv_heads * (c.hidden // c.num_heads)
         std = initial_std(c.hidden)
-        residual_std = std * (2 * c.num_layers) ** -0.5  # as in GPT-2: keeps the variance of the sum of 2 L branches
-        keys = iter(jax.random.split(key, 7))
 
         def linear(sizes: tuple[int, int], dims: tuple[str, str], std: float) -> Linear:
-            attends = not {"heads", "kv_heads"}.isdisjoint(dims)
-            return Linear(next(keys), sizes, dims, std, use_bias=c.use_bias or (attends and c.attention_bias))
+            return Linear(next(keys), sizes, dims, std, use_bias=c.use_bias or c.attention_bias)
 
         self.attention_norm = Norm(c.hidden, c.norm, c.norm_eps, use_bias=c.use_bias)
         self.query = linear((c.hidden, c.hidden), ("embed", "heads"), std)
         self.key = linear((c.hidden, kv_size), ("embed", "kv_heads"), std)
         self.value = linear((c.hidden, kv_size), ("embed", "kv_heads"), std)
-        self.out = linear((c.hidden, c.hidden), ("heads", "embed"), residual_std)
+        self.out = linear((c.hidden, c.hidden), ("heads", "embed"), residual_std(c))
         self.mlp_norm = Norm(c.hidden, c.norm, c.norm_eps, use_bias=c.use_bias)
-        self.up = linear((c.hidden, c.intermediate), ("embed", "mlp"), std)
-        self.gate = linear((c.hidden, c.intermediate), ("embed", "mlp"), std) if c.activation == "swiglu" else None
-        self.down = linear((c.intermediate, c.hidden), ("mlp", "embed"), residual_std)
 
-    def __call__(self, x_BTD: Array, angles_BTH: Array | None = None, segments_BT: Array | None = None) -> Array:
+    def mix(self, x_BTD: Array, angles_BTH: Array | None, segments_BT: Array | None) -> Array:
+        """Returns the weighted values of attention, `[B, T, N, H]`."""
         q_BTNH, k_BTKH, v_BTKH = self.queries_keys_values(x_BTD, angles_BTH)
         same_B1TS = None if segments_BT is None else (segments_BT[:, :, None] == segments_BT[:, None])[:, None]
-        mixed_BTNH = jax.nn.dot_product_attention(
+        return jax.nn.dot_product_attention(
             q_BTNH, k_BTKH, v_BTKH, mask=same_B1TS, is_causal=self.config.causal, implementation=self.config.attention
         )
-        return self.finish(x_BTD, mixed_BTNH)
 
     def queries_keys_values(self, x_BTD: Array, angles_BTH: Array | None) -> tuple[Array, Array, Array]:
         """Returns the rotated queries `[B, T, N, H]` and keys `[B, T, K, H]`, and the values `[B, T, K, H]`."""
@@ -176,12 +176,35 @@ class Block(nnx.Module):
         q, k, v = (f(y_BTD).reshape(*y_BTD.shape[:2], -1, head_dim) for f in (self.query, self.key, self.value))
         return rotate(q, angles_BTH), rotate(k, angles_BTH), v
 
+    def attend(self, x_BTD: Array, mixed_BTNH: Array) -> tuple[Array, Array]:
+        """Returns the residual stream behind attention, from the layer's input and `mix`; and the MLP's input."""
+        x_BTD = x_BTD + self.out(mixed_BTNH.reshape(x_BTD.shape))
+        x_BTD = x_BTD if self.config.norm_first else self.attention_norm(x_BTD)
+        return x_BTD, self.mlp_norm(x_BTD) if self.config.norm_first else x_BTD
+
+
+class Block(Attention):
+    """One layer. `block(x)` runs it on whole sequences; decoding with a cache calls its methods directly."""
+
+    def __init__(self, config: BlockConfig, key: Array) -> None:
+        c, keys = config, iter(jax.random.split(key, 7))
+        super().__init__(c, keys)
+
+        def linear(sizes: tuple[int, int], dims: tuple[str, str], std: float) -> Linear:
+            return Linear(next(keys), sizes, dims, std, use_bias=c.use_bias)
+
+        std = initial_std(c.hidden)
+        self.up = linear((c.hidden, c.intermediate), ("embed", "mlp"), std)
+        self.gate = linear((c.hidden, c.intermediate), ("embed", "mlp"), std) if c.activation == "swiglu" else None
+        self.down = linear((c.intermediate, c.hidden), ("mlp", "embed"), residual_std(c))
+
+    def __call__(self, x_BTD: Array, angles_BTH: Array | None = None, segments_BT: Array | None = None) -> Array:
+        return self.finish(x_BTD, self.mix(x_BTD, angles_BTH, segments_BT))
+
     def finish(self, x_BTD: Array, mixed_BTNH: Array) -> Array:
         """Returns the layer's output from its input and the weighted values of attention."""
         c = self.config
-        x_BTD = x_BTD + self.out(mixed_BTNH.reshape(x_BTD.shape))
-        x_BTD = x_BTD if c.norm_first else self.attention_norm(x_BTD)
-        y_BTD = self.mlp_norm(x_BTD) if c.norm_first else x_BTD
+        x_BTD, y_BTD = self.attend(x_BTD, mixed_BTNH)
         h_BTF = self.up(y_BTD)
         h_BTF = gelu(h_BTF, c.activation) if self.gate is None else jax.nn.silu(self.gate(y_BTD)) * h_BTF
         x_BTD = x_BTD + self.down(h_BTF)

@@ -104,12 +104,32 @@ class Decoder(Transformer):
 
     def logits(self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None = None) -> Array:
         """Returns float32 logits `[B, T, V]` of the next token at each position; padding ids get probability 0."""
+        embedding, x_BTD, angles_BTH = self.embed(params, tokens_BT, gather, segments_BT)
+        x_BTD = self.run_layers(params, x_BTD, gather, angles_BTH, as_floats(segments_BT))
+        return self.head(params, x_BTD, embedding, gather)
+
+    def embed(
+        self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None
+    ) -> tuple[Embedding, Array, Array | None]:
+        """Returns the embedding, the layers' input `[B, T, D]`, and the angles of rotary positions."""
         positions_1T = jnp.arange(self._checked_length(tokens_BT.shape[1]))[None]
         positions_BT = positions_1T if segments_BT is None else document_positions(segments_BT)
         embedding: Embedding = self._module("embed", params["embed"], gather)
-        x_BTD = embedding(tokens_BT, positions_BT)
-        x_BTD = self.run_layers(params, x_BTD, gather, self._angles(positions_BT), as_floats(segments_BT))
-        return self._head(params, x_BTD, embedding, gather)
+        return embedding, embedding(tokens_BT, positions_BT), self._angles(positions_BT)
+
+    def head(self, params: Params, x_BTD: Array, embedding: Embedding, gather: Gather) -> Array:
+        """Returns the logits of the last layer's output."""
+        head: Head = self._module("head", params["head"], gather)
+        return mask_padding(head(x_BTD, embedding), self.config.vocab_size)
+
+    def blocks(self, layer: Any) -> list[Any]:
+        """Returns the layers in one entry of the stack."""
+        return [layer]
+
+    def finish(self, block: Any, x_BTD: Array, mixed_BTNH: Array, gather: Gather) -> Array:
+        """Returns a layer's output from its input and the weighted values of attention."""
+        del gather
+        return block.finish(x_BTD, mixed_BTNH)
 
     def generate(
         self, params: Params, prompt_BP: Array, keys_B: Array, gather: Gather, *, length: int, temperature: float
@@ -126,29 +146,35 @@ class Decoder(Transformer):
         embedding: Embedding = self._module("embed", params["embed"], gather)
         # Initial carries are computed from data, so that a shard_map sees them vary over the mesh like later carries.
         zero = prompt_BP[0, 0] * 0 + embedding.token[0, 0].astype(jnp.int32) * 0
-        shape = (c.num_layers, batch, total, c.num_kv_heads, c.head_dim)
+        stacked = self.groups["layers"].num_layers or 1
+        shape = (stacked, c.num_layers // stacked, batch, total, c.num_kv_heads, c.head_dim)
         cache = jnp.zeros(shape, self.dtype) + zero.astype(self.dtype)
 
         def layer(carry: tuple[Array, Array], inputs: tuple[Params, Array, Array]) -> Any:
-            (x_B1D, t), (values, keys_BSKH, values_BSKH) = carry, inputs
-            block: Block = self._module("layers", values, gather)
-            q, k, v = block.queries_keys_values(x_B1D, self._angles(t[None, None]))
-            keys_BSKH = lax.dynamic_update_slice_in_dim(keys_BSKH, k, t, axis=1)
-            values_BSKH = lax.dynamic_update_slice_in_dim(values_BSKH, v, t, axis=1)
+            (x_B1D, t), (values, *caches) = carry, inputs
             seen = (jnp.arange(total) <= t)[None, None, None]
-            mixed = jax.nn.dot_product_attention(q, keys_BSKH, values_BSKH, mask=seen, implementation="xla")
-            return (block.finish(x_B1D, mixed), t), (keys_BSKH, values_BSKH)
+            updated = []
+            for i, block in enumerate(self.blocks(self._module("layers", values, gather))):
+                q, k, v = block.queries_keys_values(x_B1D, self._angles(t[None, None]))
+                keys_BSKH, values_BSKH = (
+                    lax.dynamic_update_slice_in_dim(cache[i], new, t, axis=1)
+                    for cache, new in zip(caches, (k, v), strict=True)
+                )
+                mixed = jax.nn.dot_product_attention(q, keys_BSKH, values_BSKH, mask=seen, implementation="xla")
+                x_B1D = self.finish(block, x_B1D, mixed, gather)
+                updated.append((keys_BSKH, values_BSKH))
+            return (x_B1D, t), tuple(map(jnp.stack, zip(*updated, strict=True)))
 
         def position(carry: tuple[Array, Array, Array], t: Array) -> Any:
-            token_B, keys_LBSKH, values_LBSKH = carry
+            token_B, keys, values = carry
             x_B1D = embedding(token_B[:, None], t[None, None])
-            inputs = params["layers"], keys_LBSKH, values_LBSKH
-            (x_B1D, _), (keys_LBSKH, values_LBSKH) = lax.scan(layer, (x_B1D, t), inputs)
-            logits_BV = self._head(params, x_B1D, embedding, gather)[:, 0]
+            inputs = params["layers"], keys, values
+            (x_B1D, _), (keys, values) = lax.scan(layer, (x_B1D, t), inputs)
+            logits_BV = self.head(params, x_B1D, embedding, gather)[:, 0]
             drawn_B = sample(jax.vmap(jax.random.fold_in, (0, None))(keys_B, t), logits_BV, temperature)
             given_B = lax.dynamic_index_in_dim(prompt_BP, jnp.minimum(t + 1, prompt_len - 1), 1, keepdims=False)
             token_B = jnp.where(t + 1 < prompt_len, given_B, drawn_B)
-            return (token_B, keys_LBSKH, values_LBSKH), token_B
+            return (token_B, keys, values), token_B
 
         _, later_SB = lax.scan(position, (prompt_BP[:, 0] + zero, cache, cache), jnp.arange(total - 1))
         return jnp.concatenate([prompt_BP[:, :1], later_SB.T], axis=1)
@@ -159,10 +185,6 @@ class Decoder(Transformer):
     def _angles(self, positions_BT: Array) -> Array | None:
         c = self.config
         return rotary_angles(positions_BT, c.head_dim, c.rotary_base) if c.positions == "rotary" else None
-
-    def _head(self, params: Params, x_BTD: Array, embedding: Embedding, gather: Gather) -> Array:
-        head: Head = self._module("head", params["head"], gather)
-        return mask_padding(head(x_BTD, embedding), self.config.vocab_size)
 
     def _checked_length(self, length: int) -> int:
         if length > self.config.max_len:

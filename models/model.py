@@ -90,6 +90,18 @@ class Model(ABC):
         `batch` holds the arrays of the rows (`input_pipeline.row_arrays`), `weights` among them.
         """
 
+    def objective(self, params: Params, batch: Batch, gather: Gather) -> tuple[Array, dict[str, Array]]:
+        """Returns what training minimises, and weighted sums of what else is logged of a step, by name.
+
+        Both are sums over the rows, like the loss: the step divides them by the sum of all weights.
+        """
+        return self.loss(params, batch, gather), {}
+
+    def warning(self, metrics: Mapping[str, float]) -> str:
+        """Returns a line for the user where the metrics of a step ask for one, else ""."""
+        del metrics
+        return ""
+
     def evaluate(self, params: Params, batch: Batch, gather: Gather) -> dict[str, Array]:
         """Returns the weighted sums for a validation, by name: `loss`, and further metrics of the model."""
         return {"loss": self.loss(params, batch, gather)}

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -61,16 +62,19 @@ class Transformer(Model):
         c = self.config
         return 6 * (self.num_params - self.num_lookup_params) + 12 * c.num_layers * c.hidden * seq_len
 
-    def run_layers(self, params: Params, x_BTD: Array, gather: Gather, *args: Array | None) -> Array:
-        """Returns `x` after all layers, each gathered right before its use; `args` are passed to every layer."""
+    def run_layers(self, params: Params, x: Any, gather: Gather, *args: Array | None, **how: Any) -> Any:
+        """Returns `x` after all layers, each gathered right before its use; `args` and `how` are passed to every layer.
+
+        `x` is what the layers hand on, an array `[B, T, D]` or a tree of arrays; `args` are arrays of floats.
+        """
         layers = self.groups["layers"]
 
-        def body(x_BTD: Array, values: Params, *args: Array | None) -> Array:
-            return layers.module(values, self.dtype)(x_BTD, *args)
+        def body(x: Any, values: Params, *args: Array | None) -> Any:
+            return layers.module(values, self.dtype)(x, *args, **how)
 
         return scan_layers(
             body,
-            x_BTD,
+            x,
             params["layers"],
             *args,
             gather=partial(gather, "layers"),

@@ -3,14 +3,19 @@
 The least time is that of the matrix products alone, or of the traffic of one network level alone, whichever is longer.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from configs.schema import TransformerConfig
+import jax
+
+from configs.schema import MoeConfig, TransformerConfig
 from input_pipeline import row_arrays
 from planner.clusters import Cluster
 from planner.table import table_rows
 from sharding.mesh import inter_part, intra_part
+from sharding.scopes import beyond
+from sharding.spec import ParamSpec, is_placement
 from training.experiment import Experiment
 
 HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
@@ -87,7 +92,7 @@ def _estimate_s(experiment: Experiment, cluster: Cluster, compute_s: float) -> f
     """
     config, layout, network = experiment.config, experiment.plan.layout, cluster.network()
     device, steps = cluster.compute(layout.shape.num_devices), experiment.batches.accumulation
-    copied = 6 * ITEM_BYTES[config.model.compute_dtype] * experiment.model.num_params / layout.shape.tensor
+    copied = 6 * ITEM_BYTES[config.model.compute_dtype] * sum(_gathered(experiment).values())
     compute_s += steps * copied / device.memory_bandwidth
     seconds = {
         use: [network.level_s(level, sent, 0) for level, sent in levels.items()]
@@ -99,7 +104,19 @@ def _estimate_s(experiment: Experiment, cluster: Cluster, compute_s: float) -> f
     hop_two_s = sum(seconds["hop_two"])
     if layout.parameters == layout.gradients == layout.optimizer:  # it is in the last backward pass
         hop_two_s = max(0.0, hop_two_s - 0.75 * compute_s / steps)
-    return max(compute_s, *seconds["layers"]) + sum(seconds["gradient_scope"]) + hop_two_s
+    return max(compute_s, *seconds["layers"]) + sum(seconds["experts"]) + sum(seconds["gradient_scope"]) + hop_two_s
+
+
+def _gathered(experiment: Experiment) -> dict[tuple[str, ...], float]:
+    """Returns the parameters that a device has of the gathered model, by the axes that hold them apart: experts."""
+    layout = experiment.plan.layout
+    found = {(): 0.0}
+    specs = jax.tree.leaves(experiment.model.param_specs(), is_leaf=lambda x: isinstance(x, ParamSpec))
+    placements = jax.tree.leaves(experiment.plan.placements, is_leaf=is_placement)
+    for spec, placement in zip(specs, placements, strict=True):
+        here = math.prod(spec.shape) / layout.shape.size(placement.held) / layout.shape.tensor
+        found[placement.held] = found.get(placement.held, 0.0) + here
+    return found
 
 
 def _activation_bytes(experiment: Experiment) -> float:
@@ -115,10 +132,11 @@ def _kept_gathered(experiment: Experiment) -> float:
     """Returns the bytes of the parameters that the policy keeps gathered, and of gradients of them all."""
     layout, item = experiment.plan.layout, ITEM_BYTES[experiment.config.model.compute_dtype]
     gathered, copies = 0.0, 1 if layout.gather.by_layer else 2  # gradients that come out by layer are not kept whole
-    for part in (layout.gather.each_step, layout.gather.each_micro_step):
-        if part and (axes := part(layout.parameters)):
-            kept = layout.shape.size(layout.parameters) / layout.shape.size(axes)
-            gathered += copies * item * experiment.model.num_params / kept / layout.shape.tensor
+    for held, values in _gathered(experiment).items():
+        for part in (layout.gather.each_step, layout.gather.each_micro_step):
+            if part and (axes := beyond(held, part(layout.parameters))):
+                kept = layout.shape.size(beyond(held, layout.parameters)) / layout.shape.size(axes)
+                gathered += copies * item * values / kept
     return gathered
 
 
@@ -138,7 +156,7 @@ def _temporary_bytes(experiment: Experiment, gradients: int) -> float:
         return held
     tokens, vocab = config.batch.micro_size * config.data.seq_len, model.padded_vocab / tensor
     embedding = vocab * model.hidden
-    layer = max(0.0, experiment.model.num_params / tensor - embedding) / model.num_layers
+    layer = max(0.0, sum(_gathered(experiment).values()) - embedding) / model.num_layers
     scores = tokens * config.data.seq_len * model.num_heads / tensor * (4 + 3 * item)
     inside = scores + 4 * item * tokens * (model.intermediate / tensor + model.hidden)
     head = tokens * vocab * (4 + 2 * item)
@@ -154,12 +172,12 @@ def traffic(experiment: Experiment) -> Mapping[str, float]:
 
 
 def _traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
-    """Returns the bytes of gathers and hop one (`layers`), of the wider scope of gradients, and of hop two."""
+    """Returns the bytes of gathers and hop one (`layers`), of the wider scope of gradients, hop two, and tokens."""
     config, layout = experiment.config, experiment.plan.layout
     codecs, steps = config.compression, experiment.batches.accumulation
     num_params = experiment.model.num_params / layout.shape.tensor
     item = ITEM_BYTES[config.model.compute_dtype]
-    sent = {use: {"inter": 0.0, "intra": 0.0} for use in ("layers", "gradient_scope", "hop_two")}
+    sent = {use: {"inter": 0.0, "intra": 0.0} for use in ("layers", "gradient_scope", "hop_two", "experts")}
 
     def add(use: str, axes: tuple[str, ...], values: float, times: float, inter_item: float, intra_item: float) -> None:
         """Counts a gather or a scatter of so many values over `axes`: once between nodes, then inside them."""
@@ -170,15 +188,36 @@ def _traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]
     gather = [min(item, CODEC_BYTES.get(codec, 0.0)) for codec in (codecs.gather_inter, codecs.gather_intra)]
     hop_one = [min(item, CODEC_BYTES.get(codec, 0.0)) for codec in (codecs.hop_one_inter, codecs.hop_one_intra)]
     policy = layout.gather
-    for part, times in ((policy.each_step, 1), (policy.each_micro_step, steps), (policy.each_use, 2 * steps)):
-        if part:
-            axes = part(layout.parameters)
-            values = num_params * layout.shape.size(intra_part(axes)) / layout.shape.size(intra_part(layout.parameters))
-            add("layers", axes, values, times, *gather)
-            add("layers", axes, values, steps, *hop_one)
+    for held, gathered in _gathered(experiment).items():
+        inside = layout.shape.size(intra_part(beyond(held, layout.parameters)))
+        for part, times in ((policy.each_step, 1), (policy.each_micro_step, steps), (policy.each_use, 2 * steps)):
+            if part:
+                axes = beyond(held, part(layout.parameters))
+                values = gathered * layout.shape.size(intra_part(axes)) / inside
+                add("layers", axes, values, times, *gather)
+                add("layers", axes, values, steps, *hop_one)
+    if isinstance(config.model, MoeConfig):
+        for level, axes in (("inter", inter_part(layout.experts)), ("intra", intra_part(layout.experts))):
+            codec = min(item, CODEC_BYTES.get(getattr(codecs, f"experts_{level}"), 0.0))
+            size = layout.shape.size(axes)
+            direct = 1 if level == "inter" or layout.hierarchical else layout.shape.size(inter_part(layout.experts))
+            sent["experts"][level] += steps * codec * _sent_tokens(experiment) * (size - 1) / size / direct
     shards = layout.shape.size(layout.parameters)
     add("gradient_scope", layout.gradients_beyond_parameters, num_params / shards, steps, *hop_one)
     hop_two = CODEC_BYTES.get(codecs.hop_two, 0.0)  # of the others the size depends on the tensors
     per_step = 2 / max(1, config.local_sgd.inner_steps)
     add("hop_two", layout.replica_axes, num_params / layout.shape.size(layout.gradients), per_step, hop_two, hop_two)
     return sent
+
+
+def _sent_tokens(experiment: Experiment) -> float:
+    """Returns the values that a device hands to the exchange of tokens in a micro-step, own ones included.
+
+    The slots of its rows at all experts, there and back, forward and backward; and once more where the backward pass
+    computes the layer again.
+    """
+    model = experiment.model.config
+    assert isinstance(model, MoeConfig)
+    slots = model.num_experts * model.capacity(experiment.config.data.seq_len)
+    times = 4 if model.remat == "none" else 6
+    return times * model.num_moe_layers * experiment.config.batch.micro_size * slots * model.hidden

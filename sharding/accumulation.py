@@ -21,7 +21,7 @@ from jax import lax
 
 PyTree = Any
 Index = jax.Array | int
-Body = Callable[..., jax.Array]  # (x, one layer's gathered parameters, *args) -> x
+Body = Callable[..., PyTree]  # (x, one layer's gathered parameters, *args) -> x; what layers hand on, floats
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,12 +90,12 @@ def values_of(group: PyTree) -> PyTree:
 
 def scan_layers(
     body: Body,
-    x: jax.Array,
+    x: PyTree,
     stack: PyTree,
     *args: PyTree,
     gather: Callable[[PyTree], PyTree],
     rematerialise: Callable[[Body], Body],
-) -> jax.Array:
+) -> PyTree:
     """Returns `x` after `body(x, gather(layer), *args)` for each layer of a stack `[L, ...]`.
 
     The stack is an Accumulating or plain arrays; `args` hold floats. `rematerialise` wraps the gather and the body of
@@ -112,13 +112,13 @@ def scan_layers(
     return lax.scan(lambda x, layer: (run(x, layer), None), x, stack)[0]
 
 
-def _scan_adding(run: Body, x: jax.Array, stack: Accumulating) -> jax.Array:
+def _scan_adding(run: Body, x: PyTree, stack: Accumulating) -> PyTree:
     """Runs the layers; backwards, each adds its gradients to the sums."""
 
     def finish(i: jax.Array, grads: PyTree, sums: PyTree) -> tuple[None, PyTree]:
         return None, _put(sums, stack.rule.finish(_at(sums, i), grads, i), i)
 
-    def layer(carry: tuple[jax.Array, PyTree], item: tuple[jax.Array, PyTree]) -> tuple[Any, None]:
+    def layer(carry: tuple[PyTree, PyTree], item: tuple[jax.Array, PyTree]) -> tuple[Any, None]:
         x, sums = carry
         i, values = item
         values, sums = _tap(finish, i, values, sums)
@@ -129,8 +129,8 @@ def _scan_adding(run: Body, x: jax.Array, stack: Accumulating) -> jax.Array:
 
 
 def _scan_pipelined(
-    body: Body, x: jax.Array, stack: Accumulating, args: tuple[PyTree, ...], gather: Callable[[PyTree], PyTree]
-) -> jax.Array:
+    body: Body, x: PyTree, stack: Accumulating, args: tuple[PyTree, ...], gather: Callable[[PyTree], PyTree]
+) -> PyTree:
     """Runs the layers with the communication of their neighbours beside them.
 
     The last layer stays out of both loops, and its gathered parameters are kept from the forward to the backward pass.
@@ -140,7 +140,7 @@ def _scan_pipelined(
     rule, last = stack.rule, _length(stack.values) - 1
     keep = rule.keep or (lambda values: values)
 
-    def forward(x: jax.Array, values: PyTree, args: tuple[PyTree, ...]) -> tuple[jax.Array, PyTree]:
+    def forward(x: PyTree, values: PyTree, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         def layer(carry: tuple[Any, ...], i: jax.Array) -> tuple[Any, Any]:
             x, part, full = carry
             following = keep(_at(values, i + 1))
@@ -152,26 +152,26 @@ def _scan_pipelined(
         return body(x_last, full, *args), (xs, x_last, full, parts)
 
     @jax.custom_vjp
-    def run(x: jax.Array, values: PyTree, sums: PyTree, args: tuple[PyTree, ...]) -> jax.Array:
+    def run(x: PyTree, values: PyTree, sums: PyTree, args: tuple[PyTree, ...]) -> PyTree:
         del sums
         return forward(x, values, args)[0]
 
-    def run_forward(x: jax.Array, values: PyTree, sums: PyTree, args: tuple[PyTree, ...]) -> tuple[jax.Array, PyTree]:
+    def run_forward(x: PyTree, values: PyTree, sums: PyTree, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         x, kept = forward(x, values, args)
         return x, (*kept, values, sums, args)
 
-    def run_backward(residuals: tuple[Any, ...], g: jax.Array) -> tuple[jax.Array, None, PyTree, PyTree]:
+    def run_backward(residuals: tuple[Any, ...], g: PyTree) -> tuple[PyTree, None, PyTree, PyTree]:
         xs, x_last, full, parts, values, sums, args = residuals
         parts = parts if rule.keep else values
 
-        def layer_backward(x: jax.Array, full: PyTree, g: jax.Array) -> tuple[jax.Array, PyTree, PyTree]:
+        def layer_backward(x: PyTree, full: PyTree, g: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             return jax.vjp(lambda x, full, args: body(x, full, *args), x, full, args)[1](g)
 
         def finish(sums: PyTree, grads: PyTree, i: Index) -> PyTree:
             (own,) = jax.vjp(lambda x: gather(keep(x)), _at(values, i))[1](grads)  # hop one: the gathers' transpose
             return _put(sums, rule.finish(_at(sums, i), own, i), i)
 
-        def layer(carry: tuple[Any, ...], item: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+        def layer(carry: tuple[Any, ...], item: tuple[jax.Array, PyTree]) -> tuple[Any, None]:
             g, full, grads, args_grads, sums = carry
             i, x = item
             following = gather(_at(parts, jnp.maximum(i - 1, 0)))
@@ -204,11 +204,11 @@ def _tap(backward: Callable[..., tuple[PyTree, ...]], i: jax.Array, *trees: PyTr
     return identity(i, *trees)
 
 
-def _start_backwards(x: jax.Array, carried: PyTree, first: PyTree) -> jax.Array:
+def _start_backwards(x: PyTree, carried: PyTree, first: PyTree) -> PyTree:
     """Returns `x`; backwards, `first` is the cotangent of `carried`."""
 
     @jax.custom_vjp
-    def start(x: jax.Array, carried: PyTree, first: PyTree) -> jax.Array:
+    def start(x: PyTree, carried: PyTree, first: PyTree) -> PyTree:
         del carried, first
         return x
 

@@ -130,8 +130,19 @@ def all_to_all_rows(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
+def coded_all_to_all_rows(rows: jax.Array, axes: tuple[str, ...], codec: Codec | None) -> jax.Array:
+    """Does the same with rows of floats, encoded by `codec`; sixteen-bit floats travel as integers."""
+    if codec:
+        values = _filled(rows.astype(jnp.float32), codec.multiple)
+        received = codec.decode(all_to_all_rows(codec.encode(values, _no_key()), axes))
+        return received[:, : rows.shape[-1]].astype(rows.dtype)
+    if rows.dtype == jnp.bfloat16:
+        return lax.bitcast_convert_type(all_to_all_rows(lax.bitcast_convert_type(rows, jnp.uint16), axes), rows.dtype)
+    return all_to_all_rows(rows, axes)
+
+
 def _no_key() -> jax.Array:
-    """Gathers and hop one have no residuals that would need unbiased rounding: they round to the nearest."""
+    """Gathers, hop one and tokens have no residuals that would need unbiased rounding: they round to the nearest."""
     return jax.random.key(0)
 
 
@@ -180,7 +191,10 @@ def vary(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Tensors that travel together: their placements and the scope over which their shards are cut."""
+    """Tensors that travel together: their placements and the scope over which their shards are cut.
+
+    Experts travel over the axes of the scope that do not hold them: where those are fewer, in collectives of their own.
+    """
 
     placements: tuple[Placement, ...]
     scope: tuple[str, ...]
@@ -190,13 +204,9 @@ class Group:
     reduce_scatter_codecs: LevelCodecs = PLAIN
     tensor_is_manual: bool = False
 
-    @property
-    def _degree(self) -> int:
-        return prod(lax.axis_size(axis) for axis in self.scope)
-
     def gather(self, shards: Sequence[jax.Array], *, to: str = "varying") -> list[jax.Array]:
         """Returns the full tensors of local `shards`; those without a partitioned dim come back as they are."""
-        collective = partial(all_gather_chunks, scope=self.scope, hierarchical=self.hierarchical, to=to)
+        collective = partial(all_gather_chunks, hierarchical=self.hierarchical, to=to)
         return self._exchange(_gather_packed, collective, self.gather_codecs, shards)
 
     def reduce_scatter(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
@@ -205,21 +215,29 @@ class Group:
             return list(tensors)
         collective = partial(
             reduce_scatter_chunks,
-            scope=self.scope,
             hierarchical=self.hierarchical,
             by_ring=self.over_gloo,
         )
-        whole = [lax.psum(x, self.scope) if p.dim is None else x for x, p in zip(tensors, self.placements, strict=True)]
+        whole = [
+            lax.psum(x, axes) if p.dim is None and (axes := p.not_held(self.scope)) else x
+            for x, p in zip(tensors, self.placements, strict=True)
+        ]
         return self._exchange(_scatter_packed, collective, self.reduce_scatter_codecs, whole)
 
     def all_reduce_then_slice(self, tensors: Sequence[jax.Array], over: Sequence[str]) -> list[jax.Array]:
         """Sums full `tensors` over the axes `over`, returns this device's shards: MiCS section 3.4's alternative."""
-        return self.slice([lax.psum(x, tuple(over)) for x in tensors] if over else tensors)
+        summed = [
+            lax.psum(x, axes) if (axes := p.not_held(over)) else x
+            for x, p in zip(tensors, self.placements, strict=True)
+        ]
+        return self.slice(summed)
 
     def slice(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns this device's shards of full `tensors`, without communication."""
         return [
-            x if p.dim is None or not self.scope else split(x, p.dim, self._degree)[lax.axis_index(self.scope)]
+            split(x, p.dim, _size(axes))[lax.axis_index(axes)]
+            if p.dim is not None and (axes := p.not_held(self.scope))
+            else x
             for x, p in zip(tensors, self.placements, strict=True)
         ]
 
@@ -236,20 +254,20 @@ class Group:
         of norms near 1, weights near 0.02). Of the others each begins a block of the codec.
         """
         out = list(xs)
-        used = codecs.used(self.scope, hierarchical=self.hierarchical)
-        kinds: dict[tuple[bool, bool], list[int]] = {}
+        kinds: dict[tuple[tuple[str, ...], bool, bool], list[int]] = {}
         for i, p in enumerate(self.placements):
-            if p.dim is not None and self.scope:
-                coded = bool(used) and not p.is_vector
-                kinds.setdefault((p.tensor_dim is not None, coded), []).append(i)
-        for (over_tensor, coded), members in kinds.items():
+            if p.dim is not None and (scope := p.not_held(self.scope)):
+                coded = bool(codecs.used(scope, hierarchical=self.hierarchical)) and not p.is_vector
+                kinds.setdefault((scope, p.tensor_dim is not None, coded), []).append(i)
+        for (scope, over_tensor, coded), members in kinds.items():
+            used = codecs.used(scope, hierarchical=self.hierarchical)
             for bucket in buckets(members, [x.nbytes for x in xs], over_gloo=self.over_gloo):
                 places = tuple(self.placements[i] for i in bucket)
                 exchange = partial(
                     packed,
                     places=places,
-                    collective=partial(collective, codecs=codecs if coded else PLAIN),
-                    degree=self._degree,
+                    collective=partial(collective, scope=scope, codecs=codecs if coded else PLAIN),
+                    degree=_size(scope),
                     multiple=lcm(*(codec.multiple for codec in used)) if coded else 1,
                 )
                 if over_tensor and not self.tensor_is_manual:
@@ -261,6 +279,10 @@ class Group:
                 for i, x in zip(bucket, exchange(*(xs[i] for i in bucket)), strict=True):
                     out[i] = x
         return out
+
+
+def _size(axes: Sequence[str]) -> int:
+    return prod(lax.axis_size(axis) for axis in axes)
 
 
 def buckets(members: Sequence[int], nbytes: Sequence[int], *, over_gloo: bool) -> list[list[int]]:

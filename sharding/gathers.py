@@ -3,7 +3,6 @@
 All but `auto_gather` run inside a `shard_map` whose data axes are manual.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,11 +11,11 @@ from jax.sharding import NamedSharding
 
 from sharding.accumulation import values_of
 from sharding.collectives import Group, vary
+from sharding.experts import Gather, GatherWithExchange
 from sharding.plan import ShardingPlan
 from sharding.spec import Placement, is_placement
 
 PyTree = Any
-Gather = Callable[[str, PyTree], PyTree]
 
 
 def layer_gather(plan: ShardingPlan, scope: tuple[str, ...] | None = None) -> Gather:
@@ -28,7 +27,12 @@ def layer_gather(plan: ShardingPlan, scope: tuple[str, ...] | None = None) -> Ga
     def gather(name: str, tree: PyTree) -> PyTree:
         return gather_tree(plan, used_placements(plan, name), values_of(tree), scope)
 
-    return gather
+    return GatherWithExchange(gather=gather, exchange=plan.exchange)
+
+
+def no_gather(plan: ShardingPlan) -> Gather:
+    """Returns the gather of a model whose parameters were gathered before: only tokens travel."""
+    return GatherWithExchange(gather=lambda name, tree: tree, exchange=plan.exchange)
 
 
 def auto_gather(plan: ShardingPlan) -> Gather:

@@ -14,14 +14,25 @@ from jax import lax
 
 from sharding.accumulation import Accumulating, Rule, values_of
 from sharding.collectives import vary
-from sharding.gathers import Gather, auto_gather, gather_tree, hop_one, layer_gather, to_gradient_scope, used_placements
+from sharding.experts import Gather
+from sharding.gathers import (
+    auto_gather,
+    gather_tree,
+    hop_one,
+    layer_gather,
+    no_gather,
+    to_gradient_scope,
+    used_placements,
+)
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs, run_manual
 from sharding.spec import Placement, is_placement
 
 PyTree = Any
 Shards = list[jax.Array]
 Batch = Mapping[str, jax.Array]  # each [accum, rows, ...], rows over the data axes
-Loss = Callable[[PyTree, Batch, Gather], jax.Array]  # the weighted sum of the losses of the rows given
+Means = dict[str, jax.Array]  # `loss` and what else a model tells of a step, by name
+# the weighted sum of the losses of the rows given, and weighted sums of what else is told of them
+Loss = Callable[[PyTree, Batch, Gather], tuple[jax.Array, Means]]
 GroupExchange = Callable[[str, PyTree, "Sums", jax.Array | int], "Sums"]  # (name, placements, sums, layer) -> sums
 
 
@@ -66,8 +77,8 @@ def manual_gradients(
     drift_R: PyTree | None = None,
     hop_two: HopTwoInBackward | None = None,
     opt_state: PyTree = None,
-) -> tuple[PyTree, jax.Array]:
-    """Returns the gradients `[R, ...]`, one for each replica and reduced inside its group, and the loss.
+) -> tuple[PyTree, Means]:
+    """Returns the gradients `[R, ...]`, one for each replica and reduced inside its group, and the means, `loss` too.
 
     Hop two remains to be done: the mean over R (MiCS section 3.4); unless `hop_two` did it, which makes them an
     Exchanged, or did that of the step before, which makes them a Delayed. With `drift_R` each replica is at
@@ -79,18 +90,18 @@ def manual_gradients(
 
     def on_device(
         params: PyTree, batch: Batch, total: jax.Array, done: jax.Array, drift_R: PyTree, kept_R: PyTree
-    ) -> tuple[PyTree, PyTree, jax.Array, jax.Array]:
+    ) -> tuple[PyTree, PyTree, jax.Array, Means]:
         own = replica_parameters(plan, params, drift_R)
         kept = jax.tree.map(lambda x: vary(x[0], layout.data_axes), kept_R)
-        sums, value = micro_steps(loss, plan, own, batch, total, hop_two, kept, done)
+        sums, means = micro_steps(loss, plan, own, batch, total, hop_two, kept, done)
         grads = sums.grads
         # what is not cut is equal on all devices of the scope: its type is to say so
-        grads = plan.map(lambda p, g: g if p.dim is not None else same_on_all(g, layout.gradients), grads)
+        grads = plan.map(lambda p, g: g if p.dim is not None else same_on_all(g, p.not_held(layout.gradients)), grads)
         # times R: hop two takes the mean, and divided by the `total` of all replicas their gradients are to add up
         scale = 1 if is_done else layout.num_replicas
         grads_R, kept_R = (jax.tree.map(lambda x: x[None], tree) for tree in (grads, sums.kept))
         counts = lax.pmean(sums.total_counts(), layout.data_axes)
-        return jax.tree.map(lambda g: g * scale, grads_R), kept_R, counts, lax.psum(value, layout.data_axes)
+        return jax.tree.map(lambda g: g * scale, grads_R), kept_R, counts, lax.psum(means, layout.data_axes)
 
     specs_R = gradient_specs(plan, tensor=False)
     drift_specs, kept_specs = (None if tree is None else specs_R for tree in (drift_R, kept_R))
@@ -100,10 +111,10 @@ def manual_gradients(
         (specs_R, kept_specs, REPLICATED, REPLICATED),
         (REPLICATED, REPLICATED, drift_specs, kept_specs),
     )
-    grads_R, kept_R, counts, value = run(params, batch, jnp.sum(batch["weights"]), done, drift_R, kept_R)
+    grads_R, kept_R, counts, means = run(params, batch, jnp.sum(batch["weights"]), done, drift_R, kept_R)
     if is_done:
-        return Exchanged(grads_R=grads_R, kept_R=kept_R, counts=counts), value
-    return Delayed(grads_R=grads_R, before=Exchanged(grads_R=kept_R)) if hop_two else grads_R, value
+        return Exchanged(grads_R=grads_R, kept_R=kept_R, counts=counts), means
+    return Delayed(grads_R=grads_R, before=Exchanged(grads_R=kept_R)) if hop_two else grads_R, means
 
 
 def replica_parameters(plan: ShardingPlan, params: PyTree, drift_R: PyTree | None) -> PyTree:
@@ -128,8 +139,8 @@ def micro_steps(
     hop_two: HopTwoInBackward | None = None,
     kept: PyTree = None,
     done: jax.Array | int = 0,
-) -> tuple["Sums", jax.Array]:
-    """Returns the sums over the micro-steps of this device's gradients, in their scope, and losses over `total`.
+) -> tuple["Sums", Means]:
+    """Returns the sums over the micro-steps of this device's gradients, in their scope, and of its sums over `total`.
 
     With `hop_two` the gradients are summed over the replicas too, or if it is delayed those that were `kept`; else
     `kept` is what it keeps of them, after `done` times.
@@ -141,17 +152,20 @@ def micro_steps(
 
     def micro_step(
         carry: tuple[Sums, jax.Array], item: tuple[jax.Array, Batch], exchange: GroupExchange | None = None
-    ) -> tuple[Any, None]:
+    ) -> tuple[Any, Means]:
         sums, value = carry
         i, micro = item
         used = gathered
         if not policy.each_step:  # tied to the loop, or XLA would move gathers out of it and keep what they gather
             used = jax.tree.map(lambda x: lax.optimization_barrier((x, i))[0], gathered)
+
         # forward and backward pass; what is gathered in it is reduce-scattered on the way back: hop one
-        more, sums = jax.value_and_grad(
-            lambda sums: micro_loss(loss, plan, accumulating(plan, used, sums, exchange), micro) / total
-        )(sums)
-        return (sums, value + more), None
+        def mean(sums: Sums) -> tuple[jax.Array, Means]:
+            value, told = micro_loss(loss, plan, accumulating(plan, used, sums, exchange), micro)
+            return value / total, jax.tree.map(lambda x: x / total, told)
+
+        (more, told), sums = jax.value_and_grad(mean, has_aux=True)(sums)
+        return (sums, value + more), told
 
     # a zero that XLA does not know: zeros that it knows it shares with later ones, and keeps for the whole step
     zero = lax.optimization_barrier(jnp.zeros(()))
@@ -162,19 +176,26 @@ def micro_steps(
     accumulation = batch["weights"].shape[0]
     items = (jnp.arange(accumulation), dict(batch))
     if hop_two is None:
-        (sums, value), _ = lax.scan(micro_step, carry, items)
-        return sums, value
+        (sums, value), told = lax.scan(micro_step, carry, items)
+        return sums, _means(value, told)
     if hop_two.delayed:
         pieces = {name: _in_pieces(name, group, accumulation, plan.layout.num_replicas) for name, group in kept.items()}
         carry = (with_hop_two(plan, grads, pieces, 0, hop_two.num_counts), carry[1])
-        (sums, value), _ = lax.scan(partial(micro_step, exchange=partial(_exchange_piece, plan, hop_two)), carry, items)
-        return sums._replace(kept={name: _whole(sums.kept[name], group) for name, group in kept.items()}), value
-    (sums, value), _ = lax.scan(micro_step, carry, jax.tree.map(lambda x: x[:-1], items))
+        exchange_piece = partial(_exchange_piece, plan, hop_two)
+        (sums, value), told = lax.scan(partial(micro_step, exchange=exchange_piece), carry, items)
+        whole = {name: _whole(sums.kept[name], group) for name, group in kept.items()}
+        return sums._replace(kept=whole), _means(value, told)
+    (sums, value), told = lax.scan(micro_step, carry, jax.tree.map(lambda x: x[:-1], items))
     sums = with_hop_two(plan, sums.grads, kept, done, hop_two.num_counts)
     # after the others: its forward pass needs nothing of them, and run before them it would hold its layers' inputs
     last, value = lax.optimization_barrier((jax.tree.map(lambda x: x[-1], items), value))
-    (sums, value), _ = micro_step((sums, value), last, partial(_exchange_group, plan, hop_two))
-    return sums, value
+    (sums, value), more = micro_step((sums, value), last, partial(_exchange_group, plan, hop_two))
+    return sums, _means(value, jax.tree.map(lambda x, y: jnp.append(x, y), told, more))
+
+
+def _means(loss: jax.Array, told: Means) -> Means:
+    """Returns the loss and the sums over the micro-steps of what is told, `[accum]` each."""
+    return {"loss": loss} | jax.tree.map(jnp.sum, told)
 
 
 class Sums(NamedTuple):
@@ -288,15 +309,18 @@ def _whole(pieces: jax.Array, group: PyTree) -> PyTree:
     return tree.unflatten([part.reshape(x.shape) for part, x in zip(parts, leaves, strict=True)])
 
 
-def micro_loss(loss: Loss, plan: ShardingPlan, kept: PyTree, micro: Batch) -> jax.Array:
-    """Returns the loss of this device's rows `[rows, ...]`, gathering what the policy gathers in a micro-step."""
+def micro_loss(loss: Loss, plan: ShardingPlan, kept: PyTree, micro: Batch) -> tuple[jax.Array, Means]:
+    """Returns the loss of this device's rows `[rows, ...]`, and what else is told of them.
+
+    It gathers what the policy gathers in a micro-step.
+    """
     policy, parameters = plan.layout.gather, plan.layout.parameters
     kept = values_of(kept)  # a policy that gathers for the whole micro-step accumulates after it
     if policy.each_micro_step and not plan.overlap:  # with overlap it is gathered a layer at a time
         kept = _gather_for_micro_step(plan, plan.placements, kept)
     if policy.each_use:
         return loss(kept, micro, layer_gather(plan, policy.each_use(parameters)))
-    return loss(kept, micro, lambda name, tree: tree)
+    return loss(kept, micro, no_gather(plan))
 
 
 def _gather_for_micro_step(plan: ShardingPlan, placements: PyTree, shards: PyTree) -> PyTree:
@@ -311,17 +335,20 @@ def same_on_all(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pmean(vary(x, axes), axes) if axes else x
 
 
-def auto_gradients(loss: Loss, plan: ShardingPlan, params: PyTree, batch: Batch) -> tuple[PyTree, jax.Array]:
+def auto_gradients(loss: Loss, plan: ShardingPlan, params: PyTree, batch: Batch) -> tuple[PyTree, Means]:
     """Returns the same as `manual_gradients` with R = 1, all collectives chosen by XLA's partitioner."""
     layout = plan.layout
     total = jnp.sum(batch["weights"])
     gather = auto_gather(plan)
 
-    def micro_step(carry: tuple[PyTree, jax.Array], micro: Batch) -> tuple[tuple[PyTree, jax.Array], None]:
-        value, grads = jax.value_and_grad(lambda p: loss(p, micro, gather) / total)(params)
+    def micro_step(carry: tuple[PyTree, jax.Array], micro: Batch) -> tuple[tuple[PyTree, jax.Array], Means]:
+        def mean(params: PyTree) -> tuple[jax.Array, Means]:
+            return jax.tree.map(lambda x: x / total, loss(params, micro, gather))
+
+        (value, told), grads = jax.value_and_grad(mean, has_aux=True)(params)
         grads = plan.constrain(grads, layout.gradients)
-        return jax.tree.map(jnp.add, carry, (grads, value)), None
+        return jax.tree.map(jnp.add, carry, (grads, value)), told
 
     zeros = plan.constrain(jax.tree.map(jnp.zeros_like, params), layout.gradients)
-    (grads, value), _ = lax.scan(micro_step, (zeros, jnp.zeros(())), dict(batch))
-    return jax.tree.map(lambda g: g[None], grads), value
+    (grads, value), told = lax.scan(micro_step, (zeros, jnp.zeros(())), dict(batch))
+    return jax.tree.map(lambda g: g[None], grads), _means(value, told)

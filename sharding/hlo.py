@@ -19,7 +19,7 @@ from sharding.mesh import AXES, MeshShape
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 # named scopes of the step
-LABELS = ("gather", "hop_one", "gradient_scope", "hop_two", "orthogonalise", "parameter_scope")
+LABELS = ("gather", "hop_one", "gradient_scope", "hop_two", "orthogonalise", "parameter_scope", "experts")
 CALLS = ("call", "conditional", "custom-call", "call-start", "custom-call-start", "async-start")  # may hold collectives
 CONTEXT = Tensor("u32", ())  # what a started collective-permute returns besides its result
 

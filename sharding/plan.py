@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.collectives import PLAIN, Group, LevelCodecs
+from sharding.experts import Exchange
 from sharding.mesh import DATA_AXES
 from sharding.scopes import Layout
 from sharding.spec import is_placement, pspecs
@@ -30,6 +31,7 @@ class ShardingPlan:
     reduce_dtype: Any = None  # of hop one; None: the compute dtype
     gather_codecs: LevelCodecs = PLAIN  # of the micro-steps' gathers
     hop_one_codecs: LevelCodecs = PLAIN
+    expert_codecs: LevelCodecs = PLAIN  # of tokens sent to experts
     overlap: bool = False  # layers are gathered ahead, and their gradients reduced behind, beside the compute
 
     @property
@@ -56,7 +58,13 @@ class ShardingPlan:
     @property
     def without_codecs(self) -> "ShardingPlan":
         """The same with gathers that lose nothing: for what is told about the parameters, not how they are trained."""
-        return dataclasses.replace(self, gather_codecs=PLAIN)
+        return dataclasses.replace(self, gather_codecs=PLAIN, expert_codecs=PLAIN)
+
+    @property
+    def exchange(self) -> Exchange:
+        """How tokens reach their experts."""
+        layout = self.layout
+        return Exchange(scope=layout.experts, hierarchical=layout.hierarchical, codecs=self.expert_codecs)
 
     def map(self, function: Callable[..., Any], *trees: PyTree) -> PyTree:
         """Maps `function(placement, leaf, ...)` over trees like the parameters."""

@@ -131,9 +131,9 @@ class Sharing:
 
 
 def _sharing(plan: ShardingPlan, p: Placement) -> Sharing:
-    """Returns how the devices share the work on tensors of a placement."""
+    """Returns how the devices share the work on tensors of a placement; each works on the experts that it holds."""
     layout = plan.layout
     tensor = ("tensor",) if p.tensor_dim is not None else ()
-    cut = tensor + (layout.optimizer if p.dim is not None else ())
-    copies = tuple(axis for axis in layout.shape.used(intra_part(AXES)) if axis not in cut)
+    cut = tensor + (p.not_held(layout.optimizer) if p.dim is not None else ())
+    copies = tuple(axis for axis in layout.shape.used(intra_part(AXES)) if axis not in cut + p.held)
     return Sharing(cut=cut, copies=copies, hierarchical=layout.hierarchical)

@@ -23,12 +23,16 @@ class WorldTooSmallError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A mesh shape and the three scopes on it, each a tuple of axes in CHUNK_ORDER (axes of size 1 left out)."""
+    """A mesh shape and the three scopes on it, each a tuple of axes in CHUNK_ORDER (axes of size 1 left out).
+
+    `experts` lies within that of the parameters: the axes over which a layer's experts are divided and never gathered.
+    """
 
     shape: MeshShape
     parameters: tuple[str, ...]
     gradients: tuple[str, ...]
     optimizer: tuple[str, ...]
+    experts: tuple[str, ...] = ()
     hierarchical: bool = True
     two_hop: bool = True
     gather: GatherPolicy = LAYER
@@ -44,12 +48,12 @@ class Layout:
         """The axes that hop two crosses: those over which a gradient still differs after the micro-steps."""
         if self.is_automatic or not self.two_hop:
             return ()
-        return _beyond(self.gradients, self.data_axes)
+        return beyond(self.gradients, self.data_axes)
 
     @property
     def axes_inside_replica(self) -> tuple[str, ...]:
         """All other axes, `tensor` included: those over which a replica's gradient is cut or copied."""
-        return _beyond(self.replica_axes, AXES)
+        return beyond(self.replica_axes, AXES)
 
     @property
     def num_replicas(self) -> int:
@@ -64,22 +68,22 @@ class Layout:
     @property
     def gradients_beyond_parameters(self) -> tuple[str, ...]:
         """What the gradients' scope adds to the parameters': ZeRO-2 reduce-scatters over it in each micro-step."""
-        return _beyond(self.parameters, self.gradients)
+        return beyond(self.parameters, self.gradients)
 
     @property
     def optimizer_beyond_gradients(self) -> tuple[str, ...]:
         """What the optimizer's scope adds to the gradients': hop two reduce-scatters over it."""
-        return _beyond(self.gradients, self.optimizer)
+        return beyond(self.gradients, self.optimizer)
 
     @property
     def optimizer_beyond_parameters(self) -> tuple[str, ...]:
         """What the optimizer's scope adds to the parameters': updated parameters are gathered over it."""
-        return _beyond(self.parameters, self.optimizer)
+        return beyond(self.parameters, self.optimizer)
 
     @property
     def all_reduced_axes(self) -> tuple[str, ...]:
         """The replica axes over which hop two hands the same on to all: it all-reduces over these."""
-        return _beyond(self.optimizer_beyond_gradients, self.replica_axes)
+        return beyond(self.optimizer_beyond_gradients, self.replica_axes)
 
     @property
     def gather_scopes(self) -> tuple[tuple[str, ...], ...]:
@@ -103,9 +107,9 @@ def make_layout(config: ShardingConfig, *, num_nodes: int, devices_per_node: int
     """Returns the mesh shape and scopes of a strategy on `num_nodes` nodes.
 
     A scope of p devices lies inside a node if p <= devices_per_node and spans whole consecutive nodes otherwise.
-    ValueError if a scope does not divide the devices, or the three are not nested (parameters within gradients within
-    optimizer state), or they would cut a node, or the nodes, in more than one place; and for keys that do not go
-    together.
+    ValueError if a scope does not divide the devices, or they are not nested (experts, parameters, gradients, optimizer
+    state, each within the next), or they would cut a node, or the nodes, in more than one place; and for keys that do
+    not go together.
     """
     gather = GATHER_POLICIES[config.gather]
     if tensor < 1 or devices_per_node % tensor:
@@ -124,8 +128,15 @@ def make_layout(config: ShardingConfig, *, num_nodes: int, devices_per_node: int
             raise ValueError(
                 f"the scope of {inner} ({_count(a * tensor)}) must lie within that of {outer} ({_count(b * tensor)})"
             )
-    intra_cuts = sorted({size for size in sizes if 1 < size < local})
-    inter_cuts = sorted({size // local for size in sizes if local < size < local * num_nodes})
+    experts = _scope_size("sharding.experts", config.experts, num_nodes=num_nodes, local=local, tensor=tensor)
+    if experts > sizes[0] or sizes[0] % experts:
+        fix = f"choose none or a number that divides {sizes[0] * tensor}" if sizes[0] > 1 else "set it to none"
+        raise ValueError(
+            f"sharding.experts={config.experts} ({_count(experts * tensor)}) must lie within the scope of the "
+            f"parameters ({_count(sizes[0] * tensor)}); {fix}, or choose a strategy that partitions the parameters more"
+        )
+    intra_cuts = sorted({size for size in (experts, *sizes) if 1 < size < local})
+    inter_cuts = sorted({size // local for size in (experts, *sizes) if local < size < local * num_nodes})
     if len(intra_cuts) > 1 or len(inter_cuts) > 1:
         what = f"a node of {local} at {intra_cuts}" if len(intra_cuts) > 1 else f"{num_nodes} nodes at {inter_cuts}"
         raise ValueError(f"the scopes cut {what} in two places; a mesh has one cut inside a node and one between nodes")
@@ -141,6 +152,7 @@ def make_layout(config: ShardingConfig, *, num_nodes: int, devices_per_node: int
     return Layout(
         shape=shape,
         **{name: _axes(shape, size) for name, size in zip(names, sizes, strict=True)},
+        experts=_axes(shape, experts),
         hierarchical=config.hierarchical,
         two_hop=config.two_hop,
         gather=gather,
@@ -157,7 +169,7 @@ def _scopes(config: ShardingConfig) -> tuple[str | int, str | int, str | int]:
     return {**STRATEGIES, **OWN["strategy"]}[config.strategy]
 
 
-def _beyond(inner: tuple[str, ...], outer: tuple[str, ...]) -> tuple[str, ...]:
+def beyond(inner: tuple[str, ...], outer: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the axes of `outer` that are not in `inner`, in their order."""
     return tuple(axis for axis in outer if axis not in inner)
 

@@ -1,7 +1,7 @@
 """`ParamSpec`, the one declaration of a parameter, and `Placement`, the dims on which it is partitioned."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ PyTree = Any
 
 # dims that the `tensor` axis splits (Megatron's choice); every other dim may only be partitioned
 TENSOR_DIMS = ("mlp", "heads", "kv_heads", "vocab")
+EXPERTS_DIM = "experts"  # divided over the scope `sharding.experts`, and never gathered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +23,8 @@ class ParamSpec:
     """Shape, dtype and dim names of one parameter.
 
     `dims` names every dim of `shape` (of transformers `layers`, `embed`, `mlp`, `heads`, `kv_heads`, `vocab`,
-    `position`, `token_type`, `norm`): a stack of layers has `layers` first; `mlp`, `heads`, `kv_heads` and `vocab` may
-    be split over the `tensor` axis.
+    `position`, `token_type`, `norm`, `experts`): a stack of layers has `layers` first; `mlp`, `heads`, `kv_heads` and
+    `vocab` may be split over the `tensor` axis, `experts` over the experts' scope.
     `replicate` is the only way to keep a whole copy on every device of a partition group.
     """
 
@@ -41,24 +42,37 @@ class ParamSpec:
 class Placement:
     """Which dim of a parameter is partitioned (`dim`) and which over `tensor` (`tensor_dim`); None: neither.
 
-    `stacked` if its first dim is `layers`.
+    `stacked` if its first dim is `layers`. Experts are held apart: the axes `held` cut `expert_dim`, which is never
+    gathered, and `dim` is partitioned over the other axes of a scope.
     """
 
     dim: int | None
     tensor_dim: int | None
     ndim: int
     stacked: bool = False
+    expert_dim: int | None = None
+    held: tuple[str, ...] = ()  # in CHUNK_ORDER
 
     @property
     def is_vector(self) -> bool:
         """Whether a layer's slice has one dim, or none."""
         return self.ndim - self.stacked < 2
 
+    def not_held(self, scope: Sequence[str]) -> tuple[str, ...]:
+        """Returns the axes of `scope` over which it is gathered and reduced: all but those that hold experts."""
+        return tuple(axis for axis in scope if axis not in self.held)
+
+    def cut_by(self, scope: Sequence[str]) -> tuple[str, ...]:
+        """Returns the axes of `scope` that cut it; over the others its copies are equal."""
+        return tuple(axis for axis in scope if self.dim is not None or axis in self.held)
+
     def pspec(self, scope: Sequence[str], *, tensor: bool = True) -> PartitionSpec:
         """Returns the spec under `scope` (axes, major first); without the `tensor` axis if `tensor` is False."""
         entries: list[Any] = [None] * self.ndim
-        if self.dim is not None and scope:
-            entries[self.dim] = tuple(scope) if len(scope) > 1 else scope[0]
+        held = tuple(axis for axis in scope if axis in self.held)
+        for dim, axes in ((self.expert_dim, held), (self.dim, self.not_held(scope))):
+            if dim is not None and axes:
+                entries[dim] = axes[0] if len(axes) == 1 else axes
         if tensor and self.tensor_dim is not None:
             entries[self.tensor_dim] = "tensor"
         return PartitionSpec(*entries)
@@ -69,6 +83,8 @@ class Placement:
             dim=None if self.dim is None else self.dim - 1,
             tensor_dim=None if self.tensor_dim is None else self.tensor_dim - 1,
             ndim=self.ndim - 1,
+            expert_dim=None if self.expert_dim is None else self.expert_dim - 1,
+            held=self.held,
         )
 
 
@@ -76,7 +92,8 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
     """Returns where a parameter is cut: the first dim (never `layers`) that the widest scope divides.
 
     All three scopes cut the same dim, so that going from one scope to another only joins or splits chunks. A matrix'
-    first dim in TENSOR_DIMS goes to `tensor`. ValueError if no dim can be partitioned and the spec does not replicate.
+    first dim in TENSOR_DIMS goes to `tensor`, the dim `experts` to the experts' scope. ValueError if no dim can be
+    partitioned and the spec does not replicate, and for experts that cannot be divided.
     """
     shape, ndim, stacked = layout.shape, len(spec.shape), "layers" in spec.dims
     tensor_dim = None
@@ -88,23 +105,33 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
                 f"{name}: dim {spec.dims[tensor_dim]}={spec.shape[tensor_dim]} is not a multiple of "
                 f"mesh.tensor={shape.tensor}"
             )
-    degree = shape.size(layout.optimizer)  # the widest scope
+    held = layout.experts if EXPERTS_DIM in spec.dims else ()
+    expert_dim = spec.dims.index(EXPERTS_DIM) if held else None
+    if expert_dim is not None and spec.shape[expert_dim] % shape.size(held):
+        raise ValueError(
+            f"{name}: {spec.shape[expert_dim]} experts cannot be divided among the {shape.size(held)} shards of "
+            f"sharding.experts; choose a multiple of {shape.size(held)} for model.num_experts, or another "
+            "sharding.experts"
+        )
+    whole = Placement(dim=None, tensor_dim=tensor_dim, ndim=ndim, stacked=stacked, expert_dim=expert_dim, held=held)
+    degree = shape.size(whole.not_held(layout.optimizer))  # of the widest scope
     if degree == 1 or spec.replicate:
-        return Placement(dim=None, tensor_dim=tensor_dim, ndim=ndim, stacked=stacked)
-    dim = next((i for i in free if i != tensor_dim and spec.shape[i] and spec.shape[i] % degree == 0), None)
+        return whole
+    others = [i for i in free if i not in (tensor_dim, expert_dim)]
+    dim = next((i for i in others if spec.shape[i] and spec.shape[i] % degree == 0), None)
     if dim is None:
-        sizes = ", ".join(f"{spec.dims[i]}={spec.shape[i]}" for i in free if i != tensor_dim) or "none left"
+        sizes = ", ".join(f"{spec.dims[i]}={spec.shape[i]}" for i in others) or "none left"
         raise ValueError(
             f"{name}: no dim can be cut into {degree} shards ({sizes}); choose sizes that {degree} divides, a smaller "
             f"scope, or declare the parameter with replicate=True"
         )
-    return Placement(dim=dim, tensor_dim=tensor_dim, ndim=ndim, stacked=stacked)
+    return replace(whole, dim=dim)
 
 
-def has_tensor_dims(specs: PyTree) -> bool:
-    """Whether the `tensor` axis splits any parameter of a tree of ParamSpecs."""
+def has_dims(specs: PyTree, dims: Sequence[str]) -> bool:
+    """Whether any parameter of a tree of ParamSpecs has one of these dims."""
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
-    return any(dim in TENSOR_DIMS for spec in leaves for dim in spec.dims)
+    return any(dim in dims for spec in leaves for dim in spec.dims)
 
 
 def place_all(specs: PyTree, layout: Layout) -> PyTree:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.gathers import Gather, auto_gather, layer_gather, to_parameter_scope
+from sharding.experts import Gather
+from sharding.gathers import auto_gather, layer_gather, to_parameter_scope
 from sharding.gradients import Batch, HopTwoInBackward, Loss, auto_gradients, manual_gradients
 from sharding.plan import ShardingPlan, run_manual
 
@@ -46,22 +47,23 @@ def build_train_step(
     """Returns `step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
     Every array of the batch is `[accum, rows, ...]`, `weights` is among them, and the loss is the weighted mean over
-    the whole of it, whatever the number of devices (rows of weight zero fill up). The metrics are the loss and what
-    `watch` picks from the optimizer's state. Where `drift` finds `[R, ...]` in it, a replica's gradient is that at the
-    parameters plus its drift. `tx` gets the gradients `[R, ...]`; with `hop_two` it gets them as an Exchanged.
+    the whole of it, whatever the number of devices (rows of weight zero fill up). The metrics are the loss, what else
+    the model tells, as means, and what `watch` picks from the optimizer's state. Where `drift` finds `[R, ...]` in it,
+    a replica's gradient is that at the parameters plus its drift. `tx` gets the gradients `[R, ...]`; with `hop_two`
+    it gets them as an Exchanged.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         if plan.layout.is_automatic:
-            grads_R, value = auto_gradients(loss, plan, state.params, batch)
+            grads_R, means = auto_gradients(loss, plan, state.params, batch)
         else:
             own = drift(state.opt_state)
-            grads_R, value = manual_gradients(loss, plan, state.params, batch, own, hop_two, state.opt_state)
+            grads_R, means = manual_gradients(loss, plan, state.params, batch, own, hop_two, state.opt_state)
         params = plan.constrain(state.params, plan.layout.optimizer)
         updates, opt_state = tx.update(grads_R, state.opt_state, params)
         updated = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
         params = to_parameter_scope(plan, updated)
-        metrics = {"loss": value} | watch(opt_state)
+        metrics = means | watch(opt_state)
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
     return step

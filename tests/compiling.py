@@ -42,7 +42,10 @@ def main() -> None:
     )
     jax.devices = lambda: topology.devices  # what make_experiment takes
     config = quickstart.get_config()
-    config.update_from_flattened_dict(SMALL | json.loads(sys.argv[1]))
+    changes = json.loads(sys.argv[1])
+    if "model.kind" in changes:
+        config.model = base.model(changes["model.kind"])
+    config.update_from_flattened_dict(SMALL | changes)
     experiment = make_experiment(base.typed(config))
     collectives = hlo.read_collectives(experiment.compile_train_step().as_text() or "", experiment.plan.layout.shape)
     print(json.dumps([asdict(collective) for collective in collectives]))

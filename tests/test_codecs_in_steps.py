@@ -275,6 +275,8 @@ def test_zero_plus_plus_crosses_nodes_with_an_eighth() -> None:
         ({"hop_one_inter": "int4"}, dict(strategy="hsdp"), "hop_one_inter=int4 .*between nodes"),
         ({"hop_one_intra": "int4"}, dict(strategy="hsdp", two_hop=False), "hop_one_intra=int4"),
         ({"hop_one_intra": "int4"}, dict(strategy="zero3", partitioner="auto"), "hop_one_intra=int4"),
+        ({"experts_inter": "int4"}, dict(strategy="zero3", experts="node"), "experts_inter=int4 .*between nodes"),
+        ({"experts_intra": "int8"}, dict(strategy="zero3"), "experts_intra=int8 .*inside nodes only"),
     ],
 )
 def test_a_codec_on_a_level_that_is_not_crossed(changes: dict, how: dict, said: str) -> None:
@@ -286,7 +288,7 @@ def test_a_codec_on_a_level_that_is_not_crossed(changes: dict, how: dict, said: 
 def test_codecs_by_the_config() -> None:
     changes = {"gather_inter": "int8", "hop_one_inter": "int4", "rounding": "stochastic", "block": 64}
     config = CompressionConfig(**(base.get_config().compression.to_dict() | changes))
-    gather_codecs, hop_one_codecs = make_codecs(config, workload.plan("decoder", strategy="zero3").layout)
+    gather_codecs, hop_one_codecs, _ = make_codecs(config, workload.plan("decoder", strategy="zero3").layout)
     assert gather_codecs == LevelCodecs(inter=Blockwise(bits=8, block=64)) and hop_one_codecs == LevelCodecs(
         inter=Blockwise(bits=4, block=64)
     )

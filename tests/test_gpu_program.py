@@ -171,3 +171,24 @@ def test_hop_one_sums_in_the_dtype_that_was_chosen() -> None:
         assert {c.dtype for c in hop_one} == {"bf16" if dtype == "compute" else "f32"}
         sums[dtype] = sum(c.payload_bytes * c.times for c in hop_one)
     assert sums["float32"] == 2 * sums["compute"]
+
+
+@pytest.mark.parametrize(("codec", "dtype"), [("none", "f32"), ("int8", "u8")])
+def test_tokens_reach_experts_on_other_nodes(codec: str, dtype: str) -> None:
+    """Six all-to-alls a layer and micro-step on each level; what crosses nodes is the codec's payload."""
+    changes = {"model.kind": "moe", "model.num_experts": 8, "model.capacity_factor": 1.0, "sharding.partition_size": 4}
+    found = compiled_for_h100(changes | {"sharding.experts": "4", "compression.experts_inter": codec})
+    found = [c for c in found if c.label == "experts"]
+    tokens = 8 * (2 * 32 // 8) * HIDDEN  # the slots of a row at 8 experts
+    by_level = {crosses: level_of(found, crosses) for crosses in (True, False)}
+    between = 4 * tokens if codec == "none" else claimed(codec, 2, tokens)
+    for crosses, payload_bytes in ((True, between), (False, 4 * tokens)):
+        level = by_level[crosses]
+        assert {c.kind for c in level} == {"all-to-all"}
+        assert {c.dtype for c in level} == {dtype if crosses else "f32"}
+        assert sum(c.payload_bytes * c.times for c in level) == 6 * LAYERS * ACCUM * payload_bytes
+
+
+def level_of(found: list[Collective], crosses: bool) -> list[Collective]:
+    """Returns the collectives that cross nodes, or the others."""
+    return [c for c in found if (c in crossing(found)) == crosses]

@@ -16,7 +16,7 @@ from sharding.spec import ParamSpec
 
 FILES = Path(base.__file__).parent.glob("*.py")
 NAMES = sorted(path.stem for path in FILES if path.read_text().count("\ndef get_config("))
-DIMS = {"layers", "embed", "mlp", "heads", "kv_heads", "vocab", "position", "norm"}
+DIMS = {"layers", "embed", "mlp", "heads", "kv_heads", "vocab", "position", "norm", "experts", "router"}
 # MiCS (Zhang et al. 2022), table 1 and figure 16: hidden, intermediate, layers, vocabulary, group, name's size.
 TABLE_1 = {
     "bert_10b": (2560, 10240, 127, 32008, 8, 10e9),
@@ -53,7 +53,8 @@ def test_every_config_builds_its_model(name: str) -> None:
     assert list(specs) == ["embed", "layers", "head"]
     assert all(isinstance(spec, ParamSpec) and set(spec.dims) <= DIMS for spec in leaves)
     for spec in jax.tree.leaves(specs["layers"], is_leaf=lambda x: isinstance(x, ParamSpec)):
-        assert spec.dims[0] == "layers" and spec.shape[0] == config.model.num_layers
+        stacked = getattr(config.model, "num_moe_layers", config.model.num_layers)
+        assert spec.dims[0] == "layers" and spec.shape[0] == stacked
     assert config.data.seq_len <= config.model.max_len
     assert (config.data.objective == "masked") == (config.model.kind == "encoder")
 
@@ -81,6 +82,19 @@ def test_paper_configs_have_the_published_sizes(name: str) -> None:
     assert math.isclose(model.flops_per_token(512), flops, rel_tol=4e-3)
 
 
+@pytest.mark.parametrize("name", ["600b", "200b", "150b", "50b", "37b", "12.5b"])
+def test_gshard_has_the_published_sizes(name: str) -> None:
+    """Table 1 of arXiv 2006.16668 gives rounded sizes; the experts of every other layer are nearly all of them."""
+    config = typed(importlib.import_module("configs.gshard").get_config(name))
+    model = models.build(config.model)
+    assert math.isclose(model.num_params, float(name[:-1]) * 1e9, rel_tol=0.06)
+    experts, layers = config.model.num_experts, config.model.num_layers
+    in_experts = layers // 2 * experts * 2 * 1024 * 8192
+    in_layers = layers * 4 * 1024**2 + layers // 2 * (2 * 1024 * 8192 + 1024 * experts) + 2 * layers * 1024
+    assert model.num_params == in_experts + in_layers + 64000 * 1024 + 1024
+    assert config.model.capacity(1024) == max(1, 2 * 1024 // experts)  # the paper's 2N/(G E)
+
+
 def test_flops_exclude_lookup_parameters() -> None:
     tied, untied, learned = (
         models.Decoder(DecoderConfig(**changes))
@@ -95,7 +109,7 @@ def test_flops_exclude_lookup_parameters() -> None:
     ("changes", "words"),
     [
         ({"num_head": 4}, ["num_head ", "num_heads"]),
-        ({"kind": "decodr"}, ["model.kind=decodr", "decoder, encoder, resnet", "did you mean decoder?"]),
+        ({"kind": "decodr"}, ["model.kind=decodr", "decoder, moe, encoder, resnet", "did you mean decoder?"]),
         ({"num_heads": 5}, ["model.num_heads", "5", "128", "nearest divisor is 4"]),
         ({"num_kv_heads": 3}, ["model.num_kv_heads", "3", "model.num_heads = 4"]),
         ({"num_heads": 128, "num_kv_heads": 128}, ["model.num_heads", "128", "even"]),
@@ -110,11 +124,18 @@ def test_flops_exclude_lookup_parameters() -> None:
         ({"attention": "flash"}, ["model.attention=flash", "auto, xla, cudnn"]),
         ({"attention": "cudnn"}, ["model.attention", "'cudnn'", "bfloat16", "xla"]),
         ({"tied_head": "no"}, ["model.tied_head", "'no'", "True or False"]),
+        ({"kind": "moe", "experts_per_token": 3}, ["model.experts_per_token=3", "1 or 2"]),
+        ({"kind": "moe", "num_experts": 1}, ["model.experts_per_token = 2", "model.num_experts = 1"]),
+        ({"kind": "moe", "moe_every": 2, "num_layers": 3}, ["model.moe_every = 2", "model.num_layers = 3"]),
+        ({"kind": "moe", "capacity_factor": 0.0}, ["model.capacity_factor=0.0", "above 0"]),
+        ({"kind": "moe", "max_dropped": 1.5}, ["model.max_dropped=1.5", "from 0 to 1"]),
+        ({"kind": "moe", "weights": "gpt2"}, ["model.weights = 'gpt2'", "experts"]),
     ],
 )
 def test_bad_setting_error_names_key_value_and_fix(changes: dict[str, Any], words: list[str]) -> None:
+    section = base.moe() if changes.get("kind") == "moe" else base.decoder()
     with pytest.raises(ValueError) as error:
-        with_model(dict(base.decoder()) | changes)
+        with_model(dict(section) | changes)
     message = str(error.value)
     assert all(word in message for word in words) and "\n" not in message, message
 

@@ -61,6 +61,8 @@ WRITERS = {
         "residual_norm",
     },
     "optimizers.py": {"skipped_steps"},
+    "models/experts.py": {"balance_loss", "z_loss", "dropped_share"},
+    "models/moe.py": {"cross_entropy"},
     "train.py": {"learning_rate", "data_wait_s", "checkpoint_s", "snapshot_s", "validation_s"},
     "sharding/hlo.py": {"collective_inter_bytes", "collective_intra_bytes"},
 }
@@ -74,5 +76,7 @@ def test_the_table_of_metrics_has_the_keys_that_the_code_writes() -> None:
         assert keys <= strings, f"{file}: {keys - strings}"
         assert keys <= table
     made = {"step", "loss", "grad_norm", "update_norm", "tokens_per_s", "examples_per_s"}
-    made |= {f"validation_{name}" for name in ("loss", "bits_per_byte", "accuracy")} | {*Counters().scalars()}
+    made |= {f"validation_{name}" for name in ("loss", "bits_per_byte", "accuracy", "dropped_share")} | {
+        *Counters().scalars()
+    }
     assert table == made.union(*WRITERS.values())

@@ -44,7 +44,14 @@ MAY_CHANGE = (
     "sink",
     "batch.micro_size",
 )
-MAY_CHANGE += ("model.remat", "model.attention", "data.prefetch", "data.path", "data.tokenizer_path")
+MAY_CHANGE += (
+    "model.remat",
+    "model.attention",
+    "model.max_dropped",
+    "data.prefetch",
+    "data.path",
+    "data.tokenizer_path",
+)
 MAY_CHANGE += ("data.pattern", "data.text_field", "data.cache_gb")
 
 

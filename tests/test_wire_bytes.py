@@ -73,3 +73,19 @@ def test_zero_plus_plus_sends_a_quarter_of_zero3_in_bf16(tmp_path: Path) -> None
     carried, formula = carried_and_formula("zero3", tmp_path, **settings)
     for found in carried:
         assert found < 0.27 * formula / 2, (found, formula)
+
+
+@pytest.mark.parametrize(("codec", "times"), [("none", 1.0), ("int8", 3.9)])
+def test_tokens_travel_to_experts_on_the_other_node(codec: str, times: float, tmp_path: Path) -> None:
+    """ZeRO-3 with one of 4 experts on each device: the tokens' six all-to-alls, and the gathers of all but experts."""
+    model = {"num_layers": 2, "moe_every": 1, "num_experts": 4, "capacity_factor": 1.0}
+    settings = {f"model__{key}": value for key, value in model.items()}
+    settings |= {"config": "tiny_moe", "data__seq_len": 256, "sharding__experts": "all"}
+    carried, formula = carried_and_formula("zero3", tmp_path, compression__experts_inter=codec, **settings)
+    num_params = json.loads((tmp_path / "run" / "environment.json").read_text())["num_params"]
+    others, ends = num_params - 2 * 4 * 3 * HIDDEN * 1024, (2 * 256 + 1) * HIDDEN
+    gathered = formula / num_params * (others - ends + 2 / 3 * ends)  # embedding and head are gathered once
+    slots = 2 * 256  # of a device's row at all experts
+    tokens = 2 * 6 * 2 * 2 * (4 * slots * HIDDEN) / 2  # 2 devices, 6 times, 2 layers, 2 micro-steps; half of it leaves
+    for found in carried:
+        assert abs(found - gathered - tokens / times) < 0.03 * (gathered + tokens / times) + CONTROL_BYTES, found

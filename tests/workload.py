@@ -51,8 +51,10 @@ def model(kind: str, num_layers: int = 2) -> models.Model:
         return models.build(ResNetConfig(stage_blocks=(1, 1), width=8, norm_groups=2))
     section: dict[str, Any] = dict(num_layers=num_layers, hidden=16, intermediate=32, num_heads=4, max_len=SEQ_LEN)
     section |= dict(vocab_size=40, vocab_multiple=16)
-    if kind == "decoder":
+    if kind in ("decoder", "moe"):
         section |= dict(num_kv_heads=2)
+    if kind == "moe":  # a fifth of the choices finds no room; the router's losses are large, so that they show
+        section |= dict(num_experts=8, capacity_factor=1.0, balance_loss=0.1, z_loss=0.1)
     return models.build(MODELS[kind](**section))
 
 
@@ -98,7 +100,7 @@ def single_device_losses(kind: str, rows: int = ROWS) -> np.ndarray:
     @jax.jit
     def step(p: Any, velocity: Any) -> Any:
         def mean_loss(p: Any) -> jax.Array:
-            return model(kind).loss(p, data, lambda name, tree: tree) / data["weights"].sum()
+            return model(kind).objective(p, data, lambda name, tree: tree)[0] / data["weights"].sum()
 
         loss, grads = jax.value_and_grad(mean_loss)(p)
         grads = jax.tree.map(lambda g, w: g + SGD["weight_decay"] * w, grads, p)
@@ -126,6 +128,7 @@ def plan(
     dtype: Any = jnp.float32,
     gather_codecs: LevelCodecs = PLAIN,
     hop_one_codecs: LevelCodecs = PLAIN,
+    expert_codecs: LevelCodecs = PLAIN,
     overlap: bool = False,
     **how,
 ) -> ShardingPlan:
@@ -139,6 +142,7 @@ def plan(
         compute_dtype=dtype,
         gather_codecs=gather_codecs,
         hop_one_codecs=hop_one_codecs,
+        expert_codecs=expert_codecs,
         overlap=overlap,
     )
 
@@ -201,7 +205,7 @@ def compiled_step(
     state = first_state(kind, sh, tx, num_layers)
     data = put_batch(sh, accumulation, rows, kind)
     step = jax.jit(
-        build_train_step(model(kind, num_layers).loss, sh, tx, watch, drift, in_backward),
+        build_train_step(model(kind, num_layers).objective, sh, tx, watch, drift, in_backward),
         donate_argnums=0,
         out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),
     )

@@ -26,7 +26,7 @@ from sharding.gradients import HopTwoInBackward
 from sharding.mesh import find_nodes, make_mesh
 from sharding.plan import ShardingPlan
 from sharding.scopes import Layout, make_layout
-from sharding.spec import has_tensor_dims, place_all
+from sharding.spec import EXPERTS_DIM, TENSOR_DIMS, has_dims, place_all
 from sharding.state import state_shardings
 from sharding.step import TrainState, build_eval_step, build_train_step
 from training.batches import BatchLayout, accumulation
@@ -79,7 +79,7 @@ class Experiment:
         """The function `step(state, batch) -> (state, metrics)`."""
         hands_on = method_named(self.config.compression.hop_two).hands_on
         return build_train_step(
-            self.model.loss, self.plan, self.tx, partial(watch, hands_on=hands_on), drift, self.hop_two
+            self.model.objective, self.plan, self.tx, partial(watch, hands_on=hands_on), drift, self.hop_two
         )
 
     def compile_train_step(self) -> jax.stages.Compiled:
@@ -151,11 +151,16 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
     )
     layout.gather.refuse_remat(model.config.remat, layout.parameters)
     specs = model.param_specs()
-    if config.mesh.tensor > 1 and not has_tensor_dims(specs):
+    if config.mesh.tensor > 1 and not has_dims(specs, TENSOR_DIMS):
         raise ValueError(
             f"mesh.tensor={config.mesh.tensor} cannot split model.kind={model.config.kind}; set mesh.tensor=1"
         )
-    gather_codecs, hop_one_codecs = make_codecs(config.compression, layout)
+    if layout.experts and not has_dims(specs, [EXPERTS_DIM]):
+        raise ValueError(
+            f"sharding.experts={config.sharding.experts} has nothing to divide: model.kind={model.config.kind} has no "
+            "experts; set it to none"
+        )
+    gather_codecs, hop_one_codecs, expert_codecs = make_codecs(config.compression, layout)
     plan = ShardingPlan(
         mesh=make_mesh(layout.shape, nodes),
         layout=layout,
@@ -164,6 +169,7 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
         reduce_dtype=jnp.float32 if config.sharding.reduce_dtype == "float32" else None,
         gather_codecs=gather_codecs,
         hop_one_codecs=hop_one_codecs,
+        expert_codecs=expert_codecs,
         overlap=_overlaps(config, layout, model.config.remat, nodes[0][0].platform),
     )
     batches = BatchLayout(

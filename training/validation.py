@@ -20,11 +20,12 @@ class Validation:
     time_s: float
     bits_per_byte: float | None = None  # of causal models of text
     accuracy: float | None = None  # of classifiers: share of the images whose class is the most likely one
+    dropped_share: float | None = None  # of models with experts: share of the tokens' choices that found no room
     by_source: Mapping[str, float] = field(default_factory=dict)  # of a mixture: the loss on each source's own split
 
     def scalars(self) -> dict[str, float]:
         """Returns the metrics by their keys in `metrics.jsonl`."""
-        keys = ("loss", "bits_per_byte", "accuracy")
+        keys = ("loss", "bits_per_byte", "accuracy", "dropped_share")
         found = {f"validation_{key}": value for key in keys if (value := getattr(self, key)) is not None}
         return found | {f"validation_loss/{name}": loss for name, loss in self.by_source.items()}
 
@@ -40,7 +41,8 @@ class Validation:
             return f"validation loss {self.loss:.4f} nats per image, accuracy {self.accuracy:.2%}"
         if self.bits_per_byte is None:
             return f"validation loss {self.loss:.4f} nats per masked token"
-        return f"validation loss {self.loss:.4f} nats per token, {self.bits_per_byte:.4f} bits per byte"
+        dropped = "" if self.dropped_share is None else f", {self.dropped_share:.1%} of the choices dropped"
+        return f"validation loss {self.loss:.4f} nats per token, {self.bits_per_byte:.4f} bits per byte{dropped}"
 
 
 class Validator:
@@ -64,7 +66,9 @@ class Validator:
             self._batches = [self._load(source) for source in sources]
         sums = [jax.device_get([ex.block(self._evaluate(params, b)) for b in batches]) for batches in self._batches]
         means = dict(zip(self._shares, map(_means, sums), strict=True))
-        loss = sum(share * means[name]["loss"] for name, share in self._shares.items())
+        shares = self._shares.items()
+        loss = sum(share * means[name]["loss"] for name, share in shares)
+        drops = all("dropped_share" in mean for mean in means.values())
         bits_per_byte = None
         if not isinstance(data, ImageDataset) and ex.config.data.objective == "causal":
             bits_per_byte = loss / math.log(2) / data.bytes_per_token
@@ -72,6 +76,7 @@ class Validator:
             loss=loss,
             bits_per_byte=bits_per_byte,
             accuracy=means[""].get("correct") if isinstance(data, ImageDataset) else None,
+            dropped_share=sum(share * means[name]["dropped_share"] for name, share in shares) if drops else None,
             by_source={name: mean["loss"] for name, mean in means.items() if name},
             time_s=time.perf_counter() - before,
         )

@@ -30,6 +30,13 @@ class CompressionConfig(Section):
         choices=CODECS,
         topics=("codec",),
     )
+    experts_inter: str = key(
+        "none",
+        "codec of tokens sent to experts between nodes, and of their gradients",
+        choices=CODECS,
+        topics=("codec",),
+    )
+    experts_intra: str = key("none", "codec of tokens sent to experts inside a node", choices=CODECS, topics=("codec",))
     block: int = key(1024, "int8, int4, one_bit: values that share a scale; a multiple of 8", unit="values")
     rounding: str = key("nearest", "int8, int4: rounding in hop two", choices=("nearest", "stochastic"))
     threshold: float = key(

@@ -1,5 +1,6 @@
 """The section `model`, one dataclass per kind of model; the models are in `models/`."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, get_type_hints
@@ -8,7 +9,7 @@ from configs.schema.keys import Section, key
 from configs.schema.own import OWN
 
 KIND = "kind of model; it determines the other keys of this section"
-KINDS = ("decoder", "encoder", "resnet")
+KINDS = ("decoder", "moe", "encoder", "resnet")
 ACTIVATION = "activation of the MLP; gelu is the tanh approximation"
 
 
@@ -101,6 +102,49 @@ class DecoderConfig(TransformerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoeConfig(DecoderConfig):
+    """A decoder whose MLPs are experts, in every layer or in every other one."""
+
+    kind: str = key("moe", KIND, choices=KINDS, topics=("model",))
+    num_experts: int = key(8, "experts of a layer; a multiple of the devices of sharding.experts", least=1)
+    experts_per_token: int = key(2, "experts that each token goes to: 1 (Switch) or 2 (GShard)", choices=(1, 2))
+    moe_every: int = key(1, "1: every layer has experts; 2: every other one, from the second on", choices=(1, 2))
+    capacity_factor: float = key(
+        1.25,
+        "room at the experts: an expert takes experts_per_token / num_experts of a row's tokens, times this",
+        above=0,
+        below=float("inf"),
+    )
+    balance_loss: float = key(0.01, "weight of the loss that spreads tokens evenly over experts", least=0)
+    z_loss: float = key(0.001, "weight of the loss that keeps the router's logits small", least=0)
+    max_dropped: float = key(
+        0.2,
+        "a warning at each logged step that drops a larger share of the tokens' choices",
+        least=0,
+        most=1,
+        resumable=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fix = f"a layer has only model.num_experts = {self.num_experts}"
+        require(self.experts_per_token <= self.num_experts, "experts_per_token", self.experts_per_token, fix)
+        fix = f"it must divide model.num_layers = {self.num_layers}"
+        require(self.num_layers % self.moe_every == 0, "moe_every", self.moe_every, fix)
+        require(not self.weights, "weights", self.weights, "models with experts start from no checkpoint of others")
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers that have experts."""
+        return self.num_layers // self.moe_every
+
+    def capacity(self, length: int) -> int:
+        """Returns how many tokens of a row of `length` an expert takes: their part times the factor, rounded up."""
+        share = self.experts_per_token * length * self.capacity_factor / self.num_experts
+        return min(length, math.ceil(share - 1e-9))  # 1e-9: what floats add to a whole number is no token
+
+
+@dataclass(frozen=True, kw_only=True)
 class EncoderConfig(TransformerConfig):
     """A BERT / RoBERTa encoder trained by masked language modelling."""
 
@@ -150,7 +194,12 @@ class ResNetConfig(ModelConfig):
         return -(-self.num_classes // self.class_multiple) * self.class_multiple
 
 
-MODELS: Mapping[str, type[ModelConfig]] = {"decoder": DecoderConfig, "encoder": EncoderConfig, "resnet": ResNetConfig}
+MODELS: Mapping[str, type[ModelConfig]] = {
+    "decoder": DecoderConfig,
+    "moe": MoeConfig,
+    "encoder": EncoderConfig,
+    "resnet": ResNetConfig,
+}
 
 
 def model_sections() -> dict[str, type[ModelConfig]]:

@@ -22,6 +22,11 @@ class ShardingConfig(Section):
     parameters: str | int = key("", "custom: scope of the parameters (none, node, all or a number of devices)")
     gradients: str | int = key("", "custom: scope of the gradients")
     optimizer: str | int = key("", "custom: scope of the optimizer state")
+    experts: str | int = key(
+        "none",
+        "scope over which a layer's experts are divided, within that of the parameters: tokens travel to them; none: "
+        "they are gathered like other parameters",
+    )
     hierarchical: bool = key(True, "gather between nodes first, then inside each node")
     two_hop: bool = key(
         True, "synchronise replicas once per step; False all-reduces in every micro-step (the MiCS paper's alternative)"
@@ -45,7 +50,13 @@ class ShardingConfig(Section):
         super().__post_init__()
         if self.gather == "node" and not self.two_hop:
             raise ValueError("sharding.gather=node splits hop one into two levels; set sharding.two_hop=True")
-        chosen = (("hierarchical", True), ("two_hop", True), ("gather", "layer"), ("reduce_dtype", "compute"))
+        chosen = (
+            ("experts", "none"),
+            ("hierarchical", True),
+            ("two_hop", True),
+            ("gather", "layer"),
+            ("reduce_dtype", "compute"),
+        )
         for name, default in chosen:
             if self.partitioner == "auto" and getattr(self, name) != default:
                 raise ValueError(

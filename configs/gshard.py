@@ -1,0 +1,46 @@
+"""The sizes of GShard (arXiv 2006.16668, table 1) as decoders: `:600b`, `:200b`, `:150b`, `:50b`, `:37b`, `:12.5b`.
+
+    python train.py --config=configs/gshard.py:600b --workdir=runs/gshard_600b
+
+Hardware: as many devices as experts, in nodes of 8: 2048 for 600b and 200b, 512 for 150b and 50b, 128 for 37b and 12.5b
+(the paper: TPU v3 cores). Not run yet.
+
+The paper's models are encoder-decoders for translation; these are decoders of as many layers, every other one with
+experts, with its width (1024), MLP (8192), 16 heads (of 64 instead of 128) and capacity of `2 T / E` tokens of a row.
+Each device of a group has one expert, as in the paper; the data is synthetic, and the learning rate is ours.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+SIZES = {  # experts, layers
+    "600b": (2048, 36),
+    "200b": (2048, 12),
+    "150b": (512, 36),
+    "50b": (512, 12),
+    "37b": (128, 36),
+    "12.5b": (128, 12),
+}
+
+
+def get_config(arg: str = "600b") -> ConfigDict:
+    """Returns the config of a size. ValueError for an unknown one."""
+    if arg not in SIZES:
+        raise ValueError(f"configs/gshard.py:{arg} is not known; use :{', :'.join(SIZES)}")
+    experts, layers = SIZES[arg]
+    config = base.get_config()
+    config.num_steps = 1000
+    config.model = base.moe()
+    config.model.update({"num_experts": experts, "num_layers": layers, "moe_every": 2, "capacity_factor": 1.0})
+    config.model.update({"hidden": 1024, "intermediate": 8192, "num_heads": 16, "num_kv_heads": 16})
+    config.model.update({"vocab_size": 64000, "max_len": 1024, "norm": "layer", "activation": "gelu"})
+    config.model.compute_dtype = "bfloat16"
+    config.data.update({"source": "synthetic", "seq_len": 1024})
+    config.batch.update({"global_size": 4096, "micro_size": 1})  # 4 million tokens
+    config.mesh.devices_per_node = 8
+    config.sharding.strategy = "mics"
+    config.sharding.partition_size = experts
+    config.sharding.experts = str(experts)
+    config.optimizer.update({"learning_rate": 1e-3, "warmup_steps": 100})
+    return config

@@ -1,0 +1,148 @@
+"""A layer whose MLP is one of several experts for each token (GShard, arXiv 2006.16668; Switch, arXiv 2101.03961).
+
+A row is a group of GShard's: its tokens compete for the same room at the experts, and no other row's do. So neither
+the number of devices nor the split into micro-steps changes which tokens an expert takes.
+
+Shapes: B rows, T positions, D hidden, F intermediate, E experts, C capacity (tokens of a row that an expert takes),
+S = E C slots, k choices of a token, n = k T choices of a row.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from configs.schema import MoeConfig
+from models.block import Attention, BlockConfig, gelu, initial_std, normal, residual_std
+from sharding.experts import ALONE, Exchange
+
+Told = dict[str, Array]  # sums over rows and layers, float32 scalars, by name
+
+
+class Routes(NamedTuple):
+    """Where the tokens of each row go."""
+
+    token_BS: Array  # int32: the token in each slot, slots in the order of the experts; T: the slot is empty
+    slot_BkT: Array  # int32: the slot of each choice; S: it is dropped
+    gate_BkT: Array  # float32: the weight of each choice's output
+
+
+class Experts(nnx.Module):
+    """The MLPs of E experts, without biases."""
+
+    def __init__(self, config: BlockConfig, num_experts: int, key: Array) -> None:
+        c, e = config, num_experts
+        up_key, gate_key, down_key = jax.random.split(key, 3)
+        std, dims = initial_std(c.hidden), ("experts", "embed", "mlp")
+        self.activation = c.activation
+        self.up = normal(up_key, (e, c.hidden, c.intermediate), dims, std)
+        self.gate = normal(gate_key, (e, c.hidden, c.intermediate), dims, std) if c.activation == "swiglu" else None
+        self.down = normal(down_key, (e, c.intermediate, c.hidden), ("experts", "mlp", "embed"), residual_std(c))
+
+    def __call__(self, x_END: Array) -> Array:
+        """Returns the outputs for the `N` inputs of each expert that is here."""
+        h_ENF = jnp.einsum("end,edf->enf", x_END, self.up[...])
+        if self.gate is None:
+            h_ENF = gelu(h_ENF, self.activation)
+        else:
+            h_ENF = jax.nn.silu(jnp.einsum("end,edf->enf", x_END, self.gate[...])) * h_ENF
+        return jnp.einsum("enf,efd->end", h_ENF, self.down[...])
+
+
+class MoeBlock(Attention):
+    """One layer with experts in place of the MLP. The router computes in float32 (Switch, section 2.4)."""
+
+    def __init__(self, config: BlockConfig, moe: MoeConfig, key: Array) -> None:
+        *keys, router_key, experts_key = jax.random.split(key, 6)
+        super().__init__(config, iter(keys))
+        self.moe = moe
+        self.router = normal(
+            router_key, (config.hidden, moe.num_experts), ("embed", "router"), initial_std(config.hidden)
+        )
+        self.experts = Experts(config, moe.num_experts, experts_key)
+
+    def __call__(
+        self,
+        x_BTD: Array,
+        angles_BTH: Array | None,
+        segments_BT: Array | None,
+        weights_BT: Array,
+        exchange: Exchange = ALONE,
+    ) -> tuple[Array, Told]:
+        """Returns the layer's output, and what it tells; tokens of weight 0 go to no expert."""
+        return self.finish(x_BTD, self.mix(x_BTD, angles_BTH, segments_BT), weights_BT, exchange)
+
+    def finish(
+        self, x_BTD: Array, mixed_BTNH: Array, weights_BT: Array, exchange: Exchange = ALONE
+    ) -> tuple[Array, Told]:
+        """Returns the layer's output from its input and the weighted values of attention, and what it tells."""
+        x_BTD, y_BTD = self.attend(x_BTD, mixed_BTNH)
+        logits_BTE = jnp.einsum("btd,de->bte", y_BTD.astype(jnp.float32), self.router[...].astype(jnp.float32))
+        probs_BTE = jax.nn.softmax(logits_BTE)
+        room = self.moe.capacity(x_BTD.shape[1])
+        routes = route(probs_BTE, weights_BT > 0, per_token=self.moe.experts_per_token, room=room)
+        x_BTD = x_BTD + self._send(y_BTD, routes, exchange)
+        return x_BTD, told(logits_BTE, probs_BTE, routes, weights_BT)
+
+    def _send(self, y_BTD: Array, routes: Routes, exchange: Exchange) -> Array:
+        """Returns the weighted sum of the outputs of each token's experts; of a dropped choice it is zero."""
+        (batch, length, hidden), num_experts = y_BTD.shape, self.moe.num_experts
+        slots_BSD = _rows(y_BTD, routes.token_BS)
+        inputs = exchange.there(slots_BSD.reshape(batch, num_experts, -1, hidden).swapaxes(0, 1))
+        assert inputs.shape[0] == self.experts.up.shape[0], "the gather has divided experts, and brings no exchange"
+        outputs = self.experts(inputs.reshape(inputs.shape[0], -1, hidden)).reshape(inputs.shape)
+        outputs_BSD = exchange.back(outputs).swapaxes(0, 1).reshape(slots_BSD.shape)
+        chosen_BnD = _rows(outputs_BSD, routes.slot_BkT.reshape(batch, -1))
+        chosen_BkTD = chosen_BnD.reshape(batch, -1, length, hidden)
+        return jnp.sum(chosen_BkTD * routes.gate_BkT[..., None].astype(y_BTD.dtype), axis=1)
+
+
+def route(probs_BTE: Array, real_BT: Array, *, per_token: int, room: int) -> Routes:
+    """Returns where tokens go: each to the experts of its highest probabilities, as far as these have room.
+
+    Experts take the tokens of a row in their order, all first choices before all second ones (GShard, algorithm 1,
+    without its random dropping of second choices). Tokens that are not `real` are dropped and take no room. The weight
+    of a choice is its probability, of two choices its part of both probabilities.
+    """
+    batch, length, num_experts = probs_BTE.shape
+    gates_BTk, choices_BTk = jax.lax.top_k(probs_BTE, per_token)
+    if per_token > 1:
+        gates_BTk = gates_BTk / jnp.sum(gates_BTk, axis=-1, keepdims=True)
+    choices_Bn = choices_BTk.swapaxes(1, 2).reshape(batch, -1)
+    real_Bn = jnp.tile(real_BT, (1, per_token))
+    takes_BnE = (choices_Bn[..., None] == jnp.arange(num_experts)[None, None]) & real_Bn[..., None]
+    before_BnE = jnp.cumsum(takes_BnE, axis=1, dtype=jnp.int32) - takes_BnE
+    before_Bn = jnp.take_along_axis(before_BnE, choices_Bn[..., None], axis=-1)[..., 0]
+    num_slots = num_experts * room
+    slot_Bn = jnp.where(real_Bn & (before_Bn < room), choices_Bn * room + before_Bn, num_slots)
+    tokens_n = jnp.tile(jnp.arange(length, dtype=jnp.int32), per_token)
+    empty_BS = jnp.full((batch, num_slots), length, jnp.int32)
+    token_BS = empty_BS.at[jnp.arange(batch)[:, None], slot_Bn].set(tokens_n[None], mode="drop")
+    return Routes(token_BS, slot_Bn.reshape(batch, per_token, length), gates_BTk.swapaxes(1, 2))
+
+
+def told(logits_BTE: Array, probs_BTE: Array, routes: Routes, weights_BT: Array) -> Told:
+    """Returns a layer's sums, by the tokens' weights: `balance_loss`, `z_loss` and `dropped_share`.
+
+    Balance (Switch, equations 4 to 6; GShard's `l_aux` is this over E): E times the sum over experts of the share of
+    the tokens whose first choice it is, times its mean probability, each over the tokens of a row; 1 if all are equal.
+    z (ST-MoE, arXiv 2202.08906, equation 5): the square of the log of the sum of the exponentials of the logits.
+    """
+    num_experts, num_slots = probs_BTE.shape[-1], routes.token_BS.shape[-1]
+    is_first_BTE = jnp.argmax(probs_BTE, axis=-1)[..., None] == jnp.arange(num_experts)[None, None]
+    chosen_BE = jnp.einsum("bt,bte->be", weights_BT, is_first_BTE.astype(jnp.float32))
+    likely_BE = jnp.einsum("bt,bte->be", weights_BT, probs_BTE)
+    total_B = jnp.maximum(jnp.sum(weights_BT, axis=-1), jnp.finfo(jnp.float32).tiny)
+    dropped_BT = jnp.mean(routes.slot_BkT == num_slots, axis=1, dtype=jnp.float32)
+    return {
+        "balance_loss": num_experts * jnp.sum(jnp.sum(chosen_BE * likely_BE, axis=-1) / total_B),
+        "z_loss": jnp.sum(weights_BT * jax.nn.logsumexp(logits_BTE, axis=-1) ** 2),
+        "dropped_share": jnp.sum(weights_BT * dropped_BT),
+    }
+
+
+def _rows(x_BND: Array, index_BM: Array) -> Array:
+    """Returns the rows of `x` `[B, N, D]` at `index`, `[B, M, D]`; zeros at the index N."""
+    return jnp.take_along_axis(x_BND, index_BM[..., None], axis=1, mode="fill", fill_value=0)

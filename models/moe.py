@@ -1,0 +1,141 @@
+"""A decoder with experts in place of MLPs, in each layer or in every other one (GShard, Switch).
+
+The layer is in `models/experts.py`; embedding, head, attention and sampler are those of `models/decoder.py`.
+
+Shapes: B batch, T positions, D hidden.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from configs.schema import MoeConfig
+from models.block import Block
+from models.decoder import Decoder, Embedding, Head, block_config
+from models.experts import MoeBlock, Told
+from models.model import Batch, Gather, Group, Params, cross_entropy
+from models.transformer import as_floats
+from sharding.experts import Exchange, exchange_of
+
+TOLD = ("balance_loss", "z_loss", "dropped_share")
+
+
+class MoeLayers(nnx.Module):
+    """One entry of the stack: a layer with experts, with `moe_every = 2` behind a layer without."""
+
+    def __init__(self, config: MoeConfig, key: Array) -> None:
+        dense_key, sparse_key = jax.random.split(key)
+        self.dense = Block(block_config(config), dense_key) if config.moe_every == 2 else None
+        self.sparse = MoeBlock(block_config(config), config, sparse_key)
+
+    def __call__(
+        self,
+        carry: tuple[Array, Told],
+        angles_BTH: Array | None,
+        segments_BT: Array | None,
+        weights_BT: Array,
+        *,
+        exchange: Exchange,
+    ) -> tuple[Array, Told]:
+        """Returns the output `[B, T, D]`, and the sums of what the layers told, this one included."""
+        x_BTD, before = carry
+        if self.dense is not None:
+            x_BTD = self.dense(x_BTD, angles_BTH, segments_BT)
+        x_BTD, told = self.sparse(x_BTD, angles_BTH, segments_BT, weights_BT, exchange)
+        return x_BTD, {name: before[name] + told[name] for name in before}
+
+
+@dataclass(frozen=True)
+class Moe(Decoder):
+    """A decoder-only language model with experts."""
+
+    config: MoeConfig
+
+    @cached_property
+    def groups(self) -> dict[str, Group[Any]]:
+        """The parameter groups by their top-level key."""
+        c = self.config
+        return {
+            "embed": Group(lambda key: Embedding(c, key)),
+            "layers": Group(lambda key: MoeLayers(c, key), c.num_moe_layers),
+            "head": Group(lambda key: Head(c, key)),
+        }
+
+    @property
+    def num_idle_params(self) -> int:
+        """Parameters that a token does not use: those of the experts that it does not go to."""
+        c = self.config
+        of_expert = (3 if c.activation == "swiglu" else 2) * c.hidden * c.intermediate
+        return c.num_moe_layers * (c.num_experts - c.experts_per_token) * of_expert
+
+    def logits(self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None = None) -> Array:
+        """Returns float32 logits `[B, T, V]` of the next token at each position; padding ids get probability 0."""
+        return self.route(params, tokens_BT, gather, segments_BT, jnp.ones(tokens_BT.shape))[0]
+
+    def route(
+        self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None, weights_BT: Array
+    ) -> tuple[Array, Told]:
+        """Returns the logits, and what the layers told: sums over rows, means over the layers with experts."""
+        embedding, x_BTD, angles_BTH = self.embed(params, tokens_BT, gather, segments_BT)
+        zero = jnp.sum(x_BTD[:, 0, 0]).astype(jnp.float32) * 0  # of data: a shard_map sees it vary like later sums
+        x_BTD, told = self.run_layers(
+            params,
+            (x_BTD, dict.fromkeys(TOLD, zero)),
+            gather,
+            angles_BTH,
+            as_floats(segments_BT),
+            weights_BT,
+            exchange=exchange_of(gather),
+        )
+        means = jax.tree.map(lambda x: x / self.config.num_moe_layers, told)
+        return self.head(params, x_BTD, embedding, gather), means
+
+    def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
+        """Returns the weighted sum of the tokens' cross-entropies in nats, without the losses of the router."""
+        return self.evaluate(params, batch, gather)["loss"]
+
+    def evaluate(self, params: Params, batch: Batch, gather: Gather) -> dict[str, Array]:
+        """Returns the weighted sums for a validation: the cross-entropy as `loss`, and `dropped_share`."""
+        cross_entropies, told = self._losses(params, batch, gather)
+        return {"loss": cross_entropies, "dropped_share": told["dropped_share"]}
+
+    def objective(self, params: Params, batch: Batch, gather: Gather) -> tuple[Array, Told]:
+        """Returns the cross-entropy plus the weighted losses of all routers; told are it and the layers' means."""
+        c = self.config
+        cross_entropies, told = self._losses(params, batch, gather)
+        of_routers = c.balance_loss * told["balance_loss"] + c.z_loss * told["z_loss"]
+        return cross_entropies + c.num_moe_layers * of_routers, {"cross_entropy": cross_entropies} | told
+
+    def _losses(self, params: Params, batch: Batch, gather: Gather) -> tuple[Array, Told]:
+        logits_BTV, told = self.route(params, batch["tokens"], gather, batch.get("segments"), batch["weights"])
+        return cross_entropy(logits_BTV, batch["targets"], batch["weights"]), told
+
+    def warning(self, metrics: Mapping[str, float]) -> str:
+        """Returns a line if a step dropped more than `max_dropped`."""
+        c, dropped = self.config, metrics["dropped_share"]
+        if dropped <= c.max_dropped:
+            return ""
+        return (
+            f"warning: {dropped:.1%} of the tokens' choices found no room at their experts (model.max_dropped="
+            f"{c.max_dropped}); raise model.capacity_factor={c.capacity_factor} or model.balance_loss={c.balance_loss}"
+        )
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Returns the operations per token as of a decoder, with the experts that a token goes to, and no others."""
+        return super().flops_per_token(seq_len) - 6 * self.num_idle_params
+
+    def blocks(self, layer: MoeLayers) -> list[Any]:
+        """Returns the layers in one entry of the stack."""
+        return [block for block in (layer.dense, layer.sparse) if block is not None]
+
+    def finish(self, block: Any, x_BTD: Array, mixed_BTNH: Array, gather: Gather) -> Array:
+        """Returns a layer's output from its input and the weighted values of attention."""
+        if isinstance(block, Block):
+            return block.finish(x_BTD, mixed_BTNH)
+        return block.finish(x_BTD, mixed_BTNH, jnp.ones(x_BTD.shape[:2]), exchange_of(gather))[0]

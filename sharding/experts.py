@@ -1,0 +1,103 @@
+"""Tokens to the devices that hold their experts, and back: all-to-alls over the experts' scope (GShard, section 3.2).
+
+Models know no mesh: they get the exchange with the gather (`exchange_of`), and on one device it sends nothing. It runs
+inside a `shard_map` whose data axes are manual.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharding.collectives import PLAIN, LevelCodecs, coded_all_to_all_rows
+from sharding.mesh import inter_part, intra_part
+
+PyTree = Any
+Gather = Callable[[str, PyTree], PyTree]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """The all-to-alls of a layer's tokens between the `n` devices of `scope`, which hold `E / n` experts each.
+
+    Expert `e` is on the device whose index in CHUNK_ORDER is `e // (E / n)`. Hierarchical: tokens for another node go
+    through the device of their own node that is at the same place there, first inside the node, then between nodes:
+    the same bytes between nodes in fewer and larger messages. Gradients travel the same ways, with the same codecs.
+    """
+
+    scope: tuple[str, ...] = ()
+    hierarchical: bool = True
+    codecs: LevelCodecs = PLAIN
+
+    @property
+    def levels(self) -> list[tuple[str, ...]]:
+        """The axes of each all-to-all, in the order of the way there."""
+        if not self.hierarchical:
+            return [self.scope] if self.scope else []
+        return [axes for axes in (intra_part(self.scope), inter_part(self.scope)) if axes]
+
+    def there(self, x: jax.Array) -> jax.Array:
+        """Sends own tokens `[E, ...]`, by expert; returns those of all devices for own experts, `[E/n, n, ...]`."""
+        return _transposable(self._there, self._back)(x) if self.scope else x[:, None]
+
+    def back(self, y: jax.Array) -> jax.Array:
+        """Sends the outputs `[E/n, n, ...]` of own experts back; returns those of own tokens, `[E, ...]`."""
+        return _transposable(self._back, self._there)(y) if self.scope else y[:, 0]
+
+    def _there(self, x: jax.Array) -> jax.Array:
+        sizes = self._sizes()
+        x = x.reshape(*sizes, x.shape[0] // prod(sizes), *x.shape[1:])
+        for dim, axes in enumerate(self.levels):
+            x = self._send(x, dim, axes)
+        x = x.reshape(prod(sizes), *x.shape[len(sizes) :])
+        return jnp.moveaxis(x, 0, 1)
+
+    def _back(self, y: jax.Array) -> jax.Array:
+        sizes = self._sizes()
+        y = jnp.moveaxis(y, 1, 0)
+        y = y.reshape(*sizes, *y.shape[1:])
+        for dim, axes in reversed(list(enumerate(self.levels))):
+            y = self._send(y, dim, axes)
+        return y.reshape(-1, *y.shape[len(sizes) + 1 :])
+
+    def _sizes(self) -> list[int]:
+        return [prod(lax.axis_size(axis) for axis in axes) for axes in self.levels]
+
+    @jax.named_scope("experts")
+    def _send(self, x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+        """Sends entry i of dim `dim` to device i of `axes`; returns what all devices sent, in the same dim."""
+        rows = jnp.moveaxis(x, dim, 0)
+        received = coded_all_to_all_rows(rows.reshape(len(rows), -1), axes, self.codecs.over(axes))
+        return jnp.moveaxis(received.reshape(rows.shape), 0, dim)
+
+
+ALONE = Exchange()  # on one device, or where experts are gathered
+
+
+def _transposable(
+    forward: Callable[[jax.Array], jax.Array], transposed: Callable[[jax.Array], jax.Array]
+) -> Callable[[jax.Array], jax.Array]:
+    """Returns `forward`, a permutation of values between devices, whose gradients travel by `transposed`."""
+    send = jax.custom_vjp(forward)
+    send.defvjp(lambda x: (forward(x), None), lambda _, g: (transposed(g),))
+    return send
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherWithExchange:
+    """The gather that a model calls, and the exchange of tokens for the experts that it does not gather."""
+
+    gather: Gather
+    exchange: Exchange
+
+    def __call__(self, name: str, tree: PyTree) -> PyTree:
+        return self.gather(name, tree)
+
+
+def exchange_of(gather: Gather) -> Exchange:
+    """Returns the exchange that comes with a gather; a gather without one leaves experts on every device."""
+    return gather.exchange if isinstance(gather, GatherWithExchange) else ALONE

@@ -1,0 +1,132 @@
+"""Layers with experts: who takes which tokens, and what comes out, against plain loops; and the sizes of a model."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import workload
+from dense_experts import dense_loop, plain_slots
+
+import models
+from configs.schema import MoeConfig
+from models.experts import route, told
+from sharding.spec import ParamSpec
+
+SMALL: dict[str, Any] = dict(
+    vocab_size=40, vocab_multiple=16, max_len=8, num_layers=2, hidden=16, intermediate=32, num_heads=4, num_kv_heads=2
+)
+
+
+def whole(name: str, tree: Any) -> Any:
+    return tree
+
+
+@pytest.mark.parametrize("per_token", [1, 2])
+@pytest.mark.parametrize("room", [1, 3, 12])
+def test_routes_equal_a_plain_router(per_token: int, room: int) -> None:
+    """Also with tokens of weight 0, which take no room, and more room than tokens."""
+    rng = np.random.default_rng(room)
+    probs = rng.dirichlet(np.ones(5) / 2, (4, 12)).astype(np.float32)
+    real = rng.random((4, 12)) < 0.7
+    routes = jax.tree.map(np.asarray, route(jnp.asarray(probs), jnp.asarray(real), per_token=per_token, room=room))
+    expected = plain_slots(probs, real, per_token, room)
+    for row, experts in enumerate(expected):
+        slots = routes.token_BS[row].reshape(5, room)
+        assert [[t for t in tokens if t < 12] for tokens in slots.tolist()] == experts
+        for token in range(12):
+            kept = [slot // room for slot in routes.slot_BkT[row, :, token] if slot < 5 * room]
+            assert sorted(kept) == [e for e in range(5) if token in experts[e]]
+    largest = np.sort(probs, axis=-1)[..., ::-1][..., :per_token]
+    gates = largest if per_token == 1 else largest / largest.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(routes.gate_BkT.transpose(0, 2, 1), gates, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(experts_per_token=2, capacity_factor=1.0),
+        dict(experts_per_token=1, capacity_factor=0.5, activation="gelu", norm="layer", use_bias=True),
+        dict(experts_per_token=2, moe_every=2, capacity_factor=8.0),
+    ],
+    ids=["top-2", "top-1", "every other layer"],
+)
+def test_objective_and_gradients_equal_the_dense_loop(changes: dict[str, Any]) -> None:
+    model = models.build(MoeConfig(**SMALL, num_experts=4, balance_loss=0.1, z_loss=0.1, **changes))
+    params = jax.jit(model.init)(jax.random.key(0))
+    batch = {name: jnp.asarray(x) for name, x in workload.batch(6).items()}
+
+    def run() -> Any:
+        def objective(params: Any) -> Any:
+            return model.objective(params, batch, whole)
+
+        (value, told), grads = jax.device_get(jax.jit(jax.value_and_grad(objective, has_aux=True))(params))
+        return float(value), {name: float(x) for name, x in told.items()}, grads
+
+    value, told, grads = run()
+    with dense_loop():
+        expected, expected_told, expected_grads = run()
+    assert value == pytest.approx(expected, rel=1e-5)
+    assert told == pytest.approx(expected_told, rel=1e-5)
+    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-5), grads, expected_grads)
+    weight = float(batch["weights"].sum())
+    assert (told["dropped_share"] > 0.05 * weight) == (changes["capacity_factor"] < 2)
+    losses = 0.1 * told["balance_loss"] + 0.1 * told["z_loss"]
+    assert value == pytest.approx(told["cross_entropy"] + losses * 2 / changes.get("moe_every", 1), rel=1e-5)
+    assert model.evaluate(params, batch, whole)["loss"] == pytest.approx(told["cross_entropy"], rel=1e-5)
+
+
+def test_balance_is_one_for_equal_shares_and_the_number_of_experts_for_one_expert() -> None:
+    weights = jnp.ones((1, 8))
+    even = jnp.eye(4)[jnp.arange(8) % 4][None] * 1e-3
+    one = jnp.zeros((1, 8, 4)).at[..., 1].set(50.0)
+
+    @jax.jit
+    def balance(logits: jax.Array) -> jax.Array:
+        probs = jax.nn.softmax(logits)
+        return told(logits, probs, route(probs, weights > 0, per_token=1, room=8), weights)["balance_loss"] / 8
+
+    assert float(balance(even)) == pytest.approx(1, rel=1e-3)
+    assert float(balance(one)) == pytest.approx(4, rel=1e-3)
+
+
+def test_capacity_is_the_formula() -> None:
+    config = MoeConfig(num_experts=8, experts_per_token=2, capacity_factor=1.25)
+    assert config.capacity(256) == 80
+    assert config.capacity(1) == 1
+    assert replace(config, capacity_factor=1.1).capacity(40) == 11  # 1.1 * 10 is above 11 in floats
+    assert replace(config, capacity_factor=100.0).capacity(16) == 16
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    model, params = workload.model("moe"), workload.params("moe")
+    tokens = jnp.asarray(workload.batch(4)["tokens"])
+    logits = jax.jit(lambda tokens: model.logits(params, tokens, whole))
+    others = tokens.at[2].set(7)
+    kept = np.array([0, 1, 3])
+    np.testing.assert_array_equal(logits(tokens)[kept], logits(others)[kept])
+
+
+@pytest.mark.parametrize("moe_every", [1, 2])
+def test_sampling_takes_the_most_likely_token(moe_every: int) -> None:
+    """With room for all: a sampled token has the room of its row to itself."""
+    model = models.Moe(MoeConfig(**SMALL, num_experts=4, capacity_factor=4.0, moe_every=moe_every))
+    params = jax.jit(model.init)(jax.random.key(1))
+    prompt = jnp.asarray(workload.batch(2)["tokens"])[:, :3]
+    keys = jax.random.split(jax.random.key(0), 2)
+    found = jax.jit(lambda p: model.generate(p, prompt, keys, whole, length=4, temperature=0.0))(params)
+    logits = jax.jit(lambda p: model.logits(p, found, whole))(params)
+    np.testing.assert_array_equal(found[:, 3:], jnp.argmax(logits, axis=-1)[:, 2:-1])
+
+
+def test_operations_are_those_of_the_experts_that_a_token_goes_to() -> None:
+    """6 N + 12 L D T: a model with two experts for each token as a decoder whose MLP is twice as wide."""
+    many = models.Moe(MoeConfig(**SMALL, num_experts=16, experts_per_token=2))
+    specs = jax.tree.leaves(many.param_specs(), is_leaf=lambda x: isinstance(x, ParamSpec))
+    router = sum(int(np.prod(spec.shape)) for spec in specs if "router" in spec.dims)
+    wide = models.build(workload.model("decoder").config)
+    wide = models.Decoder(replace(wide.config, intermediate=2 * SMALL["intermediate"]))
+    assert many.flops_per_token(8) == wide.flops_per_token(8) + 6 * router
+    assert many.num_params > 4 * wide.num_params

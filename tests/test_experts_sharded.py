@@ -1,0 +1,203 @@
+"""Experts on 8 virtual devices, 4 nodes of 2: the dense loop's losses with every strategy, and the bytes sent."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import workload
+from dense_experts import dense_loop
+
+from compression.codecs import Blockwise
+from sharding.collectives import LevelCodecs
+from sharding.hlo import Collective, read_collectives
+
+ZERO3 = {"strategy": "zero3"}
+MICS4 = {"strategy": "mics", "partition_size": 4}
+HSDP = {"strategy": "hsdp"}
+# strategy and experts; `node` is 2 devices, 4 spans two nodes, `all` four
+QUICK = {
+    "ddp": {"strategy": "ddp"},
+    "hsdp, node": HSDP | {"experts": "node"},
+    "mics(4), none": MICS4,
+    "mics(4), node": MICS4 | {"experts": "node"},
+    "mics(4), 4": MICS4 | {"experts": 4},
+    "zero3, all": ZERO3 | {"experts": "all"},
+    "mics(4), node, overlap": MICS4 | {"experts": "node", "overlap": True},
+    "zero3, 4, two_hop off, flat": ZERO3 | {"experts": 4, "two_hop": False, "hierarchical": False},
+}
+SLOW = {
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2"},
+    "zero3, none": ZERO3,
+    "zero3, node": ZERO3 | {"experts": "node"},
+    "zero3, 4": ZERO3 | {"experts": 4},
+    "hsdp, none": HSDP,
+    "mics(4), 4, two_hop off": MICS4 | {"experts": 4, "two_hop": False},
+    "mics(4), node, kept a step": MICS4 | {"experts": "node", "gather": "step"},
+    "mics(4), node, kept a micro-step": MICS4 | {"experts": "node", "gather": "micro_step"},
+    "mics(4), node, kept in the node": MICS4 | {"experts": "node", "gather": "node"},
+    "zero3, all, kept a step": ZERO3 | {"experts": "all", "gather": "step"},
+    "zero3, 4, overlap, kept in the node": ZERO3 | {"experts": 4, "overlap": True, "gather": "node"},
+    "zero3, all, overlap": ZERO3 | {"experts": "all", "overlap": True},
+    "zero3, all, flat": ZERO3 | {"experts": "all", "hierarchical": False},
+    "node/node/all, node": {"parameters": "node", "gradients": "node", "optimizer": "all", "experts": "node"},
+    "node/4/all, node": {"parameters": "node", "gradients": 4, "optimizer": 4, "experts": "node"},
+    "auto": ZERO3 | {"partitioner": "auto"},
+}
+ALL = [*(pytest.param(how, id=name) for name, how in QUICK.items())]
+ALL += [pytest.param(how, id=name, marks=pytest.mark.slow) for name, how in SLOW.items()]
+
+
+@pytest.fixture(scope="module")
+def dense_losses() -> np.ndarray:
+    with dense_loop():
+        return workload.single_device_losses("moe")
+
+
+@pytest.mark.parametrize("how", ALL)
+def test_every_strategy_trains_like_the_dense_loop(how: dict[str, Any], dense_losses: np.ndarray) -> None:
+    """Five steps of two micro-steps; what finds no room is the same everywhere."""
+    sh = workload.plan("moe", **how)
+    np.testing.assert_allclose(workload.losses("moe", sh), dense_losses, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_tensor_split_trains_like_the_dense_loop(dense_losses: np.ndarray) -> None:
+    sh = workload.plan("moe", nodes=2, per_node=4, tensor=2, experts="node", **HSDP)
+    np.testing.assert_allclose(workload.losses("moe", sh), dense_losses, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_micro_steps_change_nothing(dense_losses: np.ndarray) -> None:
+    sh = workload.plan("moe", experts="node", **HSDP)
+    np.testing.assert_allclose(workload.losses("moe", sh, accumulation=1), dense_losses, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------ bytes
+
+LAYERS, ACCUMULATION, NODES, PER_NODE = 3, 2, 4, 2
+
+
+def read(codec: Any = None, overlap: bool = False, **how: Any) -> list[Collective]:
+    sh = workload.plan("moe", num_layers=LAYERS, expert_codecs=LevelCodecs(inter=codec), overlap=overlap, **how)
+    step, _, _ = workload.compiled_step("moe", sh, accumulation=ACCUMULATION, num_layers=LAYERS)
+    return read_collectives(step.as_text(), sh.layout.shape)
+
+
+def tokens_elements() -> int:
+    """Elements that a device hands to an all-to-all: the slots of its rows at all experts."""
+    c = workload.model("moe", LAYERS).config
+    rows = workload.ROWS // ACCUMULATION // (NODES * PER_NODE)
+    room = math.ceil(c.experts_per_token * workload.SEQ_LEN * c.capacity_factor / c.num_experts)
+    return rows * c.num_experts * room * c.hidden
+
+
+def experts_elements() -> int:
+    """Elements of the experts of all layers."""
+    c = workload.model("moe", LAYERS).config
+    return LAYERS * c.num_experts * 3 * c.hidden * c.intermediate
+
+
+def other_elements() -> tuple[int, int]:
+    """Elements of all layers without their experts, and of embedding and head, which are gathered once."""
+    specs = workload.specs("moe", LAYERS)
+    size = {
+        name: sum(math.prod(s.shape) for s in jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "dims")))
+        for name, tree in specs.items()
+    }
+    return size["layers"] - experts_elements(), size["embed"] + size["head"]
+
+
+INTRA, INTER = ("shard_intra",), ("shard_inter",)
+
+
+@pytest.mark.parametrize(
+    ("how", "levels", "gathered"),
+    [
+        (HSDP | {"experts": "node"}, [INTRA], []),
+        (MICS4 | {"experts": "node"}, [INTRA], [INTER]),
+        (MICS4 | {"experts": 4}, [INTRA, INTER], []),
+        (MICS4 | {"experts": 4, "hierarchical": False}, [(*INTER, *INTRA)], []),
+        (MICS4 | {"experts": "node", "overlap": True}, [INTRA], [INTER]),
+    ],
+    ids=["hsdp, node", "mics(4), node", "mics(4), 4", "mics(4), 4, flat", "mics(4), node, overlap"],
+)
+def test_tokens_and_experts_send_the_formula(
+    how: dict[str, Any], levels: list[tuple[str, ...]], gathered: list[tuple[str, ...]]
+) -> None:
+    """Six all-to-alls a layer and micro-step on each level; experts cross only what does not hold them, as `M_e/2`.
+
+    With overlap the last layer is not computed again, and needs four.
+    """
+    collectives = read(**how)
+    sent: Counter = Counter()
+    for c in collectives:
+        if c.kind == "all-to-all":
+            assert (c.label, c.num_elements) == ("experts", tokens_elements())
+            size = math.prod({"shard_intra": 2, "shard_inter": 2}[axis] for axis in c.axes)
+            assert c.inter_bytes + c.intra_bytes == pytest.approx(c.payload_bytes * (size - 1) / size)
+            sent[c.axes] += c.times
+    times = 6 * LAYERS - (2 if how.get("overlap") else 0)
+    assert sent == dict.fromkeys(levels, times * ACCUMULATION)
+    crossing: Counter = Counter()
+    for c in collectives:
+        if c.label in ("gather", "hop_one") and set(c.axes) & set(INTER):
+            crossing[c.label] += c.num_elements * c.times
+    if how["strategy"] == "hsdp":
+        assert not crossing
+        return
+    in_layers, ends = other_elements()
+    here = in_layers + (experts_elements() if gathered else 0)
+    share = 1 if levels == [(*INTER, *INTRA)] else 2  # a flat gather crosses both levels with all of it
+    assert crossing == {
+        "gather": ACCUMULATION * (2 * here + ends) / share,
+        "hop_one": ACCUMULATION * (here + ends) / share,
+    }
+
+
+@pytest.mark.slow
+def test_experts_that_are_gathered_send_no_tokens() -> None:
+    assert not [c for c in read(**MICS4) if c.kind == "all-to-all"]
+
+
+@pytest.mark.parametrize("codec", [8, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_codec_makes_the_tokens_between_nodes_narrow(codec: int) -> None:
+    """Both ways, forward and backward; inside the node they travel as they are."""
+    made = Blockwise(bits=codec, block=64)
+    found = [c for c in read(codec=made, experts=4, **MICS4) if c.kind == "all-to-all"]
+    by_level = {axes: {(c.dtype, c.payload_bytes) for c in found if c.axes == axes} for axes in (INTRA, INTER)}
+    assert by_level[INTRA] == {("f32", 4 * tokens_elements())}
+    assert by_level[INTER] == {("u8", 2 * made.payload_bytes(tokens_elements() // 2))}
+
+
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_tokens_reach_the_devices_of_their_experts_and_come_back(hierarchical: bool) -> None:
+    """In sixteen bits, which are what travels: entry e of each device goes to the e-th device, in CHUNK_ORDER."""
+    sh = workload.plan("moe", experts="all", hierarchical=hierarchical, **ZERO3)
+    x = np.arange(8 * 8 * 3).reshape(8, 8, 3)  # [device, expert, ...], devices in CHUNK_ORDER
+    spec = jax.P(sh.layout.parameters)
+
+    def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        there = sh.exchange.there(x[0])
+        return there, sh.exchange.back(there)[None]
+
+    mapped = jax.jit(jax.shard_map(run, mesh=sh.mesh, in_specs=spec, out_specs=(spec, spec)))
+    compiled = mapped.lower(
+        jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=jax.NamedSharding(sh.mesh, spec))
+    ).compile()
+    there, back = compiled(jax.device_put(x.astype(jnp.bfloat16), jax.NamedSharding(sh.mesh, spec)))
+    np.testing.assert_array_equal(there, x.swapaxes(0, 1))
+    np.testing.assert_array_equal(back, x)
+    sent = [c for c in read_collectives(compiled.as_text(), sh.layout.shape) if c.kind == "all-to-all"]
+    assert [c.payload_bytes for c in sent] == [2 * 8 * 3] * (4 if hierarchical else 2)
+
+
+def test_training_with_a_codec_stays_near(dense_losses: np.ndarray) -> None:
+    sh = workload.plan("moe", experts=4, expert_codecs=LevelCodecs(inter=Blockwise(bits=8, block=64)), **MICS4)
+    found = workload.losses("moe", sh)
+    np.testing.assert_allclose(found, dense_losses, rtol=2e-2)
+    assert not np.allclose(found, dense_losses, rtol=1e-6)

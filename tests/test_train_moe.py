@@ -1,0 +1,102 @@
+"""Runs of train.py with experts: what is logged and said, going on with another scope, and what is refused."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from running import IGNORED, arguments, losses, rows, run_here
+
+from configs.schema import Config
+from planner.bounds import SLACK, traffic
+from training.experiment import make_experiment
+
+pytestmark = IGNORED
+MOE = dict(config="tiny_moe", model__num_layers=2, model__num_experts=4, num_steps=4, checkpoint__every=4)
+
+
+def test_a_run_tells_what_it_drops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Room for a quarter of the choices: three quarters are dropped, which every logged step says."""
+    changes = MOE | {"model__capacity_factor": 0.25, "model__max_dropped": 0.5, "log_every": 2, "eval__every": 4}
+    assert run_here(*arguments(tmp_path / "run", **changes)) == 0
+    logged = rows(tmp_path / "run")
+    assert [row["step"] for row in logged] == [2, 4]
+    for row in logged:
+        assert 0.7 < row["dropped_share"] < 0.8 and row["balance_loss"] > 0.99 and row["z_loss"] > 0
+        of_routers = 0.01 * row["balance_loss"] + 0.001 * row["z_loss"]
+        assert row["loss"] == pytest.approx(row["cross_entropy"] + of_routers, rel=1e-5)
+    assert 0.7 < logged[-1]["validation_dropped_share"] < 0.8
+    assert logged[-1]["validation_loss"] == pytest.approx(logged[-1]["cross_entropy"], rel=0.1)
+    said = re.findall(r"step (\d): warning: 7\d\.\d% of the tokens' choices found no room", capsys.readouterr().out)
+    assert said == ["2", "4"]
+
+
+def test_a_run_with_room_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And its file of collectives has the tokens' all-to-alls, of the formula's bytes."""
+    changes = MOE | {"model__capacity_factor": 4.0, "model__moe_every": 1, "model__num_layers": 4, "sample__length": 4}
+    assert run_here(*arguments(tmp_path / "run", **changes)) == 0
+    assert "warning" not in capsys.readouterr().out
+    assert all(row["dropped_share"] == 0 for row in rows(tmp_path / "run"))
+    report = json.loads((tmp_path / "run" / "collectives.json").read_text())
+    sent = [c for c in report["collectives"] if c["name"] == "experts"]
+    # 4 layers, 2 micro-steps of a row; 4 experts with room for all 32 tokens of 32 values, half are here
+    assert sum(c["intra_bytes"] for c in sent) == 6 * 4 * 2 * 4 * (4 * 32 * 32) // 2
+    assert sum(c["inter_bytes"] for c in sent) == 0
+    planned = traffic(make_experiment(Config.from_dict(json.loads((tmp_path / "run" / "config.json").read_text()))))
+    for level in ("inter", "intra"):
+        assert 0.6 * report[f"{level}_bytes"] <= planned[level] <= SLACK * report[f"{level}_bytes"], level
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_scope(tmp_path: Path) -> None:
+    """Three steps with experts divided over a node, three with all gathered: as if nothing had changed."""
+    changes = MOE | {"num_steps": 6, "checkpoint__every": 3}
+    assert run_here(*arguments(tmp_path / "whole", **changes)) == 0
+    assert run_here(*arguments(tmp_path / "part", **changes | {"num_steps": 3})) == 0
+    other = {"sharding__strategy": "zero3", "sharding__partition_size": 0, "sharding__experts": 4}
+    assert run_here(*arguments(tmp_path / "part", **changes | other)) == 0
+    np.testing.assert_allclose(losses(tmp_path / "part"), losses(tmp_path / "whole"), rtol=1e-5)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "experts that do not divide": (
+        {"model__num_experts": 3},
+        "3 experts cannot be divided among the 2 shards of sharding.experts; choose a multiple of 2 for "
+        "model.num_experts",
+    ),
+    "wider than the parameters": (
+        {"sharding__experts": 4},
+        r"sharding.experts=4 \(4 devices\) must lie within the scope of the parameters \(2 devices\); choose none or a "
+        "number that divides 2",
+    ),
+    "parameters on every device": (
+        {"sharding__strategy": "zero2", "sharding__partition_size": 0},
+        r"sharding.experts=node \(2 devices\) must lie within .* \(1 device\); set it to none",
+    ),
+    "a number that does not fit": ({"sharding__experts": 3}, "sharding.experts=3: .* sizes that divide: 1, 2, 4, 8"),
+    "a word": ({"sharding__experts": "some"}, "sharding.experts=some: a scope is none, node, all or a number"),
+    "XLA's partitioner": (
+        {"sharding__partitioner": "auto"},
+        "sharding.experts=node has no effect with sharding.partitioner=auto",
+    ),
+    "a codec where no token goes": (
+        {"compression__experts_inter": "int8"},
+        "compression.experts_inter=int8 has nothing to encode: .* no collective between nodes",
+    ),
+    "no experts": (
+        {"config": "quickstart", "sharding__experts": "node"},
+        "sharding.experts=node has nothing to divide: model.kind=decoder has no experts; set it to none",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED.values(), ids=[*REFUSED])
+def test_what_cannot_be_divided_is_one_line(
+    changes: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base: dict[str, Any] = {"num_steps": 4} if "config" in changes else MOE
+    assert run_here(*arguments(tmp_path / "run", **base | changes)) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and re.search(said, err), err
