@@ -2,15 +2,17 @@
 
 from configs.schema import ModelConfig
 from configs.schema.own import OWN
+from models.classifier import Classifier
 from models.decoder import Decoder
 from models.encoder import Encoder
 from models.model import Gather, Model, Params
 from models.resnet import ResNet
 from models.transformer import Transformer
+from models.vit import ViT
 
-__all__ = ["Decoder", "Encoder", "Gather", "Model", "Params", "ResNet", "Transformer", "build"]
+__all__ = ["Classifier", "Decoder", "Encoder", "Gather", "Model", "Params", "ResNet", "Transformer", "ViT", "build"]
 
-KINDS = {"decoder": Decoder, "encoder": Encoder, "resnet": ResNet}
+KINDS = {"decoder": Decoder, "encoder": Encoder, "resnet": ResNet, "vit": ViT}
 
 
 def build(config: ModelConfig) -> Model:

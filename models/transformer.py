@@ -1,4 +1,4 @@
-"""Common base of decoder and encoder: a scan over the stacked layers, the loss, and the FLOPs per token."""
+"""Common bases of transformers: a scan over the stacked layers; of decoder and encoder, loss and FLOPs per token."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -18,7 +18,28 @@ def as_floats(segments_BT: Array | None) -> Array | None:
 
 
 @dataclass(frozen=True)
-class Transformer(Model):
+class Stack(Model):
+    """A model with a stack of layers: the parameter group `layers`."""
+
+    def run_layers(self, params: Params, x_BTD: Array, gather: Gather, *args: Array | None) -> Array:
+        """Returns `x` after all layers, each gathered right before its use; `args` are passed to every layer."""
+        layers = self.groups["layers"]
+
+        def body(x_BTD: Array, values: Params, *args: Array | None) -> Array:
+            return layers.module(values, self.dtype)(x_BTD, *args)
+
+        return scan_layers(
+            body,
+            x_BTD,
+            params["layers"],
+            *args,
+            gather=partial(gather, "layers"),
+            rematerialise=partial(rematerialise, policy=self.config.remat, in_scan=True),
+        )
+
+
+@dataclass(frozen=True)
+class Transformer(Stack):
     """A stack of layers between an embedding and a head."""
 
     config: TransformerConfig
@@ -60,19 +81,3 @@ class Transformer(Model):
         """
         c = self.config
         return 6 * (self.num_params - self.num_lookup_params) + 12 * c.num_layers * c.hidden * seq_len
-
-    def run_layers(self, params: Params, x_BTD: Array, gather: Gather, *args: Array | None) -> Array:
-        """Returns `x` after all layers, each gathered right before its use; `args` are passed to every layer."""
-        layers = self.groups["layers"]
-
-        def body(x_BTD: Array, values: Params, *args: Array | None) -> Array:
-            return layers.module(values, self.dtype)(x_BTD, *args)
-
-        return scan_layers(
-            body,
-            x_BTD,
-            params["layers"],
-            *args,
-            gather=partial(gather, "layers"),
-            rematerialise=partial(rematerialise, policy=self.config.remat, in_scan=True),
-        )

@@ -1,0 +1,24 @@
+"""A small vision transformer on scikit-learn's digits: 8 virtual devices as 4 nodes of 2, MiCS groups of 2.
+
+    python train.py --config=configs/tiny_vit.py --workdir=runs/tiny_vit
+
+The data of digits.py, in 16 patches of 2 x 2 pixels.
+
+Hardware: any machine with 2 CPU cores.
+Not run yet.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base, digits
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """Returns the config of digits.py with a vision transformer of 4 layers, and AdamW."""
+    base.no_argument(arg, __file__)
+    config = digits.get_config()
+    config.model = base.vit()
+    config.data.augment = "shift_flip"
+    config.optimizer = base.get_config().optimizer
+    config.optimizer.update({"learning_rate": 2e-3, "warmup_steps": 20, "final_fraction": 0.0})
+    return config
