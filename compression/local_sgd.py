@@ -96,6 +96,7 @@ def local_sgd(
         def synchronise() -> tuple[PyTree, ...]:
             mean, exchanged = exchange.update(jax.tree.map(jnp.negative, drift_R), state.exchange, params)
             mean, averages = part_averages(mean)
+            moves: Any
             moves, outer_state = outer.update(mean, state.outer)
             if averages:
                 moves = {**moves, **jax.tree.map(jnp.negative, averages)}

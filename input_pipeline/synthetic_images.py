@@ -1,6 +1,7 @@
 """Synthetic images of ten classes: a coarse pattern of the class under noise; nothing is downloaded."""
 
 import hashlib
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,8 +40,9 @@ class SyntheticImages:
         from PIL.Image import fromarray
 
         shape = (self._size, self._size, self._channels)
-        bits = index.random_bits((number, KEY_TAG[self._split]), (1 + -(-np.prod(shape) // 8),))
+        values = math.prod(shape)
+        bits = index.random_bits((number, KEY_TAG[self._split]), (1 + -(-values // 8),))
         label = int(bits[0] % np.uint64(self.num_classes))
-        noise = bits[1:].astype("<u8").view(np.uint8)[: np.prod(shape)].reshape(shape)  # eight values in 64 bits
-        values = ((noise + self._patterns[label]) // 2).astype(np.uint8)
-        return fromarray(values if self._channels == 3 else values[..., 0]), label
+        noise = bits[1:].astype("<u8").view(np.uint8)[:values].reshape(shape)  # eight values in 64 bits
+        pixels = ((noise + self._patterns[label]) // 2).astype(np.uint8)
+        return fromarray(pixels if self._channels == 3 else pixels[..., 0]), label
