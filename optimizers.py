@@ -19,6 +19,7 @@ from optax import contrib
 
 from configs.schema import OptimizerConfig
 from configs.schema.own import OWN
+from sharding.averages import part_averages
 from sharding.spec import ParamSpec
 
 PyTree = Any
@@ -27,6 +28,7 @@ Stacks = list[jax.Array]
 Kind = tuple[int, int]  # of a layer's tensor: leading dims of a batch of matrices (experts), and the dim of the outputs
 OfStack = Callable[[Any, jax.Array], jax.Array]  # of a kind and a stack `[n, *shape]` of tensors of that kind
 OnWhole = Callable[[OfStack, Sequence[ParamSpec], Sequence[Kind], Stacks], Stacks]  # function, specs, kinds, stacks
+AVERAGE_RATE = 0.1  # of what a running average becomes, the share of the step's value (torch's `momentum`)
 
 
 class GuardState(NamedTuple):
@@ -34,7 +36,7 @@ class GuardState(NamedTuple):
 
     exchange: PyTree
     inner: PyTree
-    grad_norm: jax.Array  # global norm of what hop two hands on, before clipping
+    grad_norm: jax.Array  # global norm of what hop two hands on, before clipping; running averages do not count
     skipped_in_a_row: jax.Array
     skipped: jax.Array
 
@@ -59,6 +61,7 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
         "constant": optax.constant_schedule(peak),
         "linear": optax.linear_schedule(peak, final, remaining),
         "cosine": optax.cosine_decay_schedule(peak, remaining, alpha=config.final_fraction),
+        "quadratic": optax.polynomial_schedule(peak, final, 2, remaining),
     }[config.schedule]
     # step 0 already moves: the warm-up counts from 1
     warmup = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, max(config.warmup_steps - 1, 1))
@@ -83,13 +86,14 @@ def make_optimizer(
     `specs` is the tree of ParamSpecs; it decides which parameters decay and which are matrices. `on_whole` runs a
     function on whole tensors, wherever their shards lie.
     """
+    specs, _ = part_averages(specs)
     schedule = make_schedule(config, num_steps)
     if config.name in ("adamw", "sgd"):  # element by element: a stack of layers is as good as the layers
         tx = _optimizer(config, schedule, specs, on_whole)
     else:
         tx = per_layer(lambda specs: _optimizer(config, schedule, specs, on_whole), specs)
     clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
-    return guarded(exchange, optax.chain(*clip, tx))
+    return guarded(exchange, beside_averages(optax.chain(*clip, tx), move_averages))
 
 
 def _optimizer(config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree, on_whole: OnWhole) -> Transform:
@@ -202,8 +206,8 @@ def is_matrix(spec: ParamSpec) -> bool:
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Whether a parameter is a matrix from hidden to hidden; embeddings and heads know the vocabulary or classes."""
-    return is_matrix(spec) and not {"vocab", "classes"} & set(spec.dims)
+    """Whether a parameter is a matrix from hidden to hidden; embeddings and heads know ids, patches or classes."""
+    return is_matrix(spec) and not {"vocab", "patch", "classes"} & set(spec.dims)
 
 
 def _kind(spec: ParamSpec) -> Kind:
@@ -248,6 +252,25 @@ def per_layer(make: Callable[[PyTree], Transform], specs: PyTree) -> Transform:
     return optax.GradientTransformation(init, update)
 
 
+def beside_averages(trained: Transform, averages: Callable[[PyTree, PyTree], PyTree]) -> Transform:
+    """Runs `trained` on all but the running averages; what becomes of those, `averages(updates, params)` says."""
+
+    def init(params: PyTree) -> PyTree:
+        return trained.init(part_averages(params)[0])
+
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        (updates, values), (params, before) = part_averages(updates), part_averages(params)
+        updates, state = trained.update(updates, state, params)
+        return {**updates, **averages(values, before)} if values else updates, state
+
+    return optax.GradientTransformation(init, update)
+
+
+def move_averages(grads: PyTree, averages: PyTree) -> PyTree:
+    """Returns the updates of running averages; their gradients are minus the values of the step."""
+    return jax.tree.map(lambda g, average: -AVERAGE_RATE * (g + average), grads, averages)
+
+
 def guarded(exchange: Transform, inner: Transform) -> Transform:
     """Runs exchange then `inner`; a step whose gradient is not finite only counts as skipped.
 
@@ -261,8 +284,9 @@ def guarded(exchange: Transform, inner: Transform) -> Transform:
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, GuardState]:
         grads, exchange_state = exchange.update(updates, state.exchange, params)
-        norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(norm)
+        trained, averages = part_averages(grads)
+        norm = optax.tree.norm(trained)
+        finite = jnp.isfinite(norm + optax.tree.norm(averages)) if averages else jnp.isfinite(norm)
         steps, inner_state = inner.update(grads, state.inner, params)
 
         def keep(new: PyTree, old: PyTree) -> PyTree:

@@ -5,7 +5,8 @@
             and the drifts are reset to zero
 
 With an outer learning rate of 1 and no momentum the parameters become the replicas' mean: local SGD (arXiv 1805.09767).
-The outer gradient passes through hop two, including its codec, once every H steps.
+The outer gradient passes through hop two, including its codec, once every H steps. Running averages, such as batch
+norm's, always become the replicas' mean: an outer momentum would carry them beyond every value that was seen.
 """
 
 from dataclasses import replace
@@ -18,6 +19,7 @@ from jax import lax
 
 from compression.statistics import with_zero_counts
 from configs.schema import LocalSGDConfig
+from sharding.averages import part_averages
 from sharding.replicas import PerReplica
 from sharding.scopes import Layout
 
@@ -80,7 +82,7 @@ def local_sgd(
             step=jnp.zeros((), jnp.int32),
             inner=spread(inner.init(params)),
             drift=spread(jax.tree.map(jnp.zeros_like, params)),
-            outer=outer.init(params),
+            outer=outer.init(part_averages(params)[0]),
             exchange=exchange.init(params),
         )
 
@@ -93,7 +95,11 @@ def local_sgd(
 
         def synchronise() -> tuple[PyTree, ...]:
             mean, exchanged = exchange.update(jax.tree.map(jnp.negative, drift_R), state.exchange, params)
-            moves, outer_state = outer.update(mean, state.outer, params)
+            mean, averages = part_averages(mean)
+            moves: Any
+            moves, outer_state = outer.update(mean, state.outer)
+            if averages:
+                moves = {**moves, **jax.tree.map(jnp.negative, averages)}
             return moves, jax.tree.map(jnp.zeros_like, drift_R), outer_state, exchanged
 
         def continue_locally() -> tuple[PyTree, ...]:

@@ -24,9 +24,33 @@ def encoder() -> ConfigDict:
     return ConfigDict(defaults("encoder")["model"])
 
 
-def resnet() -> ConfigDict:
-    """A ResNet that classifies images (`models/resnet.py`)."""
-    return ConfigDict(defaults("resnet")["model"])
+# blocks of each stage by the number of layers (He et al. 2015): for ImageNet (table 1), and 110 for CIFAR-10 (table 6)
+RESNETS = {
+    18: (2, 2, 2, 2),
+    34: (3, 4, 6, 3),
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+    152: (3, 8, 36, 3),
+    110: (18, 18, 18),
+}
+
+
+def resnet(depth: int = 0) -> ConfigDict:
+    """A ResNet that classifies images (`models/resnet.py`): a small one, or a published one of so many layers."""
+    config = ConfigDict(defaults("resnet")["model"])
+    if not depth:
+        return config
+    config.update({"channels": 3, "stage_blocks": RESNETS[depth]})
+    if depth == 110:
+        return config
+    config.update({"num_classes": 1000, "stem": "conv7_pool", "width": 64, "norm_groups": 32})
+    config.block = "basic" if depth < 50 else "bottleneck"
+    return config
+
+
+def vit() -> ConfigDict:
+    """A vision transformer that classifies images (`models/vit.py`)."""
+    return ConfigDict(defaults("vit")["model"])
 
 
 def model(kind: str) -> ConfigDict:

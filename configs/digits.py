@@ -5,7 +5,8 @@
 1437 training and 360 validation images of 8 x 8 pixels, the same split for every run.
 
 Hardware: any machine with 2 CPU cores.
-Expected: a minute, a validation loss of 0.069 nats per image and an accuracy of 98.6 % (seed 1: 98.1 %).
+Expected: a minute (2.2 beside other programs), a validation loss of 0.069 nats per image and an accuracy of 98.6 %
+(seed 1: 98.1 %). With --config.model.norm=batch: 0.035 nats and 98.6 %.
 """
 
 from ml_collections import ConfigDict

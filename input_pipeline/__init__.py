@@ -11,7 +11,8 @@ tokenizer turns them once into one long token stream in the cache (`tokenizers.p
 windows of the stream are drawn in an order that depends on the seed only (`index.py`). `synthetic.py` needs no text.
 `packing.py` keeps the documents of a row apart; `mixture.py` mixes several sources by weight.
 `shards.py` reads text from object storage instead, file by file (docs/data.md).
-Labelled images (`digits.py`, `tfds_images.py`) are drawn in the same way; `images.py` crops and resizes them.
+Labelled images (`digits.py`, `tfds_images.py`, `synthetic_images.py`) are drawn in the same way; `images.py` crops,
+moves, mirrors and resizes them.
 """
 
 from input_pipeline.batches import Batches

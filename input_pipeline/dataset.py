@@ -15,6 +15,7 @@ from input_pipeline.mixture import MixedDataset
 from input_pipeline.rows import row_arrays
 from input_pipeline.shards import ShardSet
 from input_pipeline.synthetic import SyntheticWindows
+from input_pipeline.synthetic_images import SyntheticImages
 from input_pipeline.tokenizers import Tokenizer, make_tokenizer
 
 Split = Literal["train", "validation"]
@@ -141,6 +142,8 @@ def load(config: DataConfig, split: Split, seed: int, shards: Sequence[ShardSet]
 def _images(config: DataConfig, split: Split) -> Images:
     if config.source == "digits":
         return digits.Digits(split)
+    if config.source == "synthetic":
+        return SyntheticImages(config.image_size, config.channels, split)
     if config.source in OWN["source"]:
         return OWN["source"][config.source](config, split)
     return tfds_images.TfdsImages(config.source.removeprefix("tfds:"), config.path, split)

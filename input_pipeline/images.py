@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 CENTRE = 0.875  # side of `crop_flip`'s validation crop over the shorter side: 224 of 256 pixels
 MIN_AREA, MAX_RATIO, ATTEMPTS = 0.08, 4 / 3, 10  # of random crops
+SHIFT = 1 / 8  # of the side, the farthest that `shift_flip` moves an image: 4 of 32 pixels
 
 
 class Images(Protocol):
@@ -39,7 +40,8 @@ class ImageDataset:
     An example holds the arrays of `row_arrays` and is a pure function of (seed, i):
     {"images": float32 [S, S, C] in [-1, 1], "labels": int32 [], "weights": float32 [], 1}.
     `augment` selects the crop, which is resized to a square. `none`: the whole image. `crop_flip`: in training a random
-    crop, mirrored with probability 1/2, both functions of (seed, i); in validation the centre.
+    crop, mirrored with probability 1/2, both functions of (seed, i); in validation the centre. `shift_flip`: the whole
+    image, in training shifted and mirrored with probability 1/2, likewise (He et al. 2015, arXiv 1512.03385, 4.2).
     """
 
     def __init__(self, images: Images, config: DataConfig, seed: int, *, training: bool) -> None:
@@ -64,13 +66,18 @@ class ImageDataset:
         if i < 0:
             raise IndexError(f"example {i}: examples are numbered from 0")
         image, label = self._images[index.window_of(int(i), windows=len(self), seed=self.seed)]
-        box, mirrored = whole_box(*image.size), False
-        if self._augment == "crop_flip" and self._training:
+        box, mirrored, moves = whole_box(*image.size), False, (0, 0)
+        if self._training and self._augment != "none":
             chances = index.uniform(index.random_bits((self.seed, int(i)), (4 * ATTEMPTS + 1,)))
-            box, mirrored = random_box(*image.size, chances[1:].reshape(ATTEMPTS, 4)), bool(chances[0] < 0.5)
+            mirrored = bool(chances[0] < 0.5)
+            if self._augment == "crop_flip":
+                box = random_box(*image.size, chances[1:].reshape(ATTEMPTS, 4))
+            else:
+                moves = random_moves(self._size, chances[1:3])
         elif self._augment == "crop_flip":
             box = centre_box(*image.size, CENTRE)
         values = pixels(image, box, size=self._size, channels=self._channels)
+        values = values if moves == (0, 0) else moved(values, *moves)
         return {
             "images": values[:, ::-1] if mirrored else values,
             "labels": np.asarray(label, np.int32),
@@ -118,3 +125,17 @@ def random_box(width: int, height: int, chances: np.ndarray) -> Box:
             left, top = x * (width - part_width), y * (height - part_height)
             return (left, top, left + part_width, top + part_height)
     return centre_box(width, height, 1.0)
+
+
+def random_moves(size: int, chances: np.ndarray) -> tuple[int, int]:
+    """Returns how far an image of side `size` is moved down and to the right, each at most SHIFT of the side."""
+    most = round(SHIFT * size)
+    down, right = (int(chance * (2 * most + 1)) - most for chance in chances.tolist())
+    return down, right
+
+
+def moved(values: np.ndarray, down: int, right: int) -> np.ndarray:
+    """Returns an image `[S, S, C]` moved by whole pixels; what comes in is zero, the middle of the values."""
+    size = len(values)
+    padded = np.pad(values, ((size, size), (size, size), (0, 0)))
+    return padded[size - down : 2 * size - down, size - right : 2 * size - right]

@@ -1,7 +1,8 @@
 """The interface between trainer and models: parameter specs, init and loss. Nothing here knows the mesh.
 
 Parameters are plain nested dicts. Each top-level key is a parameter group: `embed`, `layers` (every leaf stacked,
-`[L, ...]`) and `head` of a transformer, each block of a ResNet. A model calls `gather(name, tree)` once for each
+`[L, ...]`) and `head` of a transformer, each block of a ResNet; `averages`, if there are any, are no parameters to
+learn (sharding/averages.py). A model calls `gather(name, tree)` once for each
 group and gets back the group's unsharded parameters; for `layers` the call is inside the rematerialised scan body and
 takes one layer's slice. On one device `gather` is `lambda name, tree: tree`.
 """
@@ -19,6 +20,7 @@ from flax import nnx
 from jax import Array
 
 from configs.schema import ModelConfig
+from sharding.averages import part_averages
 from sharding.spec import ParamSpec
 
 Params = dict[str, Any]
@@ -124,8 +126,9 @@ class Model(ABC):
 
     @cached_property
     def num_params(self) -> int:
-        """Number of parameters, including the padding of vocabulary and classes."""
-        specs = jax.tree.leaves(self.param_specs(), is_leaf=lambda x: isinstance(x, ParamSpec))
+        """Number of parameters, including the padding of vocabulary and classes, without running averages."""
+        trained, _ = part_averages(self.param_specs())
+        specs = jax.tree.leaves(trained, is_leaf=lambda x: isinstance(x, ParamSpec))
         return sum(math.prod(spec.shape) for spec in specs)
 
 

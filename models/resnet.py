@@ -1,20 +1,24 @@
-"""A residual network that classifies images (He et al. 2015, arXiv 1512.03385), version 1, with group normalisation.
+"""A residual network that classifies images (He et al. 2015, arXiv 1512.03385), with group norm or batch norm.
 
-- Version 1: a norm follows each convolution, and ReLU follows the sum of a block. A strided bottleneck has its stride
-  in the first 1x1 convolution, as in the paper's table 1 and gluoncv's `resnet50_v1`. (v1.5, often called ResNet-50
-  too, has it in the 3x3 convolution and takes 6 % more FLOPs.) Shortcuts that change shape are 1x1 convolutions
-  (option B).
-- GroupNorm (Wu & He 2018, arXiv 1803.08494) replaces the paper's batch norm, whose statistics would make the loss
-  depend on the number of rows per device and micro-step. The number of parameters is the same.
+- A norm follows each convolution, and ReLU follows the sum of a block. Shortcuts that change shape are 1x1 convolutions
+  (option B, on CIFAR-10 too).
+- Version 1 has a strided bottleneck's stride in the first 1x1 convolution, as in the paper's table 1 and gluoncv's
+  `resnet50_v1`. Version 1.5, torchvision's and gluoncv's `resnet50_v1b`, has it in the 3x3 convolution and takes 6 %
+  more FLOPs.
+- A wide network (Zagoruyko & Komodakis 2016, arXiv 1605.07146) has more channels inside its blocks; between them the
+  number stays.
+- Both norms have the same number of parameters, and the loss depends on the number of devices with neither
+  (models/norms.py).
 - The last norm of each block starts with scale 0, so that a new block equals its shortcut (Goyal et al. 2017, arXiv
-  1706.02677, 5.1; Wu & He, 4.1).
+  1706.02677, 5.1; Wu & He 2018, arXiv 1803.08494, 4.1).
 
 Each block is a parameter group of its own, which is gathered and rematerialised separately. The blocks' shapes differ,
-so they cannot be scanned.
+so they cannot be scanned. With batch norm, the group `averages` holds what evaluation normalises by.
 
 Shapes: B batch, H height, W width, C channels, V classes (padded).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,10 +30,12 @@ from jax import Array, lax
 
 from configs.schema import ResNetConfig
 from models.block import normal
-from models.model import Batch, Gather, Group, Model, Params, cross_entropy, mask_padding, rematerialise
+from models.classifier import Classifier
+from models.model import Batch, Gather, Group, Params, cross_entropy, mask_padding, rematerialise
+from models.norms import Averages, GhostBatches, GroupNorms, Norms, RunningAverages, Statistics, averaging
+from sharding.averages import AVERAGES
 
-NORM_EPS = 1e-5
-EXPANSION = {"basic": 1, "bottleneck": 4}  # output channels of a block over its inner channels
+EXPANSION = {"basic": 1, "bottleneck": 4}  # output channels of a block over its inner channels, if it is not wide
 LAYOUT = ("NHWC", "OIHW", "NHWC")  # outputs are the kernel's first dim, which is the one to be sharded
 
 
@@ -58,12 +64,9 @@ class BlockConfig:
     kind: str  # basic | bottleneck
     inputs: int  # channels
     width: int  # channels inside
+    outputs: int
     stride: int
-
-    @property
-    def outputs(self) -> int:
-        """Number of output channels."""
-        return self.width * EXPANSION[self.kind]
+    strided: int = 0  # the convolution that has the stride
 
     @property
     def branch(self) -> dict[str, ConvConfig]:
@@ -72,7 +75,10 @@ class BlockConfig:
         widths = [self.inputs, *(self.width for _ in kernels[1:]), self.outputs]
         return {
             f"conv{i}": ConvConfig(
-                kernel=kernel, inputs=widths[i], outputs=widths[i + 1], stride=self.stride if i == 0 else 1
+                kernel=kernel,
+                inputs=widths[i],
+                outputs=widths[i + 1],
+                stride=self.stride if i == self.strided else 1,
             )
             for i, kernel in enumerate(kernels)
         }
@@ -83,6 +89,11 @@ class BlockConfig:
         if self.stride == 1 and self.inputs == self.outputs:
             return None
         return ConvConfig(kernel=1, inputs=self.inputs, outputs=self.outputs, stride=self.stride)
+
+    @property
+    def convolutions(self) -> dict[str, ConvConfig]:
+        """All its convolutions, by name."""
+        return self.branch | ({"shortcut": self.shortcut} if self.shortcut else {})
 
     def products(self, size: int) -> int:
         """Returns the number of its multiplications for an image of side `size`."""
@@ -102,12 +113,28 @@ def stem_conv(c: ResNetConfig) -> ConvConfig:
 def residual_blocks(c: ResNetConfig) -> dict[str, BlockConfig]:
     """Returns the blocks in order, by name: each stage doubles the channels and halves the image's side."""
     found, inputs = {}, c.width
+    strided = 1 if c.version == "1.5" and c.block == "bottleneck" else 0
     for stage, count in enumerate(c.stage_blocks):
+        width = c.width * 2**stage
+        outputs = width * EXPANSION[c.block]
         for i in range(count):
-            stride = 2 if stage > 0 and i == 0 else 1
-            block = BlockConfig(kind=c.block, inputs=inputs, width=c.width * 2**stage, stride=stride)
-            found[f"stage{stage + 1}_block{i}"] = block
-            inputs = block.outputs
+            found[f"stage{stage + 1}_block{i}"] = BlockConfig(
+                kind=c.block,
+                inputs=inputs,
+                width=width * c.widening,
+                outputs=outputs,
+                stride=2 if stage > 0 and i == 0 else 1,
+                strided=strided,
+            )
+            inputs = outputs
+    return found
+
+
+def norm_channels(c: ResNetConfig) -> dict[str, int]:
+    """Returns the number of channels of each norm, by name."""
+    found = {"stem_conv": c.width}
+    for block, config in residual_blocks(c).items():
+        found |= {f"{block}_{name}": conv.outputs for name, conv in config.convolutions.items()}
     return found
 
 
@@ -117,26 +144,24 @@ def num_features(c: ResNetConfig) -> int:
 
 
 class ConvNorm(nnx.Module):
-    """A convolution without bias, and its group norm (statistics in float32)."""
+    """A convolution without bias, and its norm (statistics in float32)."""
 
-    def __init__(self, config: ConvConfig, num_groups: int, key: Array, *, scale: float = 1.0) -> None:
+    def __init__(self, name: str, config: ConvConfig, key: Array, *, scale: float = 1.0) -> None:
         c = config
-        self.config, self.num_groups = config, num_groups
+        self.name, self.config = name, config
         shape, dims = (c.outputs, c.inputs, c.kernel, c.kernel), ("channels_out", "channels_in", "height", "width")
         self.weight = normal(key, shape, dims, (2 / (c.inputs * c.kernel**2)) ** 0.5)  # He et al., arXiv 1502.01852
         self.scale = nnx.Param(jnp.full(c.outputs, scale), dims=("norm",))
         self.bias = nnx.Param(jnp.zeros(c.outputs), dims=("norm",))
 
-    def __call__(self, x_BHWC: Array) -> Array:
+    def __call__(self, x_BHWC: Array, norms: Norms) -> Array:
         c = self.config
         padding = ((c.kernel // 2, c.kernel // 2),) * 2
         y_BHWC = lax.conv_general_dilated(
             x_BHWC, self.weight[...], (c.stride, c.stride), padding, dimension_numbers=LAYOUT
         )
-        y = y_BHWC.astype(jnp.float32).reshape(*y_BHWC.shape[:3], self.num_groups, -1)
-        y = y - jnp.mean(y, axis=(1, 2, 4), keepdims=True)
-        y = y * lax.rsqrt(jnp.mean(y * y, axis=(1, 2, 4), keepdims=True) + NORM_EPS)
-        return y.reshape(y_BHWC.shape).astype(x_BHWC.dtype) * self.scale[None, None, None] + self.bias[None, None, None]
+        y_BHWC = norms(self.name, y_BHWC).astype(x_BHWC.dtype)
+        return y_BHWC * self.scale[None, None, None] + self.bias[None, None, None]
 
 
 class Stem(nnx.Module):
@@ -144,10 +169,10 @@ class Stem(nnx.Module):
 
     def __init__(self, config: ResNetConfig, key: Array) -> None:
         self.pools = config.stem == "conv7_pool"
-        self.conv = ConvNorm(stem_conv(config), config.norm_groups, key)
+        self.conv = ConvNorm("stem_conv", stem_conv(config), key)
 
-    def __call__(self, x_BHWC: Array) -> Array:
-        x_BHWC = jax.nn.relu(self.conv(x_BHWC))
+    def __call__(self, x_BHWC: Array, norms: Norms) -> Array:
+        x_BHWC = jax.nn.relu(self.conv(x_BHWC, norms))
         if not self.pools:
             return x_BHWC
         padding = ((0, 0), (1, 1), (1, 1), (0, 0))
@@ -157,20 +182,21 @@ class Stem(nnx.Module):
 class Block(nnx.Module):
     """`relu(shortcut(x) + branch(x))`."""
 
-    def __init__(self, config: BlockConfig, num_groups: int, key: Array) -> None:
+    def __init__(self, name: str, config: BlockConfig, key: Array) -> None:
         self.config = config
         last = list(config.branch)[-1]
         keys = iter(jax.random.split(key, 4))
-        for name, conv in config.branch.items():
-            setattr(self, name, ConvNorm(conv, num_groups, next(keys), scale=0.0 if name == last else 1.0))
-        self.shortcut = ConvNorm(config.shortcut, num_groups, next(keys)) if config.shortcut else None
+        for part, conv in config.branch.items():
+            setattr(self, part, ConvNorm(f"{name}_{part}", conv, next(keys), scale=0.0 if part == last else 1.0))
+        shortcut = config.shortcut
+        self.shortcut = ConvNorm(f"{name}_shortcut", shortcut, next(keys)) if shortcut else None
 
-    def __call__(self, x_BHWC: Array) -> Array:
+    def __call__(self, x_BHWC: Array, norms: Norms) -> Array:
         first, *more = self.config.branch
-        y_BHWC = getattr(self, first)(x_BHWC)
+        y_BHWC = getattr(self, first)(x_BHWC, norms)
         for name in more:
-            y_BHWC = getattr(self, name)(jax.nn.relu(y_BHWC))
-        return jax.nn.relu(y_BHWC + (x_BHWC if self.shortcut is None else self.shortcut(x_BHWC)))
+            y_BHWC = getattr(self, name)(jax.nn.relu(y_BHWC), norms)
+        return jax.nn.relu(y_BHWC + (x_BHWC if self.shortcut is None else self.shortcut(x_BHWC, norms)))
 
 
 class Head(nnx.Module):
@@ -181,52 +207,66 @@ class Head(nnx.Module):
         self.weight = normal(key, shape, ("channels_in", "classes"), 0.01)  # as Goyal et al. 2017, 5.1
         self.bias = nnx.Param(jnp.zeros(config.padded_classes), dims=("classes",))
 
-    def __call__(self, x_BHWC: Array) -> Array:
+    def __call__(self, x_BHWC: Array, norms: Norms) -> Array:
+        del norms
         return jnp.mean(x_BHWC, axis=(1, 2)) @ self.weight[...] + self.bias[None]
 
 
 @dataclass(frozen=True)
-class ResNet(Model):
+class ResNet(Classifier):
     """A classifier of images."""
 
     config: ResNetConfig
 
     @cached_property
     def groups(self) -> dict[str, Group[Any]]:
-        """The parameter groups by their top-level key, in the order in which they are used."""
+        """The parameter groups by their top-level key, in the order in which they are used; `averages` is the last."""
         c = self.config
         blocks = {
-            name: Group(lambda key, block=block: Block(block, c.norm_groups, key))
+            name: Group(lambda key, name=name, block=block: Block(name, block, key))
             for name, block in residual_blocks(c).items()
         }
-        return {"stem": Group(lambda key: Stem(c, key)), **blocks, "head": Group(lambda key: Head(c, key))}
+        averages = {AVERAGES: Group(lambda key: Averages(norm_channels(c)))} if c.norm == "batch" else {}
+        return {"stem": Group(lambda key: Stem(c, key)), **blocks, "head": Group(lambda key: Head(c, key)), **averages}
 
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
-        """Returns the weighted sum of the images' cross-entropies in nats, a float32 scalar.
+        """Returns the weighted sum of the images' cross-entropies in nats, a float32 scalar; see `Classifier`.
 
-        `batch` holds `images` `[B, H, W, C]`, float32, `labels` `[B]`, ids, and `weights` `[B]`, float32.
+        With batch norm each ghost batch has its own statistics; the number of rows must be a multiple of its size.
         """
-        return cross_entropy(self.logits(params, batch["images"], gather), batch["labels"], batch["weights"])
-
-    def evaluate(self, params: Params, batch: Batch, gather: Gather) -> dict[str, Array]:
-        """Returns the weighted sums `loss` and `correct`, the images whose label is the most likely class."""
-        logits_BV = self.logits(params, batch["images"], gather)
-        right_B = jnp.argmax(logits_BV, axis=-1) == batch["labels"]
-        return {
-            "loss": cross_entropy(logits_BV, batch["labels"], batch["weights"]),
-            "correct": jnp.sum(batch["weights"] * right_B),
-        }
+        c, weights_B = self.config, batch["weights"]
+        if c.norm != "batch":
+            return super().loss(params, batch, gather)
+        logits_BV, seen = self._run(params, batch["images"], gather, lambda: GhostBatches(weights_B, c.norm_rows))
+        loss = cross_entropy(logits_BV, batch["labels"], weights_B)
+        return averaging(loss, gather(AVERAGES, params[AVERAGES]), seen)
 
     def logits(self, params: Params, images_BHWC: Array, gather: Gather) -> Array:
-        """Returns float32 logits `[B, V]`; padding classes get probability 0."""
-        x = images_BHWC.astype(self.dtype)
+        """Returns float32 logits `[B, V]`, with batch norm by its running averages."""
+        if self.config.norm != "batch":
+            return self._run(params, images_BHWC, gather, lambda: GroupNorms(self.config.norm_groups))[0]
+        averages = gather(AVERAGES, params[AVERAGES])
+        return self._run(params, images_BHWC, gather, lambda: RunningAverages(averages))[0]
+
+    def _run(
+        self, params: Params, images_BHWC: Array, gather: Gather, make_norms: Callable[[], Norms]
+    ) -> tuple[Array, Statistics]:
+        """Returns float32 logits `[B, V]`, padding classes with probability 0, and the sums that norms have noted."""
+        x, seen = images_BHWC.astype(self.dtype), {}
         for name, group in self.groups.items():
+            if name == AVERAGES:
+                continue
 
-            def run(values: Params, x: Array, name: str = name, group: Group[Any] = group) -> Array:
-                return group.module(gather(name, values), self.dtype)(x)
+            def run(
+                values: Params, x: Array, name: str = name, group: Group[Any] = group
+            ) -> tuple[Array, dict[str, Any]]:
+                norms = make_norms()
+                x = group.module(gather(name, values), self.dtype)(x, norms)
+                return x, norms.sums if isinstance(norms, GhostBatches) else {}
 
-            x = rematerialise(run, self.config.remat)(params[name], x)
-        return mask_padding(x, self.config.num_classes)
+            x, more = rematerialise(run, self.config.remat)(params[name], x)
+            seen |= more
+        return mask_padding(x, self.config.num_classes), seen
 
     def flops_per_row(self, shape: tuple[int, ...]) -> float:
         """Returns the floating-point operations per image `[H, W, C]`, forward and backward.

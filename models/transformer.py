@@ -1,4 +1,4 @@
-"""Common base of decoder and encoder: a scan over the stacked layers, the loss, and the FLOPs per token."""
+"""Common bases of transformers: a scan over the stacked layers; of decoder and encoder, loss and FLOPs per token."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -19,7 +19,31 @@ def as_floats(segments_BT: Array | None) -> Array | None:
 
 
 @dataclass(frozen=True)
-class Transformer(Model):
+class Stack(Model):
+    """A model with a stack of layers: the parameter group `layers`."""
+
+    def run_layers(self, params: Params, x: Any, gather: Gather, *args: Array | None, **how: Any) -> Any:
+        """Returns `x` after all layers, each gathered right before its use; `args` and `how` are passed to every layer.
+
+        `x` is what the layers hand on, an array `[B, T, D]` or a tree of arrays; `args` are arrays of floats.
+        """
+        layers = self.groups["layers"]
+
+        def body(x: Any, values: Params, *args: Array | None) -> Any:
+            return layers.module(values, self.dtype)(x, *args, **how)
+
+        return scan_layers(
+            body,
+            x,
+            params["layers"],
+            *args,
+            gather=partial(gather, "layers"),
+            rematerialise=partial(rematerialise, policy=self.config.remat, in_scan=True),
+        )
+
+
+@dataclass(frozen=True)
+class Transformer(Stack):
     """A stack of layers between an embedding and a head."""
 
     config: TransformerConfig
@@ -61,22 +85,3 @@ class Transformer(Model):
         """
         c = self.config
         return 6 * (self.num_params - self.num_lookup_params) + 12 * c.num_layers * c.hidden * seq_len
-
-    def run_layers(self, params: Params, x: Any, gather: Gather, *args: Array | None, **how: Any) -> Any:
-        """Returns `x` after all layers, each gathered right before its use; `args` and `how` are passed to every layer.
-
-        `x` is what the layers hand on, an array `[B, T, D]` or a tree of arrays; `args` are arrays of floats.
-        """
-        layers = self.groups["layers"]
-
-        def body(x: Any, values: Params, *args: Array | None) -> Any:
-            return layers.module(values, self.dtype)(x, *args, **how)
-
-        return scan_layers(
-            body,
-            x,
-            params["layers"],
-            *args,
-            gather=partial(gather, "layers"),
-            rematerialise=partial(rematerialise, policy=self.config.remat, in_scan=True),
-        )

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from configs.schema import Config, ResNetConfig
+from configs.schema import Config, ImageConfig
 from planner import compile as compiling
 from planner.bounds import HLO_DTYPES, flops_per_row, state_bytes
 from planner.candidates import Candidate
@@ -196,7 +196,7 @@ class Step:
         collectives = read_collectives(self.compiled.text, self.compiled.shape)
         step_s = self.seconds(timeline)
         rows_per_s = config.batch.global_size / step_s
-        tokens_per_s = None if isinstance(config.model, ResNetConfig) else rows_per_s * config.data.seq_len
+        tokens_per_s = None if isinstance(config.model, ImageConfig) else rows_per_s * config.data.seq_len
         flops = flops_per_row(self.experiment) * rows_per_s
         return Prediction(
             candidate=self.candidate,

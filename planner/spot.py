@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor
 
-from configs.schema import Config, ResNetConfig
+from configs.schema import Config, ImageConfig
 from metrics.units import format_count, format_percent, format_seconds
 from planner.clusters import Cluster
 from planner.predict import Step
@@ -61,7 +61,7 @@ def world_of(step: Step, step_s: float) -> World:
 
 def run_of(config: Config) -> Run:
     """Returns the run of a config; with automatic snapshots one after each step. ValueError without tokens."""
-    if isinstance(config.model, ResNetConfig):
+    if isinstance(config.model, ImageConfig):
         raise ValueError("--spot_trace counts tokens; give the config of a language model")
     every = config.elastic.snapshot_every
     return Run(

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from configs import base
 from configs.schema import DataConfig
 from input_pipeline import Batches, load, streams
 from input_pipeline.dataset import SPLITS
-from input_pipeline.images import centre_box, pixels, random_box
+from input_pipeline.images import centre_box, moved, pixels, random_box, random_moves
 
 DIGITS: dict[str, Any] = base.get_config().data.to_dict() | {"source": "digits", "objective": "classify"}
 
@@ -141,6 +142,62 @@ def test_half_of_the_training_images_are_mirrored(monkeypatch: pytest.MonkeyPatc
     mirrored = [np.array_equal(augmented[i]["images"], plain[i]["images"][:, ::-1]) for i in range(400)]
     same = [np.array_equal(augmented[i]["images"], plain[i]["images"]) for i in range(400)]
     assert all(a or b for a, b in zip(mirrored, same, strict=True)) and 160 < sum(mirrored) < 240
+
+
+def test_shifted_images_are_crops_of_the_padded_image() -> None:
+    """He et al. 2015, 4.2, for an image of 8 pixels: padded by one, a crop of 8 x 8, mirrored or not."""
+    augmented, plain = load(settings(augment="shift_flip"), "train", 5), load(settings(), "train", 5)
+    crops, mirrors = [], []
+    for i in range(400):
+        padded = np.pad(plain[i]["images"], ((1, 1), (1, 1), (0, 0)))
+        views = {
+            (top, left, step): padded[top : top + 8, left : left + 8][:, ::step]
+            for top in range(3)
+            for left in range(3)
+            for step in (1, -1)
+        }
+        found = [place for place, view in views.items() if np.array_equal(view, augmented[i]["images"])]
+        assert found and augmented[i]["labels"] == plain[i]["labels"]
+        crops.append(found[0][:2])
+        mirrors.append(found[0][2])
+    assert set(crops) == {(top, left) for top in range(3) for left in range(3)}
+    assert all(20 < crops.count(crop) < 80 for crop in crops) and 160 < mirrors.count(1) < 240
+    again, other = (load(settings(augment="shift_flip"), "train", seed) for seed in (5, 6))
+    assert all(np.array_equal(again[i]["images"], augmented[i]["images"]) for i in range(50))
+    assert not all(np.array_equal(other[i]["images"], augmented[i]["images"]) for i in range(50))
+    # an epoch later it is moved otherwise; validation is not
+    later, size = [augmented[len(plain) + i]["images"].tobytes() for i in range(len(plain))], len(plain)
+    assert len({*later} - {augmented[i]["images"].tobytes() for i in range(size)}) > size / 2
+    validation, whole = load(settings(augment="shift_flip"), "validation", 5), load(settings(), "validation", 5)
+    assert all(np.array_equal(validation[i]["images"], whole[i]["images"]) for i in range(50))
+
+
+def test_images_move_by_up_to_an_eighth() -> None:
+    chances = np.random.default_rng(0).random((2000, 2))
+    assert {random_moves(32, chance) for chance in chances} == {(a, b) for a in range(-4, 5) for b in range(-4, 5)}
+    image = np.arange(1.0, 17.0).reshape(4, 4, 1)
+    np.testing.assert_array_equal(moved(image, 1, -2)[..., 0], [[0] * 4, [3, 4, 0, 0], [7, 8, 0, 0], [11, 12, 0, 0]])
+
+
+# ----------------------------------------------------------------------------------------------- synthetic images
+
+
+@pytest.mark.parametrize(("size", "channels"), [(32, 3), (7, 1)])
+def test_synthetic_images_show_their_class_under_noise(size: int, channels: int) -> None:
+    config = settings(source="synthetic", image_size=size, channels=channels)
+    train, again = load(config, "train", 0), load(config, "train", 0)
+    examples = [train[i] for i in range(600)]
+    assert all(np.array_equal(again[i]["images"], examples[i]["images"]) for i in range(5))
+    assert (len(train), train.num_classes, examples[0]["images"].shape) == (1 << 16, 10, (size, size, channels))
+    labels = np.array([x["labels"] for x in examples])
+    stack = np.stack([x["images"] for x in examples])
+    means = np.stack([stack[labels == label][:20].mean(0) for label in range(10)])  # from some, and then the others
+    near = np.square(stack[300:, None] - means[None]).sum((2, 3, 4)).argmin(1)
+    assert np.mean(near == labels[300:]) > 0.95 and np.bincount(labels, minlength=10).min() > 30
+    assert -1 <= stack.min() < -0.9 and 0.9 < stack.max() <= 1
+    validation = load(config, "validation", 0)
+    assert not {validation[i]["images"].tobytes() for i in range(200)} & {x["images"].tobytes() for x in examples}
+    assert len({load(replace(config, image_size=s), "train", 0).fingerprint for s in (size, size + 1)}) == 2
 
 
 # ------------------------------------------------------------------------------------------------ TFDS data sets
@@ -272,7 +329,10 @@ def test_damaged_record_raises_with_its_index(data_dir: str) -> None:
             {"source": "stdlib_text"},
             "data.objective='classify' does not fit data.source='stdlib_text'; .* to 'causal' or",
         ),
-        ({"augment": "crop"}, r"data.augment=crop is not known; one of none, crop_flip; did you mean crop_flip\?"),
+        (
+            {"augment": "crop"},
+            r"data.augment=crop is not known; one of none, crop_flip, shift_flip; did you mean crop_flip\?",
+        ),
         ({"image_size": 0}, "data.image_size=0 must be at least 1"),
         ({"channels": 4}, "data.channels=4 must be 1 or 3"),
         ({"path": "images"}, "data.path is 'images' but data.source='digits' reads no path"),

@@ -50,6 +50,9 @@ def test_every_config_builds_its_model(name: str) -> None:
         assert {"stem", "stage1_block0", "head"} <= set(specs) and config.data.objective == "classify"
         assert config.data.channels == config.model.channels
         return
+    if config.model.kind == "vit":
+        assert list(specs) == ["embed", "layers", "head"] and config.data.image_size == config.model.image_size
+        return
     assert list(specs) == ["embed", "layers", "head"]
     assert all(isinstance(spec, ParamSpec) and set(spec.dims) <= DIMS for spec in leaves)
     for spec in jax.tree.leaves(specs["layers"], is_leaf=lambda x: isinstance(x, ParamSpec)):
@@ -109,7 +112,7 @@ def test_flops_exclude_lookup_parameters() -> None:
     ("changes", "words"),
     [
         ({"num_head": 4}, ["num_head ", "num_heads"]),
-        ({"kind": "decodr"}, ["model.kind=decodr", "decoder, moe, encoder, resnet", "did you mean decoder?"]),
+        ({"kind": "decodr"}, ["model.kind=decodr", "decoder, moe, encoder, resnet, vit", "did you mean decoder?"]),
         ({"num_heads": 5}, ["model.num_heads", "5", "128", "nearest divisor is 4"]),
         ({"num_kv_heads": 3}, ["model.num_kv_heads", "3", "model.num_heads = 4"]),
         ({"num_heads": 128, "num_kv_heads": 128}, ["model.num_heads", "128", "even"]),

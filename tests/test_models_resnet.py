@@ -12,9 +12,11 @@ from jax.extend.core import jaxprs_in_params
 from test_strategies import STRATEGIES
 
 import models
-from configs import digits, resnet50
+from configs import base, digits, resnet50, resnet110, wide_resnet_3b
 from configs.schema import Config, ResNetConfig
 from models.model import Params
+from models.resnet import norm_channels
+from sharding.averages import part_averages
 from sharding.hlo import read_collectives
 
 
@@ -69,9 +71,10 @@ def reference(params: Params, x: np.ndarray, c: ResNetConfig) -> np.ndarray:
     for stage, count in enumerate(c.stage_blocks):
         for i in range(count):
             p, stride = params[f"stage{stage + 1}_block{i}"], 2 if stage and not i else 1
-            y = relu(conv_norm(x, p["conv0"], c.norm_groups, stride))
+            late = stride if c.version == "1.5" and c.block == "bottleneck" else 1
+            y = relu(conv_norm(x, p["conv0"], c.norm_groups, stride // late))
             if c.block == "bottleneck":
-                y = relu(conv_norm(y, p["conv1"], c.norm_groups))
+                y = relu(conv_norm(y, p["conv1"], c.norm_groups, late))
             y = conv_norm(y, p["conv2" if c.block == "bottleneck" else "conv1"], c.norm_groups)
             x = relu(y + (conv_norm(x, p["shortcut"], c.norm_groups, stride) if "shortcut" in p else x))
     return (x.mean((0, 1)) @ params["head"]["weight"] + params["head"]["bias"])[: c.num_classes]
@@ -82,9 +85,10 @@ def reference(params: Params, x: np.ndarray, c: ResNetConfig) -> np.ndarray:
     [
         dict(stage_blocks=(1, 1), width=4, norm_groups=2, remat="none"),
         dict(block="bottleneck", stage_blocks=(1, 1), width=4, norm_groups=2, channels=3),
+        dict(block="bottleneck", stage_blocks=(1, 1), width=4, norm_groups=2, version="1.5", widening=2),
         dict(stem="conv7_pool", stage_blocks=(1,), width=4, norm_groups=4, remat="dots"),
     ],
-    ids=["basic", "bottleneck", "large stem"],
+    ids=["basic", "bottleneck", "version 1.5, wide", "large stem"],
 )
 def test_logits_loss_and_correct_match_numpy(changes: dict[str, Any]) -> None:
     model = build(**changes)
@@ -153,25 +157,87 @@ def products(model: models.ResNet, size: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("changes", "parameters", "billions"),
-    [  # gluoncv's and torchvision's parameters (group norm has as many as batch norm); He et al. 2015, table 1
-        (dict(block="basic", stage_blocks=(2, 2, 2, 2)), 11_689_512, 1.8),
-        (dict(block="basic", stage_blocks=(3, 4, 6, 3)), 21_797_672, 3.6),
-        (dict(block="bottleneck", stage_blocks=(3, 4, 6, 3)), 25_557_032, 3.8),
-        (dict(block="bottleneck", stage_blocks=(3, 4, 23, 3)), 44_549_160, 7.6),
+    ("depth", "version", "parameters", "billions"),
+    [  # gluoncv's and torchvision's parameters; He et al. 2015, table 1, and of version 1.5 torchvision's
+        (18, "1", 11_689_512, 1.8),
+        (34, "1", 21_797_672, 3.6),
+        (50, "1", 25_557_032, 3.8),
+        (101, "1", 44_549_160, 7.6),
+        (152, "1", 60_192_808, 11.3),
+        (18, "1.5", 11_689_512, 1.81),
+        (50, "1.5", 25_557_032, 4.09),
+        (101, "1.5", 44_549_160, 7.80),
+        (152, "1.5", 60_192_808, 11.51),
     ],
-    ids=["18", "34", "50", "101"],
 )
 def test_parameters_and_flops_match_published_networks(
-    changes: dict[str, Any], parameters: int, billions: float
+    depth: int, version: str, parameters: int, billions: float
 ) -> None:
-    section = resnet50.get_config().model.to_dict() | changes | dict(class_multiple=1)
-    model = models.build(ResNetConfig(**section))
-    assert isinstance(model, models.ResNet)
+    model = build(**base.resnet(depth).to_dict() | dict(version=version, class_multiple=1))
     assert model.num_params == parameters
     forward = model.flops_per_row((224, 224, 3)) / 3  # backward takes twice as much
-    assert forward == 2 * products(model, 224)
-    assert math.isclose(forward / 2e9, billions, rel_tol=0.04)
+    if depth < 101:
+        assert forward == 2 * products(model, 224)
+    assert math.isclose(forward / 2e9, billions, rel_tol=0.04 if version == "1" else 0.003)
+
+
+def test_gradients_of_resnet_50_are_97_mib() -> None:
+    """Lin et al. 2018 (arXiv 1712.01887), table 3: 97.49 MB. The config's head is padded to 1024 classes."""
+    section = resnet50.get_config().model.to_dict()
+    assert round(4 * build(**section | dict(class_multiple=1)).num_params / 2**20, 2) == 97.49
+    assert build(**section).num_params == 25_557_032 + 24 * (2048 + 1)
+
+
+def count(stage_blocks: tuple[int, ...], kernels: tuple[int, ...], inner: int, outer: int, classes: int) -> Counter:
+    """Convolutions, those of them that are shortcuts, and parameters, layer by layer as torchvision builds them.
+
+    `inner` and `outer` are the channels in and behind the first stage's blocks; for large images, 3 colours.
+    """
+    total = Counter(convolutions=1, parameters=3 * 64 * 7 * 7 + 2 * 64)  # the stem and its norm
+    channels = 64
+    for stage, blocks in enumerate(stage_blocks):
+        width, out = inner * 2**stage, outer * 2**stage
+        for _ in range(blocks):
+            sizes = [channels, *([width] * (len(kernels) - 1)), out]
+            for kernel, inputs, outputs in zip(kernels, sizes[:-1], sizes[1:], strict=True):
+                total += Counter(convolutions=1, parameters=kernel * kernel * inputs * outputs + 2 * outputs)
+            if channels != out:
+                total += Counter(convolutions=1, shortcuts=1, parameters=channels * out + 2 * out)
+            channels = out
+    return total + Counter(parameters=channels * classes + classes)
+
+
+def test_the_wide_network_of_mics_has_three_billion_parameters_in_200_layers() -> None:
+    """Zhang et al. 2022, figure 11: blocks [6, 8, 46, 6], eight times as wide."""
+    section = wide_resnet_3b.get_config()
+    model = build(**section.model.to_dict())
+    expected = count((6, 8, 46, 6), (1, 3, 1), 8 * 64, 4 * 64, classes=1000)
+    weights = [s for s in jax.tree.leaves(model.param_specs(), is_leaf=lambda x: hasattr(x, "dims")) if len(s.dims) > 3]
+    assert (len(weights), model.num_params) == (expected["convolutions"], expected["parameters"])
+    assert len(weights) - expected["shortcuts"] + 1 == 200  # the last one is the classifier
+    assert (expected["shortcuts"], len(norm_channels(model.config))) == (4, len(weights))
+    assert math.isclose(model.num_params, 3e9, rel_tol=0.02)
+    assert (section.model.remat, section.model.compute_dtype, section.batch.micro_size) == ("none", "float32", 8)
+    # the same count, of a network whose size torchvision states: wide_resnet50_2
+    assert count((3, 4, 6, 3), (1, 3, 1), 2 * 64, 4 * 64, classes=1000)["parameters"] == 68_883_240
+
+
+def test_resnet_110_is_that_of_cifar() -> None:
+    """He et al. 2015, table 6: 110 layers, 1.7 M parameters; ours has two convolutions more, in its shortcuts."""
+    model = build(**resnet110.get_config().model.to_dict() | dict(class_multiple=1))
+    shortcuts = (16 * 32 + 2 * 32) + (32 * 64 + 2 * 64)
+    assert len(norm_channels(model.config)) + 1 == 110 + 2
+    assert model.num_params == 1_727_962 + shortcuts
+
+
+def test_running_averages_are_no_parameters() -> None:
+    batch, group = (build(norm=norm) for norm in ("batch", "group"))
+    trained, averages = part_averages(batch.param_specs())
+    assert batch.num_params == group.num_params and trained == group.param_specs()
+    shapes = {
+        name: (average["mean"].shape, average["variance"].shape) for name, average in averages["averages"].items()
+    }
+    assert shapes == {name: ((count,), (count,)) for name, count in norm_channels(batch.config).items()}
 
 
 def test_flops_of_small_images_match_hand_count() -> None:
@@ -234,6 +300,8 @@ def test_config_from_json_accepts_lists_for_tuples() -> None:
         ({"stage_blocks": ()}, ["model.stage_blocks", "at least one stage"]),
         ({"stage_blocks": (1, 0)}, ["model.stage_blocks", "0", "above zero"]),
         ({"norm_groups": 5}, ["model.norm_groups", "5", "model.width = 16"]),
+        ({"version": "2"}, ["model.version=2", "1, 1.5"]),
+        ({"norm": "layer"}, ["model.norm=layer", "group, batch"]),
         ({"compute_dtype": "float16"}, ["model.compute_dtype", "bfloat16"]),
         ({"hidden": 3}, ["model.hidden is not a key"]),
     ],

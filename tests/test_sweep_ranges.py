@@ -29,6 +29,7 @@ OF: dict[str, str] = {
         compression.rank optimizer.max_skipped checkpoint.keep_last elastic.stall_s eval.num_batches model.vocab_size
         model.vocab_multiple model.max_len model.num_layers model.hidden model.intermediate model.num_heads
         model.num_kv_heads model.channels model.num_classes model.class_multiple model.width model.norm_groups
+        model.norm_rows model.widening model.image_size model.patch_size
         data.shuffle_shards""",
     "positive": "optimizer.learning_rate optimizer.eps compression.threshold",
     "below one": "optimizer.momentum optimizer.b1 optimizer.b2 local_sgd.outer_momentum",
@@ -39,6 +40,7 @@ RANGE_OF = {key: name for name, keys in OF.items() for key in keys.split()} | {
 }
 # Keys whose range also depends on other keys of their section
 DEPENDENT = ("sharding.partition_size", "model.hidden", "model.num_heads", "model.num_kv_heads", "model.width")
+DEPENDENT += ("model.image_size", "model.patch_size")
 NUMBERS = (-math.inf, -2, -1, -1e-9, 0, 1e-9, 0.5, 1, 1.5, 2, 60, 61, math.inf, math.nan)
 WHOLE = (-2, -1, 0, 1, 2, 3, 8, 60, 61)
 
@@ -56,7 +58,7 @@ def error_for(name: str, value: float, kind: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", ["decoder", "encoder", "resnet"])
+@pytest.mark.parametrize("kind", ["decoder", "encoder", "resnet", "vit"])
 def test_each_key_accepts_exactly_its_range(kind: str) -> None:
     values: dict[str, Any] = flat(defaults(kind))
     differ = []

@@ -16,8 +16,9 @@ from compression.exchange import exchange
 from compression.hop_two import Setup
 from compression.methods import method_named
 from configs import base
-from configs.schema import MODELS, ResNetConfig, ShardingConfig
-from optimizers import OptimizerConfig, guarded
+from configs.schema import MODELS, ResNetConfig, ShardingConfig, ViTConfig
+from optimizers import OptimizerConfig, beside_averages, guarded, move_averages
+from sharding.averages import part_averages
 from sharding.collectives import PLAIN, LevelCodecs
 from sharding.gradients import HopTwoInBackward
 from sharding.mesh import find_nodes, make_mesh
@@ -30,6 +31,7 @@ from training.experiment import watch
 
 ROWS, SEQ_LEN, NUM_STEPS = 16, 8, 5
 PACKED = " packed"  # of a kind of model: its rows are several documents
+BATCH_NORM = "resnet batch"  # a kind of model, with ghost batches of two rows: a device has so many in a micro-step
 SGD = dict(learning_rate=0.5, momentum=0.9, weight_decay=0.01)
 # what a hop two is given, without a model: matrices of two dims and more, stacked and not, a vector, one kept whole
 TENSORS = {
@@ -49,6 +51,10 @@ def model(kind: str, num_layers: int = 2) -> models.Model:
     kind = kind.removesuffix(PACKED)
     if kind == "resnet":
         return models.build(ResNetConfig(stage_blocks=(1, 1), width=8, norm_groups=2))
+    if kind == BATCH_NORM:
+        return models.build(ResNetConfig(stage_blocks=(1, 1), width=8, norm="batch", norm_rows=2))
+    if kind == "vit":
+        return models.build(ViTConfig(patch_size=4, num_layers=num_layers, hidden=16, intermediate=32))
     section: dict[str, Any] = dict(num_layers=num_layers, hidden=16, intermediate=32, num_heads=4, max_len=SEQ_LEN)
     section |= dict(vocab_size=40, vocab_multiple=16)
     if kind in ("decoder", "moe"):
@@ -74,7 +80,7 @@ def params(kind: str, num_layers: int = 2) -> Any:
 def batch(rows: int = ROWS, kind: str = "decoder") -> Mapping[str, np.ndarray]:
     """Rows of different weights; the weights differ so much that a mean of means would be another number."""
     rng = np.random.default_rng(0)
-    if kind == "resnet":
+    if isinstance(model(kind), models.Classifier):
         images = rng.normal(size=(rows, 8, 8, 1)).astype(np.float32)
         weights = rng.random(rows, dtype=np.float32) * (np.arange(rows) % 5 > 0)
         return {"images": images, "labels": np.arange(rows, dtype=np.int32) % 10, "weights": weights.astype(np.float32)}
@@ -87,31 +93,40 @@ def batch(rows: int = ROWS, kind: str = "decoder") -> Mapping[str, np.ndarray]:
 
 def sgd() -> optax.GradientTransformation:
     """Momentum SGD with decay: unlike Adam's, its update shows a gradient that is wrong by a factor."""
-    return optax.chain(optax.add_decayed_weights(SGD["weight_decay"]), optax.sgd(SGD["learning_rate"], SGD["momentum"]))
+    decay = optax.add_decayed_weights(SGD["weight_decay"])
+    return beside_averages(optax.chain(decay, optax.sgd(SGD["learning_rate"], SGD["momentum"])), move_averages)
+
+
+def single_device_losses(kind: str, rows: int = ROWS) -> np.ndarray:
+    """The losses of five steps: the whole batch at once on one device, momentum SGD written out."""
+    return single_device(kind, rows)[0]
 
 
 @cache
-def single_device_losses(kind: str, rows: int = ROWS) -> np.ndarray:
-    """The losses of five steps: the whole batch at once on one device, momentum SGD written out."""
+def single_device(kind: str, rows: int = ROWS) -> tuple[np.ndarray, Any]:
+    """The losses of five steps, and the parameters after them; running averages take a tenth of each step's values."""
     p = params(kind)
     velocity = jax.tree.map(jnp.zeros_like, p)
-    data = {name: jnp.asarray(x) for name, x in batch(rows, kind).items()}
+    fill = rows % 2 if kind == BATCH_NORM else 0  # up to a whole ghost batch
+    data = {name: jnp.pad(x, [(0, fill)] + [(0, 0)] * (x.ndim - 1)) for name, x in batch(rows, kind).items()}
 
     @jax.jit
     def step(p: Any, velocity: Any) -> Any:
         def mean_loss(p: Any) -> jax.Array:
             return model(kind).objective(p, data, lambda name, tree: tree)[0] / data["weights"].sum()
 
-        loss, grads = jax.value_and_grad(mean_loss)(p)
-        grads = jax.tree.map(lambda g, w: g + SGD["weight_decay"] * w, grads, p)
+        loss, pure = jax.value_and_grad(mean_loss)(p)
+        grads = jax.tree.map(lambda g, w: g + SGD["weight_decay"] * w, pure, p)
         velocity = jax.tree.map(lambda v, g: SGD["momentum"] * v + g, velocity, grads)
-        return jax.tree.map(lambda w, v: w - SGD["learning_rate"] * v, p, velocity), velocity, loss
+        moved = jax.tree.map(lambda w, v: w - SGD["learning_rate"] * v, p, velocity)
+        averages = jax.tree.map(lambda w, g: 0.9 * w - 0.1 * g, part_averages(p)[1], part_averages(pure)[1])
+        return {**moved, **averages}, velocity, loss
 
     losses = []
     for _ in range(NUM_STEPS):
         p, velocity, loss = step(p, velocity)
         losses.append(float(loss))
-    return np.array(losses)
+    return np.array(losses), p
 
 
 def sharding_config(**changes: Any) -> ShardingConfig:

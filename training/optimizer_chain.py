@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from compression.hop_two import Setup
+from compression.exchange import exchange
+from compression.hop_two import HopTwo, Setup
 from compression.local_sgd import LocalState, check_local_sgd, local_sgd
 from compression.methods import method_named
 from compression.statistics import statistics
 from configs.schema import Config
-from optimizers import make_optimizer, watched
+from optimizers import beside_averages, make_optimizer, watched
+from sharding.averages import part_averages
 from sharding.gradients import HopTwoInBackward
 from sharding.plan import ShardingPlan
 from sharding.redistribute import on_whole_tensors
@@ -24,7 +26,7 @@ def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTra
     compression, optimizer, local = config.compression, config.optimizer, config.local_sgd
     setup = _setup(config, plan, specs)
     method = method_named(compression.hop_two)
-    hop_two, downstream = method.transform(setup), method.downstream(optimizer)
+    hop_two, downstream = _hop_two(method, setup), method.downstream(optimizer)
     make = partial(make_optimizer, downstream, config.num_steps, specs, on_whole=partial(on_whole_tensors, plan))
     if not local.inner_steps:
         return make(hop_two)
@@ -35,6 +37,20 @@ def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTra
             "one_bit_adam or dgc, nor compression.delayed, nor optimizer.name=muon"
         )
     return local_sgd(hop_two, make(optax.identity()), local, plan.layout.num_replicas)
+
+
+def _hop_two(method: HopTwo, setup: Setup) -> optax.GradientTransformation:
+    """Returns the method's transform; running averages go past one that takes the optimizer's place.
+
+    It would give them a momentum. All other methods take their mean as it is, because they are vectors.
+    """
+    placements, averages = part_averages(setup.plan.placements)
+    if not (averages and method.takes_over):
+        return method.transform(setup)
+    specs, _ = part_averages(setup.specs)
+    hop_two = method.transform(replace(setup, plan=replace(setup.plan, placements=placements), specs=specs))
+    plain = exchange(replace(setup.plan, placements=averages))
+    return beside_averages(hop_two, lambda updates, params: plain.update(updates, optax.EmptyState())[0])
 
 
 def overlapped_hop_two(config: Config, plan: ShardingPlan, specs: Any) -> HopTwoInBackward | None:

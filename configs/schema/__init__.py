@@ -26,10 +26,12 @@ from configs.schema.model import (
     MODELS,
     DecoderConfig,
     EncoderConfig,
+    ImageConfig,
     ModelConfig,
     MoeConfig,
     ResNetConfig,
     TransformerConfig,
+    ViTConfig,
     model_sections,
 )
 from configs.schema.optimizer import OptimizerConfig
@@ -47,6 +49,7 @@ __all__ = [
     "ElasticConfig",
     "EncoderConfig",
     "EvalConfig",
+    "ImageConfig",
     "Key",
     "LocalSGDConfig",
     "MeshConfig",
@@ -58,6 +61,7 @@ __all__ = [
     "Section",
     "ShardingConfig",
     "TransformerConfig",
+    "ViTConfig",
     "check_names",
     "defaults",
     "flat",
@@ -115,8 +119,16 @@ class Config(Section):
                 f"data.packing={data.packing} needs model.attention=xla or auto: attention inside documents was not "
                 "tried with cudnn"
             )
-        if isinstance(model, ResNetConfig) and data.channels != model.channels:
+        if isinstance(model, ImageConfig) and data.channels != model.channels:
             raise ValueError(f"data.channels={data.channels} differs from model.channels={model.channels}")
+        if isinstance(model, ViTConfig) and data.image_size != model.image_size:
+            raise ValueError(f"data.image_size={data.image_size} differs from model.image_size={model.image_size}")
+        micro_size = self.batch.micro_size
+        if isinstance(model, ResNetConfig) and model.norm == "batch" and micro_size % model.norm_rows:
+            raise ValueError(
+                f"model.norm_rows={model.norm_rows} must divide batch.micro_size={micro_size}, because rows that are "
+                f"normalised together are on one device; set batch.micro_size to a multiple of {model.norm_rows}"
+            )
         if self.optimizer.warmup_steps > self.num_steps:
             raise ValueError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than num_steps={self.num_steps}; "

@@ -19,7 +19,7 @@ class DataConfig(Section):
 
     source: str = key(
         "stdlib_text",
-        "where examples come from; digits are images, tfds:NAME is any TFDS data set of text or images",
+        "where examples come from; digits are images, synthetic and tfds:NAME, any TFDS data set, are text or images",
         choices=SOURCES,
         topics=("source",),
     )
@@ -69,8 +69,9 @@ class DataConfig(Section):
     channels: int = key(1, "classify: 1 for grey, 3 for colour", choices=(1, 3))
     augment: str = key(
         "none",
-        "classify: crop_flip takes random crops and mirrors half of them; validation uses the centre",
-        choices=("none", "crop_flip"),
+        "classify: crop_flip trains on random crops, half of them mirrored, and validates on the centre (ImageNet); "
+        "shift_flip on whole images, shifted by up to an eighth and half of them mirrored (CIFAR)",
+        choices=("none", "crop_flip", "shift_flip"),
     )
     prefetch: int = key(4, "batches prepared in the background; 0 for none", least=0, unit="batches", resumable=True)
 
@@ -82,7 +83,7 @@ class DataConfig(Section):
             return
         if self.source == TFDS:
             raise ValueError("data.source is 'tfds:NAME': replace NAME by a TFDS data set, such as 'tfds:lm1b'")
-        fixed = self.source in SOURCES  # the others have text or images
+        fixed = self.source in SOURCES and self.source != "synthetic"  # the others have text or images
         if fixed and (self.source == "digits") != (self.objective == "classify"):
             wanted = "'classify'" if self.source == "digits" else "'causal' or 'masked'"
             raise ValueError(

@@ -9,7 +9,7 @@ from configs.schema.keys import Section, key
 from configs.schema.own import OWN
 
 KIND = "kind of model; it determines the other keys of this section"
-KINDS = ("decoder", "moe", "encoder", "resnet")
+KINDS = ("decoder", "moe", "encoder", "resnet", "vit")
 ACTIVATION = "activation of the MLP; gelu is the tanh approximation"
 
 
@@ -59,11 +59,7 @@ class TransformerConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hidden % self.num_heads:
-            divisors = [n for n in range(1, self.hidden + 1) if self.hidden % n == 0]
-            nearest = min(divisors, key=lambda n: abs(n - self.num_heads))
-            fix = f"heads must divide model.hidden = {self.hidden}; the nearest divisor is {nearest}"
-            require(False, "num_heads", self.num_heads, fix)
+        require_heads(self.hidden, self.num_heads)
         fused = self.attention != "cudnn" or self.compute_dtype == "bfloat16"
         require(fused, "attention", self.attention, "cudnn needs model.compute_dtype = 'bfloat16'; otherwise use xla")
 
@@ -162,22 +158,46 @@ class EncoderConfig(TransformerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResNetConfig(ModelConfig):
-    """A ResNet that classifies images."""
+class ImageConfig(ModelConfig):
+    """The common keys of the models that classify images."""
 
     OBJECTIVE = "classify"
 
-    kind: str = key("resnet", KIND, choices=KINDS, topics=("model",))
     channels: int = key(1, "image channels: 1 for grey, 3 for colour", least=1)
     num_classes: int = key(10, "number of classes", least=1)
     class_multiple: int = key(8, "the head is padded to a multiple of this many classes", least=1)
+
+    @property
+    def padded_classes(self) -> int:
+        """Columns of the head: `num_classes` rounded up to a multiple of `class_multiple`."""
+        return -(-self.num_classes // self.class_multiple) * self.class_multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetConfig(ImageConfig):
+    """A ResNet that classifies images."""
+
+    kind: str = key("resnet", KIND, choices=KINDS, topics=("model",))
     stem: str = key(
         "conv3", "first layers: conv7_pool for ImageNet, conv3 for small images", choices=("conv7_pool", "conv3")
+    )
+    version: str = key(
+        "1",
+        "where a strided bottleneck has its stride: 1, in the first 1x1 convolution; 1.5, in the 3x3 convolution",
+        choices=("1", "1.5"),
     )
     block: str = key("basic", "kind of residual block", choices=("basic", "bottleneck"))
     stage_blocks: tuple[int, ...] = key((1, 1, 1), "number of blocks per stage")
     width: int = key(16, "channels of the first stage; each later stage doubles them", least=1)
-    norm_groups: int = key(8, "groups of the group norm; a divisor of width", least=1)
+    widening: int = key(1, "factor of the channels inside the blocks (WideResNet)", least=1)
+    norm: str = key("group", "group norm or batch norm", choices=("group", "batch"))
+    norm_groups: int = key(8, "group: groups of channels; a divisor of width", least=1)
+    norm_rows: int = key(
+        8,
+        "batch: consecutive rows of the global batch that are normalised together; a divisor of batch.micro_size",
+        least=1,
+        unit="rows",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -186,12 +206,34 @@ class ResNetConfig(ModelConfig):
         for count in self.stage_blocks:
             require(count > 0, "stage_blocks", count, "give a whole number above zero")
         fix = f"groups must divide model.width = {self.width}"
-        require(self.width % self.norm_groups == 0, "norm_groups", self.norm_groups, fix)
+        fits = self.norm == "batch" or self.width % self.norm_groups == 0
+        require(fits, "norm_groups", self.norm_groups, fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig(ImageConfig):
+    """A vision transformer that classifies images."""
+
+    kind: str = key("vit", KIND, choices=KINDS, topics=("model",))
+    image_size: int = key(8, "height and width of an image, equal to data.image_size", least=1, unit="pixels")
+    patch_size: int = key(2, "height and width of a patch; a divisor of image_size", least=1, unit="pixels")
+    num_layers: int = key(4, "number of layers", least=1)
+    hidden: int = key(64, "width of the residual stream; a multiple of num_heads", least=1)
+    intermediate: int = key(256, "width of the MLP's hidden layer", least=1)
+    num_heads: int = key(4, "attention heads per layer", least=1)
+    activation: str = key("gelu", ACTIVATION, choices=("gelu", "gelu_exact"))
+    norm_eps: float = key(1e-6, "added to the variance in norms", above=0, below=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_heads(self.hidden, self.num_heads)
+        fix = f"patches must divide model.image_size = {self.image_size}"
+        require(self.image_size % self.patch_size == 0, "patch_size", self.patch_size, fix)
 
     @property
-    def padded_classes(self) -> int:
-        """Columns of the head: `num_classes` rounded up to a multiple of `class_multiple`."""
-        return -(-self.num_classes // self.class_multiple) * self.class_multiple
+    def num_patches(self) -> int:
+        """Number of patches of an image."""
+        return (self.image_size // self.patch_size) ** 2
 
 
 MODELS: Mapping[str, type[ModelConfig]] = {
@@ -199,6 +241,7 @@ MODELS: Mapping[str, type[ModelConfig]] = {
     "moe": MoeConfig,
     "encoder": EncoderConfig,
     "resnet": ResNetConfig,
+    "vit": ViTConfig,
 }
 
 
@@ -211,3 +254,11 @@ def require(holds: bool, name: str, value: object, fix: str) -> None:
     """Raises a one-line ValueError with the key, its value and `fix`, unless `holds`."""
     if not holds:
         raise ValueError(f"model.{name} = {value!r}: {fix}")
+
+
+def require_heads(hidden: int, num_heads: int) -> None:
+    """Raises a one-line ValueError, which names the nearest number that would, unless the heads divide `hidden`."""
+    divisors = [n for n in range(1, hidden + 1) if hidden % n == 0]
+    nearest = min(divisors, key=lambda n: abs(n - num_heads))
+    fix = f"heads must divide model.hidden = {hidden}; the nearest divisor is {nearest}"
+    require(hidden % num_heads == 0, "num_heads", num_heads, fix)

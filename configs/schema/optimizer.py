@@ -16,7 +16,11 @@ class OptimizerConfig(Section):
 
     name: str = key("adamw", "optimizer", choices=NAMES, topics=("optimizer",))
     learning_rate: float = key(1e-3, "peak learning rate", above=0, below=math.inf)
-    schedule: str = key("cosine", "learning rate schedule after the warm-up", choices=("constant", "linear", "cosine"))
+    schedule: str = key(
+        "cosine",
+        "learning rate schedule after the warm-up; quadratic falls as the square of what is left of the steps",
+        choices=("constant", "linear", "cosine", "quadratic"),
+    )
     warmup_steps: int = key(10, "steps of the linear warm-up to the peak", least=0, unit="steps")
     final_fraction: float = key(0.1, "learning rate of the last step, as a share of the peak", least=0)
     momentum: float = key(0.9, "sgd, lars, muon: momentum", least=0, below=1)

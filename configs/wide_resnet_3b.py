@@ -1,0 +1,33 @@
+"""WideResNet with 3 B parameters: the MiCS paper's model that is no transformer (figure 11).
+
+    python train.py --config=configs/wide_resnet_3b.py --workdir=runs/wide_resnet_3b
+
+Bottlenecks in stages of 6, 8, 46 and 6, eight times as wide inside as ResNet's: 3.03 B parameters. 198 convolutions are
+in the blocks' branches; with the stem and the classifier that makes 200 layers (4 shortcuts are convolutions too).
+As in the paper: float32, synthetic images of 3 x 224 x 224, 8 per device, no rematerialisation. The partition group,
+one node, and the optimizer are ours.
+
+Hardware: 2 nodes or more of 8 GPUs with 32 GB.
+Not run yet.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """Returns the config of the wide network."""
+    base.no_argument(arg, __file__)
+    config = base.get_config()
+    config.num_steps = 100
+    config.model = base.resnet(50)
+    config.model.update({"stage_blocks": (6, 8, 46, 6), "widening": 8, "norm": "batch", "remat": "none"})
+    config.data.update({"source": "synthetic", "objective": "classify", "image_size": 224, "channels": 3})
+    config.data.prefetch = 16
+    config.batch.update({"global_size": 128, "micro_size": 8})
+    config.sharding.partition_size = 8
+    config.optimizer.update({"name": "sgd", "learning_rate": 0.05, "weight_decay": 1e-4, "clip_norm": 0.0})
+    config.eval.update({"every": 0, "num_batches": 1})
+    config.checkpoint.every = 0
+    return config

@@ -1,0 +1,121 @@
+"""A vision transformer that classifies images (Dosovitskiy et al. 2021, arXiv 2010.11929).
+
+Patches are embedded by one matrix; a learned class token stands before them, and learned positions are added. The
+layers are those of the encoder with norms first (models/block.py); the head is a norm and a matrix on the class token.
+There is no dropout, and no hidden layer in the head, which the paper has in pre-training.
+
+Shapes: B batch, H height, W width, C channels, P side of a patch, T positions (patches and the class token), D hidden,
+V classes (padded).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from configs.schema import ViTConfig
+from models.block import Block, BlockConfig, Linear, Norm, initial_std, normal
+from models.classifier import Classifier
+from models.model import Gather, Group, Params, mask_padding
+from models.transformer import Stack
+
+
+def block_config(c: ViTConfig) -> BlockConfig:
+    """Returns the settings of one layer."""
+    return BlockConfig(
+        num_layers=c.num_layers,
+        hidden=c.hidden,
+        intermediate=c.intermediate,
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_heads,
+        norm="layer",
+        norm_eps=c.norm_eps,
+        norm_first=True,
+        activation=c.activation,
+        use_bias=True,
+        attention_bias=True,
+        causal=False,
+        attention="xla",
+    )
+
+
+def patches(images_BHWC: Array, side: int) -> Array:
+    """Returns the patches of images, in the order of reading, `[B, HW / P^2, P^2 C]`."""
+    batch, height, width, channels = images_BHWC.shape
+    x = images_BHWC.reshape(batch, height // side, side, width // side, side, channels)
+    return x.swapaxes(2, 3).reshape(batch, -1, side * side * channels)
+
+
+class Embedding(nnx.Module):
+    """The matrix of the patches `[P^2 C, D]` with its bias, the class token `[D]` and the positions `[T, D]`."""
+
+    def __init__(self, config: ViTConfig, key: Array) -> None:
+        c = config
+        self.patch_size = c.patch_size
+        patch_key, class_key, position_key = jax.random.split(key, 3)
+        inputs = c.patch_size**2 * c.channels
+        self.patch = Linear(patch_key, (inputs, c.hidden), ("patch", "embed"), inputs**-0.5, use_bias=True)
+        self.class_token = normal(class_key, (c.hidden,), ("embed",), initial_std(c.hidden))
+        shape = (1 + c.num_patches, c.hidden)
+        self.position = normal(position_key, shape, ("position", "embed"), initial_std(c.hidden))
+
+    def __call__(self, images_BHWC: Array) -> Array:
+        """Returns `[B, T, D]`."""
+        x_BTD = self.patch(patches(images_BHWC, self.patch_size))
+        first_B1D = jnp.broadcast_to(self.class_token[None, None], (len(x_BTD), 1, x_BTD.shape[2]))
+        return jnp.concatenate([first_B1D, x_BTD], axis=1) + self.position[None]
+
+
+class Head(nnx.Module):
+    """The final norm, and the matrix of the class token `[D, V]` with its bias."""
+
+    def __init__(self, config: ViTConfig, key: Array) -> None:
+        c = config
+        self.norm = Norm(c.hidden, "layer", c.norm_eps, use_bias=True)
+        shape = (c.hidden, c.padded_classes)
+        self.linear = Linear(key, shape, ("embed", "classes"), initial_std(c.hidden), use_bias=True)
+
+    def __call__(self, x_BTD: Array) -> Array:
+        """Returns `[B, V]`."""
+        return self.linear(self.norm(x_BTD[:, :1]))[:, 0]
+
+
+@dataclass(frozen=True)
+class ViT(Stack, Classifier):
+    """A vision transformer that classifies images."""
+
+    config: ViTConfig
+
+    @cached_property
+    def groups(self) -> dict[str, Group[Any]]:
+        """The parameter groups by their top-level key."""
+        c = self.config
+        return {
+            "embed": Group(lambda key: Embedding(c, key)),
+            "layers": Group(lambda key: Block(block_config(c), key), c.num_layers),
+            "head": Group(lambda key: Head(c, key)),
+        }
+
+    def logits(self, params: Params, images_BHWC: Array, gather: Gather) -> Array:
+        """Returns float32 logits `[B, V]`; padding classes get probability 0."""
+        embedding: Embedding = self.groups["embed"].module(gather("embed", params["embed"]), self.dtype)
+        x_BTD = self.run_layers(params, embedding(images_BHWC.astype(self.dtype)), gather)
+        head: Head = self.groups["head"].module(gather("head", params["head"]), self.dtype)
+        return mask_padding(head(x_BTD), self.config.num_classes)
+
+    def flops_per_row(self, shape: tuple[int, ...]) -> float:
+        """Returns the floating-point operations per image `[H, W, C]`, forward and backward.
+
+        6 per multiplication: with its addition 2 forward, and 4 backward. Norms, activations and recomputation do not
+        count.
+        """
+        del shape  # the config's
+        c = self.config
+        positions = 1 + c.num_patches
+        layer = positions * (4 * c.hidden**2 + 2 * c.hidden * c.intermediate) + 2 * positions**2 * c.hidden
+        patch = c.num_patches * c.patch_size**2 * c.channels * c.hidden
+        return 6 * (c.num_layers * layer + patch + c.hidden * c.padded_classes)
