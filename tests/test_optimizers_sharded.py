@@ -109,6 +109,7 @@ def check_places(plan: ShardingPlan, shapes: TrainState, opt_state: Any) -> None
     ("name", "layout_name"),
     [
         ("muon", "mics2"),
+        pytest.param("muon", "node, node, all", marks=pytest.mark.slow),
         pytest.param("lamb", "node, node, all", marks=pytest.mark.slow),
         pytest.param("adafactor", "zero1", marks=pytest.mark.slow),
     ],

@@ -149,6 +149,24 @@ def test_the_update_in_float32_is_that_of_one_device_to_a_millionth(case: str) -
     assert max(differences(case, 32)) < 1e-6
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_function_sees_tensors_whole(case: str) -> None:
+    """Newton-Schulz does not mind rows out of order; this one weighs each value by its place, and by its kind."""
+    plan = make_plan(SPECS, **CASES[case])
+    specs = jax.tree.leaves(SPECS, is_leaf=lambda x: isinstance(x, ParamSpec))
+    stacked = ["layers" in spec.dims for spec in specs]
+    placed = jax.device_put(values(0), plan.shardings(plan.layout.optimizer))
+    stacks = [x if s else x[None] for x, s in zip(jax.tree.leaves(placed), stacked, strict=True)]
+
+    def by_place(kind: Any, x: Any) -> Any:
+        return x * (kind + np.arange(x[0].size, dtype=np.float32).reshape(1, *x.shape[1:]))
+
+    kinds = [i % 2 for i in range(len(stacks))]
+    found = jax.jit(lambda xs: on_whole_tensors(plan, by_place, specs, kinds, xs))(stacks)
+    for kind, x, y in zip(kinds, stacks, found, strict=True):
+        np.testing.assert_array_equal(y, by_place(kind, np.asarray(x)))
+
+
 # ---------------------------------------------------------------------------------------------- bytes and work
 
 MATRICES = [(8, 16, 24), (4, 16, 48), (4, 48, 16)]  # of the stacks: how many, rows, columns
