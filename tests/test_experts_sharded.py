@@ -12,6 +12,9 @@ import workload
 from dense_experts import dense_loop
 
 from compression.codecs import Blockwise
+from compression.dgc import DGCConfig, dgc
+from compression.exchange import exchange
+from compression.power_sgd import power_sgd
 from sharding.collectives import LevelCodecs
 from sharding.hlo import Collective, read_collectives
 
@@ -201,3 +204,28 @@ def test_training_with_a_codec_stays_near(dense_losses: np.ndarray) -> None:
     found = workload.losses("moe", sh)
     np.testing.assert_allclose(found, dense_losses, rtol=2e-2)
     assert not np.allclose(found, dense_losses, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [HSDP | {"experts": "node"}, MICS4 | {"experts": "node"}], ids=["hsdp", "mics(4)"])
+@pytest.mark.parametrize("method", ["power_sgd", "dgc"])
+def test_hop_two_does_not_depend_on_where_experts_are(how: dict[str, Any], method: str) -> None:
+    """PowerSGD approximates whole matrices, and DGC clips by the norm of all (here it sends all values)."""
+    found = []
+    for experts in ("none", "node"):
+        sh = workload.plan("moe", **how | {"experts": experts})
+        if method == "power_sgd":
+            hop_two = power_sgd(sh, workload.specs("moe"), 1)
+        else:
+            hop_two = dgc(sh, DGCConfig(sparsity=0.0, warmup_steps=0, momentum=0.0, clip_norm=0.2))
+        found.append(workload.losses("moe", sh, hop_two=hop_two))
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [HSDP | {"experts": "node"}, MICS4 | {"experts": 4}], ids=["hsdp", "mics(4)"])
+def test_hop_two_with_a_codec_stays_near(how: dict[str, Any], dense_losses: np.ndarray) -> None:
+    sh = workload.plan("moe", **how)
+    found = workload.losses("moe", sh, hop_two=exchange(sh, Blockwise(bits=8, block=64)))
+    np.testing.assert_allclose(found, dense_losses, rtol=2e-2)
+    assert not np.allclose(found, dense_losses, rtol=1e-7)
