@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 import jax
@@ -15,10 +15,13 @@ from jax import lax
 from sharding.accumulation import Accumulating, Rule, values_of
 from sharding.collectives import vary
 from sharding.gathers import Gather, auto_gather, gather_tree, hop_one, layer_gather, to_gradient_scope, used_placements
+from sharding.mesh import STAGE
+from sharding.pipeline import StagedLoss, forward_and_backward
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs, run_manual
 from sharding.spec import Placement, is_placement
 
 PyTree = Any
+Value = TypeVar("Value")
 Shards = list[jax.Array]
 Batch = Mapping[str, jax.Array]  # each [accum, rows, ...], rows over the data axes
 Loss = Callable[[PyTree, Batch, Gather], jax.Array]  # the weighted sum of the losses of the rows given
@@ -59,7 +62,7 @@ class Delayed:
 
 
 def manual_gradients(
-    loss: Loss,
+    loss: Loss | StagedLoss,
     plan: ShardingPlan,
     params: PyTree,
     batch: Batch,
@@ -71,7 +74,7 @@ def manual_gradients(
 
     Hop two remains to be done: the mean over R (MiCS section 3.4); unless `hop_two` did it, which makes them an
     Exchanged, or did that of the step before, which makes them a Delayed. With `drift_R` each replica is at
-    `params + drift_R[r]`.
+    `params + drift_R[r]`. With a StagedLoss the micro-steps are the micro-batches of a pipeline.
     """
     layout = plan.layout
     done, kept_R = hop_two.kept(opt_state) if hop_two else (jnp.zeros((), jnp.int32), None)
@@ -86,11 +89,13 @@ def manual_gradients(
         grads = sums.grads
         # what is not cut is equal on all devices of the scope: its type is to say so
         grads = plan.map(lambda p, g: g if p.dim is not None else same_on_all(g, layout.gradients), grads)
+        if isinstance(loss, StagedLoss):
+            grads = plan.map(lambda p, g: g if p.staged else sum_of_stages(g), grads)
         # times R: hop two takes the mean, and divided by the `total` of all replicas their gradients are to add up
         scale = 1 if is_done else layout.num_replicas
         grads_R, kept_R = (jax.tree.map(lambda x: x[None], tree) for tree in (grads, sums.kept))
         counts = lax.pmean(sums.total_counts(), layout.data_axes)
-        return jax.tree.map(lambda g: g * scale, grads_R), kept_R, counts, lax.psum(value, layout.data_axes)
+        return jax.tree.map(lambda g: g * scale, grads_R), kept_R, counts, lax.psum(value, layout.varying_axes)
 
     specs_R = gradient_specs(plan, tensor=False)
     drift_specs, kept_specs = (None if tree is None else specs_R for tree in (drift_R, kept_R))
@@ -111,7 +116,7 @@ def replica_parameters(plan: ShardingPlan, params: PyTree, drift_R: PyTree | Non
 
     With two hops their types differ between replicas, so that autodiff sums nothing over them: hop two is deferred.
     """
-    axes = plan.layout.data_axes
+    axes = plan.layout.varying_axes
     if plan.layout.two_hop:
         params = jax.tree.map(lambda x: vary(x, axes), params)
     if drift_R is not None:
@@ -120,7 +125,7 @@ def replica_parameters(plan: ShardingPlan, params: PyTree, drift_R: PyTree | Non
 
 
 def micro_steps(
-    loss: Loss,
+    loss: Loss | StagedLoss,
     plan: ShardingPlan,
     params: PyTree,
     batch: Batch,
@@ -144,9 +149,7 @@ def micro_steps(
     ) -> tuple[Any, None]:
         sums, value = carry
         i, micro = item
-        used = gathered
-        if not policy.each_step:  # tied to the loop, or XLA would move gathers out of it and keep what they gather
-            used = jax.tree.map(lambda x: lax.optimization_barrier((x, i))[0], gathered)
+        used = tied(plan, gathered, i)
         # forward and backward pass; what is gathered in it is reduce-scattered on the way back: hop one
         more, sums = jax.value_and_grad(
             lambda sums: micro_loss(loss, plan, accumulating(plan, used, sums, exchange), micro) / total
@@ -158,6 +161,9 @@ def micro_steps(
     grads = to_gradient_scope(
         plan, plan.placements, jax.tree.map(lambda x: jnp.zeros_like(x) + zero, params), zeros=True
     )
+    if isinstance(loss, StagedLoss):
+        assert hop_two is None
+        return _through_stages(loss, plan, gathered, Sums(grads), batch, total)
     carry = (Sums(grads), vary(jnp.zeros(()), plan.layout.data_axes))
     accumulation = batch["weights"].shape[0]
     items = (jnp.arange(accumulation), dict(batch))
@@ -175,6 +181,46 @@ def micro_steps(
     last, value = lax.optimization_barrier((jax.tree.map(lambda x: x[-1], items), value))
     (sums, value), _ = micro_step((sums, value), last, partial(_exchange_group, plan, hop_two))
     return sums, value
+
+
+def tied(plan: ShardingPlan, gathered: PyTree, i: jax.Array) -> PyTree:
+    """Returns the parameters tied to iteration `i`, or XLA would move gathers out of the loop and keep the results."""
+    if plan.layout.gather.each_step:
+        return gathered
+    return jax.tree.map(lambda x: lax.optimization_barrier((x, i))[0], gathered)
+
+
+def _through_stages(
+    loss: StagedLoss, plan: ShardingPlan, gathered: PyTree, sums: "Sums", batch: Batch, total: jax.Array
+) -> tuple["Sums", jax.Array]:
+    """Returns what `micro_steps` does, the micro-steps being those of a pipeline."""
+
+    def forward(x: jax.Array, rows: Batch, tick: jax.Array) -> jax.Array:
+        run = lambda params, rows, gather: loss.forward(params, x, rows, gather)
+        return micro_loss(run, plan, tied(plan, gathered, tick), rows)
+
+    def backward(
+        sums: Sums, x: jax.Array, rows: Batch, g: jax.Array, counts: jax.Array, tick: jax.Array
+    ) -> tuple[Sums, jax.Array, jax.Array]:
+        used = tied(plan, gathered, tick)
+
+        def stage(sums: Sums, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            run = lambda params, rows, gather: loss.with_loss(params, x, rows, gather)
+            y, value = micro_loss(run, plan, accumulating(plan, used, sums, None), rows)
+            return y, value / total
+
+        (_, value), pullback = jax.vjp(stage, sums, x)
+        sums, g = pullback((g, vary(counts, plan.layout.varying_axes)))
+        return sums, g, value
+
+    zeros = loss.zeros(batch, plan.layout.varying_axes)
+    return forward_and_backward(forward, backward, sums, batch, zeros)
+
+
+@jax.named_scope("pipeline")
+def sum_of_stages(grad: jax.Array) -> jax.Array:
+    """Returns the gradient of a parameter that is on every stage: the first and the last one add to it."""
+    return lax.psum(grad, STAGE)
 
 
 class Sums(NamedTuple):
@@ -288,7 +334,7 @@ def _whole(pieces: jax.Array, group: PyTree) -> PyTree:
     return tree.unflatten([part.reshape(x.shape) for part, x in zip(parts, leaves, strict=True)])
 
 
-def micro_loss(loss: Loss, plan: ShardingPlan, kept: PyTree, micro: Batch) -> jax.Array:
+def micro_loss(loss: Callable[[PyTree, Batch, Gather], Value], plan: ShardingPlan, kept: PyTree, micro: Batch) -> Value:
     """Returns the loss of this device's rows `[rows, ...]`, gathering what the policy gathers in a micro-step."""
     policy, parameters = plan.layout.gather, plan.layout.parameters
     kept = values_of(kept)  # a policy that gathers for the whole micro-step accumulates after it

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from sharding.mesh import STAGE
 from sharding.replicas import ReplicaKey
 from sharding.scopes import Layout
 
@@ -41,26 +42,29 @@ class ParamSpec:
 class Placement:
     """Which dim of a parameter is partitioned (`dim`) and which over `tensor` (`tensor_dim`); None: neither.
 
-    `stacked` if its first dim is `layers`.
+    `stacked` if its first dim is `layers`, `staged` if that is cut over the stages of a pipeline.
     """
 
     dim: int | None
     tensor_dim: int | None
     ndim: int
     stacked: bool = False
+    staged: bool = False
 
     @property
     def is_vector(self) -> bool:
         """Whether a layer's slice has one dim, or none."""
         return self.ndim - self.stacked < 2
 
-    def pspec(self, scope: Sequence[str], *, tensor: bool = True) -> PartitionSpec:
-        """Returns the spec under `scope` (axes, major first); without the `tensor` axis if `tensor` is False."""
+    def pspec(self, scope: Sequence[str], *, tensor: bool = True, stage: bool = True) -> PartitionSpec:
+        """Returns the spec under `scope` (axes, major first); without `tensor` or `stage` if those are False."""
         entries: list[Any] = [None] * self.ndim
         if self.dim is not None and scope:
             entries[self.dim] = tuple(scope) if len(scope) > 1 else scope[0]
         if tensor and self.tensor_dim is not None:
             entries[self.tensor_dim] = "tensor"
+        if stage and self.staged:
+            entries[0] = STAGE
         return PartitionSpec(*entries)
 
     def without_layers(self) -> "Placement":
@@ -76,9 +80,15 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
     """Returns where a parameter is cut: the first dim (never `layers`) that the widest scope divides.
 
     All three scopes cut the same dim, so that going from one scope to another only joins or splits chunks. A matrix'
-    first dim in TENSOR_DIMS goes to `tensor`. ValueError if no dim can be partitioned and the spec does not replicate.
+    first dim in TENSOR_DIMS goes to `tensor`, `layers` to the stages of a pipeline. ValueError if no dim can be
+    partitioned and the spec does not replicate, and for layers that the stages do not divide.
     """
     shape, ndim, stacked = layout.shape, len(spec.shape), "layers" in spec.dims
+    staged = stacked and shape.stage > 1
+    if staged and spec.shape[0] % shape.stage:
+        raise ValueError(
+            f"mesh.stages={shape.stage} does not divide the {spec.shape[0]} layers; every stage has as many"
+        )
     tensor_dim = None
     free = [i for i, dim in enumerate(spec.dims) if dim != "layers"]
     if shape.tensor > 1 and len(free) > 1:
@@ -90,7 +100,7 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
             )
     degree = shape.size(layout.optimizer)  # the widest scope
     if degree == 1 or spec.replicate:
-        return Placement(dim=None, tensor_dim=tensor_dim, ndim=ndim, stacked=stacked)
+        return Placement(dim=None, tensor_dim=tensor_dim, ndim=ndim, stacked=stacked, staged=staged)
     dim = next((i for i in free if i != tensor_dim and spec.shape[i] and spec.shape[i] % degree == 0), None)
     if dim is None:
         sizes = ", ".join(f"{spec.dims[i]}={spec.shape[i]}" for i in free if i != tensor_dim) or "none left"
@@ -98,7 +108,7 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
             f"{name}: no dim can be cut into {degree} shards ({sizes}); choose sizes that {degree} divides, a smaller "
             f"scope, or declare the parameter with replicate=True"
         )
-    return Placement(dim=dim, tensor_dim=tensor_dim, ndim=ndim, stacked=stacked)
+    return Placement(dim=dim, tensor_dim=tensor_dim, ndim=ndim, stacked=stacked, staged=staged)
 
 
 def has_tensor_dims(specs: PyTree) -> bool:

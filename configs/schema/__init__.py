@@ -34,6 +34,7 @@ from configs.schema.model import (
 from configs.schema.optimizer import OptimizerConfig
 from configs.schema.sample import SampleConfig
 from configs.schema.sharding import ShardingConfig
+from configs.schema.stages import refuse
 
 __all__ = [
     "MODELS",
@@ -115,6 +116,8 @@ class Config(Section):
             )
         if isinstance(model, ResNetConfig) and data.channels != model.channels:
             raise ValueError(f"data.channels={data.channels} differs from model.channels={model.channels}")
+        if self.mesh.stages > 1:
+            refuse(flat(asdict(self)))
         if self.optimizer.warmup_steps > self.num_steps:
             raise ValueError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than num_steps={self.num_steps}; "
