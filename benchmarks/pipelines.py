@@ -49,13 +49,22 @@ class Program:
 def prepared(stages: int, micro_batches: int, most_stages: int, changes: dict[str, str]) -> Program:
     """Returns the program of `stages` for the rows of `micro_batches` micro-batches of `most_stages` stages."""
     config = quickstart.get_config()
-    config.model.update({"num_layers": 8})
-    config.data.update({"source": "synthetic", "seq_len": 64})
     rows = micro_batches * DEVICES // most_stages
-    config.batch.update({"global_size": rows, "micro_size": 1})
-    config.mesh.update({"num_cpu_devices": DEVICES, "devices_per_node": DEVICES_PER_NODE, "stages": stages})
-    config.sharding.update({"strategy": "mics", "partition_size": GROUP})
-    config.sample.update({"length": 0})
+    config.update_from_flattened_dict(
+        {
+            "model.num_layers": 8,
+            "data.source": "synthetic",
+            "data.seq_len": 64,
+            "batch.global_size": rows,
+            "batch.micro_size": 1,
+            "mesh.num_cpu_devices": DEVICES,
+            "mesh.devices_per_node": DEVICES_PER_NODE,
+            "mesh.stages": stages,
+            "sharding.strategy": "mics",
+            "sharding.partition_size": GROUP,
+            "sample.length": 0,
+        }
+    )
     config.update_from_flattened_dict({key: type(_at(config, key))(value) for key, value in changes.items()})
     experiment = make_experiment(base.typed(config))
     data = load(experiment.config.data, "train", 0)

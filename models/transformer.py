@@ -1,6 +1,7 @@
 """Common base of decoder and encoder: a scan over the stacked layers, the loss, and the FLOPs per token."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -68,13 +69,13 @@ class Transformer(Model):
         def between(rows: Batch) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((*rows["tokens"].shape, self.config.hidden), self.dtype)
 
-        def begin(first: Params, rows: Batch) -> Array:
+        def begin(first: Mapping[str, Params], rows: Batch) -> Array:
             return self.embed(first["embed"], rows["tokens"], rows.get("segments"))
 
         def layers(params: Params, x_BTD: Array, rows: Batch, gather: Gather) -> Array:
             return self.run_layers(params, x_BTD, gather, *self.layer_args(rows["tokens"], rows.get("segments")))
 
-        def loss(last: Params, x_BTD: Array, rows: Batch) -> Array:
+        def loss(last: Mapping[str, Params], x_BTD: Array, rows: Batch) -> Array:
             logits_BTV = self.project(last["head"], last["embed"], x_BTD)
             return cross_entropy(logits_BTV, rows["targets"], rows["weights"])
 

@@ -144,6 +144,15 @@ def micro_steps(
     # before the micro-steps: gather what is used in all of them
     gathered = gather_tree(plan, plan.placements, params, policy.each_step(parameters)) if policy.each_step else params
 
+    # a zero that XLA does not know: zeros that it knows it shares with later ones, and keeps for the whole step
+    zero = lax.optimization_barrier(jnp.zeros(()))
+    grads = to_gradient_scope(
+        plan, plan.placements, jax.tree.map(lambda x: jnp.zeros_like(x) + zero, params), zeros=True
+    )
+    if isinstance(loss, StagedLoss):
+        assert hop_two is None
+        return _through_stages(loss, plan, gathered, Sums(grads), batch, total)
+
     def micro_step(
         carry: tuple[Sums, jax.Array], item: tuple[jax.Array, Batch], exchange: GroupExchange | None = None
     ) -> tuple[Any, None]:
@@ -156,14 +165,6 @@ def micro_steps(
         )(sums)
         return (sums, value + more), None
 
-    # a zero that XLA does not know: zeros that it knows it shares with later ones, and keeps for the whole step
-    zero = lax.optimization_barrier(jnp.zeros(()))
-    grads = to_gradient_scope(
-        plan, plan.placements, jax.tree.map(lambda x: jnp.zeros_like(x) + zero, params), zeros=True
-    )
-    if isinstance(loss, StagedLoss):
-        assert hop_two is None
-        return _through_stages(loss, plan, gathered, Sums(grads), batch, total)
     carry = (Sums(grads), vary(jnp.zeros(()), plan.layout.data_axes))
     accumulation = batch["weights"].shape[0]
     items = (jnp.arange(accumulation), dict(batch))

@@ -82,7 +82,8 @@ def build_eval_step(
         def rows_sums(params: PyTree, batch: Batch, gather: Gather) -> dict[str, jax.Array]:
             if isinstance(measures, StagedLoss):
                 return {"loss": _staged_loss(measures, plan, params, batch, gather)}
-            return jax.tree.map(jnp.sum, lax.map(lambda micro: measures(params, micro, gather), dict(batch)))
+            of_rows = measures
+            return jax.tree.map(jnp.sum, lax.map(lambda micro: of_rows(params, micro, gather), dict(batch)))
 
         if plan.layout.is_automatic:
             sums = rows_sums(params, batch, auto_gather(plan))
