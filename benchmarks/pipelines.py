@@ -3,10 +3,10 @@
     python -m benchmarks.pipelines [--stages=4] [--steps=3] [--rounds=3] [--config.a.b=value ...]
 
 Eight virtual devices in four nodes, mics(2) in each; A = S, 2S and 4S micro-batches for S stages. The programs take
-turns, in blocks of `--steps` steps; a round is a block of each, and the first is a warm-up. Prints the median time of a
-step divided by A, relative to the largest A, beside (A+S-1)/A, and the step without a pipeline on the same rows. The
-devices share the cores of the machine. Stages without a micro-batch compute a copy of one, so that a tick takes the
-same time whether or not all stages have one: the ratios tell the ticks.
+turns, in blocks of `--steps` steps; a round is a block of each, and the first is a warm-up. Prints the medians of a
+step's time; the CPU time of the process divided by A, relative to the largest A, beside (A+S-1)/A; and the step without
+a pipeline on the same rows. The devices share the cores of the machine, and stages without a micro-batch compute a copy
+of one: the CPU time tells the ticks, whatever else the machine does.
 """
 
 import argparse
@@ -28,7 +28,7 @@ DEVICES, DEVICES_PER_NODE, GROUP = 8, 2, 2
 
 @dataclass(kw_only=True)
 class Program:
-    """A compiled step with its state and batch, and its seconds a step in each round."""
+    """A compiled step with its state and batch, and its seconds a step in each round, on the clock and of the CPUs."""
 
     stages: int
     accum: int
@@ -37,13 +37,15 @@ class Program:
     state: Any
     batch: Any
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
 
     def run(self, steps: int) -> None:
         """Runs a block of steps."""
-        before = time.perf_counter()
+        before, cpu_before = time.perf_counter(), time.process_time()
         for _ in range(steps):
             self.state, _ = jax.block_until_ready(self.step(self.state, self.batch))
         self.seconds.append((time.perf_counter() - before) / steps)
+        self.cpu_seconds.append((time.process_time() - cpu_before) / steps)
 
 
 def prepared(stages: int, micro_batches: int, most_stages: int, changes: dict[str, str]) -> Program:
@@ -103,16 +105,16 @@ def main() -> int:
         print(f"round {number} of {options.rounds}", file=sys.stderr)
     piped, plain = ([p for p in programs if (p.stages > 1) is wanted] for wanted in (True, False))
     medians = [float(np.median(p.seconds[1:])) for p in piped]
-    per_micro = [seconds / p.accum for seconds, p in zip(medians, piped, strict=True)]
+    per_micro = [float(np.median(p.cpu_seconds[1:])) / p.accum for p in piped]
     factor = [(p.accum + stages - 1) / p.accum for p in piped]
-    print("| A | bubble | step | a micro-batch, relative | (A+S-1)/A, relative | no pipeline, same rows |")
+    print("| A | bubble | step | CPU time a micro-batch, relative | (A+S-1)/A, relative | no pipeline, same rows |")
     print("|---|---|---|---|---|---|")
     for p, other, seconds, each, ticks in zip(piped, plain, medians, per_micro, factor, strict=True):
         low, high = min(p.seconds[1:]), max(p.seconds[1:])
         print(
             f"| {p.accum} | {(stages - 1) / (p.accum + stages - 1):.1%} | {seconds:.3f} s ({low:.3f} to {high:.3f}) | "
-            f"{each / per_micro[-1]:.3f} | {ticks / factor[-1]:.3f} | {np.median(other.seconds[1:]):.3f} s, "
-            f"{other.accum} micro-steps |"
+            f"{each / per_micro[-1]:.3f} | {ticks / factor[-1]:.3f} | {np.median(other.seconds[1:]):.3f} s, CPU time "
+            f"{np.median(other.cpu_seconds[1:]) / np.median(p.cpu_seconds[1:]):.2f} times |"
         )
     about = environment({})
     print(f"command: {about['command']}")

@@ -18,7 +18,7 @@ STRATEGIES = {
 
 
 class WorldTooSmallError(ValueError):
-    """A partition group needs more nodes than there are."""
+    """A partition group, or a pipeline, needs more nodes than there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +113,11 @@ def make_layout(
     node if p <= devices_per_node and spans whole consecutive nodes otherwise.
     ValueError if a scope does not divide the devices, or the three are not nested (parameters within gradients within
     optimizer state), or they would cut a node, or the nodes, in more than one place; and for keys that do not go
-    together.
+    together. WorldTooSmallError if more nodes would do.
     """
     if num_nodes % stages:
-        raise ValueError(
+        kind = WorldTooSmallError if num_nodes < stages else ValueError
+        raise kind(
             f"mesh.stages={stages} does not divide the {num_nodes} node{'s' if num_nodes > 1 else ''}; "
             "a stage of the pipeline is made of whole nodes"
         )
