@@ -17,6 +17,7 @@ from compression.shards import Shards, not_finite, on_shards, own_copies
 from compression.statistics import Sent, added, nothing_sent
 from sharding.collectives import Codec, buckets, join, slice_apart, split
 from sharding.gradients import Exchanged, HopTwoInBackward
+from sharding.mesh import STAGE
 from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica
 from sharding.spec import Placement
@@ -252,5 +253,6 @@ def _kinds(placements: Sequence[Placement], scope: Axes) -> list[tuple[list[int]
         if p.is_vector:
             continue
         axes = p.cut_by(scope) + (("tensor",) if p.tensor_dim is not None else ())
+        axes += (STAGE,) if p.staged else ()
         kinds.setdefault((p.dim is not None, axes), []).append(i)
     return [(members, axes) for (_, axes), members in kinds.items()]

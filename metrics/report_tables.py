@@ -10,7 +10,7 @@ from metrics.page import note, picture
 from metrics.run_files import RunFiles, number, series
 from metrics.units import UNKNOWN, format_bytes, format_count
 
-AXES = ("replica_inter", "shard_inter", "replica_intra", "shard_intra", "tensor", "expert")
+AXES = ("stage", "replica_inter", "shard_inter", "replica_intra", "shard_intra", "tensor", "expert")
 WIRE_KEYS = ("wire_tx_bytes", "wire_rx_bytes")
 Fact = tuple[str, str]
 
@@ -53,7 +53,7 @@ def strategy_facts(run: RunFiles) -> list[Fact]:
         facts.append(("mesh", ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"))
         size = {axis: sizes.get(axis, 1) for axis in AXES}
         facts.append(("devices", format_count(prod(size.values()))))
-        facts.append(("nodes", format_count(size["replica_inter"] * size["shard_inter"])))
+        facts.append(("nodes", format_count(size["stage"] * size["replica_inter"] * size["shard_inter"])))
         facts.append(("replicas", format_count(size["replica_inter"] * size["replica_intra"])))
     if "global_size" in batch:
         micro = f", {_text(batch['micro_size'])} per device and micro-step" if "micro_size" in batch else ""

@@ -102,24 +102,19 @@ class Decoder(Transformer):
         rows += 0 if self.config.tied_head else self.config.padded_vocab
         return rows * self.config.hidden
 
-    def logits(self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None = None) -> Array:
+    def embed(self, values: Params, tokens_BT: Array, segments_BT: Array | None) -> Array:
+        """Returns the input `[B, T, D]` of the first layer."""
+        embedding: Embedding = self.groups["embed"].module(values, self.dtype)
+        return embedding(tokens_BT, self._positions(tokens_BT, segments_BT))
+
+    def layer_args(self, tokens_BT: Array, segments_BT: Array | None) -> tuple[Array | None, ...]:
+        """Returns the angles of rotary positions, if any, and the segments, if any."""
+        return self._angles(self._positions(tokens_BT, segments_BT)), as_floats(segments_BT)
+
+    def project(self, values: Params, embed_values: Params, x_BTD: Array) -> Array:
         """Returns float32 logits `[B, T, V]` of the next token at each position; padding ids get probability 0."""
-        embedding, x_BTD, angles_BTH = self.embed(params, tokens_BT, gather, segments_BT)
-        x_BTD = self.run_layers(params, x_BTD, gather, angles_BTH, as_floats(segments_BT))
-        return self.head(params, x_BTD, embedding, gather)
-
-    def embed(
-        self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None
-    ) -> tuple[Embedding, Array, Array | None]:
-        """Returns the embedding, the layers' input `[B, T, D]`, and the angles of rotary positions."""
-        positions_1T = jnp.arange(self._checked_length(tokens_BT.shape[1]))[None]
-        positions_BT = positions_1T if segments_BT is None else document_positions(segments_BT)
-        embedding: Embedding = self._module("embed", params["embed"], gather)
-        return embedding, embedding(tokens_BT, positions_BT), self._angles(positions_BT)
-
-    def head(self, params: Params, x_BTD: Array, embedding: Embedding, gather: Gather) -> Array:
-        """Returns the logits of the last layer's output."""
-        head: Head = self._module("head", params["head"], gather)
+        head: Head = self.groups["head"].module(values, self.dtype)
+        embedding: Embedding = self.groups["embed"].module(embed_values, self.dtype)
         return mask_padding(head(x_BTD, embedding), self.config.vocab_size)
 
     def blocks(self, layer: Any) -> list[Any]:
@@ -143,7 +138,8 @@ class Decoder(Transformer):
         c = self.config
         batch, prompt_len = prompt_BP.shape
         total = self._checked_length(prompt_len + length)
-        embedding: Embedding = self._module("embed", params["embed"], gather)
+        embed_values = gather("embed", params["embed"])
+        embedding: Embedding = self.groups["embed"].module(embed_values, self.dtype)
         # Initial carries are computed from data, so that a shard_map sees them vary over the mesh like later carries.
         zero = prompt_BP[0, 0] * 0 + embedding.token[0, 0].astype(jnp.int32) * 0
         stacked = self.groups["layers"].num_layers or 1
@@ -170,7 +166,7 @@ class Decoder(Transformer):
             x_B1D = embedding(token_B[:, None], t[None, None])
             inputs = params["layers"], keys, values
             (x_B1D, _), (keys, values) = lax.scan(layer, (x_B1D, t), inputs)
-            logits_BV = self.head(params, x_B1D, embedding, gather)[:, 0]
+            logits_BV = self.project(gather("head", params["head"]), embed_values, x_B1D)[:, 0]
             drawn_B = sample(jax.vmap(jax.random.fold_in, (0, None))(keys_B, t), logits_BV, temperature)
             given_B = lax.dynamic_index_in_dim(prompt_BP, jnp.minimum(t + 1, prompt_len - 1), 1, keepdims=False)
             token_B = jnp.where(t + 1 < prompt_len, given_B, drawn_B)
@@ -181,6 +177,11 @@ class Decoder(Transformer):
 
     def _module(self, name: str, values: Params, gather: Gather) -> Any:
         return self.groups[name].module(gather(name, values), self.dtype)
+
+    def _positions(self, tokens_BT: Array, segments_BT: Array | None) -> Array:
+        """Returns `[B, T]`, or `[1, T]` where all rows have the same."""
+        positions_1T = jnp.arange(self._checked_length(tokens_BT.shape[1]))[None]
+        return positions_1T if segments_BT is None else document_positions(segments_BT)
 
     def _angles(self, positions_BT: Array) -> Array | None:
         c = self.config

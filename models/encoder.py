@@ -23,7 +23,7 @@ from jax import Array
 
 from configs.schema import EncoderConfig
 from models.block import Block, BlockConfig, Linear, Norm, document_positions, gelu, initial_std, multiply, normal
-from models.model import Gather, Group, Params, mask_padding
+from models.model import Group, Params, mask_padding
 from models.transformer import Transformer, as_floats
 
 
@@ -109,13 +109,21 @@ class Encoder(Transformer):
         c = self.config
         return (c.position_offset + c.max_len + c.token_types) * c.hidden
 
-    def logits(self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None = None) -> Array:
-        """Returns float32 logits `[B, T, V]` of the token at each position; padding ids get probability 0."""
-        c, groups = self.config, self.groups
+    def embed(self, values: Params, tokens_BT: Array, segments_BT: Array | None) -> Array:
+        """Returns the input `[B, T, D]` of the first layer."""
+        c = self.config
         if tokens_BT.shape[1] > c.max_len:
             raise ValueError(f"a sequence of {tokens_BT.shape[1]} tokens is longer than model.max_len = {c.max_len}")
         positions_BT = None if segments_BT is None else document_positions(segments_BT)
-        embedding: Embedding = groups["embed"].module(gather("embed", params["embed"]), self.dtype)
-        x_BTD = self.run_layers(params, embedding(tokens_BT, positions_BT), gather, None, as_floats(segments_BT))
-        head: Head = groups["head"].module(gather("head", params["head"]), self.dtype)
-        return mask_padding(head(x_BTD, embedding), c.vocab_size)
+        embedding: Embedding = self.groups["embed"].module(values, self.dtype)
+        return embedding(tokens_BT, positions_BT)
+
+    def layer_args(self, tokens_BT: Array, segments_BT: Array | None) -> tuple[Array | None, ...]:
+        """Returns no angles, because positions are learned, and the segments, if any."""
+        return None, as_floats(segments_BT)
+
+    def project(self, values: Params, embed_values: Params, x_BTD: Array) -> Array:
+        """Returns float32 logits `[B, T, V]` of the token at each position; padding ids get probability 0."""
+        head: Head = self.groups["head"].module(values, self.dtype)
+        embedding: Embedding = self.groups["embed"].module(embed_values, self.dtype)
+        return mask_padding(head(x_BTD, embedding), self.config.vocab_size)

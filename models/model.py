@@ -21,6 +21,7 @@ from jax import Array
 
 from configs.schema import ModelConfig
 from sharding.averages import part_averages
+from sharding.pipeline import StagedLoss
 from sharding.spec import ParamSpec
 
 Params = dict[str, Any]
@@ -107,6 +108,12 @@ class Model(ABC):
     def evaluate(self, params: Params, batch: Batch, gather: Gather) -> dict[str, Array]:
         """Returns the weighted sums for a validation, by name: `loss`, and further metrics of the model."""
         return {"loss": self.loss(params, batch, gather)}
+
+    def staged_loss(self) -> StagedLoss:
+        """Returns the loss in pieces for the stages of a pipeline. ValueError for a model without a stack of layers."""
+        raise ValueError(
+            f"mesh.stages needs a stack of equal layers, and model.kind={self.config.kind} has none; set it to 1"
+        )
 
     @abstractmethod
     def flops_per_row(self, shape: tuple[int, ...]) -> float:

@@ -20,8 +20,8 @@ from models.block import Block
 from models.decoder import Decoder, Embedding, Head, block_config
 from models.experts import MoeBlock, Told
 from models.model import Batch, Gather, Group, Params, cross_entropy
-from models.transformer import as_floats
 from sharding.experts import Exchange, exchange_of
+from sharding.pipeline import StagedLoss
 
 TOLD = ("balance_loss", "z_loss", "dropped_share")
 
@@ -82,19 +82,19 @@ class Moe(Decoder):
         self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None, weights_BT: Array
     ) -> tuple[Array, Told]:
         """Returns the logits, and what the layers told: sums over rows, means over the layers with experts."""
-        embedding, x_BTD, angles_BTH = self.embed(params, tokens_BT, gather, segments_BT)
+        embed_values = gather("embed", params["embed"])
+        x_BTD = self.embed(embed_values, tokens_BT, segments_BT)
         zero = jnp.sum(x_BTD[:, 0, 0]).astype(jnp.float32) * 0  # of data: a shard_map sees it vary like later sums
         x_BTD, told = self.run_layers(
             params,
             (x_BTD, dict.fromkeys(TOLD, zero)),
             gather,
-            angles_BTH,
-            as_floats(segments_BT),
+            *self.layer_args(tokens_BT, segments_BT),
             weights_BT,
             exchange=exchange_of(gather),
         )
         means = jax.tree.map(lambda x: x / self.config.num_moe_layers, told)
-        return self.head(params, x_BTD, embedding, gather), means
+        return self.project(gather("head", params["head"]), embed_values, x_BTD), means
 
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
         """Returns the weighted sum of the tokens' cross-entropies in nats, without the losses of the router."""
@@ -115,6 +115,10 @@ class Moe(Decoder):
     def _losses(self, params: Params, batch: Batch, gather: Gather) -> tuple[Array, Told]:
         logits_BTV, told = self.route(params, batch["tokens"], gather, batch.get("segments"), batch["weights"])
         return cross_entropy(logits_BTV, batch["targets"], batch["weights"]), told
+
+    def staged_loss(self) -> StagedLoss:
+        """Raises ValueError: the stages of a pipeline hand on one array, and these layers tell more."""
+        raise ValueError("mesh.stages was not made for model.kind=moe; set it to 1")
 
     def warning(self, metrics: Mapping[str, float]) -> str:
         """Returns a line if a step dropped more than `max_dropped`."""

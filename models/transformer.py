@@ -1,16 +1,19 @@
 """Common bases of transformers: a scan over the stacked layers; of decoder and encoder, loss and FLOPs per token."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from configs.schema import TransformerConfig
 from models.model import Batch, Gather, Model, Params, cross_entropy, rematerialise
 from sharding.accumulation import scan_layers
+from sharding.pipeline import StagedLoss
 
 
 def as_floats(segments_BT: Array | None) -> Array | None:
@@ -54,12 +57,27 @@ class Transformer(Stack):
         """Number of parameters that are looked up by index and take no part in matrix products."""
 
     @abstractmethod
+    def embed(self, values: Params, tokens_BT: Array, segments_BT: Array | None) -> Array:
+        """Returns the input `[B, T, D]` of the first layer; `values` are the gathered parameters `embed`."""
+
+    @abstractmethod
+    def layer_args(self, tokens_BT: Array, segments_BT: Array | None) -> tuple[Array | None, ...]:
+        """Returns what every layer is given besides its input."""
+
+    @abstractmethod
+    def project(self, values: Params, embed_values: Params, x_BTD: Array) -> Array:
+        """Returns the logits of the last layer's output; the values are gathered, of `head` and of `embed`."""
+
     def logits(self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None = None) -> Array:
-        """Returns float32 logits `[B, T, V]` of the token to predict at each position.
+        """Returns float32 logits `[B, T, V]` of the token to predict at each position; padding ids get probability 0.
 
         With `segments`, ascending numbers of the documents of a row, each document is a sequence of its own: attention
         stays in it, and its positions begin at 0.
         """
+        embed_values = gather("embed", params["embed"])
+        x_BTD = self.embed(embed_values, tokens_BT, segments_BT)
+        x_BTD = self.run_layers(params, x_BTD, gather, *self.layer_args(tokens_BT, segments_BT))
+        return self.project(gather("head", params["head"]), embed_values, x_BTD)
 
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
         """Returns the weighted sum of the tokens' cross-entropies in nats, a float32 scalar.
@@ -69,6 +87,26 @@ class Transformer(Stack):
         """
         logits_BTV = self.logits(params, batch["tokens"], gather, batch.get("segments"))
         return cross_entropy(logits_BTV, batch["targets"], batch["weights"])
+
+    def staged_loss(self) -> StagedLoss:
+        """Returns the loss in pieces: the embedding, the layers, the head and the cross-entropies."""
+
+        def between(rows: Batch) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((*rows["tokens"].shape, self.config.hidden), self.dtype)
+
+        def begin(first: Mapping[str, Params], rows: Batch) -> Array:
+            return self.embed(first["embed"], rows["tokens"], rows.get("segments"))
+
+        def layers(params: Params, x_BTD: Array, rows: Batch, gather: Gather) -> Array:
+            return self.run_layers(params, x_BTD, gather, *self.layer_args(rows["tokens"], rows.get("segments")))
+
+        def loss(last: Mapping[str, Params], x_BTD: Array, rows: Batch) -> Array:
+            logits_BTV = self.project(last["head"], last["embed"], x_BTD)
+            return cross_entropy(logits_BTV, rows["targets"], rows["weights"])
+
+        return StagedLoss(
+            first=("embed",), last=("embed", "head"), between=between, begin=begin, layers=layers, loss=loss
+        )
 
     def flops_per_row(self, shape: tuple[int, ...]) -> float:
         """Returns the floating-point operations per sequence `[T]`, forward and backward."""

@@ -65,6 +65,20 @@ FIGURE_11 = {
     "BERT 10B, 128 layers": {16: 17.40, 32: 34.30, 64: 67.20},
     "BERT 10B, 80 wide layers": {16: 17.05, 32: 33.04, 64: 64.70},
 }
+# the same figure: Megatron-LM-3D by its tensor-parallel GPUs and pipeline stages (the paper's table 2)
+MEGATRON_WAYS = ((8, 1), (4, 4), (2, 8))
+FIGURE_11_MEGATRON = {
+    "BERT 10B, 128 layers": {
+        (8, 1): {16: 9.66, 32: 18.91, 64: 36.94},
+        (4, 4): {16: 12.68, 32: 23.37, 64: 44.60},
+        (2, 8): {16: 13.43, 32: 26.06, 64: 50.40},
+    },
+    "BERT 10B, 80 wide layers": {
+        (8, 1): {16: 13.89, 32: 26.83, 64: 53.16},
+        (4, 4): {16: 16.29, 32: 31.96, 64: 62.13},
+        (2, 8): {16: 17.19, 32: 33.50, 64: 65.03},
+    },
+}
 # Table 1: hidden size, intermediate size, layers, heads, vocabulary, GPUs of a partition group (None: not stated)
 TABLE_1_SHAPES = {
     "BERT 10B": (2560, 10240, 127, 40, 32008, 8),

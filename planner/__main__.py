@@ -146,6 +146,11 @@ def _flags(argv: Sequence[str]) -> flags.FlagValues:
 def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
     """Returns what is asked. ValueError for what cannot be."""
     config = command_line.parse(argv, values)
+    if config.mesh.stages > 1:
+        raise ValueError(
+            f"mesh.stages={config.mesh.stages}: the planner does not price pipelines; set mesh.stages=1, or see "
+            "docs/pipelines.md"
+        )
     for name in ("strategy", "probe", "rate", "png", "html", "spot_trace"):
         value = values[name].value
         if value is not None and not value.strip(", "):

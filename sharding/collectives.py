@@ -248,18 +248,18 @@ class Group:
         codecs: LevelCodecs,
         xs: Sequence[jax.Array],
     ) -> list[jax.Array]:
-        """Runs `packed` on buckets of the partitioned tensors; those split over `tensor` travel apart.
+        """Runs `packed` on buckets of the partitioned tensors; those split over `tensor` or over stages travel apart.
 
         So do vectors where there is a codec, as they are: they are few, and of another size than matrices (scales
         of norms near 1, weights near 0.02). Of the others each begins a block of the codec.
         """
         out = list(xs)
-        kinds: dict[tuple[tuple[str, ...], bool, bool], list[int]] = {}
+        kinds: dict[tuple[tuple[str, ...], bool, bool, bool], list[int]] = {}
         for i, p in enumerate(self.placements):
             if p.dim is not None and (scope := p.not_held(self.scope)):
                 coded = bool(codecs.used(scope, hierarchical=self.hierarchical)) and not p.is_vector
-                kinds.setdefault((scope, p.tensor_dim is not None, coded), []).append(i)
-        for (scope, over_tensor, coded), members in kinds.items():
+                kinds.setdefault((scope, p.tensor_dim is not None, p.staged, coded), []).append(i)
+        for (scope, over_tensor, _, coded), members in kinds.items():
             used = codecs.used(scope, hierarchical=self.hierarchical)
             for bucket in buckets(members, [x.nbytes for x in xs], over_gloo=self.over_gloo):
                 places = tuple(self.placements[i] for i in bucket)
@@ -271,7 +271,7 @@ class Group:
                     multiple=lcm(*(codec.multiple for codec in used)) if coded else 1,
                 )
                 if over_tensor and not self.tensor_is_manual:
-                    specs = tuple(p.pspec(()) for p in places)
+                    specs = tuple(p.pspec((), stage=False) for p in places)
                     # checkpointed, or a rematerialised layer would keep its constants, cut in a way it cannot take back
                     exchange = jax.checkpoint(
                         jax.shard_map(exchange, in_specs=specs, out_specs=specs, axis_names={"tensor"})

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from palette import FILL, INK, LINE, PAPER, SERIES, SOFT
-from sharding.mesh import DATA_AXES
 from sharding.scopes import Layout
 
 WHOLE = FILL  # not partitioned
@@ -32,7 +31,7 @@ def holdings(layout: Layout, scope: tuple[str, ...] | None = None) -> np.ndarray
             total = total * shape.sizes[axis] + column[axis]
         return total
 
-    group = number(tuple(axis for axis in DATA_AXES if axis not in scope))
+    group = number(tuple(axis for axis in shape.sizes if axis not in (*scope, "tensor")))
     held = np.stack([group, number(scope), column["tensor"]], axis=1)
     return held.reshape(shape.num_nodes, shape.devices_per_node, 3)
 
@@ -264,7 +263,9 @@ def _fraction(shard: int, shards: int) -> str:
 def _groups(layout: Layout) -> str:
     """Returns the mesh in a sentence."""
     shape, size = layout.shape, layout.partition_size
-    return f"{_count(shape.num_devices, 'device')}, {_count(shape.num_devices // size, 'partition group')} of {size}"
+    stages = f", in {shape.stage} stages of a pipeline" if shape.stage > 1 else ""
+    groups = _count(shape.num_devices // size, "partition group")
+    return f"{_count(shape.num_devices, 'device')}, {groups} of {size}{stages}"
 
 
 def _count(n: int, what: str) -> str:

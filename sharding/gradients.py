@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 import jax
@@ -24,10 +24,13 @@ from sharding.gathers import (
     to_gradient_scope,
     used_placements,
 )
+from sharding.mesh import STAGE
+from sharding.pipeline import StagedLoss, forward_and_backward
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs, run_manual
 from sharding.spec import Placement, is_placement
 
 PyTree = Any
+Value = TypeVar("Value")
 Shards = list[jax.Array]
 Batch = Mapping[str, jax.Array]  # each [accum, rows, ...], rows over the data axes
 Means = dict[str, jax.Array]  # `loss` and what else a model tells of a step, by name
@@ -70,7 +73,7 @@ class Delayed:
 
 
 def manual_gradients(
-    loss: Loss,
+    loss: Loss | StagedLoss,
     plan: ShardingPlan,
     params: PyTree,
     batch: Batch,
@@ -82,7 +85,7 @@ def manual_gradients(
 
     Hop two remains to be done: the mean over R (MiCS section 3.4); unless `hop_two` did it, which makes them an
     Exchanged, or did that of the step before, which makes them a Delayed. With `drift_R` each replica is at
-    `params + drift_R[r]`.
+    `params + drift_R[r]`. With a StagedLoss the micro-steps are the micro-batches of a pipeline.
     """
     layout = plan.layout
     done, kept_R = hop_two.kept(opt_state) if hop_two else (jnp.zeros((), jnp.int32), None)
@@ -97,11 +100,13 @@ def manual_gradients(
         grads = sums.grads
         # what is not cut is equal on all devices of the scope: its type is to say so
         grads = plan.map(lambda p, g: g if p.dim is not None else same_on_all(g, p.not_held(layout.gradients)), grads)
+        if isinstance(loss, StagedLoss):
+            grads = plan.map(lambda p, g: g if p.staged else sum_of_stages(g), grads)
         # times R: hop two takes the mean, and divided by the `total` of all replicas their gradients are to add up
         scale = 1 if is_done else layout.num_replicas
         grads_R, kept_R = (jax.tree.map(lambda x: x[None], tree) for tree in (grads, sums.kept))
         counts = lax.pmean(sums.total_counts(), layout.data_axes)
-        return jax.tree.map(lambda g: g * scale, grads_R), kept_R, counts, lax.psum(means, layout.data_axes)
+        return jax.tree.map(lambda g: g * scale, grads_R), kept_R, counts, lax.psum(means, layout.varying_axes)
 
     specs_R = gradient_specs(plan, tensor=False)
     drift_specs, kept_specs = (None if tree is None else specs_R for tree in (drift_R, kept_R))
@@ -122,7 +127,7 @@ def replica_parameters(plan: ShardingPlan, params: PyTree, drift_R: PyTree | Non
 
     With two hops their types differ between replicas, so that autodiff sums nothing over them: hop two is deferred.
     """
-    axes = plan.layout.data_axes
+    axes = plan.layout.varying_axes
     if plan.layout.two_hop:
         params = jax.tree.map(lambda x: vary(x, axes), params)
     if drift_R is not None:
@@ -131,7 +136,7 @@ def replica_parameters(plan: ShardingPlan, params: PyTree, drift_R: PyTree | Non
 
 
 def micro_steps(
-    loss: Loss,
+    loss: Loss | StagedLoss,
     plan: ShardingPlan,
     params: PyTree,
     batch: Batch,
@@ -150,14 +155,21 @@ def micro_steps(
     # before the micro-steps: gather what is used in all of them
     gathered = gather_tree(plan, plan.placements, params, policy.each_step(parameters)) if policy.each_step else params
 
+    # a zero that XLA does not know: zeros that it knows it shares with later ones, and keeps for the whole step
+    zero = lax.optimization_barrier(jnp.zeros(()))
+    grads = to_gradient_scope(
+        plan, plan.placements, jax.tree.map(lambda x: jnp.zeros_like(x) + zero, params), zeros=True
+    )
+    if isinstance(loss, StagedLoss):
+        assert hop_two is None
+        return _through_stages(loss, plan, gathered, Sums(grads), batch, total)
+
     def micro_step(
         carry: tuple[Sums, jax.Array], item: tuple[jax.Array, Batch], exchange: GroupExchange | None = None
     ) -> tuple[Any, Means]:
         sums, value = carry
         i, micro = item
-        used = gathered
-        if not policy.each_step:  # tied to the loop, or XLA would move gathers out of it and keep what they gather
-            used = jax.tree.map(lambda x: lax.optimization_barrier((x, i))[0], gathered)
+        used = tied(plan, gathered, i)
 
         # forward and backward pass; what is gathered in it is reduce-scattered on the way back: hop one
         def mean(sums: Sums) -> tuple[jax.Array, Means]:
@@ -167,11 +179,6 @@ def micro_steps(
         (more, told), sums = jax.value_and_grad(mean, has_aux=True)(sums)
         return (sums, value + more), told
 
-    # a zero that XLA does not know: zeros that it knows it shares with later ones, and keeps for the whole step
-    zero = lax.optimization_barrier(jnp.zeros(()))
-    grads = to_gradient_scope(
-        plan, plan.placements, jax.tree.map(lambda x: jnp.zeros_like(x) + zero, params), zeros=True
-    )
     carry = (Sums(grads), vary(jnp.zeros(()), plan.layout.data_axes))
     accumulation = batch["weights"].shape[0]
     items = (jnp.arange(accumulation), dict(batch))
@@ -196,6 +203,47 @@ def micro_steps(
 def _means(loss: jax.Array, told: Means) -> Means:
     """Returns the loss and the sums over the micro-steps of what is told, `[accum]` each."""
     return {"loss": loss} | jax.tree.map(jnp.sum, told)
+
+
+def tied(plan: ShardingPlan, gathered: PyTree, i: jax.Array) -> PyTree:
+    """Returns the parameters tied to iteration `i`, or XLA would move gathers out of the loop and keep the results."""
+    if plan.layout.gather.each_step:
+        return gathered
+    return jax.tree.map(lambda x: lax.optimization_barrier((x, i))[0], gathered)
+
+
+def _through_stages(
+    loss: StagedLoss, plan: ShardingPlan, gathered: PyTree, sums: "Sums", batch: Batch, total: jax.Array
+) -> tuple["Sums", Means]:
+    """Returns what `micro_steps` does, the micro-steps being those of a pipeline."""
+
+    def forward(x: jax.Array, rows: Batch, tick: jax.Array) -> jax.Array:
+        run = lambda params, rows, gather: loss.forward(params, x, rows, gather)
+        return micro_loss(run, plan, tied(plan, gathered, tick), rows)
+
+    def backward(
+        sums: Sums, x: jax.Array, rows: Batch, g: jax.Array, counts: jax.Array, tick: jax.Array
+    ) -> tuple[Sums, jax.Array, jax.Array]:
+        used = tied(plan, gathered, tick)
+
+        def stage(sums: Sums, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            run = lambda params, rows, gather: loss.with_loss(params, x, rows, gather)
+            y, value = micro_loss(run, plan, accumulating(plan, used, sums, None), rows)
+            return y, value / total
+
+        (_, value), pullback = jax.vjp(stage, sums, x)
+        sums, g = pullback((g, vary(counts, plan.layout.varying_axes)))
+        return sums, g, value
+
+    zeros = loss.zeros(batch, plan.layout.varying_axes)
+    sums, value = forward_and_backward(forward, backward, sums, batch, zeros)
+    return sums, {"loss": value}
+
+
+@jax.named_scope("pipeline")
+def sum_of_stages(grad: jax.Array) -> jax.Array:
+    """Returns the gradient of a parameter that is on every stage: the first and the last one add to it."""
+    return lax.psum(grad, STAGE)
 
 
 class Sums(NamedTuple):
@@ -309,11 +357,8 @@ def _whole(pieces: jax.Array, group: PyTree) -> PyTree:
     return tree.unflatten([part.reshape(x.shape) for part, x in zip(parts, leaves, strict=True)])
 
 
-def micro_loss(loss: Loss, plan: ShardingPlan, kept: PyTree, micro: Batch) -> tuple[jax.Array, Means]:
-    """Returns the loss of this device's rows `[rows, ...]`, and what else is told of them.
-
-    It gathers what the policy gathers in a micro-step.
-    """
+def micro_loss(loss: Callable[[PyTree, Batch, Gather], Value], plan: ShardingPlan, kept: PyTree, micro: Batch) -> Value:
+    """Returns the loss of this device's rows `[rows, ...]`, gathering what the policy gathers in a micro-step."""
     policy, parameters = plan.layout.gather, plan.layout.parameters
     kept = values_of(kept)  # a policy that gathers for the whole micro-step accumulates after it
     if policy.each_micro_step and not plan.overlap:  # with overlap it is gathered a layer at a time

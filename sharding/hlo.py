@@ -15,11 +15,11 @@ import numpy as np
 
 from sharding.hlo_loops import Site, trip_count
 from sharding.hlo_program import Instruction, Program, Tensor, parse_program, tensors
-from sharding.mesh import AXES, MeshShape
+from sharding.mesh import MeshShape
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 # named scopes of the step
-LABELS = ("gather", "hop_one", "gradient_scope", "hop_two", "orthogonalise", "parameter_scope", "experts")
+LABELS = ("gather", "hop_one", "gradient_scope", "pipeline", "hop_two", "orthogonalise", "parameter_scope", "experts")
 CALLS = ("call", "conditional", "custom-call", "call-start", "custom-call-start", "async-start")  # may hold collectives
 CONTEXT = Tensor("u32", ())  # what a started collective-permute returns besides its result
 
@@ -226,7 +226,7 @@ def _axes(groups: Sequence[Sequence[int]], shape: MeshShape) -> tuple[str, ...]:
     """Returns the mesh axes along which the members of a group differ, outermost first."""
     sizes = tuple(shape.sizes.values())
     coordinates = [np.array(np.unravel_index(np.array(group), sizes)) for group in groups]
-    return tuple(axis for i, axis in enumerate(AXES) if any(len(set(c[i].tolist())) > 1 for c in coordinates))
+    return tuple(axis for i, axis in enumerate(shape.sizes) if any(len(set(c[i].tolist())) > 1 for c in coordinates))
 
 
 def _sent(kind: str, payload: float, groups: Sequence[Sequence[int]], shape: MeshShape) -> tuple[float, float]:

@@ -1,7 +1,8 @@
-"""The five named mesh axes, and the mesh made of them from the devices that are there.
+"""The named mesh axes, and the mesh made of them from the devices that are there.
 
 Each name says a role and a network, so that a `PartitionSpec` can be read aloud and the cost of every collective is
-visible in its axes: `replica_inter * shard_inter` = nodes, `replica_intra * shard_intra * tensor` = devices a node.
+visible in its axes: `stage * replica_inter * shard_inter` = nodes, `replica_intra * shard_intra * tensor` = devices a
+node. Five axes are always there; `stage` is where there is a pipeline.
 """
 
 import socket
@@ -16,10 +17,11 @@ from jax.sharding import AxisType, Mesh
 
 Device = Any  # a jax.Device
 
-INTER_AXES = ("replica_inter", "shard_inter")
+STAGE = "stage"  # of a pipeline: its stages have different layers and the same rows
+INTER_AXES = (STAGE, "replica_inter", "shard_inter")
 INTRA_AXES = ("replica_intra", "shard_intra")
-DATA_AXES = INTER_AXES + INTRA_AXES  # outermost first: the order of the devices
-AXES = (*DATA_AXES, "tensor")
+DATA_AXES = ("replica_inter", "shard_inter", *INTRA_AXES)  # outermost first: the order of the devices
+AXES = (STAGE, *DATA_AXES, "tensor")
 NAME_BYTES = 256  # of a host; POSIX allows 255
 
 # A partitioned dim is cut by these axes, major first. Being the reverse of DATA_AXES, the slow network is the minor
@@ -42,6 +44,7 @@ def intra_part(axes: Sequence[str]) -> tuple[str, ...]:
 class MeshShape:
     """Number of devices along each axis."""
 
+    stage: int = 1
     replica_inter: int
     shard_inter: int
     replica_intra: int
@@ -50,12 +53,12 @@ class MeshShape:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name to size, outermost first."""
-        return {axis: getattr(self, axis) for axis in AXES}
+        """Axis name to size, outermost first; without `stage` where there is one stage."""
+        return {axis: getattr(self, axis) for axis in (AXES if self.stage > 1 else AXES[1:])}
 
     @property
     def num_nodes(self) -> int:
-        return self.replica_inter * self.shard_inter
+        return self.stage * self.replica_inter * self.shard_inter
 
     @property
     def devices_per_node(self) -> int:
@@ -67,16 +70,16 @@ class MeshShape:
 
     @property
     def num_data_devices(self) -> int:
-        """Devices that each take rows of the batch: all of them, a tensor group counted once."""
-        return self.num_devices // self.tensor
+        """Devices that each take rows of the batch: all of a stage, a tensor group counted once."""
+        return self.num_devices // (self.tensor * self.stage)
 
     def size(self, axes: Sequence[str]) -> int:
         """Product of the sizes of `axes`."""
-        return int(np.prod([self.sizes[axis] for axis in axes], dtype=int))
+        return int(np.prod([getattr(self, axis) for axis in axes], dtype=int))
 
     def used(self, axes: Sequence[str]) -> tuple[str, ...]:
         """`axes` without those of size 1, in the order given."""
-        return tuple(axis for axis in axes if self.sizes[axis] > 1)
+        return tuple(axis for axis in axes if getattr(self, axis) > 1)
 
 
 def find_nodes(devices: Sequence[Device], devices_per_node: int = 0) -> list[list[Device]]:
@@ -109,10 +112,10 @@ def find_nodes(devices: Sequence[Device], devices_per_node: int = 0) -> list[lis
 
 
 def make_mesh(shape: MeshShape, nodes: Sequence[Sequence[Device]]) -> Mesh:
-    """Returns the mesh of `shape` over `nodes`, consecutive nodes forming a partition group."""
+    """Returns the mesh of `shape` over `nodes`: consecutive nodes form a partition group, and those a stage."""
     assert len(nodes) == shape.num_nodes and len(nodes[0]) == shape.devices_per_node
     devices = np.array(nodes, dtype=object).reshape(tuple(shape.sizes.values()))
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(devices, tuple(shape.sizes), axis_types=(AxisType.Auto,) * len(shape.sizes))
 
 
 def _host_of_process() -> list[bytes]:

@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.collectives import PLAIN, Group, LevelCodecs
 from sharding.experts import Exchange
-from sharding.mesh import DATA_AXES
 from sharding.scopes import Layout
 from sharding.spec import is_placement, pspecs
 
@@ -96,13 +95,17 @@ class ShardingPlan:
 def run_manual(
     plan: ShardingPlan, function: Callable[..., Any], out_specs: Any = REPLICATED, more_specs: tuple[Any, ...] = ()
 ) -> Callable[..., Any]:
-    """Returns `function(params, batch, *more)` run on local shards and rows, the data axes manual."""
+    """Returns `function(params, batch, *more)` run on local shards and rows, all axes but `tensor` manual."""
 
     def run(params: PyTree, batch: PyTree, *more: Any) -> Any:
         param_specs = pspecs(plan.placements, plan.layout.parameters, tensor=False)
         in_specs = (param_specs, plan.batch_spec, *more_specs)
         mapped = jax.shard_map(
-            function, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(DATA_AXES)
+            function,
+            mesh=plan.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(plan.mesh.axis_names) - {"tensor"},
         )
         return mapped(params, batch, *more)
 

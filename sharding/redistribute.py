@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from sharding.collectives import buckets, join, levels, slice_apart, split
-from sharding.mesh import AXES, intra_part
+from sharding.mesh import AXES, STAGE, intra_part
 from sharding.plan import ShardingPlan
 from sharding.spec import ParamSpec, Placement, place
 
@@ -39,8 +39,9 @@ def on_whole_tensors(
     """
     layout = plan.layout
     places = [place("a whole tensor", spec, layout) for spec in specs]
+    stages = [STAGE if p.staged else None for p in places]
     places = [p.without_layers() if p.stacked else p for p in places]
-    stack_specs = [PartitionSpec(None, *p.pspec(layout.optimizer)) for p in places]
+    stack_specs = [PartitionSpec(stage, *p.pspec(layout.optimizer)) for stage, p in zip(stages, places, strict=True)]
 
     def run(shards: Stacks) -> Stacks:
         alike: dict[tuple[Hashable, ...], list[int]] = {}

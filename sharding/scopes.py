@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from configs.schema import ShardingConfig
 from configs.schema.own import OWN
 from sharding.gather_policy import GATHER_POLICIES, LAYER, GatherPolicy
-from sharding.mesh import AXES, CHUNK_ORDER, DATA_AXES, MeshShape, inter_part
+from sharding.mesh import CHUNK_ORDER, DATA_AXES, STAGE, MeshShape, inter_part
 
 # strategy: scopes of parameters, gradients, optimizer state (ZeRO, arXiv 1910.02054; MiCS, arXiv 2205.00119)
 STRATEGIES = {
@@ -18,7 +18,7 @@ STRATEGIES = {
 
 
 class WorldTooSmallError(ValueError):
-    """A partition group needs more nodes than there are."""
+    """A partition group, or a pipeline, needs more nodes than there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,11 @@ class Layout:
         return self.shape.used(DATA_AXES)
 
     @property
+    def varying_axes(self) -> tuple[str, ...]:
+        """The axes over which the gradients of the micro-steps differ: the data axes, and the stages of a pipeline."""
+        return self.shape.used((STAGE, *DATA_AXES))
+
+    @property
     def replica_axes(self) -> tuple[str, ...]:
         """The axes that hop two crosses: those over which a gradient still differs after the micro-steps."""
         if self.is_automatic or not self.two_hop:
@@ -53,7 +58,7 @@ class Layout:
     @property
     def axes_inside_replica(self) -> tuple[str, ...]:
         """All other axes, `tensor` included: those over which a replica's gradient is cut or copied."""
-        return beyond(self.replica_axes, AXES)
+        return beyond(self.replica_axes, tuple(self.shape.sizes))
 
     @property
     def num_replicas(self) -> int:
@@ -99,18 +104,28 @@ class Layout:
 
     @property
     def partition_size(self) -> int:
-        """Devices that hold one copy of the parameters (a tensor split counts)."""
+        """Devices of a stage that hold one copy of its parameters (a tensor split counts)."""
         return self.shape.size(self.parameters) * self.shape.tensor
 
 
-def make_layout(config: ShardingConfig, *, num_nodes: int, devices_per_node: int, tensor: int = 1) -> Layout:
+def make_layout(
+    config: ShardingConfig, *, num_nodes: int, devices_per_node: int, tensor: int = 1, stages: int = 1
+) -> Layout:
     """Returns the mesh shape and scopes of a strategy on `num_nodes` nodes.
 
-    A scope of p devices lies inside a node if p <= devices_per_node and spans whole consecutive nodes otherwise.
+    With several `stages` each has as many nodes, and the scopes lie inside a stage. A scope of p devices lies inside a
+    node if p <= devices_per_node and spans whole consecutive nodes otherwise.
     ValueError if a scope does not divide the devices, or they are not nested (experts, parameters, gradients, optimizer
     state, each within the next), or they would cut a node, or the nodes, in more than one place; and for keys that do
-    not go together.
+    not go together. WorldTooSmallError if more nodes would do.
     """
+    if num_nodes % stages:
+        kind = WorldTooSmallError if num_nodes < stages else ValueError
+        raise kind(
+            f"mesh.stages={stages} does not divide the {num_nodes} node{'s' if num_nodes > 1 else ''}; "
+            "a stage of the pipeline is made of whole nodes"
+        )
+    num_nodes //= stages
     gather = GATHER_POLICIES[config.gather]
     if tensor < 1 or devices_per_node % tensor:
         raise ValueError(f"mesh.tensor={tensor} does not divide the {devices_per_node} devices of a node")
@@ -143,6 +158,7 @@ def make_layout(config: ShardingConfig, *, num_nodes: int, devices_per_node: int
     shard_intra = intra_cuts[0] if intra_cuts else (local if sizes[0] >= local else 1)
     shard_inter = inter_cuts[0] if inter_cuts else (num_nodes if sizes[0] == local * num_nodes else 1)
     shape = MeshShape(
+        stage=stages,
         replica_inter=num_nodes // shard_inter,
         shard_inter=shard_inter,
         replica_intra=local // shard_intra,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from sharding.mesh import STAGE
 from sharding.replicas import ReplicaKey
 from sharding.scopes import Layout
 
@@ -42,14 +43,16 @@ class ParamSpec:
 class Placement:
     """Which dim of a parameter is partitioned (`dim`) and which over `tensor` (`tensor_dim`); None: neither.
 
-    `stacked` if its first dim is `layers`. Experts are held apart: the axes `held` cut `expert_dim`, which is never
-    gathered, and `dim` is partitioned over the other axes of a scope.
+    `stacked` if its first dim is `layers`, `staged` if that is cut over the stages of a pipeline. Experts are held
+    apart: the axes `held` cut `expert_dim`, which is never gathered, and `dim` is partitioned over the other axes of a
+    scope.
     """
 
     dim: int | None
     tensor_dim: int | None
     ndim: int
     stacked: bool = False
+    staged: bool = False
     expert_dim: int | None = None
     held: tuple[str, ...] = ()  # in CHUNK_ORDER
 
@@ -66,8 +69,8 @@ class Placement:
         """Returns the axes of `scope` that cut it; over the others its copies are equal."""
         return tuple(axis for axis in scope if self.dim is not None or axis in self.held)
 
-    def pspec(self, scope: Sequence[str], *, tensor: bool = True) -> PartitionSpec:
-        """Returns the spec under `scope` (axes, major first); without the `tensor` axis if `tensor` is False."""
+    def pspec(self, scope: Sequence[str], *, tensor: bool = True, stage: bool = True) -> PartitionSpec:
+        """Returns the spec under `scope` (axes, major first); without `tensor` or `stage` if those are False."""
         entries: list[Any] = [None] * self.ndim
         held = tuple(axis for axis in scope if axis in self.held)
         for dim, axes in ((self.expert_dim, held), (self.dim, self.not_held(scope))):
@@ -75,6 +78,8 @@ class Placement:
                 entries[dim] = axes[0] if len(axes) == 1 else axes
         if tensor and self.tensor_dim is not None:
             entries[self.tensor_dim] = "tensor"
+        if stage and self.staged:
+            entries[0] = STAGE
         return PartitionSpec(*entries)
 
     def without_layers(self) -> "Placement":
@@ -92,10 +97,16 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
     """Returns where a parameter is cut: the first dim (never `layers`) that the widest scope divides.
 
     All three scopes cut the same dim, so that going from one scope to another only joins or splits chunks. A matrix'
-    first dim in TENSOR_DIMS goes to `tensor`, the dim `experts` to the experts' scope. ValueError if no dim can be
-    partitioned and the spec does not replicate, and for experts that cannot be divided.
+    first dim in TENSOR_DIMS goes to `tensor`, `layers` to the stages of a pipeline, the dim `experts` to the experts'
+    scope. ValueError if no dim can be partitioned and the spec does not replicate, and for layers or experts that
+    cannot be divided.
     """
     shape, ndim, stacked = layout.shape, len(spec.shape), "layers" in spec.dims
+    staged = stacked and shape.stage > 1
+    if staged and spec.shape[0] % shape.stage:
+        raise ValueError(
+            f"mesh.stages={shape.stage} does not divide the {spec.shape[0]} layers; every stage has as many"
+        )
     tensor_dim = None
     free = [i for i, dim in enumerate(spec.dims) if dim != "layers"]
     if shape.tensor > 1 and len(free) > 1:
@@ -113,7 +124,15 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
             f"sharding.experts; choose a multiple of {shape.size(held)} for model.num_experts, or another "
             "sharding.experts"
         )
-    whole = Placement(dim=None, tensor_dim=tensor_dim, ndim=ndim, stacked=stacked, expert_dim=expert_dim, held=held)
+    whole = Placement(
+        dim=None,
+        tensor_dim=tensor_dim,
+        ndim=ndim,
+        stacked=stacked,
+        staged=staged,
+        expert_dim=expert_dim,
+        held=held,
+    )
     degree = shape.size(whole.not_held(layout.optimizer))  # of the widest scope
     if degree == 1 or spec.replicate:
         return whole

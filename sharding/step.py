@@ -11,6 +11,7 @@ from jax import lax
 from sharding.experts import Gather
 from sharding.gathers import auto_gather, layer_gather, to_parameter_scope
 from sharding.gradients import Batch, HopTwoInBackward, Loss, auto_gradients, manual_gradients
+from sharding.pipeline import StagedLoss, only_forward
 from sharding.plan import ShardingPlan, run_manual
 
 PyTree = Any
@@ -37,7 +38,7 @@ class TrainState:
 
 
 def build_train_step(
-    loss: Loss,
+    loss: Loss | StagedLoss,
     plan: ShardingPlan,
     tx: Transform,
     watch: Callable[[PyTree], dict[str, jax.Array]],
@@ -50,11 +51,13 @@ def build_train_step(
     the whole of it, whatever the number of devices (rows of weight zero fill up). The metrics are the loss, what else
     the model tells, as means, and what `watch` picks from the optimizer's state. Where `drift` finds `[R, ...]` in it,
     a replica's gradient is that at the parameters plus its drift. `tx` gets the gradients `[R, ...]`; with `hop_two`
-    it gets them as an Exchanged.
+    it gets them as an Exchanged. With a StagedLoss the `accum` micro-steps
+    are the micro-batches of a pipeline.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         if plan.layout.is_automatic:
+            assert not isinstance(loss, StagedLoss)
             grads_R, means = auto_gradients(loss, plan, state.params, batch)
         else:
             own = drift(state.opt_state)
@@ -69,20 +72,34 @@ def build_train_step(
     return step
 
 
-def build_eval_step(measures: Measures, plan: ShardingPlan) -> Callable[[PyTree, Batch], dict[str, jax.Array]]:
-    """Returns `evaluate(params, batch) -> sums`: those of `measures` over all rows, and `weight`, of the weights."""
+def build_eval_step(
+    measures: Measures | StagedLoss, plan: ShardingPlan
+) -> Callable[[PyTree, Batch], dict[str, jax.Array]]:
+    """Returns `evaluate(params, batch) -> sums`: those of `measures` over all rows, and `weight`, of the weights.
+
+    A StagedLoss measures the loss alone.
+    """
 
     def evaluate(params: PyTree, batch: Batch) -> dict[str, jax.Array]:
         def rows_sums(params: PyTree, batch: Batch, gather: Gather) -> dict[str, jax.Array]:
-            return jax.tree.map(jnp.sum, lax.map(lambda micro: measures(params, micro, gather), dict(batch)))
+            if isinstance(measures, StagedLoss):
+                return {"loss": _staged_loss(measures, plan, params, batch, gather)}
+            of_rows = measures
+            return jax.tree.map(jnp.sum, lax.map(lambda micro: of_rows(params, micro, gather), dict(batch)))
 
         if plan.layout.is_automatic:
             sums = rows_sums(params, batch, auto_gather(plan))
         else:
             gather = layer_gather(plan.without_codecs)
-            sums = run_manual(plan, lambda p, b: lax.psum(rows_sums(p, b, gather), plan.layout.data_axes))(
+            sums = run_manual(plan, lambda p, b: lax.psum(rows_sums(p, b, gather), plan.layout.varying_axes))(
                 params, batch
             )
         return sums | {"weight": jnp.sum(batch["weights"])}
 
     return evaluate
+
+
+def _staged_loss(loss: StagedLoss, plan: ShardingPlan, params: PyTree, batch: Batch, gather: Gather) -> jax.Array:
+    """Returns the sum of the losses of all micro-batches, run through the stages; all but the last know 0."""
+    zeros = loss.zeros(batch, plan.layout.varying_axes)
+    return only_forward(lambda x, rows: loss.with_loss(params, x, rows, gather), batch, zeros)

@@ -89,3 +89,20 @@ def test_tokens_travel_to_experts_on_the_other_node(codec: str, times: float, tm
     tokens = 2 * 6 * 2 * 2 * (4 * slots * HIDDEN) / 2  # 2 devices, 6 times, 2 layers, 2 micro-steps; half of it leaves
     for found in carried:
         assert abs(found - gathered - tokens / times) < 0.03 * (gathered + tokens / times) + CONTROL_BYTES, found
+
+
+def test_a_pipeline_sends_activations_and_the_gradients_of_embedding_and_head(tmp_path: Path) -> None:
+    """Two stages of one node: no hop two; node 0 sends activations in A + 1 ticks, and gets as many gradients."""
+    micro_size, seq_len, accum = 4, 256, 4
+    batch = {"batch__micro_size": micro_size, "batch__global_size": micro_size * 2 * accum, "data__seq_len": seq_len}
+    model = {"model__hidden": HIDDEN, "model__intermediate": 1024, "model__num_layers": LAYERS}
+    changes = model | batch | {"mesh__stages": 2, "num_steps": 4, "checkpoint__every": 0}
+    command = ["env", f"XLA_FLAGS={XLA_FLAGS}", sys.executable, str(TRAIN), *arguments(tmp_path / "run", **changes)]
+    code, out, err = finish(emulate(tmp_path, command, "--rate=1gbit"))
+    assert code == 0, out + err
+    vocab = json.loads((tmp_path / "run" / "config.json").read_text())["model"]["vocab_size"]
+    ends = -(-vocab // 128) * 128 * HIDDEN + HIDDEN  # the embedding, which is the head's weight too, and a norm
+    formula = (accum + 1) * 2 * 4 * micro_size * seq_len * HIDDEN + 4 * ends  # two devices, each with half of the ends
+    for key in ("wire_tx_bytes", "wire_rx_bytes"):
+        found = median(row[key] for row in rows(tmp_path / "run")[1:])
+        assert abs(found - formula) < 0.02 * formula + CONTROL_BYTES, (key, found, formula)

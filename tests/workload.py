@@ -139,6 +139,7 @@ def plan(
     nodes: int = 4,
     per_node: int = 2,
     tensor: int = 1,
+    stages: int = 1,
     num_layers: int = 2,
     dtype: Any = jnp.float32,
     gather_codecs: LevelCodecs = PLAIN,
@@ -147,7 +148,9 @@ def plan(
     overlap: bool = False,
     **how,
 ) -> ShardingPlan:
-    layout = make_layout(sharding_config(**how), num_nodes=nodes, devices_per_node=per_node, tensor=tensor)
+    layout = make_layout(
+        sharding_config(**how), num_nodes=nodes, devices_per_node=per_node, tensor=tensor, stages=stages
+    )
     mesh = make_mesh(layout.shape, find_nodes(jax.devices()[: nodes * per_node], per_node))
     placements = place_all(specs(kind, num_layers), layout)
     return ShardingPlan(
@@ -219,8 +222,10 @@ def compiled_step(
     tx = chain or guarded(hop_two or exchange(sh), tx or sgd())
     state = first_state(kind, sh, tx, num_layers)
     data = put_batch(sh, accumulation, rows, kind)
+    built = model(kind, num_layers)
+    loss = built.staged_loss() if sh.layout.shape.stage > 1 else built.objective
     step = jax.jit(
-        build_train_step(model(kind, num_layers).objective, sh, tx, watch, drift, in_backward),
+        build_train_step(loss, sh, tx, watch, drift, in_backward),
         donate_argnums=0,
         out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),
     )

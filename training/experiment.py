@@ -24,6 +24,7 @@ from models.hugging_face import Weights
 from optimizers import make_schedule
 from sharding.gradients import HopTwoInBackward
 from sharding.mesh import find_nodes, make_mesh
+from sharding.pipeline import StagedLoss
 from sharding.plan import ShardingPlan
 from sharding.scopes import Layout, make_layout
 from sharding.spec import EXPERTS_DIM, TENSOR_DIMS, has_dims, place_all
@@ -79,7 +80,12 @@ class Experiment:
         """The function `step(state, batch) -> (state, metrics)`."""
         hands_on = method_named(self.config.compression.hop_two).hands_on
         return build_train_step(
-            self.model.objective, self.plan, self.tx, partial(watch, hands_on=hands_on), drift, self.hop_two
+            self._staged or self.model.objective,
+            self.plan,
+            self.tx,
+            partial(watch, hands_on=hands_on),
+            drift,
+            self.hop_two,
         )
 
     def compile_train_step(self) -> jax.stages.Compiled:
@@ -107,10 +113,15 @@ class Experiment:
 
     def compile_eval_step(self) -> jax.stages.Compiled:
         """Compiles `evaluate(params, batch) -> sums`: the model's sums by name, and `weight`."""
-        step = build_eval_step(self.model.evaluate, self.plan)
+        step = build_eval_step(self._staged or self.model.evaluate, self.plan)
         jitted = jax.jit(step, out_shardings=self.replicated)
         lowered = jitted.lower(self.state_shapes.params, self.batches.shapes)
         return lowered.compile(compiler_options={**self.compiler_options(pipelined=False)})
+
+    @property
+    def _staged(self) -> StagedLoss | None:
+        """The loss in pieces for the stages of a pipeline; None where there is none."""
+        return self.model.staged_loss() if self.config.mesh.stages > 1 else None
 
     @property
     def dispatches_asynchronously(self) -> bool:
@@ -147,8 +158,14 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
     model = models.build(_resolved(config.model, packs=config.data.packing != "stream"))
     nodes = find_nodes(devices or jax.devices(), config.mesh.devices_per_node)
     layout = make_layout(
-        config.sharding, num_nodes=len(nodes), devices_per_node=len(nodes[0]), tensor=config.mesh.tensor
+        config.sharding,
+        num_nodes=len(nodes),
+        devices_per_node=len(nodes[0]),
+        tensor=config.mesh.tensor,
+        stages=config.mesh.stages,
     )
+    if config.mesh.stages > 1:
+        model.staged_loss()
     layout.gather.refuse_remat(model.config.remat, layout.parameters)
     specs = model.param_specs()
     if config.mesh.tensor > 1 and not has_dims(specs, TENSOR_DIMS):
@@ -203,7 +220,9 @@ def _resolved(model: ModelConfig, *, packs: bool) -> ModelConfig:
 def _overlaps(config: Config, layout: Layout, remat: str, platform: str) -> bool:
     """Whether the step's loops over layers are pipelined. ValueError if they are to be and cannot."""
     obstacle = ""
-    if layout.is_automatic:
+    if config.mesh.stages > 1:
+        obstacle = "mesh.stages=1: the stages' loops over layers are not pipelined"
+    elif layout.is_automatic:
         obstacle = "sharding.partitioner=manual: otherwise XLA chooses where to communicate"
     elif not layout.gather.by_layer:
         obstacle = f"sharding.gather=layer or node: with {layout.gather.name} all layers are gathered together"

@@ -37,6 +37,7 @@ from configs.schema.model import (
 from configs.schema.optimizer import OptimizerConfig
 from configs.schema.sample import SampleConfig
 from configs.schema.sharding import ShardingConfig
+from configs.schema.stages import refuse
 
 __all__ = [
     "MODELS",
@@ -129,6 +130,8 @@ class Config(Section):
                 f"model.norm_rows={model.norm_rows} must divide batch.micro_size={micro_size}, because rows that are "
                 f"normalised together are on one device; set batch.micro_size to a multiple of {model.norm_rows}"
             )
+        if self.mesh.stages > 1:
+            refuse(flat(asdict(self)))
         if self.optimizer.warmup_steps > self.num_steps:
             raise ValueError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than num_steps={self.num_steps}; "

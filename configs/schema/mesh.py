@@ -19,3 +19,6 @@ class MeshConfig(Section):
         0, "devices per node; 0 derives the nodes from the processes' host names", least=0, unit="devices"
     )
     tensor: int = key(1, "tensor-parallel devices inside a node", least=1, unit="devices")
+    stages: int = key(
+        1, "pipeline stages, each of whole nodes with as many layers; the micro-steps are its micro-batches", least=1
+    )

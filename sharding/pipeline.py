@@ -1,0 +1,156 @@
+"""A pipeline over the mesh axis `stage`: its stages hold consecutive layers, and micro-batches travel through them.
+
+The schedule is 1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473) in
+lockstep: in a tick every stage runs one micro-batch forward and another one backward, and hands the results to its
+neighbours. Of S stages, stage s runs micro-batch i forward in tick `i + s` and backward in tick `i + 2 (S - 1) - s`.
+So only forwards fill the pipeline, S - 1 ticks; only backwards empty it, S - 1 ticks; and between them lie A ticks with
+both, for A micro-batches. A stage keeps the inputs of `2 S - 1` micro-batches at most, however large A is.
+
+A stage without a micro-batch to run in a tick runs a copy of one, because the time is lost anyway; no gradient comes of
+it: the cotangents that it gets are zeros. Everything here runs inside a `shard_map` whose axis `stage` is manual.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharding.collectives import vary
+from sharding.mesh import STAGE
+
+PyTree = Any
+Batch = Mapping[str, jax.Array]  # each [accum, rows, ...]; of one micro-batch, [rows, ...]
+Gather = Callable[[str, PyTree], PyTree]
+Forward = Callable[[jax.Array, Batch, jax.Array], jax.Array]  # (input, micro-batch, tick) -> output
+# (sums, input, its micro-batch, cotangent of the output, 1 if its loss counts or else 0, tick)
+# -> (sums, cotangent of the input, the loss)
+Backward = Callable[[Any, jax.Array, Batch, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedLoss:
+    """A loss in three pieces around a stack of layers, so that the stages of a pipeline can share it.
+
+    The parameters outside the stack are on every stage; `first` and `last` name the groups of them that the first stage
+    needs for its rows, and the last one for the loss.
+    """
+
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+    between: Callable[[Batch], jax.ShapeDtypeStruct]  # rows -> the shape and dtype of what the stages hand on
+    begin: Callable[[Mapping[str, PyTree], Batch], jax.Array]  # (gathered groups of `first`, rows) -> the first input
+    layers: Callable[[PyTree, jax.Array, Batch, Gather], jax.Array]  # (parameters, input, rows, gather) -> output
+    loss: Callable[[Mapping[str, PyTree], jax.Array, Batch], jax.Array]  # (gathered groups of `last`, output, rows)
+
+    def forward(self, params: PyTree, x: jax.Array, rows: Batch, gather: Gather) -> jax.Array:
+        """Returns a stage's output."""
+        return self._output({name: gather(name, params[name]) for name in self.first}, params, x, rows, gather)
+
+    def with_loss(self, params: PyTree, x: jax.Array, rows: Batch, gather: Gather) -> tuple[jax.Array, jax.Array]:
+        """Returns a stage's output and the loss, on all but the last stage 0."""
+        gathered = {name: gather(name, params[name]) for name in dict.fromkeys(self.first + self.last)}
+        y = self._output({name: gathered[name] for name in self.first}, params, x, rows, gather)
+        last = {name: gathered[name] for name in self.last}
+        axes = jax.typeof(y).manual_axis_type.varying
+        loss = lax.cond(
+            _is_last(), lambda: vary(self.loss(last, y, rows), tuple(axes)), lambda: vary(jnp.zeros(()), tuple(axes))
+        )
+        return y, loss
+
+    def zeros(self, batch: Batch, axes: tuple[str, ...]) -> jax.Array:
+        """Returns zeros like what the stages hand on of a micro-batch, typed as differing over `axes`."""
+        like = self.between({name: x[0] for name, x in batch.items()})
+        return vary(jnp.zeros(like.shape, like.dtype), axes)
+
+    def _output(
+        self, first: Mapping[str, PyTree], params: PyTree, x: jax.Array, rows: Batch, gather: Gather
+    ) -> jax.Array:
+        axes = tuple(jax.typeof(x).manual_axis_type.varying)
+        x = lax.cond(lax.axis_index(STAGE) == 0, lambda: vary(self.begin(first, rows), axes), lambda: x)
+        return self.layers(params, x, rows, gather)
+
+
+def forward_and_backward(
+    forward: Forward, backward: Backward, sums: PyTree, batch: Batch, zeros: jax.Array
+) -> tuple[PyTree, jax.Array]:
+    """Runs the micro-batches through the stages and back; returns the sums and the loss, which the last stage knows.
+
+    `zeros` are like what the stages hand on.
+    """
+    num_stages, count = lax.axis_size(STAGE), batch["weights"].shape[0]
+    stage, slots = lax.axis_index(STAGE), 2 * num_stages - 1
+
+    def run_forward(x: jax.Array, kept: jax.Array, tick: jax.Array) -> tuple[jax.Array, jax.Array]:
+        i = tick - stage
+        kept = lax.dynamic_update_index_in_dim(kept, x, i % slots, 0)
+        return hand_on(forward(x, rows_of(batch, i), tick), 1), kept
+
+    def run_backward(g: jax.Array, kept: jax.Array, sums: PyTree, tick: jax.Array) -> tuple[jax.Array, Any, jax.Array]:
+        i = tick - (2 * (num_stages - 1) - stage)
+        x = lax.dynamic_index_in_dim(kept, i % slots, keepdims=False)
+        counts = _is_last() & (i >= 0) & (i < count)
+        sums, g, loss = backward(sums, x, rows_of(batch, i), g, counts.astype(jnp.float32), tick)
+        return hand_on(g, -1), sums, jnp.where(counts, loss, 0)
+
+    def fill(carry: tuple[jax.Array, jax.Array], tick: jax.Array) -> tuple[Any, None]:
+        return run_forward(*carry, tick), None
+
+    def both(carry: tuple[Any, ...], tick: jax.Array) -> tuple[Any, None]:
+        x, kept, g, sums, value = carry
+        x, kept = run_forward(x, kept, tick)
+        g, sums, loss = run_backward(g, kept, sums, tick)
+        return (x, kept, g, sums, value + loss), None
+
+    def empty(carry: tuple[Any, ...], tick: jax.Array) -> tuple[Any, None]:
+        kept, g, sums = carry
+        g, sums, _ = run_backward(g, kept, sums, tick)
+        return (kept, g, sums), None
+
+    value = vary(jnp.zeros(()), tuple(jax.typeof(zeros).manual_axis_type.varying))
+    kept = jnp.broadcast_to(zeros, (slots, *zeros.shape))
+    full, end = num_stages - 1, count + num_stages - 1
+    (x, kept), _ = lax.scan(fill, (zeros, kept), jnp.arange(full))
+    (_, kept, g, sums, value), _ = lax.scan(both, (x, kept, zeros, sums, value), jnp.arange(full, end))
+    (_, _, sums), _ = lax.scan(empty, (kept, g, sums), jnp.arange(end, end + full))
+    return sums, value
+
+
+def only_forward(
+    forward: Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array]], batch: Batch, zeros: jax.Array
+) -> jax.Array:
+    """Runs the micro-batches through the stages; returns the sum of the losses, which the last stage knows."""
+    num_stages, count = lax.axis_size(STAGE), batch["weights"].shape[0]
+
+    def run(carry: tuple[jax.Array, jax.Array], tick: jax.Array) -> tuple[Any, None]:
+        x, value = carry
+        i = tick - lax.axis_index(STAGE)
+        y, loss = forward(x, rows_of(batch, i))
+        return (hand_on(y, 1), value + jnp.where(_is_last() & (i >= 0), loss, 0)), None
+
+    value = vary(jnp.zeros(()), tuple(jax.typeof(zeros).manual_axis_type.varying))
+    return lax.scan(run, (zeros, value), jnp.arange(count + num_stages - 1))[0][1]
+
+
+def rows_of(batch: Batch, i: jax.Array) -> Batch:
+    """Returns micro-batch `i`, or the nearest that there is."""
+    last = batch["weights"].shape[0] - 1
+    return {name: lax.dynamic_index_in_dim(x, jnp.clip(i, 0, last), keepdims=False) for name, x in batch.items()}
+
+
+@jax.named_scope("pipeline")
+def hand_on(x: jax.Array, by: int) -> jax.Array:
+    """Sends `x` to the stage `by` further on; the stage to which none sends gets zeros.
+
+    Sixteen-bit floats travel as integers: XLA may not widen those (CPU).
+    """
+    if x.dtype == jnp.bfloat16:
+        return lax.bitcast_convert_type(hand_on(lax.bitcast_convert_type(x, jnp.uint16), by), x.dtype)
+    stages = range(lax.axis_size(STAGE))
+    return lax.ppermute(x, STAGE, [(s, s + by) for s in stages if s + by in stages])
+
+
+def _is_last() -> jax.Array:
+    return lax.axis_index(STAGE) == lax.axis_size(STAGE) - 1

@@ -1,0 +1,301 @@
+"""A pipeline over nodes: the numbers of no pipeline, the bytes of the formulas, and what it does not support."""
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import workload
+from running import IGNORED, SMALL, arguments, losses, run_here, stop_after
+
+from compression.methods import method_named
+from configs import base
+from configs.schema import Config
+from paper import pipelines
+from paper.mics_memory import Shape
+from planner import __main__ as planner
+from sharding.hlo import Collective, read_collectives
+from sharding.pipeline import only_forward
+from sharding.step import build_eval_step
+from training.experiment import make_experiment
+
+pytestmark = IGNORED
+LAYERS, STEPS = 4, 3
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": dict(strategy="ddp"),
+    "zero1": dict(strategy="zero1"),
+    "zero2": dict(strategy="zero2"),
+    "hsdp": dict(strategy="hsdp"),
+    "mics1": dict(strategy="mics", partition_size=1),
+    "mics4": dict(strategy="mics", partition_size=4),
+    "zero3 flat": dict(strategy="zero3", hierarchical=False),
+    "gathered once a micro-step": dict(strategy="hsdp", gather="micro_step"),
+    "gathered once a step": dict(strategy="hsdp", gather="step"),
+    "node/node/all": dict(parameters="node", gradients="node", optimizer="all"),
+    "tensor": dict(strategy="mics", partition_size=2, tensor=2),
+}
+RUNS = [("decoder", 4, 8, "hsdp"), ("encoder", 2, 4, "zero1")]
+MORE = [(kind, 2, 2, case) for kind in ("decoder", "encoder") for case in CASES]
+MORE += [("decoder", 2, 1, "ddp"), ("encoder", 4, 2, "hsdp"), ("decoder packed", 2, 3, "hsdp")]
+
+
+def trained(kind: str, stages: int, accumulation: int, **how: Any) -> tuple[np.ndarray, Any]:
+    """Returns the losses of three steps and the parameters after them."""
+    sh = workload.plan(kind, stages=stages, num_layers=LAYERS, **how)
+    step = workload.compiled_step(kind, sh, accumulation=accumulation, num_layers=LAYERS)
+    found, state, _ = workload.run_steps(*step, STEPS)
+    return found, jax.tree.map(np.asarray, state.params)
+
+
+@cache
+def without_pipeline(kind: str) -> tuple[np.ndarray, Any]:
+    return trained(kind, 1, 2, strategy="ddp")
+
+
+def check(kind: str, stages: int, accumulation: int, case: str) -> None:
+    found, params = trained(kind, stages, accumulation, **CASES[case])
+    expected, expected_params = without_pipeline(kind)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), params, expected_params)
+
+
+@pytest.mark.parametrize(("kind", "stages", "accumulation", "case"), RUNS)
+def test_numbers_are_those_of_no_pipeline(kind: str, stages: int, accumulation: int, case: str) -> None:
+    """Losses and parameters of three steps of momentum SGD, whatever the stages, the micro-batches and the strategy."""
+    check(kind, stages, accumulation, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "stages", "accumulation", "case"), MORE)
+def test_numbers_under_every_strategy(kind: str, stages: int, accumulation: int, case: str) -> None:
+    check(kind, stages, accumulation, case)
+
+
+@pytest.mark.slow
+def test_losses_equal_a_single_device() -> None:
+    """Written without any sharding, a layer on each of two stages."""
+    got = workload.losses("decoder", workload.plan("decoder", stages=2, strategy="hsdp"), accumulation=4)
+    np.testing.assert_allclose(got, workload.single_device_losses("decoder"), rtol=1e-5)
+
+
+def test_validation_is_that_of_no_pipeline() -> None:
+    params, sums = workload.params("decoder", LAYERS), []
+    for stages in (1, 4):
+        sh = workload.plan("decoder", stages=stages, num_layers=LAYERS, strategy="hsdp")
+        model = workload.model("decoder", LAYERS)
+        step = jax.jit(build_eval_step(model.staged_loss() if stages > 1 else model.evaluate, sh))
+        placed = jax.device_put(params, sh.shardings(sh.layout.parameters))
+        sums.append({name: float(x) for name, x in step(placed, workload.put_batch(sh, 3)).items()})
+    assert sums[0] == pytest.approx(sums[1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_encoded_hop_two_inside_the_stages() -> None:
+    """int8 with error feedback: near the losses without a codec; a residual for each stage's layers and replicas."""
+    sh = workload.plan("decoder", stages=2, num_layers=LAYERS, strategy="hsdp")
+    how = workload.setup(sh, "int8", kind="decoder", block=64)
+    hop_two = method_named("int8").transform(how)
+    step = workload.compiled_step("decoder", sh, accumulation=4, num_layers=LAYERS, hop_two=hop_two)
+    found, state, metrics = workload.run_steps(*step, STEPS)
+    np.testing.assert_allclose(found, without_pipeline("decoder")[0], rtol=2e-3)
+    assert metrics["hop_two_ratio"] > 2 and metrics["residual_norm"] > 0
+    residual = state.opt_state.exchange.residual.tree["layers"]["up"]["weight"]
+    assert residual.shape[:2] == (2, LAYERS) and residual.sharding.shard_shape(residual.shape)[:2] == (1, LAYERS // 2)
+
+
+# -------------------------------------------------------------------------------------------- the compiled program
+
+
+def read(stages: int, accumulation: int, dtype: Any = jnp.float32, **how: Any) -> list[Collective]:
+    sh = workload.plan("decoder", stages=stages, num_layers=LAYERS, dtype=dtype, **how)
+    step, _, _ = workload.compiled_step("decoder", sh, accumulation=accumulation, num_layers=LAYERS)
+    return read_collectives(step.as_text(), sh.layout.shape)
+
+
+def elements(name: str) -> int:
+    specs = workload.model("decoder", LAYERS).param_specs()[name]
+    return sum(math.prod(s.shape) for s in jax.tree.leaves(specs, is_leaf=lambda x: hasattr(x, "dims")))
+
+
+@pytest.mark.parametrize(
+    ("stages", "accumulation", "dropped"),
+    [pytest.param(2, 1, 2, marks=pytest.mark.slow), pytest.param(2, 4, 1, marks=pytest.mark.slow), (4, 4, 0)],
+)
+def test_program_sends_the_formulas_bytes_between_stages(stages: int, accumulation: int, dropped: int) -> None:
+    """Forward and backward A + S - 1 activations over each of S - 1 links, and once the sum of embedding and head.
+
+    The last ones go nowhere; XLA drops them where a loop has one iteration.
+    """
+    found = [c for c in read(stages, accumulation, strategy="hsdp") if c.label == "pipeline"]
+    assert all(c.axes == ("stage",) for c in found)
+    hidden, rows = workload.model("decoder").config.hidden, -(-workload.ROWS // accumulation) // (8 // stages)
+    activations = 4 * rows * workload.SEQ_LEN * hidden
+    handed_on = [c for c in found if c.kind == "collective-permute"]
+    assert {c.payload_bytes for c in handed_on} == {activations}
+    ticks = accumulation + stages - 1
+    sent = 2 * ticks - dropped
+    assert sum(c.times for c in handed_on) == sent
+    by_device = sum(c.inter_bytes * c.times for c in handed_on)
+    assert by_device == pytest.approx(sent * activations * (stages - 1) / stages)
+    shard = 4 * (elements("embed") + elements("head")) / 2  # of a node of two devices
+    summed = sum(c.inter_bytes * c.times for c in found if c.kind == "all-reduce")
+    # XLA combines the sums of the norms with it, two numbers for each parameter at most
+    assert (
+        0 <= summed - 2 * shard * (stages - 1) / stages <= 2 * 4 * 2 * len(jax.tree.leaves(workload.params("decoder")))
+    )
+    assert all(c.loop_depth == 0 for c in found if c.kind == "all-reduce")
+
+
+@pytest.mark.slow
+def test_hop_two_sends_a_stages_layers_alone() -> None:
+    """2 (M_s/p) (R-1)/R for the M_s bytes of a stage's layers, embedding and head, and its R replicas."""
+    found = [c for c in read(2, 2, strategy="hsdp") if c.label == "hop_two"]
+    stage = elements("layers") // 2 + elements("embed") + elements("head")
+    assert sum(c.num_elements * c.times for c in found) == stage // 2
+    assert {c.axes for c in found} == {("replica_inter",)}
+    assert not [c for c in read(4, 2, strategy="hsdp") if c.label == "hop_two"]  # a node a stage: one replica
+
+
+@pytest.mark.slow
+def test_layers_are_gathered_in_every_tick_inside_the_nodes() -> None:
+    """Three times a tick: forward, forward again for the backward pass, and again for each layer's recomputation."""
+    ticks = 4 + 2 - 1
+    found = [c for c in read(2, 4, strategy="hsdp") if c.label in ("gather", "hop_one")]
+    assert {c.axes for c in found} == {("shard_intra",)}
+    layer = elements("layers") // LAYERS
+    times = {label: sum(c.times for c in found if c.label == label and c.num_elements == layer) for label in
+             ("gather", "hop_one")}  # fmt: skip
+    assert times == {"gather": 3 * ticks * LAYERS // 2, "hop_one": ticks * LAYERS // 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "group"), [(1, 2), (1, 4), (2, 2), (2, 4), (4, 2)])
+def test_formulas_of_the_papers_page_are_those_of_the_program(
+    stages: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nodes send: within 2 %; of two stages 10 %, whose last tick does in vain what XLA sees and drops."""
+
+    class Small(pipelines.Run):
+        layers = elements("layers") / stages
+        ends = elements("embed") + elements("head")
+
+    monkeypatch.setattr(pipelines, "HALF", 4)  # here all is f32
+    accum = 2 * stages
+    rows, hidden = workload.ROWS * stages // (8 * accum), workload.model("decoder").config.hidden
+    shape = Shape(hidden=hidden, layers=LAYERS, heads=4, vocab=48, rows=rows, seq_len=workload.SEQ_LEN)
+    run = Small(shape=shape, nodes=4, stages=stages, group=group, accum=accum, per_node=2)
+    found = [c for c in read(stages, accum, strategy="mics", partition_size=group) if c.num_elements > 40]
+    for labels, formula in (
+        (("gather", "hop_one"), run.gathers), (("hop_two",), run.hop_two), (("pipeline",), run.between_stages)
+    ):  # fmt: skip
+        sent = 2 * sum(c.inter_bytes * c.times for c in found if c.label in labels)
+        assert sent == pytest.approx(formula, rel=0.1 if stages == 2 else 0.02), labels
+
+
+@pytest.mark.slow
+def test_bfloat16_activations_take_half_the_bytes() -> None:
+    program = make_experiment(config(model__compute_dtype="bfloat16"))
+    found = read_collectives(program.compile_train_step().as_text(), program.plan.layout.shape)
+    assert {c.dtype for c in found if c.kind == "collective-permute"} == {"u16"}
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_micro_batches() -> None:
+    """1F1B keeps the inputs of 2 S - 1 micro-batches: 32 micro-batches need the temporaries of 8, but for the rows."""
+
+    def temporaries(accumulation: int) -> int:
+        sh = workload.plan("decoder", stages=4, num_layers=LAYERS, strategy="ddp")
+        step, _, _ = workload.compiled_step(
+            "decoder", sh, accumulation=accumulation, rows=2 * accumulation, num_layers=LAYERS
+        )
+        return step.memory_analysis().temp_size_in_bytes
+
+    hidden = workload.model("decoder").config.hidden
+    assert temporaries(32) - temporaries(8) < 4 * workload.SEQ_LEN * hidden  # one micro-batch's activations
+
+
+# -------------------------------------------------------------------------------------------------- state, refusals
+
+
+@pytest.mark.slow
+def test_run_goes_on_with_another_number_of_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters and moments keep their global shapes: 4 nodes as 2 stages, then as one; validated in both."""
+    with monkeypatch.context() as patched:
+        stop_after(patched, 5)
+        assert run_here(*arguments(tmp_path / "run", mesh__stages=2, eval__every=4)) == 75
+    assert run_here(*arguments(tmp_path / "run", eval__every=4)) == 0
+    assert run_here(*arguments(tmp_path / "whole", eval__every=4)) == 0
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-5)
+
+
+def config(**changes: Any) -> Config:
+    """A small config of two stages on 8 devices in 4 nodes."""
+    made = base.get_config()
+    own = {"mesh__stages": 2, "mesh__num_cpu_devices": 8, "mesh__devices_per_node": 2, "sharding__strategy": "hsdp"}
+    keys = {key.replace(".", "__"): value for key, value in SMALL.items()} | own | changes
+    for key, value in keys.items():
+        section, _, name = key.rpartition("__")
+        setattr(made[section] if section else made, name, value)
+    return base.typed(made)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "layers": ({"model__num_layers": 3}, "^mesh.stages=2 does not divide the 3 layers; every stage has as many$"),
+    "nodes": (
+        {"mesh__devices_per_node": 8},
+        "^mesh.stages=2 does not divide the 1 node; a stage of the pipeline is made of whole nodes$",
+    ),
+    "a group beyond the stage": (
+        {"sharding__strategy": "mics", "sharding__partition_size": 8},
+        "needs 4 nodes of 2, 2 more than are here",
+    ),
+    "partitioner": ({"sharding__partitioner": "auto"}, "mesh.stages=2: .* set sharding.partitioner=manual$"),
+    "one hop": ({"sharding__two_hop": False}, "mesh.stages=2: .*; set sharding.two_hop=True$"),
+    "overlap": ({"sharding__overlap": "on"}, "mesh.stages=2: .*; set sharding.overlap=auto or off$"),
+    "delayed": ({"compression__delayed": True}, "mesh.stages=2: .*; set compression.delayed=False$"),
+    "local SGD": ({"local_sgd__inner_steps": 2}, "mesh.stages=2: .*; set local_sgd.inner_steps=0$"),
+    "sample": ({"sample__length": 5}, "mesh.stages=2: .*; set sample.length=0$"),
+    "dgc": ({"compression__hop_two": "dgc"}, "^compression.hop_two=dgc .* set it to none or to a codec$"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_supported_is_refused_in_one_line(case: str) -> None:
+    changes, words = REFUSED[case]
+    with pytest.raises(ValueError, match=words) as error:
+        make_experiment(config(**changes))
+    assert "\n" not in str(error.value)
+
+
+def test_model_without_a_stack_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model.kind=resnet has none; set it to 1"):
+        workload.model("resnet").staged_loss()
+
+
+def test_planner_refuses_pipelines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planner.main(["planner", "--config=configs/quickstart.py", "--config.mesh.stages=2",
+                         "--config.sample.length=0"]) == 2  # fmt: skip
+    assert capsys.readouterr().err.startswith("error: mesh.stages=2: the planner does not price pipelines")
+
+
+def test_stages_run_only_what_lies_before_them() -> None:
+    """Each stage multiplies by its own factor: after S stages each micro-batch was multiplied by all, in order."""
+    sh = workload.plan("decoder", stages=4, num_layers=LAYERS, strategy="ddp")
+    batch = {"weights": jnp.arange(3.0)}
+
+    def on_device(x: jax.Array) -> jax.Array:
+        stage = jax.lax.axis_index("stage")
+
+        def forward(x: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
+            y = 10 * jnp.where(stage == 0, rows["weights"], x) + stage
+            return y, y
+
+        zeros = jax.lax.pcast(x, ("stage",), to="varying")
+        return jax.lax.psum(only_forward(forward, batch, zeros), "stage")
+
+    run = jax.shard_map(on_device, mesh=sh.mesh, in_specs=jax.P(), out_specs=jax.P())
+    assert float(jax.jit(run)(jnp.zeros(()))) == sum(10_000 * i + 123 for i in range(3))
