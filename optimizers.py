@@ -17,6 +17,7 @@ from optax import contrib
 
 from configs.schema import OptimizerConfig
 from configs.schema.own import OWN
+from sharding.gradients import Delayed
 from sharding.spec import ParamSpec
 
 PyTree = Any
@@ -197,7 +198,8 @@ def guarded(exchange: Transform, inner: Transform) -> Transform:
             return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
         return jax.tree.map(lambda u: jnp.where(finite, u, 0), steps), GuardState(
-            exchange=keep(exchange_state, state.exchange),
+            # what was exchanged beside the micro-steps was so in place (compression/delayed.py)
+            exchange=exchange_state if isinstance(updates, Delayed) else keep(exchange_state, state.exchange),
             inner=keep(inner_state, state.inner),
             grad_norm=norm,
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),

@@ -7,7 +7,7 @@ from compiling import SMALL
 from running import ROOT
 
 from planner.compile import WHEELS, CompiledStep, compile_step
-from sharding.hlo import LABELS, bytes_per_step, read_collectives
+from sharding.hlo import LABELS, Collective, bytes_per_step, read_collectives
 from sharding.hlo_program import Computation, Instruction, parse_program
 
 pytestmark = [
@@ -76,11 +76,36 @@ def test_a_codec_runs_beside_matrix_products_too() -> None:
     assert max(found) >= 2  # the vectors' own collectives are short
 
 
+def in_micro_steps(step: CompiledStep) -> list[Collective]:
+    """The collectives of hop two in the layers' loops, two loops deep."""
+    found = read_collectives(step.text, step.shape)
+    return [c for c in found if c.label == "hop_two" and c.loop_depth == 2]
+
+
 def test_delayed_runs_beside_matrix_products_in_every_micro_step() -> None:
     step = compiled("compression.delayed=true")
     assert min(in_layers(step)["hop_two"]) >= 1
-    hop_two = [c for c in read_collectives(step.text, step.shape) if c.label == "hop_two" and c.loop_depth == 2]
-    assert {c.times for c in hop_two} == {2 * 4}  # micro-steps, and layers but for the first
+    assert {c.times for c in in_micro_steps(step)} == {2 * 4}  # micro-steps, and layers but for the first
+
+
+def test_delayed_with_a_codec_sends_bytes_beside_matrix_products_in_every_micro_step() -> None:
+    step = compiled("compression.delayed=true", "compression.hop_two=int8")
+    assert max(in_layers(step)["hop_two"]) >= 2  # the vectors' own collectives are short
+    matrices = [c for c in in_micro_steps(step) if c.kind != "all-reduce"]
+    assert {(c.dtype, c.times) for c in matrices} == {("u8", 2 * 4)} and len(matrices) == 2  # there and back
+
+
+def test_streaming_local_sgd_sends_its_share_beside_matrix_products_in_every_micro_step() -> None:
+    """A quarter of what `delayed` sends, and nothing else between nodes but norms."""
+    whole = compiled("compression.delayed=true")
+    step = compiled("local_sgd.inner_steps=4", "local_sgd.streaming=true")
+    assert min(in_layers(step)["hop_two"]) >= 1
+    assert {c.times for c in in_micro_steps(step)} == {2 * 4}
+    sent = [bytes_per_step(read_collectives(x.text, x.shape))["collective_inter_bytes"] for x in (step, whole)]
+    assert 4 * sent[0] == pytest.approx(sent[1], rel=0.01)
+    assert all(
+        c.label == "hop_two" or c.num_elements < 100 for c in read_collectives(step.text, step.shape) if c.inter_bytes
+    )
 
 
 def test_gathers_between_nodes_run_beside_matrix_products() -> None:

@@ -147,6 +147,11 @@ def test_local_steps_share_what_is_sent_once(step: Step) -> None:
     assert exposed > 0
     assert local.prediction().step_s == pytest.approx(whole.step_s - 0.75 * exposed)
     assert local.prediction().inter_bytes < 0.5 * step.prediction().inter_bytes
+    streaming = small(local_sgd__inner_steps=4, local_sgd__streaming=True, num_steps=8)
+    candidate, words = of_config(streaming), (*words, "--config.local_sgd.streaming=True")
+    spread = compiled_step(candidate, make_experiment(streaming), replace(machine(), config_words=words))
+    assert spread.prediction().step_s == pytest.approx(spread.timeline().step_s)  # a quarter is in every step
+    assert spread.prediction().inter_bytes == pytest.approx(local.prediction().inter_bytes, rel=0.1)
 
 
 # ------------------------------------------------------------------------------------------------ the program
