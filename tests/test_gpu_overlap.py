@@ -125,12 +125,15 @@ def test_overlap_changes_no_bytes(strategy: str) -> None:
     assert totals[0] == pytest.approx(totals[1], rel=1e-3)  # the loss and norms apart
 
 
-def test_bert_10b_fits_16_gpus_of_32_gb_with_a_quarter_more_temporaries_at_most() -> None:
-    """The paper's micro-batch of 8 on 2 nodes of 8."""
-    config = f"--config={ROOT / 'configs' / 'bert_10b.py'}"
+@pytest.mark.parametrize(
+    "hop_two", ["compression.hop_two=none", "compression.hop_two=int8", "compression.delayed=true"]
+)
+def test_bert_10b_fits_16_gpus_of_40_gb_with_a_quarter_more_temporaries_at_most(hop_two: str) -> None:
+    """The paper's micro-batch of 8 on 2 nodes of 8; without a residual or waiting gradients 32 GB do."""
+    config = [f"--config={ROOT / 'configs' / 'bert_10b.py'}", f"--config.{hop_two}"]
     beside, after = (
-        compile_step([config, f"--config.sharding.overlap={choice}"], nodes=2, devices_per_node=8)
+        compile_step([*config, f"--config.sharding.overlap={choice}"], nodes=2, devices_per_node=8)
         for choice in ("auto", "off")
     )
-    assert beside.peak_bytes < 28e9
+    assert beside.peak_bytes < (28e9 if hop_two.endswith("none") else 34e9)
     assert beside.temporary_bytes <= 1.25 * after.temporary_bytes

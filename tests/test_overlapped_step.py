@@ -171,7 +171,7 @@ def test_values_that_are_not_finite_skip_the_step_and_leave_the_residuals() -> N
     assert int(state.opt_state.skipped) == 1
 
 
-@pytest.mark.parametrize("method", ["none", "int8"])
+@pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.slow), "int8"])
 def test_values_that_are_not_finite_skip_the_step_and_lose_nothing_that_was_delayed(method: str) -> None:
     """The mean of what waits, and what the codec keeps, are together what they were."""
     plan = workload.plan("decoder", overlap=True, **STRATEGIES["mics(2)"])
