@@ -98,9 +98,7 @@ def with_codec(name: str) -> HopTwo:
             xs = xs if kept is None else [x + k for x, k in zip(xs, kept, strict=True)]
             exchanged, counts = _exchange_all(plan, codec, placements, xs, key)
             sent = jnp.stack([sum(column, jnp.zeros(())) for column in zip(*counts, strict=True)])
-            if kept is not None:  # that of a gradient that is not finite stays as it was
-                kept = [jnp.where(jnp.isfinite(x.total), x.kept, k) for x, k in zip(exchanged, kept, strict=True)]
-            return [x.total for x in exchanged], kept, sent
+            return [x.total for x in exchanged], [x.kept for x in exchanged] if feedback else None, sent
 
         def kept(state: ExchangeState) -> tuple[jax.Array, PyTree]:
             return state.step, state.residual.tree if feedback else None
