@@ -126,14 +126,14 @@ def test_overlap_changes_no_bytes(strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "hop_two", ["compression.hop_two=none", "compression.hop_two=int8", "compression.delayed=true"]
+    "changes", [(), ("hop_two=int8",), ("delayed=true",), ("delayed=true", "hop_two=int8")], ids=", ".join
 )
-def test_bert_10b_fits_16_gpus_of_40_gb_with_a_quarter_more_temporaries_at_most(hop_two: str) -> None:
-    """The paper's micro-batch of 8 on 2 nodes of 8; without a residual or waiting gradients 32 GB do."""
-    config = [f"--config={ROOT / 'configs' / 'bert_10b.py'}", f"--config.{hop_two}"]
+def test_bert_10b_fits_16_gpus_with_a_quarter_more_temporaries_at_most(changes: tuple[str, ...]) -> None:
+    """The paper's micro-batch of 8 on 2 nodes of 8: in 32 GB; residuals and waiting gradients are 5 GB each."""
+    config = [f"--config={ROOT / 'configs' / 'bert_10b.py'}", *(f"--config.compression.{key}" for key in changes)]
     beside, after = (
         compile_step([*config, f"--config.sharding.overlap={choice}"], nodes=2, devices_per_node=8)
         for choice in ("auto", "off")
     )
-    assert beside.peak_bytes < (28e9 if hop_two.endswith("none") else 34e9)
+    assert beside.peak_bytes < 28e9 + 5.1e9 * len(changes)
     assert beside.temporary_bytes <= 1.25 * after.temporary_bytes
