@@ -20,6 +20,7 @@ from optax import contrib
 from configs.schema import OptimizerConfig
 from configs.schema.own import OWN
 from sharding.averages import part_averages
+from sharding.gradients import Delayed, Exchanged
 from sharding.spec import ParamSpec
 
 PyTree = Any
@@ -288,12 +289,15 @@ def guarded(exchange: Transform, inner: Transform) -> Transform:
         norm = optax.tree.norm(trained)
         finite = jnp.isfinite(norm + optax.tree.norm(averages)) if averages else jnp.isfinite(norm)
         steps, inner_state = inner.update(grads, state.inner, params)
+        # hop two inside the backward passes leaves a state that is good for a skipped step too: to restore the one
+        # before would take a second copy of it from there to here
+        in_place = isinstance(updates, Exchanged | Delayed)
 
         def keep(new: PyTree, old: PyTree) -> PyTree:
             return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
         return jax.tree.map(lambda u: jnp.where(finite, u, 0), steps), GuardState(
-            exchange=keep(exchange_state, state.exchange),
+            exchange=exchange_state if in_place else keep(exchange_state, state.exchange),
             inner=keep(inner_state, state.inner),
             grad_norm=norm,
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),

@@ -37,6 +37,7 @@ TASKS = ("text", "digits")
 THRESHOLD = 5e-3  # of two_bit: about the magnitude of the larger gradients
 SGD = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1, "optimizer.weight_decay": 5e-4}
 ADAMW = {"optimizer.name": "adamw", "optimizer.learning_rate": 4e-3}
+MEANS = {"local_sgd.inner_steps": 10, "local_sgd.outer_learning_rate": 1.0, "local_sgd.outer_momentum": 0.0}
 INT4_GATHERS = {  # 2 nodes of 2 devices: the same model with zero3
     "mesh.devices_per_node": 2,
     "sharding.strategy": "zero3",
@@ -48,7 +49,8 @@ INT4_GATHERS = {  # 2 nodes of 2 devices: the same model with zero3
 # the rows of each table, by optimizer: the usual one of the task, and the other one for methods that need it
 BY_ADAMW = {
     "text": ("bf16", "int8", "int4", "int4, no feedback", "one_bit", "one_bit, no feedback", "one_bit_adam")
-    + ("power_sgd, rank 4", "delayed", "DiLoCo, 10 steps", "int4 gathers, zero3"),
+    + ("power_sgd, rank 4", "delayed", "DiLoCo, 10 steps", "DiLoCo, 10 steps, streaming")
+    + ("averages, 10 steps", "averages, 10 steps, streaming", "int4 gathers, zero3"),
     "digits": ("one_bit_adam",),
 }
 BY_SGD = {
@@ -99,6 +101,9 @@ def methods(task: str) -> dict[str, Method]:
         "power_sgd, rank 4": hop_two("power_sgd", rank=4),
         "delayed": {"compression.delayed": True},
         "DiLoCo, 10 steps": {"local_sgd.inner_steps": 10},
+        "DiLoCo, 10 steps, streaming": {"local_sgd.inner_steps": 10, "local_sgd.streaming": True},
+        "averages, 10 steps": MEANS,
+        "averages, 10 steps, streaming": MEANS | {"local_sgd.streaming": True},
         "one_bit_adam": hop_two("one_bit_adam", warmup_steps=round(steps * WARM_UP)),
         "int4 gathers, zero3": INT4_GATHERS,
         "dgc, 99 %": hop_two("dgc", sparsity=0.99, warmup_steps=steps // 10),

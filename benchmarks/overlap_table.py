@@ -32,6 +32,7 @@ CONFIG, NODES, DEVICES = "configs/bert_10b.py", 16, 8
 RATES = ("100gbit", "400gbit", "3200gbit")
 DECODER = "configs/gpu_decoder.py:1.3b"
 MICS: Mapping[str, Any] = {"sharding.partition_size": 8}
+LOCAL: Mapping[str, Any] = {"local_sgd.inner_steps": 10}
 ZERO3: Mapping[str, Any] = {"sharding.strategy": "zero3", "sharding.partition_size": 0}
 SMALL: Mapping[str, Any] = {  # 4 micro-steps
     "model.remat": "full",
@@ -66,6 +67,9 @@ STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("mics(8), hop two int8, micro-batch 32", {**MICS, "compression.hop_two": "int8", "batch.micro_size": 32}),
     ("mics(16)", {"sharding.partition_size": 16}),
     ("mics(8), hop two delayed", {**MICS, "compression.delayed": True}),
+    ("mics(8), hop two delayed, int8", {**MICS, "compression.delayed": True, "compression.hop_two": "int8"}),
+    ("mics(8), local SGD, a step that meets", {**MICS, **LOCAL}),
+    ("mics(8), local SGD, streaming", {**MICS, **LOCAL, "local_sgd.streaming": True}),
     ("mics(8), hop one in float32", {**MICS, "sharding.reduce_dtype": "float32"}),
     ("mics(8), gathered once a micro-step", {**MICS, "sharding.gather": "micro_step", "model.remat": "full"}),
     ("zero3", ZERO3),

@@ -2,7 +2,7 @@
 
 This resembles a parameter server's asynchronous updates, but every gradient is exactly one step old. The exchanged
 gradients come from the state, so that in a step only the optimizer has to wait for the exchange. With
-`sharding.overlap` and no codec the micro-steps exchange them, a piece beside each (sharding/gradients.py).
+`sharding.overlap` the micro-steps exchange them, a piece beside each (sharding/gradients.py).
 """
 
 from dataclasses import replace
@@ -29,7 +29,9 @@ def delayed(exchange: optax.GradientTransformation, replicas: int) -> optax.Grad
     """Returns a hop two that exchanges the previous step's gradients `[R, ...]`; in the first step they are zero.
 
     Non-finite gradients never enter the state: they make the result non-finite too, so the downstream guard skips the
-    step and restores the state, including the waiting gradients.
+    step and restores the state, including the waiting gradients. What the micro-steps exchanged it leaves to us, or it
+    would keep a second copy until it decides: their mean waits in their place, which has the same mean, and the
+    residuals, if any, are those of its codec, so that nothing is lost.
     """
 
     def init(params: PyTree) -> PyTree:
@@ -38,12 +40,13 @@ def delayed(exchange: optax.GradientTransformation, replicas: int) -> optax.Grad
         return DelayedState(waiting=waiting, exchange=exchange.init(params))
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        waiting: Any = state.waiting.tree
-        if isinstance(updates, Delayed):  # exchanged already, beside the micro-steps
-            updates, waiting = updates.grads_R, updates.before
-        mean, exchanged = exchange.update(waiting, state.exchange, params)
-        poison = jnp.where(jnp.isfinite(optax.tree.norm(updates)), 0.0, jnp.nan)
-        mean = jax.tree.map(lambda x: x + poison, mean)
-        return mean, DelayedState(waiting=replace(state.waiting, tree=updates), exchange=exchanged)
+        beside: Any = updates.before if isinstance(updates, Delayed) else None
+        grads_R: Any = updates.grads_R if isinstance(updates, Delayed) else updates
+        mean, exchanged = exchange.update(beside or state.waiting.tree, state.exchange, params)
+        finite = jnp.isfinite(optax.tree.norm(grads_R))
+        mean = jax.tree.map(lambda x: jnp.where(finite, x, jnp.nan), mean)
+        if beside:
+            grads_R = jax.tree.map(lambda new, mean: jnp.where(finite, new, mean), grads_R, beside.grads_R)
+        return mean, DelayedState(waiting=replace(state.waiting, tree=grads_R), exchange=exchanged)
 
     return optax.GradientTransformation(init, update)

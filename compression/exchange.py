@@ -132,7 +132,6 @@ NONE = HopTwo(
     build=lambda setup: exchange(setup.plan),
     refuse=lambda setup: None,
     in_backward=_plain_in_backward,
-    takes_pieces=True,
 )
 EXCHANGES = (NONE, *map(with_codec, ("bf16", "int8", "int4", "two_bit", "one_bit")))
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import jax.numpy as jnp
 import optax
 
 from compression.delayed import delayed
@@ -41,10 +40,9 @@ class HopTwo:
     takes_over: Literal["sgd", "adamw"] | None = None
     # the settings of the downstream optimizer, without the parts that the method implements itself
     downstream: Callable[[OptimizerConfig], OptimizerConfig] = lambda optimizer: optimizer
-    # hop two one layer at a time, for `sharding.overlap`; None: the method needs all gradients at once
+    # hop two of one layer, or of a piece of each of its tensors, for `sharding.overlap`, `delayed` and streaming local
+    # SGD; None: the method needs all gradients at once
     in_backward: Callable[[Setup], HopTwoInBackward] | None = None
-    # whether its exchange takes any piece of a shard too, without placements or a key, for `delayed`
-    takes_pieces: bool = False
 
     @property
     def hands_on(self) -> str:
@@ -73,16 +71,14 @@ class HopTwo:
         """Returns hop two inside the backward pass: the last micro-step's, or with `delayed` that of each.
 
         None where it can only come after the micro-steps: it must be an all-reduce that the method can do for each
-        layer by itself, and with `delayed` for any piece of it, which codecs cannot.
+        layer by itself.
         """
         plan, layout = setup.plan, setup.plan.layout
         all_reduces = layout.replica_axes and layout.parameters == layout.gradients == layout.optimizer
         by_layer = plan.overlap and layout.shape.tensor == 1
         if self.in_backward is None or not (by_layer and all_reduces):
             return None
+        found = self.in_backward(setup)
         if not setup.compression.delayed:
-            return self.in_backward(setup)
-        if not self.takes_pieces:
-            return None
-        nothing = jnp.zeros((), jnp.int32)
-        return replace(self.in_backward(setup), delayed=True, kept=lambda state: (nothing, state.waiting.tree))
+            return found
+        return replace(found.within(lambda state: state.exchange), waiting=lambda state: state.waiting.tree)

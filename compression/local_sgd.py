@@ -7,6 +7,11 @@
 With an outer learning rate of 1 and no momentum the parameters become the replicas' mean: local SGD (arXiv 1805.09767).
 The outer gradient passes through hop two, including its codec, once every H steps. Running averages, such as batch
 norm's, always become the replicas' mean: an outer momentum would carry them beyond every value that was seen.
+
+Streaming (Streaming DiLoCo, arXiv 2501.18512) spreads that over the H steps and hides it behind their compute: step t
+exchanges part t mod H of each tensor's drift, as the step before left it, and ends with the outer step of that part.
+What a replica does in the meantime, one step, it keeps: with x its drift before the step and m its movement in it, the
+part's drift becomes (x + m) - x = m (delayed averaging: DaSGD, arXiv 2006.00441; Streaming DiLoCo blends by a factor).
 """
 
 from dataclasses import replace
@@ -17,9 +22,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from compression.hop_two import HopTwo, Setup
 from compression.statistics import with_zero_counts
 from configs.schema import LocalSGDConfig
 from sharding.averages import part_averages
+from sharding.gradients import Delayed, HopTwoInBackward
 from sharding.replicas import PerReplica
 from sharding.scopes import Layout
 
@@ -38,7 +45,12 @@ def check_local_sgd(config: LocalSGDConfig, layout: Layout, num_steps: int) -> N
             "local_sgd needs a whole optimizer in each replica: sharding.strategy=ddp, hsdp or mics (one scope for "
             "parameters, gradients and optimizer state)"
         )
-    if num_steps % config.inner_steps:
+    if config.streaming and layout.shape.tensor > 1:
+        raise ValueError(
+            f"local_sgd.streaming cuts tensors into parts, but mesh.tensor={layout.shape.tensor} has cut them already; "
+            "set mesh.tensor=1"
+        )
+    if num_steps % config.inner_steps and not config.streaming:
         raise ValueError(
             f"num_steps={num_steps} must be a multiple of local_sgd.inner_steps={config.inner_steps}, or the "
             "updates of the last steps would be lost"
@@ -60,6 +72,24 @@ def drift(opt_state: PyTree) -> PyTree | None:
     return opt_state.drift.tree if isinstance(opt_state, LocalState) else None
 
 
+def streamed(method: HopTwo, setup: Setup, config: LocalSGDConfig) -> HopTwoInBackward:
+    """Returns the exchange of the drifts' parts beside the micro-steps. ValueError if the method takes no parts."""
+    if method.in_backward is None:
+        raise ValueError(
+            f"local_sgd.streaming exchanges parts of tensors, and compression.hop_two={method.name} needs them whole; "
+            "choose none, bf16, int8, int4, two_bit or one_bit"
+        )
+    found = method.in_backward(setup)
+
+    def kept(state: LocalState) -> tuple[jax.Array, PyTree]:
+        return state.step, found.kept(state.exchange)[1]
+
+    def waiting(state: LocalState) -> PyTree:
+        return jax.tree.map(jnp.negative, state.drift.tree)
+
+    return replace(found, kept=kept, waiting=waiting, parts=config.inner_steps)
+
+
 def local_sgd(
     exchange: optax.GradientTransformation,
     inner: optax.GradientTransformation,
@@ -69,7 +99,8 @@ def local_sgd(
     """Returns the transform of gradients `[R, ...]` that moves the shared parameters every `inner_steps` steps.
 
     The gradients are each replica's own, at `params + drift`. The transforms of `inner` are mapped over the replicas,
-    so that a guard among them skips the step of one replica without affecting the others.
+    so that a guard among them skips the step of one replica without affecting the others. If it is streaming, the
+    gradients are a Delayed, which holds the exchanged part of the drifts too.
     """
     outer = optax.sgd(config.outer_learning_rate, config.outer_momentum or None, nesterov=True)
 
@@ -87,25 +118,43 @@ def local_sgd(
         )
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        assert params is not None
+        assert params is not None and isinstance(updates, Delayed) == config.streaming
+        grads_R: Any = updates.grads_R if isinstance(updates, Delayed) else updates
         own_R = jax.tree.map(lambda p, d_R: p[None] + d_R, params, state.drift.tree)
-        moves_R, inner_state = jax.vmap(inner.update)(updates, state.inner.tree, own_R)
+        moves_R, inner_state = jax.vmap(inner.update)(grads_R, state.inner.tree, own_R)
         drift_R = jax.tree.map(jnp.add, state.drift.tree, moves_R)
         step = state.step + 1
 
-        def synchronise() -> tuple[PyTree, ...]:
-            mean, exchanged = exchange.update(jax.tree.map(jnp.negative, drift_R), state.exchange, params)
+        def outer_step(mean: PyTree) -> tuple[Any, Any]:
             mean, averages = part_averages(mean)
             moves: Any
             moves, outer_state = outer.update(mean, state.outer)
-            if averages:
-                moves = {**moves, **jax.tree.map(jnp.negative, averages)}
+            return {**moves, **jax.tree.map(jnp.negative, averages)} if averages else moves, outer_state
+
+        def take_part(before: Any) -> tuple[PyTree, ...]:
+            mean, exchanged = exchange.update(before, state.exchange, params)
+            moves, outer_state = outer_step(mean)
+            moves = jax.tree.map(lambda here, move: jnp.where(here, move, 0), before.part, moves)
+            left_R = jax.tree.map(lambda here, m_R, d_R: jnp.where(here[None], m_R, d_R), before.part, moves_R, drift_R)
+            if (velocity := optax.tree.get(outer_state, "trace")) is not None:  # the other parts keep theirs
+                part, _ = part_averages(before.part)
+                kept = jax.tree.map(jnp.where, part, velocity, optax.tree.get(state.outer, "trace"))
+                outer_state = optax.tree.set(outer_state, trace=kept)
+            return moves, left_R, outer_state, exchanged
+
+        def synchronise() -> tuple[PyTree, ...]:
+            mean, exchanged = exchange.update(jax.tree.map(jnp.negative, drift_R), state.exchange, params)
+            moves, outer_state = outer_step(mean)
             return moves, jax.tree.map(jnp.zeros_like, drift_R), outer_state, exchanged
 
         def continue_locally() -> tuple[PyTree, ...]:
             return jax.tree.map(jnp.zeros_like, params), drift_R, state.outer, with_zero_counts(state.exchange)
 
-        moves, drift_R, outer_state, exchanged = lax.cond(step % config.inner_steps == 0, synchronise, continue_locally)
+        if isinstance(updates, Delayed):
+            moves, drift_R, outer_state, exchanged = take_part(updates.before)
+        else:
+            meets = step % config.inner_steps == 0
+            moves, drift_R, outer_state, exchanged = lax.cond(meets, synchronise, continue_locally)
         return moves, LocalState(
             step=step,
             inner=replace(state.inner, tree=inner_state),

@@ -168,7 +168,7 @@ class Step:
 
     def seconds(self, timeline: Timeline) -> float:
         """Returns the step of a timeline, of the mean step if replicas meet only every few steps."""
-        every = max(1, self.experiment.config.local_sgd.inner_steps)
+        every = _steps_of_a_hop(self.experiment.config)
         return timeline.step_s - timeline.use("hop_two").exposed_s * (1 - 1 / every)
 
     def memory(self) -> Memory:
@@ -188,7 +188,7 @@ class Step:
     def prediction(self) -> Prediction:
         """Returns all that is said of the step."""
         config, timeline, cluster = self.experiment.config, self.timeline(), self.machine.cluster
-        every = max(1, config.local_sgd.inner_steps)
+        every = _steps_of_a_hop(config)
 
         def share(label: str) -> float:
             return 1 / every if label == "hop_two" else 1.0
@@ -220,6 +220,11 @@ class Step:
             usd_on_demand=_usd(cluster.on_demand, self.machine.nodes, tokens_per_s),
             usd_spot=_usd(cluster.spot, self.machine.nodes, tokens_per_s),
         )
+
+
+def _steps_of_a_hop(config: Config) -> int:
+    """Returns the steps in which the program's hop two runs once; streaming local SGD has a part of it in each."""
+    return 1 if config.local_sgd.streaming else max(1, config.local_sgd.inner_steps)
 
 
 def compiled_step(candidate: Candidate, experiment: Experiment, machine: Machine) -> Step:

@@ -1,15 +1,13 @@
 """The gradients of a batch: micro-steps in a `shard_map`, with gathers, hop one and, if it is to overlap, hop two."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from sharding.accumulation import Accumulating, Rule, values_of
@@ -25,9 +23,10 @@ from sharding.gathers import (
     used_placements,
 )
 from sharding.mesh import STAGE
+from sharding.pieces import cut, joined, part_of, which, with_part
 from sharding.pipeline import StagedLoss, forward_and_backward
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs, run_manual
-from sharding.spec import Placement, is_placement
+from sharding.spec import Placement, is_placement, pspecs
 
 PyTree = Any
 Value = TypeVar("Value")
@@ -41,7 +40,7 @@ GroupExchange = Callable[[str, PyTree, "Sums", jax.Array | int], "Sums"]  # (nam
 
 @dataclass(frozen=True, kw_only=True)
 class HopTwoInBackward:
-    """Hop two of a group of parameters, or of one layer, inside the last backward pass; delayed, inside each."""
+    """Hop two of a group of parameters, or of one layer, inside the last backward pass; of what waits, inside each."""
 
     # of the optimizer's state: exchanges done, and what hop two keeps for each replica, `[R, ...]`, or None
     kept: Callable[[PyTree], tuple[jax.Array, PyTree]]
@@ -49,8 +48,20 @@ class HopTwoInBackward:
     # and counts `f32 [num_counts]` that are added up
     exchange: Callable[[Sequence[Placement], Shards, Shards | None, jax.Array], tuple[Shards, Shards | None, jax.Array]]
     num_counts: int = 0
-    # what is kept are the gradients of the step before: a piece of them is exchanged beside each of the micro-steps
-    delayed: bool = False
+    # of the optimizer's state: what waits, `[R, ...]`, and is exchanged in place of the gradients of this step, a piece
+    # beside each micro-step (`sharding.overlap`; else after them)
+    waiting: Callable[[PyTree], PyTree] | None = None
+    # the steps in which all of that is exchanged: part `done % parts` of each tensor in this one
+    parts: int = 1
+
+    def within(self, part: Callable[[PyTree], PyTree]) -> "HopTwoInBackward":
+        """Returns the same for an optimizer's state of which `part(state)` is hop two's own."""
+        kept, waiting = self.kept, self.waiting
+        return replace(
+            self,
+            kept=lambda state: kept(part(state)),
+            waiting=None if waiting is None else lambda state: waiting(part(state)),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -61,12 +72,13 @@ class Exchanged:
     grads_R: PyTree
     kept_R: PyTree = None  # what hop two keeps of each replica
     counts: Any = ()  # `f32 [num_counts]`, the mean of all devices
+    part: PyTree = None  # bools, like the parameters: the elements that were exchanged, the others being 0
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Delayed:
-    """Gradients `[R, ...]` whose hop two remains to be done, and those of the step before, whose hop two is done."""
+    """Gradients `[R, ...]` whose hop two is not done, and what waited before this step, whose hop two is done."""
 
     grads_R: PyTree
     before: Exchanged
@@ -84,42 +96,55 @@ def manual_gradients(
     """Returns the gradients `[R, ...]`, one for each replica and reduced inside its group, and the means, `loss` too.
 
     Hop two remains to be done: the mean over R (MiCS section 3.4); unless `hop_two` did it, which makes them an
-    Exchanged, or did that of the step before, which makes them a Delayed. With `drift_R` each replica is at
+    Exchanged, or did that of what waited, which makes them a Delayed. With `drift_R` each replica is at
     `params + drift_R[r]`. With a StagedLoss the micro-steps are the micro-batches of a pipeline.
     """
     layout = plan.layout
     done, kept_R = hop_two.kept(opt_state) if hop_two else (jnp.zeros((), jnp.int32), None)
-    is_done = hop_two is not None and not hop_two.delayed
+    waiting_R = hop_two.waiting(opt_state) if hop_two and hop_two.waiting else None
+    is_done = hop_two is not None and waiting_R is None
 
     def on_device(
-        params: PyTree, batch: Batch, total: jax.Array, done: jax.Array, drift_R: PyTree, kept_R: PyTree
+        params: PyTree, batch: Batch, total: jax.Array, done: jax.Array, drift_R: PyTree, of_hop_two_R: PyTree
     ) -> tuple[PyTree, PyTree, jax.Array, Means]:
         own = replica_parameters(plan, params, drift_R)
-        kept = jax.tree.map(lambda x: vary(x[0], layout.data_axes), kept_R)
-        sums, means = micro_steps(loss, plan, own, batch, total, hop_two, kept, done)
-        grads = sums.grads
+        kept, waiting = jax.tree.map(lambda x: vary(x[0], layout.data_axes), of_hop_two_R)
+        sums, means = micro_steps(loss, plan, own, batch, total, hop_two, kept, done, waiting)
         # what is not cut is equal on all devices of the scope: its type is to say so
-        grads = plan.map(lambda p, g: g if p.dim is not None else same_on_all(g, p.not_held(layout.gradients)), grads)
+        grads, kept, waiting = (
+            tree
+            and plan.map(
+                lambda p, x: x if p.dim is not None else same_on_all(x, p.not_held(layout.gradients)),
+                tree,
+            )
+            for tree in (sums.grads, sums.kept, sums.waiting)
+        )
         if isinstance(loss, StagedLoss):
             grads = plan.map(lambda p, g: g if p.staged else sum_of_stages(g), grads)
         # times R: hop two takes the mean, and divided by the `total` of all replicas their gradients are to add up
         scale = 1 if is_done else layout.num_replicas
-        grads_R, kept_R = (jax.tree.map(lambda x: x[None], tree) for tree in (grads, sums.kept))
+        trees_R = jax.tree.map(lambda x: x[None], (jax.tree.map(lambda g: g * scale, grads), kept, waiting))
         counts = lax.pmean(sums.total_counts(), layout.data_axes)
-        return jax.tree.map(lambda g: g * scale, grads_R), kept_R, counts, lax.psum(means, layout.varying_axes)
+        part = which(params, done % hop_two.parts, hop_two.parts) if hop_two and waiting_R is not None else None
+        return trees_R, part, counts, lax.psum(means, layout.varying_axes)
 
     specs_R = gradient_specs(plan, tensor=False)
-    drift_specs, kept_specs = (None if tree is None else specs_R for tree in (drift_R, kept_R))
+    drift_specs, *of_hop_two = (None if tree is None else specs_R for tree in (drift_R, kept_R, waiting_R))
+    part_specs = None if waiting_R is None else pspecs(plan.placements, layout.gradients, tensor=False)
     run = run_manual(
         plan,
         on_device,
-        (specs_R, kept_specs, REPLICATED, REPLICATED),
-        (REPLICATED, REPLICATED, drift_specs, kept_specs),
+        ((specs_R, *of_hop_two), part_specs, REPLICATED, REPLICATED),
+        (REPLICATED, REPLICATED, drift_specs, tuple(of_hop_two)),
     )
-    grads_R, kept_R, counts, means = run(params, batch, jnp.sum(batch["weights"]), done, drift_R, kept_R)
+    trees_R, part, counts, means = run(params, batch, jnp.sum(batch["weights"]), done, drift_R, (kept_R, waiting_R))
+    grads_R, kept_R, waiting_R = trees_R
     if is_done:
         return Exchanged(grads_R=grads_R, kept_R=kept_R, counts=counts), means
-    return Delayed(grads_R=grads_R, before=Exchanged(grads_R=kept_R)) if hop_two else grads_R, means
+    if hop_two:
+        before = Exchanged(grads_R=waiting_R, kept_R=kept_R, counts=counts, part=part)
+        return Delayed(grads_R=grads_R, before=before), means
+    return grads_R, means
 
 
 def replica_parameters(plan: ShardingPlan, params: PyTree, drift_R: PyTree | None) -> PyTree:
@@ -144,11 +169,12 @@ def micro_steps(
     hop_two: HopTwoInBackward | None = None,
     kept: PyTree = None,
     done: jax.Array | int = 0,
+    waiting: PyTree = None,
 ) -> tuple["Sums", Means]:
     """Returns the sums over the micro-steps of this device's gradients, in their scope, and of its sums over `total`.
 
-    With `hop_two` the gradients are summed over the replicas too, or if it is delayed those that were `kept`; else
-    `kept` is what it keeps of them, after `done` times.
+    With `hop_two` the gradients are summed over the replicas too, or in their place the part of what is `waiting`
+    whose turn it is after `done` times; `kept` is what hop two keeps of them.
     """
     policy, parameters = plan.layout.gather, plan.layout.parameters
 
@@ -185,13 +211,8 @@ def micro_steps(
     if hop_two is None:
         (sums, value), told = lax.scan(micro_step, carry, items)
         return sums, _means(value, told)
-    if hop_two.delayed:
-        pieces = {name: _in_pieces(name, group, accumulation, plan.layout.num_replicas) for name, group in kept.items()}
-        carry = (with_hop_two(plan, grads, pieces, 0, hop_two.num_counts), carry[1])
-        exchange_piece = partial(_exchange_piece, plan, hop_two)
-        (sums, value), told = lax.scan(partial(micro_step, exchange=exchange_piece), carry, items)
-        whole = {name: _whole(sums.kept[name], group) for name, group in kept.items()}
-        return sums._replace(kept=whole), _means(value, told)
+    if waiting is not None:
+        return _with_waiting(plan, hop_two, micro_step, carry, items, kept, waiting, done)
     (sums, value), told = lax.scan(micro_step, carry, jax.tree.map(lambda x: x[:-1], items))
     sums = with_hop_two(plan, sums.grads, kept, done, hop_two.num_counts)
     # after the others: its forward pass needs nothing of them, and run before them it would hold its layers' inputs
@@ -247,15 +268,19 @@ def sum_of_stages(grad: jax.Array) -> jax.Array:
 
 
 class Sums(NamedTuple):
-    """What a micro-step adds to; hop two in it changes what it keeps and counts: in the last one, or delayed in each.
+    """What a micro-step adds to; hop two in it changes what it keeps and counts.
 
-    By group of parameters; `done` and `counts` of a stack are `[L]` and `[L, num_counts]`, of other groups `[]` and
-    `[num_counts]`.
+    In the last micro-step, or in each if something waits. By group of parameters; `done`, `piece` and `counts` of a
+    stack are `[L]`, `[L]` and `[L, num_counts]`, of other groups `[]`, `[]` and `[num_counts]`. What waits and what is
+    kept of it are cut into `[pieces, N]`, of a stack `[L, pieces, N]`.
     """
 
     grads: PyTree
     kept: PyTree = None
-    done: Any = None  # exchanges done, f32 because it is differentiated: integers have no cotangents
+    waiting: PyTree = None
+    # in f32 because they are differentiated: integers have no cotangents
+    done: Any = None  # exchanges done
+    piece: Any = None  # the next piece of what waits
     counts: Any = None
 
     def group(self, name: str) -> "Sums":
@@ -268,7 +293,14 @@ class Sums(NamedTuple):
         return jnp.sum(jnp.stack(by_group), axis=0) if by_group else jnp.zeros(0)
 
 
-def with_hop_two(plan: ShardingPlan, grads: PyTree, kept: PyTree, done: jax.Array | int, num_counts: int) -> Sums:
+def with_hop_two(
+    plan: ShardingPlan,
+    grads: PyTree,
+    kept: PyTree,
+    done: jax.Array | int,
+    num_counts: int,
+    waiting: PyTree = None,
+) -> Sums:
     """Returns the sums that the first micro-step with hop two in it starts from."""
 
     def fill(value: jax.Array | float, *shape: int) -> dict[str, jax.Array]:
@@ -276,7 +308,44 @@ def with_hop_two(plan: ShardingPlan, grads: PyTree, kept: PyTree, done: jax.Arra
         value = vary(jnp.asarray(value, jnp.float32), plan.layout.data_axes)
         return {name: jnp.broadcast_to(value, (*layers[name], *shape)) for name in grads}
 
-    return Sums(grads, kept, fill(done), fill(0, num_counts))
+    return Sums(grads, kept, waiting, fill(done), None if waiting is None else fill(0), fill(0, num_counts))
+
+
+def _with_waiting(
+    plan: ShardingPlan,
+    hop_two: HopTwoInBackward,
+    micro_step: Callable[..., tuple[Any, Means]],
+    carry: tuple[Sums, jax.Array],
+    items: tuple[jax.Array, Batch],
+    kept: PyTree,
+    waiting: PyTree,
+    done: jax.Array | int,
+) -> tuple[Sums, Means]:
+    """Runs the micro-steps, and hop two of the part of what is `waiting` whose turn it is.
+
+    A piece of it beside each of them, or without `sharding.overlap` all of it after them.
+    """
+    turn, parts = jnp.asarray(done) % hop_two.parts, hop_two.parts
+    own, shares = (part_of(tree, turn, parts) for tree in (kept, waiting))
+    if plan.overlap:
+        rows = [cut(tree, items[0].size) for tree in (own, shares)]
+        start = with_hop_two(plan, carry[0].grads, rows[0], done, hop_two.num_counts, rows[1])
+        beside = partial(micro_step, exchange=partial(_exchange_piece, plan, hop_two))
+        (sums, value), told = lax.scan(beside, (start, carry[1]), items)
+        own, shares = joined(sums.kept, own), joined(sums.waiting, shares)
+    else:
+        (sums, value), told = lax.scan(micro_step, carry, items)
+        counts = {}
+        for name in shares:
+            placements, of_group = used_placements(plan, name), own and own[name]
+            shares[name], of_group, counts[name] = _hop_two(
+                plan, hop_two, (name, done), placements, shares[name], of_group, waited=True
+            )
+            own = own and own | {name: of_group}
+        sums = sums._replace(counts=counts)
+    kept = with_part(kept, own, turn, parts)
+    waiting = with_part(jax.tree.map(jnp.zeros_like, waiting), shares, turn, parts)
+    return sums._replace(kept=kept, waiting=waiting), _means(value, told)
 
 
 def _length(stack: PyTree) -> int:
@@ -310,51 +379,55 @@ def accumulating(plan: ShardingPlan, params: PyTree, sums: Sums, exchange: Group
     }
 
 
-@jax.named_scope("hop_two")
 def _exchange_group(
     plan: ShardingPlan, hop_two: HopTwoInBackward, name: str, placements: PyTree, sums: Sums, layer: jax.Array | int
 ) -> Sums:
     """Runs hop two on the sums of a group, or of one layer."""
-    key = jax.random.key(crc32(name.encode()))
-    for number in (sums.done.astype(jnp.int32), layer):
-        key = jax.random.fold_in(key, number)
-    grads, tree = jax.tree.flatten(sums.grads)
-    kept = None if sums.kept is None else jax.tree.leaves(sums.kept)
-    exchanged = hop_two.exchange(jax.tree.leaves(placements, is_leaf=is_placement), grads, kept, key)
-    grads, kept, counts = jax.tree.map(lambda x: vary(x, plan.layout.data_axes), exchanged)
-    return Sums(tree.unflatten(grads), None if kept is None else tree.unflatten(kept), sums.done, counts)
+    numbers = (name, sums.done.astype(jnp.int32), layer)
+    grads, kept, counts = _hop_two(plan, hop_two, numbers, placements, sums.grads, sums.kept)
+    if kept is not None:  # of a gradient that is not finite it stays as it was
+        kept = jax.tree.map(lambda g, new, old: jnp.where(jnp.isfinite(g), new, old), grads, kept, sums.kept)
+    return sums._replace(grads=grads, kept=kept, counts=counts)
 
 
-@jax.named_scope("hop_two")
 def _exchange_piece(
     plan: ShardingPlan, hop_two: HopTwoInBackward, name: str, placements: PyTree, sums: Sums, layer: jax.Array | int
 ) -> Sums:
-    """Runs hop two on the next piece, `sums.done`, of what is kept of a group, or of one layer: `[pieces, N]`."""
-    del name, placements, layer
-    i = sums.done.astype(jnp.int32)
-    piece = lax.dynamic_index_in_dim(sums.kept, i, keepdims=False)
-    (piece,), *_ = hop_two.exchange((), [piece], None, jax.random.key(0))
-    piece = vary(piece, plan.layout.data_axes)
-    return sums._replace(kept=lax.dynamic_update_index_in_dim(sums.kept, piece, i, 0), done=sums.done + 1)
+    """Runs hop two on the next piece, `sums.piece`, of what waits of a group, or of one layer."""
+    piece = sums.piece.astype(jnp.int32)
+    rows = (sums.waiting, sums.kept)
+    waiting, kept = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, piece, keepdims=False), rows)
+    numbers = (name, sums.done.astype(jnp.int32), layer, piece)
+    *changed, counts = _hop_two(plan, hop_two, numbers, placements, waiting, kept, waited=True)
+    waiting, kept = jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, piece, 0), rows, tuple(changed))
+    return sums._replace(waiting=waiting, kept=kept, piece=sums.piece + 1, counts=sums.counts + counts)
 
 
-def _in_pieces(name: str, group: PyTree, pieces: int, replicas: int) -> jax.Array:
-    """Returns a replica's share of the mean of a group's shards as `[pieces, N]`, a stack's as `[L, pieces, N]`."""
-    leaves = jax.tree.leaves(group)
-    layers = leaves[0].shape[:1] if name == "layers" else ()
-    packed = jnp.concatenate([x.reshape(*layers, -1) / replicas for x in leaves], axis=-1)
-    filled = jnp.pad(packed, [(0, 0)] * len(layers) + [(0, -packed.shape[-1] % pieces)])
-    return filled.reshape(*layers, pieces, -1)
+@jax.named_scope("hop_two")
+def _hop_two(
+    plan: ShardingPlan,
+    hop_two: HopTwoInBackward,
+    numbers: tuple[Any, ...],
+    placements: PyTree,
+    sums: PyTree,
+    kept: PyTree,
+    *,
+    waited: bool = False,
+) -> tuple[PyTree, PyTree, jax.Array]:
+    """Returns the sums over the replicas, what is kept, and the counts; `numbers`, a name first, make the random key.
 
-
-def _whole(pieces: jax.Array, group: PyTree) -> PyTree:
-    """Undoes `_in_pieces`, for shards like those of `group`."""
-    leaves, tree = jax.tree.flatten(group)
-    layers = pieces.shape[:-2]
-    flat = pieces.reshape(*layers, -1)
-    ends = np.cumsum([x.size // prod(layers) for x in leaves])
-    parts = jnp.split(flat, ends, axis=-1)[:-1]
-    return tree.unflatten([part.reshape(x.shape) for part, x in zip(parts, leaves, strict=True)])
+    What waited are a replica's gradients, of which its share of the mean is summed.
+    """
+    key = jax.random.key(crc32(numbers[0].encode()))
+    for number in numbers[1:]:
+        key = jax.random.fold_in(key, number)
+    leaves, tree = jax.tree.flatten(sums)
+    if waited:
+        leaves = [x / plan.layout.num_replicas for x in leaves]
+    of_leaves = None if kept is None else jax.tree.leaves(kept)
+    exchanged = hop_two.exchange(jax.tree.leaves(placements, is_leaf=is_placement), leaves, of_leaves, key)
+    leaves, of_leaves, counts = jax.tree.map(lambda x: vary(x, plan.layout.data_axes), exchanged)
+    return tree.unflatten(leaves), None if of_leaves is None else tree.unflatten(of_leaves), counts
 
 
 def micro_loss(loss: Callable[[PyTree, Batch, Gather], Value], plan: ShardingPlan, kept: PyTree, micro: Batch) -> Value:

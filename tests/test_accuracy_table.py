@@ -29,6 +29,7 @@ def test_how_many_times_fewer_bytes_a_run_sends() -> None:
     assert claimed["int8, AdamW"] == 30 and claimed["dense, SGD"] == 30
     assert claimed["one_bit_adam, AdamW"] == pytest.approx(1 / (0.2 + 0.8 / 30))
     assert claimed["dgc, 99 %, SGD"] == 15 and claimed["DiLoCo, 10 steps, AdamW"] == 300
+    assert claimed["DiLoCo, 10 steps, streaming, AdamW"] == 300
 
 
 def test_a_seed_without_a_dense_run_has_no_difference() -> None:

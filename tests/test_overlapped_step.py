@@ -70,23 +70,30 @@ def test_hop_two_runs_once_per_layer_and_sends_no_more(method: str) -> None:
     assert after <= inside <= after * (1.0 if method == "none" else 1.1)  # a layer's rows are filled up on their own
 
 
-@pytest.mark.parametrize("method", ["int8", "two_bit"])
-def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(method: str) -> None:
-    """In the first step, with gradient descent at a rate of 1, the parameters move by what hop two hands on."""
+@pytest.mark.parametrize(
+    ("method", "late"),
+    [("int8", False), ("two_bit", False), ("int8", True), pytest.param("two_bit", True, marks=pytest.mark.slow)],
+)
+def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(method: str, late: bool) -> None:
+    """With gradient descent at a rate of 1, the parameters first move by what hop two hands on; delayed, a step later.
+
+    Delayed, both runs have the same gradients to hand on: those at the start.
+    """
     plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES["mics(2)"])
     start = jax.tree.map(np.asarray, workload.params("decoder", LAYERS))
 
-    def one_step(hop_two: str, in_backward: Any) -> Any:
-        setup = workload.setup(plan, hop_two, **CODEC)
-        chain = dict(hop_two=method_named(hop_two).build(setup), tx=workload.optax.sgd(1.0))
+    def steps(hop_two: str, in_backward: Any) -> Any:
+        setup = workload.setup(plan, hop_two, delayed=late, **CODEC)
+        chain = dict(hop_two=method_named(hop_two).transform(setup), tx=workload.optax.sgd(1.0))
         compiled, state, data = workload.compiled_step(
             "decoder", plan, num_layers=LAYERS, accumulation=2, in_backward=in_backward, **chain
         )
-        return compiled(state, data)
+        return workload.run_steps(compiled, state, data, 2 if late else 1)[1:]
 
-    plain, _ = one_step("none", None)
-    state, metrics = one_step(method, workload.hop_two_in_backward(plan, method, **CODEC))
-    residual = state.opt_state.exchange.residual.tree
+    plain, _ = steps("none", None)
+    state, metrics = steps(method, workload.hop_two_in_backward(plan, method, delayed=late, **CODEC))
+    exchange = state.opt_state.exchange.exchange if late else state.opt_state.exchange
+    residual = exchange.residual.tree
 
     def check(p: np.ndarray, whole: jax.Array, handed_on: jax.Array, kept_R: jax.Array) -> None:
         moved, kept = p - np.asarray(handed_on), np.asarray(kept_R).sum(0)
@@ -94,7 +101,7 @@ def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(method: str) 
 
     jax.tree.map(check, start, plain.params, state.params, residual)
     assert sum(np.abs(np.asarray(x)).sum() for x in jax.tree.leaves(residual)) > 0
-    assert int(state.opt_state.exchange.step) == 1 and float(metrics["hop_two_ratio"]) > 2
+    assert int(exchange.step) == 1 + late and float(metrics["hop_two_ratio"]) > 2
 
 
 def test_counts_equal_the_exchange_after_the_backward_pass_but_for_filling_up() -> None:
@@ -134,18 +141,20 @@ def test_delayed_beside_the_micro_steps_equals_delayed_after_them(kind: str, str
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
-def test_delayed_exchanges_a_piece_of_each_layer_in_every_micro_step_and_sends_no_more() -> None:
+@pytest.mark.parametrize("method", ["none", "int8"])
+def test_delayed_exchanges_a_piece_of_each_layer_in_every_micro_step_and_sends_no_more(method: str) -> None:
     plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES["mics(2)"])
-    hop_two = method_named("none").transform(workload.setup(plan, "none", delayed=True))
+    codec = CODEC if method == "int8" else {}
+    hop_two = method_named(method).transform(workload.setup(plan, method, delayed=True, **codec))
     counted = []
-    for beside in (None, workload.hop_two_in_backward(plan, "none", delayed=True)):
+    for beside in (None, workload.hop_two_in_backward(plan, method, delayed=True, **codec)):
         step, *_ = workload.compiled_step(
             "decoder", plan, num_layers=LAYERS, hop_two=hop_two, in_backward=beside, accumulation=2
         )
         counted.append(crossing(read_collectives(step.as_text() or "", plan.layout.shape)))
     after, inside = (sum(c.times * c.inter_bytes for c in found) for found in counted)
     assert max(c.times for c in counted[1]) == 2 * (LAYERS - 1)
-    assert inside == pytest.approx(after, rel=0.01)  # filled up to pieces of one size; scalars apart
+    assert inside == pytest.approx(after, rel=0.01 if method == "none" else 0.15)  # filled up to pieces of one size
 
 
 def test_values_that_are_not_finite_skip_the_step_and_leave_the_residuals() -> None:
@@ -154,11 +163,38 @@ def test_values_that_are_not_finite_skip_the_step_and_leave_the_residuals() -> N
     in_backward = workload.hop_two_in_backward(plan, "int8", **CODEC)
     step, state, data = workload.compiled_step("decoder", plan, hop_two=tx, in_backward=in_backward)
     state, _ = step(state, data)
-    before = jax.tree.map(np.asarray, (state.params, state.opt_state.exchange))
+    before = jax.tree.map(np.array, (state.params, state.opt_state.exchange.residual))
+    assert any(x.any() for x in jax.tree.leaves(before[1]))
     data["weights"] = data["weights"].at[0, 0].set(np.inf)
     state, _ = step(state, data)
-    jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.opt_state.exchange))
-    assert int(state.opt_state.skipped) == 1 and int(state.opt_state.exchange.step) == 1
+    jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.opt_state.exchange.residual))
+    assert int(state.opt_state.skipped) == 1
+
+
+@pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.slow), "int8"])
+def test_values_that_are_not_finite_skip_the_step_and_lose_nothing_that_was_delayed(method: str) -> None:
+    """The mean of what waits, and what the codec keeps, are together what they were."""
+    plan = workload.plan("decoder", overlap=True, **STRATEGIES["mics(2)"])
+    hop_two = method_named(method).transform(workload.setup(plan, method, delayed=True, **CODEC))
+    beside = workload.hop_two_in_backward(plan, method, delayed=True, **CODEC)
+    step, state, data = workload.compiled_step("decoder", plan, hop_two=hop_two, in_backward=beside)
+    state, _ = step(state, data)
+
+    def to_come(state: Any) -> Any:
+        found = jax.tree.map(lambda x: np.asarray(x).mean(0), state.opt_state.exchange.waiting.tree)
+        if method == "none":
+            return found
+        kept_R = state.opt_state.exchange.exchange.residual.tree
+        return jax.tree.map(lambda x, kept: x + np.asarray(kept).sum(0), found, kept_R)
+
+    params, expected = jax.tree.map(np.array, state.params), to_come(state)
+    assert min(np.abs(x).max() for x in jax.tree.leaves(expected)) > 1e-4
+    data["weights"] = data["weights"].at[0, 0].set(np.inf)
+    for _ in range(2):
+        state, _ = step(state, data)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), to_come(state), expected)
+    jax.tree.map(np.testing.assert_array_equal, state.params, params)
+    assert int(state.opt_state.skipped) == 2
 
 
 @pytest.mark.parametrize(
@@ -252,8 +288,10 @@ def test_the_config_decides_where_hop_two_runs() -> None:
     inside = {"sharding.overlap": "on", "compression.hop_two": "int8"}
     assert make_experiment(tiny_config(inside)).hop_two is not None
     beside = make_experiment(tiny_config({"sharding.overlap": "on", "compression.delayed": True})).hop_two
-    assert beside is not None and beside.delayed
-    for after in ({}, inside | {"compression.delayed": True}, inside | {"local_sgd.inner_steps": 2}):
+    assert beside is not None and beside.waiting is not None
+    encoded = make_experiment(tiny_config(inside | {"compression.delayed": True})).hop_two
+    assert encoded is not None and encoded.waiting is not None
+    for after in ({}, inside | {"local_sgd.inner_steps": 2}):
         assert make_experiment(tiny_config(after)).hop_two is None
 
 
@@ -279,7 +317,7 @@ def tiny_config(changes: dict[str, Any]) -> Config:
         (dict(strategy="zero3"), {}, "none"),
         (dict(strategy="zero1"), {}, "none"),
         (dict(strategy="hsdp", tensor=2), {}, "none"),
-        (dict(strategy="hsdp"), {"delayed": True}, "int8"),
+        (dict(strategy="hsdp"), {"delayed": True}, "power_sgd"),
         (dict(strategy="hsdp"), {}, "power_sgd"),
     ],
 )

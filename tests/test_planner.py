@@ -22,6 +22,7 @@ from planner.predict import Step, compiled_step, what_helps
 from planner.report import from_json, scaling_text, to_json
 from planner.spot import World, world_of
 from planner.timeline import REPEATED, Interval, Timeline
+from sharding.hlo import read_collectives
 from training.experiment import make_experiment
 
 pytestmark = IGNORED
@@ -147,6 +148,24 @@ def test_local_steps_share_what_is_sent_once(step: Step) -> None:
     assert exposed > 0
     assert local.prediction().step_s == pytest.approx(whole.step_s - 0.75 * exposed)
     assert local.prediction().inter_bytes < 0.5 * step.prediction().inter_bytes
+
+
+@pytest.mark.slow
+def test_streaming_local_steps_have_their_share_of_what_is_sent_in_the_program(step: Step) -> None:
+    """A quarter of hop two is in every step, and counts whole."""
+    config = small(local_sgd__inner_steps=4, local_sgd__streaming=True, num_steps=8)
+    keys = ("local_sgd.inner_steps=4", "local_sgd.streaming=True", "num_steps=8")
+    words = (*WORDS, *(f"--config.{key}" for key in keys))
+    found = compiled_step(of_config(config), make_experiment(config), replace(machine(), config_words=words))
+    assert found.prediction().step_s == pytest.approx(found.timeline().step_s)
+    assert sent_in_hop_two(found) == pytest.approx(sent_in_hop_two(step) / 4, rel=0.05)
+    others = step.prediction().inter_bytes - sent_in_hop_two(step)
+    assert found.prediction().inter_bytes == pytest.approx(sent_in_hop_two(found) + others, rel=0.01)
+
+
+def sent_in_hop_two(step: Step) -> float:
+    collectives = read_collectives(step.compiled.text, step.compiled.shape)
+    return sum(c.inter_bytes * c.times for c in collectives if c.label == "hop_two")
 
 
 # ------------------------------------------------------------------------------------------------ the program

@@ -1,7 +1,6 @@
 """The small models and the oracle that the tests of the step share: a single device, written without any sharding."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -187,7 +186,7 @@ def hop_two_in_backward(plan: ShardingPlan, hop_two: str, **compression: Any) ->
     """Hop two inside the backward pass, for a guarded chain."""
     found = method_named(hop_two).overlapped(setup(plan, hop_two, **compression))
     assert found is not None
-    return replace(found, kept=lambda opt_state: found.kept(opt_state.exchange))
+    return found.within(lambda opt_state: opt_state.exchange)
 
 
 def put_batch(sh: ShardingPlan, accumulation: int, rows: int = ROWS, kind: str = "decoder") -> Any:

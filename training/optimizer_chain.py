@@ -10,7 +10,7 @@ import optax
 
 from compression.exchange import exchange
 from compression.hop_two import HopTwo, Setup
-from compression.local_sgd import LocalState, check_local_sgd, local_sgd
+from compression.local_sgd import LocalState, check_local_sgd, local_sgd, streamed
 from compression.methods import method_named
 from compression.statistics import statistics
 from configs.schema import Config
@@ -54,10 +54,15 @@ def _hop_two(method: HopTwo, setup: Setup) -> optax.GradientTransformation:
 
 
 def overlapped_hop_two(config: Config, plan: ShardingPlan, specs: Any) -> HopTwoInBackward | None:
-    """Returns hop two as the last backward pass runs it; None if it comes after it, as part of the chain."""
-    method = method_named(config.compression.hop_two)
-    found = None if config.local_sgd.inner_steps else method.overlapped(_setup(config, plan, specs))
-    return found and replace(found, kept=lambda opt_state: found.kept(opt_state.exchange))
+    """Returns hop two as the backward passes run it; None if it comes after them, as part of the chain.
+
+    ValueError for a method that streaming local SGD cannot use.
+    """
+    method, setup = method_named(config.compression.hop_two), _setup(config, plan, specs)
+    if config.local_sgd.inner_steps:
+        return streamed(method, setup, config.local_sgd) if config.local_sgd.streaming else None
+    found = method.overlapped(setup)
+    return found and found.within(lambda opt_state: opt_state.exchange)
 
 
 def _setup(config: Config, plan: ShardingPlan, specs: Any) -> Setup:

@@ -1,4 +1,4 @@
-"""The section `local_sgd`: replicas that synchronise only every few steps (DiLoCo)."""
+"""The section `local_sgd`: replicas that synchronise only every few steps (DiLoCo, Streaming DiLoCo)."""
 
 from dataclasses import dataclass
 
@@ -18,3 +18,13 @@ class LocalSGDConfig(Section):
         0.7, "learning rate of Nesterov SGD on the replicas' mean movement (DiLoCo); 1 for plain averaging", above=0
     )
     outer_momentum: float = key(0.9, "momentum of that SGD; 0 for plain averaging", least=0, below=1)
+    streaming: bool = key(
+        False, "synchronise 1/inner_steps of each tensor in every step, beside the compute (Streaming DiLoCo)"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.streaming and not self.inner_steps:
+            raise ValueError(
+                "local_sgd.streaming=True needs local_sgd.inner_steps above 0: the steps in which all synchronises once"
+            )

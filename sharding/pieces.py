@@ -1,0 +1,68 @@
+"""Cuts of parameters for hop two beside the micro-steps: a part of each tensor in a step, a piece of it a micro-step.
+
+All trees are of a device's shards, by group of parameters. Shards are cut flat, those of the stack `layers` layer by
+layer: `[...]` into `[count, N]`, `[L, ...]` into `[L, count, N]`. What does not divide is filled up with zeros.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+PyTree = Any
+
+
+def cut(tree: PyTree, count: int) -> PyTree:
+    """Returns the tensors as `count` rows each."""
+    return _by_group(partial(_cut, count=count), tree)
+
+
+def joined(rows: PyTree, like: PyTree) -> PyTree:
+    """Undoes `cut`, for tensors `like` these."""
+    return _by_group(lambda x, like, axis: _joined(x, like.shape, axis), rows, like)
+
+
+def part_of(tree: PyTree, i: jax.Array, parts: int) -> PyTree:
+    """Returns part `i` of each tensor: `[N]`, of a stack `[L, N]`."""
+    return _by_group(lambda x, axis: lax.dynamic_index_in_dim(_cut(x, axis, parts), i, axis, keepdims=False), tree)
+
+
+def with_part(tree: PyTree, part: PyTree, i: jax.Array, parts: int) -> PyTree:
+    """Returns the tensors with their part `i` replaced."""
+
+    def put(x: jax.Array, part: jax.Array, axis: int) -> jax.Array:
+        rows = jnp.expand_dims(part, axis)
+        if parts > 1:  # a choice for each element, which XLA makes where the result is used
+            here = (jnp.arange(parts) == i).reshape([1] * axis + [parts, 1])
+            rows = jnp.where(here, rows, _cut(x, axis, parts))
+        return _joined(rows, x.shape, axis)
+
+    return _by_group(put, tree, part)
+
+
+def which(tree: PyTree, i: jax.Array, parts: int) -> PyTree:
+    """Returns which elements are in part `i`, as bools."""
+    nowhere = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), tree)
+    return with_part(nowhere, jax.tree.map(jnp.ones_like, part_of(nowhere, i, parts)), i, parts)
+
+
+def _by_group(function: Callable[..., jax.Array], tree: PyTree, *others: PyTree) -> PyTree:
+    """Maps `function(leaf, ..., axis=...)`, the axis being that of the rows; None stays None."""
+    return tree and {
+        name: jax.tree.map(partial(function, axis=int(name == "layers")), group, *(other[name] for other in others))
+        for name, group in tree.items()
+    }
+
+
+def _cut(x: jax.Array, axis: int, count: int) -> jax.Array:
+    flat = x.reshape(*x.shape[:axis], -1)
+    flat = jnp.pad(flat, [(0, 0)] * axis + [(0, -flat.shape[-1] % count)])
+    return flat.reshape(*x.shape[:axis], count, -1)
+
+
+def _joined(rows: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+    return rows.reshape(*shape[:axis], -1)[..., : prod(shape[axis:])].reshape(shape)
