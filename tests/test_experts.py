@@ -6,13 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import workload
 from dense_experts import dense_loop, plain_slots
 
 import models
-from configs.schema import MoeConfig
+from configs import base
+from configs.schema import MoeConfig, OptimizerConfig
 from models.experts import route, told
+from optimizers import make_optimizer
 from sharding.spec import ParamSpec
 
 SMALL: dict[str, Any] = dict(
@@ -130,3 +133,25 @@ def test_operations_are_those_of_the_experts_that_a_token_goes_to() -> None:
     wide = models.Decoder(replace(wide.config, intermediate=2 * SMALL["intermediate"]))
     assert many.flops_per_token(8) == wide.flops_per_token(8) + 6 * router
     assert many.num_params > 4 * wide.num_params
+
+
+def test_muon_orthogonalises_each_expert_by_itself() -> None:
+    """One stack of three experts, and three layers' matrices that are parameters of their own."""
+    matrix = ParamSpec(shape=(1, 8, 16), dims=("layers", "embed", "mlp"))
+    stack = ParamSpec(shape=(1, 3, 8, 16), dims=("layers", "experts", "embed", "mlp"))
+    table = ParamSpec(shape=(4, 8), dims=("vocab", "embed"))
+    config = OptimizerConfig(**base.get_config().optimizer.to_dict() | {"name": "muon", "clip_norm": 0.0})
+    grads = np.random.default_rng(0).normal(size=stack.shape).astype(np.float32)
+
+    def updates(specs: Any, layers: Any) -> Any:
+        params = jax.tree.map(lambda s: jnp.ones(s.shape), specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+        tx = make_optimizer(config, 10, specs, optax.identity())
+        given = {"table": jnp.zeros(table.shape), "layers": layers}
+        return jax.jit(lambda g, p: tx.update(g, tx.init(p), p)[0])(given, params)["layers"]
+
+    together = updates({"table": table, "layers": {"up": stack}}, {"up": grads})["up"]
+    names = "abc"
+    apart = {name: grads[:, i] for i, name in enumerate(names)}
+    apart = updates({"table": table, "layers": dict.fromkeys(names, matrix)}, apart)
+    np.testing.assert_allclose(together, np.stack([apart[name] for name in names], axis=1), atol=1e-6)
+    assert np.abs(together).max() > 1e-5

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from running import IGNORED, arguments, losses, rows, run_here
+from running import IGNORED, arguments, losses, rows, run_here, stop_after
 
 from configs.schema import Config
 from planner.bounds import SLACK, traffic
+from runtime.exit_codes import ExitCode
 from training.experiment import make_experiment
 
 pytestmark = IGNORED
@@ -54,7 +55,9 @@ def test_a_run_goes_on_with_another_scope(tmp_path: Path) -> None:
     """Three steps with experts divided over a node, three with all gathered: as if nothing had changed."""
     changes = MOE | {"num_steps": 6, "checkpoint__every": 3}
     assert run_here(*arguments(tmp_path / "whole", **changes)) == 0
-    assert run_here(*arguments(tmp_path / "part", **changes | {"num_steps": 3})) == 0
+    with pytest.MonkeyPatch.context() as patched:
+        stop_after(patched, 3)
+        assert run_here(*arguments(tmp_path / "part", **changes)) == ExitCode.RESUMABLE
     other = {"sharding__strategy": "zero3", "sharding__partition_size": 0, "sharding__experts": 4}
     assert run_here(*arguments(tmp_path / "part", **changes | other)) == 0
     np.testing.assert_allclose(losses(tmp_path / "part"), losses(tmp_path / "whole"), rtol=1e-5)
