@@ -4,8 +4,9 @@
 
 Bottlenecks in stages of 6, 8, 46 and 6, eight times as wide inside as ResNet's: 3.03 B parameters. 198 convolutions are
 in the blocks' branches; with the stem and the classifier that makes 200 layers (4 shortcuts are convolutions too).
-As in the paper: float32, synthetic images of 3 x 224 x 224, 8 per device, no rematerialisation. The partition group,
-one node, and the optimizer are ours.
+As in the paper: float32, synthetic images of 3 x 224 x 224, 8 per device, and no convolution is computed twice (norms
+and ReLUs are: `remat=dots`, with which gathered parameters need not be kept). The partition group, one node, and the
+optimizer are ours.
 
 Hardware: 2 nodes or more of 8 GPUs with 32 GB.
 Not run yet.
@@ -22,7 +23,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config = base.get_config()
     config.num_steps = 100
     config.model = base.resnet(50)
-    config.model.update({"stage_blocks": (6, 8, 46, 6), "widening": 8, "norm": "batch", "remat": "none"})
+    config.model.update({"stage_blocks": (6, 8, 46, 6), "widening": 8, "norm": "batch", "remat": "dots"})
     config.data.update({"source": "synthetic", "objective": "classify", "image_size": 224, "channels": 3})
     config.data.prefetch = 16
     config.batch.update({"global_size": 128, "micro_size": 8})

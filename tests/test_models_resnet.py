@@ -12,12 +12,16 @@ from jax.extend.core import jaxprs_in_params
 from test_strategies import STRATEGIES
 
 import models
-from configs import base, digits, resnet50, resnet110, wide_resnet_3b
+from configs import base, digits, resnet50, resnet50_lars, resnet110, wide_resnet_3b
+from configs.base import typed
 from configs.schema import Config, ResNetConfig
 from models.model import Params
 from models.resnet import norm_channels
 from sharding.averages import part_averages
 from sharding.hlo import read_collectives
+from sharding.scopes import make_layout
+from sharding.spec import place_all
+from training.batches import accumulation
 
 
 def whole(name: str, tree: Params) -> Params:
@@ -217,9 +221,24 @@ def test_the_wide_network_of_mics_has_three_billion_parameters_in_200_layers() -
     assert len(weights) - expected["shortcuts"] + 1 == 200  # the last one is the classifier
     assert (expected["shortcuts"], len(norm_channels(model.config))) == (4, len(weights))
     assert math.isclose(model.num_params, 3e9, rel_tol=0.02)
-    assert (section.model.remat, section.model.compute_dtype, section.batch.micro_size) == ("none", "float32", 8)
+    assert (section.model.remat, section.model.compute_dtype, section.batch.micro_size) == ("dots", "float32", 8)
     # the same count, of a network whose size torchvision states: wide_resnet50_2
     assert count((3, 4, 6, 3), (1, 3, 1), 2 * 64, 4 * 64, classes=1000)["parameters"] == 68_883_240
+
+
+@pytest.mark.parametrize(
+    ("config", "nodes", "per_node"),
+    [(wide_resnet_3b, 2, 8), (resnet50, 2, 8), (resnet50_lars, 16, 8), (resnet110, 4, 1)],
+    ids=["wide", "50", "50 with LARS", "110"],
+)
+def test_large_configs_fit_their_hardware(config: Any, nodes: int, per_node: int) -> None:
+    """The scopes cut every parameter, the gathers allow what is kept, and no micro-step has rows of padding."""
+    settings = typed(config.get_config())
+    layout = make_layout(settings.sharding, num_nodes=nodes, devices_per_node=per_node)
+    layout.gather.refuse_remat(settings.model.remat, layout.parameters)
+    place_all(models.build(settings.model).param_specs(), layout)
+    rows = nodes * per_node * settings.batch.micro_size
+    assert rows * accumulation(settings.batch, nodes * per_node) == settings.batch.global_size
 
 
 def test_resnet_110_is_that_of_cifar() -> None:

@@ -183,7 +183,8 @@ def formula_rates(peak: float, final: float, warmup: int, num_steps: int, schedu
     rates = []
     for step in range(num_steps):
         done = (step - warmup) / (num_steps - 1 - warmup) if step > warmup else 0.0
-        falling = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[schedule]
+        falling = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
+        falling = (falling | {"quadratic": (1 - done) ** 2})[schedule]
         after = peak * falling if schedule == "constant" else final + (peak - final) * falling
         rates.append(peak * (step + 1) / warmup if step < warmup else after)
     return rates
@@ -279,7 +280,7 @@ def test_weight_decay_is_learning_rate_times_decay_times_parameter() -> None:
 # -------------------------------------------------------------------------------- schedules, clipping, the guard
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "quadratic"])
 @pytest.mark.parametrize("warmup", [0, 1, 10])
 def test_schedules_match_their_formulas(schedule: str, warmup: int) -> None:
     config = optimizer_config("adamw", schedule=schedule, warmup_steps=warmup, learning_rate=0.5, final_fraction=0.2)
