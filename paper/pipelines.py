@@ -99,8 +99,8 @@ class Run:
 
     @property
     def kept_bytes(self) -> float:
-        """What a device keeps for the backward pass: layers' inputs, and those of 2 S - 1 micro-batches."""
-        kept = self.shape.layers / self.stages + (2 * self.stages - 1 if self.stages > 1 else 0)
+        """What a device keeps for the backward pass: layers' inputs, and those of 2 S - 3 micro-batches."""
+        kept = self.shape.layers / self.stages + (2 * self.stages - 3 if self.stages > 1 else 0)
         return kept * self.shape.rows * self.shape.seq_len * self.shape.hidden * HALF
 
 

@@ -4,7 +4,8 @@ The schedule is 1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv 2006.09503; 
 lockstep: in a tick every stage runs one micro-batch forward and another one backward, and hands the results to its
 neighbours. Of S stages, stage s runs micro-batch i forward in tick `i + s` and backward in tick `i + 2 (S - 1) - s`.
 So only forwards fill the pipeline, S - 1 ticks; only backwards empty it, S - 1 ticks; and between them lie A ticks with
-both, for A micro-batches. A stage keeps the inputs of `2 S - 1` micro-batches at most, however large A is.
+both, for A micro-batches. A stage keeps the inputs of `2 S - 3` micro-batches at most, however large A is; the first
+one has its rows as input.
 
 A stage without a micro-batch to run in a tick runs a copy of one, because the time is lost anyway; no gradient comes of
 it: the cotangents that it gets are zeros. Everything here runs inside a `shard_map` whose axis `stage` is manual.
@@ -81,7 +82,7 @@ def forward_and_backward(
     `zeros` are like what the stages hand on.
     """
     num_stages, count = lax.axis_size(STAGE), batch["weights"].shape[0]
-    stage, slots = lax.axis_index(STAGE), 2 * num_stages - 1
+    stage, slots = lax.axis_index(STAGE), 2 * num_stages - 3
 
     def run_forward(x: jax.Array, kept: jax.Array, tick: jax.Array) -> tuple[jax.Array, jax.Array]:
         i = tick - stage

@@ -205,7 +205,7 @@ def test_bfloat16_activations_take_half_the_bytes() -> None:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_micro_batches() -> None:
-    """1F1B keeps the inputs of 2 S - 1 micro-batches: 32 micro-batches need the temporaries of 8, but for the rows."""
+    """1F1B keeps the inputs of 2 S - 3 micro-batches: 32 micro-batches need the temporaries of 8, but for the rows."""
 
     def temporaries(accumulation: int) -> int:
         sh = workload.plan("decoder", stages=4, num_layers=LAYERS, strategy="ddp")
