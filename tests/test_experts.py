@@ -52,7 +52,7 @@ def test_routes_equal_a_plain_router(per_token: int, room: int) -> None:
     [
         dict(experts_per_token=2, capacity_factor=1.0),
         dict(experts_per_token=1, capacity_factor=0.5, activation="gelu", norm="layer", use_bias=True),
-        dict(experts_per_token=2, moe_every=2, capacity_factor=8.0),
+        pytest.param(dict(experts_per_token=2, moe_every=2, capacity_factor=8.0), marks=pytest.mark.slow),
     ],
     ids=["top-2", "top-1", "every other layer"],
 )
@@ -112,7 +112,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     np.testing.assert_array_equal(logits(tokens)[kept], logits(others)[kept])
 
 
-@pytest.mark.parametrize("moe_every", [1, 2])
+@pytest.mark.parametrize("moe_every", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sampling_takes_the_most_likely_token(moe_every: int) -> None:
     """With room for all: a sampled token has the room of its row to itself."""
     model = models.Moe(MoeConfig(**SMALL, num_experts=4, capacity_factor=4.0, moe_every=moe_every))

@@ -34,6 +34,7 @@ def test_a_run_tells_what_it_drops(tmp_path: Path, capsys: pytest.CaptureFixture
     assert said == ["2", "4"]
 
 
+@pytest.mark.slow
 def test_a_run_with_room_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And its file of collectives has the tokens' all-to-alls, of the formula's bytes."""
     changes = MOE | {"model__capacity_factor": 4.0, "model__moe_every": 1, "model__num_layers": 4, "sample__length": 4}
