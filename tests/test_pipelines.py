@@ -107,6 +107,22 @@ def test_encoded_hop_two_inside_the_stages() -> None:
     assert residual.shape[:2] == (2, LAYERS) and residual.sharding.shard_shape(residual.shape)[:2] == (1, LAYERS // 2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "adafactor", "muon"])
+def test_optimizers_see_the_whole_stack(optimizer: str) -> None:
+    """Norms, factored moments and orthogonalisation are of the global arrays, wherever their layers lie."""
+    found = []
+    for stages in (1, 2):
+        experiment = make_experiment(config(mesh__stages=stages, optimizer__name=optimizer))
+        layout, rng = experiment.batches, np.random.default_rng(0)
+        shape = (layout.accumulation * layout.rows_per_micro_step, experiment.config.data.seq_len)
+        tokens = rng.integers(0, 250, shape).astype(np.int32)
+        rows = {"tokens": tokens, "targets": np.roll(tokens, 1, axis=1), "weights": np.ones(shape, np.float32)}
+        step = experiment.compile_train_step(), experiment.init_state(), layout.to_devices(rows)
+        found.append(workload.run_steps(*step, STEPS)[0])
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
 # -------------------------------------------------------------------------------------------- the compiled program
 
 
