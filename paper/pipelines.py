@@ -126,7 +126,7 @@ def section(records: Records) -> Section:
         blocks=[
             f"{published.MICS}. Sequences a second on V100 of p3dn.24xlarge, global batch 4096: Megatron-LM-3D with "
             "T-way tensor and S-way pipeline parallelism, and MiCS with groups of 8. Where the layers are wide, "
-            "Megatron's best is as fast; elsewhere MiCS is 28 to 33 % faster.",
+            "Megatron's best is as fast; elsewhere MiCS is 30 to 33 % faster.",
             _published(),
             f"What a pipeline over nodes (`mesh.stages`) would send there, **by formula**: {NODES} nodes of {K}, "
             f"global batch {GLOBAL_BATCH}, micro-batch {ROWS}, sequences of 512; gathers, hop one and activations in "
