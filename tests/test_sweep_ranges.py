@@ -22,16 +22,19 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "model.rotary_base": ("above 1 and finite", lambda x: 1 < x < math.inf),
     "elastic.silence_s": ("from 1 to 60", lambda x: 1 <= x <= 60),
     "elastic.snapshot_every": ("at least -1", lambda x: x >= -1),
+    "model.experts_per_token": ("1 or 2", lambda x: x in (1, 2)),
+    "model.moe_every": ("1 or 2", lambda x: x in (1, 2)),
+    "model.max_dropped": ("from 0 to 1", lambda x: 0 <= x <= 1),
     "seed": ("from 0 to 9223372036854775807", lambda x: x >= 0),
 }
 OF: dict[str, str] = {
     "at least 1": """num_steps log_every data.seq_len data.image_size batch.global_size batch.micro_size mesh.tensor
-        compression.rank optimizer.max_skipped checkpoint.keep_last elastic.stall_s eval.num_batches model.vocab_size
+        mesh.stages compression.rank optimizer.max_skipped checkpoint.keep_last elastic.stall_s eval.num_batches model.vocab_size
         model.vocab_multiple model.max_len model.num_layers model.hidden model.intermediate model.num_heads
         model.num_kv_heads model.channels model.num_classes model.class_multiple model.width model.norm_groups
-        model.norm_rows model.widening model.image_size model.patch_size
+        model.norm_rows model.widening model.image_size model.patch_size model.num_experts
         data.shuffle_shards""",
-    "positive": "optimizer.learning_rate optimizer.eps compression.threshold",
+    "positive": "optimizer.learning_rate optimizer.eps compression.threshold model.capacity_factor",
     "below one": "optimizer.momentum optimizer.b1 optimizer.b2 local_sgd.outer_momentum",
     "share": "data.mask_rate compression.sampled",
 }
@@ -40,7 +43,7 @@ RANGE_OF = {key: name for name, keys in OF.items() for key in keys.split()} | {
 }
 # Keys whose range also depends on other keys of their section
 DEPENDENT = ("sharding.partition_size", "model.hidden", "model.num_heads", "model.num_kv_heads", "model.width")
-DEPENDENT += ("model.image_size", "model.patch_size")
+DEPENDENT += ("model.image_size", "model.patch_size", "model.num_experts", "model.moe_every")
 NUMBERS = (-math.inf, -2, -1, -1e-9, 0, 1e-9, 0.5, 1, 1.5, 2, 60, 61, math.inf, math.nan)
 WHOLE = (-2, -1, 0, 1, 2, 3, 8, 60, 61)
 
@@ -58,7 +61,7 @@ def error_for(name: str, value: float, kind: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", ["decoder", "encoder", "resnet", "vit"])
+@pytest.mark.parametrize("kind", ["decoder", "moe", "encoder", "resnet", "vit"])
 def test_each_key_accepts_exactly_its_range(kind: str) -> None:
     values: dict[str, Any] = flat(defaults(kind))
     differ = []
