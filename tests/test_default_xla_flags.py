@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import workload
 from running import ROOT
 
@@ -19,6 +20,7 @@ print(json.dumps(workload.losses("decoder", workload.plan("decoder", **{STRATEGY
 """
 
 
+@pytest.mark.slow
 def test_losses_with_default_xla_flags_equal_those_with_fast_flags() -> None:
     environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run(

@@ -125,7 +125,11 @@ LARGE = SMALL | {"data__image_size": 32, "sharding__partition_size": 2, "data__p
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("resnet110", {"model__stage_blocks": "(1,)", "compression__hop_two": "dgc", "compression__sparsity": 0.9}),
+        pytest.param(
+            "resnet110",
+            {"model__stage_blocks": "(1,)", "compression__hop_two": "dgc", "compression__sparsity": 0.9},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("resnet110", SMALL | {"local_sgd__inner_steps": 3}, marks=pytest.mark.slow),
         pytest.param("resnet50", LARGE, marks=pytest.mark.slow),
         pytest.param("resnet50", LARGE | {"model__compute_dtype": "float32"}, marks=pytest.mark.slow),
