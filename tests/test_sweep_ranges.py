@@ -31,8 +31,8 @@ OF: dict[str, str] = {
     "at least 1": """num_steps log_every data.seq_len data.image_size batch.global_size batch.micro_size mesh.tensor
         mesh.stages compression.rank optimizer.max_skipped checkpoint.keep_last elastic.stall_s eval.num_batches
         model.vocab_size model.vocab_multiple model.max_len model.num_layers model.hidden model.intermediate
-        model.num_heads model.num_kv_heads model.channels model.num_classes model.class_multiple model.width model.norm_groups
-        model.norm_rows model.widening model.image_size model.patch_size model.num_experts
+        model.num_heads model.num_kv_heads model.channels model.num_classes model.class_multiple model.width
+        model.norm_groups model.norm_rows model.widening model.image_size model.patch_size model.num_experts
         data.shuffle_shards""",
     "positive": "optimizer.learning_rate optimizer.eps compression.threshold model.capacity_factor",
     "below one": "optimizer.momentum optimizer.b1 optimizer.b2 local_sgd.outer_momentum",
