@@ -4,7 +4,7 @@
 
 Hardware: any machine with 2 CPU cores, and root or user namespaces for the emulated cluster (docs/emulation.md).
 Expected: 12 minutes. Hop two sends 4 times fewer bytes with int8 and 27 times fewer with one_bit than with none. At
-1 Gbit/s no codec is faster than none; at 50 Mbit/s a step takes 2.6 s with none, 1.1 s with int8 and 0.55 s with one_bit
+1 Gbit/s no codec is faster than none; at 50 Mbit/s a step takes 2.6 s with none, 1.1 s with int8, 0.55 s with one_bit
 (docs/sweeps.md). Ten steps say nothing about accuracy.
 """
 
