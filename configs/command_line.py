@@ -14,7 +14,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from configs import base
-from configs.schema import Config, Key, check_names, defaults, flat, known_keys, model_sections, nearest
+from configs.schema import Config, Key, check_names, defaults, flat, key_of_others, known_keys, model_sections, nearest
 
 HELP = ("--help", "-help", "-h")
 _OF_THE_FILE = "Error whilst parsing config file"  # prefix of ml_collections' messages that contain a traceback
@@ -89,6 +89,8 @@ def _read(argv: Sequence[str], values: flags.FlagValues) -> ConfigDict:
         _refuse_value(error, values)
         raise ValueError(_error_in_file(error, file) or _one_line(error)) from error
     except Exception as error:  # a config file is user code and can raise any exception
+        if isinstance(error, AttributeError):
+            _refuse_key_of_others(argv)
         raise ValueError(f"{file}: {_one_line(error)} ({type(error).__name__})") from error
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; flags are written --name=value")
@@ -120,6 +122,20 @@ def _refuse_unknown_keys(argv: Sequence[str], file: str) -> None:
     for name in names:
         if name not in known:
             raise ValueError(f"{name} is not a key; the nearest is {nearest(name, known)}")
+
+
+def _refuse_key_of_others(argv: Sequence[str]) -> None:
+    """Raises ValueError for an override of a key that only models of another kind than the file's have."""
+    rest = [word for word in argv if not re.match(r"--?config\.", word)]
+    values = new_flags(rest)
+    values(rest, known_only=True)
+    if not isinstance(values.config, ConfigDict):
+        return
+    given = flat(values.config.to_dict())
+    for word in argv[1:]:
+        found = re.match(r"--?config\.([^=]+)", word)
+        if found and found[1] not in given and (fix := key_of_others(found[1], str(given.get("model.kind")))):
+            raise ValueError(f"{found[1]} {fix}")
 
 
 def _known_names() -> list[str]:

@@ -40,7 +40,8 @@ def render(run: RunFiles) -> str:
             _header(run, results),
             _tiles(results, _elastic_tile(run, attempts)),
             section("Nodes over time", nodes_chart(attempts) + attempts_table(attempts)) if len(attempts) > 1 else "",
-            f'<div class="two">{_loss(run)}{_accuracy(run)}{_speed(run, results)}{_times(run)}{_strategy(run)}</div>',
+            f'<div class="two">{_loss(run)}{_accuracy(run)}{_dropped(run)}{_speed(run, results)}{_times(run)}'
+            f"{_strategy(run)}</div>",
             section("Mesh", mesh_picture(run)),
             section("Collectives per step", collective_table(run)),
             section("Sample", _sample(run)),
@@ -118,6 +119,13 @@ def _accuracy(run: RunFiles) -> str:
     points = series(run.rows, "validation_accuracy")
     curve = Curve(label="validation", colour=VALIDATION, points=points, sparse=True)
     return _chart(run, "Accuracy", [curve], form=format_percent) if points else ""
+
+
+def _dropped(run: RunFiles) -> str:
+    """Returns the chart of the choices that found no room at their experts, or nothing for models without experts."""
+    points = series(run.rows, "dropped_share")
+    curve = Curve(label="training", colour=TRAIN, points=points)
+    return _chart(run, "Dropped choices of experts", [curve], form=format_percent, zero=True) if points else ""
 
 
 def _speed(run: RunFiles, results: Results) -> str:

@@ -155,3 +155,9 @@ def test_muon_orthogonalises_each_expert_by_itself() -> None:
     apart = updates({"table": table, "layers": dict.fromkeys(names, matrix)}, apart)
     np.testing.assert_allclose(together, np.stack([apart[name] for name in names], axis=1), atol=1e-6)
     assert np.abs(together).max() > 1e-5
+
+
+def test_more_experts_per_token_than_experts_say_what_is_allowed() -> None:
+    said = "model.experts_per_token = 2: it must be at most model.num_experts = 1"
+    with pytest.raises(ValueError, match=said):
+        MoeConfig(num_experts=1, experts_per_token=2)

@@ -313,3 +313,11 @@ def test_a_long_outcome_is_shortened_on_the_page_but_not_in_the_file(tmp_path: P
     assert outcome is not None and len(outcome) < 1000 and run.summary["exit_reason"] == reason
     assert outcome.startswith("failed: model.hidden=32: ") and outcome.endswith("; set model.hidden=64")
     assert "characters, which summary.json has" in outcome
+
+
+def test_dropped_choices_have_a_chart_of_models_with_experts_alone(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert "Dropped choices" not in report(run)[0]
+    rows = [json.loads(line) | {"dropped_share": 0.25} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    assert "Dropped choices" in report(run)[0]

@@ -67,6 +67,7 @@ def test_what_cannot_be_compiled_is_one_line(words: list[str], said: str, capsys
         (["--rate=fast"], "rate"),
         (["--nodes=0"], "nodes"),
         (["--config.model.layers=3"], "model.layers is not a key"),
+        (["--config.model.num_experts=4"], "model.num_experts is not a key of model.kind="),
     ],
 )
 def test_bad_flags_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

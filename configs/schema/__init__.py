@@ -176,11 +176,23 @@ def check_names(values: Mapping[str, Any]) -> str:
     known = known_keys(kind)
     for name in given:
         if name not in known:
-            raise ValueError(f"{name} is not a key; the nearest is {nearest(name, list(known))}")
+            fix = key_of_others(name, kind) or f"is not a key; the nearest is {nearest(name, list(known))}"
+            raise ValueError(f"{name} {fix}")
     for name, declared in known.items():
         if name not in given:
             raise ValueError(f"{name} is missing from the config; its default is {declared.default!r}")
     return kind
+
+
+def key_of_others(name: str, kind: str) -> str:
+    """Returns what is wrong with a key that model.kind=`kind` does not have, but others do; "" if none has it."""
+    others = [other for other in model_sections() if name in known_keys(other)]
+    if kind not in model_sections() or not others:
+        return ""
+    return (
+        f"is not a key of model.kind={kind}, but of {', '.join(others)}; a config file chooses the kind, "
+        f"by config.model = base.model({others[0]!r})"
+    )
 
 
 def sections(kind: str) -> dict[str, type[Section]]:

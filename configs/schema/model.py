@@ -123,7 +123,7 @@ class MoeConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fix = f"a layer has only model.num_experts = {self.num_experts}"
+        fix = f"it must be at most model.num_experts = {self.num_experts}"
         require(self.experts_per_token <= self.num_experts, "experts_per_token", self.experts_per_token, fix)
         fix = f"it must divide model.num_layers = {self.num_layers}"
         require(self.num_layers % self.moe_every == 0, "moe_every", self.moe_every, fix)
