@@ -110,9 +110,10 @@ class Model(ABC):
         return {"loss": self.loss(params, batch, gather)}
 
     def staged_loss(self) -> StagedLoss:
-        """Returns the loss in pieces for the stages of a pipeline. ValueError for a model without a stack of layers."""
+        """Returns the loss in pieces for the stages of a pipeline. ValueError for a model that has no such pieces."""
         raise ValueError(
-            f"mesh.stages needs a stack of equal layers, and model.kind={self.config.kind} has none; set it to 1"
+            f"mesh.stages needs a loss in pieces around a stack of equal layers, and model.kind={self.config.kind} has "
+            "none; set it to 1"
         )
 
     @abstractmethod

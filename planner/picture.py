@@ -12,7 +12,7 @@ LANES = {"compute": "compute", "intra": "inside a node", "inter": "between nodes
 KINDS = {"kernel": "kernels", **NAMES, "other": "other traffic"}
 # of SERIES
 TRAFFIC = {"gather": 0, "hop_one": 1, "hop_two": 2, "other": 3, "gradient_scope": 4, "parameter_scope": 5}
-TRAFFIC["orthogonalise"] = 6
+TRAFFIC |= {"orthogonalise": 6, "experts": 7}
 COLOURS = {"kernel": FILL, **{kind: SERIES[number] for kind, number in TRAFFIC.items()}}
 HEIGHT = 0.72
 PIXELS = 3000  # of the width: what is nearer than one of them is drawn as one bar

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 # what is printed for the labels of a step's collectives
 NAMES = {"gather": "gathers", "hop_one": "hop one", "hop_two": "hop two"}
 NAMES |= {"gradient_scope": "gradient scope", "orthogonalise": "Muon's matrices", "parameter_scope": "parameters"}
+NAMES["experts"] = "tokens to experts"
 
 
 REPEATED = "repeated"  # the lane of iterations that stand for several, named `x 8`

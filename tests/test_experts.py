@@ -112,6 +112,19 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     np.testing.assert_array_equal(logits(tokens)[kept], logits(others)[kept])
 
 
+def test_documents_of_a_row_compete_for_room() -> None:
+    """With room for all a document's logits are those of it alone; with little room the one before it takes some."""
+    rng = np.random.default_rng(3)
+    tokens, segments = jnp.asarray(rng.integers(0, 40, (2, 8))), jnp.asarray([[0] * 4 + [1] * 4] * 2)
+    for capacity_factor, equal in ((8.0, True), (0.5, False)):
+        model = models.build(MoeConfig(**SMALL, num_experts=4, experts_per_token=1, capacity_factor=capacity_factor))
+        assert isinstance(model, models.Moe)
+        params = model.init(jax.random.key(0))
+        packed = model.logits(params, tokens, whole, segments)[:, 4:]
+        alone = model.logits(params, tokens[:, 4:], whole)
+        assert np.allclose(packed, alone, atol=1e-5) == equal
+
+
 @pytest.mark.parametrize("moe_every", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sampling_takes_the_most_likely_token(moe_every: int) -> None:
     """With room for all: a sampled token has the room of its row to itself."""

@@ -320,6 +320,13 @@ def test_delayed_averages_are_one_step_late() -> None:
     check_close(averages_after(updates), averages, atol=1e-4)
 
 
+def test_averages_beside_a_method_that_takes_the_optimizers_place_are_not_delayed() -> None:
+    tx = make_tx(
+        config(compression__delayed=True, compression__hop_two="dgc", **HOP_TWO["dgc"]), four_replicas(), SPECS
+    )
+    check_close(averages_after(run_chain(tx, 3)[0]), expected_averages(3), atol=1e-4)
+
+
 @pytest.mark.parametrize("hop_two", ["none", "int8"])
 def test_averages_of_local_sgd_are_the_mean_of_the_replicas(hop_two: str) -> None:
     """Each replica has its own until they meet; the outer momentum does not act on them."""

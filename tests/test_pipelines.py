@@ -287,9 +287,11 @@ def test_what_is_not_supported_is_refused_in_one_line(case: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_model_without_a_stack_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model.kind=resnet has none; set it to 1"):
-        workload.model("resnet").staged_loss()
+@pytest.mark.parametrize("kind", ["resnet", "vit"])
+def test_model_without_a_loss_in_pieces_is_refused(kind: str) -> None:
+    """A vision transformer has a stack of layers: what it lacks are the pieces."""
+    with pytest.raises(ValueError, match=rf"a loss in pieces around .*model.kind={kind} has none; set it to 1"):
+        workload.model(kind).staged_loss()
 
 
 def test_planner_refuses_pipelines(capsys: pytest.CaptureFixture[str]) -> None:

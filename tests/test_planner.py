@@ -17,12 +17,12 @@ from planner import compile as compiling
 from planner.bounds import SLACK, bounds, traffic
 from planner.candidates import all_candidates, of_config, of_strategies
 from planner.curves import draw_curves
-from planner.picture import draw
+from planner.picture import COLOURS, draw
 from planner.predict import Step, compiled_step, what_helps
 from planner.report import from_json, scaling_text, to_json
 from planner.spot import World, world_of
-from planner.timeline import REPEATED, Interval, Timeline
-from sharding.hlo import read_collectives
+from planner.timeline import NAMES, REPEATED, Interval, Timeline
+from sharding.hlo import LABELS, read_collectives
 from training.experiment import make_experiment
 
 pytestmark = IGNORED
@@ -270,6 +270,14 @@ def test_the_picture_names_what_the_table_names_and_marks_what_is_cut_out() -> N
     heights = {text.get_text(): text.get_position() for text in axes.texts}
     assert heights["x 7"][0] == 0.5 and heights["x 2"][0] == 2
     assert heights["x 2"][1] < heights["x 7"][1] < 0  # what contains another is above it; the first lane is at 0
+
+
+def test_each_kind_of_traffic_has_a_name_and_a_colour() -> None:
+    """All labels of a step, but that of pipelines, which the planner refuses: else a table calls it `other`."""
+    labels = {*LABELS} - {"pipeline"}
+    assert {*NAMES} == labels and len({*NAMES.values()}) == len(labels)
+    colours = [COLOURS[label] for label in (*labels, "other", "kernel")]
+    assert len({*colours}) == len(colours)
 
 
 def test_the_cost_on_spot_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Path, step: Step) -> None:
