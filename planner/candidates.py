@@ -12,7 +12,7 @@ from sharding.scopes import STRATEGIES
 NAMES = (*STRATEGIES, "mics(P)")
 SCOPES = ("parameters", "gradients", "optimizer")
 # what a strategy's word may change besides: the section of each key
-CODED = ("hop_two", "hop_one_inter", "hop_one_intra", "gather_inter", "gather_intra")
+CODED = ("hop_two", "hop_one_inter", "hop_one_intra", "gather_inter", "gather_intra", "experts_inter", "experts_intra")
 EXTRAS: dict[str, str] = {**dict.fromkeys(CODED, "compression"), **dict.fromkeys(SCOPES, "sharding")}
 
 
