@@ -128,7 +128,10 @@ def _refuse_key_of_others(argv: Sequence[str]) -> None:
     """Raises ValueError for an override of a key that only models of another kind than the file's have."""
     rest = [word for word in argv if not re.match(r"--?config\.", word)]
     values = new_flags(rest)
-    values(rest, known_only=True)
+    try:
+        values(rest, known_only=True)
+    except Exception:  # the file fails by itself, and the caller says how
+        return
     if not isinstance(values.config, ConfigDict):
         return
     given = flat(values.config.to_dict())

@@ -39,7 +39,8 @@ def on_whole_tensors(
     """
     layout = plan.layout
     places = [place("a whole tensor", spec, layout) for spec in specs]
-    stages = [STAGE if p.staged else None for p in places]
+    # of a single tensor too, where vmap asks for the shape of a result
+    stages = [STAGE if p.staged and len(x) > 1 else None for p, x in zip(places, stacks, strict=True)]
     places = [p.without_layers() if p.stacked else p for p in places]
     stack_specs = [PartitionSpec(stage, *p.pspec(layout.optimizer)) for stage, p in zip(stages, places, strict=True)]
 

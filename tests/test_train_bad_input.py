@@ -158,6 +158,7 @@ def test_missing_config_file_is_rejected(tmp_path: Path, capsys: pytest.CaptureF
     empty = tmp_path / "empty.py"
     empty.write_text("")
     assert_matches(error_of(capsys, f"--config={empty}"), "empty.py: .*get_config")
+    assert_matches(error_of(capsys, f"--config={empty}", "--config.num_steps=3"), "empty.py: .*get_config")
 
 
 def test_bad_flags_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
