@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 # The versions tested together with this Python, if it has some of its own; else those of Python 3.11.
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])')
 CONSTRAINTS := $(firstword $(wildcard constraints-py$(VERSION).txt) constraints.txt)
+EVERYTHING := $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/ray-installed \
+	$(VENV)/optuna-installed $(VENV)/wandb-installed $(VENV)/hugging-face-installed
 
 .PHONY: train gpu test test-all coverage lint format constraints clean
 
@@ -15,16 +17,13 @@ gpu: $(VENV)/gpu-installed  ## jax with CUDA, on a machine with NVIDIA GPUs (doc
 test: $(VENV)/installed $(VENV)/moto/installed  ## with another Python: make test PYTHON=python3.12 VENV=.venv-py312
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
-test-all: $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/ray-installed $(VENV)/optuna-installed \
-		$(VENV)/wandb-installed $(VENV)/hugging-face-installed $(VENV)/gpu-checked
+test-all: $(EVERYTHING) $(VENV)/gpu-checked
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20 -m "slow or not slow"
 
-coverage: $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/ray-installed $(VENV)/optuna-installed \
-		$(VENV)/wandb-installed $(VENV)/hugging-face-installed
+coverage: $(EVERYTHING)  ## fails if a test does, or if less than 90 % of the lines are run
 	$(BIN)/coverage erase
-	-$(BIN)/coverage run -m pytest -n 2 --dist worksteal -m "slow or not slow"
-	$(BIN)/coverage combine --quiet
-	$(BIN)/coverage report
+	status=0; $(BIN)/coverage run -m pytest -n 2 --dist worksteal -m "slow or not slow" || status=$$?; \
+	$(BIN)/coverage combine --quiet && $(BIN)/coverage report && exit $$status
 
 lint: $(VENV)/installed $(VENV)/ray-installed $(VENV)/optuna-installed $(VENV)/wandb-installed  ## types of these are checked too
 	$(BIN)/ruff check .

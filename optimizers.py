@@ -20,7 +20,7 @@ from optax import contrib
 from configs.schema import OptimizerConfig
 from configs.schema.own import OWN
 from sharding.averages import part_averages
-from sharding.gradients import Delayed, Exchanged
+from sharding.hop_two_in_backward import Delayed, Exchanged
 from sharding.spec import ParamSpec
 
 PyTree = Any

@@ -14,6 +14,7 @@ P3DN, P4D = "p3dn.24xlarge", "p4d.24xlarge"
 V100_GPUS, A100_GPUS = (16, 32, 64, 128), (16, 32, 64)
 GROUPS = {"bert_10b": 8, "bert_15b": 16, "bert_20b": 16, "bert_50b": 64}  # MiCS, table 1
 WIDE = {"model.num_layers": 80, "model.intermediate": 20480}  # figure 11b: ffn of 8 x hidden
+WIDE_RESNET = "WideResNet 3B"
 # 5.1.5 gives no structure, only sizes: GPT-2 shapes of heads of 128 near them, 12 L h² + V h
 GPT_52B = {"model.num_layers": 64, "model.hidden": 8192, "model.intermediate": 32768, "model.num_heads": 64}
 GPT_100B = {"model.num_layers": 80, "model.hidden": 10240, "model.intermediate": 40960, "model.num_heads": 80}
@@ -58,7 +59,7 @@ class Cell:
 
 def cells() -> list[Cell]:
     """Returns all cells, those of figures 7, 9 and 12 to 15 first."""
-    return [*figures_7_and_9(), *figures_12_to_15(), *too_large(), *predictions()]
+    return [*figures_7_and_9(), *figures_12_to_15(), *too_large(), *predictions(), *wide_resnet()]
 
 
 def figures_7_and_9() -> list[Cell]:
@@ -107,6 +108,14 @@ def predictions() -> list[Cell]:
         sizes = [gpus for gpus in A100_GPUS if gpus >= group]
         found += [Cell(model=model, config=model, gpus=gpus, strategy=f"mics({group})", cluster=P4D) for gpus in sizes]
     return found
+
+
+def wide_resnet() -> list[Cell]:
+    """Returns figure 11's model that is no transformer, 8 images a GPU, and ZeRO-3 where the paper gives the ratio."""
+    cell = Cell(model=WIDE_RESNET, config="wide_resnet_3b", gpus=16, strategy="mics(8)", global_size=128, is_weak=True)
+    return [replace(cell, strategy="zero3 flat")] + [
+        replace(cell, gpus=gpus, global_size=8 * gpus) for gpus in (16, 32, 64)
+    ]
 
 
 def _bert(model: str, gpus: int, strategy: str, micro_size: int = 8) -> Cell:

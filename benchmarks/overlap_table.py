@@ -110,9 +110,10 @@ def main(argv: Sequence[str]) -> int:
             print(f"error: {case.name}: {' '.join(str(error).split())}", file=sys.stderr)
             failed += 1
             continue
-        known = [without_origin(line) for line in recorded(RESULTS)]
+        known = newest(recorded(RESULTS))
         for line in lines:
-            if without_origin(line) not in known:
+            old = known.get(identity(line))
+            if old is None or without_origin(old) != without_origin(line):
                 add(RESULTS, line)
         print(f"{case.name}, overlap {'on' if case.overlap else 'off'}: done", flush=True)
     write(recorded(RESULTS))
@@ -158,14 +159,24 @@ def write(lines: Sequence[Mapping[str, Any]]) -> None:
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """Returns a row a case and rate, of its newest line, in the order of the cases."""
-    newest = {(line["case"], line["overlap"], line["rate"]): line for line in lines}
+    found = newest(lines)
     rows = ["| step | overlap | link, Gbit/s | compute | hop two | gathers, hop one | step | temporaries |"]
     rows.append("|---|---|---|---|---|---|---|---|")
     for case in CASES:
         for rate in RATES:
-            if line := newest.get((case.name, case.overlap, rate)):
+            if line := found.get((case.name, case.overlap, rate)):
                 rows.append(row(line))
     return "\n".join(rows)
+
+
+def newest(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], Mapping[str, Any]]:
+    """Returns the newest line of each case and rate."""
+    return {identity(line): line for line in lines}
+
+
+def identity(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns what a line is found by."""
+    return line["case"], line["overlap"], line["rate"]
 
 
 def row(line: Mapping[str, Any]) -> str:

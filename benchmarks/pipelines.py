@@ -1,36 +1,51 @@
 """Measures the bubble of a pipeline: the time of a step by its number of micro-batches, with and without stages.
 
-    python -m benchmarks.pipelines [--stages=4] [--steps=3] [--rounds=3] [--config.a.b=value ...]
+    python -m benchmarks.pipelines [--stages=4] [--steps=3] [--rounds=3] [--report] [--config.a.b=value ...]
 
 Eight virtual devices in four nodes, mics(2) in each; A = S, 2S and 4S micro-batches for S stages. The programs take
-turns, in blocks of `--steps` steps; a round is a block of each, and the first is a warm-up. Prints the medians of a
-step's time; the CPU time of the process divided by A, relative to the largest A, beside (A+S-1)/A; and the step without
-a pipeline on the same rows. The devices share the cores of the machine, and stages without a micro-batch compute a copy
-of one: the CPU time tells the ticks, whatever else the machine does.
+turns, in blocks of `--steps` steps; a round is a block of each, and the first is a warm-up. The devices share the cores
+of the machine, and a stage without a micro-batch computes all the same: the CPU time of the process tells the ticks,
+whatever else the machine does. A line is added to benchmarks/results/pipelines.jsonl; without changed keys the table in
+docs/pipelines.md is written from the newest one. `--report` only writes that. Exit codes: 0 done; 2 bad configuration.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from configs import base, quickstart
+from benchmarks.records import add, machine, recorded, spread
+from configs import command_line
 from input_pipeline import Batches, load
-from metrics.environment import environment
+from runtime.exit_codes import ExitCode
 from training.experiment import Experiment, make_experiment
 
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "pipelines.jsonl", ROOT / "docs" / "pipelines.md"
+BEGIN, END = "<!-- benchmarks/pipelines.py writes from here -->", "<!-- to here -->"
 DEVICES, DEVICES_PER_NODE, GROUP = 8, 2, 2
+KEYS = {
+    "model.num_layers": 8,
+    "data.source": "synthetic",
+    "data.seq_len": 64,
+    "batch.micro_size": 1,
+    "mesh.num_cpu_devices": DEVICES,
+    "mesh.devices_per_node": DEVICES_PER_NODE,
+    "sharding.strategy": "mics",
+    "sharding.partition_size": GROUP,
+    "sample.length": 0,
+}
 
 
 @dataclass(kw_only=True)
 class Program:
     """A compiled step with its state and batch, and its seconds a step in each round, on the clock and of the CPUs."""
 
-    stages: int
     accum: int
     experiment: Experiment
     step: Any
@@ -48,32 +63,16 @@ class Program:
         self.cpu_seconds.append((time.process_time() - cpu_before) / steps)
 
 
-def prepared(stages: int, micro_batches: int, most_stages: int, changes: dict[str, str]) -> Program:
-    """Returns the program of `stages` for the rows of `micro_batches` micro-batches of `most_stages` stages."""
-    config = quickstart.get_config()
-    rows = micro_batches * DEVICES // most_stages
-    config.update_from_flattened_dict(
-        {
-            "model.num_layers": 8,
-            "data.source": "synthetic",
-            "data.seq_len": 64,
-            "batch.global_size": rows,
-            "batch.micro_size": 1,
-            "mesh.num_cpu_devices": DEVICES,
-            "mesh.devices_per_node": DEVICES_PER_NODE,
-            "mesh.stages": stages,
-            "sharding.strategy": "mics",
-            "sharding.partition_size": GROUP,
-            "sample.length": 0,
-        }
-    )
-    config.update_from_flattened_dict({key: type(_at(config, key))(value) for key, value in changes.items()})
-    experiment = make_experiment(base.typed(config))
+def prepared(stages: int, rows: int, overrides: Sequence[str]) -> Program:
+    """Returns the program of `stages` for a batch of `rows` rows. ValueError for a configuration that cannot be."""
+    keys = {**KEYS, "mesh.stages": stages, "batch.global_size": rows}
+    words = [f"--config={ROOT}/configs/quickstart.py", *(f"--config.{key}={value}" for key, value in keys.items())]
+    argv = ["pipelines", *words, *overrides]
+    experiment = make_experiment(command_line.parse(argv, command_line.new_flags(argv)))
     data = load(experiment.config.data, "train", 0)
     with Batches(data, global_size=rows, rows=experiment.batches.local_rows, start_step=0, prefetch=1) as batches:
         batch = experiment.batches.to_devices(next(batches))
     return Program(
-        stages=stages,
         accum=experiment.batches.accumulation,
         experiment=experiment,
         step=experiment.compile_train_step(),
@@ -82,45 +81,80 @@ def prepared(stages: int, micro_batches: int, most_stages: int, changes: dict[st
     )
 
 
-def _at(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = config[name]
-    return config
+def measured(stages: int, steps: int, rounds: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns a line: seconds a step in each round, by the number of micro-batches."""
+    rows = [many * DEVICES for many in (1, 2, 4)]  # of a stage's devices: A = S, 2S and 4S
+    pairs = [(prepared(stages, count, overrides), prepared(1, count, overrides)) for count in rows]
+    for number in range(rounds + 1):
+        for pair in pairs:
+            for program in pair:
+                program.run(steps)
+        print(f"round {number} of {rounds}", file=sys.stderr)
+
+    def times(program: Program) -> dict[str, list[float]]:
+        clocks = {"seconds": program.seconds, "cpu_seconds": program.cpu_seconds}
+        return {name: [round(value, 5) for value in values[1:]] for name, values in clocks.items()}
+
+    found = {str(staged.accum): {"stages": times(staged), "none": times(plain)} for staged, plain in pairs}
+    return {"stages": stages, "steps": steps, "keys": list(overrides), "by_micro_batches": found}
 
 
-def main() -> int:
-    """Measures and prints."""
+def main(argv: Sequence[str]) -> int:
+    """Measures, records and writes the table; returns the exit code."""
     parser = argparse.ArgumentParser(description="Measures the bubble of a pipeline.", allow_abbrev=False)
-    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--stages", type=int, choices=(2, 4), default=4)
     parser.add_argument("--steps", type=int, default=3, help="steps of a block")
     parser.add_argument("--rounds", type=int, default=3, help="blocks of each program, after a warm-up")
-    options, overrides = parser.parse_known_args()
-    changes = dict(word.removeprefix("--config.").split("=", 1) for word in overrides)
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    stages = options.stages
-    programs = [prepared(s, times * stages, stages, changes) for times in (1, 2, 4) for s in (stages, 1)]
-    for number in range(options.rounds + 1):
-        for program in programs:
-            program.run(options.steps)
-        print(f"round {number} of {options.rounds}", file=sys.stderr)
-    piped, plain = ([p for p in programs if (p.stages > 1) is wanted] for wanted in (True, False))
-    medians = [float(np.median(p.seconds[1:])) for p in piped]
-    per_micro = [float(np.median(p.cpu_seconds[1:])) / p.accum for p in piped]
-    factor = [(p.accum + stages - 1) / p.accum for p in piped]
-    print("| A | bubble | step | CPU time a micro-batch, relative | (A+S-1)/A, relative | no pipeline, same rows |")
-    print("|---|---|---|---|---|---|")
-    for p, other, seconds, each, ticks in zip(piped, plain, medians, per_micro, factor, strict=True):
-        low, high = min(p.seconds[1:]), max(p.seconds[1:])
-        print(
-            f"| {p.accum} | {(stages - 1) / (p.accum + stages - 1):.1%} | {seconds:.3f} s ({low:.3f} to {high:.3f}) | "
-            f"{each / per_micro[-1]:.3f} | {ticks / factor[-1]:.3f} | {np.median(other.seconds[1:]):.3f} s, CPU time "
-            f"{np.median(other.cpu_seconds[1:]) / np.median(p.cpu_seconds[1:]):.2f} times |"
-        )
-    about = environment({})
-    print(f"command: {about['command']}")
-    print(f"commit {about['git_commit']}, {about['platform']}, {about['cpu_count']} cores, {about['date']}")
-    return 0
+    parser.add_argument("--report", action="store_true", help="only write the table from what is recorded")
+    options, overrides = parser.parse_known_args(argv[1:])
+    if unknown := [word for word in overrides if not word.startswith("--config.")]:
+        parser.error(f"unknown argument {unknown[0]}")
+    if not options.report:
+        jax.config.update("jax_num_cpu_devices", DEVICES)
+        try:
+            line = measured(options.stages, options.steps, options.rounds, overrides)
+        except ValueError as error:
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            return ExitCode.BAD_INPUT
+        add(RESULTS, line | machine())
+        print(table(line))
+    write(recorded(RESULTS))
+    return ExitCode.FINISHED
+
+
+def write(lines: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the newest line with 4 stages and without changed keys, if there is one, into docs/pipelines.md."""
+    standard = [line for line in lines if line["stages"] == 4 and not line["keys"]]
+    if not standard:
+        return
+    line = standard[-1]
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    origin = f"Commit {line['commit']}, {line['machine']}, jax {line['jax']}."
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(line)}\n\n{origin}\n\n{END}{after}")
+
+
+def table(line: Mapping[str, Any]) -> str:
+    """Returns a row for each number of micro-batches; a ratio is the mean of the rounds', with their range."""
+    stages, found = line["stages"], {int(a): runs for a, runs in line["by_micro_batches"].items()}
+    most = max(found)
+    each = {a: [seconds / a for seconds in runs["stages"]["cpu_seconds"]] for a, runs in found.items()}
+    ticks = {a: (a + stages - 1) / a for a in found}
+    rows = [
+        f"| A | bubble (S-1)/(A+S-1) | step, {len(each[most])} rounds | "
+        f"CPU time a micro-batch, over that of A = {most} | (A+S-1)/A, over that of A = {most} | "
+        "CPU time, over no pipeline |",
+        "|---|---|---|---|---|---|",
+    ]
+    for a, runs in found.items():
+        seconds = runs["stages"]["seconds"]
+        slower = [one / other for one, other in zip(each[a], each[most], strict=True)]
+        over = [one * a / other for one, other in zip(each[a], runs["none"]["cpu_seconds"], strict=True)]
+        cells = [f"{a}", f"{(stages - 1) / (a + stages - 1):.1%}", f"{min(seconds):.2f} to {max(seconds):.2f} s"]
+        cells += [spread(slower) if a < most else "1", f"{ticks[a] / ticks[most]:.2f}", spread(over)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv))

@@ -20,19 +20,12 @@ def resized(step: CompiledStep, *, replicas: int, accumulation: tuple[int, int],
     """Returns the step for `replicas` partition groups of whole nodes, with `accumulation` (before, after) micro-steps.
 
     `batch_bytes` are those of the step's batch on a device. ValueError if the program cannot be rewritten: it has one
-    group, groups inside nodes, or not exactly one loop over the micro-steps.
+    group, groups inside nodes, or, if their number changes, not exactly one loop over the micro-steps.
     """
     old, (before, after) = step.shape, accumulation
     if old.replica_inter < 2 or old.replica_intra > 1:
         raise ValueError("only a program with several partition groups of whole nodes can be resized")
-    text = step.text
-    for peeled in (1, 0):  # the first micro-step may stand before the loop
-        loop = f'"known_trip_count":{{"n":"{before - peeled}"}}'
-        if text.count(loop) == 1:
-            text = text.replace(loop, loop.replace(str(before - peeled), str(after - peeled)))
-            break
-    else:
-        raise ValueError(f"not one loop of {before - 1} or {before} rounds: which one goes over the micro-steps?")
+    text = step.text if before == after else _with_micro_steps(step.text, before, after)
     text = _GROUPS.sub(lambda found: f"replica_groups={{{_regrouped(found[1], old, replicas)}}}", text)
     text = _NAMED.sub(lambda found: _renamed(found, old, replicas), text)
     return replace(
@@ -41,6 +34,15 @@ def resized(step: CompiledStep, *, replicas: int, accumulation: tuple[int, int],
         shape=replace(old, replica_inter=replicas),
         argument_bytes=step.argument_bytes + round(batch_bytes * (after / before - 1)),
     )
+
+
+def _with_micro_steps(text: str, before: int, after: int) -> str:
+    """Returns a program with another number of rounds of the loop over the micro-steps."""
+    for peeled in (1, 0):  # the first micro-step may stand before the loop
+        loop = f'"known_trip_count":{{"n":"{before - peeled}"}}'
+        if text.count(loop) == 1:
+            return text.replace(loop, loop.replace(str(before - peeled), str(after - peeled)))
+    raise ValueError(f"not one loop of {before - 1} or {before} rounds: which one goes over the micro-steps?")
 
 
 def _regrouped(text: str, old: MeshShape, replicas: int) -> str:

@@ -2,7 +2,7 @@
 
 This resembles a parameter server's asynchronous updates, but every gradient is exactly one step old. The exchanged
 gradients come from the state, so that in a step only the optimizer has to wait for the exchange. With
-`sharding.overlap` the micro-steps exchange them, a piece beside each (sharding/gradients.py).
+`sharding.overlap` the micro-steps exchange them, a piece beside each (sharding/hop_two_in_backward.py).
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sharding.gradients import Delayed
+from sharding.hop_two_in_backward import Delayed
 from sharding.replicas import PerReplica
 
 PyTree = Any
@@ -29,9 +29,10 @@ def delayed(exchange: optax.GradientTransformation, replicas: int) -> optax.Grad
     """Returns a hop two that exchanges the previous step's gradients `[R, ...]`; in the first step they are zero.
 
     Non-finite gradients never enter the state: they make the result non-finite too, so the downstream guard skips the
-    step and restores the state, including the waiting gradients. What the micro-steps exchanged it leaves to us, or it
-    would keep a second copy until it decides: their mean waits in their place, which has the same mean, and the
-    residuals, if any, are those of its codec, so that nothing is lost.
+    step and restores the state, including the waiting gradients. Of what was exchanged beside the micro-steps it keeps
+    the new state, because restoring the old one would need a second copy of the gradients. On a skipped step `waiting`
+    therefore becomes the exchanged mean on every replica, and the residuals hold what the codec left out: together
+    they are what waited before.
     """
 
     def init(params: PyTree) -> PyTree:

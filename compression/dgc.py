@@ -191,7 +191,7 @@ def _exchange_sparse(
 ) -> tuple[jax.Array, jax.Array, jax.Array, Sent]:
     """Returns the sum of all sent values `[layers, ...]`, this replica's new `v` and `u`, and the counts."""
     inter, intra = inter_part(axes), intra_part(axes)
-    shape, num_values = share.shape, share.size / prod(lax.axis_size(axis) for axis in intra)  # without padding
+    shape, num_values = share.shape, share.size / lax.axis_size(intra)  # without padding
     share, v, u = (_part(x, intra) for x in (share, v, u))
     u = config.momentum * u + share
     v = v + u
@@ -282,7 +282,7 @@ def _largest(size: jax.Array, key: jax.Array, count: int, sampled: float) -> tup
 
 def _part(x: jax.Array, axes: Axes) -> jax.Array:
     """Returns this device's part `[layers, n]` of the sum of `[layers, ...]` over `axes`: a slice of each layer."""
-    devices, layers = prod(lax.axis_size(axis) for axis in axes), x.shape[0]
+    devices, layers = lax.axis_size(axes), x.shape[0]
     x = x.reshape(layers, -1)
     rows = split(jnp.pad(x, ((0, 0), (0, -x.shape[1] % devices))), 1, devices)
     return reduce_scatter_chunks(rows.reshape(devices, -1), axes, hierarchical=True).reshape(layers, -1)
@@ -298,7 +298,7 @@ def _whole(part: jax.Array, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
 
 def _placed(part: jax.Array, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
     """Returns a tensor of `shape` that holds this device's part, and zeros elsewhere."""
-    devices = prod(lax.axis_size(axis) for axis in axes)
+    devices = lax.axis_size(axes)
     mine = lax.axis_index(axes) if axes else 0
     return _joined(jnp.zeros((devices, *part.shape), part.dtype).at[mine].set(part), shape)
 

@@ -16,7 +16,7 @@ from compression.route import Axes, Route
 from compression.shards import Shards, not_finite, on_shards, own_copies
 from compression.statistics import Sent, added, nothing_sent
 from sharding.collectives import Codec, buckets, join, slice_apart, split
-from sharding.gradients import Exchanged, HopTwoInBackward
+from sharding.hop_two_in_backward import Exchanged, HopTwoInBackward
 from sharding.mesh import STAGE
 from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica

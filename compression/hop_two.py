@@ -11,7 +11,7 @@ import optax
 
 from compression.delayed import delayed
 from configs.schema import CompressionConfig, OptimizerConfig
-from sharding.gradients import HopTwoInBackward
+from sharding.hop_two_in_backward import HopTwoInBackward
 from sharding.plan import ShardingPlan
 
 PyTree = Any

@@ -26,7 +26,7 @@ from compression.hop_two import HopTwo, Setup
 from compression.statistics import with_zero_counts
 from configs.schema import LocalSGDConfig
 from sharding.averages import part_averages
-from sharding.gradients import Delayed, HopTwoInBackward
+from sharding.hop_two_in_backward import Delayed, HopTwoInBackward
 from sharding.replicas import PerReplica
 from sharding.scopes import Layout
 

@@ -10,10 +10,8 @@ residual serves both halves, because a device that encodes a sum adds the error 
 Everything here runs inside a `shard_map` whose axes are all manual.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +51,7 @@ class Route:
         """
         parts = self._parts(x)
         rows = reduce_scatter_chunks(parts, self.intra, hierarchical=True, by_ring=self.over_gloo)
-        rows = rows.reshape(_size(self.inter), -1)
+        rows = rows.reshape(lax.axis_size(self.inter), -1)
         first, second = jax.random.split(key)
 
         real = self._real(rows.shape, x.shape[-1])
@@ -77,8 +75,8 @@ class Route:
 
         mine = lax.axis_index(self.intra) if self.intra else 0
         kept = jnp.zeros_like(parts).at[mine].set(kept.reshape(-1))
-        in_first = x.size / _size(self.intra)  # without padding; the mean over the devices
-        num_values = in_first * (1 + (len(payloads) - 1) / _size(self.inter))
+        in_first = x.size / lax.axis_size(self.intra)  # without padding; the mean over the devices
+        num_values = in_first * (1 + (len(payloads) - 1) / lax.axis_size(self.inter))
         # counted in integers, because an f32 sum is inexact above 2**24
         share = jnp.count_nonzero(decoded) / in_first if self.codec.sparse else 1.0
         sent = Sent(sum(payload.size for payload in payloads), num_values, num_values * share)
@@ -86,10 +84,10 @@ class Route:
 
     def _parts(self, x: jax.Array) -> jax.Array:
         """Returns `[d, N]`, padded, as `[devices per node, nodes * n]`: each chunk split further, a part per device."""
-        full = _size(self.gather) * self.codec.multiple
+        full = lax.axis_size(self.gather) * self.codec.multiple
         x = jnp.pad(x, ((0, 0), (0, -x.shape[-1] % full)))
         x = x.reshape(*self._grid, -1)
-        return x.transpose(0, 2, 1, 3, 4).reshape(_size(self.intra), -1)
+        return x.transpose(0, 2, 1, 3, 4).reshape(lax.axis_size(self.intra), -1)
 
     def _real(self, shape: tuple[int, ...], size: int) -> jax.Array:
         """Returns which values of this device's rows `[nodes, n]` are real values of chunks `[N]`, not padding."""
@@ -109,12 +107,8 @@ class Route:
         """The sizes of four groups of axes: `scatter` inside and between nodes, `gather` inside and between nodes."""
         scatter, gather = self.scatter, self.gather
         return (
-            _size(intra_part(scatter)),
-            _size(inter_part(scatter)),
-            _size(intra_part(gather)),
-            _size(inter_part(gather)),
+            lax.axis_size(intra_part(scatter)),
+            lax.axis_size(inter_part(scatter)),
+            lax.axis_size(intra_part(gather)),
+            lax.axis_size(inter_part(gather)),
         )
-
-
-def _size(axes: Sequence[str]) -> int:
-    return prod(lax.axis_size(axis) for axis in axes)

@@ -9,19 +9,24 @@ from ml_collections import ConfigDict
 from configs.schema import Config, defaults
 
 
+def model(kind: str) -> ConfigDict:
+    """The section of a kind of model, built in or registered, with its defaults."""
+    return ConfigDict(defaults(kind)["model"])
+
+
 def decoder() -> ConfigDict:
     """A decoder-only language model (`models/decoder.py`)."""
-    return ConfigDict(defaults("decoder")["model"])
+    return model("decoder")
 
 
 def moe() -> ConfigDict:
     """A decoder with experts (`models/moe.py`)."""
-    return ConfigDict(defaults("moe")["model"])
+    return model("moe")
 
 
 def encoder() -> ConfigDict:
     """A BERT / RoBERTa encoder trained by masked language modelling (`models/encoder.py`)."""
-    return ConfigDict(defaults("encoder")["model"])
+    return model("encoder")
 
 
 # blocks of each stage by the number of layers (He et al. 2015): for ImageNet (table 1), and 110 for CIFAR-10 (table 6)
@@ -37,9 +42,11 @@ RESNETS = {
 
 def resnet(depth: int = 0) -> ConfigDict:
     """A ResNet that classifies images (`models/resnet.py`): a small one, or a published one of so many layers."""
-    config = ConfigDict(defaults("resnet")["model"])
+    config = model("resnet")
     if not depth:
         return config
+    if depth not in RESNETS:
+        raise ValueError(f"base.resnet({depth}) is none of the published ones: {', '.join(map(str, RESNETS))}")
     config.update({"channels": 3, "stage_blocks": RESNETS[depth]})
     if depth == 110:
         return config
@@ -50,12 +57,7 @@ def resnet(depth: int = 0) -> ConfigDict:
 
 def vit() -> ConfigDict:
     """A vision transformer that classifies images (`models/vit.py`)."""
-    return ConfigDict(defaults("vit")["model"])
-
-
-def model(kind: str) -> ConfigDict:
-    """The section of a model that the config file registered, with its defaults."""
-    return ConfigDict(defaults(kind)["model"])
+    return model("vit")
 
 
 def get_config(arg: str = "") -> ConfigDict:

@@ -2,14 +2,14 @@
 
     python train.py --config=configs/wide_resnet_3b.py --workdir=runs/wide_resnet_3b
 
-Bottlenecks in stages of 6, 8, 46 and 6, eight times as wide inside as ResNet's: 3.03 B parameters. 198 convolutions are
+Bottlenecks in stages of 6, 8, 46 and 6, eight times as wide inside as ResNet's: 3.04 B parameters. 198 convolutions are
 in the blocks' branches; with the stem and the classifier that makes 200 layers (4 shortcuts are convolutions too).
 As in the paper: float32, synthetic images of 3 x 224 x 224, 8 per device, and no convolution is computed twice (norms
 and ReLUs are: `remat=dots`, with which gathered parameters need not be kept). The partition group, one node, and the
 optimizer are ours.
 
 Hardware: 2 nodes or more of 8 GPUs with 32 GB.
-Not run yet.
+Not run yet. Compiled for two nodes of 8 it takes 10.1 GB of a GPU; docs/paper_tables.md has its replay on V100s.
 """
 
 from ml_collections import ConfigDict
@@ -24,6 +24,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.num_steps = 100
     config.model = base.resnet(50)
     config.model.update({"stage_blocks": (6, 8, 46, 6), "widening": 8, "norm": "batch", "remat": "dots"})
+    config.model.class_multiple = 128  # 1000 classes: every scope up to 128 devices divides the head
     config.data.update({"source": "synthetic", "objective": "classify", "image_size": 224, "channels": 3})
     config.data.prefetch = 16
     config.batch.update({"global_size": 128, "micro_size": 8})

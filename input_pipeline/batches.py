@@ -48,7 +48,7 @@ class Batches:
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
         self._iterator = iter(grain.MapDataset.source(steps).to_iter_dataset(options))
         self._iterator.start_prefetch()
-        self._waiting: list[Batch] = []  # the next one, if it was waited for
+        self._ready: list[Batch] = []  # the next one, if it was waited for
 
     def __iter__(self) -> Self:
         return self
@@ -56,15 +56,15 @@ class Batches:
     def __next__(self) -> Batch:
         self.await_next()
         self.step += 1
-        return self._waiting.pop()
+        return self._ready.pop()
 
     def await_next(self) -> None:
         """Waits until the next batch is there; raises what `next()` would."""
-        if self._waiting:
+        if self._ready:
             return
         start = time.perf_counter()
         try:
-            self._waiting.append(next(self._iterator))
+            self._ready.append(next(self._iterator))
         except BaseException as error:
             error.add_note(f"while preparing the batch of step {self.step}")
             self.close()
@@ -73,6 +73,7 @@ class Batches:
 
     def close(self) -> None:
         """Stops the background work; later calls of `next()` raise ValueError."""
+        self._ready.clear()
         self._iterator.close()
 
     def __enter__(self) -> Self:

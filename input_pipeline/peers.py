@@ -82,7 +82,8 @@ class Service:
     def _serve(self, connection: socket.socket, process: int, host: str) -> None:
         """Answers the requests of a process until the connection is closed."""
         del process, host
-        with connection, connection.makefile("rwb") as stream, suppress(OSError, ValueError, LookupError, TypeError):
+        # The errors of the closing are suppressed too: it sends what the other process no longer reads.
+        with suppress(OSError, ValueError, LookupError, TypeError), connection, connection.makefile("rwb") as stream:
             while line := stream.readline(1000):
                 request = json.loads(line)
                 found = self._found(request["shard"], bool(request["download"]), stream)

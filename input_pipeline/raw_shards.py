@@ -9,24 +9,10 @@ from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
-from files import atomic
 from input_pipeline.shard_cache import ShardCache
-from input_pipeline.shard_formats import KNOWN, format_of, matches
 from input_pipeline.shard_index import FORMAT, Shard, ShardIndex, shards_of, tokenise
 from input_pipeline.store import FETCHES, Item, Store, StoreError
 from input_pipeline.tokenizers import Tokenizer
-
-
-def chosen(items: Sequence[Item], pattern: str, where: str) -> list[Item]:
-    """Returns the files that match `data.pattern`; without one, those of a known format. ValueError if none does."""
-    wanted = [item for item in items if matches(item.name, pattern) and (pattern or format_of(item.name))]
-    if not wanted:
-        what = f"that matches data.pattern={pattern!r}" if pattern else f"of a known format ({KNOWN})"
-        raise ValueError(f"data.path {where} has no file {what} among {len(items)} that are not empty")
-    for item in wanted:
-        if not format_of(item.name):
-            raise ValueError(f"{where}/{item.name} matches data.pattern={pattern!r}, but known are {KNOWN}")
-    return wanted
 
 
 class RawShards:
@@ -62,12 +48,12 @@ class RawShards:
 
     def index(self) -> ShardIndex | None:
         """Returns the index of all files from the cache; None if it is not there."""
-        rows = self._read(f"{self.key}.json")
+        rows = self._read(self.key)
         return None if rows is None else ShardIndex(tokenizer=self._tokenizer.identity, shards=rows)
 
     def keep_index(self, shards: Sequence[Shard]) -> None:
         """Keeps the index of all files in the cache."""
-        self._write(f"{self.key}.json", shards)
+        self._write(self.key, shards)
 
     def shard(self, name: str) -> Shard:
         """Returns what the index says of a file, which is tokenised first if this node has not done it yet."""
@@ -78,12 +64,12 @@ class RawShards:
             with self._cache.scratch(key) as path:
                 shard, _ = self._tokenise(name, path)
                 self._cache.keep(path, shard)
-            self._write(f"{key}.json", [shard])
+            self._write(key, [shard])
         return shard
 
     def known(self, name: str) -> Shard | None:
         """Returns what the index says of a file that this node has tokenised before."""
-        rows = self._read(f"{self.key_of(name)}.json")
+        rows = self._read(self.key_of(name))
         return rows[0] if rows else None
 
     def hand_over(self, name: str, take: Callable[[Path, Shard], object]) -> Shard:
@@ -92,7 +78,7 @@ class RawShards:
         with self._cache.locked(key), self._cache.scratch(key) as path:
             shard, _ = self._tokenise(name, path)
             take(path, shard)
-            self._write(f"{key}.json", [shard])
+            self._write(key, [shard])
         return shard
 
     def download(self, shard: Shard, to: Path) -> int:
@@ -115,13 +101,16 @@ class RawShards:
         finally:
             raw.unlink(missing_ok=True)
 
-    def _read(self, file: str) -> tuple[Shard, ...] | None:
-        """Returns the shards that a file of the cache names; None if there is no such file, or not a whole one."""
+    def _read(self, key: str) -> tuple[Shard, ...] | None:
+        """Returns the shards that an entry of the cache names; None if there is none, or not a whole one."""
         try:
-            return shards_of(json.loads((self._folder / file).read_text()))
+            return shards_of(json.loads((self._folder / f"{key}.json").read_text()))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
-    def _write(self, file: str, shards: Sequence[Shard]) -> None:
+    def _write(self, key: str, shards: Sequence[Shard]) -> None:
+        """Writes an entry of the cache, whole; other processes may write the same one."""
         self._folder.mkdir(exist_ok=True)
-        atomic.replace(self._folder / file, json.dumps([asdict(shard) for shard in shards]))
+        with self._cache.scratch(key) as path:
+            path.write_text(json.dumps([asdict(shard) for shard in shards]))
+            path.rename(self._folder / f"{key}.json")

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -77,10 +77,15 @@ class ShardCache:
                 path.unlink(missing_ok=True)
             return tokens
 
-    def room_bytes(self) -> int:
-        """Returns what the shards may take on this disk: what is free, and what they take now."""
+    def room_bytes(self, files: Container[str]) -> int:
+        """Returns what shards may take on this disk: what is free, and what they take now.
+
+        Without a limit nothing is removed, and only what these `files` take now is theirs.
+        """
         taken = 0
         for path in self.folder.glob("*.tokens"):
+            if not self._limit_bytes and path.name not in files:
+                continue
             with contextlib.suppress(FileNotFoundError):  # another process removed it
                 taken += path.stat().st_size
         return taken + shutil.disk_usage(self.folder).free

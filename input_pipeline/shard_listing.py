@@ -2,12 +2,12 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from configs.schema import DataConfig
-from input_pipeline.raw_shards import chosen
-from input_pipeline.shard_formats import format_of, matches
+from input_pipeline.shard_formats import KNOWN, format_of, matches
 from input_pipeline.shard_index import INDEX_FILE, ShardIndex, is_index
 from input_pipeline.store import Item, MissingError, Store, StoreError, is_url
 from input_pipeline.tokenizers import Tokenizer
@@ -24,9 +24,9 @@ class Listing:
 
 def split_file(path: str) -> tuple[str, str]:
     """Returns the folder and the name of a path that names one file by its ending; the path and "" otherwise."""
-    folder, _, name = path.rpartition("/")
+    folder, slash, name = path.rpartition("/")
     is_file = format_of(name) and (is_url(path) or Path(path).expanduser().is_file())
-    return (folder or ".", name) if is_file else (path, "")
+    return (folder or slash or ".", name) if is_file else (path, "")
 
 
 def list_shards(store: Store, file: str, config: DataConfig, tokenizer: Tokenizer) -> Listing:
@@ -38,7 +38,7 @@ def list_shards(store: Store, file: str, config: DataConfig, tokenizer: Tokenize
         return Listing(index=index, index_sha256=hashlib.sha256(content).hexdigest())
     else:
         items = store.list() if store.can_list else _listed_by(content, store)
-    return Listing(items=tuple(chosen(items, config.pattern, store.url)))
+    return Listing(items=tuple(_chosen(items, config.pattern, store.url)))
 
 
 def read_index(store: Store, config: DataConfig, tokenizer: Tokenizer, sha256: str) -> ShardIndex:
@@ -72,6 +72,18 @@ def _checked(content: bytes, store: Store, config: DataConfig, tokenizer: Tokeni
     if not shards:
         raise ValueError(f"{where} names no shard that matches data.pattern={config.pattern!r}")
     return ShardIndex(tokenizer=found.tokenizer, shards=shards)
+
+
+def _chosen(items: Sequence[Item], pattern: str, where: str) -> list[Item]:
+    """Returns the files that match `data.pattern`; without one, those of a known format. ValueError if none does."""
+    wanted = [item for item in items if matches(item.name, pattern) and (pattern or format_of(item.name))]
+    if not wanted:
+        what = f"that matches data.pattern={pattern!r}" if pattern else f"of a known format ({KNOWN})"
+        raise ValueError(f"data.path {where} has no file {what} among {len(items)} that are not empty")
+    for item in wanted:
+        if not format_of(item.name):
+            raise ValueError(f"{where}/{item.name} matches data.pattern={pattern!r}, but known are {KNOWN}")
+    return wanted
 
 
 def _listed_by(content: bytes | None, store: Store) -> list[Item]:

@@ -102,7 +102,7 @@ class ShardSet:
         path, self._file = split_file(config.path)
         self._store = open_store(path)
         if self._was_reached:
-            self._store.was_reached()
+            self._store.assume_reached()
         self._held.callback(self._store.close)
         service, self._members = self._meet()
         listing = self._list()
@@ -137,7 +137,7 @@ class ShardSet:
             return {"items": [vars(item) for item in found[0].items], "index": found[0].index_sha256}
 
         said = self._group.broadcast("shard-list", told)
-        self._store.was_reached()  # by process 0
+        self._store.assume_reached()  # by process 0
         if found:
             return found[0]
         if not said["index"]:
@@ -229,7 +229,8 @@ def check_room(sets: Sequence[ShardSet]) -> None:
             f"data.cache_gb={config.cache_gb} is less than the {needed / _GB:.3g} GB that {of}: raise data.cache_gb, "
             "or lower the other"
         )
-    if (room := cache.room_bytes()) < needed:
+    files = {shard.file for one in sets for shard in one.index.shards}
+    if (room := cache.room_bytes(files)) < needed:
         raise ValueError(
             f"the disk of the data cache {cache.folder} has {room / _GB:.3g} GB for it, less than the "
             f"{needed / _GB:.3g} GB that {of}: set {ENVIRONMENT_KEY} to a folder with free space, or lower "

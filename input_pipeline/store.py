@@ -108,7 +108,7 @@ class Store(Protocol):
         """Stores an object."""
         ...
 
-    def was_reached(self) -> None:
+    def assume_reached(self) -> None:
         """Says that the store is known to exist, so that it is waited for."""
         ...
 
@@ -157,17 +157,23 @@ class LocalStore:
             return (self.root / name).read_bytes()
 
     def put(self, name: str, content: Path | bytes) -> None:
-        """Writes a file, whole or not at all."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, bytes):
-            atomic.replace(self.root / name, content, durable=True)
-            return
-        partial = self.root / f"{name}.partial"
-        shutil.copyfile(content, partial)
-        atomic.sync(partial)
-        partial.rename(self.root / name)
+        """Writes a file, whole or not at all. StoreError if that is not possible."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, bytes):
+                atomic.replace(self.root / name, content, durable=True)
+                return
+            partial = self.root / f"{name}.partial"
+            shutil.copyfile(content, partial)
+            atomic.sync(partial)
+            partial.rename(self.root / name)
+        except OSError as error:
+            raise StoreError(
+                f"{self.root / name} cannot be written ({error.strerror or error}); free space there, or choose "
+                "another --out"
+            ) from error
 
-    def was_reached(self) -> None:
+    def assume_reached(self) -> None:
         """Does nothing: reading a disk is not waited for."""
 
     def close(self) -> None:
@@ -249,7 +255,7 @@ class RemoteStore:
 
         self._patiently(f"{self.url}/{name}", lambda: obstore.put(self._store, name, content), writes=True)
 
-    def was_reached(self) -> None:
+    def assume_reached(self) -> None:
         """Says that the store answered before, to another process or attempt: it is waited for if it is away."""
         self._waiting.reached = True
 
@@ -298,7 +304,8 @@ class RemoteStore:
             return StoreError(f"{what}: the store refuses {refuses} ({status}); {self._help}")
         if status == "404" or isinstance(error, FileNotFoundError):
             missing = "file" if self.scheme == "http" else "bucket" if writes else "object or bucket"
-            named = "" if writes or what == self.url else ", or the index.json that names it"
+            is_whole = writes or what == self.url or what.endswith("/index.json")
+            named = "" if is_whole else ", or the index.json that names it"
             return MissingError(f"{what}: there is no such {missing} (404); check {key}{named}")
         if status.startswith("5") or status in ("408", "429"):
             return _AwayError(f"it answers {status}")
@@ -383,8 +390,10 @@ class _Waiting:
     def _ended(self, me: object, answers: bool) -> None:
         with self._lock:
             self._failing.pop(me, None)
-            if answers and self._said_s and not self._failing:
-                away_s, self._said_s = time.monotonic() - self._said_s, 0.0
+            if self._failing or not self._said_s:
+                return
+            away_s, self._said_s = time.monotonic() - self._said_s, 0.0
+            if answers:  # else what was waited for never came, and the error says so
                 logging.getLogger(__name__).warning("%s: the store answers again after %.0f s", self._url, away_s)
 
 

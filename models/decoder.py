@@ -8,7 +8,6 @@ L layers, K key-value heads, H size of a head.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -85,9 +84,8 @@ class Decoder(Transformer):
 
     config: DecoderConfig
 
-    @cached_property
-    def groups(self) -> dict[str, Group[Any]]:
-        """The parameter groups by their top-level key."""
+    def make_groups(self) -> dict[str, Group[Any]]:
+        """Returns the parameter groups by their top-level key."""
         c = self.config
         return {
             "embed": Group(lambda key: Embedding(c, key)),
@@ -142,7 +140,8 @@ class Decoder(Transformer):
         embedding: Embedding = self.groups["embed"].module(embed_values, self.dtype)
         # Initial carries are computed from data, so that a shard_map sees them vary over the mesh like later carries.
         zero = prompt_BP[0, 0] * 0 + embedding.token[0, 0].astype(jnp.int32) * 0
-        stacked = self.groups["layers"].num_layers or 1
+        stacked = self.groups["layers"].num_layers
+        assert stacked
         shape = (stacked, c.num_layers // stacked, batch, total, c.num_kv_heads, c.head_dim)
         cache = jnp.zeros(shape, self.dtype) + zero.astype(self.dtype)
 

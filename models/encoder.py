@@ -13,7 +13,6 @@ Shapes: B batch, T positions, D hidden, V vocabulary (padded).
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -93,9 +92,8 @@ class Encoder(Transformer):
 
     config: EncoderConfig
 
-    @cached_property
-    def groups(self) -> dict[str, Group[Any]]:
-        """The parameter groups by their top-level key."""
+    def make_groups(self) -> dict[str, Group[Any]]:
+        """Returns the parameter groups by their top-level key."""
         c = self.config
         return {
             "embed": Group(lambda key: Embedding(c, key)),

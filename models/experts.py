@@ -16,9 +16,10 @@ from jax import Array
 
 from configs.schema import MoeConfig
 from models.block import Attention, BlockConfig, gelu, initial_std, normal, residual_std
-from sharding.experts import ALONE, Exchange
+from sharding.experts import ALONE, Exchange, keep
 
-Told = dict[str, Array]  # sums over rows and layers, float32 scalars, by name
+AUX = ("balance_loss", "z_loss", "dropped_share")
+Aux = dict[str, Array]  # by these names, sums over rows and layers, float32 scalars
 
 
 class Routes(NamedTuple):
@@ -43,12 +44,12 @@ class Experts(nnx.Module):
 
     def __call__(self, x_END: Array) -> Array:
         """Returns the outputs for the `N` inputs of each expert that is here."""
-        h_ENF = jnp.einsum("end,edf->enf", x_END, self.up[...])
+        h_ENF = keep(jnp.einsum("end,edf->enf", x_END, self.up[...]))
         if self.gate is None:
             h_ENF = gelu(h_ENF, self.activation)
         else:
-            h_ENF = jax.nn.silu(jnp.einsum("end,edf->enf", x_END, self.gate[...])) * h_ENF
-        return jnp.einsum("enf,efd->end", h_ENF, self.down[...])
+            h_ENF = jax.nn.silu(keep(jnp.einsum("end,edf->enf", x_END, self.gate[...]))) * h_ENF
+        return keep(jnp.einsum("enf,efd->end", h_ENF, self.down[...]))
 
 
 class MoeBlock(Attention):
@@ -70,21 +71,21 @@ class MoeBlock(Attention):
         segments_BT: Array | None,
         weights_BT: Array,
         exchange: Exchange = ALONE,
-    ) -> tuple[Array, Told]:
-        """Returns the layer's output, and what it tells; tokens of weight 0 go to no expert."""
+    ) -> tuple[Array, Aux]:
+        """Returns the layer's output, and its auxiliary sums; tokens of weight 0 go to no expert."""
         return self.finish(x_BTD, self.mix(x_BTD, angles_BTH, segments_BT), weights_BT, exchange)
 
     def finish(
         self, x_BTD: Array, mixed_BTNH: Array, weights_BT: Array, exchange: Exchange = ALONE
-    ) -> tuple[Array, Told]:
-        """Returns the layer's output from its input and the weighted values of attention, and what it tells."""
+    ) -> tuple[Array, Aux]:
+        """Returns the layer's output from its input and the weighted values of attention, and its auxiliary sums."""
         x_BTD, y_BTD = self.attend(x_BTD, mixed_BTNH)
         logits_BTE = jnp.einsum("btd,de->bte", y_BTD.astype(jnp.float32), self.router[...].astype(jnp.float32))
         probs_BTE = jax.nn.softmax(logits_BTE)
         room = self.moe.capacity(x_BTD.shape[1])
         routes = route(probs_BTE, weights_BT > 0, per_token=self.moe.experts_per_token, room=room)
         x_BTD = x_BTD + self._send(y_BTD, routes, exchange)
-        return x_BTD, told(logits_BTE, probs_BTE, routes, weights_BT)
+        return x_BTD, aux_sums(logits_BTE, probs_BTE, routes, weights_BT)
 
     def _send(self, y_BTD: Array, routes: Routes, exchange: Exchange) -> Array:
         """Returns the weighted sum of the outputs of each token's experts; of a dropped choice it is zero."""
@@ -123,7 +124,7 @@ def route(probs_BTE: Array, real_BT: Array, *, per_token: int, room: int) -> Rou
     return Routes(token_BS, slot_Bn.reshape(batch, per_token, length), gates_BTk.swapaxes(1, 2))
 
 
-def told(logits_BTE: Array, probs_BTE: Array, routes: Routes, weights_BT: Array) -> Told:
+def aux_sums(logits_BTE: Array, probs_BTE: Array, routes: Routes, weights_BT: Array) -> Aux:
     """Returns a layer's sums, by the tokens' weights: `balance_loss`, `z_loss` and `dropped_share`.
 
     Balance (Switch, equations 4 to 6; GShard's `l_aux` is this over E): E times the sum over experts of the share of

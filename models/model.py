@@ -1,10 +1,10 @@
 """The interface between trainer and models: parameter specs, init and loss. Nothing here knows the mesh.
 
 Parameters are plain nested dicts. Each top-level key is a parameter group: `embed`, `layers` (every leaf stacked,
-`[L, ...]`) and `head` of a transformer, each block of a ResNet; `averages`, if there are any, are no parameters to
-learn (sharding/averages.py). A model calls `gather(name, tree)` once for each
-group and gets back the group's unsharded parameters; for `layers` the call is inside the rematerialised scan body and
-takes one layer's slice. On one device `gather` is `lambda name, tree: tree`.
+`[L, ...]`) and `head` of a transformer, each block of a ResNet; `averages`, if there are any, are not trained
+(sharding/averages.py). A model calls `gather(name, tree)` once for each group and gets back the group's unsharded
+parameters; for `layers` the call is inside the rematerialised scan body and takes one layer's slice. On one device
+`gather` is `lambda name, tree: tree`.
 """
 
 import math
@@ -21,12 +21,11 @@ from jax import Array
 
 from configs.schema import ModelConfig
 from sharding.averages import part_averages
-from sharding.pipeline import StagedLoss
+from sharding.experts import KEPT, Gather
+from sharding.pipeline import Batch, StagedLoss
 from sharding.spec import ParamSpec
 
 Params = dict[str, Any]
-Batch = Mapping[str, Array]
-Gather = Callable[[str, Any], Any]
 Module = TypeVar("Module", bound=nnx.Module)
 MASKED_LOGIT = -1e30
 
@@ -81,10 +80,14 @@ class Model(ABC):
         """The dtype in which the model computes (parameters are float32)."""
         return jnp.dtype(self.config.compute_dtype)
 
+    @abstractmethod
+    def make_groups(self) -> dict[str, Group[Any]]:
+        """Returns the parameter groups by their top-level key."""
+
     @cached_property
     def groups(self) -> dict[str, Group[Any]]:
-        """The parameter groups by their top-level key; every model defines its own."""
-        raise NotImplementedError
+        """The parameter groups by their top-level key."""
+        return self.make_groups()
 
     @abstractmethod
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
@@ -113,7 +116,7 @@ class Model(ABC):
         """Returns the loss in pieces for the stages of a pipeline. ValueError for a model that has no such pieces."""
         raise ValueError(
             f"mesh.stages needs a loss in pieces around a stack of equal layers, and model.kind={self.config.kind} has "
-            "none; set it to 1"
+            "none; set mesh.stages=1"
         )
 
     @abstractmethod
@@ -143,8 +146,8 @@ class Model(ABC):
 def rematerialise(body: Callable[..., Any], policy: str, *, in_scan: bool = False) -> Callable[..., Any]:
     """Returns a layer whose backward pass recomputes what `policy` selects; `in_scan`: the layer is a scan's body.
 
-    `full` recomputes everything from the layer's inputs; `dots` everything but the products with weights; `none`
-    nothing, so that the gathered parameters stay in memory too.
+    `full` recomputes everything from the layer's inputs; `dots` everything but the products with weights and what is
+    exchanged between experts; `none` nothing, so that the gathered parameters stay in memory.
     """
     prevent_cse = not in_scan  # in a scan, XLA cannot merge the two computations anyway
     match policy:
@@ -153,12 +156,15 @@ def rematerialise(body: Callable[..., Any], policy: str, *, in_scan: bool = Fals
         case "full":
             return jax.checkpoint(body, prevent_cse=prevent_cse)
         case "dots":
-            return jax.checkpoint(body, prevent_cse=prevent_cse, policy=_is_product_with_weights)
+            kept = jax.checkpoint_policies.save_only_these_names(KEPT)
+            policy_of_dots = jax.checkpoint_policies.save_from_both_policies(_is_product_with_weights, kept)
+            return jax.checkpoint(body, prevent_cse=prevent_cse, policy=policy_of_dots)
         case _:
             raise ValueError(f"model.remat = {policy!r}: choose one of full, dots, none")
 
 
 def _is_product_with_weights(primitive: Any, *args: Any, **how: Any) -> bool:
+    """Whether it is one; an expert's, one of a batch of products, is marked by the experts."""
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **how)
     return primitive is jax.lax.conv_general_dilated_p or dots
 

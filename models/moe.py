@@ -7,7 +7,6 @@ Shapes: B batch, T positions, D hidden.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,12 +17,9 @@ from jax import Array
 from configs.schema import MoeConfig
 from models.block import Block
 from models.decoder import Decoder, Embedding, Head, block_config
-from models.experts import MoeBlock, Told
+from models.experts import AUX, Aux, MoeBlock
 from models.model import Batch, Gather, Group, Params, cross_entropy
 from sharding.experts import Exchange, exchange_of
-from sharding.pipeline import StagedLoss
-
-TOLD = ("balance_loss", "z_loss", "dropped_share")
 
 
 class MoeLayers(nnx.Module):
@@ -36,19 +32,19 @@ class MoeLayers(nnx.Module):
 
     def __call__(
         self,
-        carry: tuple[Array, Told],
+        carry: tuple[Array, Aux],
         angles_BTH: Array | None,
         segments_BT: Array | None,
         weights_BT: Array,
         *,
         exchange: Exchange,
-    ) -> tuple[Array, Told]:
-        """Returns the output `[B, T, D]`, and the sums of what the layers told, this one included."""
+    ) -> tuple[Array, Aux]:
+        """Returns the output `[B, T, D]`, and the auxiliary sums of the layers so far, this one included."""
         x_BTD, before = carry
         if self.dense is not None:
             x_BTD = self.dense(x_BTD, angles_BTH, segments_BT)
-        x_BTD, told = self.sparse(x_BTD, angles_BTH, segments_BT, weights_BT, exchange)
-        return x_BTD, {name: before[name] + told[name] for name in before}
+        x_BTD, aux = self.sparse(x_BTD, angles_BTH, segments_BT, weights_BT, exchange)
+        return x_BTD, jax.tree.map(jnp.add, before, aux)
 
 
 @dataclass(frozen=True)
@@ -57,9 +53,8 @@ class Moe(Decoder):
 
     config: MoeConfig
 
-    @cached_property
-    def groups(self) -> dict[str, Group[Any]]:
-        """The parameter groups by their top-level key."""
+    def make_groups(self) -> dict[str, Group[Any]]:
+        """Returns the parameter groups by their top-level key."""
         c = self.config
         return {
             "embed": Group(lambda key: Embedding(c, key)),
@@ -76,24 +71,24 @@ class Moe(Decoder):
 
     def logits(self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None = None) -> Array:
         """Returns float32 logits `[B, T, V]` of the next token at each position; padding ids get probability 0."""
-        return self.route(params, tokens_BT, gather, segments_BT, jnp.ones(tokens_BT.shape))[0]
+        return self.logits_and_aux(params, tokens_BT, gather, segments_BT, jnp.ones(tokens_BT.shape))[0]
 
-    def route(
+    def logits_and_aux(
         self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None, weights_BT: Array
-    ) -> tuple[Array, Told]:
-        """Returns the logits, and what the layers told: sums over rows, means over the layers with experts."""
+    ) -> tuple[Array, Aux]:
+        """Returns the logits, and the auxiliary sums over rows, as means over the layers with experts."""
         embed_values = gather("embed", params["embed"])
         x_BTD = self.embed(embed_values, tokens_BT, segments_BT)
         zero = jnp.sum(x_BTD[:, 0, 0]).astype(jnp.float32) * 0  # of data: a shard_map sees it vary like later sums
-        x_BTD, told = self.run_layers(
+        x_BTD, aux = self.run_layers(
             params,
-            (x_BTD, dict.fromkeys(TOLD, zero)),
+            (x_BTD, dict.fromkeys(AUX, zero)),
             gather,
             *self.layer_args(tokens_BT, segments_BT),
             weights_BT,
             exchange=exchange_of(gather),
         )
-        means = jax.tree.map(lambda x: x / self.config.num_moe_layers, told)
+        means = jax.tree.map(lambda x: x / self.config.num_moe_layers, aux)
         return self.project(gather("head", params["head"]), embed_values, x_BTD), means
 
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
@@ -102,23 +97,19 @@ class Moe(Decoder):
 
     def evaluate(self, params: Params, batch: Batch, gather: Gather) -> dict[str, Array]:
         """Returns the weighted sums for a validation: the cross-entropy as `loss`, and `dropped_share`."""
-        cross_entropies, told = self._losses(params, batch, gather)
-        return {"loss": cross_entropies, "dropped_share": told["dropped_share"]}
+        cross_entropies, aux = self._losses(params, batch, gather)
+        return {"loss": cross_entropies, "dropped_share": aux["dropped_share"]}
 
-    def objective(self, params: Params, batch: Batch, gather: Gather) -> tuple[Array, Told]:
-        """Returns the cross-entropy plus the weighted losses of all routers; told are it and the layers' means."""
+    def objective(self, params: Params, batch: Batch, gather: Gather) -> tuple[Array, Aux]:
+        """Returns the cross-entropy plus the weighted losses of all routers; and it and the layers' means, to log."""
         c = self.config
-        cross_entropies, told = self._losses(params, batch, gather)
-        of_routers = c.balance_loss * told["balance_loss"] + c.z_loss * told["z_loss"]
-        return cross_entropies + c.num_moe_layers * of_routers, {"cross_entropy": cross_entropies} | told
+        cross_entropies, aux = self._losses(params, batch, gather)
+        of_routers = c.balance_loss * aux["balance_loss"] + c.z_loss * aux["z_loss"]
+        return cross_entropies + c.num_moe_layers * of_routers, {"cross_entropy": cross_entropies} | aux
 
-    def _losses(self, params: Params, batch: Batch, gather: Gather) -> tuple[Array, Told]:
-        logits_BTV, told = self.route(params, batch["tokens"], gather, batch.get("segments"), batch["weights"])
-        return cross_entropy(logits_BTV, batch["targets"], batch["weights"]), told
-
-    def staged_loss(self) -> StagedLoss:
-        """Raises ValueError: the stages of a pipeline hand on one array, and these layers tell more."""
-        raise ValueError("mesh.stages was not made for model.kind=moe; set it to 1")
+    def _losses(self, params: Params, batch: Batch, gather: Gather) -> tuple[Array, Aux]:
+        logits_BTV, aux = self.logits_and_aux(params, batch["tokens"], gather, batch.get("segments"), batch["weights"])
+        return cross_entropy(logits_BTV, batch["targets"], batch["weights"]), aux
 
     def warning(self, metrics: Mapping[str, float]) -> str:
         """Returns a line if a step dropped more than `max_dropped`."""

@@ -5,8 +5,8 @@
 - Version 1 has a strided bottleneck's stride in the first 1x1 convolution, as in the paper's table 1 and gluoncv's
   `resnet50_v1`. Version 1.5, torchvision's and gluoncv's `resnet50_v1b`, has it in the 3x3 convolution and takes 6 %
   more FLOPs.
-- A wide network (Zagoruyko & Komodakis 2016, arXiv 1605.07146) has more channels inside its blocks; between them the
-  number stays.
+- A wide network (Zagoruyko & Komodakis 2016, arXiv 1605.07146, for ImageNet) has more channels inside its bottlenecks;
+  between them the number stays.
 - Both norms have the same number of parameters, and the loss depends on the number of devices with neither
   (models/norms.py).
 - The last norm of each block starts with scale 0, so that a new block equals its shortcut (Goyal et al. 2017, arXiv
@@ -20,7 +20,6 @@ Shapes: B batch, H height, W width, C channels, V classes (padded).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -66,7 +65,7 @@ class BlockConfig:
     width: int  # channels inside
     outputs: int
     stride: int
-    strided: int = 0  # the convolution that has the stride
+    strided: int  # the convolution that has the stride
 
     @property
     def branch(self) -> dict[str, ConvConfig]:
@@ -218,9 +217,8 @@ class ResNet(Classifier):
 
     config: ResNetConfig
 
-    @cached_property
-    def groups(self) -> dict[str, Group[Any]]:
-        """The parameter groups by their top-level key, in the order in which they are used; `averages` is the last."""
+    def make_groups(self) -> dict[str, Group[Any]]:
+        """Returns the parameter groups by their top-level key, in the order of their use; `averages` is the last."""
         c = self.config
         blocks = {
             name: Group(lambda key, name=name, block=block: Block(name, block, key))

@@ -9,7 +9,6 @@ V classes (padded).
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -90,9 +89,8 @@ class ViT(Stack, Classifier):
 
     config: ViTConfig
 
-    @cached_property
-    def groups(self) -> dict[str, Group[Any]]:
-        """The parameter groups by their top-level key."""
+    def make_groups(self) -> dict[str, Group[Any]]:
+        """Returns the parameter groups by their top-level key."""
         c = self.config
         return {
             "embed": Group(lambda key: Embedding(c, key)),

@@ -6,11 +6,11 @@ from typing import Any
 from paper import published
 from paper.mics_cells import tflops_of
 from paper.mics_memory import Shape
-from paper.mics_replayed import P3DN, P4D, PLANNER, Replay, as_replay
+from paper.mics_replayed import P3DN, P4D, PLANNER, Replay, as_replay, find, nothing_hidden_s, zero3_s
 from paper.records import Records
 from paper.tables import NONE, Row, Section, comparison, fixed, signed_percent, table
 
-rate = fixed(2)
+rate, times = fixed(2), fixed(2, " x")
 FIGURES_8_10 = "figures 8 and 10"
 SHAPES = (
     "The paper's 52B and 100B models are proprietary. Ours have GPT-2's layers with heads of 128: 64 layers of hidden "
@@ -20,7 +20,7 @@ SHAPES = (
 
 
 def section(records: Records) -> Section:
-    """Returns the section. ValueError if a replay of figure 11 is missing."""
+    """Returns the section. ValueError if a replay of WideResNet is missing."""
     lines = _newest(records)
     return Section(
         title="MiCS figures 8, 10, 11 and section 5.1.5: predictions",
@@ -31,6 +31,7 @@ def section(records: Records) -> Section:
             SHAPES,
             _table(lines),
             _figure_11(),
+            *_wide_resnet(records),
             *_headlines(lines),
         ],
     )
@@ -45,6 +46,28 @@ def _figure_11() -> str:
         "paper's figure 7 with 127 (per layer), at half the global batch. With groups of one node that can cost "
         "only hop two, once a step; the paper does not say what else differs."
     )
+
+
+def _wide_resnet(records: Records) -> list[str]:
+    """Returns the ratio that the paper gives for WideResNet beside ours."""
+    mics, flat = (find(records, published.WIDE_RESNET, 16, strategy) for strategy in ("mics(8)", "zero3 flat"))
+    over = zero3_s(flat)
+    rows = [
+        Row(
+            what=f"{published.WIDE_RESNET}, 16 GPUs: MiCS over ZeRO-3",
+            published=published.WIDE_RESNET_OVER_ZERO3,
+            ours=over / step_s,
+            how=f"mics(8) beside zero3 flat, compiled, replayed; of ZeRO-3 nothing overlaps{more}",
+            form=times,
+        )
+        for step_s, more in ((mics.step_s, ""), (nothing_hidden_s(mics), ", of MiCS neither"))
+    ]
+    return [
+        "Of WideResNet the paper's text gives one number, in float32 and with 8 images a GPU; the rest of the "
+        f"comparison is as above. Ours computes {mics.compute_s:.2f} s of a step of {mics.step_s:.2f} s; ZeRO-3's "
+        f"network is busy for {flat.busy_s() + flat.busy_s('hop_one'):.2f} s.",
+        comparison(rows),
+    ]
 
 
 def _headlines(lines: Sequence[dict[str, Any]]) -> list[str]:
@@ -84,8 +107,8 @@ def _newest(records: Records) -> list[dict[str, Any]]:
     """Returns the newest line of each prediction, in the order of the record."""
     found = {}
     for line in records.full_scale:
-        is_ours = line["cluster"] == P4D or (line["model"] in published.FIGURE_11 and line["network"] != PLANNER)
-        if is_ours:
+        of_figure_11 = line["model"] in (*published.FIGURE_11, published.WIDE_RESNET) and line["network"] != PLANNER
+        if line["strategy"].startswith("mics") and (line["cluster"] == P4D or of_figure_11):
             found[line["model"], line["gpus"], line["strategy"], line["cluster"]] = line
     return sorted(found.values(), key=lambda line: (line["cluster"] != P3DN, line["num_params"], line["gpus"]))
 
@@ -96,7 +119,7 @@ def _table(lines: Sequence[dict[str, Any]]) -> str:
     for line in lines:
         replay: Replay = as_replay(line)
         model, gpus = line["model"], line["gpus"]
-        value = published.FIGURE_11[model].get(gpus) if line["cluster"] == P3DN else None
+        value = published.FIGURE_11.get(model, {}).get(gpus) if line["cluster"] == P3DN else None
         ours = replay.rate()
         figure = "figure 11" if line["cluster"] == P3DN else "5.1.5" if model.startswith("GPT ") else FIGURES_8_10
         memory = f"{replay.total_bytes / 1e9:.1f} GB{'' if replay.fits else ', does not fit'}"

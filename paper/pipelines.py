@@ -13,10 +13,10 @@ LINK_BYTES_PER_S = 100e9 / 8
 GLOBAL_BATCH, ROWS = 8192, 8
 FULL = 4  # bytes of a value in hop two and in the optimizer's state
 STATE = 16  # bytes a parameter: parameter, gradient and two moments, all f32
-WIDE = "BERT 10B, 128 layers"  # of figure 11: a number of layers that stages divide; table 1 has 127
+DEEP, DEEP_LAYERS = "BERT 10B, 128 layers", 128  # of figure 11: stages divide them; table 1 has 127
 # model: stages and the partition group inside each, both with the same devices to a copy of the model, or fewer groups
 COMPARED = {
-    WIDE: ((1, 8), (2, 8), (4, 8), (8, 8)),
+    DEEP: ((1, 8), (2, 8), (4, 8), (8, 8)),
     "BERT 15B": ((1, 16), (2, 8)),
     "BERT 20B": ((1, 16), (2, 8), (4, 8)),
     "BERT 50B": ((1, 64), (2, 32)),
@@ -104,17 +104,17 @@ class Run:
         return kept * self.shape.rows * self.shape.seq_len * self.shape.hidden * HALF
 
 
-def run_of(model: str, stages: int, group: int, nodes: int = NODES) -> Run:
+def run_of(model: str, stages: int, group: int) -> Run:
     """Returns a run of a model of the paper with its global batch and micro-batch."""
     hidden, _, layers, heads, vocab, _ = published.TABLE_1_SHAPES[model.partition(",")[0]]
-    layers = int(model.split()[-2]) if model == WIDE else layers
+    layers = DEEP_LAYERS if model == DEEP else layers
     assert hidden and layers and heads and vocab
     return Run(
         shape=Shape(hidden=hidden, layers=layers, heads=heads, vocab=vocab, rows=ROWS),
-        nodes=nodes,
+        nodes=NODES,
         stages=stages,
         group=group,
-        accum=GLOBAL_BATCH // (ROWS * K * nodes // stages),
+        accum=GLOBAL_BATCH // (ROWS * K * NODES // stages),
     )
 
 

@@ -96,7 +96,7 @@ def _estimate_s(experiment: Experiment, cluster: Cluster, compute_s: float) -> f
     compute_s += steps * copied / device.memory_bandwidth
     seconds = {
         use: [network.level_s(level, sent, 0) for level, sent in levels.items()]
-        for use, levels in _traffic_by_use(experiment).items()
+        for use, levels in traffic_by_use(experiment).items()
     }
     is_pipelined = layout.gather.by_layer and config.model.remat == "full"
     if cluster.device.kind != "gpu" or config.sharding.overlap == "off" or not is_pipelined:
@@ -168,11 +168,11 @@ def _temporary_bytes(experiment: Experiment, gradients: int) -> float:
 
 def traffic(experiment: Experiment) -> Mapping[str, float]:
     """Returns the bytes that a device sends a step on each level, by the formulas of docs/concepts.md."""
-    by_use = _traffic_by_use(experiment).values()
+    by_use = traffic_by_use(experiment).values()
     return {level: sum(sent[level] for sent in by_use) for level in ("inter", "intra")}
 
 
-def _traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
+def traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
     """Returns the bytes of gathers and hop one (`layers`), of the wider scope of gradients, hop two, and tokens."""
     config, layout = experiment.config, experiment.plan.layout
     codecs, steps = config.compression, experiment.batches.accumulation
@@ -215,10 +215,10 @@ def _sent_tokens(experiment: Experiment) -> float:
     """Returns the values that a device hands to the exchange of tokens in a micro-step, own ones included.
 
     The slots of its rows at all experts, there and back, forward and backward; and once more where the backward pass
-    computes the layer again.
+    computes the whole layer again, which with overlap it does not for the last one.
     """
     model = experiment.model.config
     assert isinstance(model, MoeConfig)
     slots = model.num_experts * model.capacity(experiment.config.data.seq_len)
-    times = 4 if model.remat == "none" else 6
-    return times * model.num_moe_layers * experiment.config.batch.micro_size * slots * model.hidden
+    times = 6 * model.num_moe_layers - 2 if model.remat == "full" else 4 * model.num_moe_layers
+    return times * experiment.config.batch.micro_size * slots * model.hidden

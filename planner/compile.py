@@ -75,7 +75,8 @@ def compile_step(
     folder.mkdir(parents=True, exist_ok=True)
     stem = _key([*words, xla_flags])
     if not (folder / f"{stem}.json").exists():
-        with tempfile.TemporaryDirectory(dir=folder) as out:
+        # a process that XLA started may still write there when the folder is removed
+        with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as out:
             paths = [*([] if target == CPU else [WHEELS]), ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
             dump = "" if target == CPU else f"--xla_dump_to={out} --xla_dump_hlo_module_re=^{MODULE}$"
             # TMPDIR: what XLA leaves behind when its process ends goes with this folder

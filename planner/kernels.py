@@ -59,7 +59,7 @@ def matmul_flops(instruction: Instruction, computation: Computation, program: Pr
 
 def _product_flops(instruction: Instruction, left: Tensor, right: Tensor, result: Tensor) -> float:
     """Returns the operations of a product: a multiplication and an addition for each term."""
-    target = instruction.attributes.get("custom_call_target", "")
+    target = instruction.attributes.get("custom_call_target", "").strip('"')
     config = instruction.attributes.get("backend_config", "").replace("\\", "")
     if "fmha" in target:  # two products forward, five backward, over pairs of places
         pairs = _numbers(config, r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]')

@@ -39,14 +39,14 @@ def plan_page(
     several = len(plans) > 1
     title = f"{best.candidate}: a step of {format_seconds(best.step_s)}"
     parts = [
-        header(name, best.candidate.name, "good" if best.memory.fits else "bad", plan.title),
+        header(name, best.candidate.name, "good", plan.title),
         _tiles(plan),
-        section("Against nodes", table(scaling_rows(plans, nodes), left=1)) if several else "",
+        section("Scaling with nodes", table(scaling_rows(plans, nodes), left=1)) if several else "",
         f'<div class="two">{_charts(found, nodes)}</div>',
         section("Candidates", table(candidate_rows(plan), left=2, best=1) + note(plan.error_bar)),
         section("Memory of a device", _memory(best)),
         section(title, picture(timeline_png, "the timeline of a step", wide=True) + _times(best)),
-        section("What would help most", f"<p>{escape(_helps(plan))}</p>") if plan.helps else "",
+        section("What would help most", f"<p>{escape(helps_text(plan.helps, best.step_s))}</p>") if plan.helps else "",
         section("On spot nodes", f"<pre>{escape(spot)}</pre>") if spot else "",
         section("Notes", "".join(map(note, _notes(plan)))) if _notes(plan) else "",
         section("Reproduce", f"<pre>{escape(command)}</pre>"),
@@ -114,9 +114,8 @@ def _memory(p: Prediction) -> str:
     """Returns a bar of what a program can have, and what of it is used by which part."""
     sizes = {name: getattr(p.memory, name) for name in MEMORY_PARTS}
     parts = [(name, size, format_bytes(size), colour) for colour, (name, size) in enumerate(sizes.items())]
-    whole = max(p.memory.capacity, p.memory.total)
     used = f"{format_bytes(p.memory.total)} of the {format_bytes(p.memory.capacity)} that a program can have."
-    return bar(parts, whole) + note(used)
+    return bar(parts, p.memory.capacity) + note(used)
 
 
 def _times(p: Prediction) -> str:
@@ -130,10 +129,5 @@ def _times(p: Prediction) -> str:
     return bar(parts, p.step_s) + table(time_rows(p), left=2) + note(f"{sent[0].upper()}{sent[1:]}.")
 
 
-def _helps(plan: Plan) -> str:
-    return helps_text(plan.helps, plan.best.step_s).removeprefix("what would help most: ").replace("\n", " ")
-
-
 def _notes(plan: Plan) -> list[str]:
-    counts = [" ".join(counts_text(plan.counts).split())] if plan.counts else []
-    return [*counts, *plan.notes]
+    return [*([counts_text(plan.counts)] if plan.counts else []), *plan.notes]

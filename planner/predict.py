@@ -203,7 +203,7 @@ class Step:
             nodes=self.machine.nodes,
             accumulation=self.experiment.batches.accumulation,
             hop_two=config.compression.hop_two,
-            inner_steps=config.local_sgd.inner_steps,
+            inner_steps=0 if config.local_sgd.streaming else config.local_sgd.inner_steps,
             memory=self.memory(),
             inter_bytes=sum(c.inter_bytes * c.times * share(c.label) for c in collectives),
             intra_bytes=sum(c.intra_bytes * c.times * share(c.label) for c in collectives),

@@ -279,8 +279,9 @@ class _Machine:
         """Returns the collective of an async-start that calls a computation with nothing else in it."""
         if instruction.opcode != "async-start":
             return None
-        called = self._program.called(instruction.calls[0], instruction).instructions
-        found = [collective_of(inside, self._shape) for inside in called if inside.opcode not in FREE]
+        called = self._program.called(instruction.calls[0], instruction)
+        kernels = [inside for inside in called.instructions if inside.opcode not in FREE]
+        found = [collective_of(inside, called, self._program, self._shape) for inside in kernels]
         return found[0] if len(found) == 1 else None
 
     def _step(self, instruction: Instruction, computation: Computation) -> _Step | None:
@@ -288,7 +289,7 @@ class _Machine:
         opcode = instruction.opcode
         if opcode in ("send", "recv"):
             raise ValueError(f"{instruction} cannot be replayed: it sends to one device")
-        collective = collective_of(instruction, self._shape) or self._started(instruction)
+        collective = collective_of(instruction, computation, self._program, self._shape) or self._started(instruction)
         if collective:
             return _Step(instruction, "start" if opcode.endswith("-start") else "collective", 0.0, collective)
         if opcode.endswith("-start") and opcode.removesuffix("-start") in ASYNCHRONOUS:

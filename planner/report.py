@@ -1,6 +1,7 @@
 """`Plan`: what the planner found for a number of nodes; as text, and as JSON that can be read back."""
 
 import json
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -86,9 +87,9 @@ def plan_text(plan: Plan) -> str:
     lines += [f"  {memory_text(best)}", ""]
     lines += [f"  {line}" for line in (*_table(time_rows(best)), sent_text(best))]
     if plan.helps:
-        lines += ["", helps_text(plan.helps, best.step_s)]
+        lines += ["", _wrapped(f"what would help most: {helps_text(plan.helps, best.step_s)}")]
     if plan.counts:
-        lines += ["", counts_text(plan.counts)]
+        lines += ["", _wrapped(counts_text(plan.counts))]
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
 
 
@@ -126,21 +127,21 @@ def scaling_rows(plans: Sequence[Plan | str], nodes: Sequence[int]) -> list[Sequ
 
 
 def helps_text(helps: Mapping[str, float], step_s: float) -> str:
-    """Returns what says which better hardware would help most: how much shorter the step were."""
+    """Returns which better hardware would help most, and by how much shorter the step were, on one line."""
     gains = [(name, max(0.0, 1 - seconds / step_s)) for name, seconds in helps.items()]
     (best, gain), *rest = gains
     if gain < 0.005:
-        return f"what would help most: none of {', '.join(helps)}"
+        return f"none of {', '.join(helps)}"
     others = ", ".join(f"{name} {format_percent(gain)}" for name, gain in rest)
-    return f"what would help most: {best}, a step {format_percent(gain)} shorter" + (f"\n  ({others})" if rest else "")
+    return f"{best}, a step {format_percent(gain)} shorter" + (f" ({others})" if rest else "")
 
 
 def counts_text(counts: Counts) -> str:
-    """Returns what says what the search looked at."""
+    """Returns what the search looked at, on one line."""
     unseen = f"{counts.illegal} not legal, {counts.too_large} too large, {counts.too_slow} too slow by a bound"
     seen = f"{counts.compiled} compiled ({counts.from_cache} from the cache, {counts.did_not_fit} did not fit)"
     rest = f", {counts.not_looked_at} not looked at (--compile=N for more)" if counts.not_looked_at else ""
-    return f"{counts.candidates} candidates: {unseen},\n  {seen}{rest}"
+    return f"{counts.candidates} candidates: {unseen}, {seen}{rest}"
 
 
 def title(name: str, cluster: Cluster, nodes: int, num_params: int, rows: int, unit: str) -> str:
@@ -190,6 +191,10 @@ def sent_text(p: Prediction) -> str:
     codec = "" if p.hop_two == "none" else f"; hop two as {p.hop_two}"
     local = f"; replicas meet every {p.inner_steps} steps" if p.inner_steps else ""
     return f"{sent}{codec}{local}"
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, subsequent_indent="  ")
 
 
 def _table(rows: Sequence[Sequence[str]], left: int = 2) -> list[str]:

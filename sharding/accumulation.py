@@ -116,7 +116,7 @@ def _scan_adding(run: Body, x: PyTree, stack: Accumulating) -> PyTree:
     """Runs the layers; backwards, each adds its gradients to the sums."""
 
     def finish(i: jax.Array, grads: PyTree, sums: PyTree) -> tuple[None, PyTree]:
-        return None, _put(sums, stack.rule.finish(_at(sums, i), grads, i), i)
+        return None, put(sums, stack.rule.finish(at(sums, i), grads, i), i)
 
     def layer(carry: tuple[PyTree, PyTree], item: tuple[jax.Array, PyTree]) -> tuple[Any, None]:
         x, sums = carry
@@ -124,7 +124,7 @@ def _scan_adding(run: Body, x: PyTree, stack: Accumulating) -> PyTree:
         values, sums = _tap(finish, i, values, sums)
         return (run(x, values), sums), None
 
-    (x, sums), _ = lax.scan(layer, (x, stack.sums), (jnp.arange(_length(stack.values)), stack.values))
+    (x, sums), _ = lax.scan(layer, (x, stack.sums), (jnp.arange(length(stack.values)), stack.values))
     return _start_backwards(x, sums, stack.sums)
 
 
@@ -137,18 +137,22 @@ def _scan_pipelined(
     The backward loop's last iteration gathers the first layer once more, in vain: the number of gathers is the same as
     without overlap, two per layer. What `Rule.keep` gathers is gathered once, in the forward loop.
     """
-    rule, last = stack.rule, _length(stack.values) - 1
+    rule, last = stack.rule, length(stack.values) - 1
     keep = rule.keep or (lambda values: values)
 
     def forward(x: PyTree, values: PyTree, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-        def layer(carry: tuple[Any, ...], i: jax.Array) -> tuple[Any, Any]:
-            x, part, full = carry
-            following = keep(_at(values, i + 1))
-            return (body(x, full, *args), following if rule.keep else None, gather(following)), (x, part)
+        def layer(carry: tuple[Any, ...], i: jax.Array) -> tuple[Any, None]:
+            x, part, full, kept = carry
+            following = keep(at(values, i + 1))
+            kept = put(kept, (x, part), i)
+            return (body(x, full, *args), following if rule.keep else None, gather(following), kept), None
 
-        first = keep(_at(values, 0))
-        carry = x, first if rule.keep else None, gather(first)
-        (x_last, _, full), (xs, parts) = lax.scan(layer, carry, jnp.arange(last))
+        first = keep(at(values, 0))
+        part = first if rule.keep else None
+        # of this x, not of zeros as in what a scan returns for each layer: XLA makes the zeros of all unrolled
+        # micro-steps before the first one, so that the room of the last is taken from the start
+        room = jax.tree.map(lambda y: jnp.broadcast_to(y, (max(last, 1), *y.shape)), (x, part))
+        (x_last, _, full, (xs, parts)), _ = lax.scan(layer, (x, part, gather(first), room), jnp.arange(last))
         return body(x_last, full, *args), (xs, x_last, full, parts)
 
     @jax.custom_vjp
@@ -168,13 +172,13 @@ def _scan_pipelined(
             return jax.vjp(lambda x, full, args: body(x, full, *args), x, full, args)[1](g)
 
         def finish(sums: PyTree, grads: PyTree, i: Index) -> PyTree:
-            (own,) = jax.vjp(lambda x: gather(keep(x)), _at(values, i))[1](grads)  # hop one: the gathers' transpose
-            return _put(sums, rule.finish(_at(sums, i), own, i), i)
+            (own,) = jax.vjp(lambda x: gather(keep(x)), at(values, i))[1](grads)  # hop one: the gathers' transpose
+            return put(sums, rule.finish(at(sums, i), own, i), i)
 
         def layer(carry: tuple[Any, ...], item: tuple[jax.Array, PyTree]) -> tuple[Any, None]:
             g, full, grads, args_grads, sums = carry
             i, x = item
-            following = gather(_at(parts, jnp.maximum(i - 1, 0)))
+            following = gather(at(parts, jnp.maximum(i - 1, 0)))
             sums = finish(sums, grads, i + 1)
             g, grads, more = layer_backward(x, full, g)
             return (g, following, grads, jax.tree.map(jnp.add, args_grads, more), sums), None
@@ -182,7 +186,7 @@ def _scan_pipelined(
         if not last:
             g, grads, args_grads = layer_backward(x_last, full, g)
             return g, None, finish(sums, grads, 0), args_grads
-        following = gather(_at(parts, last - 1))
+        following = gather(at(parts, last - 1))
         g, grads, args_grads = layer_backward(x_last, full, g)
         carry = g, following, grads, args_grads, sums
         (g, _, grads, args_grads, sums), _ = lax.scan(layer, carry, (jnp.arange(last), xs), reverse=True)
@@ -216,13 +220,16 @@ def _start_backwards(x: PyTree, carried: PyTree, first: PyTree) -> PyTree:
     return start(x, carried, first)
 
 
-def _length(stack: PyTree) -> int:
+def length(stack: PyTree) -> int:
+    """Returns the length of the first dim, which all tensors of a stack share."""
     return jax.tree.leaves(stack)[0].shape[0]
 
 
-def _at(stack: PyTree, i: Index) -> PyTree:
+def at(stack: PyTree, i: Index) -> PyTree:
+    """Returns entry `i` of each tensor."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), stack)
 
 
-def _put(stack: PyTree, layer: PyTree, i: Index) -> PyTree:
+def put(stack: PyTree, layer: PyTree, i: Index) -> PyTree:
+    """Returns the stack with its entries `i` replaced."""
     return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), stack, layer)

@@ -85,6 +85,11 @@ def levels(scope: Sequence[str], *, hierarchical: bool) -> list[tuple[str, ...]]
     return [inter[::-1] + intra[::-1]] if scope else []
 
 
+def all_to_all_levels(scope: Sequence[str], *, hierarchical: bool) -> list[tuple[str, ...]]:
+    """Returns the axes of each all-to-all over a scope, on the way there: inside the node first, or all at once."""
+    return levels(scope, hierarchical=True)[::-1] if hierarchical else [tuple(scope)] if scope else []
+
+
 def all_gather_chunks(
     x: jax.Array, scope: Sequence[str], *, hierarchical: bool, to: str = "varying", codecs: LevelCodecs = PLAIN
 ) -> jax.Array:
@@ -131,7 +136,10 @@ def all_to_all_rows(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def coded_all_to_all_rows(rows: jax.Array, axes: tuple[str, ...], codec: Codec | None) -> jax.Array:
-    """Does the same with rows of floats, encoded by `codec`; sixteen-bit floats travel as integers."""
+    """Sends row i of `[n, N]` floats to device i of `axes`, encoded by `codec`; returns those of all devices.
+
+    Sixteen-bit floats travel as integers.
+    """
     if codec:
         values = _filled(rows.astype(jnp.float32), codec.multiple)
         received = codec.decode(all_to_all_rows(codec.encode(values, _no_key()), axes))
@@ -160,7 +168,7 @@ def reduce_scatter_chunks(
     if not hierarchical and len(scope) > 1:
         x = x.transpose(*reversed(range(len(scope))), -1)
     for axes in reversed(levels(scope, hierarchical=hierarchical)):
-        rows = x.reshape(prod(lax.axis_size(axis) for axis in axes), -1)
+        rows = x.reshape(lax.axis_size(axes), -1)
         if codec := codecs.over(axes):
             x = _coded_reduce_scatter(rows, axes, codec)
         else:
@@ -235,7 +243,7 @@ class Group:
     def slice(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns this device's shards of full `tensors`, without communication."""
         return [
-            split(x, p.dim, _size(axes))[lax.axis_index(axes)]
+            split(x, p.dim, lax.axis_size(axes))[lax.axis_index(axes)]
             if p.dim is not None and (axes := p.not_held(self.scope))
             else x
             for x, p in zip(tensors, self.placements, strict=True)
@@ -267,7 +275,7 @@ class Group:
                     packed,
                     places=places,
                     collective=partial(collective, scope=scope, codecs=codecs if coded else PLAIN),
-                    degree=_size(scope),
+                    degree=lax.axis_size(scope),
                     multiple=lcm(*(codec.multiple for codec in used)) if coded else 1,
                 )
                 if over_tensor and not self.tensor_is_manual:
@@ -279,10 +287,6 @@ class Group:
                 for i, x in zip(bucket, exchange(*(xs[i] for i in bucket)), strict=True):
                     out[i] = x
         return out
-
-
-def _size(axes: Sequence[str]) -> int:
-    return prod(lax.axis_size(axis) for axis in axes)
 
 
 def buckets(members: Sequence[int], nbytes: Sequence[int], *, over_gloo: bool) -> list[list[int]]:

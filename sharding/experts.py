@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from sharding.collectives import PLAIN, LevelCodecs, coded_all_to_all_rows
-from sharding.mesh import inter_part, intra_part
+from sharding.collectives import PLAIN, LevelCodecs, all_to_all_levels, coded_all_to_all_rows
 
 PyTree = Any
 Gather = Callable[[str, PyTree], PyTree]
+KEPT = "kept by model.remat=dots"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +37,15 @@ class Exchange:
     @property
     def levels(self) -> list[tuple[str, ...]]:
         """The axes of each all-to-all, in the order of the way there."""
-        if not self.hierarchical:
-            return [self.scope] if self.scope else []
-        return [axes for axes in (intra_part(self.scope), inter_part(self.scope)) if axes]
+        return all_to_all_levels(self.scope, hierarchical=self.hierarchical)
 
     def there(self, x: jax.Array) -> jax.Array:
         """Sends own tokens `[E, ...]`, by expert; returns those of all devices for own experts, `[E/n, n, ...]`."""
-        return _transposable(self._there, self._back)(x) if self.scope else x[:, None]
+        return keep(_transposable(self._there, self._back)(x)) if self.scope else x[:, None]
 
     def back(self, y: jax.Array) -> jax.Array:
         """Sends the outputs `[E/n, n, ...]` of own experts back; returns those of own tokens, `[E, ...]`."""
-        return _transposable(self._back, self._there)(y) if self.scope else y[:, 0]
+        return keep(_transposable(self._back, self._there)(y)) if self.scope else y[:, 0]
 
     def _there(self, x: jax.Array) -> jax.Array:
         sizes = self._sizes()
@@ -65,7 +64,7 @@ class Exchange:
         return y.reshape(-1, *y.shape[len(sizes) + 1 :])
 
     def _sizes(self) -> list[int]:
-        return [prod(lax.axis_size(axis) for axis in axes) for axes in self.levels]
+        return [lax.axis_size(axes) for axes in self.levels]
 
     @jax.named_scope("experts")
     def _send(self, x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
@@ -76,6 +75,11 @@ class Exchange:
 
 
 ALONE = Exchange()  # on one device, or where experts are gathered
+
+
+def keep(x: jax.Array) -> jax.Array:
+    """Marks what `model.remat=dots` keeps for the backward pass beside products with weights."""
+    return checkpoint_name(x, KEPT)
 
 
 def _transposable(

@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 
 from sharding.hlo_loops import Site, trip_count
-from sharding.hlo_program import Instruction, Program, Tensor, parse_program, tensors
+from sharding.hlo_program import Computation, Instruction, Program, Tensor, parse_program, tensors
 from sharding.mesh import MeshShape
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
@@ -100,7 +100,7 @@ def _walk(program: Program, site: Site, shape: MeshShape, *, times: int, depth: 
     """
     found: list[Collective] = []
     for instruction in site.computation.instructions:
-        collective = collective_of(instruction, shape)
+        collective = collective_of(instruction, site.computation, program, shape)
         if collective:
             found.append(replace(collective, times=times, loop_depth=depth))
         elif instruction.opcode == "while":
@@ -129,8 +129,10 @@ def _total(collectives: Sequence[Collective]) -> tuple[float, float]:
 # ---------------------------------------------------------------------------------------- one instruction
 
 
-def collective_of(instruction: Instruction, shape: MeshShape) -> Collective | None:
-    """Returns the collective that an instruction runs or starts, once; None for any other instruction."""
+def collective_of(
+    instruction: Instruction, computation: Computation, program: Program, shape: MeshShape
+) -> Collective | None:
+    """Returns the collective that an instruction of `computation` runs or starts, once; None for any other one."""
     kind = instruction.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
@@ -145,7 +147,7 @@ def collective_of(instruction: Instruction, shape: MeshShape) -> Collective | No
     inter, intra = _sent(kind, payload, groups, shape)
     return Collective(
         kind=kind,
-        label=_label(instruction.op_name),
+        label=_label(instruction.op_name or _name_of_parts(instruction, computation, program)),
         axes=_axes(groups, shape),
         dtype=max(arrays, key=lambda array: array.num_elements).dtype if arrays else "",
         num_elements=factor * sum(array.num_elements for array in arrays),
@@ -156,6 +158,17 @@ def collective_of(instruction: Instruction, shape: MeshShape) -> Collective | No
         times=1,
         loop_depth=0,
     )
+
+
+def _name_of_parts(instruction: Instruction, computation: Computation, program: Program) -> str:
+    """Returns the name of the collectives that XLA has combined into one: the slices of its result have kept it."""
+    users = computation.users
+    done = [user for user in users.get(instruction.name, ()) if user.opcode.endswith("-done")] or [instruction]
+    for user in (user for whole in done for user in users.get(whole.name, ()) if user.op_name):
+        root = program.called(user.calls[0], user).root if user.opcode == "fusion" else user
+        if root and root.opcode == "slice":
+            return user.op_name
+    return ""
 
 
 def _label(op_name: str) -> str:

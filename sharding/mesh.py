@@ -91,7 +91,7 @@ def find_nodes(devices: Sequence[Device], devices_per_node: int = 0) -> list[lis
     ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
     if devices_per_node:
         if len(ordered) % devices_per_node:
-            here = "1 device; 1 does" if len(ordered) == 1 else f"{len(ordered)} devices; {_divisors(len(ordered))} do"
+            here = "1 device; 1 does" if len(ordered) == 1 else f"{len(ordered)} devices; {divisors(len(ordered))} do"
             more = (
                 f"; mesh.num_cpu_devices={devices_per_node} plays more devices on one CPU process"
                 if len(ordered) < devices_per_node
@@ -127,5 +127,6 @@ def _host_of_process() -> list[bytes]:
     return [bytes(np.asarray(name, np.uint8)) for name in names]
 
 
-def _divisors(n: int) -> str:
+def divisors(n: int) -> str:
+    """Returns the divisors of a number, for a message."""
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

@@ -44,7 +44,7 @@ def with_part(tree: PyTree, part: PyTree, i: jax.Array, parts: int) -> PyTree:
     return _by_group(put, tree, part)
 
 
-def which(tree: PyTree, i: jax.Array, parts: int) -> PyTree:
+def is_in_part(tree: PyTree, i: jax.Array, parts: int) -> PyTree:
     """Returns which elements are in part `i`, as bools."""
     nowhere = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), tree)
     return with_part(nowhere, jax.tree.map(jnp.ones_like, part_of(nowhere, i, parts)), i, parts)

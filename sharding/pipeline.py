@@ -7,8 +7,9 @@ So only forwards fill the pipeline, S - 1 ticks; only backwards empty it, S - 1 
 both, for A micro-batches. A stage keeps the inputs of `2 S - 3` micro-batches at most, however large A is; the first
 one has its rows as input.
 
-A stage without a micro-batch to run in a tick runs a copy of one, because the time is lost anyway; no gradient comes of
-it: the cotangents that it gets are zeros. Everything here runs inside a `shard_map` whose axis `stage` is manual.
+A stage without a micro-batch to run in a tick runs on zeros or on an old input, because the time is lost anyway; no
+gradient comes of it: the cotangents that it gets are zeros. Everything here runs inside a `shard_map` whose axis
+`stage` is manual.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,11 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.collectives import vary
+from sharding.experts import Gather
 from sharding.mesh import STAGE
 
 PyTree = Any
-Batch = Mapping[str, jax.Array]  # each [accum, rows, ...]; of one micro-batch, [rows, ...]
-Gather = Callable[[str, PyTree], PyTree]
+Batch = Mapping[str, jax.Array]  # each [accum, rows, ...], rows over the data axes; of one micro-batch, [rows, ...]
 Forward = Callable[[jax.Array, Batch, jax.Array], jax.Array]  # (input, micro-batch, tick) -> output
 # (sums, input, its micro-batch, cotangent of the output, 1 if its loss counts or else 0, tick)
 # -> (sums, cotangent of the input, the loss)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from math import prod
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sharding.collectives import buckets, join, levels, slice_apart, split
+from sharding.collectives import all_to_all_levels, buckets, join, slice_apart, split
 from sharding.mesh import AXES, STAGE, intra_part
 from sharding.plan import ShardingPlan
 from sharding.spec import ParamSpec, Placement, place
@@ -88,7 +87,7 @@ class Sharing:
         shards: Sequence[jax.Array],
     ) -> list[jax.Array]:
         """Returns the functions of tensors of which this device has the shards `[n, *shard]`, as such shards again."""
-        copies, chunks = (prod(lax.axis_size(axis) for axis in axes) for axes in (self.copies, self.cut))
+        copies, chunks = (lax.axis_size(axes) for axes in (self.copies, self.cut))
         filled = [jnp.pad(x, [(0, -len(x) % (copies * chunks)), *((0, 0) for _ in x.shape[1:])]) for x in shards]
         packed = jnp.concatenate([x.reshape(copies, chunks, -1) for x in filled], axis=-1)
         own = packed[lax.axis_index(self.copies)] if self.copies else packed[0]
@@ -106,9 +105,8 @@ class Sharing:
         """Sends row i of `[chunks, N]` to device i of the cut; returns the rows of all devices for this one."""
         if not self.cut:
             return rows
-        # the major axes are those inside the node
-        by_level = levels(self.cut, hierarchical=True)[::-1] if self.hierarchical else [self.cut]
-        x = rows.reshape(*(prod(lax.axis_size(axis) for axis in axes) for axes in by_level), -1)
+        by_level = all_to_all_levels(self.cut, hierarchical=self.hierarchical)  # the major axes are inside the node
+        x = rows.reshape(*(lax.axis_size(axes) for axes in by_level), -1)
         for i, axes in enumerate(by_level):
             x = lax.all_to_all(x, axes, split_axis=i, concat_axis=i, tiled=True)
         return x.reshape(rows.shape)
@@ -124,7 +122,7 @@ class Sharing:
     def _split(self, x: jax.Array, p: Placement) -> jax.Array:
         """Undoes `_join`."""
         tensor = 1 if p.tensor_dim is None else lax.axis_size("tensor")
-        chunks = prod(lax.axis_size(axis) for axis in self.cut) // tensor
+        chunks = lax.axis_size(self.cut) // tensor
         x = x[None] if p.dim is None else split(x, 1 + p.dim, chunks)
         if p.tensor_dim is not None:
             x = split(x, 2 + p.tensor_dim, tensor)

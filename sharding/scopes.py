@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from configs.schema import ShardingConfig
 from configs.schema.own import OWN
 from sharding.gather_policy import GATHER_POLICIES, LAYER, GatherPolicy
-from sharding.mesh import CHUNK_ORDER, DATA_AXES, STAGE, MeshShape, inter_part
+from sharding.mesh import CHUNK_ORDER, DATA_AXES, STAGE, MeshShape, divisors, inter_part
 
 # strategy: scopes of parameters, gradients, optimizer state (ZeRO, arXiv 1910.02054; MiCS, arXiv 2205.00119)
 STRATEGIES = {
@@ -122,8 +122,8 @@ def make_layout(
     if num_nodes % stages:
         kind = WorldTooSmallError if num_nodes < stages else ValueError
         raise kind(
-            f"mesh.stages={stages} does not divide the {num_nodes} node{'s' if num_nodes > 1 else ''}; "
-            "a stage of the pipeline is made of whole nodes"
+            f"mesh.stages={stages} does not divide the {num_nodes} node{'s' if num_nodes > 1 else ''}: a stage is made "
+            f"of whole nodes; set mesh.stages to one of {divisors(num_nodes)}"
         )
     num_nodes //= stages
     gather = GATHER_POLICIES[config.gather]
@@ -135,7 +135,7 @@ def make_layout(
     if config.strategy in OWN["strategy"]:
         keys = [f"sharding.strategy={config.strategy}, {name}" for name in names]
     sizes = [
-        _scope_size(key, scope, num_nodes=num_nodes, local=local, tensor=tensor)
+        _scope_size(key, scope, num_nodes=num_nodes, local=local, tensor=tensor, stages=stages)
         for key, scope in zip(keys, _scopes(config), strict=True)
     ]
     for (inner, a), (outer, b) in zip(zip(names, sizes), list(zip(names, sizes))[1:]):
@@ -143,7 +143,9 @@ def make_layout(
             raise ValueError(
                 f"the scope of {inner} ({_count(a * tensor)}) must lie within that of {outer} ({_count(b * tensor)})"
             )
-    experts = _scope_size("sharding.experts", config.experts, num_nodes=num_nodes, local=local, tensor=tensor)
+    experts = _scope_size(
+        "sharding.experts", config.experts, num_nodes=num_nodes, local=local, tensor=tensor, stages=stages
+    )
     if experts > sizes[0] or sizes[0] % experts:
         fix = f"choose none or a number that divides {sizes[0] * tensor}" if sizes[0] > 1 else "set it to none"
         raise ValueError(
@@ -190,8 +192,8 @@ def beyond(inner: tuple[str, ...], outer: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in outer if axis not in inner)
 
 
-def _scope_size(key: str, scope: str | int, *, num_nodes: int, local: int, tensor: int) -> int:
-    """Returns how many shards a scope makes (tensor groups, not devices)."""
+def _scope_size(key: str, scope: str | int, *, num_nodes: int, local: int, tensor: int, stages: int) -> int:
+    """Returns how many shards a scope makes (tensor groups, not devices) on the nodes of a stage."""
     words = {"none": 1, "node": local, "all": num_nodes * local}
     if scope in words:
         return words[scope]
@@ -201,17 +203,19 @@ def _scope_size(key: str, scope: str | int, *, num_nodes: int, local: int, tenso
         raise ValueError(f"{key}={scope}: a scope is none, node, all or a number of devices")
     devices = int(scope)
     if devices % tensor or devices // tensor not in legal:
-        group, sizes = f"{key}={scope}: a partition group of {_count(devices)}", [str(p * tensor) for p in legal]
-        legal_sizes = f"sizes that divide: {', '.join(sizes)}"
+        group = "a scope" if key == "sharding.experts" else "a partition group"
+        group = f"{key}={scope}: {group} of {_count(devices)}"
+        legal_sizes = f"sizes that divide: {', '.join(str(p * tensor) for p in legal)}"
         nodes, cut = divmod(devices, local * tensor)
+        each = f" in each of the {stages} stages" if stages > 1 else ""
         if nodes > num_nodes and not cut:
             raise WorldTooSmallError(
-                f"{group} needs {nodes} nodes of {local * tensor}, {nodes - num_nodes} more than are here; without "
-                f"them choose another size; {legal_sizes}"
+                f"{group} needs {nodes} nodes of {local * tensor}{each}, {(nodes - num_nodes) * stages} more than are "
+                f"here; without them choose another size; {legal_sizes}"
             )
-        spares = num_nodes % nodes if nodes and not cut else 0
+        spares = num_nodes % nodes * stages if nodes and not cut else 0
         raise ValueError(
-            f"{group} does not fit {num_nodes} node{'s' if num_nodes > 1 else ''} of {local * tensor}"
+            f"{group} does not fit {num_nodes} node{'s' if num_nodes > 1 else ''} of {local * tensor}{each}"
             f"{f' with tensor={tensor}' if tensor > 1 else ''}"
             f"{f': {spares} would stay idle, start it without' if spares else ''}; {legal_sizes}"
         )

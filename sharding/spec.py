@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from sharding.mesh import STAGE
+from sharding.mesh import STAGE, divisors
 from sharding.replicas import ReplicaKey
 from sharding.scopes import Layout
 
@@ -16,6 +16,7 @@ PyTree = Any
 
 # dims that the `tensor` axis splits (Megatron's choice); every other dim may only be partitioned
 TENSOR_DIMS = ("mlp", "heads", "kv_heads", "vocab")
+PADDED = {"vocab": "vocab_multiple", "classes": "class_multiple"}  # dims, and the keys of a model that pad them
 EXPERTS_DIM = "experts"  # divided over the scope `sharding.experts`, and never gathered
 
 
@@ -105,7 +106,8 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
     staged = stacked and shape.stage > 1
     if staged and spec.shape[0] % shape.stage:
         raise ValueError(
-            f"mesh.stages={shape.stage} does not divide the {spec.shape[0]} layers; every stage has as many"
+            f"mesh.stages={shape.stage} does not divide the {spec.shape[0]} layers; set it to one of "
+            f"{divisors(spec.shape[0])}, or change model.num_layers"
         )
     tensor_dim = None
     free = [i for i, dim in enumerate(spec.dims) if dim != "layers"]
@@ -140,9 +142,10 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
     dim = next((i for i in others if spec.shape[i] and spec.shape[i] % degree == 0), None)
     if dim is None:
         sizes = ", ".join(f"{spec.dims[i]}={spec.shape[i]}" for i in others) or "none left"
+        padded = next((f", such as model.{PADDED[d]}={degree}" for d in spec.dims if d in PADDED), "")
         raise ValueError(
-            f"{name}: no dim can be cut into {degree} shards ({sizes}); choose sizes that {degree} divides, a smaller "
-            f"scope, or declare the parameter with replicate=True"
+            f"{name}: no dim can be cut into {degree} shards ({sizes}); choose sizes that {degree} divides{padded}, a "
+            "smaller scope, or declare the parameter with replicate=True"
         )
     return replace(whole, dim=dim)
 

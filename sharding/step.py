@@ -10,8 +10,9 @@ from jax import lax
 
 from sharding.experts import Gather
 from sharding.gathers import auto_gather, layer_gather, to_parameter_scope
-from sharding.gradients import Batch, HopTwoInBackward, Loss, auto_gradients, manual_gradients
-from sharding.pipeline import StagedLoss, only_forward
+from sharding.gradients import Loss, auto_gradients, manual_gradients
+from sharding.hop_two_in_backward import HopTwoInBackward
+from sharding.pipeline import Batch, StagedLoss, only_forward
 from sharding.plan import ShardingPlan, run_manual
 
 PyTree = Any
@@ -48,11 +49,11 @@ def build_train_step(
     """Returns `step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
     Every array of the batch is `[accum, rows, ...]`, `weights` is among them, and the loss is the weighted mean over
-    the whole of it, whatever the number of devices (rows of weight zero fill up). The metrics are the loss, what else
-    the model tells, as means, and what `watch` picks from the optimizer's state. Where `drift` finds `[R, ...]` in it,
+    the whole of it, whatever the number of devices (rows of weight zero fill up). The metrics are the loss, the model's
+    auxiliary metrics as means, and what `watch` picks from the optimizer's state. Where `drift` finds `[R, ...]` in it,
     a replica's gradient is that at the parameters plus its drift. `tx` gets the gradients `[R, ...]`; with `hop_two`
-    it gets them as an Exchanged. With a StagedLoss the `accum` micro-steps
-    are the micro-batches of a pipeline.
+    it gets them as an Exchanged or a Delayed. With a StagedLoss the `accum` micro-steps are the micro-batches of a
+    pipeline.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:

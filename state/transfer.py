@@ -100,9 +100,9 @@ class Connection:
             self._answer()
 
     def close(self) -> None:
-        """Closes the connection."""
-        self._file.close()
-        self._socket.close()
+        """Closes the connection, even if the other process no longer reads what was to be sent."""
+        with self._socket, suppress(OSError):
+            self._file.close()
 
     def _say_line(self, text: str) -> None:
         self._file.write(text.encode() + b"\n")
@@ -137,7 +137,8 @@ class _Answers:
     def serve(self, connection: socket.socket, process: int, host: str) -> None:
         """Answers the requests of a process on `host` until the connection is closed."""
         del host
-        with connection, connection.makefile("rwb") as file, suppress(OSError, ValueError, LookupError, TypeError):
+        # The errors of the closing are suppressed too: it sends what the other process no longer reads.
+        with suppress(OSError, ValueError, LookupError, TypeError), connection, connection.makefile("rwb") as file:
             while line := file.readline():
                 request = json.loads(line)
                 try:

@@ -45,7 +45,8 @@ def main() -> None:
     changes = json.loads(sys.argv[1])
     if "model.kind" in changes:
         config.model = base.model(changes["model.kind"])
-    config.update_from_flattened_dict(SMALL | changes)
+    small = {key: value for key, value in SMALL.items() if not key.startswith("model.") or key[6:] in config.model}
+    config.update_from_flattened_dict(small | changes)
     experiment = make_experiment(base.typed(config))
     collectives = hlo.read_collectives(experiment.compile_train_step().as_text() or "", experiment.plan.layout.shape)
     print(json.dumps([asdict(collective) for collective in collectives]))

@@ -46,12 +46,12 @@ def _finish(self: Any, x: jax.Array, mixed: jax.Array, weights: jax.Array, excha
         x = x + part[..., None] * (hidden @ down)
         first, likely = ((weights * w).sum(axis=1) for w in (choices[0] == e, probs[..., e]))
         balance = balance + c.num_experts * first * likely / whole
-    told = {
+    aux = {
         "balance_loss": balance.sum(),
         "z_loss": jnp.sum(weights * jnp.log(jnp.exp(logits).sum(axis=-1)) ** 2),
         "dropped_share": sum(jnp.sum(weights * ~fit) for fit in fits) / c.experts_per_token,
     }
-    return x, told
+    return x, aux
 
 
 def plain_slots(probs: np.ndarray, real: np.ndarray, per_token: int, room: int) -> list[list[list[int]]]:

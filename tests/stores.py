@@ -156,7 +156,7 @@ class Server:
         request.end_headers()
         if request.command == "HEAD":
             return
-        if self.fault(path) == "stall":
+        if fault == "stall":
             request.wfile.write(content[: len(content) // 2])
             time.sleep(3)
             request.close_connection = True

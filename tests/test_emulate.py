@@ -88,6 +88,7 @@ def test_a_terminal_that_cannot_show_what_the_program_says(tmp_path: Path, monke
     assert finish(emulate(tmp_path, program)) == (0, "\\u2500\n", "")
 
 
+@pytest.mark.slow
 @EMULATED
 def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     ignores = "import signal; signal.signal(signal.SIGTERM, lambda *_: print('no'))\n"
@@ -274,6 +275,7 @@ def test_nothing_runs_where_nothing_ran(root: Path) -> None:
     assert control.running() == [] and not root.exists()
 
 
+@pytest.mark.slow
 @EMULATED
 def test_a_crash_after_an_interruption_ends_the_others(tmp_path: Path) -> None:
     """They would wait for the crashed one for ever, and the interruption was the last word of the user."""

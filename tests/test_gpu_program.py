@@ -162,6 +162,25 @@ def test_how_xla_schedules_changes_no_bytes(strategy: str, flags: str) -> None:
     assert found == pytest.approx(plain, rel=1e-12)
 
 
+RESNET = {
+    "model.kind": "resnet",
+    "model.width": 8,
+    "model.stage_blocks": [1, 1],
+    "model.norm": "batch",
+    "model.norm_rows": 1,
+    "data.objective": "classify",
+    "data.image_size": 16,
+}
+
+
+def test_collectives_that_xla_combines_keep_their_label() -> None:
+    """Blocks are no loop: their small tensors, and those of neighbours, become one collective."""
+    found = compiled_for_h100(RESNET)
+    assert {c.label for c in found} == {"gather", "hop_one", "hop_two"}
+    (whole,) = (c for c in found if c.label == "hop_two")
+    assert whole.num_elements > 2000
+
+
 def test_hop_one_sums_in_the_dtype_that_was_chosen() -> None:
     half = ZERO3 | {"model.compute_dtype": "bfloat16"}
     sums = {}

@@ -71,6 +71,7 @@ def test_strangers_are_sent_away_from_the_heartbeats() -> None:
         p.connection.close()
 
 
+@pytest.mark.slow
 def test_strangers_who_only_wait(port: Port) -> None:
     """The oldest goes when there are too many, so a process of the run always comes in."""
     crowd = [port.stranger() for _ in range(STRANGERS + 2)]

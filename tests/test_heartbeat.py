@@ -132,6 +132,7 @@ def test_all_wait_for_their_data() -> None:
     check_ended(outcomes, rf"(process [0-6] on {HOST} reads a batch, ){{5}}2 others do not step either; last")
 
 
+@pytest.mark.slow
 def test_what_may_take_long_is_no_hang() -> None:
     """One of them validates, saves or compiles."""
     ends = "watch.enter(Phase.RECORDING)\ntime.sleep(6)\nprint('still there', flush=True)\nsys.exit(watch.end(0))"
@@ -141,6 +142,7 @@ def test_what_may_take_long_is_no_hang() -> None:
     assert [code for code, _, _ in outcomes] == [0, 0] and "still there" in outcomes[1][1], outcomes
 
 
+@pytest.mark.slow
 def test_an_abort_for_another_reason() -> None:
     players = play([free_port()] * 2, {1: ABORTS})
     players[1].send_signal(signal.SIGUSR1)
@@ -279,7 +281,7 @@ def run_two(workdir: Path) -> list[subprocess.Popen[str]]:
 @pytest.mark.parametrize(
     ("victim", "number"),
     [
-        (1, signal.SIGSTOP),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
         (0, signal.SIGKILL),
         pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),

@@ -21,6 +21,30 @@ def all_reduce(groups: str) -> str:
     return f"%all-reduce.1 = f32[100]{{0}} all-reduce(%p), channel_id=1, replica_groups={groups}, to_apply=%add"
 
 
+@pytest.mark.parametrize("done", ["%whole = f32[30]{0} all-reduce-done(%start)", ""])
+def test_what_xla_has_combined_is_named_by_the_parts_of_its_result(done: str) -> None:
+    """Its compiler for GPUs packs several tensors into one, and leaves the name to the slices of the result."""
+    opcode, whole = ("all-reduce-start", "whole") if done else ("all-reduce", "start")
+    metadata = 'metadata={op_name="jit(step)/%s/psum"}'
+    more = (
+        "%%cut (x: f32[30]) -> f32[10] {\n  %%x = f32[30]{0} parameter(0)\n"
+        f"  ROOT %%s = f32[10]{{0}} slice(%%x), slice={{[20:30]}}, {metadata % 'hop_two'}\n}}\n"
+        "%%twice (y: f32[30]) -> f32[30] {\n  %%y = f32[30]{0} parameter(0)\n"
+        f"  ROOT %%t = f32[30]{{0}} add(%%y, %%y), {metadata % 'gather'}\n}}\n"
+    ).replace("%%", "%")
+    lines = [
+        f"%start = f32[30]{{0}} {opcode}(%packed), replica_groups={{}}, to_apply=%add",
+        done,
+        f"%user = f32[30]{{0}} fusion(%{whole}), kind=kLoop, calls=%twice, {metadata % 'gather'}",
+        f"%first = f32[20]{{0}} slice(%{whole}), slice={{[0:20]}}",
+    ]
+    (unknown,) = read_collectives(module(*lines, more=more), SHAPE)
+    assert unknown.label == ""
+    lines.append(f"%last = f32[10]{{0}} fusion(%{whole}), kind=kLoop, calls=%cut, {metadata % 'hop_two'}")
+    (named,) = read_collectives(module(*lines, more=more), SHAPE)
+    assert named.label == "hop_two"
+
+
 @pytest.mark.parametrize(
     ("groups", "axes"),
     [

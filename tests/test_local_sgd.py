@@ -54,16 +54,7 @@ def train(layout: str, settings: LocalSGDConfig) -> tuple[ShardingPlan, np.ndarr
 
 def replicas_written_out(parts: list[np.ndarray], settings: LocalSGDConfig, steps: int) -> tuple[list[float], Any]:
     """Returns the losses and the shared parameters; `parts` are the rows of each replica."""
-    data = {name: jnp.asarray(x) for name, x in workload.batch().items()}
-    total = data["weights"].sum()
-
-    @jax.jit
-    def value_and_grad(p: Any, rows: jax.Array) -> Any:
-        def loss(p: Any) -> jax.Array:
-            return workload.model("decoder").loss(p, {k: x[rows] for k, x in data.items()}, lambda name, t: t) / total
-
-        return jax.value_and_grad(loss)(p)
-
+    value_and_grad = workload.value_and_grad("decoder")
     shared = workload.params("decoder")
     velocity = jax.tree.map(np.zeros_like, shared)  # the outer one
     moving, momenta = [shared] * len(parts), [velocity] * len(parts)

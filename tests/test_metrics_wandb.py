@@ -45,6 +45,7 @@ def logged(run_dir: Path) -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="needs wandb: make .venv/wandb-installed")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_wandb_gets_the_rows_of_the_metrics(tmp_path: Path) -> None:

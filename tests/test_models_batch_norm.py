@@ -12,10 +12,10 @@ import numpy as np
 import optax
 import pytest
 import workload
-from test_models_resnet import build, conv, random_params, relu, whole
-from workload import BATCH_NORM
+from test_models_resnet import build, conv, random_params, relu
+from workload import BATCH_NORM, whole
 
-from configs import base, digits
+from configs import digits
 from configs.base import typed
 from configs.schema import Config
 from configs.schema.optimizer import NAMES
@@ -185,8 +185,8 @@ def check_run(plan: ShardingPlan, *, rows: int, accumulation: int, **how: Any) -
 @pytest.mark.parametrize(
     ("nodes", "per_node", "accumulation", "rows"),
     [
-        (2, 1, 4, 64),
-        (4, 2, 4, 64),
+        pytest.param(2, 1, 4, 64, marks=pytest.mark.slow),
+        pytest.param(4, 2, 4, 64, marks=pytest.mark.slow),
         (4, 2, 2, 59),  # the last rows are padding: half a ghost batch, and two whole ones
         pytest.param(1, 1, 1, 64, marks=pytest.mark.slow),
         pytest.param(4, 2, 1, 64, marks=pytest.mark.slow),
@@ -354,4 +354,4 @@ def test_ghost_batches_must_fit_into_a_micro_step() -> None:
     with pytest.raises(ValueError, match=r"model.norm_rows=16 must divide batch.micro_size=8, .* multiple of 16$"):
         typed(section)
     section.batch.micro_size = 32
-    assert typed(section).model.kind == base.resnet().kind
+    typed(section)  # fits

@@ -11,7 +11,7 @@ import pytest
 import models
 from configs import base
 from configs.base import typed
-from configs.schema import Config, DecoderConfig, EncoderConfig
+from configs.schema import Config, DecoderConfig, EncoderConfig, defaults
 from sharding.spec import ParamSpec
 
 FILES = Path(base.__file__).parent.glob("*.py")
@@ -141,6 +141,15 @@ def test_bad_setting_error_names_key_value_and_fix(changes: dict[str, Any], word
         with_model(dict(section) | changes)
     message = str(error.value)
     assert all(word in message for word in words) and "\n" not in message, message
+
+
+@pytest.mark.parametrize("kind", ["resnet", "moe"])
+def test_a_kind_beside_the_keys_of_another_is_told_so(kind: str) -> None:
+    values = defaults("decoder")
+    values["model"]["kind"] = kind
+    said = rf"^model.kind={kind} stands beside the keys of model.kind=decoder; .* base.model\('{kind}'\)$"
+    with pytest.raises(ValueError, match=said):
+        Config.from_dict(values)
 
 
 def test_missing_key_error_names_the_key() -> None:

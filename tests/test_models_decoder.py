@@ -6,15 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import workload
 
 import models
 from configs.schema import DecoderConfig, EncoderConfig
 from models.model import Params
-
-
-def identity(name: str, tree: Any) -> Any:
-    del name
-    return tree
 
 
 def small(**changes: Any) -> models.Decoder:
@@ -36,7 +32,7 @@ def random_tokens(shape: tuple[int, ...]) -> np.ndarray:
 
 def logits(model: models.Model, params: Params, tokens: np.ndarray | jax.Array) -> jax.Array:
     assert isinstance(model, models.Decoder | models.Encoder)
-    return jax.jit(lambda p, t: model.logits(p, t, identity))(params, tokens)
+    return jax.jit(lambda p, t: model.logits(p, t, workload.whole))(params, tokens)
 
 
 def batch_of(tokens: np.ndarray) -> dict[str, Any]:
@@ -51,7 +47,7 @@ def test_decoder_logits_depend_on_no_later_tokens(positions: str) -> None:
     def logit(embedding: Any) -> jax.Array:
         """Logits `[T]` of id 3; position t holds token t, so each row of the embedding belongs to one position."""
         changed = params | {"embed": params["embed"] | {"token": embedding}}
-        return model.logits(changed, jnp.arange(8)[None], identity)[0, :, 3]
+        return model.logits(changed, jnp.arange(8)[None], workload.whole)[0, :, 3]
 
     jacobian = np.asarray(jax.jit(jax.jacrev(logit))(params["embed"]["token"]))
     influence = np.sum(np.abs(jacobian)[:, :8], axis=-1)  # [T of the logit, T of the token]
@@ -72,7 +68,7 @@ def test_padding_ids_get_no_probability_and_no_gradient() -> None:
     params, batch = perturbed(model), batch_of(random_tokens((2, 8)))
     boost = np.where(np.arange(64) >= 50, np.float32(100), np.float32(0))[None]
     boosted = params | {"head": params["head"] | {"weight": params["head"]["weight"] + boost}}
-    step = jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, identity)))
+    step = jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, workload.whole)))
     loss, gradients = step(params)
     np.testing.assert_array_equal(loss, step(boosted)[0])
     gradient = gradients["head"]["weight"]
@@ -85,7 +81,7 @@ def test_remat_policies_give_equal_gradients_with_less_memory() -> None:
     for remat in ("full", "dots", "none"):
         model = small(remat=remat, num_layers=12, max_len=64, num_kv_heads=4)
         params = jax.tree.map(lambda x: 0.3 * x, perturbed(model))
-        step = jax.jit(jax.grad(lambda p, model=model: model.loss(p, batch, identity))).lower(params).compile()
+        step = jax.jit(jax.grad(lambda p, model=model: model.loss(p, batch, workload.whole))).lower(params).compile()
         gradients[remat] = step(params)
         memory = step.memory_analysis()
         assert memory is not None
@@ -105,7 +101,9 @@ def test_greedy_sampling_matches_argmax_of_full_forward_pass(style: dict[str, An
     model = small(**style)
     params, prompt = perturbed(model), random_tokens((3, 4))
     keys = jax.random.split(jax.random.key(3), 3)
-    out = jax.jit(lambda p, x, k: model.generate(p, x, k, identity, length=12, temperature=0.0))(params, prompt, keys)
+    out = jax.jit(lambda p, x, k: model.generate(p, x, k, workload.whole, length=12, temperature=0.0))(
+        params, prompt, keys
+    )
     np.testing.assert_array_equal(out[:, :4], prompt)
     np.testing.assert_array_equal(out[:, 4:], jnp.argmax(logits(model, params, out), axis=-1)[:, 3:-1])
     assert len(np.unique(out[:, 4:])) > 3
@@ -118,7 +116,7 @@ def test_each_row_is_sampled_from_its_own_key() -> None:
 
     @jax.jit
     def generate(prompt: jax.Array, keys: jax.Array) -> jax.Array:
-        return model.generate(params, prompt, keys, identity, length=12, temperature=5.0)
+        return model.generate(params, prompt, keys, workload.whole, length=12, temperature=5.0)
 
     together = generate(prompt, keys)
     np.testing.assert_array_equal(together[:, :4], prompt)
@@ -131,7 +129,7 @@ def test_sampling_frequencies_match_softmax_at_temperature() -> None:
     model, rows = small(num_layers=1, max_len=2), 4000
     params, prompt = perturbed(model), jnp.full((rows, 1), 7)
     keys = jax.random.split(jax.random.key(4), rows)
-    run = jax.jit(lambda x, k: model.generate(params, x, k, identity, length=1, temperature=2.0))
+    run = jax.jit(lambda x, k: model.generate(params, x, k, workload.whole, length=1, temperature=2.0))
     drawn = run(prompt, keys)[:, 1]
     expected = jax.nn.softmax(logits(model, params, prompt[:1])[0, 0] / 2.0)
     measured = np.bincount(np.asarray(drawn), minlength=64) / rows
@@ -153,4 +151,4 @@ def test_initial_values_match_specs_and_predict_near_uniform() -> None:
     assert len({float(x) for x in layers["query"]["weight"][:, 0, 0]}) == 8
     batch = batch_of(random_tokens((4, 16)))
     batch["targets"] = np.roll(batch["tokens"], 5, axis=1)
-    assert abs(jax.jit(lambda p: model.loss(p, batch, identity))(params) / 64 - np.log(50)) < 0.5
+    assert abs(jax.jit(lambda p: model.loss(p, batch, workload.whole))(params) / 64 - np.log(50)) < 0.5

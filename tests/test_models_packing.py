@@ -22,11 +22,6 @@ STRATEGY_CASES = [
 CASES = [("decoder", STYLES["gpt2"]), ("decoder", STYLES["llama_grouped"]), ("encoder", {})]
 
 
-def whole(name: str, tree: Any) -> Any:
-    del name
-    return tree
-
-
 @pytest.mark.parametrize(("kind", "style"), CASES, ids=["gpt2", "llama", "encoder"])
 def test_documents_of_a_row_are_as_alone(kind: str, style: dict[str, Any]) -> None:
     """Logits, loss and gradients, against runs of the model on each document by itself."""
@@ -45,18 +40,20 @@ def test_documents_of_a_row_are_as_alone(kind: str, style: dict[str, Any]) -> No
 
     @jax.jit
     def alone(p: Any, rows: Any) -> Any:
-        logits = model.logits(p, rows["tokens"], whole)
-        return logits, jax.value_and_grad(model.loss)(p, rows, whole)
+        logits = model.logits(p, rows["tokens"], workload.whole)
+        return logits, jax.value_and_grad(model.loss)(p, rows, workload.whole)
 
-    packed = jax.jit(lambda p: model.logits(p, tokens, whole, segments))(params)
-    found = jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, whole)))(params)
+    packed = jax.jit(lambda p: model.logits(p, tokens, workload.whole, segments))(params)
+    found = jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, workload.whole)))(params)
     wanted = jax.tree.map(np.zeros_like, found)
     for r, cut in cuts:
         logits, result = alone(params, {name: x[r, cut][None] for name, x in batch.items() if name != "segments"})
         np.testing.assert_allclose(packed[r, cut], logits[0], rtol=1e-5, atol=1e-5)
         wanted = jax.tree.map(np.add, wanted, result)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, wanted)
-    unpacked = jax.jit(lambda p: model.loss(p, {n: x for n, x in batch.items() if n != "segments"}, whole))(params)
+    unpacked = jax.jit(lambda p: model.loss(p, {n: x for n, x in batch.items() if n != "segments"}, workload.whole))(
+        params
+    )
     assert abs(float(unpacked) - float(found[0])) > 1e-2
 
 

@@ -24,10 +24,6 @@ from sharding.spec import place_all
 from training.batches import accumulation
 
 
-def whole(name: str, tree: Params) -> Params:
-    return tree
-
-
 def build(**changes: Any) -> models.ResNet:
     model = models.build(ResNetConfig(**changes))
     assert isinstance(model, models.ResNet)
@@ -102,23 +98,23 @@ def test_logits_loss_and_correct_match_numpy(changes: dict[str, Any]) -> None:
     batch: Any = {"images": images, "labels": np.arange(5, dtype=np.int32), "weights": rng.random(5, dtype=np.float32)}
     batch["labels"][:2] = expected[:2].argmax(-1)
 
-    logits = jax.jit(lambda p: model.logits(p, images, whole))(params)
+    logits = jax.jit(lambda p: model.logits(p, images, workload.whole))(params)
     np.testing.assert_allclose(logits[:, :10], expected, rtol=2e-4, atol=2e-4)
     assert logits.shape == (5, 16) and np.all(logits[:, 10:] < -1e20)
 
-    sums = jax.jit(lambda p: model.evaluate(p, batch, whole))(params)
+    sums = jax.jit(lambda p: model.evaluate(p, batch, workload.whole))(params)
     losses = np.log(np.exp(expected).sum(-1)) - expected[np.arange(5), batch["labels"]]
     np.testing.assert_allclose(sums["loss"], np.sum(batch["weights"] * losses), rtol=1e-4)
     hits = expected.argmax(-1) == batch["labels"]
     assert 2 <= hits.sum() < 5
     np.testing.assert_allclose(sums["correct"], np.sum(batch["weights"] * hits), rtol=1e-6)
-    np.testing.assert_allclose(jax.jit(lambda p: model.loss(p, batch, whole))(params), sums["loss"], rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(lambda p: model.loss(p, batch, workload.whole))(params), sums["loss"], rtol=1e-6)
 
 
 def test_loss_of_an_image_is_independent_of_its_batch() -> None:
     model = workload.model("resnet")
     params, batch = random_params(model), workload.batch(6, "resnet")
-    loss = jax.jit(lambda batch: model.loss(params, batch, whole))
+    loss = jax.jit(lambda batch: model.loss(params, batch, workload.whole))
     alone = [loss({name: x[i : i + 1] for name, x in batch.items()}) for i in range(6)]
     np.testing.assert_allclose(loss(batch), sum(alone), rtol=1e-5)
 
@@ -127,7 +123,7 @@ def test_new_block_equals_its_shortcut() -> None:
     """Goyal et al. 2017, 5.1: the branches add nothing yet, and learn from the second step on."""
     model = build(stage_blocks=(2,), width=8)
     params = jax.jit(model.init)(jax.random.key(0))
-    logits = jax.jit(lambda p: model.logits(p, images, whole))
+    logits = jax.jit(lambda p: model.logits(p, images, workload.whole))
     images = workload.batch(3, "resnet")["images"]
     without = {name: jax.tree.map(np.zeros_like, p) if "block" in name else p for name, p in params.items()}
     np.testing.assert_array_equal(logits(params), logits(without))
@@ -144,7 +140,7 @@ def products(model: models.ResNet, size: int) -> int:
     """Multiplications of the convolutions and of the head, from the traced program instead of from the config."""
     shape = jax.ShapeDtypeStruct((1, size, size, model.config.channels), "float32")
     params = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
-    jaxpr = jax.make_jaxpr(lambda p, x: model.logits(p, x, whole))(params, shape)
+    jaxpr = jax.make_jaxpr(lambda p, x: model.logits(p, x, workload.whole))(params, shape)
 
     def equations(jaxpr: Any) -> Any:
         for equation in jaxpr.eqns:
@@ -211,11 +207,20 @@ def count(stage_blocks: tuple[int, ...], kernels: tuple[int, ...], inner: int, o
     return total + Counter(parameters=channels * classes + classes)
 
 
+def test_what_is_no_published_network_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"^base.resnet\(20\) is none of the published ones: 18, 34, 50, 101, 152, 110$"
+    ):
+        base.resnet(20)
+    with pytest.raises(ValueError, match=r"model.widening = 10: only bottlenecks are widened inside; set model.block="):
+        build(block="basic", widening=10)
+
+
 def test_the_wide_network_of_mics_has_three_billion_parameters_in_200_layers() -> None:
     """Zhang et al. 2022, figure 11: blocks [6, 8, 46, 6], eight times as wide."""
     section = wide_resnet_3b.get_config()
     model = build(**section.model.to_dict())
-    expected = count((6, 8, 46, 6), (1, 3, 1), 8 * 64, 4 * 64, classes=1000)
+    expected = count((6, 8, 46, 6), (1, 3, 1), 8 * 64, 4 * 64, classes=1024)  # 1000, padded
     weights = [s for s in jax.tree.leaves(model.param_specs(), is_leaf=lambda x: hasattr(x, "dims")) if len(s.dims) > 3]
     assert (len(weights), model.num_params) == (expected["convolutions"], expected["parameters"])
     assert len(weights) - expected["shortcuts"] + 1 == 200  # the last one is the classifier

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import workload
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -17,11 +18,6 @@ from sharding.spec import ParamSpec
 jax.config.update("jax_num_cpu_devices", 8)
 
 AUTOMATIC = {"heads", "kv_heads", "mlp", "vocab"}
-
-
-def identity(name: str, tree: Any) -> Any:
-    del name
-    return tree
 
 
 def small(kind: str, remat: str) -> models.Model:
@@ -60,7 +56,7 @@ def test_sharded_loss_and_gradients_equal_one_device(kind: str, remat: str) -> N
     tokens = jax.random.randint(jax.random.key(1), (8, 16), 0, 50)
     weights = jax.random.uniform(jax.random.key(2), (8, 16))
     batch = {"tokens": tokens, "targets": jnp.roll(tokens, 1, axis=1), "weights": weights}
-    expected = jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, identity)))(params)
+    expected = jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, workload.whole)))(params)
 
     specs = jax.tree.map(placed, model.param_specs(), is_leaf=lambda x: isinstance(x, ParamSpec))
     manual = jax.tree.map(only_manual, specs, is_leaf=lambda x: isinstance(x, P))
@@ -85,7 +81,7 @@ def test_sharded_generation_equals_one_device() -> None:
     params = jax.jit(model.init)(jax.random.key(0))
     prompt = jax.random.randint(jax.random.key(1), (4, 3), 0, 50)
     keys = jax.random.split(jax.random.key(2), 4)
-    one_device = jax.jit(lambda p, x, k: model.generate(p, x, k, identity, length=10, temperature=1.0))
+    one_device = jax.jit(lambda p, x, k: model.generate(p, x, k, workload.whole, length=10, temperature=1.0))
     expected = one_device(params, prompt, keys)
     specs = jax.tree.map(placed, model.param_specs(), is_leaf=lambda x: isinstance(x, ParamSpec))
     manual = jax.tree.map(only_manual, specs, is_leaf=lambda x: isinstance(x, P))

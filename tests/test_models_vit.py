@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 from test_models_forward import layer, norm
-from test_models_resnet import random_params, whole
+from test_models_resnet import random_params
+from workload import whole
 
 import models
 from configs import tiny_vit

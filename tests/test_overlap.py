@@ -1,5 +1,7 @@
 """The program that says what is hidden: it compiles once, replays at any rate, and refuses in one line."""
 
+import errno
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +46,26 @@ def test_a_step_is_compiled_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     sent = bytes_per_step(read_collectives(step.text, step.shape))["collective_inter_bytes"]
     assert timeline.use(level="inter").busy_s == pytest.approx(sent * 2 * 8 / 1e9, rel=1e-3)  # two devices, 1 Gbit/s
     assert timeline.peak_bytes == step.argument_bytes + step.temporary_bytes > 10**6
+
+
+def test_folder_that_cannot_be_removed_yet_costs_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that XLA started still writes there."""
+
+    def compiles(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        out = Path(command[-1].removeprefix("--out="))
+        (out / "step.txt").write_text("HloModule step")
+        mesh = dict.fromkeys(("replica_inter", "shard_inter", "replica_intra", "shard_intra", "tensor"), 1)
+        (out / "step.json").write_text(json.dumps({"mesh": mesh, "argument_bytes": 1, "temporary_bytes": 2}))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    def is_not_empty(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(subprocess, "run", compiles)
+    with monkeypatch.context() as patched:
+        patched.setattr("os.rmdir", is_not_empty)
+        step = compiler.compile_step(CONFIG, nodes=1, devices_per_node=1, target="cpu")
+    assert (step.text, step.temporary_bytes) == ("HloModule step", 2)
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def crossing(collectives: list[Collective]) -> list[Collective]:
     return [c for c in collectives if c.label == "hop_two" and set(c.axes) & set(INTER_AXES)]
 
 
-@pytest.mark.parametrize("method", ["none", "int8"])
+@pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.slow), "int8"])
 def test_hop_two_runs_once_per_layer_and_sends_no_more(method: str) -> None:
     """All but the first layer's exchanges are in the loop of the last backward pass."""
     plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES["mics(2)"])
@@ -72,7 +72,12 @@ def test_hop_two_runs_once_per_layer_and_sends_no_more(method: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "late"),
-    [("int8", False), ("two_bit", False), ("int8", True), pytest.param("two_bit", True, marks=pytest.mark.slow)],
+    [
+        ("int8", False),
+        pytest.param("two_bit", False, marks=pytest.mark.slow),
+        ("int8", True),
+        *(pytest.param(method, True, marks=pytest.mark.slow) for method in ("int4", "two_bit", "one_bit")),
+    ],
 )
 def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(method: str, late: bool) -> None:
     """With gradient descent at a rate of 1, the parameters first move by what hop two hands on; delayed, a step later.
@@ -118,21 +123,24 @@ def test_counts_equal_the_exchange_after_the_backward_pass_but_for_filling_up() 
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy", "accumulation"),
+    ("kind", "strategy", "accumulation", "method"),
     [
-        pytest.param("decoder", "mics(2)", 2, marks=pytest.mark.slow),
-        pytest.param("decoder", "ddp", 1, marks=pytest.mark.slow),
-        ("encoder", "mics(4)", 3),
-        pytest.param("resnet", "mics(2)", 2, marks=pytest.mark.slow),
+        pytest.param("decoder", "mics(2)", 2, "none", marks=pytest.mark.slow),
+        pytest.param("decoder", "mics(2)", 2, "bf16", marks=pytest.mark.slow),
+        pytest.param("decoder", "ddp", 1, "none", marks=pytest.mark.slow),
+        ("encoder", "mics(4)", 3, "none"),
+        pytest.param("resnet", "mics(2)", 2, "none", marks=pytest.mark.slow),
     ],
 )
-def test_delayed_beside_the_micro_steps_equals_delayed_after_them(kind: str, strategy: str, accumulation: int) -> None:
+def test_delayed_beside_the_micro_steps_equals_delayed_after_them(
+    kind: str, strategy: str, accumulation: int, method: str
+) -> None:
     """In pieces that do not divide the shards, too."""
     found = []
     for overlap in (False, True):
         plan = workload.plan(kind, overlap=overlap, **STRATEGIES[strategy])
-        hop_two = method_named("none").transform(workload.setup(plan, "none", kind=kind, delayed=True))
-        beside = workload.hop_two_in_backward(plan, "none", delayed=True) if overlap else None
+        hop_two = method_named(method).transform(workload.setup(plan, method, kind=kind, delayed=True))
+        beside = workload.hop_two_in_backward(plan, method, delayed=True) if overlap else None
         step = workload.compiled_step(
             kind, plan, accumulation=accumulation, hop_two=hop_two, in_backward=beside, tx=workload.optax.sgd(0.5)
         )
@@ -141,7 +149,7 @@ def test_delayed_beside_the_micro_steps_equals_delayed_after_them(kind: str, str
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["none", "int8"])
+@pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.slow), "int8"])
 def test_delayed_exchanges_a_piece_of_each_layer_in_every_micro_step_and_sends_no_more(method: str) -> None:
     plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES["mics(2)"])
     codec = CODEC if method == "int8" else {}
@@ -215,7 +223,9 @@ def test_losses_with_hop_two_after_the_pipelined_loops_equal_a_single_device(kin
     np.testing.assert_allclose(workload.losses(kind, plan), workload.single_device_losses(kind), rtol=1e-5)
 
 
-@pytest.mark.parametrize("how", [dict(strategy="zero3"), dict(strategy="mics", partition_size=4)])
+@pytest.mark.parametrize(
+    "how", [dict(strategy="zero3"), pytest.param(dict(strategy="mics", partition_size=4), marks=pytest.mark.slow)]
+)
 def test_what_is_gathered_between_nodes_for_a_micro_step_is_gathered_a_layer_at_a_time(how: dict[str, Any]) -> None:
     """As many bytes cross as without overlap, once a micro-step and not twice, and the losses are the same."""
     found, sent = [], []

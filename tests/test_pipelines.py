@@ -15,6 +15,7 @@ from running import IGNORED, SMALL, arguments, losses, run_here, stop_after
 from compression.methods import method_named
 from configs import base
 from configs.schema import Config
+from models.decoder import Decoder
 from paper import pipelines
 from paper.mics_memory import Shape
 from planner import __main__ as planner
@@ -260,18 +261,24 @@ def config(**changes: Any) -> Config:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "layers": ({"model__num_layers": 3}, "^mesh.stages=2 does not divide the 3 layers; every stage has as many$"),
+    "layers": (
+        {"model__num_layers": 3},
+        "^mesh.stages=2 does not divide the 3 layers; set it to one of 1, 3, or change",
+    ),
     "nodes": (
         {"mesh__devices_per_node": 8},
-        "^mesh.stages=2 does not divide the 1 node; a stage of the pipeline is made of whole nodes$",
+        "^mesh.stages=2 does not divide the 1 node: a stage is made of whole nodes; set mesh.stages to one of 1$",
     ),
     "a group beyond the stage": (
         {"sharding__strategy": "mics", "sharding__partition_size": 8},
-        "needs 4 nodes of 2, 2 more than are here",
+        "needs 4 nodes of 2 in each of the 2 stages, 4 more than are here",
     ),
     "partitioner": ({"sharding__partitioner": "auto"}, "mesh.stages=2: .* set sharding.partitioner=manual$"),
     "one hop": ({"sharding__two_hop": False}, "mesh.stages=2: .*; set sharding.two_hop=True$"),
-    "overlap": ({"sharding__overlap": "on"}, "mesh.stages=2: .*; set sharding.overlap=auto or off$"),
+    "overlap": (
+        {"sharding__overlap": "on"},
+        "^sharding.overlap=on needs mesh.stages=1: .*, or set sharding.overlap=auto$",
+    ),
     "delayed": ({"compression__delayed": True}, "mesh.stages=2: .*; set compression.delayed=False$"),
     "local SGD": ({"local_sgd__inner_steps": 2}, "mesh.stages=2: .*; set local_sgd.inner_steps=0$"),
     "sample": ({"sample__length": 5}, "mesh.stages=2: .*; set sample.length=0$"),
@@ -290,8 +297,22 @@ def test_what_is_not_supported_is_refused_in_one_line(case: str) -> None:
 @pytest.mark.parametrize("kind", ["resnet", "vit"])
 def test_model_without_a_loss_in_pieces_is_refused(kind: str) -> None:
     """A vision transformer has a stack of layers: what it lacks are the pieces."""
-    with pytest.raises(ValueError, match=rf"a loss in pieces around .*model.kind={kind} has none; set it to 1"):
+    with pytest.raises(ValueError, match=rf"a loss in pieces around .*model.kind={kind} has none; set mesh.stages=1"):
         workload.model(kind).staged_loss()
+
+
+class WithPenalty(Decoder):
+    """A model that minimises more than its loss, as docs/extending.md says."""
+
+    def objective(self, params: Any, batch: Any, gather: Any) -> Any:
+        return 2 * self.loss(params, batch, gather), {}
+
+
+def test_a_model_with_an_objective_of_its_own_is_refused() -> None:
+    """The stages would train its loss alone, and say nothing."""
+    for model in (workload.model("moe"), WithPenalty(workload.model("decoder").config)):
+        with pytest.raises(ValueError, match=r"^mesh.stages trains the loss alone, .* own; set mesh.stages=1$"):
+            model.staged_loss()
 
 
 def test_planner_refuses_pipelines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -371,6 +371,7 @@ def test_the_defaults_are_in_the_help_and_on_the_page(capsys: pytest.CaptureFixt
     assert clusters.find_cluster(program.DEFAULT) and program._flags([""])["nodes"].default == ["1"]
 
 
+@pytest.mark.slow
 def test_the_lines_of_a_search_name_the_nodes_if_there_are_several(capsys: pytest.CaptureFixture[str]) -> None:
     _, _, err = run(capsys, *WORDS, "--cluster=emulated", "--nodes=2,4", "--search", "--compile=1")
     assert [line.split(": ")[0] for line in err.splitlines()] == [

@@ -87,6 +87,7 @@ def test_what_did_not_fit_tells_what_fewer_rows_need(step: Step, monkeypatch: py
     assert found[0].candidate.micro_size == 1 and 2 not in made
 
 
+@pytest.mark.slow
 def test_what_should_fit_is_compiled_first(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(batch__global_size=64)
     own, bytes_of = of_config(config), {}

@@ -46,6 +46,16 @@ def test_disk_holds_one_file_at_a_time(
     assert [len(files) for files in seen] == [1] * len(TEXTS) + [0]
 
 
+def test_an_out_that_cannot_be_written_is_not_blamed_on_the_cache(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert prepare.main([f"--path={texts}", f"--out={tmp_path / 'file' / 'set'}"]) == 2
+    err = capsys.readouterr().err
+    assert "file/set/" in err and err.rstrip().endswith("free space there, or choose another --out"), err
+    assert "cache" not in err and err.count("error: ") == 1
+
+
 PROGRAM = """
 import sys, time
 from input_pipeline import prepare

@@ -121,6 +121,30 @@ def test_products_count_a_multiplication_and_an_addition_a_term(line: str, expec
     assert sum(count for _, count in flops(line)) == expected
 
 
+@pytest.mark.parametrize(
+    ("result", "operands", "direction"),
+    [
+        ("f32[8,32,7,7]", "%image, %filter", "Forward"),
+        ("f32[8,16,14,14]", "%outputs, %filter", "BackwardInput"),
+        ("f32[32,16,3,3]", "%image, %outputs", "BackwardFilter"),
+    ],
+)
+def test_a_strided_convolution_costs_the_same_in_all_directions(result: str, operands: str, direction: str) -> None:
+    """Each of the 8 x 7 x 7 places of 32 outputs is a sum over 3 x 3 places of 16 inputs."""
+    call = f'custom-call({operands}), dim_labels=bf01_oi01->bf01, custom_call_target="__cudnn$conv{direction}"'
+    program = parse_program(f"""HloModule jit_step, is_scheduled=true
+
+ENTRY %main (image: f32[8,16,14,14], filter: f32[32,16,3,3], outputs: f32[8,32,7,7]) -> f32[] {{
+  %image = f32[8,16,14,14]{{3,2,1,0}} parameter(0)
+  %filter = f32[32,16,3,3]{{3,2,1,0}} parameter(1)
+  %outputs = f32[8,32,7,7]{{3,2,1,0}} parameter(2)
+  ROOT %k = ({result}, u8[0]) {call}
+}}
+""")
+    found = matmul_flops(program.entry.by_name["k"], program.entry, program)
+    assert found == [("f32", 2 * (8 * 7 * 7) * 32 * (3 * 3 * 16))]
+
+
 def test_products_are_found_inside_fusions() -> None:
     dot = "ROOT %d = f32[10,10] dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={1}"
     assert flops(f"f32[10,10] {FUSION}", fused(dot)) == [("f32", 20_000)]

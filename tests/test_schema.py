@@ -127,7 +127,7 @@ def test_bad_choice_error_suggests_the_nearest() -> None:
     [
         ({"optimizer.nam": "sgd"}, "optimizer.nam is not a key; the nearest is optimizer.name"),
         ({"modell": {}}, "modell is not a key; the nearest is model"),
-        ({"model.kind": "resnet"}, "model.vocab_size is not a key of model.kind=resnet, but of decoder"),
+        ({"model.kind": "resnet"}, "^model.kind=resnet stands beside the keys of model.kind=decoder; "),
         ({"model.num_experts": 8}, r"not a key of model.kind=decoder, but of moe; .* base.model\('moe'\)$"),
         ({"model.kind": "decodr"}, "model.kind=decodr is not known; one of decoder, .*; did you mean decoder"),
         ({"model.kind": ["decoder"]}, "model.kind=.* must be a string, like 'decoder'"),

@@ -228,6 +228,20 @@ def test_node_that_does_not_get_a_shard_is_passed_over(web, tmp_path, monkeypatc
             ended.set()
 
 
+def test_process_that_goes_before_its_answer_ends_its_connection_alone():
+    """Neither writing the answer nor closing the connection, which writes it once more, is an error of this node."""
+    service = peers.Service(0, 2, TOKEN, "node 0")
+    try:
+        service.serve([], lambda *_: None)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            theirs.sendall(b'{"shard": "unknown", "download": false}\n')
+        service._serve(ours, 1, "another host")
+        assert ours.fileno() == -1  # closed
+    finally:
+        service.close()
+
+
 def test_damaged_copy_of_a_peer_is_not_taken(web, tmp_path, monkeypatch):
     config = settings(web.url)
     with opened(config, caches(tmp_path, 2), monkeypatch) as (one, other):

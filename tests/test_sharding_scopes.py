@@ -285,6 +285,12 @@ def test_indivisible_parameters_raise_unless_replicated() -> None:
         assert place("layers/norm/scale", said, layout).dim is None
 
 
+@pytest.mark.parametrize(("dim", "key"), [("classes", "class_multiple"), ("vocab", "vocab_multiple")])
+def test_indivisible_heads_name_the_key_that_pads_them(dim: str, key: str) -> None:
+    with pytest.raises(ValueError, match=rf"head/bias: .*\({dim}=1001\); .* such as model\.{key}=8, a smaller scope"):
+        place("head/bias", spec(**{dim: 1001}), layout_of("zero3", 4, 2))
+
+
 def test_tensor_axis_shards_the_tensor_dims() -> None:
     layout = layout_of("mics", 2, 4, 2, partition_size=8)  # 4 shards x tensor 2
     up, down = (Placement(dim=i, tensor_dim=j, ndim=3, stacked=True) for i, j in ((1, 2), (2, 1)))

@@ -19,6 +19,16 @@ pytestmark = IGNORED
 NUM_SHARDS = 100_000
 
 
+def test_processes_of_a_node_keep_the_index_at_the_same_time(texts: Path) -> None:
+    """They share the cache, and write the same file in it."""
+    with ShardSet(settings(texts)) as one:
+        raw, found = one._raw, one.index.shards
+        assert raw is not None
+        for _ in range(50):
+            in_threads([lambda: raw.keep_index(found) for _ in range(4)])
+        assert raw.index() == one.index
+
+
 @pytest.fixture(name="web")
 def a_server(texts: Path) -> Any:
     """A server of the texts, with a list of them."""

@@ -74,6 +74,7 @@ def check_no_secret(folder: Path, *outputs: str) -> None:
     assert not any(secret in out for out in outputs for secret in (SECRET, KEY_ID))
 
 
+@pytest.mark.slow
 def test_run_is_stopped_and_goes_on_elsewhere_with_the_same_losses(bucket, tmp_path, capfd, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run_here(*flags(whole, PREPARED)) == 0

@@ -19,6 +19,7 @@ from typing import Any
 import fast_compile
 import jax
 import numpy as np
+import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 from running import free_port
@@ -41,6 +42,7 @@ BYTES = BYTES_ALONE + 5 * 4 + 3 * 8 * 4
 HANG_S = 200.0
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     """Runs this file in two processes; they show their stacks if they hang."""
     port = str(free_port())

@@ -50,6 +50,7 @@ def files(memory: Path) -> list[str]:
     return sorted(path.suffix for path in memory.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_from_memory(tmp_path: Path, undisturbed: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """SIGKILL while it trains; the run that goes on is the undisturbed one to the last bit."""
     memory, run = tmp_path / "memory", tmp_path / "run"
@@ -89,6 +90,7 @@ def test_stopped_and_resumed_from_memory(
     check_same_end(run, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_snapshot_of_another_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +111,7 @@ def test_a_snapshot_of_another_config(
     assert run_here(*args) == 0
 
 
+@pytest.mark.slow
 def test_stopped_again_before_a_step(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

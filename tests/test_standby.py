@@ -35,6 +35,7 @@ def await_ready(process: Process, workdir: Path) -> None:
     wait_until(lambda: any(event["event"] == Event.READY for event in reader.new()), process)
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_the_last_one_stopped(tmp_path: Path, started: Callable[[Process], Process]) -> None:
     """Two processes wait beside one that trains, and have touched nothing when it stops."""
     (tmp_path / "memory").mkdir(mode=0o700)

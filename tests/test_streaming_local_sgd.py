@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -67,16 +66,7 @@ def all_parts(params: Any) -> Any:
 
 def replicas_written_out(rows: list[np.ndarray], parts: Any, settings: LocalSGDConfig) -> tuple[list[float], Any]:
     """Returns the losses and the shared parameters of the rule; `rows` are those of each replica."""
-    data = {name: jnp.asarray(x) for name, x in workload.batch().items()}
-    total = data["weights"].sum()
-
-    @jax.jit
-    def value_and_grad(p: Any, rows: jax.Array) -> Any:
-        def loss(p: Any) -> jax.Array:
-            return workload.model("decoder").loss(p, {k: x[rows] for k, x in data.items()}, lambda name, t: t) / total
-
-        return jax.value_and_grad(loss)(p)
-
+    value_and_grad = workload.value_and_grad("decoder")
     tree = jax.tree.structure(parts)
     shared = [np.asarray(x) for x in jax.tree.leaves(workload.params("decoder"))]
     number = jax.tree.leaves(parts)

@@ -100,6 +100,7 @@ def test_filled_up_positions_are_no_tokens(
     assert row["tokens_per_s"] * row["step_time_s"] == pytest.approx(16 * 32 * float(found[1]) / 100, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_planner_compiles_packed_rows(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*WORDS, "--config.data.source=stdlib_text", "--config.data.packing=documents"]
     code = planner.main(["planner", *words, "--cluster=emulated", "--nodes=4", "--json"])

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from running import IGNORED, arguments, losses, rows, run_here, stop_after
 
+from configs import base, tiny_moe
 from configs.schema import Config
-from planner.bounds import SLACK, traffic
+from planner.bounds import SLACK, traffic, traffic_by_use
 from runtime.exit_codes import ExitCode
 from training.experiment import make_experiment
 
@@ -51,6 +52,24 @@ def test_a_run_with_room_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
         assert 0.6 * report[f"{level}_bytes"] <= planned[level] <= SLACK * report[f"{level}_bytes"], level
 
 
+@pytest.mark.parametrize(
+    ("hierarchical", "inside", "remat", "times"),
+    # of two layers: 6 each, but 4 of the last one, which overlap does not compute again
+    [(True, 1 / 2, "full", 6 + 4), (False, 1 / 4, "full", 6 + 4), (True, 1 / 2, "dots", 4 + 4)],
+)
+def test_the_planner_counts_tokens_between_nodes_too(hierarchical: bool, inside: float, remat: str, times: int) -> None:
+    """Four devices on two nodes hold an expert each; half of all tokens go to the other node, on either way."""
+    config = tiny_moe.get_config()
+    config.mesh.devices_per_node = 2
+    config.sharding.update({"strategy": "mics", "partition_size": 4, "experts": "4", "hierarchical": hierarchical})
+    config.model.update({"num_experts": 4, "num_layers": 2, "moe_every": 1, "capacity_factor": 1.0})
+    config.model.update({"experts_per_token": 1, "compute_dtype": "float32", "remat": remat})
+    experiment = make_experiment(base.typed(config))
+    rows, seq_len = experiment.config.batch.micro_size, experiment.config.data.seq_len
+    whole = experiment.batches.accumulation * times * 4 * rows * seq_len * config.model.hidden  # of all-to-alls
+    assert traffic_by_use(experiment)["experts"] == {"inter": whole / 2, "intra": whole * inside}
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_scope(tmp_path: Path) -> None:
     """Three steps with experts divided over a node, three with all gathered: as if nothing had changed."""
@@ -79,7 +98,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"sharding__strategy": "zero2", "sharding__partition_size": 0},
         r"sharding.experts=node \(2 devices\) must lie within .* \(1 device\); set it to none",
     ),
-    "a number that does not fit": ({"sharding__experts": 3}, "sharding.experts=3: .* sizes that divide: 1, 2, 4, 8"),
+    "a number that does not fit": (
+        {"sharding__experts": 3},
+        "sharding.experts=3: a scope of 3 devices .* sizes that divide: 1, 2, 4, 8",
+    ),
     "a word": ({"sharding__experts": "some"}, "sharding.experts=some: a scope is none, node, all or a number"),
     "XLA's partitioner": (
         {"sharding__partitioner": "auto"},

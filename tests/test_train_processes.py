@@ -55,6 +55,7 @@ def check_silent(outcomes: list[tuple[int, str, str]]) -> None:
         assert GLOO.sub("", out).strip(" 0123456789\n") == ""
 
 
+@pytest.mark.slow
 def test_two_processes_stop_together_and_resume_as_one(tmp_path: Path, by_one: Path) -> None:
     """The signal comes while a step is saved: every step is. One of the two gets it."""
     args = arguments(tmp_path, checkpoint__every=1, eval__every=4)
@@ -124,6 +125,7 @@ def test_signal_to_one_process_stops_the_job(tmp_path: Path) -> None:
     assert manifest(tmp_path, done)["step"] == done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joined", [True, False])
 def test_signals_are_handled_until_the_end(tmp_path: Path, joined: bool) -> None:
     """An engine that repeats itself does not make a failure of a run that has stopped as it was asked to."""

@@ -106,6 +106,7 @@ def test_lost_report_of_a_finished_run_is_recreated(tmp_path: Path, undisturbed:
     check_same_end(tmp_path, undisturbed)
 
 
+@pytest.mark.slow
 def test_ascii_terminal_escapes_other_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = io.BytesIO()
     terminal = io.TextIOWrapper(said, encoding="ascii", write_through=True)  # closes `said` when nobody holds it
@@ -292,6 +293,7 @@ train.Reporter.report = report_and_say
 """
 
 
+@pytest.mark.slow
 def test_delayed_logging_changes_no_row(tmp_path: Path) -> None:
     """Not even when the run is stopped with a step still to be logged; evaluations and checkpoints wait for theirs."""
     changes = {"mesh__num_cpu_devices": 1, "mesh__devices_per_node": 1, "sharding__partition_size": 1}

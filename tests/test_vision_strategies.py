@@ -8,6 +8,10 @@ import workload
 from test_strategies import STRATEGIES
 from workload import BATCH_NORM
 
+from compression.codecs import Blockwise
+from compression.exchange import exchange
+from sharding.collectives import LevelCodecs
+
 ROWS = {"resnet": 16, BATCH_NORM: 32, "vit": 16}  # ghost batches have two rows, a device one in two micro-steps of 16
 ALL = [(kind, strategy, {}) for kind in ROWS for strategy in STRATEGIES]
 ALL += [
@@ -15,6 +19,7 @@ ALL += [
 ]
 ALL += [(kind, "hsdp", {"partitioner": "auto"}) for kind in (BATCH_NORM, "vit")]
 ALL += [(BATCH_NORM, "mics2", {"two_hop": False}), ("vit", "mics2", {"tensor": 2})]
+ALL += [("vit", "mics2", {"overlap": True}), ("vit", "mics4", {"gather": "node", "overlap": True})]
 QUICK = ((BATCH_NORM, "zero3"), ("vit", "mics4"))
 CASES = [
     pytest.param(*case, marks=() if case[:2] in QUICK and not case[2] else pytest.mark.slow, id=f"{case[0]}-{case[1]}")
@@ -29,3 +34,19 @@ def test_losses_equal_a_single_device(kind: str, strategy: str, how: dict[str, A
     got = workload.losses(kind, plan, rows=ROWS[kind])
     np.testing.assert_allclose(got, expected, rtol=2e-5)
     assert expected[-1] < expected[0] - 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["resnet", BATCH_NORM, "vit"])
+@pytest.mark.parametrize("hop", ["gather", "hop one", "hop two"])
+def test_losses_with_a_codec_stay_near(kind: str, hop: str) -> None:
+    """In 8 bits; batches of other sizes and shapes than text, and running averages, which no codec touches."""
+    codec = Blockwise(bits=8, block=64)
+    strategy, codecs = STRATEGIES["mics4"], LevelCodecs(inter=codec)
+    how = {"gather": {"gather_codecs": codecs}, "hop one": {"hop_one_codecs": codecs}, "hop two": {}}[hop]
+    plan = workload.plan(kind, **strategy, **how)
+    hop_two = exchange(plan, codec) if hop == "hop two" else None
+    got = workload.losses(kind, plan, rows=ROWS[kind], hop_two=hop_two)
+    expected = workload.single_device_losses(kind, ROWS[kind])
+    np.testing.assert_allclose(got, expected, rtol=3e-2)
+    assert not np.allclose(got, expected, rtol=1e-6)

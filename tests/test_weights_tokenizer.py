@@ -157,6 +157,21 @@ def test_doubts_are_one_line(folder: Path, tmp_path: Path, caplog: pytest.LogCap
     assert doubts(caplog, folder, "hugging_face", folder / "tokenizer.json") == []
 
 
+@pytest.mark.parametrize(("kind", "name"), [("bytes", "tokenizer.json"), ("sentencepiece", "tokenizer.model")])
+def test_a_file_that_cannot_be_read_is_doubted(
+    tmp_path: Path, kind: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / name).write_text("{")
+    theirs = DataConfig(tokenizer=kind, tokenizer_path="" if kind == "bytes" else "own.model")
+    model = TransformerConfig(weights=str(folder), vocab_size=260)
+    check_tokenizer(replace(small(), model=model, data=theirs), make_tokenizer("bytes", ""))
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert f"weights={folder}: they could not be compared, {folder / name} is not a " in said and "\n" not in said
+
+
+@pytest.mark.slow
 def test_train_and_convert_refuse_it_before_anything_is_written(tmp_path: Path, capsys: Any) -> None:
     """A run that has begun does not look at the folder again."""
     folder = tmp_path / "weights"

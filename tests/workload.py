@@ -1,6 +1,6 @@
 """The small models and the oracle that the tests of the step share: a single device, written without any sharding."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from configs.schema import MODELS, ResNetConfig, ShardingConfig, ViTConfig
 from optimizers import OptimizerConfig, beside_averages, guarded, move_averages
 from sharding.averages import part_averages
 from sharding.collectives import PLAIN, LevelCodecs
-from sharding.gradients import HopTwoInBackward
+from sharding.hop_two_in_backward import HopTwoInBackward
 from sharding.mesh import find_nodes, make_mesh
 from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout
@@ -31,6 +31,7 @@ from training.experiment import watch
 ROWS, SEQ_LEN, NUM_STEPS = 16, 8, 5
 PACKED = " packed"  # of a kind of model: its rows are several documents
 BATCH_NORM = "resnet batch"  # a kind of model, with ghost batches of two rows: a device has so many in a micro-step
+MOE_DOTS = "moe dots"  # a kind of model, whose backward pass computes no product with weights again
 SGD = dict(learning_rate=0.5, momentum=0.9, weight_decay=0.01)
 # what a hop two is given, without a model: matrices of two dims and more, stacked and not, a vector, one kept whole
 TENSORS = {
@@ -56,6 +57,8 @@ def model(kind: str, num_layers: int = 2) -> models.Model:
         return models.build(ViTConfig(patch_size=4, num_layers=num_layers, hidden=16, intermediate=32))
     section: dict[str, Any] = dict(num_layers=num_layers, hidden=16, intermediate=32, num_heads=4, max_len=SEQ_LEN)
     section |= dict(vocab_size=40, vocab_multiple=16)
+    if kind == MOE_DOTS:
+        kind, section["remat"] = "moe", "dots"
     if kind in ("decoder", "moe"):
         section |= dict(num_kv_heads=2)
     if kind == "moe":  # a fifth of the choices finds no room; the router's losses are large, so that they show
@@ -90,6 +93,24 @@ def batch(rows: int = ROWS, kind: str = "decoder") -> Mapping[str, np.ndarray]:
     return found | ({"segments": segments} if kind.endswith(PACKED) else {})
 
 
+def whole(name: str, tree: Any) -> Any:
+    """The gather of a single device."""
+    del name
+    return tree
+
+
+def value_and_grad(kind: str) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
+    """Returns a function of parameters and rows of the batch: their share of its loss, and the gradients, plainly."""
+    data = {name: jnp.asarray(x) for name, x in batch(kind=kind).items()}
+    total = data["weights"].sum()
+
+    def loss(params: Any, rows: jax.Array) -> jax.Array:
+        chosen = {name: x[rows] for name, x in data.items()}
+        return model(kind).loss(params, chosen, whole) / total
+
+    return jax.jit(jax.value_and_grad(loss))
+
+
 def sgd() -> optax.GradientTransformation:
     """Momentum SGD with decay: unlike Adam's, its update shows a gradient that is wrong by a factor."""
     decay = optax.add_decayed_weights(SGD["weight_decay"])
@@ -112,7 +133,7 @@ def single_device(kind: str, rows: int = ROWS) -> tuple[np.ndarray, Any]:
     @jax.jit
     def step(p: Any, velocity: Any) -> Any:
         def mean_loss(p: Any) -> jax.Array:
-            return model(kind).objective(p, data, lambda name, tree: tree)[0] / data["weights"].sum()
+            return model(kind).objective(p, data, whole)[0] / data["weights"].sum()
 
         loss, pure = jax.value_and_grad(mean_loss)(p)
         grads = jax.tree.map(lambda g, w: g + SGD["weight_decay"] * w, pure, p)

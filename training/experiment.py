@@ -22,7 +22,7 @@ from input_pipeline import row_arrays
 from metrics import wandb_sink
 from models.hugging_face import Weights
 from optimizers import make_schedule
-from sharding.gradients import HopTwoInBackward
+from sharding.hop_two_in_backward import HopTwoInBackward
 from sharding.mesh import find_nodes, make_mesh
 from sharding.pipeline import StagedLoss
 from sharding.plan import ShardingPlan

@@ -16,7 +16,7 @@ from compression.statistics import statistics
 from configs.schema import Config
 from optimizers import beside_averages, make_optimizer, watched
 from sharding.averages import part_averages
-from sharding.gradients import HopTwoInBackward
+from sharding.hop_two_in_backward import HopTwoInBackward
 from sharding.plan import ShardingPlan
 from sharding.redistribute import on_whole_tensors
 
@@ -31,11 +31,15 @@ def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTra
     if not local.inner_steps:
         return make(hop_two)
     check_local_sgd(local, plan.layout, config.num_steps)
-    if method.takes_over or compression.delayed or optimizer.name == "muon":
-        raise ValueError(
-            "local_sgd has an optimizer in each replica: it supports neither compression.hop_two="
-            "one_bit_adam or dgc, nor compression.delayed, nor optimizer.name=muon"
-        )
+    for refused, setting, fix in (
+        (method.takes_over, f"compression.hop_two={compression.hop_two}", "none or a codec"),
+        (compression.delayed, "compression.delayed=True", "False"),
+        (optimizer.name == "muon", "optimizer.name=muon", "adamw, say"),
+    ):
+        if refused:
+            raise ValueError(
+                f"{setting} does not go with local_sgd, which has an optimizer in each replica; set it to {fix}"
+            )
     return local_sgd(hop_two, make(optax.identity()), local, plan.layout.num_replicas)
 
 

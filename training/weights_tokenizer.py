@@ -26,14 +26,16 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
     if not isinstance(model, TransformerConfig) or not model.weights:
         return
     folder = Path(model.weights).expanduser()
-    theirs, there = _tokenizer_of(folder, data.tokenizer)
+    theirs, there, unreadable = _tokenizer_of(folder, data.tokenizer)
     if theirs and (why := difference(tokenizer, theirs)):
         kind = "sentencepiece" if isinstance(theirs, SentencePiece) else "hugging_face"
         raise ValueError(
             f"data.tokenizer={data.tokenizer} is not the tokenizer of model.weights={folder}: {why}; set "
             f"data.tokenizer={kind} and data.tokenizer_path={there}"
         )
-    if jax.process_index() == 0 and (doubt := _doubt(folder, theirs, tokenizer, model.vocab_size)):
+    doubt = unreadable and f"they could not be compared, {unreadable}"
+    doubt = doubt or _doubt(folder, theirs, tokenizer, model.vocab_size)
+    if jax.process_index() == 0 and doubt:
         logging.getLogger(__name__).warning(
             "warning: data.tokenizer=%s may not be the tokenizer of model.weights=%s: %s", data.tokenizer, folder, doubt
         )
@@ -53,19 +55,17 @@ def difference(ours: Tokenizer, theirs: Tokenizer) -> str:
     return ""
 
 
-def _tokenizer_of(folder: Path, kind: str) -> tuple[Tokenizer | None, Path]:
-    """Returns the tokenizer in a folder and its file; None if there is none that we can read."""
-    if kind == "sentencepiece":
-        for file in (folder / name for name in SENTENCEPIECE_FILES):
-            if file.is_file():
-                return SentencePiece(file), file
-    file = folder / TOKENIZER_FILE
-    if not file.is_file():
-        return None, file
-    try:
-        return HuggingFace(file), file
-    except ValueError:  # such as one without a token that could end documents
-        return None, file
+def _tokenizer_of(folder: Path, kind: str) -> tuple[Tokenizer | None, Path, str]:
+    """Returns the tokenizer in a folder, None if there is none that we can use; its file; and why it cannot be used."""
+    kinds = [(SentencePiece, name) for name in SENTENCEPIECE_FILES if kind == "sentencepiece"]
+    for make, name in [*kinds, (HuggingFace, TOKENIZER_FILE)]:
+        file = folder / name
+        if file.is_file():
+            try:
+                return make(file), file, ""
+            except ValueError as error:  # damaged, or without a token that could end documents
+                return None, file, str(error).removeprefix("data.tokenizer_path ")
+    return None, folder / TOKENIZER_FILE, ""
 
 
 def _doubt(folder: Path, theirs: Tokenizer | None, ours: Tokenizer, vocab_size: int) -> str:

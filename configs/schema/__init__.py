@@ -9,7 +9,7 @@ only.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -173,7 +173,13 @@ def check_names(values: Mapping[str, Any]) -> str:
     if "model.kind" not in given:  # the other keys depend on it
         raise ValueError(f"model.kind is missing from the config; its default is {ModelConfig.kind!r}")
     kind = str(given["model.kind"])
-    known = known_keys(kind)
+    known, own = known_keys(kind), _of_model(given)
+    for other in model_sections():
+        if kind in model_sections() and own != _of_model(known) and own == _of_model(known_keys(other)):
+            raise ValueError(
+                f"model.kind={kind} stands beside the keys of model.kind={other}; a config file chooses the kind, by "
+                f"config.model = base.model({kind!r})"
+            )
     for name in given:
         if name not in known:
             fix = key_of_others(name, kind) or f"is not a key; the nearest is {nearest(name, list(known))}"
@@ -182,6 +188,10 @@ def check_names(values: Mapping[str, Any]) -> str:
         if name not in given:
             raise ValueError(f"{name} is missing from the config; its default is {declared.default!r}")
     return kind
+
+
+def _of_model(names: Iterable[str]) -> set[str]:
+    return {name for name in names if name.startswith("model.")}
 
 
 def key_of_others(name: str, kind: str) -> str:

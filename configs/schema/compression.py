@@ -6,7 +6,8 @@ from configs.schema.keys import Section, key
 
 CODECS = ("none", "bf16", "int8", "int4")  # the codecs that work without error feedback
 WITH_WARMUP = ("one_bit_adam", "dgc")  # the values of hop_two that use warmup_steps
-HOP_TWO = (*CODECS, "two_bit", "one_bit", "one_bit_adam", "dgc", "power_sgd")
+METHODS = ("one_bit_adam", "dgc", "power_sgd")  # values of hop_two that are no codecs
+HOP_TWO = (*CODECS, "two_bit", "one_bit", *METHODS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ class ModelConfig(Section):
     )
     remat: str = key(
         "full",
-        "what the backward pass recomputes: whole layers, all but matrix products, or nothing",
+        "what the backward pass recomputes: whole layers, all but matrix products and convolutions, or nothing",
         choices=("full", "dots", "none"),
         resumable=True,
     )
@@ -127,7 +127,12 @@ class MoeConfig(DecoderConfig):
         require(self.experts_per_token <= self.num_experts, "experts_per_token", self.experts_per_token, fix)
         fix = f"it must divide model.num_layers = {self.num_layers}"
         require(self.num_layers % self.moe_every == 0, "moe_every", self.moe_every, fix)
-        require(not self.weights, "weights", self.weights, "models with experts start from no checkpoint of others")
+        require(
+            not self.weights,
+            "weights",
+            self.weights,
+            "models with experts cannot start from a checkpoint of transformers; leave model.weights empty",
+        )
 
     @property
     def num_moe_layers(self) -> int:
@@ -189,7 +194,7 @@ class ResNetConfig(ImageConfig):
     block: str = key("basic", "kind of residual block", choices=("basic", "bottleneck"))
     stage_blocks: tuple[int, ...] = key((1, 1, 1), "number of blocks per stage")
     width: int = key(16, "channels of the first stage; each later stage doubles them", least=1)
-    widening: int = key(1, "factor of the channels inside the blocks (WideResNet)", least=1)
+    widening: int = key(1, "factor of the channels inside bottlenecks (WideResNet)", least=1)
     norm: str = key("group", "group norm or batch norm", choices=("group", "batch"))
     norm_groups: int = key(8, "group: groups of channels; a divisor of width", least=1)
     norm_rows: int = key(
@@ -205,6 +210,9 @@ class ResNetConfig(ImageConfig):
         require(len(self.stage_blocks) > 0, "stage_blocks", self.stage_blocks, "give at least one stage")
         for count in self.stage_blocks:
             require(count > 0, "stage_blocks", count, "give a whole number above zero")
+        fits = self.widening == 1 or self.block == "bottleneck"
+        fix = "only bottlenecks are widened inside; set model.block='bottleneck', or widen basic blocks by model.width"
+        require(fits, "widening", self.widening, fix)
         fix = f"groups must divide model.width = {self.width}"
         fits = self.norm == "batch" or self.width % self.norm_groups == 0
         require(fits, "norm_groups", self.norm_groups, fix)
