@@ -127,7 +127,7 @@ class OpenShards:
         self._open: OrderedDict[str, np.ndarray] = OrderedDict()
         self._coming: dict[str, Future[np.ndarray]] = {}
         self._wanted: deque[Shard] = deque()
-        self._urgent: set[str] = set()  # hashes of those that are needed first
+        self._urgent: set[str] = set()  # hashes of those that are needed now, until a thread is done with them
         self._damaged: dict[str, DamagedObjectError] = {}  # by hash: what was fetched several times in vain
         self._changed = threading.Condition()
         self._closed = False
@@ -150,8 +150,8 @@ class OpenShards:
         """Opens shards in the background, those of `now` first, and forgets what it was to open before."""
         shards = [*now, *later]
         with self._changed:
-            self._urgent = {shard.sha256 for shard in now}
             self._wanted = deque(shard for shard in shards if shard.sha256 not in self._open)
+            self._urgent = {shard.sha256 for shard in now} - self._open.keys()
             for shard in shards:
                 if shard.sha256 in self._open:  # those that are open stay: others are closed first
                     self._open.move_to_end(shard.sha256)
@@ -195,7 +195,6 @@ class OpenShards:
                 del self._coming[shard.sha256]
                 if isinstance(error, DamagedObjectError):
                     self._damaged[shard.sha256] = error
-                self._changed.notify_all()
             coming.set_exception(error)
             raise
         with self._changed:
@@ -203,15 +202,12 @@ class OpenShards:
             self._open[shard.sha256] = tokens
             while len(self._open) > self._most:
                 self._open.popitem(last=False)
-            self._changed.notify_all()
         coming.set_result(tokens)
         return tokens
 
     def _may_begin(self) -> bool:
         """Whether to open the next one: shards for later do not share the link with those that are needed now."""
-        if not self._wanted:
-            return False
-        return self._wanted[0].sha256 in self._urgent or not self._urgent & self._coming.keys()
+        return bool(self._wanted) and (self._wanted[0].sha256 in self._urgent or not self._urgent)
 
     def _work(self) -> None:
         while True:
@@ -224,3 +220,6 @@ class OpenShards:
                 self._obtain(shard)
             except Exception as error:  # who needs the shard tries again, and reports it
                 logging.getLogger(__name__).debug("shard %s not read ahead: %s", shard.name, error)
+            with self._changed:
+                self._urgent.discard(shard.sha256)
+                self._changed.notify_all()

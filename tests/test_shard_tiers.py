@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from input_pipeline.shard_index import Shard
-from input_pipeline.shard_tiers import Counters, OpenShards
+from input_pipeline.shard_tiers import Counters, DamagedObjectError, OpenShards
 
 
 def shard(name: str) -> Shard:
@@ -83,6 +83,41 @@ def test_shards_for_later_wait_for_those_that_are_needed_now(made):
     wait_for(lambda: set(tiers.begun) == set("abcd"))
     for event in tiers.events.values():
         event.set()
+
+
+def test_shards_for_later_wait_for_one_that_a_thread_has_only_just_taken(made, monkeypatch):
+    tiers: Any = Tiers()
+    opened = made(tiers, 4)
+    taken, go_on, obtain = threading.Event(), threading.Event(), opened._obtain
+
+    def slowly(shard: Shard) -> np.ndarray:  # the thread is held between taking a shard and beginning to open it
+        if shard.name == "a":
+            taken.set()
+            go_on.wait(60)
+        return obtain(shard)
+
+    monkeypatch.setattr(opened, "_obtain", slowly)
+    opened.read_ahead(names("a"), names("b"))
+    assert taken.wait(60)
+    time.sleep(0.1)
+    assert not tiers.begun
+    go_on.set()
+    wait_for(lambda: set(tiers.begun) == set("ab"))
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), DamagedObjectError("damaged")])
+def test_shards_for_later_do_not_wait_for_one_that_cannot_be_opened(made, monkeypatch, error):
+    tiers: Any = Tiers()
+    opened, get = made(tiers, 4), tiers.get
+
+    def broken(shard: Shard) -> np.ndarray:
+        if shard.name == "a":
+            raise error
+        return get(shard)
+
+    monkeypatch.setattr(tiers, "get", broken)
+    opened.read_ahead(names("a"), names("b"))
+    wait_for(lambda: set(opened._open) == set("b"))
 
 
 def test_reader_waits_for_a_shard_that_is_coming_and_it_comes_once(made):
