@@ -20,7 +20,7 @@ from planner.spot_trace import read_trace
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "planner.md"
 RECORDS = {name: ROOT / "tests" / "data" / f"planner_{name}.json" for name in ("example", "spot")}
-CONFIG, CLUSTER, TRACE = "--config=configs/bert_10b.py", "p4d.24xlarge", "planner/spot_synthetic.csv"
+CONFIG, CLUSTER, TRACE = "--config=configs/bert_10b.py", "p4d.24xlarge", "planner/spot_us_east_2b.csv"
 ASKED = {"example": ("--nodes=16", "--search"), "spot": ("--nodes=8,16",)}
 HEADINGS = {
     "example": "`--search` for BERT 10B on 16 p4d.24xlarge, without the notes that the program prints below:\n\n",
