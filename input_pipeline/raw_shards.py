@@ -53,7 +53,8 @@ class RawShards:
 
     def keep_index(self, shards: Sequence[Shard]) -> None:
         """Keeps the index of all files in the cache."""
-        self._write(self.key, shards)
+        with self._cache.locked(self.key):
+            self._write(self.key, shards)
 
     def shard(self, name: str) -> Shard:
         """Returns what the index says of a file, which is tokenised first if this node has not done it yet."""
@@ -109,7 +110,7 @@ class RawShards:
             return None
 
     def _write(self, key: str, shards: Sequence[Shard]) -> None:
-        """Writes an entry of the cache, whole; other processes may write the same one."""
+        """Writes an entry of the cache, whole. The caller holds the lock of `key`, which keeps the scratch file."""
         self._folder.mkdir(exist_ok=True)
         with self._cache.scratch(key) as path:
             path.write_text(json.dumps([asdict(shard) for shard in shards]))

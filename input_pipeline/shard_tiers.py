@@ -126,7 +126,8 @@ class OpenShards:
         self._tiers, self._most = tiers, most
         self._open: OrderedDict[str, np.ndarray] = OrderedDict()
         self._coming: dict[str, Future[np.ndarray]] = {}
-        self._wanted: deque[Shard] = deque()
+        self._now: deque[Shard] = deque()  # to be opened first
+        self._later: deque[Shard] = deque()
         self._urgent: set[str] = set()  # hashes of those that are needed now, until a thread is done with them
         self._damaged: dict[str, DamagedObjectError] = {}  # by hash: what was fetched several times in vain
         self._changed = threading.Condition()
@@ -148,11 +149,11 @@ class OpenShards:
 
     def read_ahead(self, now: Sequence[Shard], later: Sequence[Shard]) -> None:
         """Opens shards in the background, those of `now` first, and forgets what it was to open before."""
-        shards = [*now, *later]
         with self._changed:
-            self._wanted = deque(shard for shard in shards if shard.sha256 not in self._open)
-            self._urgent = {shard.sha256 for shard in now} - self._open.keys()
-            for shard in shards:
+            self._now = deque(shard for shard in now if shard.sha256 not in self._open)
+            self._later = deque(shard for shard in later if shard.sha256 not in self._open)
+            self._urgent = {shard.sha256 for shard in self._now}
+            for shard in (*now, *later):
                 if shard.sha256 in self._open:  # those that are open stay: others are closed first
                     self._open.move_to_end(shard.sha256)
             self._changed.notify_all()
@@ -167,7 +168,8 @@ class OpenShards:
         """Lets the threads begin no more shards."""
         with self._changed:
             self._closed = True
-            self._wanted.clear()
+            self._now.clear()
+            self._later.clear()
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -207,7 +209,7 @@ class OpenShards:
 
     def _may_begin(self) -> bool:
         """Whether to open the next one: shards for later do not share the link with those that are needed now."""
-        return bool(self._wanted) and (self._wanted[0].sha256 in self._urgent or not self._urgent)
+        return bool(self._now) or bool(self._later and not self._urgent)
 
     def _work(self) -> None:
         while True:
@@ -215,7 +217,7 @@ class OpenShards:
                 self._changed.wait_for(lambda: self._closed or self._may_begin())
                 if self._closed:
                     return
-                shard = self._wanted.popleft()
+                shard = (self._now or self._later).popleft()
             try:
                 self._obtain(shard)
             except Exception as error:  # who needs the shard tries again, and reports it

@@ -105,6 +105,21 @@ def test_shards_for_later_wait_for_one_that_a_thread_has_only_just_taken(made, m
     wait_for(lambda: set(tiers.begun) == set("ab"))
 
 
+def test_what_is_needed_now_begins_though_threads_are_done_with_what_they_took_before(made):
+    tiers: Any = Tiers(open_at_once=False)
+    opened = made(tiers, 6)
+    opened.read_ahead([], names("abcd"))
+    wait_for(lambda: set(tiers.begun) == set("abcd"))  # by all threads
+    opened.read_ahead(names("abcdef"), [])
+    for name in "abcd":
+        tiers.events[name].set()
+    wait_for(lambda: set(tiers.begun) == set("abcdef"))
+    opened.read_ahead(names("e"), names("ef"))  # the last of an epoch may be the first of the next one
+    for name in "ef":
+        tiers.events[name].set()
+    wait_for(lambda: set(opened._open) == set("abcdef"))
+
+
 @pytest.mark.parametrize("error", [OSError("gone"), DamagedObjectError("damaged")])
 def test_shards_for_later_do_not_wait_for_one_that_cannot_be_opened(made, monkeypatch, error):
     tiers: Any = Tiers()

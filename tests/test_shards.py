@@ -342,5 +342,5 @@ def test_resume_opens_the_shards_of_its_blocks_alone(texts):
             dataset = load(settings(texts), "train", 0, [shards])
             dataset[first]
             counters, opened = shards.tiers.counters, dataset._windows._open  # pyright: ignore
-            wait_for(lambda opened=opened: not opened._wanted)
+            wait_for(lambda opened=opened: not (opened._now or opened._later))
         assert counters.disk_hits + counters.store_hits <= 4
