@@ -41,6 +41,8 @@ KEYS = {
     "sample.length": 0,
 }
 
+OURS = ("--config.mesh.stages", "--config.batch.global_size")  # of each program another one
+
 
 @dataclass(kw_only=True)
 class Program:
@@ -109,6 +111,10 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = parser.parse_known_args(argv[1:])
     if unknown := [word for word in overrides if not word.startswith("--config.")]:
         parser.error(f"unknown argument {unknown[0]}")
+    if ours := [word for word in overrides if word.partition("=")[0] in OURS]:
+        parser.error(f"{ours[0]} is what this benchmark varies; use --stages")
+    if min(options.steps, options.rounds) < 1:
+        parser.error("--steps and --rounds are 1 at least")
     if not options.report:
         jax.config.update("jax_num_cpu_devices", DEVICES)
         try:
@@ -116,8 +122,8 @@ def main(argv: Sequence[str]) -> int:
         except ValueError as error:
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
             return ExitCode.BAD_INPUT
-        add(RESULTS, line | machine())
         print(table(line))
+        add(RESULTS, line | machine())
     write(recorded(RESULTS))
     return ExitCode.FINISHED
 

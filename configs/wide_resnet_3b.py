@@ -24,7 +24,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.num_steps = 100
     config.model = base.resnet(50)
     config.model.update({"stage_blocks": (6, 8, 46, 6), "widening": 8, "norm": "batch", "remat": "dots"})
-    config.model.class_multiple = 128  # 1000 classes: every scope up to 128 devices divides the head
+    config.model.class_multiple = 128  # 1000 classes: padded to 1024, which a scope of any power of two divides
     config.data.update({"source": "synthetic", "objective": "classify", "image_size": 224, "channels": 3})
     config.data.prefetch = 16
     config.batch.update({"global_size": 128, "micro_size": 8})

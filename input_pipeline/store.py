@@ -6,7 +6,9 @@ cannot cure (401, 403, 404) is an error at once. Messages name the URL, and neit
 the library said, so that no credentials can be in them.
 """
 
+import contextlib
 import hashlib
+import io
 import logging
 import os
 import re
@@ -158,16 +160,19 @@ class LocalStore:
 
     def put(self, name: str, content: Path | bytes) -> None:
         """Writes a file, whole or not at all. StoreError if that is not possible."""
+        source = io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb")  # noqa: SIM115 (closed below)
+        partial = self.root / f"{name}.partial"
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            if isinstance(content, bytes):
-                atomic.replace(self.root / name, content, durable=True)
-                return
-            partial = self.root / f"{name}.partial"
-            shutil.copyfile(content, partial)
+            with source:
+                self.root.mkdir(parents=True, exist_ok=True)
+                with open(partial, "wb") as file:
+                    shutil.copyfileobj(source, file, _BLOCK_BYTES)
             atomic.sync(partial)
             partial.rename(self.root / name)
+            atomic.sync(self.root)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink()
             raise StoreError(
                 f"{self.root / name} cannot be written ({error.strerror or error}); free space there, or choose "
                 "another --out"

@@ -215,7 +215,8 @@ def _sent_tokens(experiment: Experiment) -> float:
     """Returns the values that a device hands to the exchange of tokens in a micro-step, own ones included.
 
     The slots of its rows at all experts, there and back, forward and backward; and once more where the backward pass
-    computes the whole layer again, which with overlap it does not for the last one.
+    computes the whole layer again. The last one is counted as with overlap, which does not compute it again: without
+    overlap it is exchanged twice more.
     """
     model = experiment.model.config
     assert isinstance(model, MoeConfig)

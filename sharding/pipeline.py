@@ -7,9 +7,9 @@ So only forwards fill the pipeline, S - 1 ticks; only backwards empty it, S - 1 
 both, for A micro-batches. A stage keeps the inputs of `2 S - 3` micro-batches at most, however large A is; the first
 one has its rows as input.
 
-A stage without a micro-batch to run in a tick runs on zeros or on an old input, because the time is lost anyway; no
-gradient comes of it: the cotangents that it gets are zeros. Everything here runs inside a `shard_map` whose axis
-`stage` is manual.
+A stage without a micro-batch to run in a tick runs on what is there, because the time is lost anyway: the first one on
+the nearest micro-batch, the others on zeros, on an old input or on what an idle neighbour hands on. No gradient comes
+of it: the cotangents that it gets are zeros. Everything here runs inside a `shard_map` whose axis `stage` is manual.
 """
 
 from collections.abc import Callable, Mapping

@@ -123,7 +123,7 @@ def make_layout(
         kind = WorldTooSmallError if num_nodes < stages else ValueError
         raise kind(
             f"mesh.stages={stages} does not divide the {num_nodes} node{'s' if num_nodes > 1 else ''}: a stage is made "
-            f"of whole nodes; set mesh.stages to one of {divisors(num_nodes)}"
+            f"of whole nodes; set mesh.stages to {'1' if num_nodes == 1 else f'one of {divisors(num_nodes)}'}"
         )
     num_nodes //= stages
     gather = GATHER_POLICIES[config.gather]

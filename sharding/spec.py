@@ -142,7 +142,7 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
     dim = next((i for i in others if spec.shape[i] and spec.shape[i] % degree == 0), None)
     if dim is None:
         sizes = ", ".join(f"{spec.dims[i]}={spec.shape[i]}" for i in others) or "none left"
-        padded = next((f", such as model.{PADDED[d]}={degree}" for d in spec.dims if d in PADDED), "")
+        padded = next((f", such as model.{PADDED[d]}={degree}" for i in others if (d := spec.dims[i]) in PADDED), "")
         raise ValueError(
             f"{name}: no dim can be cut into {degree} shards ({sizes}); choose sizes that {degree} divides{padded}, a "
             "smaller scope, or declare the parameter with replicate=True"

@@ -267,7 +267,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nodes": (
         {"mesh__devices_per_node": 8},
-        "^mesh.stages=2 does not divide the 1 node: a stage is made of whole nodes; set mesh.stages to one of 1$",
+        "^mesh.stages=2 does not divide the 1 node: a stage is made of whole nodes; set mesh.stages to 1$",
     ),
     "a group beyond the stage": (
         {"sharding__strategy": "mics", "sharding__partition_size": 8},

@@ -291,6 +291,11 @@ def test_indivisible_heads_name_the_key_that_pads_them(dim: str, key: str) -> No
         place("head/bias", spec(**{dim: 1001}), layout_of("zero3", 4, 2))
 
 
+def test_the_dim_of_the_tensor_axis_is_not_offered_for_padding() -> None:
+    with pytest.raises(ValueError, match=r"head: .*\(embed=6\); choose sizes that 4 divides, a smaller scope"):
+        place("head", spec(embed=6, vocab=16), layout_of("mics", 2, 4, 2, partition_size=8))
+
+
 def test_tensor_axis_shards_the_tensor_dims() -> None:
     layout = layout_of("mics", 2, 4, 2, partition_size=8)  # 4 shards x tensor 2
     up, down = (Placement(dim=i, tensor_dim=j, ndim=3, stacked=True) for i, j in ((1, 2), (2, 1)))

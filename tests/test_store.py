@@ -1,8 +1,10 @@
 """Stores that fail: what is waited for, what is an error at once, and that no secret is in any line."""
 
+import errno
 import json
 import logging
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -15,7 +17,7 @@ from stores import BUCKET, NEEDS_MOTO, SECRET, Server, credentials, in_front_of,
 
 from input_pipeline import load, prepare, store
 from input_pipeline.shards import ShardSet
-from input_pipeline.store import MissingError, RemoteStore, StoreAwayError, StoreError
+from input_pipeline.store import LocalStore, MissingError, RemoteStore, StoreAwayError, StoreError
 from runtime.exit_codes import ResumableError
 
 TEXTS = {f"part{number}.txt": f"shard {number}: the quick brown fox\n" * 30 for number in range(8)}
@@ -400,3 +402,20 @@ def test_shards_of_the_next_block_are_there_before_they_are_needed(web, prepared
                 dataset[i]
                 i += 1
         assert all(count == 1 for path, count in web.gets.items())
+
+
+def test_a_local_store_blames_the_file_that_is_not_there_and_leaves_nothing_half(tmp_path, monkeypatch):
+    out = LocalStore(str(tmp_path / "out"))
+    with pytest.raises(FileNotFoundError, match=r"gone\.tokens"):  # and not a folder that cannot be written
+        out.put("a", tmp_path / "gone.tokens")
+    (tmp_path / "here").write_bytes(b"some")
+    out.put("a", tmp_path / "here")
+    monkeypatch.setattr(shutil, "copyfileobj", full_disk)
+    with one_line(StoreError, r"out/a cannot be written \(No space left on device\); free space"):
+        out.put("a", b"others")
+    assert [path.name for path in out.root.iterdir()] == ["a"] and out.read("a") == b"some"
+
+
+def full_disk(_source: Any, file: Any, _length: int) -> None:
+    file.write(b"oth")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -54,7 +54,7 @@ def test_a_run_with_room_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(
     ("hierarchical", "inside", "remat", "times"),
-    # of two layers: 6 each, but 4 of the last one, which overlap does not compute again
+    # of two layers: 6 each, but 4 of the last one, at least: with overlap it is not computed again
     [(True, 1 / 2, "full", 6 + 4), (False, 1 / 4, "full", 6 + 4), (True, 1 / 2, "dots", 4 + 4)],
 )
 def test_the_planner_counts_tokens_between_nodes_too(hierarchical: bool, inside: float, remat: str, times: int) -> None:

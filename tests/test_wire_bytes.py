@@ -56,12 +56,14 @@ def test_the_wire_carries_the_formula(name: str, tmp_path: Path) -> None:
 def test_codecs_make_hop_two_smaller(codec: str, times: float, tmp_path: Path) -> None:
     """Under mics(2) nothing else crosses nodes, but the vectors as they are.
 
-    The step with the fewest bytes counts: on a busy machine TCP's probes for a lost tail send packets once more in most
-    steps (83 of 59 349 packets in 15 steps, each of them needlessly), and `one_bit` has 0.9 MB a step in all.
+    Of `one_bit`, which has 0.9 MB a step in all, the step with the fewest bytes counts: on a busy machine TCP's probes
+    for a lost tail send packets once more in most steps (83 of 59 349 packets in 15 steps, each of them needlessly).
     """
-    carried, formula = carried_and_formula("mics(2)", tmp_path, min, compression__hop_two=codec)
+    of_steps = min if codec == "one_bit" else median
+    carried, formula = carried_and_formula("mics(2)", tmp_path, of_steps, compression__hop_two=codec)
+    expected = (formula - VECTORS_BYTES) / times + VECTORS_BYTES
     for found in carried:
-        assert found < 1.02 * (formula - VECTORS_BYTES) / times + VECTORS_BYTES + CONTROL_BYTES, (found, formula)
+        assert 0.95 * expected < found < 1.02 * expected + CONTROL_BYTES, (found, expected)
 
 
 def test_dgc_makes_the_matrices_250_times_smaller(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class ModelConfig(Section):
     )
     remat: str = key(
         "full",
-        "what the backward pass recomputes: whole layers, all but matrix products and convolutions, or nothing",
+        "what the backward pass recomputes: whole layers; all but products, convolutions, tokens sent to experts; nothing",
         choices=("full", "dots", "none"),
         resumable=True,
     )
@@ -131,7 +131,7 @@ class MoeConfig(DecoderConfig):
             not self.weights,
             "weights",
             self.weights,
-            "models with experts cannot start from a checkpoint of transformers; leave model.weights empty",
+            "models with experts cannot start from a Hugging Face checkpoint; leave model.weights empty",
         )
 
     @property
