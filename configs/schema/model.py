@@ -28,7 +28,7 @@ class ModelConfig(Section):
     )
     remat: str = key(
         "full",
-        "what the backward pass recomputes: whole layers; all but products, convolutions, tokens sent to experts; nothing",
+        "what the backward pass recomputes: whole layers; all but products, convolutions, experts' tokens; nothing",
         choices=("full", "dots", "none"),
         resumable=True,
     )
