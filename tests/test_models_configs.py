@@ -12,7 +12,8 @@ import models
 from configs import base
 from configs.base import typed
 from configs.schema import Config, DecoderConfig, EncoderConfig, defaults
-from sharding.spec import ParamSpec
+from sharding.scopes import make_layout
+from sharding.spec import ParamSpec, place_all
 
 FILES = Path(base.__file__).parent.glob("*.py")
 NAMES = sorted(path.stem for path in FILES if path.read_text().count("\ndef get_config("))
@@ -96,6 +97,9 @@ def test_gshard_has_the_published_sizes(name: str) -> None:
     in_layers = layers * 4 * 1024**2 + layers // 2 * (2 * 1024 * 8192 + 1024 * experts) + 2 * layers * 1024
     assert model.num_params == in_experts + in_layers + 64000 * 1024 + 1024
     assert config.model.capacity(1024) == max(1, 2 * 1024 // experts)  # the paper's 2N/(G E)
+    nodes = min(experts, 1024) // 8
+    layout = make_layout(config.sharding, num_nodes=nodes, devices_per_node=8)
+    place_all(model.param_specs(), layout)  # no parameter is refused
 
 
 def test_flops_exclude_lookup_parameters() -> None:
