@@ -3,8 +3,8 @@
     python train.py --config=configs/gshard.py:600b --workdir=runs/gshard_600b
 
 Hardware: nodes of 8, 1024 devices or a multiple for 600b and 200b, 512 for 150b and 50b, 128 for 37b and 12.5b. Not
-run yet. (The paper: a TPU v3 core for each expert. 2048 experts are two on a device here, because a width of 1024 cannot
-be cut into 2048 shards.)
+run yet. (The paper: a TPU v3 core for each expert. 2048 experts are two on a device here, because a width of 1024
+cannot be cut into 2048 shards.)
 
 The paper's models are encoder-decoders for translation; these are decoders of as many layers, every other one with
 experts, with its width (1024), MLP (8192), 16 heads (of 64 instead of 128) and capacity of `2 T / E` tokens of a row.
@@ -41,7 +41,7 @@ def get_config(arg: str = "600b") -> ConfigDict:
     config.batch.update({"global_size": 4096, "micro_size": 1})  # 4 million tokens
     config.mesh.devices_per_node = 8
     config.sharding.strategy = "mics"
-    config.sharding.partition_size = min(experts, config.model.hidden)
+    config.sharding.partition_size = min(experts, 1024)  # it divides the width
     config.sharding.experts = str(config.sharding.partition_size)
     config.optimizer.update({"learning_rate": 1e-3, "warmup_steps": 100})
     return config
