@@ -2,8 +2,8 @@
 
     python train.py --config=configs/gshard.py:600b --workdir=runs/gshard_600b
 
-Hardware: nodes of 8, 1024 devices or a multiple for 600b and 200b, 512 for 150b and 50b, 128 for 37b and 12.5b. Not
-run yet. (The paper: a TPU v3 core for each expert. 2048 experts are two on a device here, because a width of 1024
+Hardware: nodes of 8, 1024 devices or a multiple for 600b and 200b, 512 for 150b and 50b, 128 for 37b and 12.5b.
+Not run yet. (The paper: a TPU v3 core for each expert. 2048 experts are two on a device here, because a width of 1024
 cannot be cut into 2048 shards.)
 
 The paper's models are encoder-decoders for translation; these are decoders of as many layers, every other one with
