@@ -99,7 +99,12 @@ def with_codec(name: str) -> HopTwo:
             xs = xs if kept is None else [x + k for x, k in zip(xs, kept, strict=True)]
             exchanged, counts = _exchange_all(plan, codec, placements, xs, key)
             sent = jnp.stack([sum(column, jnp.zeros(())) for column in zip(*counts, strict=True)])
-            return [x.total for x in exchanged], [x.kept for x in exchanged] if feedback else None, sent
+            totals = [x.total for x in exchanged]
+            if beyond := plan.layout.optimizer_beyond_gradients:
+                # of a sum that is not finite no chunk is: what is kept of any of them stays as it was
+                whole = [jnp.where(jnp.isfinite(t).all(), x, jnp.nan) for x, t in zip(xs, totals, strict=True)]
+                totals = plan.group(list(placements), beyond).put(whole, totals)
+            return totals, [x.kept for x in exchanged] if feedback else None, sent
 
         def kept(state: ExchangeState) -> tuple[jax.Array, PyTree]:
             return state.step, state.residual.tree if feedback else None
@@ -115,16 +120,32 @@ def with_codec(name: str) -> HopTwo:
 
 
 def _plain_in_backward(setup: Setup) -> HopTwoInBackward:
-    """Returns the exchange of a group's sums as they are, in one all-reduce."""
+    """Returns the exchange of a group's sums as they are: one reduce-scatter and one all-reduce at most."""
+    plan, layout = setup.plan, setup.plan.layout
 
     def exchange_group(
         placements: Sequence[Placement], xs: Shards, kept: Shards | None, key: jax.Array
     ) -> tuple[Shards, Shards | None, jax.Array]:
-        del placements, key
-        packed = lax.psum(jnp.concatenate([x.reshape(-1) for x in xs]), setup.plan.layout.replica_axes)
-        return slice_apart(packed, [x.shape for x in xs]), kept, jnp.zeros(0)
+        del key
+        beyond = layout.optimizer_beyond_gradients
+        scattered = [i for i, p in enumerate(placements) if p.dim is not None and beyond]
+        group = plan.group([placements[i] for i in scattered], beyond)
+        chunks = group.reduce_scatter([xs[i] for i in scattered])
+        if layout.all_reduced_axes:
+            chunks = _packed_sums(chunks, layout.all_reduced_axes)
+        rest = [i for i in range(len(xs)) if i not in scattered]
+        out = dict(zip(rest, _packed_sums([xs[i] for i in rest], layout.replica_axes), strict=True))
+        out |= dict(zip(scattered, group.put([xs[i] for i in scattered], chunks), strict=True))
+        return [out[i] for i in range(len(xs))], kept, jnp.zeros(0)
 
     return HopTwoInBackward(kept=lambda state: (jnp.zeros((), jnp.int32), None), exchange=exchange_group)
+
+
+def _packed_sums(xs: Shards, axes: Axes) -> Shards:
+    """Returns the sums over `axes`, in one all-reduce."""
+    if not xs:
+        return []
+    return slice_apart(lax.psum(jnp.concatenate([x.reshape(-1) for x in xs]), axes), [x.shape for x in xs])
 
 
 NONE = HopTwo(

@@ -70,13 +70,13 @@ class HopTwo:
     def overlapped(self, setup: Setup) -> HopTwoInBackward | None:
         """Returns hop two inside the backward pass: the last micro-step's, or with `delayed` that of each.
 
-        None where it can only come after the micro-steps: it must be an all-reduce that the method can do for each
-        layer by itself.
+        None where it can only come after the micro-steps: where the method needs all gradients at once, or pieces of
+        what waits have no shards of an optimizer's scope that is wider than theirs.
         """
         plan, layout = setup.plan, setup.plan.layout
-        all_reduces = layout.replica_axes and layout.parameters == layout.gradients == layout.optimizer
-        by_layer = plan.overlap and layout.shape.tensor == 1
-        if self.in_backward is None or not (by_layer and all_reduces):
+        by_layer = plan.overlap and layout.shape.tensor == 1 and layout.replica_axes
+        in_pieces = setup.compression.delayed and layout.optimizer_beyond_gradients
+        if self.in_backward is None or not by_layer or in_pieces or layout.parameters != layout.gradients:
             return None
         found = self.in_backward(setup)
         if not setup.compression.delayed:

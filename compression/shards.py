@@ -38,15 +38,15 @@ def on_shards(
 
 
 def own_copies(plan: ShardingPlan, tree: PyTree) -> PyTree:
-    """Returns `[R, ...]`, equal on all replicas, as one tree in the optimizer's scope, without communication."""
+    """Returns `[R, ...]` as one tree in the optimizer's scope, without communication: each device has its part."""
     leaves, structure = jax.tree.flatten(tree)
     means = jax.tree.leaves(pspecs(plan.placements, plan.layout.optimizer))
     own = jax.shard_map(
-        lambda xs: [x[0] for x in xs],
+        lambda xs: to_optimizer_scope(plan, [x[0] for x in xs]),
         mesh=plan.mesh,
         in_specs=(jax.tree.leaves(gradient_specs(plan)),),
         out_specs=means,
-        check_vma=False,  # that they are equal, their type does not say
+        check_vma=False,  # that what is not cut is equal on all replicas, their type does not say
     )
     return structure.unflatten(own(leaves))
 

@@ -249,6 +249,15 @@ class Group:
             for x, p in zip(tensors, self.placements, strict=True)
         ]
 
+    def put(self, tensors: Sequence[jax.Array], shards: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the full `tensors` with this device's shards in their places: `slice` finds them there."""
+        return [
+            lax.dynamic_update_slice_in_dim(x, shard, lax.axis_index(axes) * shard.shape[p.dim], p.dim)
+            if p.dim is not None and (axes := p.not_held(self.scope))
+            else shard
+            for x, shard, p in zip(tensors, shards, self.placements, strict=True)
+        ]
+
     def _exchange(
         self,
         packed: Callable[..., tuple],

@@ -56,7 +56,7 @@ class HopTwoInBackward:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Exchanged:
-    """Gradients whose hop two is done: `[R, ...]`, equal on all replicas."""
+    """Gradients whose hop two is done: `[R, ...]`, equal on all replicas in what one device's optimizer reads."""
 
     grads_R: PyTree
     kept_R: PyTree = None  # what hop two keeps of each replica

@@ -17,6 +17,13 @@ pytestmark = [
 ]
 CONFIG = [f"--config={ROOT / 'configs' / 'quickstart.py'}"]
 CONFIG += [f"--config.{key}={value}" for key, value in (SMALL | {"model.num_layers": 5}).items()]
+SCOPES = ["sharding.parameters=node", "sharding.gradients=node", "sharding.optimizer=all"]
+STRATEGIES = {
+    "mics": [],
+    "zero1": ["sharding.partition_size=0", "sharding.strategy=zero1"],
+    "zero3": ["sharding.partition_size=0", "sharding.strategy=zero3"],
+    "node/node/all": ["sharding.partition_size=0", "sharding.strategy=custom", *SCOPES],
+}
 
 
 @cache
@@ -77,6 +84,13 @@ def test_a_codec_runs_beside_matrix_products_too() -> None:
     assert max(found) >= 2  # the vectors' own collectives are short
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "node/node/all"])
+def test_a_wider_optimizer_scope_reduce_scatters_beside_matrix_products(strategy: str) -> None:
+    step = compiled(*STRATEGIES[strategy])
+    assert max(in_layers(step)["hop_two"]) >= 1  # zero1's second level, between nodes, is short
+    assert {"reduce-scatter"} <= {c.kind for c in read_collectives(step.text, step.shape) if c.label == "hop_two"}
+
+
 def in_micro_steps(step: CompiledStep) -> list[Collective]:
     """The collectives of hop two in the layers' loops, two loops deep."""
     found = read_collectives(step.text, step.shape)
@@ -109,18 +123,17 @@ def test_streaming_local_sgd_sends_its_share_beside_matrix_products_in_every_mic
 
 
 def test_gathers_between_nodes_run_beside_matrix_products() -> None:
-    found = in_layers(compiled("sharding.strategy=zero3", "sharding.partition_size=0"))
+    found = in_layers(compiled(*STRATEGIES["zero3"]))
     assert [len(found[name]) for name in ("gather", "hop_one")] == [4, 2]  # two levels, in two directions
     assert sum(count == 0 for count in found["gather"]) <= 1 and min(found["hop_one"]) >= 1
 
 
-@pytest.mark.parametrize("strategy", ["mics", "zero3"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_overlap_changes_no_bytes(strategy: str) -> None:
     """Without a codec, of more than the two layers whose loops XLA would unroll and simplify."""
-    cut = () if strategy == "mics" else ("sharding.strategy=zero3", "sharding.partition_size=0")
     totals = []
     for choice in ("auto", "off"):
-        step = compiled(*cut, *([f"sharding.overlap={choice}"] if choice == "off" else []))
+        step = compiled(*STRATEGIES[strategy], *([f"sharding.overlap={choice}"] if choice == "off" else []))
         totals.append(bytes_per_step(read_collectives(step.text, step.shape)))
     assert min(totals[0].values()) > 10**6
     assert totals[0] == pytest.approx(totals[1], rel=1e-3)  # the loss and norms apart

@@ -20,6 +20,10 @@ from training.experiment import make_experiment
 STRATEGIES = {
     "ddp": dict(strategy="ddp"),
     "hsdp": dict(strategy="hsdp"),
+    # hop two reduce-scatters over all devices, over the nodes, or inside the node and all-reduces between nodes
+    "zero1": dict(strategy="zero1"),
+    "node/node/all": dict(strategy="custom", parameters="node", gradients="node", optimizer="all"),
+    "none/none/node": dict(strategy="custom", parameters="none", gradients="none", optimizer="node"),
     **{f"mics({p})": dict(strategy="mics", partition_size=p) for p in (1, 2, 4)},
 }
 LAYERS = 3
@@ -42,6 +46,9 @@ def losses(kind: str, strategy: str, accumulation: int) -> np.ndarray:
         ("encoder", "hsdp", 3),
         ("encoder", "mics(1)", 2),
         ("resnet", "mics(2)", 2),
+        ("decoder", "zero1", 2),
+        ("resnet", "node/node/all", 1),
+        ("encoder", "none/none/node", 2),
     ],
 )
 def test_losses_equal_a_single_device(kind: str, strategy: str, accumulation: int) -> None:
@@ -52,10 +59,19 @@ def crossing(collectives: list[Collective]) -> list[Collective]:
     return [c for c in collectives if c.label == "hop_two" and set(c.axes) & set(INTER_AXES)]
 
 
-@pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.slow), "int8"])
-def test_hop_two_runs_once_per_layer_and_sends_no_more(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "strategy"),
+    [
+        pytest.param("none", "mics(2)", marks=pytest.mark.slow),
+        ("int8", "mics(2)"),
+        ("none", "zero1"),
+        pytest.param("none", "none/none/node", marks=pytest.mark.slow),
+        ("int8", "node/node/all"),
+    ],
+)
+def test_hop_two_runs_once_per_layer_and_sends_no_more(method: str, strategy: str) -> None:
     """All but the first layer's exchanges are in the loop of the last backward pass."""
-    plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES["mics(2)"])
+    plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES[strategy])
     codec = CODEC if method == "int8" else {}
     tx = method_named(method).build(workload.setup(plan, method, **codec))
     counted = []
@@ -71,20 +87,22 @@ def test_hop_two_runs_once_per_layer_and_sends_no_more(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "late"),
+    ("method", "late", "strategy"),
     [
-        ("int8", False),
-        pytest.param("two_bit", False, marks=pytest.mark.slow),
-        ("int8", True),
-        *(pytest.param(method, True, marks=pytest.mark.slow) for method in ("int4", "two_bit", "one_bit")),
+        ("int8", False, "mics(2)"),
+        pytest.param("two_bit", False, "mics(2)", marks=pytest.mark.slow),
+        ("int8", False, "node/node/all"),
+        pytest.param("int8", False, "zero1", marks=pytest.mark.slow),
+        ("int8", True, "mics(2)"),
+        *(pytest.param(method, True, "mics(2)", marks=pytest.mark.slow) for method in ("int4", "two_bit", "one_bit")),
     ],
 )
-def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(method: str, late: bool) -> None:
+def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(method: str, late: bool, strategy: str) -> None:
     """With gradient descent at a rate of 1, the parameters first move by what hop two hands on; delayed, a step later.
 
     Delayed, both runs have the same gradients to hand on: those at the start.
     """
-    plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES["mics(2)"])
+    plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES[strategy])
     start = jax.tree.map(np.asarray, workload.params("decoder", LAYERS))
 
     def steps(hop_two: str, in_backward: Any) -> Any:
@@ -165,8 +183,9 @@ def test_delayed_exchanges_a_piece_of_each_layer_in_every_micro_step_and_sends_n
     assert inside == pytest.approx(after, rel=0.01 if method == "none" else 0.15)  # filled up to pieces of one size
 
 
-def test_values_that_are_not_finite_skip_the_step_and_leave_the_residuals() -> None:
-    plan = workload.plan("decoder", overlap=True, **STRATEGIES["mics(2)"])
+@pytest.mark.parametrize("strategy", ["mics(2)", "node/node/all"])
+def test_values_that_are_not_finite_skip_the_step_and_leave_the_residuals(strategy: str) -> None:
+    plan = workload.plan("decoder", overlap=True, **STRATEGIES[strategy])
     tx = method_named("int8").build(workload.setup(plan, "int8", **CODEC))
     in_backward = workload.hop_two_in_backward(plan, "int8", **CODEC)
     step, state, data = workload.compiled_step("decoder", plan, hop_two=tx, in_backward=in_backward)
@@ -325,13 +344,14 @@ def tiny_config(changes: dict[str, Any]) -> Config:
     ("how", "compression", "method"),
     [
         (dict(strategy="zero3"), {}, "none"),
-        (dict(strategy="zero1"), {}, "none"),
+        (dict(strategy="zero1"), {"delayed": True}, "none"),
+        (dict(strategy="custom", parameters="none", gradients="node", optimizer="node"), {}, "none"),
         (dict(strategy="hsdp", tensor=2), {}, "none"),
         (dict(strategy="hsdp"), {"delayed": True}, "power_sgd"),
         (dict(strategy="hsdp"), {}, "power_sgd"),
     ],
 )
-def test_hop_two_comes_after_the_backward_pass_unless_it_all_reduces_each_layer(
+def test_hop_two_comes_after_the_backward_pass_unless_it_can_take_each_layer_by_itself(
     how: dict, compression: dict, method: str
 ) -> None:
     plan = workload.plan("decoder", overlap=True, **how)
