@@ -84,6 +84,7 @@ def networks(cell: Cell) -> dict[str, Network]:
         node_bandwidth=fit.bandwidth,
         inter_latency_s=fit.latency_s,
         all_to_all_fraction=own.all_to_all_fraction,
+        tree_fraction=own.tree_fraction,
     )
     return {PLANNER: own, PAPER: paper}
 

@@ -75,6 +75,7 @@ class Cluster:
             node_bandwidth=reached.inter_fraction * self.node_bandwidth,
             inter_latency_s=self.inter_latency_s,
             all_to_all_fraction=reached.all_to_all_fraction,
+            tree_fraction=ACHIEVED[self.device.kind].tree_fraction,
         )
 
     def compute(self, num_devices: int, dtype: str = "") -> Device:
@@ -120,6 +121,7 @@ class Achieved:
     intra_fraction: float
     inter_fraction: float
     all_to_all_fraction: float  # of what rings reach between nodes
+    tree_fraction: float  # the same of all-reduces along trees; 0: the library has none
     launch_s: float
     memory_share: float  # of the memory that a program can have
     basis: Mapping[str, str]
@@ -138,6 +140,7 @@ ACHIEVED = {
         intra_fraction=0.81,
         inter_fraction=0.86,
         all_to_all_fraction=1.0,
+        tree_fraction=0.9,
         launch_s=1e-6,
         memory_share=0.90,
         basis={
@@ -146,6 +149,7 @@ ACHIEVED = {
             "of 300 (NVIDIA/nccl#527)",
             "inter_fraction": "p3dn's large gathers, 10.8 of 12.5 GB/s (MiCS, figure 2); TCP is taken to reach it too",
             "all_to_all_fraction": "not known; taken to be as good as a ring",
+            "tree_fraction": "NCCL's own model, src/graph/tuning.cc; its corrections for medium sizes are left out",
             "launch_s": "kKernelLaunchOverhead of XLA's own performance model",
             "memory_share": "a choice: the rest is CUDA's, NCCL's and lost between buffers. jax takes 0.75 unless "
             "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 is set",
@@ -156,6 +160,7 @@ ACHIEVED = {
         intra_fraction=1.0,
         inter_fraction=0.96,
         all_to_all_fraction=0.80,
+        tree_fraction=0.0,
         launch_s=0.0,
         memory_share=0.9,
         basis={
@@ -163,6 +168,7 @@ ACHIEVED = {
             "intra_fraction": "the bandwidth is a measured one",
             "inter_fraction": "training's collectives at 200 Mbit/s: 95 to 98 % (docs/clusters.md)",
             "all_to_all_fraction": "gloo: 78 % of the rate, where rings reach 96 to 97 % (docs/clusters.md)",
+            "tree_fraction": "gloo all-reduces along rings",
             "launch_s": "not known; left out",
             "memory_share": "a choice: the rest is the operating system's",
         },
@@ -172,6 +178,7 @@ ACHIEVED = {
         intra_fraction=1.0,
         inter_fraction=1.0,
         all_to_all_fraction=1.0,
+        tree_fraction=0.0,
         launch_s=0.0,
         memory_share=1.0,
         basis={"intra_fraction": "the probe measured it", "inter_fraction": "the probe measured it"},

@@ -29,6 +29,7 @@ class Network:
     node_bandwidth: float  # bytes/s that a node sends to the others, shared by its devices
     inter_latency_s: float  # of one message
     all_to_all_fraction: float  # of a node's bandwidth, that an all-to-all reaches
+    tree_fraction: float  # of a node's bandwidth, that an all-reduce along trees reaches; 0: there are only rings
 
     def level_s(self, level: str, sent_bytes: float, messages: int) -> float:
         """Returns how long a level ("inter" or "intra") takes if each device sends so many bytes and messages on it."""

@@ -305,13 +305,33 @@ class _Machine:
 
 
 def level_seconds(collective: Collective, network: Network) -> dict[str, float]:
-    """Returns how long one execution of a collective occupies each level: a ring's latencies, and its bytes."""
+    """Returns how long one execution of a collective occupies each level: its latencies, and its bytes.
+
+    All go along rings; an all-reduce between nodes goes along trees where that is faster and the library has them.
+    """
     rounds = {"all-reduce": 2 * (collective.group_size - 1), "collective-permute": 1}
     messages = rounds.get(collective.kind, collective.group_size - 1)
     reached = network.all_to_all_fraction if collective.kind == "all-to-all" else 1.0
-    return {
+    ring = {
         "inter": network.level_s("inter", collective.inter_bytes / reached, messages),
         "intra": network.level_s("intra", collective.intra_bytes, messages),
+    }
+    if collective.kind != "all-reduce" or not collective.inter_bytes or not network.tree_fraction:
+        return ring
+    return min(ring, _tree_seconds(collective, network), key=lambda seconds: max(seconds.values()))
+
+
+def _tree_seconds(collective: Collective, network: Network) -> dict[str, float]:
+    """Returns the same of an all-reduce along two binary trees of nodes and a chain in each node, as NCCL counts it.
+
+    A node sends the whole payload up and down, a ring's (g-1)/g of it twice; log2 of the nodes messages each way.
+    """
+    size, sent = collective.group_size, collective.inter_bytes + collective.intra_bytes
+    nodes = round(size * collective.inter_bytes / sent)  # a ring has an edge out of each
+    whole = collective.inter_bytes * size / (size - 1)
+    return {
+        "inter": network.level_s("inter", whole / network.tree_fraction, 2 * (nodes.bit_length() - 1)),
+        "intra": network.level_s("intra", collective.intra_bytes, 2 * (size // nodes - 1)),
     }
 
 

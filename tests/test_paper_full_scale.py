@@ -62,7 +62,12 @@ def replayed(**uses: dict[str, float]) -> Replay:
         global_size=512,
         num_params=10**9,
         memory=MEMORY,
-        network_figures={"node_bandwidth": 1e9, "inter_latency_s": 0.01},
+        network_figures={
+            "devices_per_node": 8,
+            "node_bandwidth": 1e9,
+            "inter_latency_s": 0.01,
+            "tree_fraction": 0.5,
+        },
         compute_s=10.0,
         step_s=10.0 + exposed,
         uses={f"{label}, inter": one for label, one in uses.items()},
@@ -97,6 +102,9 @@ def test_baselines_by_hand() -> None:
     """10 s of compute; gathers of 4 s, hop one of 2 s: 10 + 4 + 2 twice. ZeRO-2's 6 s of f32 gathers are 3 in fp16."""
     flat = replayed(gather=use(4.0, 1.0), hop_one=use(2.0, 0.5))
     assert mics_replayed.zero3_s(flat) == pytest.approx(10 + 4 + 2 + 2)
+    # trees of two nodes: 4 times 2e7 bytes up and down at 0.5 GB/s, and two messages
+    small = dataclasses.replace(flat, num_params=10**7)
+    assert mics_replayed.zero3_s(small) == pytest.approx(10 + 4 + 0.32 + 2 * 0.01)
     assert mics_replayed.nothing_hidden_s(flat) == pytest.approx(16)
     assert flat.rate(16.0) == 32.0 and flat.rate() == pytest.approx(512 / 11.5)
     two = replayed(gradient_scope=use(5.0, 5.0), parameter_scope=use(6.0, 6.0))

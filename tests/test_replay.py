@@ -24,6 +24,7 @@ NETWORK = Network(
     node_bandwidth=0.2,
     inter_latency_s=0,
     all_to_all_fraction=0.5,
+    tree_fraction=0,
 )
 INTRA, INTER = "replica_groups={{0,1},{2,3}}", "replica_groups={{0,2},{1,3}}"
 
@@ -100,6 +101,42 @@ def test_latency_is_paid_for_each_round_of_a_ring() -> None:
     four = "replica_groups={{0,1,2,3}}"  # 3 rounds; two of four edges cross: each device 7.5 bytes on either level
     timeline = replayed(*gather("g", four, 20), network=network)
     assert (timeline.step_s, [*timeline.uses]) == (3 * 100 + 75, [("all-gather", "inter")])
+
+
+@pytest.mark.parametrize(
+    "fraction, latency_s, seconds, why",
+    [
+        (0, 100, 6 * 100 + 150, "there are only rings"),
+        (1, 100, 2 * 100 + 200, "up and down between two nodes, which each send 20 bytes twice"),
+        (0.5, 100, 2 * 100 + 400, "at half the bandwidth"),
+        (1, 0, 150, "without latencies the ring is faster, as it sends less"),
+        (0.25, 1, 6 + 150, "a slow tree is not taken"),
+    ],
+)
+def test_an_all_reduce_between_nodes_takes_the_faster_of_ring_and_trees(
+    fraction: float, latency_s: float, seconds: float, why: str
+) -> None:
+    """20 bytes on four devices: a ring sends 30 of each in 6 rounds, and half of them cross."""
+    network = replace(NETWORK, tree_fraction=fraction, inter_latency_s=latency_s)
+    said = "to_apply=%add, replica_groups="
+    line = f"%r = u8[20] all-reduce(%x), {said}"
+    for groups in ("{{0,1,2,3}}", "[1,4]<=[4]"):
+        timeline = replayed("%x = u8[20] broadcast(%p)", line + groups, network=network)
+        assert timeline.use("all-reduce", "inter").busy_s == pytest.approx(seconds), why
+
+
+def test_a_tree_has_a_chain_in_each_node() -> None:
+    """Two messages up and down a chain of two, for a ring's 15 bytes; one device a node has no chain."""
+    network = replace(NETWORK, tree_fraction=1, intra_latency_s=1000, inter_latency_s=1)
+    everybody = "%r = u8[20] all-reduce(%x), to_apply=%add, replica_groups={{0,1,2,3}}"
+    timeline = replayed("%x = u8[20] broadcast(%p)", everybody, network=network)
+    assert timeline.step_s == pytest.approx(25 + 2 * 1000 + 15)
+    across = f"%r = u8[20] all-reduce(%x), to_apply=%add, {INTER}"  # 20 bytes of each device of two
+    timeline = replayed("%x = u8[20] broadcast(%p)", across, network=network)
+    assert timeline.step_s == pytest.approx(25 + 2 + 200)
+    small = "%r = u8[20] all-reduce(%x), to_apply=%add, replica_groups={{0,1},{2,3}}"  # no tree inside a node
+    timeline = replayed("%x = u8[20] broadcast(%p)", small, network=network)
+    assert timeline.step_s == pytest.approx(25 + 2 * 1000 + 20)
 
 
 def test_an_all_to_all_reaches_a_part_of_a_node_link() -> None:
