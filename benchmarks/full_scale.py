@@ -15,7 +15,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +73,12 @@ def main(argv: Sequence[str]) -> int:
 
 def networks(cell: Cell) -> dict[str, Network]:
     """Returns the networks that a cell is replayed on: the paper measured p3dn's alone."""
-    own = CLUSTERS[cell.cluster].network()
+    own = replace(CLUSTERS[cell.cluster].network(), devices_per_node=min(PER_NODE, cell.gpus))
     if cell.cluster != P3DN:
         return {PLANNER: own}
     fit = fitted()
     paper = Network(
-        devices_per_node=PER_NODE,
+        devices_per_node=own.devices_per_node,
         intra_bandwidth=B_PART,
         intra_latency_s=own.intra_latency_s,
         node_bandwidth=fit.bandwidth,
@@ -121,10 +121,9 @@ def compiled(cell: Cell) -> Step:
 def _request(cell: Cell) -> tuple[Candidate, Experiment, Machine]:
     words = ["full_scale", *cell.words]
     config = command_line.parse(words, command_line.new_flags(words))
-    cluster = CLUSTERS[cell.cluster]
-    of_cluster = Machine(
-        cluster=cluster, nodes=cell.gpus // PER_NODE, config_words=tuple(cell.words), target=cluster.device.target
-    )
+    cluster = replace(CLUSTERS[cell.cluster], devices_per_node=min(PER_NODE, cell.gpus))
+    nodes = cell.gpus // cluster.devices_per_node
+    of_cluster = Machine(cluster=cluster, nodes=nodes, config_words=tuple(cell.words), target=cluster.device.target)
     return of_config(config), make_experiment(config, jax.devices()[: cell.gpus]), of_cluster
 
 

@@ -15,6 +15,9 @@ V100_GPUS, A100_GPUS = (16, 32, 64, 128), (16, 32, 64)
 GROUPS = {"bert_10b": 8, "bert_15b": 16, "bert_20b": 16, "bert_50b": 64}  # MiCS, table 1
 WIDE = {"model.num_layers": 80, "model.intermediate": 20480}  # figure 11b: ffn of 8 x hidden
 WIDE_RESNET = "WideResNet 3B"
+BERT_LARGE = "BERT large"
+BERT_LARGE_KEYS = {"model.num_layers": 24, "model.hidden": 1024, "model.intermediate": 4096, "model.vocab_size": 30528}
+BERT_LARGE_KEYS |= {"model.num_heads": 16, "mesh.devices_per_node": 1}
 # 5.1.5 gives no structure, only sizes: GPT-2 shapes of heads of 128 near them, 12 L h² + V h
 GPT_52B = {"model.num_layers": 64, "model.hidden": 8192, "model.intermediate": 32768, "model.num_heads": 64}
 GPT_100B = {"model.num_layers": 80, "model.hidden": 10240, "model.intermediate": 40960, "model.num_heads": 80}
@@ -59,7 +62,7 @@ class Cell:
 
 def cells() -> list[Cell]:
     """Returns all cells, those of figures 7, 9 and 12 to 15 first."""
-    return [*figures_7_and_9(), *figures_12_to_15(), *too_large(), *predictions(), *wide_resnet()]
+    return [*figures_7_and_9(), *figures_12_to_15(), *too_large(), *predictions(), *wide_resnet(), one_gpu()]
 
 
 def figures_7_and_9() -> list[Cell]:
@@ -116,6 +119,14 @@ def wide_resnet() -> list[Cell]:
     return [replace(cell, strategy="zero3 flat")] + [
         replace(cell, gpus=gpus, global_size=8 * gpus) for gpus in (16, 32, 64)
     ]
+
+
+def one_gpu() -> Cell:
+    """Returns BERT-large on one GPU, whose compute others have published."""
+    return Cell(
+        model=BERT_LARGE, config="bert_10b", gpus=1, strategy="mics(1)", micro_size=16, global_size=16,
+        keys=BERT_LARGE_KEYS,
+    )  # fmt: skip
 
 
 def _bert(model: str, gpus: int, strategy: str, micro_size: int = 8) -> Cell:

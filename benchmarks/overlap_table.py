@@ -34,6 +34,13 @@ DECODER = "configs/gpu_decoder.py:1.3b"
 MICS: Mapping[str, Any] = {"sharding.partition_size": 8}
 LOCAL: Mapping[str, Any] = {"local_sgd.inner_steps": 10}
 ZERO3: Mapping[str, Any] = {"sharding.strategy": "zero3", "sharding.partition_size": 0}
+NODE_NODE_ALL: Mapping[str, Any] = {
+    "sharding.strategy": "custom",
+    "sharding.partition_size": 0,
+    "sharding.parameters": "node",
+    "sharding.gradients": "node",
+    "sharding.optimizer": "all",
+}
 SMALL: Mapping[str, Any] = {  # 4 micro-steps
     "model.remat": "full",
     "batch.global_size": 4096,
@@ -72,6 +79,7 @@ STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("mics(8), local SGD, streaming", {**MICS, **LOCAL, "local_sgd.streaming": True}),
     ("mics(8), hop one in float32", {**MICS, "sharding.reduce_dtype": "float32"}),
     ("mics(8), gathered once a micro-step", {**MICS, "sharding.gather": "micro_step", "model.remat": "full"}),
+    ("node/node/all, micro-batch 16", {**NODE_NODE_ALL, "batch.micro_size": 16}),
     ("zero3", ZERO3),
     ("zero3, gathered between nodes once a micro-step", {**ZERO3, "sharding.gather": "node"}),
 )
