@@ -98,13 +98,13 @@ def zero3_s(flat: Replay) -> float:
 
 
 def _trees_s(flat: Replay) -> float:
-    """Returns how long all-reduces of fp16 gradients along NCCL's trees take a step, one for each hop one."""
-    network = flat.network_figures
-    messages = 2 * log2(flat.gpus // network["devices_per_node"])
+    """Returns how long all-reduces of the same gradients as hop one's, which ran along rings, take along NCCL's trees."""
+    network, hop_one_s = flat.network_figures, flat.busy_s("hop_one")
     times = sum(use["times"] for key, use in flat.uses.items() if key.startswith("hop_one,"))
-    sent = 2 * 2 * flat.num_params * flat.accumulation  # up and down a tree
-    bandwidth = network["tree_fraction"] * network["node_bandwidth"]
-    return times * messages * network["inter_latency_s"] + sent / bandwidth
+    latency_s, bandwidth = network["inter_latency_s"], network["node_bandwidth"]
+    gradients = (hop_one_s - times * (flat.gpus - 1) * latency_s) * bandwidth * flat.gpus / (flat.gpus - 1)
+    messages = 2 * log2(flat.gpus // network["devices_per_node"])
+    return times * messages * latency_s + 2 * gradients / (network["tree_fraction"] * bandwidth)
 
 
 def zero2_s(flat: Replay) -> float:

@@ -60,6 +60,13 @@ FIGURE_9 = {
     "BERT 20B": {16: (24.40, 35.84), 32: (26.69, 49.55), 64: (26.17, 46.12), 128: (23.83, 37.55)},
     "BERT 50B": {64: (26.74, 44.92), 128: (25.46, 43.96)},
 }
+# TFLOP/s of one V100, BERT-large, sequences of 512: 53, "up to 28 %" over NVIDIA's and "up to 62 %" over Hugging Face's
+FASTEST_BERT = "deepspeed.ai/news/2020/05/27/fastest-bert-training.html"
+BERT_LARGE_ON_V100 = {
+    "DeepSpeed's fused kernels": 53.0,
+    "NVIDIA's PyTorch BERT": 53 / 1.28,
+    "Hugging Face's BERT": 53 / 1.62,
+}
 # Figure 11: samples per second of MiCS in the comparison with Megatron-LM-3D, global batch of 4096
 FIGURE_11 = {
     "BERT 10B, 128 layers": {16: 17.40, 32: 34.30, 64: 67.20},

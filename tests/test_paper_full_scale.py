@@ -17,6 +17,7 @@ from paper import (
     mics_figure_2,
     mics_figures_7_9,
     mics_figures_12_to_15,
+    mics_one_gpu,
     mics_predictions,
     mics_replayed,
     mics_table_1,
@@ -102,9 +103,9 @@ def test_baselines_by_hand() -> None:
     """10 s of compute; gathers of 4 s, hop one of 2 s: 10 + 4 + 2 twice. ZeRO-2's 6 s of f32 gathers are 3 in fp16."""
     flat = replayed(gather=use(4.0, 1.0), hop_one=use(2.0, 0.5))
     assert mics_replayed.zero3_s(flat) == pytest.approx(10 + 4 + 2 + 2)
-    # trees of two nodes: 4 times 2e7 bytes up and down at 0.5 GB/s, and two messages
-    small = dataclasses.replace(flat, num_params=10**7)
-    assert mics_replayed.zero3_s(small) == pytest.approx(10 + 4 + 0.32 + 2 * 0.01)
+    # 100 rings of 15 messages, 15 s, and 1 s for 15/16 of 1.0667 GB; 2 messages of trees, 2 s, and twice that, at half
+    slow = replayed(gather=use(4.0, 1.0), hop_one=use(16.0, 0.5) | {"times": 100})
+    assert mics_replayed.zero3_s(slow) == pytest.approx(10 + 4 + 2 + 2 * 16 / 15 / 0.5)
     assert mics_replayed.nothing_hidden_s(flat) == pytest.approx(16)
     assert flat.rate(16.0) == 32.0 and flat.rate() == pytest.approx(512 / 11.5)
     two = replayed(gradient_scope=use(5.0, 5.0), parameter_scope=use(6.0, 6.0))
@@ -132,6 +133,26 @@ def test_tflops_formula_gives_figure_9_from_figure_7(gpus: int) -> None:
         for system, value in zip(("ZeRO-3", "MiCS"), published.FIGURE_9[model].get(gpus, ()), strict=False):
             rate = published.FIGURE_7[model][system][gpus]
             assert rate and mics_cells.tflops(model, rate, gpus) == pytest.approx(value, rel=0.01)
+
+
+def test_compute_of_one_gpu_by_hand(records: Records) -> None:
+    """An operation of 24 layers: four passes of 24 s h² + 4 s² h each, and three of the head's 2 s h V."""
+    sequences, s, h = mics_replayed.find(records, "BERT large", 1, "mics(1)").rate(), 512, 1024
+    operations = 4 * 24 * (24 * s * h**2 + 4 * s**2 * h) + 3 * 2 * s * h * 30528
+    assert mics_one_gpu.tflops(records) == pytest.approx(sequences * operations / 1e12)
+    assert mics_one_gpu.slowdown(records) == pytest.approx(mics_one_gpu.tflops(records) * 1.28 / 53)
+    mics = dataclasses.replace(cell("MiCS", 40.0, 41.0), replay=replayed(gather=use(4.0, 1.0), hop_two=use(3.0, 2.0)))
+    assert mics_one_gpu.with_its_compute(mics, 1.0).ours == pytest.approx(512 / 13)
+    assert mics_one_gpu.with_its_compute(mics, 1.3).ours == pytest.approx(512 / (13 + 3))
+
+
+def test_bert_20b_is_compared_with_figure_9_too() -> None:
+    other = mics_figures_7_9.by_figure_9(cell("MiCS", 21.20, 20.0))
+    assert other.published == 21.20  # BERT 10B's figures agree
+    odd = dataclasses.replace(cell("MiCS", 14.49, 20.0, 32), model="BERT 20B")
+    found = mics_figures_7_9.by_figure_9(odd).published
+    assert found and mics_cells.tflops("BERT 20B", found, 32) == pytest.approx(49.55)
+    assert mics_figures_7_9.by_figure_9(dataclasses.replace(odd, system="ZeRO-3")).published == 14.49
 
 
 # ------------------------------------------------------------------------------------------------- the tables

@@ -1,0 +1,46 @@
+"""The compute of one V100 that others have published, beside the replay's: what a program of PyTorch's could do."""
+
+from dataclasses import replace
+
+from paper import published
+from paper.mics_cells import Cell, tflops_of
+from paper.mics_memory import Shape
+from paper.mics_replayed import find
+from paper.records import Records
+from paper.tables import fixed, signed_percent, table
+
+SHAPE = Shape(hidden=1024, layers=24, heads=16, vocab=30528, rows=16, seq_len=512)  # BERT-large
+NVIDIA = "NVIDIA's PyTorch BERT"
+
+
+def tflops(records: Records) -> float:
+    """Returns TFLOP/s of BERT-large replayed, by MiCS's formula. ValueError if the replay is missing."""
+    return tflops_of(SHAPE, find(records, "BERT large", 1, "mics(1)").rate(), gpus=1)
+
+
+def slowdown(records: Records, program: str = NVIDIA) -> float:
+    """Returns how many times as long a published program computes for an operation as the replay."""
+    return tflops(records) / published.BERT_LARGE_ON_V100[program]
+
+
+def with_its_compute(cell: Cell, times: float) -> Cell:
+    """Returns a cell whose compute takes `times` as long, and as much of its traffic exposed as before."""
+    if not cell.replay:
+        return cell
+    return replace(cell, ours=cell.replay.rate(cell.replay.step_s + (times - 1) * cell.replay.compute_s))
+
+
+def blocks(records: Records) -> list[str]:
+    """Returns the text and its table."""
+    ours = tflops(records)
+    rate = fixed(1)
+    rows = [["our step, replayed", rate(ours), ""]]
+    for program, theirs in published.BERT_LARGE_ON_V100.items():
+        rows.append([program, rate(theirs), signed_percent(ours / theirs - 1)])
+    return [
+        "**One V100.** The compute of the replay without any network: BERT-large, 16 sequences of 512, in TFLOP/s "
+        "(ours by MiCS's formula, with the recomputation that it does), beside what DeepSpeed published of three "
+        f"programs ({published.FASTEST_BERT}; without recomputation; the gains over the other two are given as *up "
+        "to*).",
+        table(["", "TFLOP/s", "ours over it"], rows),
+    ]
