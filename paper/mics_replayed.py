@@ -98,7 +98,7 @@ def zero3_s(flat: Replay) -> float:
 
 
 def _trees_s(flat: Replay) -> float:
-    """Returns how long all-reduces of the same gradients as hop one's, which ran along rings, take along NCCL's trees."""
+    """Returns how long all-reduces of hop one's gradients, which were sent along rings, take along NCCL's trees."""
     network, hop_one_s = flat.network_figures, flat.busy_s("hop_one")
     times = sum(use["times"] for key, use in flat.uses.items() if key.startswith("hop_one,"))
     latency_s, bandwidth = network["inter_latency_s"], network["node_bandwidth"]
