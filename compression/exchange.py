@@ -101,7 +101,7 @@ def with_codec(name: str) -> HopTwo:
             sent = jnp.stack([sum(column, jnp.zeros(())) for column in zip(*counts, strict=True)])
             totals = [x.total for x in exchanged]
             if beyond := plan.layout.optimizer_beyond_gradients:
-                # of a sum that is not finite no chunk is: what is kept of any of them stays as it was
+                # each device sees only its chunk: a sum that is not finite anywhere must not be finite in any
                 whole = [jnp.where(jnp.isfinite(t).all(), x, jnp.nan) for x, t in zip(xs, totals, strict=True)]
                 totals = plan.group(list(placements), beyond).put(whole, totals)
             return totals, [x.kept for x in exchanged] if feedback else None, sent
@@ -120,7 +120,7 @@ def with_codec(name: str) -> HopTwo:
 
 
 def _plain_in_backward(setup: Setup) -> HopTwoInBackward:
-    """Returns the exchange of a group's sums as they are: one reduce-scatter and one all-reduce at most."""
+    """Returns the exchange of a group's sums as they are: reduce-scattered to the optimizer's scope, or all-reduced."""
     plan, layout = setup.plan, setup.plan.layout
 
     def exchange_group(

@@ -70,8 +70,8 @@ class HopTwo:
     def overlapped(self, setup: Setup) -> HopTwoInBackward | None:
         """Returns hop two inside the backward pass: the last micro-step's, or with `delayed` that of each.
 
-        None where it can only come after the micro-steps: where the method needs all gradients at once, or pieces of
-        what waits have no shards of an optimizer's scope that is wider than theirs.
+        None where it comes after the micro-steps: where the method needs all gradients at once, parameters and
+        gradients have different scopes, or `delayed` cuts pieces that a wider optimizer scope could not divide.
         """
         plan, layout = setup.plan, setup.plan.layout
         by_layer = plan.overlap and layout.shape.tensor == 1 and layout.replica_axes

@@ -322,12 +322,13 @@ def level_seconds(collective: Collective, network: Network) -> dict[str, float]:
 
 
 def _tree_seconds(collective: Collective, network: Network) -> dict[str, float]:
-    """Returns the same of an all-reduce along two binary trees of nodes and a chain in each node, as NCCL counts it.
+    """Returns the same of an all-reduce along two binary trees of nodes, with a chain of devices in each node.
 
-    A node sends the whole payload up and down, a ring's (g-1)/g of it twice; log2 of the nodes messages each way.
+    Each node sends the whole payload up and down; there are log2(nodes) messages each way. The share of the bandwidth
+    and the logarithm are those of NCCL's model; the latencies are a ring's, and its corrections by size are left out.
     """
     size, sent = collective.group_size, collective.inter_bytes + collective.intra_bytes
-    nodes = round(size * collective.inter_bytes / sent)  # a ring has an edge out of each
+    nodes = round(size * collective.inter_bytes / sent)  # a ring crosses once from each node to the next
     whole = collective.inter_bytes * size / (size - 1)
     return {
         "inter": network.level_s("inter", whole / network.tree_fraction, 2 * (nodes.bit_length() - 1)),

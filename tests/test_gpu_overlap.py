@@ -84,10 +84,10 @@ def test_a_codec_runs_beside_matrix_products_too() -> None:
     assert max(found) >= 2  # the vectors' own collectives are short
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "node/node/all"])
-def test_a_wider_optimizer_scope_reduce_scatters_beside_matrix_products(strategy: str) -> None:
-    step = compiled(*STRATEGIES[strategy])
-    assert max(in_layers(step)["hop_two"]) >= 1  # zero1's second level, between nodes, is short
+def test_a_wider_optimizer_scope_reduce_scatters_beside_matrix_products() -> None:
+    """Of zero1 this small program overlaps only the level inside the node."""
+    step = compiled(*STRATEGIES["node/node/all"])
+    assert min(in_layers(step)["hop_two"]) >= 1
     assert {"reduce-scatter"} <= {c.kind for c in read_collectives(step.text, step.shape) if c.label == "hop_two"}
 
 

@@ -106,6 +106,9 @@ def test_baselines_by_hand() -> None:
     # 100 rings of 15 messages, 15 s, and 1 s for 15/16 of 1.0667 GB; 2 messages of trees, 2 s, and twice that, at half
     slow = replayed(gather=use(4.0, 1.0), hop_one=use(16.0, 0.5) | {"times": 100})
     assert mics_replayed.zero3_s(slow) == pytest.approx(10 + 4 + 2 + 2 * 16 / 15 / 0.5)
+    # on 8 nodes: 100 rings of 63 messages are 63 s, and 1 s for 63/64 of 64/63 GB; trees of 6 messages, 6 s
+    eight = dataclasses.replace(replayed(gather=use(4.0, 1.0), hop_one=use(64.0, 0.5) | {"times": 100}), gpus=64)
+    assert mics_replayed.zero3_s(eight) == pytest.approx(10 + 4 + 6 + 2 * 64 / 63 / 0.5)
     assert mics_replayed.nothing_hidden_s(flat) == pytest.approx(16)
     assert flat.rate(16.0) == 32.0 and flat.rate() == pytest.approx(512 / 11.5)
     two = replayed(gradient_scope=use(5.0, 5.0), parameter_scope=use(6.0, 6.0))

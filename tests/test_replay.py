@@ -125,6 +125,19 @@ def test_an_all_reduce_between_nodes_takes_the_faster_of_ring_and_trees(
         assert timeline.use("all-reduce", "inter").busy_s == pytest.approx(seconds), why
 
 
+def test_a_tree_of_eight_nodes_has_three_messages_each_way() -> None:
+    """8 nodes of 2: of 20 bytes a node sends 40 each way at 0.2 bytes a second; a ring would have 30 messages."""
+    network = replace(NETWORK, tree_fraction=1, inter_latency_s=100)
+    shape = MeshShape(replica_inter=8, shard_inter=1, replica_intra=1, shard_intra=2, tensor=1)
+    groups = "{{" + ",".join(str(i) for i in range(16)) + "}}"
+    collective = f"%r = u8[20] all-reduce(%p), to_apply=%add, replica_groups={groups}"
+    text = (
+        f"HloModule jit_step, is_scheduled=true\n\nENTRY %main (p: u8[20]) -> u8[20] {{\n  %p = u8[20] parameter(0)\n"
+    )
+    program = parse_program(f"{text}  {collective}\n}}\n")
+    assert replay(program, shape, DEVICE, network).step_s == pytest.approx(2 * 3 * 100 + 2 * 20 * 2 / 0.2 / 2)
+
+
 def test_a_tree_has_a_chain_in_each_node() -> None:
     """Two messages up and down a chain of two, for a ring's 15 bytes; one device a node has no chain."""
     network = replace(NETWORK, tree_fraction=1, intra_latency_s=1000, inter_latency_s=1)
