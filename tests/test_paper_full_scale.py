@@ -144,7 +144,9 @@ def test_compute_of_one_gpu_by_hand(records: Records) -> None:
     operations = 4 * 24 * (24 * s * h**2 + 4 * s**2 * h) + 3 * 2 * s * h * 30528
     assert mics_one_gpu.tflops(records) == pytest.approx(sequences * operations / 1e12)
     assert mics_one_gpu.slowdown(records) == pytest.approx(mics_one_gpu.tflops(records) * 1.28 / 53)
-    mics = dataclasses.replace(cell("MiCS", 40.0, 41.0), replay=replayed(gather=use(4.0, 1.0), hop_two=use(3.0, 2.0)))
+    mics = dataclasses.replace(
+        cell("MiCS", 40.0, 512 / 13), replay=replayed(gather=use(4.0, 1.0), hop_two=use(3.0, 2.0))
+    )
     assert mics_one_gpu.with_its_compute(mics, 1.0).ours == pytest.approx(512 / 13)
     assert mics_one_gpu.with_its_compute(mics, 1.3).ours == pytest.approx(512 / (13 + 3))
 
