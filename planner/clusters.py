@@ -149,8 +149,8 @@ ACHIEVED = {
             "of 300 (NVIDIA/nccl#527)",
             "inter_fraction": "p3dn's large gathers, 10.8 of 12.5 GB/s (MiCS, figure 2); TCP is taken to reach it too",
             "all_to_all_fraction": "not known; taken to be as good as a ring",
-            "tree_fraction": "src/graph/tuning.cc of NCCL; its corrections for medium sizes (0.5 to 1) and latencies of "
-            "trees are left out",
+            "tree_fraction": "src/graph/tuning.cc of NCCL; its corrections for medium sizes (0.5 to 1) and latencies "
+            "of trees are left out",
             "launch_s": "kKernelLaunchOverhead of XLA's own performance model",
             "memory_share": "a choice: the rest is CUDA's, NCCL's and lost between buffers. jax takes 0.75 unless "
             "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 is set",
