@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.names import sharding_of
 from benchmarks.overlap import replayed
 from benchmarks.records import add, machine, recorded
 from cluster.links import Links
@@ -34,13 +35,7 @@ DECODER = "configs/gpu_decoder.py:1.3b"
 MICS: Mapping[str, Any] = {"sharding.partition_size": 8}
 LOCAL: Mapping[str, Any] = {"local_sgd.inner_steps": 10}
 ZERO3: Mapping[str, Any] = {"sharding.strategy": "zero3", "sharding.partition_size": 0}
-NODE_NODE_ALL: Mapping[str, Any] = {
-    "sharding.strategy": "custom",
-    "sharding.partition_size": 0,
-    "sharding.parameters": "node",
-    "sharding.gradients": "node",
-    "sharding.optimizer": "all",
-}
+NODE_NODE_ALL = {f"sharding.{key}": value for key, value in sharding_of("node/node/all").items()}
 SMALL: Mapping[str, Any] = {  # 4 micro-steps
     "model.remat": "full",
     "batch.global_size": 4096,

@@ -74,7 +74,7 @@ class HopTwo:
         gradients have different scopes, or `delayed` cuts pieces that a wider optimizer scope could not divide.
         """
         plan, layout = setup.plan, setup.plan.layout
-        by_layer = plan.overlap and layout.shape.tensor == 1 and layout.replica_axes
+        by_layer = plan.overlap and layout.shape.tensor == 1 and bool(layout.replica_axes)
         in_pieces = setup.compression.delayed and layout.optimizer_beyond_gradients
         if self.in_backward is None or not by_layer or in_pieces or layout.parameters != layout.gradients:
             return None

@@ -156,7 +156,7 @@ def _why(bars: Sequence[Bars]) -> str:
         f"once a step and in f32, is hardly hidden. So two hops gain {_span(own)} here, {_span(bare)} if nothing were "
         f"hidden, {_span(theirs)} in the paper. It rests on the model of all-reduces between nodes: along a ring twice "
         "n - 1 messages would each wait for figure 2's latency, along a tree of nodes twice the logarithm. The replay "
-        "takes the faster. NCCL's own corrections for medium sizes, left out, would slow its trees by a third or so."
+        "takes the faster, and leaves out NCCL's corrections of trees for medium sizes."
     )
 
 

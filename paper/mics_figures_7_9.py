@@ -93,10 +93,11 @@ def _summary(cells: Sequence[Cell], plain: Sequence[Cell], records: Records) -> 
 
 def _mics_table(cells: Sequence[Cell], plain: Sequence[Cell], records: Records) -> str:
     rows = []
+    times = mics_one_gpu.slowdown(records)
     for cell, other in zip(cells, plain, strict=True):
         if cell.system == "MiCS" and cell.replay and cell.published and cell.ours:
             theirs, none = gradients_exposed_s(cell.replay), nothing_hidden_s(cell.replay)
-            nvidia = mics_one_gpu.with_its_compute(cell, mics_one_gpu.slowdown(records)).ours
+            nvidia = mics_one_gpu.with_slower_compute(cell, times).ours
             rows.append(
                 [f"{cell.model}, {cell.gpus} GPUs", rate(cell.published), rate(cell.ours), signed_percent(cell.off),
                  _beside(cell.replay.rate(theirs), cell.published), _beside(cell.replay.rate(none), cell.published),
@@ -117,7 +118,7 @@ def _compute_table(cells: Sequence[Cell], records: Records) -> str:
     rows = []
     slowdowns = {name: mics_one_gpu.slowdown(records, name) for name in published.BERT_LARGE_ON_V100}
     for name, times in {"ours": 1.0, **slowdowns}.items():
-        changed = [mics_one_gpu.with_its_compute(cell, times) for cell in cells]
+        changed = [mics_one_gpu.with_slower_compute(cell, times) for cell in cells]
         without = [cell for cell in changed if cell.model != ODD]
         kinds = [(changed, "MiCS"), (without, "MiCS"), ([by_figure_9(cell) for cell in changed], "MiCS")]
         kinds += [(changed, "ZeRO-3"), (changed, "ZeRO-2")]

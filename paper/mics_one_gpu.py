@@ -23,7 +23,7 @@ def slowdown(records: Records, program: str = NVIDIA) -> float:
     return tflops(records) / published.BERT_LARGE_ON_V100[program]
 
 
-def with_its_compute(cell: Cell, times: float) -> Cell:
+def with_slower_compute(cell: Cell, times: float) -> Cell:
     """Returns a cell whose compute takes `times` as long, with as much of its traffic exposed as before."""
     if not cell.replay or not cell.ours:
         return cell

@@ -16,8 +16,8 @@ PLANNER, PAPER = "planner", "figure 2"  # networks: the planner's own figures, a
 DEEPSPEED = (
     "DeepSpeed's ZeRO-3 of 2021 is our flat ZeRO-3 program with two changes. Nothing overlaps, so that a step is the "
     "compute and all that the network is busy. And each micro-step all-reduces the gradients, as was DeepSpeed's "
-    "default then (MiCS, section 3.4), which takes twice as long as our reduce-scatter along a ring, less along NCCL's "
-    "trees; the faster of the two counts. ZeRO-2 is our flat ZeRO-2 "
+    "default then (MiCS, section 3.4), which takes twice as long as our reduce-scatter along a ring, less along "
+    "trees (docs/planner.md); the faster of the two counts. ZeRO-2 is our flat ZeRO-2 "
     "program with a micro-batch of 4: a reduce-scatter in each micro-step, a gather of fp16 parameters at the end, "
     "nothing overlapped."
 )
@@ -98,7 +98,7 @@ def zero3_s(flat: Replay) -> float:
 
 
 def _trees_s(flat: Replay) -> float:
-    """Returns how long all-reduces of hop one's gradients, which were sent along rings, take along NCCL's trees."""
+    """Returns how long all-reduces of hop one's gradients, sent along rings there, take along the replay's trees."""
     network, hop_one_s = flat.network_figures, flat.busy_s("hop_one")
     times = sum(use["times"] for key, use in flat.uses.items() if key.startswith("hop_one,"))
     latency_s, bandwidth = network["inter_latency_s"], network["node_bandwidth"]

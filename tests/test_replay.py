@@ -131,9 +131,7 @@ def test_a_tree_of_eight_nodes_has_three_messages_each_way() -> None:
     shape = MeshShape(replica_inter=8, shard_inter=1, replica_intra=1, shard_intra=2, tensor=1)
     groups = "{{" + ",".join(str(i) for i in range(16)) + "}}"
     collective = f"%r = u8[20] all-reduce(%p), to_apply=%add, replica_groups={groups}"
-    text = (
-        "HloModule jit_step, is_scheduled=true\n\nENTRY %main (p: u8[20]) -> u8[20] {\n  %p = u8[20] parameter(0)\n"
-    )
+    text = "HloModule jit_step, is_scheduled=true\n\nENTRY %main (p: u8[20]) -> u8[20] {\n  %p = u8[20] parameter(0)\n"
     program = parse_program(f"{text}  {collective}\n}}\n")
     assert replay(program, shape, DEVICE, network).step_s == pytest.approx(2 * 3 * 100 + 2 * 20 * 2 / 0.2 / 2)
 
