@@ -26,13 +26,16 @@ from benchmarks.records import add, machine, recorded
 from benchmarks.resized import resized
 from configs import command_line
 from paper.mics_figure_2 import fitted
+from paper.mics_replayed import BUCKET
 from paper.published import B_PART
 from planner import compile as compiling
 from planner.candidates import Candidate, of_config
 from planner.clusters import CLUSTERS
 from planner.hardware import Network
 from planner.predict import Machine, Step, compiled_step
+from planner.replay import level_seconds
 from runtime.exit_codes import ExitCode
+from sharding.hlo import Collective
 from training.experiment import Experiment, make_experiment
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,7 +87,7 @@ def networks(cell: Cell) -> dict[str, Network]:
         node_bandwidth=fit.bandwidth,
         inter_latency_s=fit.latency_s,
         all_to_all_fraction=own.all_to_all_fraction,
-        tree_fraction=own.tree_fraction,
+        tree_fractions=own.tree_fractions,
     )
     return {PLANNER: own, PAPER: paper}
 
@@ -148,12 +151,25 @@ def line(cell: Cell, step: Step, name: str, network: Network) -> dict[str, Any]:
         "num_params": step.experiment.model.num_params,
         "network": name,
         "network_figures": asdict(network),
+        "bucket_s": {kind: _round(bucket_s(kind, cell.gpus, network)) for kind in ("all-reduce", "reduce-scatter")},
         "memory": {key: round(value) for key, value in asdict(memory).items()},
         "compute_s": _round(timeline.compute_s),
         "uses": uses,
         "step_s": _round(timeline.step_s),
         "sequences_per_s": _round(cell.global_size / timeline.step_s),
     }
+
+
+def bucket_s(kind: str, gpus: int, network: Network) -> float:
+    """Returns how long `BUCKET` values in half precision take on all GPUs, in whole nodes."""
+    size = round(2 * BUCKET)
+    sent = (2 if kind == "all-reduce" else 1) * size * (gpus - 1) / gpus
+    crossing = 1 / network.devices_per_node if gpus > network.devices_per_node else 0.0
+    bucket = Collective(
+        kind=kind, label="", axes=(), dtype="f16", num_elements=round(BUCKET), payload_bytes=size, group_size=gpus,
+        inter_bytes=crossing * sent, intra_bytes=(1 - crossing) * sent, times=1, loop_depth=0,
+    )  # fmt: skip
+    return max(level_seconds(bucket, network).values())
 
 
 def _round(value: float) -> float:

@@ -44,7 +44,7 @@ def network(devices_per_node: int, rate_bits: float) -> Network:
         node_bandwidth=rate_bits / 8,
         inter_latency_s=0,
         all_to_all_fraction=1,
-        tree_fraction=0,
+        tree_fractions=(),
     )
 
 

@@ -70,13 +70,13 @@ class HopTwo:
     def overlapped(self, setup: Setup) -> HopTwoInBackward | None:
         """Returns hop two inside the backward pass: the last micro-step's, or with `delayed` that of each.
 
-        None where it comes after the micro-steps: where the method needs all gradients at once, parameters and
-        gradients have different scopes, or `delayed` cuts pieces that a wider optimizer scope could not divide.
+        None where it comes after the micro-steps: where the method needs all gradients at once, or `delayed` cuts
+        pieces that a wider optimizer scope could not divide.
         """
         plan, layout = setup.plan, setup.plan.layout
         by_layer = plan.overlap and layout.shape.tensor == 1 and bool(layout.replica_axes)
         in_pieces = setup.compression.delayed and layout.optimizer_beyond_gradients
-        if self.in_backward is None or not by_layer or in_pieces or layout.parameters != layout.gradients:
+        if self.in_backward is None or not by_layer or in_pieces:
             return None
         found = self.in_backward(setup)
         if not setup.compression.delayed:

@@ -6,7 +6,6 @@ replays of our programs. Nothing is fitted to a throughput.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import log2
 from typing import Any
 
 from paper.records import Records
@@ -16,10 +15,9 @@ PLANNER, PAPER = "planner", "figure 2"  # networks: the planner's own figures, a
 DEEPSPEED = (
     "DeepSpeed's ZeRO-3 of 2021 is our flat ZeRO-3 program with two changes. Nothing overlaps, so that a step is the "
     "compute and all that the network is busy. And each micro-step all-reduces the gradients, as was DeepSpeed's "
-    "default then (MiCS, section 3.4), which takes twice as long as our reduce-scatter along a ring, less along "
-    "trees (docs/planner.md); the faster of the two counts. ZeRO-2 is our flat ZeRO-2 "
-    "program with a micro-batch of 4: a reduce-scatter in each micro-step, a gather of fp16 parameters at the end, "
-    "nothing overlapped."
+    "default then (MiCS, section 3.4), in buckets of 5e8 values, the default of its reduce_bucket_size. ZeRO-2 is our "
+    "flat ZeRO-2 program with a micro-batch of 4: a reduce-scatter in each micro-step, a gather of fp16 parameters at "
+    "the end, nothing overlapped."
 )
 BUCKET = 5e8  # values: DeepSpeed's reduce_bucket_size
 AMSP = "AMSP (arXiv 2311.00257), section 9"
@@ -35,7 +33,7 @@ class Replay:
     global_size: int
     num_params: int
     memory: Mapping[str, float]
-    network_figures: Mapping[str, float]
+    bucket_s: Mapping[str, float]  # an all-reduce, a reduce-scatter, of `BUCKET` values in half precision, of all GPUs
     compute_s: float
     step_s: float
     uses: Mapping[str, Mapping[str, float]]  # by "label, level"
@@ -47,6 +45,10 @@ class Replay:
     def hidden_s(self, *labels: str) -> float:
         """Returns what of that the compute hides."""
         return self._sum("busy_s", labels) - self._sum("exposed_s", labels)
+
+    def buckets_s(self, kind: str) -> float:
+        """Returns how long all gradients take in buckets of `BUCKET` values, once in each micro-step."""
+        return self.accumulation * self.num_params / BUCKET * self.bucket_s[kind]
 
     def rate(self, step_s: float | None = None) -> float:
         """Returns sequences a second, of a step of `step_s` if given."""
@@ -93,18 +95,7 @@ def as_replay(line: Mapping[str, Any]) -> Replay:
 
 def zero3_s(flat: Replay) -> float:
     """Returns the step of DeepSpeed's ZeRO-3, of our flat program's replay (`DEEPSPEED`)."""
-    hop_one_s = flat.busy_s("hop_one")
-    return flat.compute_s + flat.busy_s() - hop_one_s + min(2 * hop_one_s, _trees_s(flat))
-
-
-def _trees_s(flat: Replay) -> float:
-    """Returns how long all-reduces of hop one's gradients, sent along rings there, take along the replay's trees."""
-    network, hop_one_s = flat.network_figures, flat.busy_s("hop_one")
-    times = sum(use["times"] for key, use in flat.uses.items() if key.startswith("hop_one,"))
-    latency_s, bandwidth = network["inter_latency_s"], network["node_bandwidth"]
-    gradients = (hop_one_s - times * (flat.gpus - 1) * latency_s) * bandwidth * flat.gpus / (flat.gpus - 1)
-    messages = 2 * log2(flat.gpus // network["devices_per_node"])
-    return times * messages * latency_s + 2 * gradients / (network["tree_fraction"] * bandwidth)
+    return flat.compute_s + flat.busy_s() - flat.busy_s("hop_one") + flat.buckets_s("all-reduce")
 
 
 def zero2_s(flat: Replay) -> float:
@@ -113,11 +104,8 @@ def zero2_s(flat: Replay) -> float:
 
 
 def zero2_in_buckets_s(flat: Replay) -> float:
-    """Returns the same with gradients summed in buckets of `BUCKET` values, fp16, over a ring of all GPUs."""
-    network = flat.network_figures
-    chunk_s = 2 * BUCKET / flat.gpus / network["node_bandwidth"]
-    pass_s = flat.num_params / BUCKET * (flat.gpus - 1) * (network["inter_latency_s"] + chunk_s)
-    return zero2_s(flat) - flat.busy_s("gradient_scope") + flat.accumulation * pass_s
+    """Returns the same with gradients summed in buckets of `BUCKET` values."""
+    return zero2_s(flat) - flat.busy_s("gradient_scope") + flat.buckets_s("reduce-scatter")
 
 
 def gradients_exposed_s(mics: Replay) -> float:

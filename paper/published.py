@@ -102,6 +102,8 @@ TABLE_1_SHAPES = {
 TFLOPS_100B, WEAK_SCALING_100B = 170, 0.994
 # Figure 12: partition size to samples per second; BERT 10B, 64 V100 in 8 nodes
 FIGURE_12 = {8: 84.80, 16: 70.19, 32: 64.71, 64: 52.16}
+# Figure 13a: MB of the result to the time of a hierarchical all-gather over a flat one's; 2 nodes
+FIGURE_13A = {8: 0.782, 16: 0.698, 32: 0.858, 64: 0.854, 128: 0.721, 256: 0.779}
 # Figure 13b: GPUs to throughput over ZeRO-3's (without hierarchical communication, with it); BERT 15B, groups of 16
 FIGURE_13B = {16: (1.697, 2.216), 32: (1.468, 2.021), 64: (1.677, 2.315), 128: (2.057, 2.821)}
 # Figure 14: GPUs to samples per second (without two-hop synchronisation, with it); BERT 10B, groups of 8

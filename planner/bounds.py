@@ -59,7 +59,7 @@ def bounds(experiment: Experiment, cluster: Cluster, state: tuple[int, int, int]
     """Returns the bounds of an experiment on devices of a cluster; `state` if its bytes are known."""
     parameters, gradients, optimizer = state or state_bytes(experiment)
     compute_s, network = _compute_s(experiment, cluster), cluster.network()
-    levels = [network.level_s(level, sent, 0) for level, sent in traffic(experiment).items()]
+    levels = [network.transfer_s(level, sent) for level, sent in traffic(experiment).items()]
     return Bounds(
         parameter_bytes=parameters,
         gradient_bytes=gradients,
@@ -95,7 +95,7 @@ def _estimate_s(experiment: Experiment, cluster: Cluster, compute_s: float) -> f
     copied = 6 * ITEM_BYTES[config.model.compute_dtype] * sum(_gathered(experiment).values())
     compute_s += steps * copied / device.memory_bandwidth
     seconds = {
-        use: [network.level_s(level, sent, 0) for level, sent in levels.items()]
+        use: [network.transfer_s(level, sent) for level, sent in levels.items()]
         for use, levels in traffic_by_use(experiment).items()
     }
     is_pipelined = layout.gather.by_layer and config.model.remat == "full"

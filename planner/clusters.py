@@ -15,7 +15,7 @@ from planner.hardware import Device, Network
 GBIT = 1e9 / 8  # bytes/s
 XLA_SPECS = "openxla/xla, xla/backends/gpu/target_config/specs"
 AWS = "AWS, EC2 accelerated instances"
-NCCL = "NCCL's own model, src/graph/tuning.cc: ring, simple protocol"
+NCCL = "NCCL's own model, 2.23, src/graph/tuning.cc: simple protocol"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Cluster:
             node_bandwidth=reached.inter_fraction * self.node_bandwidth,
             inter_latency_s=self.inter_latency_s,
             all_to_all_fraction=reached.all_to_all_fraction,
-            tree_fraction=ACHIEVED[self.device.kind].tree_fraction,
+            tree_fractions=TREES if self.device.kind == "gpu" else (),  # gloo has none
         )
 
     def compute(self, num_devices: int, dtype: str = "") -> Device:
@@ -121,7 +121,6 @@ class Achieved:
     intra_fraction: float
     inter_fraction: float
     all_to_all_fraction: float  # of what rings reach between nodes
-    tree_fraction: float  # the same of all-reduces along trees; 0: the library has none
     launch_s: float
     memory_share: float  # of the memory that a program can have
     basis: Mapping[str, str]
@@ -140,7 +139,6 @@ ACHIEVED = {
         intra_fraction=0.81,
         inter_fraction=0.86,
         all_to_all_fraction=1.0,
-        tree_fraction=0.9,
         launch_s=1e-6,
         memory_share=0.90,
         basis={
@@ -149,8 +147,6 @@ ACHIEVED = {
             "of 300 (NVIDIA/nccl#527)",
             "inter_fraction": "p3dn's large gathers, 10.8 of 12.5 GB/s (MiCS, figure 2); TCP is taken to reach it too",
             "all_to_all_fraction": "not known; taken to be as good as a ring",
-            "tree_fraction": "src/graph/tuning.cc of NCCL; its corrections for medium sizes (0.5 to 1) and latencies "
-            "of trees are left out",
             "launch_s": "kKernelLaunchOverhead of XLA's own performance model",
             "memory_share": "a choice: the rest is CUDA's, NCCL's and lost between buffers. jax takes 0.75 unless "
             "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 is set",
@@ -161,7 +157,6 @@ ACHIEVED = {
         intra_fraction=1.0,
         inter_fraction=0.96,
         all_to_all_fraction=0.80,
-        tree_fraction=0.0,
         launch_s=0.0,
         memory_share=0.9,
         basis={
@@ -169,7 +164,6 @@ ACHIEVED = {
             "intra_fraction": "the bandwidth is a measured one",
             "inter_fraction": "training's collectives at 200 Mbit/s: 95 to 98 % (docs/clusters.md)",
             "all_to_all_fraction": "gloo: 78 % of the rate, where rings reach 96 to 97 % (docs/clusters.md)",
-            "tree_fraction": "gloo all-reduces along rings",
             "launch_s": "not known; left out",
             "memory_share": "a choice: the rest is the operating system's",
         },
@@ -179,12 +173,18 @@ ACHIEVED = {
         intra_fraction=1.0,
         inter_fraction=1.0,
         all_to_all_fraction=1.0,
-        tree_fraction=0.0,
         launch_s=0.0,
         memory_share=1.0,
         basis={"intra_fraction": "the probe measured it", "inter_fraction": "the probe measured it"},
     ),
 }
+
+
+# of a ring's bandwidth, that trees reach with 64 bytes, 128, ... and 128 MB: NCCL's 92 % and its corrections by size
+TREES = tuple(
+    0.92 * share
+    for share in (*7 * (0.9,), 0.8, 0.7, *2 * (0.6,), *4 * (0.5,), 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9)
+)  # fmt: skip
 
 
 PRODUCTS = {  # TFLOP/s measured in half-precision matrix products of the best shapes, of the peak
@@ -290,7 +290,7 @@ def _node(
         intra_bandwidth=bandwidth,
         intra_latency_s=3.4e-6,
         node_bandwidth=gbit * GBIT,
-        inter_latency_s=9.6e-6,
+        inter_latency_s=14e-6,
         on_demand=on_demand,
         spot=spot,
         sources={

@@ -29,12 +29,17 @@ class Network:
     node_bandwidth: float  # bytes/s that a node sends to the others, shared by its devices
     inter_latency_s: float  # of one message
     all_to_all_fraction: float  # of a node's bandwidth, that an all-to-all reaches
-    tree_fraction: float  # of a node's bandwidth, that an all-reduce along trees reaches; 0: there are only rings
+    # of a node's bandwidth, that an all-reduce along trees reaches with 64 bytes, 128, 256 and so on, the last with any
+    # more; empty: all-reduces go along rings alone
+    tree_fractions: tuple[float, ...]
 
-    def level_s(self, level: str, sent_bytes: float, messages: int) -> float:
-        """Returns how long a level ("inter" or "intra") takes if each device sends so many bytes and messages on it."""
-        if not sent_bytes:
-            return 0.0
+    def transfer_s(self, level: str, sent_bytes: float) -> float:
+        """Returns how long the bytes alone take, if each device sends so many on a level ("inter" or "intra")."""
         if level == "inter":
-            return messages * self.inter_latency_s + sent_bytes * self.devices_per_node / self.node_bandwidth
-        return messages * self.intra_latency_s + sent_bytes / self.intra_bandwidth
+            return sent_bytes * self.devices_per_node / self.node_bandwidth
+        return sent_bytes / self.intra_bandwidth
+
+    def tree_fraction(self, payload_bytes: int) -> float:
+        """Returns the entry of `tree_fractions` for an array of so many bytes."""
+        power = max(0, (payload_bytes // 64).bit_length() - 1)
+        return self.tree_fractions[min(power, len(self.tree_fractions) - 1)]

@@ -9,7 +9,7 @@ did; the rest of their iterations is multiplied.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import isclose
+from math import ceil, isclose
 
 from planner.hardware import Device, Network
 from planner.kernels import FREE, kernel_s
@@ -305,35 +305,41 @@ class _Machine:
 
 
 def level_seconds(collective: Collective, network: Network) -> dict[str, float]:
-    """Returns how long one execution of a collective occupies each level: its latencies, and its bytes.
+    """Returns how long one execution of a collective occupies each level: the latencies of its path, and its bytes.
 
-    All go along rings; an all-reduce between nodes goes along trees where that is faster and the library has them.
+    All go along rings; an all-reduce between nodes goes along trees where that is faster and the library has them. Of
+    the messages of a ring's path as great a share is between nodes as of its edges; the others are inside a node.
     """
-    rounds = {"all-reduce": 2 * (collective.group_size - 1), "collective-permute": 1}
-    messages = rounds.get(collective.kind, collective.group_size - 1)
-    reached = network.all_to_all_fraction if collective.kind == "all-to-all" else 1.0
-    ring = {
-        "inter": network.level_s("inter", collective.inter_bytes / reached, messages),
-        "intra": network.level_s("intra", collective.intra_bytes, messages),
-    }
-    if collective.kind != "all-reduce" or not collective.inter_bytes or not network.tree_fraction:
+    ring = _ring_seconds(collective, network)
+    if collective.kind != "all-reduce" or not collective.inter_bytes or not network.tree_fractions:
         return ring
     return min(ring, _tree_seconds(collective, network), key=lambda seconds: max(seconds.values()))
+
+
+def _ring_seconds(collective: Collective, network: Network) -> dict[str, float]:
+    sent = {"inter": collective.inter_bytes, "intra": collective.intra_bytes}
+    rounds = {"all-reduce": 2 * (collective.group_size - 1), "collective-permute": 1}
+    messages = rounds.get(collective.kind, collective.group_size - 1)
+    crossing = ceil(messages * sent["inter"] / max(1, sum(sent.values())) - 1e-6)
+    latency_s = crossing * network.inter_latency_s + (messages - crossing) * network.intra_latency_s
+    sent["inter"] /= network.all_to_all_fraction if collective.kind == "all-to-all" else 1.0
+    return {level: latency_s + network.transfer_s(level, count) if count else 0.0 for level, count in sent.items()}
 
 
 def _tree_seconds(collective: Collective, network: Network) -> dict[str, float]:
     """Returns the same of an all-reduce along two binary trees of nodes, with a chain of devices in each node.
 
-    Each node sends the whole payload up and down; there are log2(nodes) messages each way. The share of the bandwidth
-    and the logarithm are those of NCCL's model; the latencies are a ring's, and its corrections by size are left out.
+    Each node sends the whole payload up and down; its path is the chain and log2(nodes) messages, each way (NCCL's
+    model, src/graph/tuning.cc).
     """
     size, sent = collective.group_size, collective.inter_bytes + collective.intra_bytes
     nodes = round(size * collective.inter_bytes / sent)  # a ring crosses once from each node to the next
+    chain, height = size // nodes - 1, nodes.bit_length() - 1
+    latency_s = 2 * (chain * network.intra_latency_s + height * network.inter_latency_s)
     whole = collective.inter_bytes * size / (size - 1)
-    return {
-        "inter": network.level_s("inter", whole / network.tree_fraction, 2 * (nodes.bit_length() - 1)),
-        "intra": network.level_s("intra", collective.intra_bytes, 2 * (size // nodes - 1)),
-    }
+    inter = latency_s + network.transfer_s("inter", whole / network.tree_fraction(collective.payload_bytes))
+    intra = latency_s + network.transfer_s("intra", collective.intra_bytes) if chain else 0.0
+    return {"inter": inter, "intra": intra}
 
 
 def _same(a: Sequence[float], b: Sequence[float], took: float) -> bool:

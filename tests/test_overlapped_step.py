@@ -24,6 +24,10 @@ STRATEGIES = {
     "zero1": dict(strategy="zero1"),
     "node/node/all": dict(strategy="custom", parameters="node", gradients="node", optimizer="all"),
     "none/none/node": dict(strategy="custom", parameters="none", gradients="none", optimizer="node"),
+    # the gradients of each micro-step are cut further than the parameters before hop two
+    "none/node/node": dict(strategy="custom", parameters="none", gradients="node", optimizer="node"),
+    "none/node/all": dict(strategy="custom", parameters="none", gradients="node", optimizer="all"),
+    "2/4/8": dict(strategy="custom", parameters="2", gradients="4", optimizer="8"),
     **{f"mics({p})": dict(strategy="mics", partition_size=p) for p in (1, 2, 4)},
 }
 LAYERS = 3
@@ -49,6 +53,10 @@ def losses(kind: str, strategy: str, accumulation: int) -> np.ndarray:
         ("decoder", "zero1", 2),
         ("resnet", "node/node/all", 1),
         ("encoder", "none/none/node", 2),
+        ("decoder", "none/node/node", 2),
+        ("resnet", "none/node/all", 2),
+        ("encoder", "none/node/all", 1),
+        ("decoder", "2/4/8", 3),
     ],
 )
 def test_losses_equal_a_single_device(kind: str, strategy: str, accumulation: int) -> None:
@@ -67,6 +75,9 @@ def crossing(collectives: list[Collective]) -> list[Collective]:
         ("none", "zero1"),
         pytest.param("none", "none/none/node", marks=pytest.mark.slow),
         ("int8", "node/node/all"),
+        ("none", "none/node/node"),
+        ("none", "none/node/all"),
+        ("int8", "none/node/node"),
     ],
 )
 def test_hop_two_runs_once_per_layer_and_sends_no_more(method: str, strategy: str) -> None:
@@ -92,6 +103,8 @@ def test_hop_two_runs_once_per_layer_and_sends_no_more(method: str, strategy: st
         ("int8", False, "mics(2)"),
         pytest.param("two_bit", False, "mics(2)", marks=pytest.mark.slow),
         ("int8", False, "node/node/all"),
+        ("int8", False, "none/node/node"),
+        pytest.param("int8", False, "none/node/all", marks=pytest.mark.slow),
         pytest.param("int8", False, "zero1", marks=pytest.mark.slow),
         ("int8", True, "mics(2)"),
         *(pytest.param(method, True, "mics(2)", marks=pytest.mark.slow) for method in ("int4", "two_bit", "one_bit")),
@@ -148,6 +161,7 @@ def test_counts_equal_the_exchange_after_the_backward_pass_but_for_filling_up() 
         pytest.param("decoder", "ddp", 1, "none", marks=pytest.mark.slow),
         ("encoder", "mics(4)", 3, "none"),
         pytest.param("resnet", "mics(2)", 2, "none", marks=pytest.mark.slow),
+        ("decoder", "none/node/node", 2, "none"),
     ],
 )
 def test_delayed_beside_the_micro_steps_equals_delayed_after_them(
@@ -345,7 +359,7 @@ def tiny_config(changes: dict[str, Any]) -> Config:
     [
         (dict(strategy="zero3"), {}, "none"),
         (dict(strategy="zero1"), {"delayed": True}, "none"),
-        (dict(strategy="custom", parameters="none", gradients="node", optimizer="node"), {}, "none"),
+        (dict(strategy="custom", parameters="none", gradients="node", optimizer="all"), {"delayed": True}, "none"),
         (dict(strategy="hsdp", tensor=2), {}, "none"),
         (dict(strategy="hsdp"), {"delayed": True}, "power_sgd"),
         (dict(strategy="hsdp"), {}, "power_sgd"),

@@ -63,12 +63,7 @@ def replayed(**uses: dict[str, float]) -> Replay:
         global_size=512,
         num_params=10**9,
         memory=MEMORY,
-        network_figures={
-            "devices_per_node": 8,
-            "node_bandwidth": 1e9,
-            "inter_latency_s": 0.01,
-            "tree_fraction": 0.5,
-        },
+        bucket_s={"all-reduce": 3.0, "reduce-scatter": 1.5},
         compute_s=10.0,
         step_s=10.0 + exposed,
         uses={f"{label}, inter": one for label, one in uses.items()},
@@ -79,9 +74,13 @@ def replayed(**uses: dict[str, float]) -> Replay:
 
 
 def test_fit_finds_the_latency_and_bandwidth_of_a_ring() -> None:
-    """8 GPUs of 1 MB, 100 µs and 10 GB/s: 1e6 / (1e-4 + 1e-4) = 5 GB/s."""
+    """Two nodes, 16 chunks of 1 MB: 15 messages of 100 µs, 2 of them and 100 µs more, the others and 3.4 µs."""
     true = Fit(latency_s=100e-6, bandwidth=10e9)
-    assert true.reached(Gather(message_bytes=8e6, gpus=8, bandwidth=0.0)) == pytest.approx(5e9)
+    gather = Gather(message_bytes=16e6, gpus=16, bandwidth=0.0)
+    assert true.ring_s(gather) == pytest.approx(15 * 100e-6 + 2 * 100e-6 + 13 * 3.4e-6)
+    assert true.reached(gather) == pytest.approx(15e6 / true.ring_s(gather))
+    # 8 chunks each way between the nodes, then 7 messages of 2 MB inside them at 128 GB/s
+    assert true.hierarchical_s(gather) == pytest.approx(100e-6 + 800e-6 + 7 * (3.4e-6 + 2e6 / 128e9))
     some = [Gather(message_bytes=m, gpus=n, bandwidth=0.0) for m in (1e7, 1e8, 1e9) for n in (8, 32, 128)]
     found = mics_figure_2.fit([dataclasses.replace(g, bandwidth=true.reached(g)) for g in some])
     assert found.latency_s == pytest.approx(100e-6, rel=0.01) and found.bandwidth == pytest.approx(10e9, rel=0.01)
@@ -93,6 +92,7 @@ def test_fit_of_figure_2_stays_below_the_link() -> None:
     """The link of a p3dn node is 12.5 GB/s."""
     found = mics_figure_2.fitted()
     assert 10e9 < found.bandwidth < 12.5e9 and 1e-5 < found.latency_s < 1e-3
+    assert clusters.find_cluster("p3dn.24xlarge").intra_latency_s == mics_figure_2.INTRA_LATENCY_S
     assert len(mics_figure_2.gathers()) == 16
 
 
@@ -100,21 +100,14 @@ def test_fit_of_figure_2_stays_below_the_link() -> None:
 
 
 def test_baselines_by_hand() -> None:
-    """10 s of compute; gathers of 4 s, hop one of 2 s: 10 + 4 + 2 twice. ZeRO-2's 6 s of f32 gathers are 3 in fp16."""
+    """10 s of compute, gathers of 4 s; a billion parameters are 2 buckets of 3 s in each of 4 micro-steps."""
     flat = replayed(gather=use(4.0, 1.0), hop_one=use(2.0, 0.5))
-    assert mics_replayed.zero3_s(flat) == pytest.approx(10 + 4 + 2 + 2)
-    # 100 rings of 15 messages, 15 s, and 1 s for 15/16 of 1.0667 GB; 2 messages of trees, 2 s, and twice that, at half
-    slow = replayed(gather=use(4.0, 1.0), hop_one=use(16.0, 0.5) | {"times": 100})
-    assert mics_replayed.zero3_s(slow) == pytest.approx(10 + 4 + 2 + 2 * 16 / 15 / 0.5)
-    # on 8 nodes: 100 rings of 63 messages are 63 s, and 1 s for 63/64 of 64/63 GB; trees of 6 messages, 6 s
-    eight = dataclasses.replace(replayed(gather=use(4.0, 1.0), hop_one=use(64.0, 0.5) | {"times": 100}), gpus=64)
-    assert mics_replayed.zero3_s(eight) == pytest.approx(10 + 4 + 6 + 2 * 64 / 63 / 0.5)
+    assert mics_replayed.zero3_s(flat) == pytest.approx(10 + 4 + 4 * 2 * 3)
     assert mics_replayed.nothing_hidden_s(flat) == pytest.approx(16)
     assert flat.rate(16.0) == 32.0 and flat.rate() == pytest.approx(512 / 11.5)
     two = replayed(gradient_scope=use(5.0, 5.0), parameter_scope=use(6.0, 6.0))
     assert mics_replayed.zero2_s(two) == pytest.approx(10 + 5 + 3)
-    # 1e9 parameters are 2 buckets; of each, 15 messages of 1e9 / 16 bytes, 0.0625 s, and 0.01 s of latency
-    assert mics_replayed.zero2_in_buckets_s(two) == pytest.approx(10 + 3 + 4 * 2 * 15 * 0.0725)
+    assert mics_replayed.zero2_in_buckets_s(two) == pytest.approx(10 + 3 + 4 * 2 * 1.5)
     mics = replayed(gather=use(4.0, 1.0), hop_one=use(2.0, 0.5), hop_two=use(1.0, 1.0))
     assert mics.step_s == 12.5 and mics_replayed.gradients_exposed_s(mics) == pytest.approx(12.5 + 1.5)
     assert mics.total_bytes == 20e9 and mics.fits
@@ -330,3 +323,16 @@ def test_headlines_of_100b_are_beside_ours(records: Records) -> None:
     assert "| TFLOP/s of a GPU, 512 GPUs | 170.0 |" in text and "| 99.4 % |" in text
     some = tuple(line for line in records.full_scale if line["model"] != "GPT 100B")
     assert "TFLOP/s of a GPU" not in mics_predictions.section(dataclasses.replace(records, full_scale=some)).markdown()
+
+
+def test_a_bucket_crosses_once_for_each_node() -> None:
+    """2 nodes of 8: 15 messages of 1/16 of 1 GB, two of them between nodes; twice that for an all-reduce."""
+    network = dataclasses.replace(clusters.find_cluster("p3dn.24xlarge").network(), inter_latency_s=1.0)
+    sent_s, latency_s = 15 / 16 * 1e9 / network.node_bandwidth, 2 * 1.0 + 13 * network.intra_latency_s
+    assert full_scale.bucket_s("reduce-scatter", 16, network) == pytest.approx(latency_s + sent_s)
+    rings = dataclasses.replace(network, tree_fractions=())
+    assert full_scale.bucket_s("all-reduce", 16, rings) == pytest.approx(
+        4 * 1.0 + 26 * network.intra_latency_s + 2 * sent_s
+    )
+    inside = 7 * network.intra_latency_s + 7 / 8 * 1e9 / network.intra_bandwidth
+    assert full_scale.bucket_s("reduce-scatter", 8, network) == pytest.approx(inside)

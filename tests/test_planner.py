@@ -55,8 +55,10 @@ def test_what_is_reached_of_a_peak_is_one_table_with_its_basis() -> None:
         reached = clusters.ACHIEVED[kind]
         assert {f.name for f in fields(reached)} - {"basis"} == reached.basis.keys()
         shares = {name: getattr(reached, name) for name in reached.basis if name != "launch_s"}
-        assert shares.pop("tree_fraction") == (0.9 if kind == "gpu" else 0.0)  # gloo has no trees
         assert all(0 < share <= 1 for share in shares.values())
+    for cluster in clusters.CLUSTERS.values():
+        trees = cluster.network().tree_fractions
+        assert all(0.4 < share < 0.9 for share in trees) and bool(trees) == (cluster.device.kind == "gpu")
     kinds = {cluster.device.kind for cluster in clusters.CLUSTERS.values()}
     assert kinds <= clusters.ACHIEVED.keys()
 

@@ -24,7 +24,7 @@ NETWORK = Network(
     node_bandwidth=0.2,
     inter_latency_s=0,
     all_to_all_fraction=0.5,
-    tree_fraction=0,
+    tree_fractions=(),
 )
 INTRA, INTER = "replica_groups={{0,1},{2,3}}", "replica_groups={{0,2},{1,3}}"
 
@@ -95,29 +95,33 @@ def test_what_waits_behind_another_collective_exposes_that_one() -> None:
     assert (timeline.step_s, exposed) == (30, {"all-reduce": 14, "all-gather": 10})
 
 
-def test_latency_is_paid_for_each_round_of_a_ring() -> None:
+def test_latency_is_paid_for_each_message_of_a_ring() -> None:
     network = replace(NETWORK, intra_latency_s=0.5, inter_latency_s=100)
     assert replayed(*gather("g", INTRA, 20), network=network).step_s == 10.5
-    four = "replica_groups={{0,1,2,3}}"  # 3 rounds; two of four edges cross: each device 7.5 bytes on either level
+    assert replayed(*gather("g", INTER, 20), network=network).step_s == 100 + 100
+    four = "replica_groups={{0,1,2,3}}"  # two of 3 messages cross, and of four edges: 7.5 bytes on each level
     timeline = replayed(*gather("g", four, 20), network=network)
-    assert (timeline.step_s, [*timeline.uses]) == (3 * 100 + 75, [("all-gather", "inter")])
+    assert (timeline.step_s, [*timeline.uses]) == (2 * 100 + 0.5 + 75, [("all-gather", "inter")])
+    slow_inside = replace(NETWORK, intra_bandwidth=0.01, intra_latency_s=0.5, inter_latency_s=100)
+    timeline = replayed(*gather("g", four, 20), network=slow_inside)  # the path's latency is that of either level
+    assert (timeline.step_s, [*timeline.uses]) == (2 * 100 + 0.5 + 750, [("all-gather", "intra")])
 
 
 @pytest.mark.parametrize(
-    "fraction, latency_s, seconds, why",
+    "fractions, latency_s, seconds, why",
     [
-        (0, 100, 6 * 100 + 150, "there are only rings"),
-        (1, 100, 2 * 100 + 200, "up and down between two nodes, which each send 20 bytes twice"),
-        (0.5, 100, 2 * 100 + 400, "at half the bandwidth"),
-        (1, 0, 150, "without latencies the ring is faster, as it sends less"),
-        (0.25, 1, 6 + 150, "a slow tree is not taken"),
+        ((), 100, 3 * 100 + 150, "there are only rings"),
+        ((1.0,), 100, 2 * 100 + 200, "up and down between two nodes, which each send 20 bytes twice"),
+        ((0.8, 0.1), 100, 2 * 100 + 250, "at less bandwidth, as small an array gets it"),
+        ((1.0,), 0, 150, "without latencies the ring is faster, as it sends less"),
+        ((0.25,), 1, 3 + 150, "a slow tree is not taken"),
     ],
 )
 def test_an_all_reduce_between_nodes_takes_the_faster_of_ring_and_trees(
-    fraction: float, latency_s: float, seconds: float, why: str
+    fractions: tuple[float, ...], latency_s: float, seconds: float, why: str
 ) -> None:
-    """20 bytes on four devices: a ring sends 30 of each in 6 rounds, and half of them cross."""
-    network = replace(NETWORK, tree_fraction=fraction, inter_latency_s=latency_s)
+    """20 bytes on four devices: a ring sends 30 of each in 6 messages, and half of them cross."""
+    network = replace(NETWORK, tree_fractions=fractions, inter_latency_s=latency_s)
     said = "to_apply=%add, replica_groups="
     line = f"%r = u8[20] all-reduce(%x), {said}"
     for groups in ("{{0,1,2,3}}", "[1,4]<=[4]"):
@@ -125,9 +129,15 @@ def test_an_all_reduce_between_nodes_takes_the_faster_of_ring_and_trees(
         assert timeline.use("all-reduce", "inter").busy_s == pytest.approx(seconds), why
 
 
+def test_trees_reach_the_fraction_of_the_size() -> None:
+    network = replace(NETWORK, tree_fractions=(0.1, 0.2, 0.3))
+    sizes = (1, 64, 127, 128, 255, 256, 10**9)
+    assert [network.tree_fraction(size) for size in sizes] == [0.1, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3]
+
+
 def test_a_tree_of_eight_nodes_has_three_messages_each_way() -> None:
-    """8 nodes of 2: of 20 bytes a node sends 40 each way at 0.2 bytes a second; a ring would have 30 messages."""
-    network = replace(NETWORK, tree_fraction=1, inter_latency_s=100)
+    """8 nodes of 2: of 20 bytes a node sends 40 each way at 0.2 bytes a second; a ring would have 16 messages."""
+    network = replace(NETWORK, tree_fractions=(1.0,), inter_latency_s=100)
     shape = MeshShape(replica_inter=8, shard_inter=1, replica_intra=1, shard_intra=2, tensor=1)
     groups = "{{" + ",".join(str(i) for i in range(16)) + "}}"
     collective = f"%r = u8[20] all-reduce(%p), to_apply=%add, replica_groups={groups}"
@@ -137,14 +147,14 @@ def test_a_tree_of_eight_nodes_has_three_messages_each_way() -> None:
 
 
 def test_a_tree_has_a_chain_in_each_node() -> None:
-    """Two messages up and down a chain of two, for a ring's 15 bytes; one device a node has no chain."""
-    network = replace(NETWORK, tree_fraction=1, intra_latency_s=1000, inter_latency_s=1)
+    """Two messages up and down a chain of two, before the nodes'; one device a node has no chain."""
+    network = replace(NETWORK, tree_fractions=(1.0,), intra_latency_s=1000, inter_latency_s=1001)
     everybody = "%r = u8[20] all-reduce(%x), to_apply=%add, replica_groups={{0,1,2,3}}"
     timeline = replayed("%x = u8[20] broadcast(%p)", everybody, network=network)
-    assert timeline.step_s == pytest.approx(25 + 2 * 1000 + 15)
+    assert timeline.step_s == pytest.approx(25 + 2 * 1000 + 2 * 1001 + 200)
     across = f"%r = u8[20] all-reduce(%x), to_apply=%add, {INTER}"  # 20 bytes of each device of two
     timeline = replayed("%x = u8[20] broadcast(%p)", across, network=network)
-    assert timeline.step_s == pytest.approx(25 + 2 + 200)
+    assert timeline.step_s == pytest.approx(25 + 2 * 1001 + 200)
     small = "%r = u8[20] all-reduce(%x), to_apply=%add, replica_groups={{0,1},{2,3}}"  # no tree inside a node
     timeline = replayed("%x = u8[20] broadcast(%p)", small, network=network)
     assert timeline.step_s == pytest.approx(25 + 2 * 1000 + 20)
