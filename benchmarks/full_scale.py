@@ -29,6 +29,7 @@ from paper.mics_figure_2 import fitted
 from paper.mics_replayed import BUCKET
 from paper.published import B_PART
 from planner import compile as compiling
+from planner.bounds import ITEM_BYTES
 from planner.candidates import Candidate, of_config
 from planner.clusters import CLUSTERS
 from planner.hardware import Network
@@ -133,6 +134,7 @@ def _request(cell: Cell) -> tuple[Candidate, Experiment, Machine]:
 def line(cell: Cell, step: Step, name: str, network: Network) -> dict[str, Any]:
     """Returns the line of a cell on a network: bytes, seconds a step, sequences a second."""
     timeline, memory = step.timeline(network=network), step.memory()
+    item = ITEM_BYTES[step.experiment.config.model.compute_dtype]
     uses = {
         f"{label}, {level}": {"times": use.times, "busy_s": _round(use.busy_s), "exposed_s": _round(use.exposed_s)}
         for (label, level), use in timeline.uses.items()
@@ -151,7 +153,9 @@ def line(cell: Cell, step: Step, name: str, network: Network) -> dict[str, Any]:
         "num_params": step.experiment.model.num_params,
         "network": name,
         "network_figures": asdict(network),
-        "bucket_s": {kind: _round(bucket_s(kind, cell.gpus, network)) for kind in ("all-reduce", "reduce-scatter")},
+        "bucket_s": {
+            kind: _round(bucket_s(kind, item, cell.gpus, network)) for kind in ("all-reduce", "reduce-scatter")
+        },
         "memory": {key: round(value) for key, value in asdict(memory).items()},
         "compute_s": _round(timeline.compute_s),
         "uses": uses,
@@ -160,13 +164,13 @@ def line(cell: Cell, step: Step, name: str, network: Network) -> dict[str, Any]:
     }
 
 
-def bucket_s(kind: str, gpus: int, network: Network) -> float:
-    """Returns how long `BUCKET` values in half precision take on all GPUs, in whole nodes."""
-    size = round(2 * BUCKET)
+def bucket_s(kind: str, item_bytes: int, gpus: int, network: Network) -> float:
+    """Returns how long `BUCKET` values of so many bytes take on all GPUs, in whole nodes."""
+    size = round(item_bytes * BUCKET)
     sent = (2 if kind == "all-reduce" else 1) * size * (gpus - 1) / gpus
     crossing = 1 / network.devices_per_node if gpus > network.devices_per_node else 0.0
     bucket = Collective(
-        kind=kind, label="", axes=(), dtype="f16", num_elements=round(BUCKET), payload_bytes=size, group_size=gpus,
+        kind=kind, label="", axes=(), dtype="", num_elements=round(BUCKET), payload_bytes=size, group_size=gpus,
         inter_bytes=crossing * sent, intra_bytes=(1 - crossing) * sent, times=1, loop_depth=0,
     )  # fmt: skip
     return max(level_seconds(bucket, network).values())

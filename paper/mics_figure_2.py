@@ -99,10 +99,10 @@ def section(records: Records) -> Section:
             "ring sends its chunk of message / n bytes n - 1 times, once for each node to another node. The fit is a "
             "latency of these messages and a bandwidth (those inside a node have NCCL's latency of "
             f"{1e6 * INTRA_LATENCY_S:.1f} µs): **{1e6 * found.latency_s:.0f} µs and {found.bandwidth / 1e9:.2f} "
-            f"GB/s**, least squares of the bandwidths. It is off by {100 * mean:.0f} % on average; worst is {size} MB on {n} "
-            f"nodes ({100 * worst:+.0f} %), which the paper measured slower than a message of half the size. This "
-            f"network, with the paper's B_part of {published.B_PART / 1e9:.0f} GB/s inside a node, is the one that its "
-            "figures are replayed on below; nothing is fitted to a throughput.",
+            f"GB/s**, least squares of the bandwidths. It is off by {100 * mean:.0f} % on average; worst is {size} MB "
+            f"on {n} nodes ({100 * worst:+.0f} %), which the paper measured slower than a message of half the size. "
+            f"This network, with the paper's B_part of {published.B_PART / 1e9:.0f} GB/s inside a node, is the one "
+            "that its figures are replayed on below; nothing is fitted to a throughput.",
             table(["message", *(f"{n} nodes" for n in nodes)], rows),
             "Figure 13a was not fitted to: the time of a hierarchical all-gather on 2 nodes over that of a flat one. "
             "Ours puts chunks in order for nothing, and its stages do not disturb each other.",

@@ -219,9 +219,7 @@ def _why_zero(cells: Sequence[Cell]) -> str:
     assert two.replay
     bucketed = two.replay.rate(zero2_in_buckets_s(two.replay))
     return (
-        "What keeps ZeRO-3 from scaling is the latency of its rings. Trees in the place of rings for all-reduces make "
-        "our baseline faster on many GPUs, and further from the paper, while figure 14 came closer (docs/planner.md "
-        "says what of NCCL's model is left out). In a gather on 128 GPUs each contributes "
+        "What keeps ZeRO-3 from scaling is the latency of its rings. In a gather on 128 GPUs each contributes "
         f"{chunk:.1f} MB of a layer of BERT 10B, of which the fit of figure 2 reaches {sent / ours:.1f} GB/s. If its "
         f"compute is ours, the published step reaches {sent / theirs:.1f} GB/s in its four passes over the model (all "
         "along rings), "

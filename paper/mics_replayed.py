@@ -33,7 +33,7 @@ class Replay:
     global_size: int
     num_params: int
     memory: Mapping[str, float]
-    bucket_s: Mapping[str, float]  # an all-reduce, a reduce-scatter, of `BUCKET` values in half precision, of all GPUs
+    bucket_s: Mapping[str, float]  # of all GPUs' all-reduce, reduce-scatter of `BUCKET` gradients
     compute_s: float
     step_s: float
     uses: Mapping[str, Mapping[str, float]]  # by "label, level"
@@ -96,6 +96,15 @@ def as_replay(line: Mapping[str, Any]) -> Replay:
 def zero3_s(flat: Replay) -> float:
     """Returns the step of DeepSpeed's ZeRO-3, of our flat program's replay (`DEEPSPEED`)."""
     return flat.compute_s + flat.busy_s() - flat.busy_s("hop_one") + flat.buckets_s("all-reduce")
+
+
+def in_buckets_s(mics: Replay) -> float:
+    """Returns the step of a MiCS without two hops, of our program's replay, with DeepSpeed's buckets (`DEEPSPEED`).
+
+    Beside the compute is room for as much of them as ours hides of its all-reduces of each tensor.
+    """
+    hidden_s = mics.hidden_s("hop_one")
+    return mics.step_s - mics.busy_s("hop_one") + hidden_s + max(0.0, mics.buckets_s("all-reduce") - hidden_s)
 
 
 def zero2_s(flat: Replay) -> float:

@@ -298,7 +298,7 @@ def _node(
             "intra_bandwidth": source,
             "intra_latency_s": f"{NCCL}, NVLink",
             "node_bandwidth": rate_source,
-            "inter_latency_s": f"{NCCL}, network; of InfiniBand, taken for all",
+            "inter_latency_s": f"{NCCL}, network; taken for all",
         },
     )
 

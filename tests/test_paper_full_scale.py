@@ -207,7 +207,7 @@ def test_missing_record_names_its_command(tmp_path: Path) -> None:
 
 
 def test_newest_line_counts(records: Records) -> None:
-    old = next(line for line in records.full_scale if line["network"] == mics_replayed.PAPER)
+    old = next(line for line in reversed(records.full_scale) if line["network"] == mics_replayed.PAPER)
     new: dict[str, Any] = {**old, "step_s": 1.0}
     some = dataclasses.replace(records, full_scale=(old, new))
     assert mics_replayed.find(some, old["model"], old["gpus"], old["strategy"]).step_s == 1.0
@@ -329,10 +329,16 @@ def test_a_bucket_crosses_once_for_each_node() -> None:
     """2 nodes of 8: 15 messages of 1/16 of 1 GB, two of them between nodes; twice that for an all-reduce."""
     network = dataclasses.replace(clusters.find_cluster("p3dn.24xlarge").network(), inter_latency_s=1.0)
     sent_s, latency_s = 15 / 16 * 1e9 / network.node_bandwidth, 2 * 1.0 + 13 * network.intra_latency_s
-    assert full_scale.bucket_s("reduce-scatter", 16, network) == pytest.approx(latency_s + sent_s)
+    assert full_scale.bucket_s("reduce-scatter", 2, 16, network) == pytest.approx(latency_s + sent_s)
     rings = dataclasses.replace(network, tree_fractions=())
-    assert full_scale.bucket_s("all-reduce", 16, rings) == pytest.approx(
+    assert full_scale.bucket_s("all-reduce", 2, 16, rings) == pytest.approx(
         4 * 1.0 + 26 * network.intra_latency_s + 2 * sent_s
     )
     inside = 7 * network.intra_latency_s + 7 / 8 * 1e9 / network.intra_bandwidth
-    assert full_scale.bucket_s("reduce-scatter", 8, network) == pytest.approx(inside)
+    assert full_scale.bucket_s("reduce-scatter", 2, 8, network) == pytest.approx(inside)
+
+
+def test_buckets_take_the_room_that_tensors_had_beside_the_compute() -> None:
+    """2 buckets of 3 s in each of 4 micro-steps: 24 s in the place of 30, of which the compute hid 20, or all."""
+    assert mics_replayed.in_buckets_s(replayed(hop_one=use(30.0, 10.0))) == pytest.approx(10 + 24 - 20)
+    assert mics_replayed.in_buckets_s(replayed(hop_one=use(30.0, 0.0))) == pytest.approx(10)
