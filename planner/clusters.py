@@ -129,7 +129,7 @@ class Achieved:
 # tests/test_planner_validation.py compares both with the records
 ERROR_BARS = {
     "gpu": ErrorBar(half_within=0.14, nine_of_ten_within=0.38, of="14 steps of the MiCS paper (V100, PyTorch)"),
-    "cpu": ErrorBar(half_within=0.02, nine_of_ten_within=0.09, of="14 steps on emulated nodes"),
+    "cpu": ErrorBar(half_within=0.02, nine_of_ten_within=0.10, of="14 steps on emulated nodes"),
 }
 
 
