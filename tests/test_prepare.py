@@ -61,7 +61,12 @@ import sys, time
 from input_pipeline import prepare
 from input_pipeline.store import LocalStore
 put = LocalStore.put
-LocalStore.put = lambda *args: (time.sleep(0.3), put(*args))
+def hang_at_the_fifth(store, name, content):
+    if len([*store.root.glob("*.tokens")]) == 4:
+        (store.root / f"{name}.partial").write_bytes(b"half")
+        time.sleep(120)
+    put(store, name, content)
+LocalStore.put = hang_at_the_fifth
 sys.exit(prepare.main(sys.argv[1:]))
 """
 
@@ -70,11 +75,11 @@ def test_killed_and_called_again_stores_what_is_left(texts: Path, tmp_path: Path
     """And what is damaged, if only by one bit."""
     folder, words = tmp_path / "set", [f"--path={texts}", f"--out={tmp_path / 'set'}"]
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, *words])
-    wait_for(lambda: len([*folder.glob("*.tokens")]) >= 4)
+    wait_for(lambda: len([*folder.glob("*.tokens")]) == 4 and any(folder.glob("*.partial")))
     process.send_signal(signal.SIGKILL)
     process.wait()
     there = sorted(folder.glob("*.tokens"))
-    assert len(there) < len(TEXTS) and not (folder / "index.json").exists()
+    assert len(there) == 4 and not (folder / "index.json").exists()
     content = there[0].read_bytes()
     there[0].write_bytes(bytes([content[0] ^ 1]) + content[1:])
     assert prepare.main(words) == 0

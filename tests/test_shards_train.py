@@ -80,8 +80,9 @@ def test_run_is_stopped_and_goes_on_elsewhere_with_the_same_losses(bucket, tmp_p
     assert run_here(*flags(whole, PREPARED)) == 0
     row, summary = rows(whole)[-1], json.loads((whole / "summary.json").read_text())
     assert {key: summary[key] for key in KEYS} == {key: row[key] for key in KEYS}
-    assert row["data_memory_hits"] > row["data_store_hits"] > 9
-    # the row is from before the validation
+    # the row is from before the validation, and counts what the reader ahead has finished by then
+    assert row["data_memory_hits"] > row["data_store_hits"] > 0
+    assert row["data_store_hits"] <= len(shards_read(bucket))
     assert 0 < row["data_store_bytes"] <= sum(size_of(path, tmp_path) for path in shards_read(bucket))
     with pytest.MonkeyPatch.context() as patched:
         stop_after(patched, 6)
