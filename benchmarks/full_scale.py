@@ -42,6 +42,10 @@ from training.experiment import Experiment, make_experiment
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "full_scale.jsonl"
 PLANNER, PAPER = "planner", "figure 2"  # networks
+OF_THE_REPLAY = (
+    *("planner/hardware.py", "planner/kernels.py", "planner/replay.py", "sharding/hlo*.py"),
+    "benchmarks/full_scale.py",
+)
 P3DN = "p3dn.24xlarge"
 
 
@@ -96,11 +100,10 @@ def networks(cell: Cell) -> dict[str, Network]:
 def inputs(cell: Cell, network: Network) -> str:
     """Returns a digest of the cell, the code of the step and of the replay, the device and the network."""
     cluster = CLUSTERS[cell.cluster]
-    about = [cell.words, cell.gpus, asdict(network), cluster.usable_bytes(cell.gpus)]
+    about = [cell.words, cell.gpus, asdict(network), cluster.usable_bytes(cell.gpus), BUCKET]
     about.append(asdict(cluster.compute(cell.gpus)))
     digest = hashlib.sha256(json.dumps(about, default=dict).encode())
-    sources = {file for part in (*compiling.OF_THE_STEP, "planner/kernels.py", "planner/replay.py", "sharding/hlo*.py")
-               for file in ROOT.glob(part)}  # fmt: skip
+    sources = {file for part in (*compiling.OF_THE_STEP, *OF_THE_REPLAY) for file in ROOT.glob(part)}
     for file in sorted(sources):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
@@ -168,10 +171,11 @@ def bucket_s(kind: str, item_bytes: int, gpus: int, network: Network) -> float:
     """Returns how long `BUCKET` values of so many bytes take on all GPUs, in whole nodes."""
     size = round(item_bytes * BUCKET)
     sent = (2 if kind == "all-reduce" else 1) * size * (gpus - 1) / gpus
-    crossing = 1 / network.devices_per_node if gpus > network.devices_per_node else 0.0
+    nodes = gpus // network.devices_per_node
+    crossing = nodes / gpus if nodes > 1 else 0.0
     bucket = Collective(
         kind=kind, label="", axes=(), dtype="", num_elements=round(BUCKET), payload_bytes=size, group_size=gpus,
-        inter_bytes=crossing * sent, intra_bytes=(1 - crossing) * sent, times=1, loop_depth=0,
+        group_nodes=nodes, inter_bytes=crossing * sent, intra_bytes=(1 - crossing) * sent, times=1, loop_depth=0,
     )  # fmt: skip
     return max(level_seconds(bucket, network).values())
 

@@ -102,8 +102,8 @@ def _estimate_s(experiment: Experiment, cluster: Cluster, compute_s: float) -> f
     if cluster.device.kind != "gpu" or config.sharding.overlap == "off" or not is_pipelined:
         return compute_s + sum(map(sum, seconds.values()))
     hop_two_s = sum(seconds["hop_two"])
-    if layout.parameters == layout.gradients == layout.optimizer:  # it is in the last backward pass, or in all
-        in_all = config.compression.delayed or config.local_sgd.streaming
+    in_all = config.compression.delayed or config.local_sgd.streaming
+    if not (in_all and layout.optimizer_beyond_gradients):  # it is in the last backward pass, or in all
         hop_two_s = max(0.0, hop_two_s - 0.75 * compute_s / (1 if in_all else steps))
     return max(compute_s, *seconds["layers"]) + sum(seconds["experts"]) + sum(seconds["gradient_scope"]) + hop_two_s
 

@@ -180,10 +180,10 @@ ACHIEVED = {
 }
 
 
-# of a ring's bandwidth, that trees reach with 64 bytes, 128, ... and 128 MB: NCCL's 92 % and its corrections by size
+# of a ring's bandwidth, that trees reach with 64 bytes, 128, ... and 512 MB: NCCL's 92 % and its corrections by size
 TREES = tuple(
     0.92 * share
-    for share in (*7 * (0.9,), 0.8, 0.7, *2 * (0.6,), *4 * (0.5,), 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9)
+    for share in (*7 * (0.9,), 0.8, 0.7, *2 * (0.6,), *4 * (0.5,), 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, *2 * (0.9,), 1.0)
 )  # fmt: skip
 
 

@@ -329,17 +329,15 @@ def _ring_seconds(collective: Collective, network: Network) -> dict[str, float]:
 def _tree_seconds(collective: Collective, network: Network) -> dict[str, float]:
     """Returns the same of an all-reduce along two binary trees of nodes, with a chain of devices in each node.
 
-    Each node sends the whole payload up and down; its path is the chain and log2(nodes) messages, each way (NCCL's
-    model, src/graph/tuning.cc).
+    A node sends the whole payload up and down, and so do its devices but one in the chain. The path is the chain and
+    log2(nodes) messages, each way (after NCCL's model, src/graph/tuning.cc).
     """
-    size, sent = collective.group_size, collective.inter_bytes + collective.intra_bytes
-    nodes = round(size * collective.inter_bytes / sent)  # a ring crosses once from each node to the next
+    size, nodes, payload = collective.group_size, collective.group_nodes, collective.payload_bytes
     chain, height = size // nodes - 1, nodes.bit_length() - 1
     latency_s = 2 * (chain * network.intra_latency_s + height * network.inter_latency_s)
-    whole = collective.inter_bytes * size / (size - 1)
-    inter = latency_s + network.transfer_s("inter", whole / network.tree_fraction(collective.payload_bytes))
-    intra = latency_s + network.transfer_s("intra", collective.intra_bytes) if chain else 0.0
-    return {"inter": inter, "intra": intra}
+    inter, intra = 2 * payload * nodes / size, 2 * payload * (size - nodes) / size  # bytes of a device, on average
+    inter_s = latency_s + network.transfer_s("inter", inter / network.tree_fraction(payload))
+    return {"inter": inter_s, "intra": latency_s + network.transfer_s("intra", intra) if chain else 0.0}
 
 
 def _same(a: Sequence[float], b: Sequence[float], took: float) -> bool:

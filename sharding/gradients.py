@@ -85,7 +85,7 @@ def manual_gradients(
         scale = 1 if is_done else layout.num_replicas
         trees_R = jax.tree.map(lambda x: x[None], (jax.tree.map(lambda g: g * scale, grads), kept, waiting))
         counts = lax.pmean(sums.total_counts(), layout.data_axes)
-        part = is_in_part(params, done % hop_two.parts, hop_two.parts) if hop_two and waiting_R is not None else None
+        part = is_in_part(grads, done % hop_two.parts, hop_two.parts) if hop_two and waiting_R is not None else None
         return trees_R, part, counts, lax.psum(means, layout.varying_axes)
 
     specs_R = gradient_specs(plan, tensor=False)

@@ -22,6 +22,7 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 LABELS = ("gather", "hop_one", "gradient_scope", "pipeline", "hop_two", "orthogonalise", "parameter_scope", "experts")
 CALLS = ("call", "conditional", "custom-call", "call-start", "custom-call-start", "async-start")  # may hold collectives
 CONTEXT = Tensor("u32", ())  # what a started collective-permute returns besides its result
+NOT_REPORTED = ("label", "loop_depth", "num_elements", "group_size", "group_nodes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class Collective:
     inter_bytes: float
     intra_bytes: float
     group_size: int  # devices that take part in one of its groups
+    group_nodes: int  # nodes that they are on
     times: int  # executions a step
     loop_depth: int
 
@@ -79,9 +81,7 @@ def as_report(collectives: Sequence[Collective]) -> dict[str, object]:
     for c in merged(collectives):
         entry = asdict(c) | {"name": c.label.replace("_", " "), "axes": list(c.axes)}
         entry |= {"inter_bytes": round(c.inter_bytes * c.times), "intra_bytes": round(c.intra_bytes * c.times)}
-        entries.append(
-            {key: entry[key] for key in entry if key not in ("label", "loop_depth", "num_elements", "group_size")}
-        )
+        entries.append({key: entry[key] for key in entry if key not in NOT_REPORTED})
     totals = bytes_per_step(collectives)
     return {
         "collectives": entries,
@@ -155,6 +155,7 @@ def collective_of(
         inter_bytes=inter,
         intra_bytes=intra,
         group_size=size,
+        group_nodes=max(len({device // shape.devices_per_node for device in group}) for group in groups),
         times=1,
         loop_depth=0,
     )

@@ -81,7 +81,7 @@ def test_fit_finds_the_latency_and_bandwidth_of_a_ring() -> None:
     assert true.reached(gather) == pytest.approx(15e6 / true.ring_s(gather))
     # 8 chunks each way between the nodes, then 7 messages of 2 MB inside them at 128 GB/s
     assert true.hierarchical_s(gather) == pytest.approx(100e-6 + 800e-6 + 7 * (3.4e-6 + 2e6 / 128e9))
-    some = [Gather(message_bytes=m, gpus=n, bandwidth=0.0) for m in (1e7, 1e8, 1e9) for n in (8, 32, 128)]
+    some = [Gather(message_bytes=m, gpus=n, bandwidth=0.0) for m in (1e7, 1e8, 1e9) for n in (16, 32, 128)]
     found = mics_figure_2.fit([dataclasses.replace(g, bandwidth=true.reached(g)) for g in some])
     assert found.latency_s == pytest.approx(100e-6, rel=0.01) and found.bandwidth == pytest.approx(10e9, rel=0.01)
     with pytest.raises(ValueError, match="cannot be fitted to 1 all-gathers"):
@@ -334,6 +334,9 @@ def test_a_bucket_crosses_once_for_each_node() -> None:
     assert full_scale.bucket_s("all-reduce", 2, 16, rings) == pytest.approx(
         4 * 1.0 + 26 * network.intra_latency_s + 2 * sent_s
     )
+    # trees: 7 messages of a chain and one between nodes, up and down; each node sends 1 GB twice
+    trees_s = 2 * (7 * network.intra_latency_s + 1.0) + 2 * 1e9 / network.node_bandwidth / 0.92
+    assert full_scale.bucket_s("all-reduce", 2, 16, network) == pytest.approx(trees_s)
     inside = 7 * network.intra_latency_s + 7 / 8 * 1e9 / network.intra_bandwidth
     assert full_scale.bucket_s("reduce-scatter", 2, 8, network) == pytest.approx(inside)
 

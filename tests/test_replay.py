@@ -160,6 +160,14 @@ def test_a_tree_has_a_chain_in_each_node() -> None:
     assert timeline.step_s == pytest.approx(25 + 2 * 1000 + 20)
 
 
+def test_a_tree_is_the_same_in_any_order_of_its_group() -> None:
+    """As a sum over axes lists it, devices of a node are not beside each other; a ring in that order crosses always."""
+    network = replace(NETWORK, tree_fractions=(1.0,), intra_latency_s=1000, inter_latency_s=1001)
+    interleaved = "%r = u8[20] all-reduce(%x), to_apply=%add, replica_groups={{0,2,1,3}}"
+    timeline = replayed("%x = u8[20] broadcast(%p)", interleaved, network=network)
+    assert timeline.step_s == pytest.approx(25 + 2 * 1000 + 2 * 1001 + 200)
+
+
 def test_an_all_to_all_reaches_a_part_of_a_node_link() -> None:
     """10 of 20 bytes cross, of two devices, at 0.2 bytes a second, of which it reaches half."""
     said = "replica_groups={{0,2},{1,3}}, dimensions={0}"
