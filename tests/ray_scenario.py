@@ -161,7 +161,7 @@ def run_scenario(
     ahead = {"compile_ahead": compile_ahead, "notice_s": 0.1}
     engine = Engine(members, limits, patience, workdir, **ahead)  # pyright: ignore[reportArgumentType]
     with pytest.MonkeyPatch.context() as patch:
-        for name, time_s in (dict.fromkeys(SHORT, 0.05) | times_s).items():
+        for name, time_s in (dict.fromkeys(SHORT, 0.05) | {"STOP_S": 0.5} | times_s).items():
             patch.setattr(ray_train, name, time_s)
         return engine.run(), members
 

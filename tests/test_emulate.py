@@ -37,7 +37,7 @@ names = ["JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_
 names += ["MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
 print(json.dumps([os.environ[name] for name in names]).replace('"', ""))
 """
-RANK = "import os, sys, time; rank = int(os.environ['RANK']); print('up')\n"
+RANK = "import os, signal, sys, time; rank = int(os.environ['RANK']); print('up')\n"
 SLEEP = RANK + "time.sleep(1000)"
 
 
@@ -69,7 +69,10 @@ def test_what_the_program_finds(tmp_path: Path) -> None:
     [
         ("sys.exit(0)", 0, ""),
         ("sys.exit(3 * (rank == 1))", 3, ""),
-        ("time.sleep(rank * 0.5); sys.exit(75 - rank)", 75, "process 0 on node0 ended with exit code 75"),
+        (
+            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(74))\nif rank == 0: sys.exit(75)\ntime.sleep(1000)",
+            *(75, "process 0 on node0 ended with exit code 75"),
+        ),
         ("if rank == 0: sys.exit(4)\ntime.sleep(1000)", 4, "process 0 on node0 ended with exit code 4"),
         ("if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(1000)", 137, "process 1 on node1 ended with exit code 137"),
     ],
@@ -91,8 +94,12 @@ def test_a_terminal_that_cannot_show_what_the_program_says(tmp_path: Path, monke
 @pytest.mark.slow
 @EMULATED
 def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
-    ignores = "import signal; signal.signal(signal.SIGTERM, lambda *_: print('no'))\n"
-    fails = "if rank == 1: time.sleep(0.5); sys.exit(6)\nwhile True: time.sleep(1)"
+    there = tmp_path / "there"
+    ignores = f"signal.signal(signal.SIGTERM, lambda *_: print('no'))\nif rank == 0: open({str(there)!r}, 'w')\n"
+    fails = (
+        f"if rank == 1:\n while not os.path.exists({str(there)!r}): time.sleep(0.01)\n sys.exit(6)\n"
+        "while True: time.sleep(1)"
+    )
     code, out, _ = finish(emulate(tmp_path, RANK + ignores + fails, "--grace_s=0.2"))  # and 10 s more
     assert (code, out) == (6, "up\nno\n")
 

@@ -130,7 +130,7 @@ def test_a_cut_link_is_silent(tmp_path: Path) -> None:
         server = cluster.start(1, python(ECHO))
         assert line(server) == "listening"
         client = cluster.start(0, python(ASK))
-        assert line(client) == "heard"
+        until(lambda: line(client) == "heard")
         cluster.cut(1)
         until(lambda: line(client) == "silence")
         assert [line(client) for _ in range(2)] == ["silence"] * 2
@@ -155,7 +155,7 @@ def test_kill_leaves_nothing_of_a_node(tmp_path: Path) -> None:
         server = cluster.start(1, python(ECHO))
         assert line(server) == "listening"
         client = cluster.start(0, python(ASK))
-        assert line(client) == "heard"
+        until(lambda: line(client) == "heard")
         before = cluster.traffic()[1]
         cluster.kill(1)
         until(lambda: line(client) not in ("heard", "silence"))

@@ -50,8 +50,12 @@ def reach():
 heartbeat._GRACE_S = 1.5
 watch = Heartbeat()
 peers = listen() if me == 0 else reach()
+if me:
+    peers[0].connection.recv(1, socket.MSG_PEEK)  # process 0 beats when all are there
 watch.start(me, peers, 2.5, 3.0)
 watch.completed(10 + me)
+while len(watch._steps) < (1 if me else count - 1):
+    time.sleep(0.01)
 print("ready", flush=True)
 {then}
 """
@@ -61,7 +65,10 @@ ABORTS = f"signal.signal(signal.SIGUSR1, lambda *_: ctypes.CDLL(None).abort())\n
 
 
 def play(ports: Sequence[int], then: dict[int, str] | None = None) -> list[subprocess.Popen[str]]:
-    """Starts processes that watch each other, and waits until they do; `then` is what some do instead of waiting."""
+    """Starts processes that watch each other, and waits until process 0 knows all steps, and the others its own.
+
+    `then` is what some do instead of waiting.
+    """
     count, then = len(ports), then or {}
     players = [
         subprocess.Popen(
@@ -75,7 +82,6 @@ def play(ports: Sequence[int], then: dict[int, str] | None = None) -> list[subpr
     ]
     for player in players:
         assert player.stdout and player.stdout.readline() == "ready\n", finish(*players)
-    time.sleep(1.0)  # a beat, by which process 0 knows all steps
     return players
 
 

@@ -152,7 +152,7 @@ def test_four_processes_with_caches_of_their_own_read_each_shard_once(bucket, tm
     read = shards_read(bucket)
     assert len(read) >= 10 and set(read.values()) == {1}
     last = rows(tmp_path / "four")[-1]
-    assert last["data_peer_hits"] > 0 and last["data_store_hits"] > 0
+    assert last["data_peer_hits"] > 0  # of process 0, which may have none from the store
     check_no_secret(tmp_path, *(text for _, out, err in outcomes for text in (out, err)))
 
 

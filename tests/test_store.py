@@ -179,7 +179,8 @@ def test_store_that_fails_for_a_while_is_waited_for_and_said_once(web, caplog):
     assert len(said) == 2 and f"{url}: the store answers again after" in said[1]
 
 
-def test_a_short_failure_is_not_worth_a_line(web, caplog):
+def test_a_short_failure_is_not_worth_a_line(web, caplog, monkeypatch):
+    monkeypatch.setattr(store, "SAY_AFTER_S", 60.0)
     failures = iter([500, "half"])
     web.fault = lambda path: next(failures, None)
     assert RemoteStore(web.url).read("part1.txt")
