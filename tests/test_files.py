@@ -128,8 +128,7 @@ def test_a_lock_of_another_process_is_refused_then_waited_for(tmp_path: Path) ->
         with pytest.raises(BlockingIOError), locks.locked(file, wait_s=0.3, waits=lambda: said.append("a little")):
             pass
         assert 0.3 <= time.monotonic() - start_s < 5
-        threading.Timer(0.5, other.kill).start()
-        with locks.locked(file, waits=lambda: said.append("for ever")):
+        with locks.locked(file, waits=lambda: (said.append("for ever"), other.kill())):
             assert other.wait(60) == -signal.SIGKILL and locks.is_held(file)
     assert said == ["a little", "for ever"] and not locks.is_held(file)
 

@@ -104,10 +104,10 @@ def test_an_update_costs_less_than_a_fifth_of_a_millisecond() -> None:
     shown = Progress(100_000, 0, Console(file=io.StringIO(), force_terminal=True, width=100))
     best = float("inf")
     for repeat in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()
         for step in range(200):
             shown.update(repeat * 200 + step, SCALARS)
-        best = min(best, (time.perf_counter() - start) / 200)
+        best = min(best, (time.thread_time() - start) / 200)
     shown.close()
     assert best < 0.2e-3
 

@@ -65,8 +65,8 @@ def test_shards_that_are_wanted_stay_open(made):
     for name in "abab":  # used later than c and d were opened
         assert opened.get(shard(name))[0] == ord(name)
     opened.read_ahead(names("cd"), names("ef"))
-    wait_for(lambda: {"e", "f"} <= set(opened._open))
-    assert set(opened._open) == set("cdef") and set(tiers.begun.values()) == {1}
+    wait_for(lambda: set(opened._open) == set("cdef"))  # there is one more before one is closed
+    assert set(tiers.begun.values()) == {1}
     assert tiers.counters.memory_hits == 4
 
 

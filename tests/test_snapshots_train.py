@@ -178,7 +178,7 @@ def test_one_that_ends_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixtu
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, **pipes) as first:
         assert first.stdout and first.stdout.readline() == b"held\n"
-        threading.Timer(0.5, first.kill).start()
+        threading.Timer(2.0, first.kill).start()
         with workdir_lock.workdir_lock(tmp_path):
             assert first.wait(60) == -signal.SIGKILL
     assert "waiting" in capsys.readouterr().err

@@ -399,7 +399,8 @@ def test_shards_of_the_next_block_are_there_before_they_are_needed(web, prepared
                     while i and wanted not in opened._open and time.monotonic() < deadline:
                         time.sleep(0.001)
                     assert not i or wanted in opened._open
-                    assert len(opened._open) <= 2
+                    with opened._changed:
+                        assert len(opened._open) <= 2
                 dataset[i]
                 i += 1
         assert all(count == 1 for path, count in web.gets.items())

@@ -80,7 +80,7 @@ def test_a_run_that_stops_is_retried(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("workers", [1, 2])
 def test_no_more_runs_at_a_time_than_workers(workers: int, tmp_path: Path) -> None:
     config = sweep_file(tmp_path, seeds(0, 6, 7, 8))
-    assert run_sweep(tmp_path, config, f"--workers={workers}", pause_s=0.4) == 0
+    assert run_sweep(tmp_path, config, f"--workers={workers}", pause_s=0.4 * workers**2) == 0
     alive, most = 0, 0
     for event, _, _ in sorted(events(tmp_path), key=lambda event: event[2]):
         alive += {"start": 1, "end": -1}[event]
