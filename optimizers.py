@@ -289,7 +289,7 @@ def guarded(exchange: Transform, inner: Transform) -> Transform:
         norm = optax.tree.norm(trained)
         finite = jnp.isfinite(norm + optax.tree.norm(averages)) if averages else jnp.isfinite(norm)
         steps, inner_state = inner.update(grads, state.inner, params)
-        # hop two inside the backward passes leaves a state that is good for a skipped step too: to restore the one
+        # hop two inside the backward passes leaves a state that is good after a skipped step too: to restore the one
         # before would take a second copy of it from there to here
         in_place = isinstance(updates, Exchanged | Delayed)
 

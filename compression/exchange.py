@@ -46,7 +46,8 @@ def exchange(
     small, and their gradients differ in magnitude from those of matrices, with which they must not share a scale.
     `error_feedback` adds the encoding error to the next step's gradients (arXiv 1901.09847): the sum of all results,
     plus the residuals, is the sum of all gradients. A non-finite value makes the whole result non-finite; the
-    downstream guard then skips the step and restores the residuals.
+    downstream guard then skips the step and restores the residuals. Those of an exchange inside the backward pass have
+    taken in the skipped gradients by then, and become zero: to restore them would take a second copy.
     """
     layout = plan.layout
     if codec is None:
@@ -63,9 +64,11 @@ def exchange(
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
         if isinstance(updates, Exchanged):
-            residual = replace(state.residual, tree=updates.kept_R if error_feedback else ())
-            state = ExchangeState(step=state.step + 1, residual=residual, sent=Sent(*updates.counts))
-            return own_copies(plan, updates.grads_R), state
+            out = own_copies(plan, updates.grads_R)
+            finite = jnp.isfinite(optax.tree.norm(out))
+            kept_R = jax.tree.map(lambda x: jnp.where(finite, x, 0), updates.kept_R) if error_feedback else ()
+            residual = replace(state.residual, tree=kept_R)
+            return out, ExchangeState(step=state.step + 1, residual=residual, sent=Sent(*updates.counts))
         kept = (state.residual.tree,) if error_feedback else ()
         out, *kept, sent = on_shards(plan, exchange_shards, updates, *kept, replicated=state.step)
         residual = replace(state.residual, tree=kept[0] if error_feedback else ())

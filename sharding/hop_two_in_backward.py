@@ -160,8 +160,6 @@ def exchange_group(
     """Runs hop two on the sums of a group, or of one layer."""
     numbers = (name, sums.done.astype(jnp.int32), layer)
     grads, kept, counts = _hop_two(plan, hop_two, numbers, placements, sums.grads, sums.kept)
-    if kept is not None:  # of a gradient that is not finite it stays as it was
-        kept = jax.tree.map(lambda g, new, old: jnp.where(jnp.isfinite(g), new, old), grads, kept, sums.kept)
     return sums._replace(grads=grads, kept=kept, counts=counts)
 
 

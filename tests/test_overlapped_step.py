@@ -197,19 +197,60 @@ def test_delayed_exchanges_a_piece_of_each_layer_in_every_micro_step_and_sends_n
     assert inside == pytest.approx(after, rel=0.01 if method == "none" else 0.15)  # filled up to pieces of one size
 
 
-@pytest.mark.parametrize("strategy", ["mics(2)", "node/node/all"])
-def test_values_that_are_not_finite_skip_the_step_and_leave_the_residuals(strategy: str) -> None:
+OVERFLOW = 1000.0  # a row's weight that makes `overflowing` overflow
+
+
+def overflowing(params: Any, batch: Any, gather: Any) -> Any:
+    """The decoder's loss, whose gradients are large in the head and infinite in the embedding if a weight says so."""
+    overflows = batch["weights"].max() >= OVERFLOW
+    factors = {"head": jnp.where(overflows, 1e6, 1.0), "embed": jnp.where(overflows, jnp.inf, 1.0)}
+
+    def scaling_gather(name: str, group: Any) -> Any:
+        values = gather(name, group)
+        return jax.tree.map(lambda x: scaled_backwards(x, factors[name]), values) if name in factors else values
+
+    return workload.model("decoder").objective(params, batch, scaling_gather)
+
+
+@jax.custom_vjp
+def scaled_backwards(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """Returns `x`; its gradient is multiplied by the factor."""
+    del factor
+    return x
+
+
+scaled_backwards.defvjp(lambda x, factor: (x, factor), lambda factor, g: (g * factor, jnp.zeros_like(factor)))
+
+
+@pytest.mark.parametrize(
+    ("method", "strategy"),
+    [
+        ("int8", "mics(2)"),
+        ("int8", "node/node/all"),
+        pytest.param("two_bit", "mics(2)", marks=pytest.mark.slow),
+        pytest.param("one_bit", "zero1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_gradient_that_overflows_in_some_layers_skips_the_step_and_empties_the_residuals(
+    method: str, strategy: str
+) -> None:
+    """What follows is what would follow from the parameters before, with nothing left to send."""
     plan = workload.plan("decoder", overlap=True, **STRATEGIES[strategy])
-    tx = method_named("int8").build(workload.setup(plan, "int8", **CODEC))
-    in_backward = workload.hop_two_in_backward(plan, "int8", **CODEC)
-    step, state, data = workload.compiled_step("decoder", plan, hop_two=tx, in_backward=in_backward)
-    state, _ = step(state, data)
-    before = jax.tree.map(np.array, (state.params, state.opt_state.exchange.residual))
-    assert any(x.any() for x in jax.tree.leaves(before[1]))
-    data["weights"] = data["weights"].at[0, 0].set(np.inf)
-    state, _ = step(state, data)
-    jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.opt_state.exchange.residual))
-    assert int(state.opt_state.skipped) == 1
+    tx = method_named(method).build(workload.setup(plan, method, **CODEC))
+    in_backward = workload.hop_two_in_backward(plan, method, **CODEC)
+    step, state, data = workload.compiled_step(
+        "decoder", plan, hop_two=tx, in_backward=in_backward, loss=overflowing, accumulation=2
+    )
+    state, first = step(state, data)
+    params, residual = jax.tree.map(np.array, (state.params, state.opt_state.exchange.residual.tree))
+    assert any(x.any() for x in jax.tree.leaves(residual))
+    state, skipped = step(state, {**data, "weights": data["weights"].at[-1, 0].set(OVERFLOW)})
+    assert not np.isfinite(skipped["grad_norm"]) and int(state.opt_state.skipped) == 1
+    jax.tree.map(np.testing.assert_array_equal, params, state.params)
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.opt_state.exchange.residual.tree))
+    for _ in range(2):
+        state, metrics = step(state, data)
+        assert 0.2 < float(metrics["grad_norm"]) / float(first["grad_norm"]) < 5
 
 
 @pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.slow), "int8"])

@@ -237,13 +237,14 @@ def compiled_step(
     drift: Any = lambda opt_state: None,
     num_layers: int = 2,
     in_backward: HopTwoInBackward | None = None,
+    loss: Any = None,
 ):
-    """Returns the compiled step, its first state and its batch."""
+    """Returns the compiled step, its first state and its batch; `loss` in the place of the model's objective."""
     tx = chain or guarded(hop_two or exchange(sh), tx or sgd())
     state = first_state(kind, sh, tx, num_layers)
     data = put_batch(sh, accumulation, rows, kind)
     built = model(kind, num_layers)
-    loss = built.staged_loss() if sh.layout.shape.stage > 1 else built.objective
+    loss = loss or (built.staged_loss() if sh.layout.shape.stage > 1 else built.objective)
     step = jax.jit(
         build_train_step(loss, sh, tx, watch, drift, in_backward),
         donate_argnums=0,
