@@ -40,7 +40,7 @@ def page(lines: Sequence[Line]) -> str:
         "\n\n".join(
             [
                 head("Hop two with codecs, measured").rstrip(),
-                "The record, `benchmarks/results/compression.jsonl`, is made by (it runs what is missing)",
+                "The record, `benchmarks/results/measured/compression.jsonl`, is made by (it runs what is missing)",
                 f"    python -m benchmarks.compression --rates={','.join(rates)} --repetitions={repetitions}",
                 "and printed by `python -m benchmarks.compression --report`, which runs nothing.",
                 "`configs/standard.py` (25.6 M parameters, f32) under mics(2) with one micro-step, on "

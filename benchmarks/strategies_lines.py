@@ -1,4 +1,4 @@
-"""Selects and aggregates lines of benchmarks/results/strategies.jsonl, and lists the commands that make them."""
+"""Selects and aggregates lines of results/measured/strategies.jsonl, and lists the commands that make them."""
 
 import shlex
 from collections import defaultdict

@@ -65,8 +65,8 @@ def intro(lines: Sequence[Line]) -> str:
     made = "\n".join(f"    {command}" for command in commands(lines))
     return (
         f"{head('Strategies on a slow network, measured')}\n"
-        "The record, `benchmarks/results/strategies.jsonl`, is made by (each runs what is missing; PYTHON has torch)"
-        f"\n\n{made}\n\nand printed by `python -m benchmarks.strategies --report`, which runs nothing.\n\n"
+        "The record, `benchmarks/results/measured/strategies.jsonl`, is made by (each runs what is missing; PYTHON has "
+        f"torch)\n\n{made}\n\nand printed by `python -m benchmarks.strategies --report`, which runs nothing.\n\n"
         "The standard workload (`configs/standard.py`: 25.6 M parameters, f32, AdamW, rematerialised layers, one "
         f"sequence of 256 a device, 4 micro-steps) on {about['nodes']} emulated nodes of {about['devices_per_node']} "
         f"({machines}; jax {about['jax']}; commit {commits}). All nodes share the cores: compare within a table, and "

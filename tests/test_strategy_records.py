@@ -1,4 +1,4 @@
-"""What benchmarks/results/strategies.jsonl says was measured, and that page and pictures say no more."""
+"""What benchmarks/results/measured/strategies.jsonl says was measured, and that page and pictures say no more."""
 
 import itertools
 import shlex
