@@ -59,7 +59,7 @@ def main() -> int:
     except ValueError as error:
         return complain(ValueError(str(error).replace("--rate=", "--rates=")))
     failed = 0 if options.report else measure(options)
-    compression_report.write(recorded(RESULTS))
+    compression_report.write(recorded(RESULTS, superseded=True))
     return 1 if failed else 0
 
 
