@@ -4,8 +4,8 @@
     python -m benchmarks.accuracy --seeds=0         # only writes the tables
 
 Trains the runs that are not recorded yet, in this process (with the parts of train.py; each of 4 virtual devices is a
-node), adds one line per run to benchmarks/results/accuracy.jsonl and writes the tables of docs/compression_accuracy.md.
-The key `superseded` marks lines of outdated code, with the reason; they stay on record, but the tables ignore them.
+node), adds one line per run to results/measured/accuracy.jsonl and writes the tables of
+docs/compression_accuracy.md.
 """
 
 import argparse
@@ -17,8 +17,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from benchmarks import records
-from benchmarks.records import machine, spread
+from benchmarks.records import MEASURED, add, machine, recorded, spread
 from configs import base
 from configs import digits as digits_config
 from configs.schema import Config
@@ -28,7 +27,7 @@ from training.experiment import make_experiment
 from training.validation import Validator
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "accuracy.jsonl"
+RESULTS = MEASURED / "accuracy.jsonl"
 PAGE = ROOT / "docs" / "compression_accuracy.md"
 BEGIN, END = "<!-- benchmarks/accuracy.py writes from here -->", "<!-- to here -->"
 REPLICAS = 4
@@ -175,19 +174,14 @@ def main() -> int:
         for task in options.tasks.split(","):
             for name, method in methods(task).items():
                 key = {"task": task, "method": name, "seed": seed}
-                if any(key.items() <= line.items() for line in recorded()):
+                if any(key.items() <= line.items() for line in recorded(RESULTS)):
                     continue
                 line = key | train(config_of(task, method.overrides, seed)) | {"overrides": method.overrides} | about
-                records.add(RESULTS, line)
+                add(RESULTS, line)
                 print(f"{task}, {name}, seed {seed}: {line['validation_loss']:.4f}", flush=True)
                 jax.clear_caches()
-    write_tables(recorded())
+    write_tables(recorded(RESULTS))
     return 0
-
-
-def recorded() -> list[dict[str, Any]]:
-    """Returns the lines of the record without superseded ones."""
-    return [line for line in records.recorded(RESULTS) if "superseded" not in line]
 
 
 def write_tables(lines: list[dict[str, Any]]) -> None:

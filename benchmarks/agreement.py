@@ -4,8 +4,8 @@
 
 The processes are forks of this one without devices, so that 64 fit on a small machine. Each has its own client of
 jax's real coordination service, which process 0 runs. Checkpoints are written without Orbax: each process writes two
-files of 1 MiB as its part of the state. Adds one line per number of processes to benchmarks/results/agreement.jsonl and
-writes docs/agreement.md.
+files of 1 MiB as its part of the state. Writes results/derived/agreement.jsonl, one line
+per number of processes, and docs/agreement.md.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from typing import Any
 import jax
 from orbax.checkpoint import multihost
 
-from benchmarks.records import add, machine, recorded
+from benchmarks.records import DERIVED, machine, recorded, replace
 from configs.schema import CheckpointConfig
 from files.pages import head
 from runtime.consensus import all_gather, barrier, broadcast, gather, new_key
 from state import Checkpointer, manifest
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "agreement.jsonl"
+RESULTS = DERIVED / "agreement.jsonl"
 PAGE = ROOT / "docs" / "agreement.md"
 COUNTS = (4, 16, 64)
 FILE_BYTES, FILES = 1 << 20, 2  # written by each process
@@ -46,13 +46,13 @@ OPERATIONS = {  # in the order in which they are measured
 
 
 def main() -> int:
-    """Measures unless --report is given, and writes the page from the newest line of each number of processes."""
+    """Counts unless --report is given, and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", action="store_true", help="only write the page, from the record")
     options = parser.parse_args()
     command = shlex.join(["python", "-m", "benchmarks.agreement", *sys.argv[1:]])
-    for count in () if options.report else COUNTS:
-        add(RESULTS, measure(count) | {"command": command} | machine())
+    if not options.report:
+        replace(RESULTS, [measure(count) | {"command": command} | machine() for count in COUNTS])
     PAGE.write_text(page(recorded(RESULTS)))
     return 0
 
@@ -172,17 +172,16 @@ def write_part(step: Path, me: int) -> None:
 
 
 def page(lines: list[dict[str, Any]]) -> str:
-    """Returns docs/agreement.md, from the newest line of each number of processes."""
-    newest = {line["processes"]: line for line in lines}
-    about = newest[max(newest)]
-    heads = ["", *(f"{count} processes" for count in newest)]
+    """Returns docs/agreement.md."""
+    about, counts = lines[-1], [line["processes"] for line in lines]
+    heads = ["", *(f"{count} processes" for count in counts)]
     calls = [table_row(heads), "|---" * len(heads) + "|"]
     for key, name in OPERATIONS.items():
-        calls.append(table_row([name, *(total(line["calls"][key]) for line in newest.values())]))
-    calls.append(table_row(["an all-gather that reads a key per process", *(f"{n + n * n:,}" for n in newest)]))
+        calls.append(table_row([name, *(total(line["calls"][key]) for line in lines)]))
+    calls.append(table_row(["an all-gather that reads a key per process", *(f"{n + n * n:,}" for n in counts)]))
     hashed = [table_row(heads), "|---" * len(heads) + "|"]
     for key in ("commit", "restore"):
-        hashed.append(table_row([OPERATIONS[key], *(mebibytes(line["hashed_bytes"][key]) for line in newest.values())]))
+        hashed.append(table_row([OPERATIONS[key], *(mebibytes(line["hashed_bytes"][key]) for line in lines)]))
     return f"""{head("What agreement costs")}
 The processes of a run agree through the key-value store of jax's coordination service (`runtime/consensus.py`), not
 through collectives: on the token, the snapshot or checkpoint to go on from, and every save. Calls to the store by all

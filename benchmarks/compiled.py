@@ -2,7 +2,7 @@
 
     python -m benchmarks.compiled
 
-Steps are compiled but not run, in one process per number of devices. Writes benchmarks/results/compiled.jsonl for
+Steps are compiled but not run, in one process per number of devices. Writes results/derived/compiled.jsonl for
 `python -m paper`: one line per step, and one for the size of each model of the MiCS paper.
 """
 
@@ -21,6 +21,7 @@ import jax
 
 import models
 from benchmarks.names import sharding_of
+from benchmarks.records import DERIVED, replace
 from configs import base
 from configs.schema import Config
 from metrics.environment import environment
@@ -30,7 +31,7 @@ from sharding import hlo
 from training.experiment import make_experiment
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "compiled.jsonl"
+RESULTS = DERIVED / "compiled.jsonl"
 PAPER_MODELS = ("bert_10b", "bert_15b", "bert_20b", "bert_50b", "roberta_20b", "gpt2_20b")
 XLA_FLAGS = "--xla_backend_optimization_level=0"  # LLVM's optimisation takes most of the compile time
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3 flat", "zero3", "hsdp", *(f"mics({p})" for p in (1, 2, 4, 8)))
@@ -75,15 +76,15 @@ def main() -> int:
             if case.nodes * case.devices_per_node == options.devices:
                 print(json.dumps(step_record(case)), flush=True)
         return 0
-    lines = [json.dumps(record) for record in (about_record(), *model_records())]
+    lines = [about_record(), *model_records()]
     for devices in sorted({case.nodes * case.devices_per_node for case in cases()}):
         command = [sys.executable, "-m", "benchmarks.compiled", f"--devices={devices}"]
         variables = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
         done = subprocess.run(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             return done.returncode
-        lines += done.stdout.splitlines()
-    RESULTS.write_text("".join(line + "\n" for line in lines))
+        lines += map(json.loads, done.stdout.splitlines())
+    replace(RESULTS, lines)
     return 0
 
 

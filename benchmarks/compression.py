@@ -5,7 +5,7 @@
 
 The standard workload (configs/standard.py) under mics(2) with one micro-step, on 4 emulated nodes of 2 devices, swept
 over (repetition, rate, codec). Only runs that are not recorded yet are done; `--report` runs nothing. Adds lines to
-benchmarks/results/compression.jsonl and writes docs/compression_measured.md with its picture; needs root
+results/measured/compression.jsonl and writes docs/compression_measured.md with its picture; needs root
 (docs/emulation.md).
 """
 
@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import sweep
 from benchmarks import compression_report
 from benchmarks.compression_report import DEVICES, NODES, VALUES
-from benchmarks.records import add, machine, recorded
+from benchmarks.records import MEASURED, add, machine, recorded
 from cluster.links import Links
 from compression.by_config import make_codec
 from compression.methods import method_named
@@ -36,8 +36,7 @@ from runtime.command_line import complain, prepare_output
 from sharding.mesh import MeshShape, find_nodes, make_mesh
 from sweeps.records import State
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "compression.jsonl"
+RESULTS = MEASURED / "compression.jsonl"
 WORKDIR = Path("runs/benchmarks/compression")
 CONFIG = "configs/standard.py"
 TIMED = (*CODECS[1:], "two_bit", "one_bit")
@@ -60,7 +59,7 @@ def main() -> int:
     except ValueError as error:
         return complain(ValueError(str(error).replace("--rate=", "--rates=")))
     failed = 0 if options.report else measure(options)
-    compression_report.write(recorded(RESULTS))
+    compression_report.write(recorded(RESULTS, superseded=True))
     return 1 if failed else 0
 
 

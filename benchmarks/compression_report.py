@@ -8,7 +8,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.strategies_lines import step_time
+from benchmarks.strategies_lines import commits_of, ratio, step_time
+from benchmarks.strategies_report import text
 from cluster.links import Links
 from files.pages import head
 from paper.plots import Bars, draw_bars, png
@@ -24,28 +25,37 @@ Line = dict[str, Any]
 
 
 def write(lines: Sequence[Line]) -> None:
-    """Writes docs/compression_measured.md and its picture."""
+    """Writes docs/compression_measured.md and its picture; `lines` are all, superseded ones too."""
     PAGE.write_text(page(lines))
-    (PAGE.parent / "images" / PICTURE).write_bytes(png(draw([line for line in lines if line["kind"] == "step"])))
+    (PAGE.parent / "images" / PICTURE).write_bytes(png(draw([line for line in shown(lines) if line["kind"] == "step"])))
     print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+def shown(lines: Sequence[Line]) -> list[Line]:
+    """Returns the lines without those superseded ones for whose codec and rate there is a newer one."""
+
+    def what(line: Line) -> tuple[str, ...]:
+        return line["kind"], line["codec"], line.get("rate", "")
+
+    newer = {what(line) for line in lines if "superseded" not in line}
+    return [line for line in lines if "superseded" not in line or what(line) not in newer]
 
 
 def page(lines: Sequence[Line]) -> str:
     """Returns docs/compression_measured.md."""
-    codecs, steps = ([line for line in lines if line["kind"] == kind] for kind in ("codec", "step"))
+    codecs, steps = ([line for line in shown(lines) if line["kind"] == kind] for kind in ("codec", "step"))
     rates, about = rates_of(steps), lines[-1]
-    commits = ", ".join(sorted({line["commit"][:7] for line in lines}))
     repetitions = 1 + max(line["repetition"] for line in steps)
     return (
         "\n\n".join(
             [
                 head("Hop two with codecs, measured").rstrip(),
-                "The record, `benchmarks/results/compression.jsonl`, is made by (it runs what is missing)",
+                "The record, `benchmarks/results/measured/compression.jsonl`, is made by (it runs what is missing)",
                 f"    python -m benchmarks.compression --rates={','.join(rates)} --repetitions={repetitions}",
                 "and printed by `python -m benchmarks.compression --report`, which runs nothing.",
                 "`configs/standard.py` (25.6 M parameters, f32) under mics(2) with one micro-step, on "
-                f"{NODES} emulated nodes of {DEVICES} that share {about['machine']} (jax {about['jax']}, commits "
-                f"{commits}). docs/compression.md says what the codecs are.",
+                f"{NODES} emulated nodes of {DEVICES} that share {about['machine']} (jax {about['jax']}). The runs are "
+                "of several days, told apart by their commits. docs/compression.md says what the codecs are.",
                 codec_table(codecs),
                 *(step_table(steps, rate) for rate in rates),
                 f"![Step time of each codec by link rate](images/{PICTURE})",
@@ -75,7 +85,8 @@ def codec_table(lines: Sequence[Line]) -> str:
         rows.append(f"| {line['codec']} | {' | '.join(cells)} | {of_exchange_s / exchange_s:.1f} |")
     return "\n".join(
         [
-            f"## {4 * VALUES / 1e6:.0f} MB, on all cores\n\nThe fastest of 100. Shares are of what 1 Gbit/s saves "
+            f"## {4 * VALUES / 1e6:.0f} MB, on all cores\n\nThe fastest of 100 in one run (commit "
+            f"{commits_of(lines)}). Shares are of what 1 Gbit/s saves "
             f"with values that travel once, or {SENT_TIMES} times in an exchange between {NODES} nodes. An exchange "
             "encodes all values and their sum, decodes both again for the residual, and what arrives twice; the link "
             "is not in its time. `pays below`: the rate at which the link would carry what is saved in that time, by "
@@ -95,35 +106,47 @@ def optimizer_of(line: Line) -> str:
 
 
 def step_table(steps: Sequence[Line], rate: str) -> str:
-    """Returns the table of steps at a rate; it compares times only between runs with the same optimizer."""
+    """Returns the table of steps at a rate; times are compared between runs of one commit with one optimizer."""
     at_rate = [line for line in steps if line["rate"] == rate]
     runs = {name: [line for line in at_rate if line["codec"] == name] for name in names_of(at_rate)}
     wire = {name: median(line["wire_tx_bytes"] for line in of) for name, of in runs.items()}
-    head = ["codec", "runs", "optimizer", "a node sends, MB a step", "none / this", "s a step", "none / this"]
-    rows = [f"| {' | '.join([*head, 'loss of the first and the last step'])} |", "|---" * (len(head) + 1) + "|"]
-    others = []
+    head = ["codec", "runs", "commits", "optimizer", "a node sends, MB a step", "none / this", "s a step"]
+    head += ["none / this", "loss of the first and the last step"]
+    rows, others, alone = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"], [], []
     for name, of in runs.items():
-        time, dense, optimizer = step_time(of), step_time(runs.get(DENSE, [])), optimizer_of(of[0])
-        assert time
-        comparable = dense is not None and optimizer == optimizer_of(runs[DENSE][0])
-        if not comparable:
-            others.append(f"; {name} ran with {optimizer}, and has no run without a codec to be compared with")
-        cells = [name, str(len(of)), optimizer, f"{wire[name] / 1e6:.2f}"]
-        cells += [f"{wire[DENSE] / wire[name]:.2f}" if dense else "-"]
-        cells += [f"{time.value:.2f} ({time.low:.2f} to {time.high:.2f})"]
-        cells += [f"{dense.value / time.value:.2f}" if dense and comparable else "-"]
+        with_none = alike(runs.get(DENSE, []), of)
+        faster = ratio(*map(step_time, with_none))
+        alone += [] if faster else [name]
+        others += [f"; {name} was {reason}" for reason in {line["superseded"] for line in of if "superseded" in line}]
+        cells = [name, str(len(of)), commits_of(of), optimizer_of(of[0]), f"{wire[name] / 1e6:.2f}"]
+        cells += [f"{wire[DENSE] / wire[name]:.2f}" if DENSE in runs else "-"]
+        cells += [text(step_time(of), 2), text(faster, 2, "-")]
         first, last = (median(line["losses"][i] for line in of) for i in (0, -1))
         others += [f"; the loss of {name} rose"] if last > first else []
         rows.append(f"| {' | '.join([*cells, f'{first:.3f}, {last:.3f}'])} |")
+    if alone:
+        others.append(f"; {', '.join(alone)}: no run without a codec at the same commit with the same optimizer")
     count = len(at_rate[0]["losses"])
     return "\n".join(
         [
-            f"## Steps at {rate}\n\nRuns of {count} steps, the first not timed: the median, and the fastest and the "
-            f"slowest step. {count} steps say what a step costs, and nothing about what is learned (the accuracy is in "
-            f"docs/compression.md){''.join(others)}.\n",
+            f"## Steps at {rate}\n\nRuns of {count} steps, the first not timed: the median, and in brackets the "
+            "fastest and the slowest step; of a ratio of times, which is between runs of the same commits, what these allow. "
+            f"{count} steps say what a step costs, and nothing about what is learned (the accuracy is in "
+            f"docs/compression_accuracy.md){''.join(others)}.\n",
             *rows,
         ]
     )
+
+
+def alike(dense: Sequence[Line], of: Sequence[Line]) -> tuple[list[Line], list[Line]]:
+    """Returns the runs of both at a commit, and with an optimizer, that the other has too."""
+
+    def what(line: Line) -> tuple[str, str]:
+        return line["commit"], optimizer_of(line)
+
+    both = {what(line) for line in dense} & {what(line) for line in of}
+    first, second = ([line for line in lines if what(line) in both] for lines in (dense, of))
+    return first, second
 
 
 def names_of(steps: Sequence[Line]) -> list[str]:

@@ -5,7 +5,7 @@
 4 processes with 2 virtual devices each, as emulated nodes have them, do the same at the same time, for 3 s each: matrix
 products of a transformer's shapes, f32; what moves memory: a pass over arrays that no cache holds, one layer of a stack
 after the other, heads that change places, rows that are normalised; and functions such as tanh. Prints what all of them
-reach together, and adds a line to benchmarks/results/cpu_rates.jsonl. Nothing else should run on the
+reach together, and adds a line to results/measured/cpu_rates.jsonl. Nothing else should run on the
 machine.
 """
 
@@ -15,17 +15,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.records import add, machine
+from benchmarks.records import MEASURED, add, machine
 from runtime.command_line import prepare_output
 
-RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "cpu_rates.jsonl"
+RESULTS = MEASURED / "cpu_rates.jsonl"
 PROCESSES, DEVICES = 4, 2
 TOKENS, WIDTH, WIDE = 256, 512, 2048  # of a row of configs/standard.py
 PRODUCTS = ((TOKENS, WIDTH, WIDE), (TOKENS, WIDE, WIDTH), (WIDTH, TOKENS, WIDE), (TOKENS, WIDTH, WIDTH))  # m, k, n

@@ -7,7 +7,7 @@ disk and once from an empty one, with an HTTP server that sends all connections 
 the run before needed. The first step waits for the first block of shards, whatever the rate: it is recorded apart. A
 start is the time from opening a prepared set of 2000 shards, which are on the disk, to the first batch.
 
-Adds lines to benchmarks/results/data_tiers.jsonl.
+Adds lines to results/measured/data_tiers.jsonl.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.records import add, machine
+from benchmarks.records import MEASURED, add, machine
 from configs.schema import DataConfig
 from input_pipeline import Batches, load, prepare
 from input_pipeline.cache import ENVIRONMENT_KEY
@@ -34,7 +34,7 @@ from input_pipeline.shard_order import ShardOrder
 from input_pipeline.shards import ShardSet
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "data_tiers.jsonl"
+RESULTS = MEASURED / "data_tiers.jsonl"
 ROWS, SEQ_LEN, STEPS, SHARDS_PER_BLOCK = 4, 256, 9, 2
 STEP_BYTES = ROWS * SEQ_LEN * 2  # of tokens, 16 bits each
 SHARD_STEPS = 2

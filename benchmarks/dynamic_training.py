@@ -5,7 +5,7 @@
 Per seed it trains configs/digits.py three times: on 4 nodes of 2 devices; in phases on 1 to 4 nodes; and on 4 nodes
 with smaller micro-batches, a control that differs from the first run only by rounding. At the end of a phase the run
 gets a SIGTERM, stops after a step with exit code 75, and is restarted in the same directory with another number of
-devices. One process simulates all nodes. Adds one line per run to benchmarks/results/dynamic_training.jsonl (recorded
+devices. One process simulates all nodes. Adds one line per run to results/measured/dynamic_training.jsonl (recorded
 runs are not repeated), simulates the prices (benchmarks/dynamic_training_cost.py) and writes docs/dynamic_training.md.
 """
 
@@ -24,14 +24,14 @@ from typing import Any
 
 from benchmarks import dynamic_training_report
 from benchmarks.dynamic_training_cost import NODES
-from benchmarks.records import add, machine, recorded
+from benchmarks.records import MEASURED, add, machine, recorded
 from files import json_lines
 from runtime.command_line import prepare_output
 from runtime.events import Event, EventReader
 from runtime.exit_codes import ExitCode
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "dynamic_training.jsonl"
+RESULTS = MEASURED / "dynamic_training.jsonl"
 CONFIG = "configs/digits.py"
 DEVICES_PER_NODE = 2
 PHASES = 8

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks import dynamic_training_cost as cost
-from benchmarks.records import recorded, spread
+from benchmarks.records import MEASURED, recorded, spread
 from files.pages import head
 from palette import FILL, GRID, LINE, SERIES
 from paper.plots import OUTSIDE, png
@@ -16,7 +16,7 @@ from paper.plots import OUTSIDE, png
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "dynamic_training.md"
 PICTURE = ROOT / "docs" / "images" / "dynamic_training.png"
-EVENTS = ROOT / "benchmarks" / "results" / "elastic.jsonl"  # of docs/elasticity_measured.md
+EVENTS = MEASURED / "elastic.jsonl"  # of docs/elasticity_measured.md
 KINDS = ("fixed", "fluctuating", "control")
 SAME = 1e-5  # losses that differ by less, relatively
 IMAGES = 360  # of the validation
@@ -52,7 +52,7 @@ def runs_of(lines: Sequence[Line], seed: int) -> dict[str, Line]:
 
 
 INTRO = """{head}
-The results are in `benchmarks/results/dynamic_training.jsonl`, recorded by (it runs only what is missing)
+The results are in `benchmarks/results/measured/dynamic_training.jsonl`, recorded by (it runs only what is missing)
 
     python -m benchmarks.dynamic_training {made}
 

@@ -7,7 +7,7 @@
 One run of configs/elastic.py (6.4 M parameters, mics(2), a snapshot every step) on 4 nodes of 2 devices with links of
 1 Gbit/s, launched by `python -m engines.ray`. The events (cluster/chaos/faults.py) are injected one at a time, each
 once the run uses all nodes again. `--chaos` takes the results of a finished `python -m cluster.chaos` instead. Adds a
-line per event (or one for chaos) to benchmarks/results/elastic.jsonl and writes docs/elasticity_measured.md. Needs
+line per event (or one for chaos) to results/measured/elastic.jsonl and writes docs/elasticity_measured.md. Needs
 root or user namespaces (docs/emulation.md).
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.records import add, machine, recorded
+from benchmarks.records import MEASURED, add, machine, recorded
 from cluster.chaos.faults import RECOVERY_S, inject
 from cluster.chaos.plan import Fault
 from cluster.chaos.run import ROOT, ElasticRun, RunError
@@ -33,7 +33,7 @@ from files.pages import head
 from metrics.run_files import read_run
 from runtime.events import Event, EventReader
 
-RESULTS = ROOT / "benchmarks" / "results" / "elastic.jsonl"
+RESULTS = MEASURED / "elastic.jsonl"
 PAGE = ROOT / "docs" / "elasticity_measured.md"
 CONFIG = "configs/elastic.py"
 NODES, DEVICES_PER_NODE, RATE = 4, 2, "1gbit"
@@ -236,7 +236,8 @@ def chaos_page(lines: Sequence[dict[str, Any]]) -> str:
 
 TITLE = head("What events cost an elastic run")
 MATRIX_PAGE = f"""\
-The results are in `benchmarks/results/elastic.jsonl`, recorded by these commands, some of them run several times:
+The results are in `benchmarks/results/measured/elastic.jsonl`, recorded by these commands, some of them run several
+times:
 
 {{commands}}
 

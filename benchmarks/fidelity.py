@@ -2,12 +2,11 @@
 
     python -m benchmarks.fidelity [--steps=300]
 
-Runs train.py twice (configs/fidelity.py) and writes benchmarks/results/fidelity.jsonl for `python -m paper`, one line
+Runs train.py twice (configs/fidelity.py) and writes results/measured/fidelity.jsonl for `python -m paper`, one line
 per run.
 """
 
 import argparse
-import json
 import platform
 import subprocess
 import sys
@@ -15,12 +14,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import MEASURED, add
 from files import json_lines
 from metrics.environment import environment
 from runtime.command_line import prepare_output
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "fidelity.jsonl"
+RESULTS = MEASURED / "fidelity.jsonl"
 STRATEGIES = {"mics(2)": "mics", "zero3": "zero3"}  # name in the record to the argument of the config
 
 
@@ -40,7 +40,8 @@ def main() -> int:
             if done.returncode:
                 return done.returncode
             lines.append(run_record(strategy, " ".join(("python train.py", *flags)), Path(workdir) / "run"))
-    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for line in lines:
+        add(RESULTS, line)
     return 0
 
 

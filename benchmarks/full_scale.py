@@ -5,7 +5,7 @@
 Each step is compiled for an A100 of the cluster's memory and replayed with a V100's or an A100's figures, on two
 networks: that of planner/clusters.py, and that of the paper's own measurements (its figure 2, B_part of section 3).
 A program with many equal partition groups is compiled for two of them (benchmarks/resized.py).
-A line a step and network is added to benchmarks/results/full_scale.jsonl; what is there with the same inputs is not
+results/derived/full_scale.jsonl has a line a step and network; what is there with the same inputs is not
 compiled again. `--only` takes the steps whose name contains it. A step takes about a minute on 2 cores; no GPU is
 needed, but XLA for GPUs is (`make .venv/h100/installed`). Exit codes: 0 done; 2 a step could not be compiled or read.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from benchmarks.full_scale_cells import PER_NODE, Cell, cells
-from benchmarks.records import add, machine, recorded
+from benchmarks.records import DERIVED, machine, put, recorded
 from benchmarks.resized import resized
 from configs import command_line
 from paper.mics_figure_2 import fitted
@@ -40,8 +40,9 @@ from sharding.hlo import Collective
 from training.experiment import Experiment, make_experiment
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "full_scale.jsonl"
+RESULTS = DERIVED / "full_scale.jsonl"
 PLANNER, PAPER = "planner", "figure 2"  # networks
+KEY = ("model", "config", "keys", "cluster", "gpus", "strategy", "micro_size", "global_size", "network")  # of a line
 OF_THE_REPLAY = (
     *("planner/hardware.py", "planner/kernels.py", "planner/replay.py", "sharding/hlo*.py"),
     "benchmarks/full_scale.py",
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
             step = compiled(cell)
             for name, key in wanted.items():
                 if key not in done:
-                    add(RESULTS, line(cell, step, name, networks(cell)[name]) | {"inputs": key} | machine())
+                    put(RESULTS, line(cell, step, name, networks(cell)[name]) | {"inputs": key} | machine(), KEY)
         except (ValueError, RuntimeError, OSError) as error:
             print(f"error: {cell.name}: {' '.join(str(error).split())}", file=sys.stderr)
             failed += 1

@@ -6,7 +6,7 @@
 Decoders of configs/gpu_decoder.py in bfloat16, by train.py and by benchmarks/pytorch_gpu.py (torch.compile,
 scaled_dot_product_attention), which `--pytorch`, a Python that has torch, runs in the same command: for each repetition
 and size first ours, then PyTorch's. Each run is a process of its own. With several GPUs both cut the state over all of
-them and gather it once a step (ours: ZeRO-3, PyTorch: FSDP2). Adds a line a run to benchmarks/results/gpu.jsonl and
+them and gather it once a step (ours: ZeRO-3, PyTorch: FSDP2). Adds a line a run to results/measured/gpu.jsonl and
 prints a table of this command's runs: mean (lowest to highest). MFU: by the FLOPs of models/transformer.py, for both.
 Exit codes: 0 done; 1 a run failed; 2 bad options, or no GPU.
 """
@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 import models
-from benchmarks.records import add, machine, spread
+from benchmarks.records import MEASURED, add, machine, spread
 from configs import base, gpu_decoder
 from configs.schema import TransformerConfig
 from files import json_lines
@@ -34,7 +34,7 @@ from metrics.throughput import peak_flops
 from runtime.exit_codes import ExitCode
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "gpu.jsonl"
+RESULTS = MEASURED / "gpu.jsonl"
 ASK = "import jax; d = jax.devices(); print(len(d), d[0].platform, d[0].device_kind, sep=';')"
 OURS, PEER = "mics-jax", "pytorch"
 SKIPPED = 10  # steps at the start, in which kernels are tried and caches fill

@@ -3,11 +3,10 @@
     python -m benchmarks.overlap_table [--only=mics] [--report]
 
 Compiles the cases below (BERT 10B of the MiCS paper, or a decoder of 1.3 B that every strategy can hold, on 16 nodes of
-8), replays each program at three link rates
-(benchmarks/overlap.py) and adds a line a case and rate to benchmarks/results/overlap.jsonl. What the record has of the
-same compiled program is not added again; of a case, the table of docs/gpu.md shows the newest line. `--only` takes
-the cases whose name contains it; `--report` only writes the table. A case takes a minute or two on 2 cores; no GPU is
-needed, but XLA for GPUs is (`make .venv/h100/installed`). Exit codes: 0 done; 2 a case could not be compiled or read.
+8), replays each program at three link rates (benchmarks/overlap.py) and writes a line a case and rate into
+results/derived/overlap.jsonl, and the table of docs/gpu.md. `--only` takes the cases whose name contains it; `--report`
+only writes the table. A case takes a minute or two on 2 cores; no GPU is needed, but XLA for GPUs is
+(`make .venv/h100/installed`). Exit codes: 0 done; 2 a case could not be compiled or read.
 """
 
 import argparse
@@ -19,14 +18,15 @@ from typing import Any
 
 from benchmarks.names import sharding_of
 from benchmarks.overlap import replayed
-from benchmarks.records import add, machine, recorded
+from benchmarks.records import DERIVED, machine, put, recorded
 from cluster.links import Links
 from planner.compile import compile_step
 from runtime.exit_codes import ExitCode
 from sharding.hlo_program import parse_program
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "overlap.jsonl"
+RESULTS = DERIVED / "overlap.jsonl"
+KEY = ("case", "overlap", "rate")  # of a line
 PAGE = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- benchmarks/overlap_table.py writes from here -->", "<!-- to here -->"
 CONFIG, NODES, DEVICES = "configs/bert_10b.py", 16, 8
@@ -113,11 +113,8 @@ def main(argv: Sequence[str]) -> int:
             print(f"error: {case.name}: {' '.join(str(error).split())}", file=sys.stderr)
             failed += 1
             continue
-        known = newest(recorded(RESULTS))
         for line in lines:
-            old = known.get(identity(line))
-            if old is None or without_origin(old) != without_origin(line):
-                add(RESULTS, line)
+            put(RESULTS, line, KEY)
         print(f"{case.name}, overlap {'on' if case.overlap else 'off'}: done", flush=True)
     write(recorded(RESULTS))
     return ExitCode.BAD_INPUT if failed else 0
@@ -145,11 +142,6 @@ def measured(case: Case) -> list[dict[str, Any]]:
     return lines
 
 
-def without_origin(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a line without the commit and the machine, of which nothing in it depends."""
-    return {key: value for key, value in line.items() if key not in ("commit", "machine")}
-
-
 # ------------------------------------------------------------------------------------------------------- the table
 
 
@@ -162,7 +154,7 @@ def write(lines: Sequence[Mapping[str, Any]]) -> None:
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """Returns a row a case and rate, of its newest line, in the order of the cases."""
-    found = newest(lines)
+    found = {tuple(line[name] for name in KEY): line for line in lines}  # older records have some cases twice
     rows = ["| step | overlap | link, Gbit/s | compute | hop two | gathers, hop one | step | temporaries |"]
     rows.append("|---|---|---|---|---|---|---|---|")
     for case in CASES:
@@ -170,16 +162,6 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
             if line := found.get((case.name, case.overlap, rate)):
                 rows.append(row(line))
     return "\n".join(rows)
-
-
-def newest(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], Mapping[str, Any]]:
-    """Returns the newest line of each case and rate."""
-    return {identity(line): line for line in lines}
-
-
-def identity(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns what a line is found by."""
-    return line["case"], line["overlap"], line["rate"]
 
 
 def row(line: Mapping[str, Any]) -> str:

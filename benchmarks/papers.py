@@ -2,7 +2,7 @@
 
     python -m benchmarks.papers [--kinds=state,largest,step,wire,prediction]
 
-Adds the missing lines to benchmarks/results/papers.jsonl for `python -m paper`, one a cell of
+Adds the missing lines to papers.jsonl in benchmarks/results for `python -m paper`, one a cell of
 benchmarks/papers_cells.py, in one process per number of virtual devices. Only `wire` trains, three steps on emulated
 nodes, and needs root (docs/emulation.md). `prediction` compiles for GPUs and needs XLA for them (`make
 .venv/h100/installed`); a program takes about half a minute of CPU, all the rest together a few minutes.
@@ -24,7 +24,7 @@ import sweep
 from benchmarks import compiled
 from benchmarks.names import sharding_of
 from benchmarks.papers_cells import KINDS, MEMORY_BYTES, RATES_GBIT, Cell, cells
-from benchmarks.records import add, machine, recorded
+from benchmarks.records import DERIVED, MEASURED, add, machine, recorded
 from configs import command_line
 from planner.bounds import state_bytes
 from planner.candidates import of_config
@@ -35,7 +35,7 @@ from sweeps.records import State
 from training.experiment import Experiment, make_experiment
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "papers.jsonl"
+COMPILED, WIRE = DERIVED / "papers.jsonl", MEASURED / "papers.jsonl"
 # XLA's Triton kernels fail to compile for 2048 tokens ("Couldn't find output tile sizes"), without a GPU to tune them
 XLA_FLAGS = "--xla_gpu_enable_triton_gemm=false"
 WIRE_RATE = "1gbit"
@@ -58,7 +58,7 @@ def main() -> int:
         compiled.start_devices(options.devices)
         for cell in missing:
             if cell.num_devices == options.devices:
-                add(RESULTS, cell.key | measured(cell) | machine())
+                add(record_of(cell), cell.key | measured(cell) | machine())
                 print(f"{cell.kind}: {cell.name}", flush=True)
         return 0
     failed = 0
@@ -68,10 +68,15 @@ def main() -> int:
     return 1 if failed else 0
 
 
+def record_of(cell: Cell) -> Path:
+    """Returns the record of a cell: what was on the wire is measured."""
+    return WIRE if cell.kind == "wire" else COMPILED
+
+
 def is_recorded(cell: Cell) -> bool:
-    """Whether the record has a line of the cell."""
+    """Whether its record has a line of the cell."""
     key = json.loads(json.dumps(cell.key))  # as it was written: tuples are lists
-    return any(key.items() <= line.items() for line in recorded(RESULTS))
+    return any(key.items() <= line.items() for line in recorded(record_of(cell)))
 
 
 def measured(cell: Cell) -> dict[str, Any]:

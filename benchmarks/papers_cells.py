@@ -1,4 +1,4 @@
-"""The cells of benchmarks/papers.py: each is one line of benchmarks/results/papers.jsonl."""
+"""The cells of benchmarks/papers.py: each is one line of papers.jsonl in benchmarks/results."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field

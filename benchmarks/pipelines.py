@@ -5,7 +5,7 @@
 Eight virtual devices in four nodes, mics(2) in each; A = S, 2S and 4S micro-batches for S stages. The programs take
 turns, in blocks of `--steps` steps; a round is a block of each, and the first is a warm-up. The devices share the cores
 of the machine, and a stage without a micro-batch computes all the same: the CPU time of the process tells the ticks,
-whatever else the machine does. A line is added to benchmarks/results/pipelines.jsonl; without changed keys the table in
+whatever else the machine does. A line is added to results/measured/pipelines.jsonl; without changed keys the table in
 docs/pipelines.md is written from the newest one. `--report` only writes that. Exit codes: 0 done; 2 bad configuration.
 """
 
@@ -19,14 +19,14 @@ from typing import Any
 
 import jax
 
-from benchmarks.records import add, machine, recorded, spread
+from benchmarks.records import MEASURED, add, machine, recorded, spread
 from configs import command_line
 from input_pipeline import Batches, load
 from runtime.exit_codes import ExitCode
 from training.experiment import Experiment, make_experiment
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE = ROOT / "benchmarks" / "results" / "pipelines.jsonl", ROOT / "docs" / "pipelines.md"
+RESULTS, PAGE = MEASURED / "pipelines.jsonl", ROOT / "docs" / "pipelines.md"
 BEGIN, END = "<!-- benchmarks/pipelines.py writes from here -->", "<!-- to here -->"
 DEVICES, DEVICES_PER_NODE, GROUP = 8, 2, 2
 KEYS = {

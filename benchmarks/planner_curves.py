@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner_curves [--report]
 
-Records the plans in benchmarks/results/planner_curves.json and draws docs/images/planner_curves.png; `--report` only
+Records the plans in results/derived/planner_curves.json and draws docs/images/planner_curves.png; `--report` only
 draws. XLA for GPUs is needed (`make .venv/h100/installed`); nineteen programs are compiled, which takes minutes on 2
 cores. Without its search for tiles of a fused softmax XLA compiles them faster; their compute is slower, all alike.
 """
@@ -12,11 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.records import DERIVED
 from planner.curves import draw_curves
 from planner.report import from_json
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / "benchmarks" / "results" / "planner_curves.json"
+RECORD = DERIVED / "planner_curves.json"
 PICTURE = ROOT / "docs" / "images" / "planner_curves.png"
 MODEL = {  # BERT 10B's parameters in sizes that 4096 divides
     "batch.global_size": 32768,

@@ -2,16 +2,15 @@
 
     python -m benchmarks.planner_validation [--report]
 
-The steps are those of benchmarks/results/strategies.jsonl (strategies x link rates) and compression.jsonl (codecs):
+The steps are those of results/measured/strategies.jsonl (strategies x link rates) and compression.jsonl (codecs):
 the standard workload on 4 nodes of 2 devices. Each program is compiled and replayed with the figures of
 `planner/clusters.py`, none of which was fitted to a step. A shared machine is not always as fast: what was timed in the
 session in which benchmarks.cpu_rates measured those figures, at its commit, is told from the rest. Replaces
-benchmarks/results/planner.jsonl, and writes the tables and their summaries into docs/planner.md; `--report` only writes
+results/derived/planner.jsonl, and writes the tables and their summaries into docs/planner.md; `--report` only writes
 these. A program takes ten seconds to compile.
 """
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any
 
 from benchmarks import cpu_rates
 from benchmarks.names import remat_of, sharding_of
-from benchmarks.records import machine, recorded
+from benchmarks.records import DERIVED, MEASURED, machine, recorded, replace
 from benchmarks.strategies_lines import COMPUTE, bytes_per_s, ours_of
 from cluster.links import Links
 from compression.methods import method_named
@@ -33,8 +32,7 @@ from runtime.command_line import prepare_output
 from sharding.hlo_program import parse_program
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "benchmarks" / "results"
-RESULTS = FOLDER / "planner.jsonl"
+RESULTS = DERIVED / "planner.jsonl"
 PAGE = ROOT / "docs" / "planner.md"
 BEGIN, END = "<!-- benchmarks/planner_validation.py writes from here -->", "<!-- to here -->"
 CONFIG, NODES, DEVICES = "configs/standard.py", 4, 2
@@ -48,8 +46,7 @@ def main() -> int:
     options = parser.parse_args()
     prepare_output()
     if not options.report:
-        lines = [measured | {"predicted_s": predicted(measured)} | machine() for measured in timed_steps()]
-        RESULTS.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        replace(RESULTS, [step | {"predicted_s": predicted(step)} | machine() for step in timed_steps()])
     before, _, rest = PAGE.read_text().partition(BEGIN)
     text = page(recorded(RESULTS))
     PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
@@ -68,14 +65,14 @@ def timed_steps() -> Iterator[dict[str, Any]]:
     session = recorded(cpu_rates.RESULTS)[-1]["commit"]
     runs: dict[tuple[bool, str, str], list[float]] = defaultdict(list)
     keys: dict[str, dict[str, Any]] = {}
-    for line in ours_of(recorded(FOLDER / "strategies.jsonl")):
+    for line in ours_of(recorded(MEASURED / "strategies.jsonl")):
         name = line["strategy"]
         if name == COMPUTE:
             continue
         keys[name] = {f"sharding.{key}": value for key, value in sharding_of(name).items()}
         keys[name] |= {"model.remat": remat_of(name)}
         runs[line["commit"] == session, name, line["rate"]].append(line["step_time_s"])
-    for line in recorded(FOLDER / "compression.jsonl"):
+    for line in recorded(MEASURED / "compression.jsonl", superseded=True):
         if line["kind"] != "step":
             continue
         name = f"mics(2), {line['codec']}, 1 micro-step"

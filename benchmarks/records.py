@@ -1,20 +1,44 @@
-"""The records in benchmarks/results: append-only files with one line per measurement."""
+"""The records of benchmarks/results: one line per measurement, or per result of a program.
 
+What is in `MEASURED` depends on a machine and a moment: seconds, losses, bytes on a wire. Lines are only added; an
+outdated one gets the key `superseded`, with the reason, and nothing else of it changes (tests/test_records.py). What is
+in `DERIVED` a commit gives on every machine: bytes of compiled programs, replays, counted calls. It is computed again
+and replaced.
+"""
+
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from files import json_lines
+from files import atomic, json_lines
 from metrics.environment import environment
+
+_RESULTS = Path(__file__).resolve().parent / "results"
+MEASURED, DERIVED = _RESULTS / "measured", _RESULTS / "derived"
 
 add = json_lines.append
 
 
-def recorded(file: Path) -> list[dict[str, Any]]:
-    """Returns all lines of a record, none if there is no such file yet."""
-    return json_lines.read(file) if file.exists() else []
+def recorded(file: Path, *, superseded: bool = False) -> list[dict[str, Any]]:
+    """Returns the lines of a record, or with `superseded` those too; none if there is no such file yet."""
+    lines = json_lines.read(file) if file.exists() else []
+    return [line for line in lines if superseded or "superseded" not in line]
+
+
+def replace(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Makes these the lines of a derived record."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic.replace(file, "".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def put(file: Path, line: Mapping[str, Any], key: Sequence[str]) -> None:
+    """Writes a line into a derived record, instead of those with the same values of `key`."""
+    written = json.loads(json.dumps(line))  # as it will be read: tuples are lists
+    kept = [other for other in recorded(file) if any(other[name] != written[name] for name in key)]
+    replace(file, [*kept, written])
 
 
 def machine() -> dict[str, str]:

@@ -5,7 +5,7 @@
 XLA:CPU sums in float32 whatever it is told, so that the sum is emulated: hop one goes around a ring of all devices, as
 NCCL's does, and for `compute` every partial sum is rounded to bfloat16 before it is handed on. The quickstart's model
 in bfloat16 under ZeRO-3, without hierarchy: one ring, the longest these devices give. Seeds and dtypes alternate.
-Adds a line a run to benchmarks/results/reduce_dtype.jsonl (finished runs are not done again) and prints a table.
+Adds a line a run to results/measured/reduce_dtype.jsonl (finished runs are not done again) and prints a table.
 """
 
 import argparse
@@ -21,12 +21,11 @@ import jax
 from jax import lax
 
 import train
-from benchmarks.records import add, machine, recorded
+from benchmarks.records import MEASURED, add, machine, recorded
 from files import json_lines
 from sharding import collectives
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "reduce_dtype.jsonl"
+RESULTS = MEASURED / "reduce_dtype.jsonl"
 DTYPES = ("float32", "compute")
 KEY = ("devices", "steps", "seed", "reduce_dtype")
 

@@ -10,7 +10,7 @@ order, so that repetitions are interleaved. Recorded runs are not repeated.
 `--scale_model` chooses the rate so that, by calculation, gathering takes 2.85 times the forward pass under ZeRO-3, as
 BERT 10B's did on p3dn.24xlarge (MiCS section 1). `--pytorch` runs ours and then PyTorch's at each rate
 (benchmarks/pytorch_peer.py, with a Python that has torch); `--report` runs nothing. Adds lines to
-benchmarks/results/strategies.jsonl and writes docs/strategies.md with its pictures; needs root (docs/emulation.md).
+results/measured/strategies.jsonl and writes docs/strategies.md with its pictures; needs root (docs/emulation.md).
 """
 
 import argparse
@@ -28,14 +28,14 @@ from typing import Any
 import sweep
 from benchmarks import strategies_report
 from benchmarks.names import Cluster, link_bytes, remat_of, sharding_of
-from benchmarks.records import add, machine, recorded
+from benchmarks.records import MEASURED, add, machine, recorded
 from benchmarks.strategies_lines import COMPUTE, PEER, SCALE_MODEL
 from cluster.links import Links
 from runtime.command_line import prepare_output
 from sweeps.records import Record, State
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "strategies.jsonl"
+RESULTS = MEASURED / "strategies.jsonl"
 WORKDIR = Path("runs/benchmarks/strategies")
 CONFIG = "configs/standard.py"
 CLUSTER = Cluster(nodes=4, devices_per_node=2)

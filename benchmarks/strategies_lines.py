@@ -1,4 +1,4 @@
-"""Selects and aggregates lines of benchmarks/results/strategies.jsonl, and lists the commands that make them."""
+"""Selects and aggregates lines of results/measured/strategies.jsonl, and lists the commands that make them."""
 
 import shlex
 from collections import defaultdict
@@ -55,10 +55,22 @@ def compute_s(lines: Sequence[Line]) -> Bar | None:
     return step_time([line for line in lines if line["strategy"] == COMPUTE])
 
 
-def above_compute_s(lines: Sequence[Line], name: str, rate: str) -> float | None:
+def above_compute_s(lines: Sequence[Line], name: str, rate: str) -> Bar | None:
     """Returns a step's time minus that without network; None if the latter recomputes a different amount."""
     step, compute = step_time(runs_of(lines, name, rate)), compute_s(lines)
-    return step.value - compute.value if step and compute and remat_of(name) == "full" else None
+    if not step or not compute or remat_of(name) != "full":
+        return None
+    return Bar(value=step.value - compute.value, low=step.low - compute.high, high=step.high - compute.low)
+
+
+def ratio(a: Bar | None, b: Bar | None) -> Bar | None:
+    """Returns a over b, with the lowest and the highest that their ranges allow; None if one is missing."""
+    return Bar(value=a.value / b.value, low=a.low / b.high, high=a.high / b.low) if a and b else None
+
+
+def commits_of(lines: Sequence[Line]) -> str:
+    """Returns the commits that lines were measured at, in their order."""
+    return ", ".join(dict.fromkeys(line["commit"][:7] for line in lines))
 
 
 def sent_bytes(lines: Sequence[Line], name: str, key: str) -> float:
@@ -84,9 +96,7 @@ def commands(lines: Sequence[Line]) -> list[str]:
     alike: dict[tuple[str, str, int], list[str]] = defaultdict(list)  # strategies by number of runs
     for (mode, rate, name), count in repetitions.items():
         alike[mode, rate, count].append(name)
-    rates: dict[tuple[str, int, tuple[str, ...]], list[str]] = defaultdict(
-        list
-    )  # rates with the same strategies and runs
+    rates: dict[tuple[str, int, tuple[str, ...]], list[str]] = defaultdict(list)  # with the same strategies and runs
     for (mode, rate, count), names in alike.items():
         rates[mode, count, tuple(names)].append(rate)
     found = []

@@ -4,16 +4,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.strategies_lines import (
+    COMPUTE,
     PEER,
     SCALE_MODEL,
     Line,
     above_compute_s,
     commands,
+    commits_of,
     compute_s,
     link_s,
     names_of,
     ours_of,
     rates_of,
+    ratio,
     runs_of,
     sent_bytes,
     step_spread,
@@ -60,31 +63,35 @@ def intro(lines: Sequence[Line]) -> str:
     """Returns the head of the page."""
     about = lines[-1]
     machines = ", ".join(sorted({line["machine"] for line in lines}))
-    commits = ", ".join(sorted({line["commit"][:7] for line in lines}))
     steps = ", ".join(str(count) for count in sorted({len(line["step_times_s"]) for line in lines}))
     made = "\n".join(f"    {command}" for command in commands(lines))
     return (
         f"{head('Strategies on a slow network, measured')}\n"
-        "The record, `benchmarks/results/strategies.jsonl`, is made by (each runs what is missing; PYTHON has torch)"
-        f"\n\n{made}\n\nand printed by `python -m benchmarks.strategies --report`, which runs nothing.\n\n"
+        "The record, `benchmarks/results/measured/strategies.jsonl`, is made by (each runs what is missing; PYTHON has "
+        f"torch)\n\n{made}\n\nand printed by `python -m benchmarks.strategies --report`, which runs nothing.\n\n"
         "The standard workload (`configs/standard.py`: 25.6 M parameters, f32, AdamW, rematerialised layers, one "
         f"sequence of 256 a device, 4 micro-steps) on {about['nodes']} emulated nodes of {about['devices_per_node']} "
-        f"({machines}; jax {about['jax']}; commit {commits}). All nodes share the cores: compare within a table, and "
-        f"take no seconds from here to a cluster. {len(lines)} runs, one after the other, each of {steps} timed steps "
-        "(the first step of a run is not timed). A time is the median of the runs, each the median of its steps; in "
-        "brackets are the fastest and the slowest step. Mostly there is one run: the steps of one run differ by up to "
-        f"{step_spread(lines):.0%}, and smaller differences between two rows mean little."
+        f"({machines}; jax {about['jax']}; commit {commits_of(lines)}). All nodes share the cores: compare within a "
+        f"table, and take no seconds from here to a cluster. {len(lines)} runs, one after the other, each of "
+        f"{steps} timed steps (the first step of a run is not timed). A time is the median of the runs, each the "
+        "median of its steps; in brackets are the fastest and the slowest of all steps, of a ratio or a difference "
+        f"what these allow. The steps of one run differ by up to {step_spread(lines):.0%}, and two "
+        "steps do not tell how far runs of another day do: where brackets overlap, neither is known to be faster. The "
+        "program has changed since."
     )
 
 
-def text(time: Bar | None) -> str:
+def text(found: Bar | None, digits: int = 1, missing: str = "not measured") -> str:
     """Returns `13.1 (12.8 to 13.4)`."""
-    return f"{time.value:.1f} ({time.low:.1f} to {time.high:.1f})" if time else "not measured"
+    if not found:
+        return missing
+    value, low, high = (f"{one:.{digits}f}" for one in (found.value, found.low, found.high))
+    return f"{value} ({low} to {high})"
 
 
-def ratio(a: Bar | None, b: Bar | None) -> str:
-    """Returns the ratio of two times, or `-` if one is missing."""
-    return f"{a.value / b.value:.2f}" if a and b else "-"
+def against(a: Bar | None, b: Bar | None) -> str:
+    """Returns the ratio of two times with its range, or `-` if one is missing."""
+    return text(ratio(a, b), 2, "-")
 
 
 def bytes_section(lines: Sequence[Line]) -> str:
@@ -111,16 +118,22 @@ def bytes_section(lines: Sequence[Line]) -> str:
     )
 
 
+def runs_in_words(runs: Sequence[Line]) -> str:
+    """Returns `one run at commit da13d7f`."""
+    return f"{'one run' if len(runs) == 1 else f'{len(runs)} runs'} at commit {commits_of(runs)}"
+
+
 def time_section(lines: Sequence[Line]) -> str:
     """Returns the tables of step times, with compute and link times."""
+    computed = [line for line in lines if line["strategy"] == COMPUTE]
     return "\n\n".join(
         [
             "## Step times\n\n`compute only` is the same rows on the same cores in one process, without network and "
-            f"sharding: {text(compute_s(lines))} s. It is another program than any of these, so `above compute only` "
-            "is the difference of two measured times and not a measured part of a step; with `dots`, which computes "
-            "less, there is nothing to compare with. `link` is the bytes on the wire at the full rate. Where it is "
-            "more than the column before it, the record does not say whether sending was hidden behind computing, or "
-            "the times are off.",
+            f"sharding: {text(compute_s(lines))} s, {runs_in_words(computed)}. It is another program than any "
+            "of these, so `above compute only` is the difference of two measured times and not a measured part of a "
+            "step; with `dots`, which computes less, there is nothing to compare with. `link` is the bytes on the wire "
+            "at the full rate. Where it is more than the column before it, the record does not say whether sending was "
+            "hidden behind computing, or the times are off.",
             *(time_table(lines, rate) for rate in rates_of(lines)),
             "Bars go from the fastest to the slowest step:",
             "![Step time of each strategy by link rate](images/strategies_step_time.png)",
@@ -133,12 +146,12 @@ def time_section(lines: Sequence[Line]) -> str:
 def time_table(lines: Sequence[Line], rate: str) -> str:
     """Returns the table of step times at a rate."""
     baseline = step_time(runs_of(lines, "zero3 flat", rate))
-    rows = [f"| at {rate} | runs | s / step | zero3 flat / this | above compute only, s | link, s |", "|---" * 6 + "|"]
+    heads = [f"at {rate}", "runs", "commits", "s / step", "zero3 flat / this", "above compute only, s", "link, s"]
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name in names_of(lines):
         if runs := runs_of(lines, name, rate):
-            above = above_compute_s(lines, name, rate)
-            cells = [name, str(len(runs)), text(step_time(runs)), ratio(baseline, step_time(runs))]
-            cells += ["-" if above is None else f"{above:.1f}", f"{link_s(lines, name, rate):.1f}"]
+            cells = [name, str(len(runs)), commits_of(runs), text(step_time(runs)), against(baseline, step_time(runs))]
+            cells += [text(above_compute_s(lines, name, rate), 1, "-"), f"{link_s(lines, name, rate):.1f}"]
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -148,12 +161,13 @@ def scale_section(lines: Sequence[Line]) -> str:
     parts = [
         "## The scale model\n\nLinks at a rate at which, by calculation, the bytes of a flat gather take 2.85 times "
         "the forward pass (a quarter of a micro-step of `compute only`), as BERT 10B's gather took under ZeRO-3 on "
-        "p3dn.24xlarge. The MiCS paper's Figures 12 to 15 beside these: docs/paper_tables.md."
+        f"p3dn.24xlarge. The MiCS paper's Figures 12 to 15 beside these: docs/paper_tables.md. Commit "
+        f"{commits_of(lines)}."
     ]
     for rate in rates_of(lines):
         baseline = step_time(runs_of(lines, "zero3 flat", rate))
         rows = [
-            f"| {name} | {len(runs)} | {text(step_time(runs))} | {ratio(baseline, step_time(runs))} |"
+            f"| {name} | {len(runs)} | {text(step_time(runs))} | {against(baseline, step_time(runs))} |"
             for name in names_of(lines)
             if (runs := runs_of(lines, name, rate))
         ]
@@ -173,10 +187,12 @@ def pytorch_section(lines: Sequence[Line]) -> str:
         cells = [text(step_time(runs_of(lines, name, rate))) for rate in rates]
         rows.append(f"| {name} | {' | '.join(cells)} | {sent_bytes(lines, name, 'wire_tx_bytes') / 1e6:.0f} |")
     for ours, theirs in PAIRS:
-        cells = [ratio(*(step_time(runs_of(lines, name, rate)) for name in (theirs, ours))) for rate in rates]
-        rows.append(f"| {theirs} / {ours} | {' | '.join(f'**{cell}**' for cell in cells)} | |")
+        cells = [against(*(step_time(runs_of(lines, name, rate)) for name in (theirs, ours))) for rate in rates]
+        rows.append(f"| {theirs} / {ours} | {' | '.join(cells)} | |")
     best = [best_ratio(lines, rate) for rate in rates]
-    rows.append(f"| best of theirs / best of ours | {' | '.join(f'**{cell}**' for cell in best)} | |")
+    rows.append(f"| best of theirs / best of ours | {' | '.join(best)} | |")
+    most = max(len(runs_of(lines, name, rate)) for name in names_of(lines) for rate in rates)
+    each = "one run" if most == 1 else f"up to {most} runs"
     return "\n\n".join(
         [
             "## Beside PyTorch\n\nDDP and FSDP2 on gloo (`benchmarks/pytorch_peer.py`, one process and one thread a "
@@ -185,7 +201,8 @@ def pytorch_section(lines: Sequence[Line]) -> str:
             "tokens are random ones and their gradients are not clipped, so losses are not to be compared. `kept`: "
             "gathered once a micro-step, and not again for the backward pass; `dots`: products with weights are kept "
             "too, and not computed again. train.py tells glibc to keep freed memory; PyTorch's allocator was left as "
-            "it is. Ratios are their time over ours: below 1 theirs is faster.",
+            f"it is. Each time is of {each} (commit {commits_of(lines)}). Ratios are their time over ours: below 1 "
+            "theirs is faster; where 1 is in the brackets, neither is known to be.",
             "\n".join([head, *rows]),
         ]
     )
@@ -199,4 +216,4 @@ def best_ratio(lines: Sequence[Line], rate: str) -> str:
         min((time for name, time in times.items() if (name in ours) == mine), key=lambda time: time.value, default=None)
         for mine in (False, True)
     ]
-    return ratio(*best)
+    return against(*best)

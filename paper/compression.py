@@ -51,7 +51,8 @@ def _run(records: Records, codec: str) -> Line:
     found = [line for line in records.compression if line["kind"] == "step" and line["codec"] == codec]
     if not found:
         raise ValueError(
-            f"benchmarks/results/compression.jsonl has no step with {codec}; python -m benchmarks.compression adds it"
+            f"benchmarks/results/measured/compression.jsonl has no step with {codec}; "
+            "python -m benchmarks.compression adds it"
         )
     return found[0]
 
@@ -136,7 +137,8 @@ def _mean(records: Records, task: str, method: str, key: str) -> float:
     found = [line[key] for line in records.accuracy if (line["task"], line["method"]) == (task, method)]
     if not found:
         raise ValueError(
-            f"benchmarks/results/accuracy.jsonl has no {method} on {task}; python -m benchmarks.accuracy adds it"
+            f"benchmarks/results/measured/accuracy.jsonl has no {method} on {task}; "
+            "python -m benchmarks.accuracy adds it"
         )
     return fmean(found)
 

@@ -1,4 +1,4 @@
-"""The steps of benchmarks/results/full_scale.jsonl, and what the systems of the MiCS paper make of them.
+"""The steps of benchmarks/results/derived/full_scale.jsonl, and what the systems of the MiCS paper make of them.
 
 Our programs overlap; theirs did not, or did so in part. What is known of them is stated here, once, and applied to the
 replays of our programs. Nothing is fitted to a throughput.
@@ -82,8 +82,8 @@ def find(
     lines = [line for line in records.full_scale if wanted.items() <= line.items()]
     if not lines:
         raise ValueError(
-            f"benchmarks/results/full_scale.jsonl has no {model}, {strategy}, on {gpus} GPUs of {cluster} (network: "
-            f"{network}): python -m benchmarks.full_scale"
+            f"benchmarks/results/derived/full_scale.jsonl has no {model}, {strategy}, on {gpus} GPUs of {cluster} "
+            f"(network: {network}): python -m benchmarks.full_scale"
         )
     return as_replay(lines[-1])
 

@@ -1,4 +1,4 @@
-"""Reads the recorded results in benchmarks/results for the tables."""
+"""Reads the recorded results in benchmarks/results for the tables, without superseded lines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from typing import Any
 from files import json_lines
 
 PARAMETER_BYTES = 4  # all records are of f32 parameters and gradients
+MEASURED, DERIVED = "measured", "derived"  # folders of benchmarks/results
 Line = dict[str, Any]
 
 
@@ -71,14 +72,14 @@ class Records:
     runs: tuple[dict[str, Any], ...]
     curves: dict[str, dict[str, Any]]
     full_scale: tuple[Line, ...]  # lines of full_scale.jsonl
-    folder: Path  # of the other records, which are read by the sections that need them
+    folder: Path  # of all records; the others are read by the sections that need them
 
     def step(self, strategy: str, *, nodes: int, accum: int) -> Step:
         """Returns the compiled step of a strategy."""
         found = [s for s in self.steps if (s.strategy, s.nodes, s.accum) == (strategy, nodes, accum)]
         if len(found) != 1:
             raise ValueError(
-                f"benchmarks/results/compiled.jsonl has {len(found)} steps of {strategy} on {nodes} nodes with "
+                f"benchmarks/results/derived/compiled.jsonl has {len(found)} steps of {strategy} on {nodes} nodes with "
                 f"{accum} micro-steps; it needs one: python -m benchmarks.compiled"
             )
         return found[0]
@@ -100,19 +101,19 @@ class Records:
 
     @cached_property
     def papers(self) -> list[Line]:
-        """The lines of papers.jsonl. ValueError if it is missing, as for the two below."""
-        return _lines(self.folder / "papers.jsonl", "python -m benchmarks.papers")
+        """The lines of both papers.jsonl. ValueError if one is missing, as for the two below."""
+        files = (self.folder / kind / "papers.jsonl" for kind in (DERIVED, MEASURED))
+        return [line for file in files for line in _lines(file, "python -m benchmarks.papers")]
 
     @cached_property
     def compression(self) -> list[Line]:
-        """The lines of compression.jsonl."""
-        return _lines(self.folder / "compression.jsonl", "python -m benchmarks.compression")
+        """The lines of compression.jsonl, superseded ones too: of some codecs there is no newer one."""
+        return _lines(self.folder / MEASURED / "compression.jsonl", "python -m benchmarks.compression", superseded=True)
 
     @cached_property
     def accuracy(self) -> list[Line]:
-        """The lines of accuracy.jsonl, without superseded ones."""
-        lines = _lines(self.folder / "accuracy.jsonl", "python -m benchmarks.accuracy")
-        return [line for line in lines if "superseded" not in line]
+        """The lines of accuracy.jsonl."""
+        return _lines(self.folder / MEASURED / "accuracy.jsonl", "python -m benchmarks.accuracy")
 
     def paper_line(self, kind: str, name: str, **more: Any) -> Line:
         """Returns the line of papers.jsonl of that kind and name. ValueError if there is not exactly one."""
@@ -120,7 +121,7 @@ class Records:
         found = [line for line in self.papers if key.items() <= line.items()]
         if len(found) != 1:
             raise ValueError(
-                f"benchmarks/results/papers.jsonl has {len(found)} lines of {', '.join(map(str, key.values()))}; it "
+                f"benchmarks/results: papers.jsonl has {len(found)} lines of {', '.join(map(str, key.values()))}; it "
                 "needs one: python -m benchmarks.papers"
             )
         return found[0]
@@ -137,24 +138,24 @@ class Records:
 
 def read_records(folder: Path) -> Records:
     """Returns the records in `folder`. ValueError if compiled, fidelity or full_scale.jsonl is missing."""
-    compiled = _lines(folder / "compiled.jsonl", "python -m benchmarks.compiled")
-    curves = _lines(folder / "fidelity.jsonl", "python -m benchmarks.fidelity")
-    measured = folder / "strategies.jsonl"
+    compiled = _lines(folder / DERIVED / "compiled.jsonl", "python -m benchmarks.compiled")
+    curves = _lines(folder / MEASURED / "fidelity.jsonl", "python -m benchmarks.fidelity")
+    measured = folder / MEASURED / "strategies.jsonl"
     return Records(
         about=compiled[0],
         steps=tuple(_step(line) for line in compiled if line["kind"] == "step"),
         num_params={line["config"]: line["num_params"] for line in compiled if line["kind"] == "model"},
         runs=tuple(_lines(measured, "")) if measured.exists() else (),
         curves={line["strategy"]: line for line in curves},
-        full_scale=tuple(_lines(folder / "full_scale.jsonl", "python -m benchmarks.full_scale")),
+        full_scale=tuple(_lines(folder / DERIVED / "full_scale.jsonl", "python -m benchmarks.full_scale")),
         folder=folder,
     )
 
 
-def _lines(file: Path, command: str) -> list[dict[str, Any]]:
+def _lines(file: Path, command: str, *, superseded: bool = False) -> list[dict[str, Any]]:
     if not file.exists():
         raise ValueError(f"{file} is missing; {command} writes it")
-    return json_lines.read(file)
+    return [line for line in json_lines.read(file) if superseded or "superseded" not in line]
 
 
 def _step(line: dict[str, Any]) -> Step:

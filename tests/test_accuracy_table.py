@@ -1,12 +1,11 @@
 """The tables of benchmarks/accuracy.py: what a method costs is a mean of differences by seed."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import accuracy
+from benchmarks.records import recorded
 
 
 def line(method: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:
@@ -37,16 +36,8 @@ def test_a_seed_without_a_dense_run_has_no_difference() -> None:
     assert accuracy.table("text", lines).endswith("| -0.100 (-0.100 to -0.100) |")
 
 
-def test_what_is_superseded_is_in_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is trained again."""
-    lines = [line("dense, AdamW", 0, 1.4, superseded="by another"), line("dense, AdamW", 1, 1.5)]
-    monkeypatch.setattr(accuracy, "RESULTS", tmp_path / "accuracy.jsonl")
-    accuracy.RESULTS.write_text("".join(json.dumps(x) + "\n" for x in lines))
-    assert accuracy.recorded() == lines[1:]
-
-
 @pytest.mark.document
 def test_the_page_has_the_tables_of_the_record() -> None:
     page = accuracy.PAGE.read_text()
     for task in accuracy.TASKS:
-        assert accuracy.table(task, [x for x in accuracy.recorded() if x["task"] == task]) in page
+        assert accuracy.table(task, [x for x in recorded(accuracy.RESULTS) if x["task"] == task]) in page

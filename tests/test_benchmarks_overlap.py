@@ -8,8 +8,8 @@ import pytest
 from running import IGNORED
 
 from benchmarks import overlap_table
-from benchmarks.overlap_table import BEGIN, CASES, END, PAGE, Case, chosen, table
-from benchmarks.records import recorded
+from benchmarks.overlap_table import BEGIN, CASES, END, KEY, PAGE, Case, chosen, table
+from benchmarks.records import put, recorded
 from configs import command_line
 
 SECONDS = {"hop_two_s": 6.049, "hop_two_exposed_s": 5.0, "gathers_hop_one_s": 1.0, "gathers_hop_one_exposed_s": 0.25}
@@ -36,15 +36,17 @@ def test_only_the_text_between_the_marks_is_written(tmp_path: Path, monkeypatch:
     assert page.read_text().startswith(f"before\n{BEGIN}\n\n| step") and page.read_text().endswith(f"{END}\nafter\n")
 
 
-def test_what_is_the_newest_line_already_is_not_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_is_compiled_again_replaces_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap_table, "RESULTS", tmp_path / "overlap.jsonl")
     monkeypatch.setattr(overlap_table, "write", lambda lines: None)
-    steps = iter((20.0, 20.0, 19.0, 20.0))
+    steps = iter((20.0, 19.0))
     monkeypatch.setattr(overlap_table, "measured", lambda case: [line(case.name, overlap=True, step_s=next(steps))])
+    other = line("another", overlap=True)
+    put(tmp_path / "overlap.jsonl", other, KEY)
     monkeypatch.setattr(overlap_table, "CASES", CASES[:1])
-    for _ in range(4):
+    for _ in range(2):
         assert overlap_table.main(["overlap_table"]) == 0
-    assert [found["step_s"] for found in recorded(tmp_path / "overlap.jsonl")] == [20.0, 19.0, 20.0]
+    assert recorded(tmp_path / "overlap.jsonl") == [other, line(CASES[0].name, overlap=True, step_s=19.0)]
 
 
 def test_without_xla_for_gpus_it_is_an_error_of_one_line(

@@ -14,11 +14,14 @@ pytestmark = pytest.mark.document
 LINES = [json.loads(line) for line in RESULTS.read_text().splitlines()]
 
 
-def step(codec: str, rate: str, steps: list[float], command: str = "", loss: float = 4.0) -> dict[str, Any]:
+def step(
+    codec: str, rate: str, steps: list[float], command: str = "", loss: float = 4.0, commit: str = "a"
+) -> dict[str, Any]:
     """A run's line, as far as page and picture read it; it sends 10 bytes, without a codec 40."""
     sent = 40.0 if codec == "none" else 10.0
     times = {"step_time_s": sum(steps) / len(steps), "step_times_s": steps, "wire_tx_bytes": sent}
-    return {"kind": "step", "codec": codec, "rate": rate, **times, "losses": [5.0, loss], "command": command}
+    about = {"command": command, "commit": commit}
+    return {"kind": "step", "codec": codec, "rate": rate, **times, "losses": [5.0, loss], **about}
 
 
 def test_page_is_up_to_date_with_the_record() -> None:
@@ -32,15 +35,35 @@ def test_report_compares_equal_optimizers_and_names_rising_losses() -> None:
     sgd = "train.py --config.optimizer.name=sgd"
     lines = [step("none", "1gbit", [4.0]), step("int8", "1gbit", [1.0, 3.0]), step("dgc", "1gbit", [1.0], sgd, 6.0)]
     text = compression_report.step_table(lines, "1gbit")
-    assert "| int8 | 1 | adamw | 0.00 | 4.00 | 2.00 (1.00 to 3.00) | 2.00 | 5.000, 4.000 |" in text
-    assert "| dgc | 1 | sgd | 0.00 | 4.00 | 1.00 (1.00 to 1.00) | - | 5.000, 6.000 |" in text
-    assert "dgc ran with sgd, and has no run without a codec to be compared with; the loss of dgc rose." in text
+    assert "| int8 | 1 | a | adamw | 0.00 | 4.00 | 2.00 (1.00 to 3.00) | 2.00 (1.33 to 4.00) | 5.000, 4.000 |" in text
+    assert "| dgc | 1 | a | sgd | 0.00 | 4.00 | 1.00 (1.00 to 1.00) | - | 5.000, 6.000 |" in text
+    assert "the loss of dgc rose; dgc: no run without a codec at the same commit with the same optimizer." in text
+
+
+def test_report_compares_times_of_the_same_commits_only() -> None:
+    """Of another day the machine may have been slower; bytes do not depend on that."""
+    lines = [step("none", "1gbit", [4.0], commit="a"), step("none", "1gbit", [8.0], commit="b")]
+    lines += [step("int8", "1gbit", [2.0], commit="b"), step("int4", "1gbit", [1.0], commit="c")]
+    text = compression_report.step_table(lines, "1gbit")
+    assert "| int8 | 1 | b | adamw | 0.00 | 4.00 | 2.00 (2.00 to 2.00) | 4.00 (4.00 to 4.00) | 5.000, 4.000 |" in text
+    assert "| int4 | 1 | c | adamw | 0.00 | 4.00 | 1.00 (1.00 to 1.00) | - | 5.000, 4.000 |" in text
+    assert "; int4: no run without a codec at the same commit" in text
+
+
+def test_report_names_why_a_line_is_superseded_until_there_is_a_newer_one() -> None:
+    old = step("dgc", "1gbit", [1.0]) | {"superseded": "measured before a change"}
+    lines = [step("none", "1gbit", [4.0]), old]
+    assert compression_report.shown(lines) == lines
+    assert "; dgc was measured before a change" in compression_report.step_table(lines, "1gbit")
+    newer = step("dgc", "1gbit", [2.0])
+    assert compression_report.shown([*lines, newer]) == [lines[0], newer]
 
 
 def test_recorded_dgc_has_another_optimizer_and_a_rising_loss() -> None:
     (dgc,) = [line for line in LINES if line["kind"] == "step" and line["codec"] == "dgc"]
     assert compression_report.optimizer_of(dgc) == "sgd" and dgc["losses"][-1] > dgc["losses"][0]
     assert "the loss of dgc rose" in compression_report.PAGE.read_text()
+    assert "dgc was measured before DGC chose its values in each layer" in compression_report.PAGE.read_text()
 
 
 def test_step_time_chart_has_ranges_and_missing_values() -> None:
@@ -62,4 +85,4 @@ def test_the_page_s_ratios_match_measured_wire_bytes() -> None:
     text = " ".join((compression_report.ROOT / "docs" / "compression.md").read_text().split())
     sent = {line["codec"]: line["wire_tx_bytes"] for line in LINES if line["kind"] == "step"}
     int8, one_bit, dgc = (f"{sent['none'] / sent[name]:.0f} times" for name in ("int8", "one_bit", "dgc"))
-    assert f"On the wire of 4 nodes `int8` makes hop two {int8} smaller, one bit {one_bit}, DGC {dgc} (" in text
+    assert f"On the wire of 4 nodes `int8` makes hop two {int8} smaller, one bit {one_bit}, DGC {dgc} before it" in text

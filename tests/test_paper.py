@@ -31,7 +31,7 @@ def records() -> Records:
 
 def recorded(case: compiled.Case) -> dict[str, Any]:
     key = dataclasses.asdict(case)
-    lines = [json.loads(line) for line in (RESULTS / "compiled.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (RESULTS / "derived" / "compiled.jsonl").read_text().splitlines()]
     return next(line for line in lines if key.items() <= line.items())
 
 

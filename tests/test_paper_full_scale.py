@@ -200,8 +200,9 @@ def test_missing_replay_is_one_line(records: Records) -> None:
 
 
 def test_missing_record_names_its_command(tmp_path: Path) -> None:
-    for name in ("compiled", "fidelity"):
-        (tmp_path / f"{name}.jsonl").write_text((RESULTS / f"{name}.jsonl").read_text())
+    for name in ("derived/compiled.jsonl", "measured/fidelity.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text((RESULTS / name).read_text())
     with pytest.raises(ValueError, match=r"full_scale.jsonl is missing; python -m benchmarks.full_scale writes it"):
         read_records(tmp_path)
 

@@ -38,7 +38,7 @@ def cell(kind: str, name: str, strategy: str = "") -> Cell:
 
 def line(about: Cell) -> dict[str, Any]:
     key = json.loads(json.dumps(about.key))
-    return next(x for x in papers.recorded(papers.RESULTS) if key.items() <= x.items())
+    return next(x for x in papers.recorded(papers.record_of(about)) if key.items() <= x.items())
 
 
 def row(rows: list[Row], what: str) -> Row:

@@ -67,7 +67,11 @@ def test_error_bars_are_those_of_the_comparisons() -> None:
     """Of the emulated cluster, and of the MiCS paper's steps by the planner's own figures."""
     beside = [line for line in recorded(planner_validation.RESULTS) if line["beside_the_rates"]]
     errors = {"cpu": [planner_validation.error(line) for line in beside]}
-    cells = [cell for cell in figure_7(read_records(planner_validation.FOLDER), PLANNER) if cell.system == "MiCS"]
+    cells = [
+        cell
+        for cell in figure_7(read_records(planner_validation.ROOT / "benchmarks" / "results"), PLANNER)
+        if cell.system == "MiCS"
+    ]
     errors["gpu"] = [cell.published / cell.ours - 1 for cell in cells if cell.published and cell.ours]  # of seconds
     for kind, bar in clusters.ERROR_BARS.items():
         assert bar.of.startswith(f"{len(errors[kind])} steps")

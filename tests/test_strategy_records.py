@@ -1,6 +1,7 @@
-"""What benchmarks/results/strategies.jsonl says was measured, and that page and pictures say no more."""
+"""What benchmarks/results/measured/strategies.jsonl says was measured, and that page and pictures say no more."""
 
 import itertools
+import re
 import shlex
 from typing import Any
 
@@ -84,11 +85,11 @@ def test_names() -> None:
 # --------------------------------------------------------------------------------------- the page and its pictures
 
 
-def line(strategy: str, rate: str, steps: list[float], mode: str = "standard") -> dict[str, Any]:
+def line(strategy: str, rate: str, steps: list[float], mode: str = "standard", commit: str = "a") -> dict[str, Any]:
     """A line of the record, as far as page and pictures read it; 8 MB on the wire."""
     sizes = dict.fromkeys(("formula_inter_bytes", "compiled_inter_bytes", "compiled_intra_bytes", "wire_tx_bytes"), 8e6)
     times = {"step_time_s": float(np.median(steps)), "step_times_s": steps}
-    return {"mode": mode, "strategy": strategy, "rate": rate, **times, **sizes}
+    return {"mode": mode, "strategy": strategy, "rate": rate, "commit": commit, **times, **sizes}
 
 
 def error_bars(figure: Figure) -> list[tuple[float, float]]:
@@ -130,9 +131,30 @@ def test_a_step_time_is_the_median_of_runs_within_its_steps() -> None:
 
 def test_nothing_is_taken_from_a_step_that_computes_something_else() -> None:
     lines = [line("compute only", "1gbit", [3.0]), line("ddp", "1gbit", [5.0]), line("ddp dots", "1gbit", [4.0])]
-    assert strategies_lines.above_compute_s(lines, "ddp", "1gbit") == 2.0
+    assert strategies_lines.above_compute_s(lines, "ddp", "1gbit") == Bar(value=2.0, low=2.0, high=2.0)
     assert strategies_lines.above_compute_s(lines, "ddp dots", "1gbit") is None
-    assert "| ddp dots | 1 | 4.0 (4.0 to 4.0) | - | - | 0.1 |" in strategies_report.time_table(lines, "1gbit")
+    assert "| ddp dots | 1 | a | 4.0 (4.0 to 4.0) | - | - | 0.1 |" in strategies_report.time_table(lines, "1gbit")
+
+
+def test_ratios_and_differences_have_the_range_of_their_steps_and_rows_their_commits() -> None:
+    lines = [line("compute only", "1gbit", [3.0, 5.0]), line("zero3 flat", "1gbit", [8.0, 12.0])]
+    lines += [line("ddp", "1gbit", [4.0, 6.0]), line("ddp", "1gbit", [5.0, 8.0], commit="b")]
+    table = strategies_report.time_table(lines, "1gbit")
+    assert "| ddp | 2 | a, b | 5.8 (4.0 to 8.0) | 1.74 (1.00 to 3.00) | 1.8 (-1.0 to 5.0) | 0.1 |" in table
+    assert strategies_report.runs_in_words(lines[:1]) == "one run at commit a"
+
+
+def test_no_ratio_is_bold_and_every_time_has_a_range() -> None:
+    """One or a few runs of two steps: a ratio without its range would say more than was measured."""
+    text = strategies_report.PAGE.read_text().partition("## Step times")[2]
+    assert "**" not in text
+    rows = [row for row in text.splitlines() if row.startswith("| ") and "s / step" not in row]
+    assert len(rows) > 30
+    for row in rows:
+        times = [cell for cell in row.strip("|").split(" | ")[1:] if "." in cell]
+        ranged = [cell for cell in times if re.fullmatch(r" ?-?[\d.]+ \(-?[\d.]+ to -?[\d.]+\) ?", cell)]
+        assert len(times) - len(ranged) <= 1, row  # the calculated seconds of the link
+    assert "Each time is of one run (commit da13d7f)" in text
 
 
 def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> None:
@@ -188,7 +210,45 @@ def test_the_step_times_of_the_readme_are_the_record_s() -> None:
     runs = {
         name: strategies_lines.step_time(strategies_lines.runs_of(recorded(RESULTS), name, "200mbit")) for name in names
     }
-    seconds = {name: f"{time.value:.0f} s" for name, time in runs.items() if time}
-    assert f"`mics(2)` takes {seconds['mics(2)']} a step, `zero3` {seconds['zero3']}" in text
-    assert f"FSDP2 {seconds['pytorch hsdp']} with hybrid and {seconds['pytorch zero3']} with full sharding" in text
-    assert f"DDP is faster than any of these: {seconds['pytorch ddp']}, our `ddp` {seconds['ddp']}" in text
+    seconds, ranges = {}, {}
+    for name, time in runs.items():
+        assert time
+        seconds[name], ranges[name] = f"{time.value:.1f} s", f"({time.low:.1f} to {time.high:.1f})"
+    assert f"`mics(2)` takes {seconds['mics(2)']} a step {ranges['mics(2)']}, " in text
+    assert f"`zero3` {seconds['zero3']} {ranges['zero3']}, " in text
+    hybrid, full = (f"{seconds[name]} {ranges[name]}" for name in ("pytorch hsdp", "pytorch zero3"))
+    assert f"FSDP2 {hybrid} with hybrid and {full} with full sharding" in text
+    assert f"DDP is faster than any of these, {seconds['pytorch ddp']} {ranges['pytorch ddp']}, our" in text
+    assert f"our `ddp` not: {seconds['ddp']} {ranges['ddp']};" in text
+    these = [line for line in recorded(RESULTS) if line["rate"] == "200mbit" and line["strategy"] in names]
+    assert f"at commits {strategies_lines.commits_of(these).replace(', ', ' and ')}, in brackets" in text
+
+
+def test_performance_s_missed_aims_are_the_record_s() -> None:
+    text = " ".join(
+        (strategies_report.ROOT / "docs" / "performance.md").read_text().partition("## Aims that")[2].split()
+    )
+    lines = recorded(RESULTS)
+    ours, torch = strategies_lines.ours_of(lines, scale_model=False), [one for one in lines if one["mode"] == "pytorch"]
+
+    def times(among: list[dict[str, Any]], slow: str, fast: str, rate: str) -> str:
+        found = (strategies_lines.step_time(strategies_lines.runs_of(among, name, rate)) for name in (slow, fast))
+        return strategies_report.against(*found)
+
+    flat = [times(ours, "zero3 flat", name, "200mbit") for name in ("mics(2)", "mics(2) kept dots")]
+    assert f"| {flat[0]}; {flat[1]} with kept gathers" in text
+    hsdp = [times(torch, "pytorch hsdp", "mics(2)", rate) for rate in ("1gbit", "200mbit")]
+    assert f"one run each: {hsdp[0]} at 1 Gbit/s, {hsdp[1]} at 200 Mbit/s" in text
+    kept = [times(torch, "pytorch hsdp kept dots", "mics(2) kept dots", rate) for rate in ("1gbit", "200mbit")]
+    assert f"on both sides {kept[0]} and {kept[1]}, no difference" in text
+    zero3 = [times(torch, "pytorch zero3", "zero3", rate) for rate in ("1gbit", "200mbit")]
+    assert f"one run each: {zero3[0]} at 1 Gbit/s, {zero3[1]} at 200 Mbit/s" in text
+    best = [strategies_report.best_ratio(torch, rate) for rate in ("1gbit", "200mbit")]
+    assert f"one run each: {best[0]} and {best[1]}, their ddp" in text
+    compute, step = (
+        strategies_lines.compute_s(ours),
+        strategies_lines.step_time(strategies_lines.runs_of(ours, "zero3 flat", "200mbit")),
+    )
+    assert compute and step
+    least = compute.value + strategies_lines.link_s(ours, "mics(2)", "200mbit")
+    assert f"are {least:.1f} s, {step.value / least:.2f} times less than the flat {step.value:.1f}" in text
