@@ -4,7 +4,6 @@ A config file that starts from such a checkpoint takes its sizes from there: `co
 Imports the standard library only, besides ml_collections.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs.schema import TransformerConfig, defaults
+from configs.schema import MODELS, TransformerConfig, defaults
+from configs.schema.keys import keys_of
+from files import json_objects
 
 Values = Mapping[str, Any]
 CONFIG_FILE = "config.json"
@@ -35,7 +36,7 @@ class Architecture:
 
 
 def _activation(name: str) -> str:
-    if name not in ACTIVATIONS:
+    if name not in tuple(ACTIVATIONS):  # it may be a list, which no dict can be asked for
         raise ValueError(f"an activation {name!r} is not supported; one of {', '.join(ACTIVATIONS)} is")
     return ACTIVATIONS[name]
 
@@ -194,20 +195,23 @@ def read(folder: str | Path) -> tuple[Architecture, dict[str, Any]]:
     """
     path = Path(folder).expanduser() / CONFIG_FILE
     try:
-        values = json.loads(path.read_text())
+        values = json_objects.read(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); it belongs to the weights") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    model_type = values.get("model_type") if isinstance(values, dict) else None
-    known = {x.model_type: x for x in ARCHITECTURES}
-    if model_type not in known:
-        raise ValueError(f"{path}: model_type {model_type!r} is not supported; one of {', '.join(known)} is")
+    model_type = values.get("model_type")
+    architecture = next((x for x in ARCHITECTURES if x.model_type == model_type), None)
+    if architecture is None:
+        known = ", ".join(x.model_type for x in ARCHITECTURES)
+        raise ValueError(f"{path}: model_type {model_type!r} is not supported; one of {known} is")
     try:
-        return known[model_type], _section(known[model_type], values)
+        section = _section(architecture, values)
+        for name, declared in keys_of(MODELS[architecture.kind]).items():
+            if name in section:
+                declared.check(f"model.{name}", section[name])
+        return architecture, section
     except KeyError as error:
         raise ValueError(f"{path} has no {error.args[0]}") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from files import json_objects
+
 Row = Mapping[str, Any]
 
 
@@ -39,7 +41,6 @@ def read_tail(file: Path, size_bytes: int) -> list[dict[str, Any]]:
 def parsed(line: bytes) -> dict[str, Any] | None:
     """Returns the object of a line, None if it is none, or not a whole one."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        return json_objects.parse(line, "the line", lenient=True)
+    except ValueError:
         return None
-    return row if isinstance(row, dict) else None

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from files import json_objects
 from input_pipeline.shard_index import Shard
 from input_pipeline.store import PATIENCE_S
 from runtime.addresses import listen, own_address
@@ -85,7 +86,7 @@ class Service:
         # The errors of the closing are suppressed too: it sends what the other process no longer reads.
         with suppress(OSError, ValueError, LookupError, TypeError), connection, connection.makefile("rwb") as stream:
             while line := stream.readline(1000):
-                request = json.loads(line)
+                request = json_objects.parse(line, "the request")
                 found = self._found(request["shard"], bool(request["download"]), stream)
                 if isinstance(found, str):
                     _say(stream, {"absent": found})
@@ -192,12 +193,9 @@ def _receive(stream: Any, shard: Shard, file: BinaryIO) -> str:
 def _answer(stream: Any) -> dict[str, Any]:
     line = stream.readline(1000)
     try:
-        answer = json.loads(line)
-    except ValueError:
-        raise ConnectionError("it closed the connection") from None
-    if not isinstance(answer, dict):
-        raise ConnectionError("it answers something else")
-    return answer
+        return json_objects.parse(line, "its answer")
+    except ValueError as error:
+        raise ConnectionError(str(error) if line else "it closed the connection") from None
 
 
 def _say(stream: Any, message: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
+from files import json_objects
 from input_pipeline.shard_cache import ShardCache
 from input_pipeline.shard_index import FORMAT, Shard, ShardIndex, shards_of, tokenise
 from input_pipeline.store import FETCHES, Item, Store, StoreError
@@ -105,7 +106,7 @@ class RawShards:
     def _read(self, key: str) -> tuple[Shard, ...] | None:
         """Returns the shards that an entry of the cache names; None if there is none, or not a whole one."""
         try:
-            return shards_of(json.loads((self._folder / f"{key}.json").read_text()))
+            return shards_of(json_objects.value((self._folder / f"{key}.json").read_bytes(), key))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 

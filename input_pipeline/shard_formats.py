@@ -1,10 +1,11 @@
 """Files of documents ("shards"): array_record, parquet, JSON lines and plain text, by the end of their names."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from files import json_objects
 
 # what a name ends with; TFDS appends `-00000-of-00010`; .gz and .zst are read without unpacking them on disk
 _FORMATS = {
@@ -61,7 +62,7 @@ def _array_record(path: Path, name: str, text_field: str) -> Iterator[Any]:
 def _text_of_record(record: bytes, text_field: str) -> Any:
     """Returns the text of a record, which is a JSON object or a tf.train.Example (as TFDS writes)."""
     if record.startswith(b"{"):
-        return _field(json.loads(record), text_field)
+        return _field(json_objects.value(record, "a record", lenient=True), text_field)
     from tensorflow_datasets.proto import tf_example_pb2
 
     example: Any = tf_example_pb2
@@ -86,7 +87,7 @@ def _jsonl(path: Path, name: str, text_field: str) -> Iterator[Any]:
     with _opened(path, name) as file:
         for line in _lines(file):
             if line.strip():
-                yield _field(json.loads(line), text_field)
+                yield _field(json_objects.value(line, "a line", lenient=True), text_field)
 
 
 def _txt(path: Path, name: str, text_field: str) -> Iterator[Any]:

@@ -4,7 +4,6 @@ A token shard is the tokens of one file of documents, each document followed by 
 without a header, in a file that is named by its own hash. The index of a prepared set is `index.json` beside them.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from files import json_objects
 from input_pipeline.shard_formats import documents
 from input_pipeline.streams import write_tokens
 from input_pipeline.tokenizers import Tokenizer
@@ -31,6 +31,12 @@ class Shard:
     text_bytes: int  # of UTF-8 text; a separator counts as one byte
     dtype: str
     sha256: str  # of the token shard's file
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for values of other types, which an index may have."""
+        texts, numbers = (self.name, self.dtype, self.sha256), (self.num_tokens, self.text_bytes)
+        if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
+            raise ValueError(f"shard {self.name!r} has values of other types")
 
     @property
     def file(self) -> str:
@@ -79,10 +85,10 @@ def shards_of(rows: Sequence[Any]) -> tuple[Shard, ...]:
 def is_index(content: bytes) -> bool:
     """Whether the content of a file says that it is an index of token shards."""
     try:
-        found = json.loads(content)
+        found = json_objects.parse(content, INDEX_FILE)
     except ValueError:
         return False
-    return isinstance(found, dict) and str(found.get("format")).startswith("mics-jax token shards")
+    return str(found.get("format")).startswith("mics-jax token shards")
 
 
 def tokenise(raw: Path, name: str, tokenizer: Tokenizer, text_field: str, to: Path) -> Shard:

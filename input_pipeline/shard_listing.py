@@ -1,12 +1,12 @@
 """What there is at `data.path`: the files of documents, or the index of a prepared set."""
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from configs.schema import DataConfig
+from files import json_objects
 from input_pipeline.shard_formats import KNOWN, format_of, matches
 from input_pipeline.shard_index import INDEX_FILE, ShardIndex, is_index
 from input_pipeline.store import Item, MissingError, Store, StoreError, is_url
@@ -62,7 +62,7 @@ def _index_file(store: Store) -> bytes | None:
 def _checked(content: bytes, store: Store, config: DataConfig, tokenizer: Tokenizer) -> ShardIndex:
     """Returns the index of a prepared set. ValueError if it is of another tokenizer, or nothing matches."""
     where = f"{store.url}/{INDEX_FILE}"
-    found = ShardIndex.from_json(json.loads(content), where)
+    found = ShardIndex.from_json(json_objects.parse(content, where), where)
     if found.tokenizer != tokenizer.identity:
         raise ValueError(
             f"{where} was made by the tokenizer {found.tokenizer!r}, but data.tokenizer is "
@@ -93,7 +93,7 @@ def _listed_by(content: bytes | None, store: Store) -> list[Item]:
     if content is None:
         raise StoreError(f"{where} does not exist (404), and an HTTP server cannot be listed: {remedy}")
     try:
-        names = json.loads(content)
+        names = json_objects.value(content, where)
     except ValueError:
         names = None
     if not isinstance(names, list) or not names:

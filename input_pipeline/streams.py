@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from files import json_objects
 from input_pipeline import cache
 from input_pipeline.tokenizers import Tokenizer
 
@@ -42,7 +43,7 @@ def tokenised(source: TextSource, tokenizer: Tokenizer) -> Stream:
     """
     key = hashlib.sha256(f"{FORMAT}\n{source.signature}\n{tokenizer.identity}".encode()).hexdigest()[:32]
     path = cache.prepared(f"streams/{key}", build=lambda folder: _write(folder, source, tokenizer), defect=_defect)
-    meta = json.loads((path / "meta.json").read_text())
+    meta = json_objects.read(path / "meta.json")
     return Stream(
         tokens=np.memmap(path / "tokens.bin", dtype=meta["dtype"], mode="r"),
         sha256=meta["sha256"],
@@ -96,13 +97,13 @@ def _defect(folder: Path) -> str:
         body = (folder / "meta.json").read_bytes()
         if hashlib.sha256(body).hexdigest() != (folder / "meta.sha256").read_text():
             return "meta.json has changed"
-        meta = json.loads(body)
+        meta = json_objects.parse(body, "meta.json")
         size = (folder / "tokens.bin").stat().st_size
         if size != meta["num_tokens"] * np.dtype(meta["dtype"]).itemsize:
             return f"tokens.bin has {size} bytes for {meta['num_tokens']} tokens"
         if checksum([folder / "tokens.bin"]) != meta["checksum"]:
             return "the content of tokens.bin has changed"
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         return str(error)
     return ""
 

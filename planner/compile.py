@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from configs import command_line
+from files import json_objects
 from runtime.exit_codes import ExitCode
 from sharding.mesh import MeshShape
 
@@ -92,7 +93,7 @@ def compile_step(
                 raise ValueError(_why(done.stderr))
             for name in ("txt", "json"):  # the second one says that both are there
                 os.replace(Path(out) / f"step.{name}", folder / f"{stem}.{name}")
-    about = json.loads((folder / f"{stem}.json").read_text())
+    about = json_objects.read(folder / f"{stem}.json")
     shape = MeshShape(**about.pop("mesh"))
     return CompiledStep(text=(folder / f"{stem}.txt").read_text(), shape=shape, **about)
 

@@ -1,10 +1,10 @@
 """Reads `probe.json` of `cluster.probe`: the links of a cluster as they were measured, in place of data sheets."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from files import json_objects
 from planner.clusters import Cluster
 
 NEEDED = ("alpha_s", "bandwidth_bytes_per_s", "group_size", "devices_per_link")
@@ -17,15 +17,15 @@ def with_probe(cluster: Cluster, path: Path) -> tuple[Cluster, str]:
     probe, or of another cluster.
     """
     try:
-        read = json.loads(path.read_text())
+        read = json_objects.parse(json_objects.read_bytes(path), "it")
         levels: dict[str, dict[str, Any]] = read["levels"]
         kind, date = str(read["environment"]["device_kind"]), str(read["environment"].get("date", ""))[:10]
         figures = {name: {key: float(level[key]) for key in NEEDED} for name, level in levels.items()}
     except OSError as error:
         raise ValueError(f"--probe={path} cannot be read ({error.strerror}); cluster.probe writes it") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its form is another"
-        why = "it is no JSON" if isinstance(error, json.JSONDecodeError | UnicodeError) else why
+        why = error if isinstance(error, ValueError) else "its form is another"
+        why = f"it has no {error.args[0]}" if isinstance(error, KeyError) else why
         raise ValueError(f"--probe={path} is not a file that cluster.probe wrote ({why})") from error
     _refuse_other(cluster, path, kind, figures)
     changes: dict[str, Any] = {}

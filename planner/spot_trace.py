@@ -1,13 +1,14 @@
 """How many nodes there are at which time: a trace of spot nodes, read from a file."""
 
 import csv
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, pairwise
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any
+
+from files import json_objects
 
 FORMAT = "give a CSV with the columns seconds,nodes, or a JSON file of skypilot-org/spot-traces"
 
@@ -51,9 +52,8 @@ def read_trace(path: Path) -> Trace:
         points = _points_of_json(text) if text.lstrip().startswith("{") else _points_of_csv(text)
     except KeyError as error:
         raise ValueError(f"--spot_trace={path} has no {error.args[0]}; {FORMAT}") from error
-    except (json.JSONDecodeError, TypeError) as error:
-        why = "it is no JSON" if isinstance(error, ValueError) else "its JSON has another form"
-        raise ValueError(f"--spot_trace={path}: {why}; {FORMAT}") from error
+    except TypeError as error:
+        raise ValueError(f"--spot_trace={path}: its JSON has another form; {FORMAT}") from error
     except (ValueError, OverflowError) as error:
         raise ValueError(f"--spot_trace={path}: {error}; {FORMAT}") from error
     times = [time_s for time_s, _ in points]
@@ -82,7 +82,7 @@ def _points_of_csv(text: str) -> list[tuple[float, int]]:
 
 
 def _points_of_json(text: str) -> list[tuple[float, int]]:
-    read: dict[str, Any] = json.loads(text)
+    read = json_objects.parse(text, "it")
     gap_s, counts = _finite(read["metadata"]["gap_seconds"]), [int(count) for count in read["data"]]
     return [(n * gap_s, count) for n, count in enumerate([*counts, counts[-1]])] if counts else []
 

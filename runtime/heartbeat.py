@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 
+from files import json_objects
 from runtime.exit_codes import ExitCode
 from runtime.phases import Phase
 
@@ -72,7 +73,7 @@ class Peer:
             return
         self.heard_s = time.monotonic()
         *lines, self.unread = (self.unread + data).split(b"\n")
-        yield from map(json.loads, lines)
+        yield from (json_objects.parse(line, f"a message of {self}") for line in lines)
 
 
 @dataclass(frozen=True, kw_only=True)

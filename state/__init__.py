@@ -10,10 +10,10 @@ directory:
 A step appears in DIR by one rename, after its manifest is on disk. So a killed save never leaves a partial step there.
 """
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from files import json_objects as _json_objects
 from state import manifest as _manifest
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def latest_config(directory: str | Path) -> dict[str, Any] | None:
             if step in _manifest.step_numbers(Path(directory)):
                 raise
             return latest_config(directory)  # the run has deleted it meanwhile, after it saved a newer one
-        return json.loads((folder / _manifest.CONFIG_FILE).read_text())
+        return _json_objects.read(folder / _manifest.CONFIG_FILE, lenient=True)
     if damaged:
         raise ValueError(f"no checkpoint in {directory} has a config that verifies: {'; '.join(damaged)}")
     return None

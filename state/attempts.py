@@ -6,12 +6,12 @@ Only process 0 reads and writes `WORKDIR/attempts.json`. It contains no times, s
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from files import atomic
+from files import atomic, json_objects
 from runtime.consensus import broadcast, new_key
 from state import manifest
 
@@ -59,7 +59,7 @@ def read_attempts(workdir: Path, report: Callable[[str], None]) -> Attempts:
         if not file.exists():
             return asdict(new)
         try:
-            found = _from_json(json.loads(file.read_text()))
+            found = _from_json(json_objects.read(file))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is damaged ({error}); remove it: the checkpoints do not need it") from error
         if found.folder != folder:
@@ -83,12 +83,16 @@ def write_attempts(workdir: Path, attempts: Attempts) -> Attempts:
 
 
 def newest_checkpoint(workdir: Path) -> int:
-    """Returns the newest step with a checkpoint, including those that were set aside; 0 if there is none."""
-    folder = workdir / "checkpoints"
-    aside = folder / manifest.SET_ASIDE
+    """Returns the newest step with a checkpoint, without those that were set aside; 0 if there is none."""
+    return max([0, *manifest.step_numbers(workdir / "checkpoints")])
+
+
+def newest_set_aside(workdir: Path) -> int:
+    """Returns the newest step that was set aside, 0 if there is none."""
+    aside = workdir / "checkpoints" / manifest.SET_ASIDE
     damaged = [entry.name.split("-")[0] for entry in aside.iterdir()] if aside.is_dir() else []
-    return max([0, *manifest.step_numbers(folder), *(int(step) for step in damaged if step.isdecimal())])
+    return max([0, *(int(step) for step in damaged if step.isdecimal())])
 
 
-def _from_json(content: Any) -> Attempts:
+def _from_json(content: Mapping[str, Any]) -> Attempts:
     return Attempts(**{**content, "began_at": tuple(content["began_at"])})

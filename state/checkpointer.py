@@ -22,7 +22,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from configs.schema import CheckpointConfig
-from files import atomic
+from files import atomic, json_objects
 from runtime.consensus import Key, broadcast, new_key
 from state import check_path, manifest, retention, shared_hashing, tree
 from state.quiet import quiet_orbax
@@ -198,8 +198,8 @@ class Checkpointer:
         return Restored(
             step=step,
             state=jax.tree.unflatten(jax.tree.structure(abstract_state), arrays),
-            data=json.loads((folder / manifest.DATA_FILE).read_text()),
-            config=json.loads((folder / manifest.CONFIG_FILE).read_text()),
+            data=json_objects.read(folder / manifest.DATA_FILE, lenient=True),
+            config=json_objects.read(folder / manifest.CONFIG_FILE, lenient=True),
         )
 
     def steps(self) -> list[int]:
@@ -260,7 +260,7 @@ class Checkpointer:
             self._set_aside({step: damage}, f"step {step} is saved again")
             return False
         files = (manifest.DATA_FILE, manifest.CONFIG_FILE)
-        saved_data, saved_config = (json.loads((folder / file).read_text()) for file in files)
+        saved_data, saved_config = (json_objects.read(folder / file, lenient=True) for file in files)
         if saved_data != data or not self._is_same_run(saved_config, config):
             raise ValueError(f"{folder} is a checkpoint of another run; choose another directory")
         self._report(f"{folder} was saved by an earlier attempt of this run and verifies: it stays")

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from files import atomic
+from files import atomic, json_objects
 
 FILE_NAME = "manifest.json"
 CONFIG_FILE = "config/metadata"  # the files of the items `config` and `data`, by Orbax's JSON handler
@@ -138,16 +138,18 @@ def read(folder: Path) -> Manifest:
     Raises DamagedError, UnknownFormatError or UnreadableError.
     """
     path = folder / FILE_NAME
+    damaged = DamagedError(f"{FILE_NAME} is damaged: it does not match its own hash")
     try:
-        raw = path.read_bytes()
+        raw = json_objects.read_bytes(path)
+        content = json_objects.parse(raw, path, lenient=True)  # a metric may be NaN
+    except ValueError as error:
+        raise damaged from error
     except OSError as error:
         if isinstance(error, _NOT_A_FILE) and os.path.isdir(folder):
             missing = f"{FILE_NAME} is missing: the step was copied partly, or never written by us"
             raise DamagedError(missing) from None
         raise _unreadable(path, error) from error
-    damaged = DamagedError(f"{FILE_NAME} is damaged: it does not match its own hash")
     try:
-        content = json.loads(raw)
         if content["format"] != _FORMAT and content.pop("sha256") == _hash_of(content):
             raise UnknownFormatError(
                 f"{path} has format {content['format']} and this program reads format {_FORMAT}: use the version of "

@@ -25,7 +25,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from files import atomic, private
+from files import atomic, json_objects, private
 from state.attempts import RUN_ID
 from state.manifest import Leaf
 from state.owned_shards import Region
@@ -90,7 +90,7 @@ class SnapshotManifest:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "SnapshotManifest":
-        """Returns the description that `as_json` encoded. ValueError, KeyError or TypeError for any other content."""
+        """Returns the description that `as_json` encoded. ValueError, LookupError or TypeError for any other one."""
         tree = tuple(Leaf(path=x["path"], shape=tuple(x["shape"]), dtype=x["dtype"]) for x in content["tree"])
         pieces = tuple(
             Piece(
@@ -148,7 +148,7 @@ class MemoryFolder:
         for file in sorted(self.path.glob("*.json")):
             try:
                 found.append(self._read(file))
-            except (ValueError, KeyError, TypeError, OSError) as error:
+            except (ValueError, LookupError, TypeError, OSError) as error:
                 damaged.append(f"{file.name} is not used: {' '.join(str(error).split())}")
         return found, damaged
 
@@ -199,7 +199,7 @@ class MemoryFolder:
         digest, _, body = file.read_bytes().partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() != digest:
             raise ValueError("it does not match its own hash")
-        content = json.loads(body)
+        content = json_objects.parse(body, "it", lenient=True)
         if content.pop("format") != _FORMAT:
             raise ValueError("another version of the program wrote it")
         snapshot = SnapshotManifest.from_json(content)

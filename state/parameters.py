@@ -1,13 +1,12 @@
 """The parameters of a checkpoint, read one array at a time and without the optimizer state, for other programs."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from files import json_objects
 from state import manifest
 from state.quiet import quiet_orbax
 
@@ -32,7 +31,7 @@ class SavedParameters:
         except manifest.DamagedError as error:
             raise ValueError(f"{self._folder} is damaged: {error}; choose another --step") from error
         self._leaves = {leaf.path: leaf for leaf in found.tree}
-        self.config: dict[str, Any] = json.loads((self._folder / manifest.CONFIG_FILE).read_text())
+        self.config = json_objects.read(self._folder / manifest.CONFIG_FILE, lenient=True)
         quiet_orbax()
 
     def read(self, path: str) -> np.ndarray:

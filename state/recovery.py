@@ -51,8 +51,9 @@ def find(
 ) -> Found | None:
     """Returns the newest step that is complete and verifies, the same in every process; None if there is none.
 
-    On each node, one process `reads` the folder. `saved` is the newest checkpoint. In process 0, `report` gets a line
-    for each snapshot that is ignored, but none for an incomplete step: the newest one may have been in progress.
+    On each node, one process `reads` the folder. `saved` is the newest checkpoint, or one that was set aside. In
+    process 0, `report` gets a line for each snapshot that is ignored, but none for an incomplete step: the newest one
+    may have been in progress.
     """
     own, damaged = folder.snapshots() if reads else ([], [])
     told = {"host": socket.gethostname(), "damaged": damaged, "snapshots": [x.as_json() for x in own]}

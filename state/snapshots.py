@@ -23,7 +23,7 @@ import numpy as np
 from runtime.consensus import all_gather, barrier, broadcast, new_key
 from runtime.handshake import shared_token
 from state import tree
-from state.attempts import newest_checkpoint, read_attempts, write_attempts
+from state.attempts import newest_checkpoint, newest_set_aside, read_attempts, write_attempts
 from state.checkpointer import Checkpointer, Restored, Source, print_to_stderr
 from state.memory_files import MemoryFolder, Piece, Slots, SnapshotManifest, remove_run
 from state.owned_shards import OwnedShard, owned_shards
@@ -84,7 +84,9 @@ class Snapshots:
         if not self._every:
             return checkpointer.restore(abstract_state)
         wanted = tree.flatten_abstract(abstract_state)
-        saved = broadcast(new_key("newest"), lambda: newest_checkpoint(self._workdir))
+        # A step set aside was there: what the last attempt recorded may be it, until this one records what is left.
+        newest = lambda: max(newest_checkpoint(self._workdir), newest_set_aside(self._workdir))
+        saved = broadcast(new_key("newest"), newest)
         found = find(self._folder, self._reader == self._me, self._attempts, saved, wanted, self._report)
         restored = checkpointer.restore(abstract_state, newer_than=found.snapshot.step if found else -1)
         if found and restored is None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from files import json_objects
 from runtime.addresses import listen, own_address
 from runtime.handshake import Acceptor, introduce
 from state.memory_files import MemoryFolder, SlotFile, SnapshotManifest, as_bytes
@@ -112,8 +113,11 @@ class Connection:
         line = self._file.readline()
         if not line:
             raise ConnectionError("it closed the connection")
-        answer = json.loads(line)
-        if answer["error"]:
+        try:
+            answer = json_objects.parse(line, "the answer")
+        except ValueError as error:
+            raise ConnectionError(str(error)) from error
+        if answer.get("error"):
             raise OSError(answer["error"])
         return answer
 
@@ -140,7 +144,7 @@ class _Answers:
         # The errors of the closing are suppressed too: it sends what the other process no longer reads.
         with suppress(OSError, ValueError, LookupError, TypeError), connection, connection.makefile("rwb") as file:
             while line := file.readline():
-                request = json.loads(line)
+                request = json_objects.parse(line, "the request", lenient=True)
                 try:
                     part = self.put(request, process, file) if "put" in request else self.get(request)
                     answer = {"error": None, "size": part.nbytes, "crc32": zlib.crc32(part)}

@@ -231,7 +231,7 @@ def test_what_breaks_the_watch_ends_the_program(
     Heartbeat().start(0, [pair[0]], 60.0, 600.0)
     pair[1].connection.sendall(b"no message\n")
     assert codes.get(timeout=30) == 1
-    assert "JSONDecodeError" in capfd.readouterr().err
+    assert f"a message of {pair[0]} is not JSON: Expecting value" in capfd.readouterr().err
 
 
 class Link(threading.Thread):

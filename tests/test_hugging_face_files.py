@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import tracemalloc
 from collections import Counter
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from counting_file import CountingFile
@@ -222,7 +224,18 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     ),
     "no config": (lambda f: (f / "config.json").unlink(), r"config.json cannot be read \(No such file or directory\)"),
     "config not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON: "),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "model_type None is not supported"),
+    "config nests": (
+        lambda f: (f / "config.json").write_text("[" * 100_000),
+        "config.json is not JSON: it has more than 100 levels$",
+    ),
+    "model_type is a list": (
+        lambda f: (f / "config.json").write_text('{"model_type": ["llama"]}'),
+        r"config.json: model_type \['llama'\] is not supported",
+    ),
+    "config is a list": (
+        lambda f: (f / "config.json").write_text("[]"),
+        "config.json is not a JSON object, but of type list$",
+    ),
 }
 INDEX_DAMAGE: dict[str, tuple[Any, str]] = {
     "file missing": (
@@ -232,9 +245,28 @@ INDEX_DAMAGE: dict[str, tuple[Any, str]] = {
     "file truncated": (lambda f: cut(f / "model-00002-of-00003.safetensors"), "00002-of-00003.safetensors is damaged"),
     "index not JSON": (
         lambda f: (f / reading.INDEX_FILE).write_text("{"),
-        "index.json is not an index: JSONDecodeError",
+        "index.json is not JSON: Expecting property name",
     ),
-    "no map": (lambda f: (f / reading.INDEX_FILE).write_text("{}"), "index.json is not an index: KeyError"),
+    "index nests": (
+        lambda f: (f / reading.INDEX_FILE).write_text("[" * 100_000),
+        "index.json is not JSON: it has more than 100 levels$",
+    ),
+    "no map": (
+        lambda f: (f / reading.INDEX_FILE).write_text("{}"),
+        "index.json is not an index: its weight_map is of type NoneType$",
+    ),
+    "map is a list": (
+        lambda f: (f / reading.INDEX_FILE).write_text('{"weight_map": ["a"]}'),
+        "index.json is not an index: its weight_map is of type list$",
+    ),
+    "place is a number": (
+        lambda f: (f / reading.INDEX_FILE).write_text('{"weight_map": {"a": 1}}'),
+        "index.json says that a is in 1, which is no name of a file beside it$",
+    ),
+    "place is elsewhere": (
+        lambda f: (f / reading.INDEX_FILE).write_text('{"weight_map": {"a": "../b"}}'),
+        "index.json says that a is in '../b', which is no name of a file beside it$",
+    ),
     "wrong place": (
         lambda f: shutil.copy(f / "model-00001-of-00003.safetensors", f / "model-00003-of-00003.safetensors"),
         "index.json says that transformer.* is in model-00003-of-00003.safetensors, which does not have it$",
@@ -251,6 +283,29 @@ def test_damage_is_one_line_that_names_it(name: str, damage: str, tmp_path: Path
     with pytest.raises(ValueError, match=message) as error:
         Weights(models.build(section(FOLDER / name)), folder)
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number", "what"),
+    [
+        (np.float32, np.nan, "a NaN or an infinity"),
+        (np.float16, np.inf, "a NaN or an infinity"),
+        (ml_dtypes.bfloat16, -np.inf, "a NaN or an infinity"),
+        (np.float64, -1e39, "a number beyond float32"),
+    ],
+)
+def test_a_weight_that_is_no_float32_is_one_line(dtype: Any, number: float, what: str, tmp_path: Path) -> None:
+    folder = changed(FOLDER / "llama", tmp_path / "llama")
+
+    def harm(found: dict[str, np.ndarray]) -> None:
+        found[UP] = found[UP].astype(dtype)
+        found[UP][5, 7] = number
+
+    rewrite(folder, harm)
+    model = models.build(section(folder))
+    said = f"{folder}/model.safetensors: {UP} has {what}, with which no model can be trained"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        Weights(model, folder).load(abstract(model, strategy="ddp"))
 
 
 def test_padding_of_the_vocabulary_is_zero() -> None:

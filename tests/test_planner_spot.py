@@ -140,7 +140,7 @@ def test_both_kinds_of_file(tmp_path: Path) -> None:
         ("seconds,nodes\n0,many\n9,1\n", "many"),
         ("seconds,nodes\n0,4\nlate,1\n", "csv: late is no time; give"),
         ('{"data": [1]}', "metadata"),
-        ('{"data": ', "csv: it is no JSON; give"),
+        ('{"data": ', "csv: it is not JSON: Expecting value: line 1 column 10 .*; give"),
         ('{"metadata": 300, "data": [1]}', "csv: its JSON has another form; give"),
         ('{"metadata": {"gap_seconds": 300}, "data": []}', "two lines at least"),
     ],

@@ -184,7 +184,7 @@ def test_settings_that_cannot_work_are_one_line(texts, changes, message):
         ("a.parquet", b'{"text": "jsonl"}\n', "a.parquet cannot be read as parquet: after 0 documents"),
         ("a.array_record", b"x" * 70_000, "a.array_record cannot be read as array_record: after 0 documents"),
         ("a.jsonl", b'{"text": "a"}\n{"body": "a"}\n', "a.jsonl .* after 1 documents: it has no field 'text'"),
-        ("a.jsonl", b'{"text": "a"}\nnonsense\n', "a.jsonl .* after 1 documents: Expecting value"),
+        ("a.jsonl", b'{"text": "a"}\nnonsense\n', "a.jsonl .* after 1 documents: a line is not JSON: Expecting value"),
         ("a.jsonl", b'{"text": 5}\n', "'text' is of type int, and no text"),
         ("a.jsonl.gz", b'{"text": "a"}\n', "a.jsonl.gz cannot be read as jsonl"),
         ("a.txt", b"\xff\xfe", "a.txt cannot be read as txt: after 0 documents: 'utf-8' codec"),

@@ -341,6 +341,8 @@ def test_a_damaged_checkpoint_was_set_aside(run: Run) -> None:
     assert restored and restored.step == 1
     run.keep(3)
     check(run.restore(), 3)
+    shutil.rmtree(run.workdir / "checkpoints" / manifest.SET_ASIDE)  # nor when it is cleaned up
+    check(run.restore(), 3)
 
 
 def test_a_host_whose_name_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:

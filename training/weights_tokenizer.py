@@ -1,13 +1,12 @@
 """Whether a run's tokenizer is the one that `model.weights` was trained with, as far as the files there tell."""
 
-import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from configs.schema import Config, TransformerConfig
+from files import json_objects
 from input_pipeline.tokenizers import HuggingFace, SentencePiece, Tokenizer
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
@@ -81,7 +80,7 @@ def _doubt(folder: Path, theirs: Tokenizer | None, ours: Tokenizer, vocab_size: 
 def _end_token(folder: Path) -> str:
     """Returns the token that ends a text by `tokenizer_config.json`, "" if that does not say."""
     try:
-        said: Any = json.loads((folder / TOKENIZER_CONFIG_FILE).read_text())
+        said = json_objects.read(folder / TOKENIZER_CONFIG_FILE)
         token = said.get("eos_token") or said.get("sep_token") or ""
         return str(token["content"] if isinstance(token, dict) else token)
     except (OSError, ValueError, AttributeError, LookupError):

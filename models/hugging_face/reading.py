@@ -5,7 +5,7 @@ memory are, beside what is already on the devices, this process' shards of one o
 of one of their tensors.
 """
 
-import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from configs.hugging_face import check_same
 from configs.schema import TransformerConfig
+from files import json_objects
 from models.hugging_face.names import Tensor, ignored, spellings, tensors
 from models.model import Model, Params
 from sharding.spec import path_name
@@ -22,6 +23,14 @@ from sharding.spec import path_name
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    """An open file of tensors."""
+
+    path: Path
+    handle: Any  # of safetensors
 
 
 class Weights:
@@ -94,11 +103,16 @@ class Weights:
             return  # padding alone
         first = match.part * tensor.shape[-1]
         wanted[-1] = slice(wanted[-1].start + first, wanted[-1].stop + first)
-        theirs = self._slice(self._names[match.path, layer])[tuple(wanted[::-1] if match.transposed else wanted)]
-        out[inside] = theirs.T if match.transposed else theirs
+        name = self._names[match.path, layer]
+        theirs = self._slice(name)[tuple(wanted[::-1] if match.transposed else wanted)]
+        with np.errstate(over="ignore"):  # a float64 may become infinite
+            out[inside] = theirs.T if match.transposed else theirs
+        if not (np.isfinite(out[inside].min()) and np.isfinite(out[inside].max())):  # no array of booleans
+            what = "a NaN or an infinity" if not np.isfinite(theirs).all() else "a number beyond float32"
+            raise ValueError(f"{self._files[name].path}: {name} has {what}, with which no model can be trained")
 
     def _slice(self, name: str) -> Any:
-        return self._files[name].get_slice(name)
+        return self._files[name].handle.get_slice(name)
 
     def _check(self, name: str, tensor: Tensor) -> None:
         found = self._slice(name)
@@ -111,29 +125,40 @@ class Weights:
             raise ValueError(f"{self.folder}: {name} has dtype {dtype}; weights are {', '.join(FLOATS.values())}")
 
 
-def _open(folder: Path) -> dict[str, Any]:
+def _open(folder: Path) -> dict[str, _File]:
     """Returns the open file of each tensor by name. ValueError for a missing or damaged file."""
     if not (folder / INDEX_FILE).exists():
         file = _open_file(folder / SINGLE_FILE, f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}")
-        return dict.fromkeys(file.keys(), file)
+        return dict.fromkeys(file.handle.keys(), file)
     path = folder / INDEX_FILE
-    try:
-        places = dict(json.loads(path.read_text())["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not an index: {type(error).__name__}: {error}") from error
+    places = _places(path)
     files = {
         name: _open_file(folder / name, f"{path} names {name}, which is not there") for name in set(places.values())
     }
-    inside = {name: set(file.keys()) for name, file in files.items()}
+    inside = {name: set(file.handle.keys()) for name, file in files.items()}
     for name, place in places.items():
         if name not in inside[place]:
             raise ValueError(f"{path} says that {name} is in {place}, which does not have it")
     return {name: files[place] for name, place in places.items()}
 
 
-def _open_file(path: Path, if_missing: str) -> Any:
+def _places(path: Path) -> dict[str, str]:
+    """Returns the name of the file of each tensor, by an index. ValueError if that cannot be read."""
     try:
-        return safe_open(path, framework="numpy")
+        places = json_objects.read(path).get("weight_map")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
+    if not isinstance(places, dict):
+        raise ValueError(f"{path} is not an index: its weight_map is of type {type(places).__name__}")
+    for name, place in places.items():
+        if not isinstance(place, str) or Path(place).name != place or "\0" in place:
+            raise ValueError(f"{path} says that {name} is in {place!r}, which is no name of a file beside it")
+    return places
+
+
+def _open_file(path: Path, if_missing: str) -> _File:
+    try:
+        return _File(path=path, handle=safe_open(path, framework="numpy"))
     except FileNotFoundError as error:
         raise ValueError(if_missing) from error
     except (SafetensorError, OSError) as error:
