@@ -46,6 +46,7 @@ from training.datasets import Datasets, load_datasets
 from training.devices import use_compilation_cache, use_cpu_devices
 from training.experiment import Experiment, make_experiment
 from training.log import make_log
+from training.memory import check_fits
 from training.overlap import add_estimate, installed_plugins
 from training.sampling import Sampler
 from training.validation import Validation, Validator
@@ -93,7 +94,8 @@ def from_command_line(argv: Sequence[str], hooks: Sequence[Hook], supervisor: Su
     address = launch.Address(
         coordinator=values.coordinator, num_processes=values.num_processes, process_id=values.process_id
     )
-    return run(config, workdir, supervisor, address=address, hooks=hooks)
+    words = command_line.words_of_config(argv)
+    return run(config, workdir, supervisor, address=address, words=words, hooks=hooks)
 
 
 def run(
@@ -102,9 +104,13 @@ def run(
     supervisor: Supervisor,
     *,
     address: launch.Address = launch.FROM_ENVIRONMENT,
+    words: Sequence[str] = (),
     hooks: Sequence[Hook] = (),
 ) -> bool:
-    """Trains, from where `workdir` is, and returns whether the run is finished; if not, it was asked to stop."""
+    """Trains, from where `workdir` is, and returns whether the run is finished; if not, it was asked to stop.
+
+    `words` of the command line describe the config: other programs take them too.
+    """
     started_s = time.perf_counter()
 
     # ------------------------------------------------------------------------------------------- devices and processes
@@ -123,6 +129,8 @@ def run(
     # ----------------------------------------------------------------- mesh, model, optimizer, data: checked, not made
     try:
         ex = make_experiment(config)
+        if not supervisor.stands_by:  # else the attempt before still has its memory
+            check_fits(ex, words)
     except WorldTooSmallError as error:
         if not resume.has_begun(workdir):
             raise

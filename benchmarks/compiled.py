@@ -25,10 +25,10 @@ from benchmarks.records import DERIVED, replace
 from configs import base
 from configs.schema import Config
 from metrics.environment import environment
-from planner.table import table_rows
 from runtime.command_line import prepare_output
 from sharding import hlo
 from training.experiment import make_experiment
+from training.memory import state_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = DERIVED / "compiled.jsonl"
@@ -121,8 +121,7 @@ def step_record(case: Case, changes: Mapping[str, Any] | None = None) -> dict[st
     experiment = make_experiment(config_of(case, changes))
     text = experiment.compile_train_step().as_text() or ""
     collectives = hlo.read_collectives(text, experiment.plan.layout.shape)
-    held = [row.device_bytes for row in table_rows(experiment)]
-    parameters, gradients, optimizer = (sum(column) for column in zip(*held, strict=True))
+    parameters, gradients, optimizer = state_bytes(experiment)
     return {
         "kind": "step",
         **asdict(case),

@@ -26,13 +26,13 @@ from benchmarks.names import sharding_of
 from benchmarks.papers_cells import KINDS, MEMORY_BYTES, RATES_GBIT, Cell, cells
 from benchmarks.records import DERIVED, MEASURED, add, machine, recorded
 from configs import command_line
-from planner.bounds import state_bytes
 from planner.candidates import of_config
 from planner.clusters import GBIT, find_cluster, with_rate
 from planner.predict import Machine, Step, compiled_step
 from runtime.command_line import complain, prepare_output
 from sweeps.records import State
 from training.experiment import Experiment, make_experiment
+from training.memory import state_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILED, WIRE = DERIVED / "papers.jsonl", MEASURED / "papers.jsonl"

@@ -103,11 +103,17 @@ def _read(argv: Sequence[str], values: flags.FlagValues) -> ConfigDict:
 
 def _config_file(argv: Sequence[str]) -> str:
     """Returns the FILE of `--config=FILE[:arg]` or `--config FILE[:arg]`, "" if there is none."""
+    files = [word.partition("=")[2] for word in words_of_config(argv) if word.startswith("--config=")]
+    return files[0].partition(":")[0] if files else ""
+
+
+def words_of_config(argv: Sequence[str]) -> list[str]:
+    """Returns the words of `argv` (program first) that describe the config: `--config` and its overrides."""
+    found: list[str] = []
     for word, following in zip(argv[1:], [*argv[2:], ""]):
-        match = re.fullmatch(r"--?config(?:=(.*))?", word)
-        if match:
-            return (following if match[1] is None else match[1]).partition(":")[0]
-    return ""
+        if match := re.fullmatch(r"--?(config(?:\.[^=]+)?)(=.*)?", word, re.DOTALL):
+            found.append(f"--{match[1]}={following}" if match[2] is None else f"--{match[1]}{match[2]}")
+    return found
 
 
 def _refuse_unknown_keys(argv: Sequence[str], file: str) -> None:

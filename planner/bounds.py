@@ -12,11 +12,11 @@ import jax
 from configs.schema import MoeConfig, TransformerConfig
 from input_pipeline import row_arrays
 from planner.clusters import Cluster
-from planner.table import table_rows
 from sharding.mesh import inter_part, intra_part
 from sharding.scopes import beyond
 from sharding.spec import ParamSpec, is_placement
 from training.experiment import Experiment
+from training.memory import state_bytes
 
 HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -46,13 +46,6 @@ class Bounds:
     def least_bytes(self) -> float:
         """What a step needs at least."""
         return self.state_bytes + self.activation_bytes
-
-
-def state_bytes(experiment: Experiment) -> tuple[int, int, int]:
-    """Returns the bytes of parameters, gradients and optimizer state that a device holds."""
-    rows = table_rows(experiment)
-    parameters, gradients, optimizer = (sum(row.device_bytes[i] for row in rows) for i in range(3))
-    return parameters, gradients, optimizer
 
 
 def bounds(experiment: Experiment, cluster: Cluster, state: tuple[int, int, int] | None = None) -> Bounds:

@@ -11,7 +11,7 @@ from typing import Any
 
 from configs.schema import Config, ImageConfig
 from planner import compile as compiling
-from planner.bounds import HLO_DTYPES, flops_per_row, state_bytes
+from planner.bounds import HLO_DTYPES, flops_per_row
 from planner.candidates import Candidate
 from planner.clusters import Cluster, Price
 from planner.hardware import Device, Network
@@ -20,6 +20,7 @@ from planner.timeline import Timeline
 from sharding.hlo import read_collectives
 from sharding.hlo_program import Program, parse_program
 from training.experiment import Experiment
+from training.memory import state_bytes
 
 TOKENS = 1e9  # that a cost is given for
 

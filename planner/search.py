@@ -14,11 +14,12 @@ from typing import Any
 from configs.schema import Config
 from metrics.units import format_bytes, format_seconds
 from planner import compile as compiling
-from planner.bounds import SLACK, Bounds, bounds, state_bytes
+from planner.bounds import SLACK, Bounds, bounds
 from planner.candidates import Candidate, all_candidates, legal_groups, of_config
 from planner.predict import Machine, Memory, Prediction, Step, compiled_step
 from planner.table import table_rows
 from training.experiment import Experiment, make_experiment
+from training.memory import state_bytes
 
 AT_ONCE = 2  # programs that are compiled, each in a process of its own that is busy with one core and takes 1 GB
 

@@ -7,7 +7,6 @@ Printed are the mesh, the three scopes, and for each parameter its shape, its sp
 and optimizer state on a device. Exit codes: 0 done; 2 bad configuration.
 """
 
-import math
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import jax
 from absl import flags
-from jax.sharding import NamedSharding, Sharding
 
 from configs import command_line
 from configs.schema import Config
@@ -28,9 +26,9 @@ from sharding.replicas import replica_key
 from sharding.spec import ParamSpec, Placement, is_placement
 from sharding.state import by_name, owner
 from training.experiment import Experiment, make_experiment
+from training.memory import REST, bytes_by_name, nbytes
 
 SPEC_WIDTH = 35
-REST = "(counters and the like)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,37 +140,34 @@ def table_text(experiment: Experiment) -> str:
 
 def table_rows(experiment: Experiment) -> list[Row]:
     """Returns a row for each parameter and one for the optimizer's state that belongs to none."""
-    plan, layout = experiment.plan, experiment.plan.layout
+    plan, layout, held = experiment.plan, experiment.plan.layout, bytes_by_name(experiment)
     specs: dict[str, ParamSpec] = by_name(experiment.model.param_specs(), lambda x: isinstance(x, ParamSpec))
     placements: dict[str, Placement] = by_name(plan.placements, is_placement)
     params: dict[str, jax.ShapeDtypeStruct] = by_name(experiment.state_shapes.params)
-    here, whole = (dict.fromkeys([*params, REST], 0) for _ in range(2))  # bytes of the optimizer's state
+    whole = dict.fromkeys([*params, REST], 0)  # bytes of the optimizer's state
     by_replica = False
     for path, leaf in jax.tree_util.tree_leaves_with_path(experiment.state_shapes.opt_state):
         name = owner(path, leaf, params) or REST
-        here[name] += _nbytes(leaf, leaf.sharding)
         replica = replica_key(path)
         if replica is None:
-            whole[name] += _nbytes(leaf)
+            whole[name] += nbytes(leaf)
         elif replica.combine == "mean":  # copies: one device has one (and no residual, having nobody to send to)
             by_replica = True
-            whole[name] += _nbytes(leaf) // layout.num_replicas
-    rows = []
-    for name, x in params.items():
-        gradient = NamedSharding(plan.mesh, placements[name].pspec(layout.gradients))
-        rows.append(
-            Row(
-                name=name,
-                shape=x.shape,
-                spec=_aloud(specs[name], placements[name], experiment),
-                device_bytes=(_nbytes(x, x.sharding), _nbytes(x, gradient), here[name]),
-                whole_bytes=(_nbytes(x), _nbytes(x), whole[name]),
-            )
+            whole[name] += nbytes(leaf) // layout.num_replicas
+    rows = [
+        Row(
+            name=name,
+            shape=x.shape,
+            spec=_aloud(specs[name], placements[name], experiment),
+            device_bytes=held[name],
+            whole_bytes=(nbytes(x), nbytes(x), whole[name]),
         )
+        for name, x in params.items()
+    ]
     other = Row(
         name=REST,
         spec=("whole in every replica" if by_replica else "whole on every device",),
-        device_bytes=(0, 0, here[REST]),
+        device_bytes=held[REST],
         whole_bytes=(0, 0, whole[REST]),
     )
     return [*rows, other]
@@ -193,11 +188,6 @@ def _aloud(spec: ParamSpec, placement: Placement, experiment: Experiment) -> tup
     else:
         lines = [f"{letters}: {text}" for text, letters in by_scope.items()]
     return tuple(part for text in lines for part in textwrap.wrap(text, SPEC_WIDTH, subsequent_indent="  "))
-
-
-def _nbytes(x: jax.ShapeDtypeStruct, sharding: Sharding | None = None) -> int:
-    """Returns the bytes of an array, of one device's shard of it if a sharding is given."""
-    return math.prod(sharding.shard_shape(x.shape) if sharding else x.shape) * x.dtype.itemsize
 
 
 def _times(shape: tuple[int, ...]) -> str:

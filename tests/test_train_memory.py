@@ -1,0 +1,115 @@
+"""A state that cannot fit its devices: one line before anything is made, with what would fit."""
+
+import re
+import shlex
+from pathlib import Path
+
+import jax
+import pytest
+from running import IGNORED, arguments, run_here, stop_after
+
+from configs import command_line
+from planner import table
+from runtime.exit_codes import ExitCode
+from training import memory
+from training.experiment import Experiment, make_experiment
+
+pytestmark = IGNORED
+HIDDEN, LAYERS, INTERMEDIATE, VOCAB = 8192, 40, 64, 256
+HUGE = {"model__hidden": HIDDEN, "model__num_layers": LAYERS, "model__num_heads": 64, "model__num_kv_heads": 64}
+
+
+@pytest.fixture
+def makes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("init_state", "compile_train_step"):
+        monkeypatch.setattr(Experiment, name, lambda *_: pytest.fail("something is made"))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    capsys.readouterr()
+    assert run_here(*args, compile_once=False) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    return err.strip()
+
+
+def in_gb(text: str) -> float:
+    value, unit = text.split()
+    return float(value) * {"kB": 1e-6, "MB": 1e-3, "GB": 1, "TB": 1e3}[unit]
+
+
+@pytest.mark.usefixtures("makes_nothing")
+def test_a_state_that_cannot_fit_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More than any machine has: 16 bytes a parameter, of parameters in two; the planner's command says the same."""
+    said = refused(capsys, *arguments(tmp_path / "run", **HUGE))
+    matrices = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE) + 2 * VOCAB * HIDDEN
+    found = re.search(r"the state takes (\S+ \SB) on each device \(parameters (\S+ \SB), gradients \2,", said)
+    assert found, said
+    assert in_gb(found[1]) == pytest.approx(16 * matrices / 2 / 1e9, rel=0.01)
+    assert in_gb(found[2]) == pytest.approx(4 * matrices / 2 / 1e9, rel=0.01)
+    command = re.search("`python -m (planner.table .*)` shows", said)
+    assert command, said
+    assert table.main(shlex.split(command[1])) == 0
+    assert f"{found[1]} in all" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.usefixtures("makes_nothing")
+def test_what_would_fit_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory between the state's quarter and its half: a group of four is named, and is accepted."""
+    args = arguments(tmp_path / "run", model__hidden=128)
+    argv = ["train.py", *command_line.words_of_config(["train.py", *args])]
+    config = command_line.parse(argv, command_line.new_flags(argv))
+    whole = sum(memory.state_bytes(make_experiment(config)))
+    monkeypatch.setattr(memory, "_free_bytes", lambda: 8 * 0.6 * whole)  # of 8 devices, by groups of two
+    found = re.search(r"; (sharding\S+) and (sharding\S+) take (\S+ \SB), which fit; `", refused(capsys, *args))
+    assert found and found[2] == "sharding.partition_size=4"
+    assert in_gb(found[3]) == pytest.approx(whole / 2 / 1e9, rel=0.01)
+    with pytest.raises(pytest.fail.Exception, match="something is made"):
+        run_here(*args, *(f"--config.{word}" for word in found.groups()[:2]), compile_once=False)
+    monkeypatch.setattr(memory, "_free_bytes", lambda: 8 * 0.2 * whole)
+    said = refused(capsys, *args)
+    sizes = re.search(r"no strategy on these devices holds its (\S+) parameters, but about (\S+) would fit", said)
+    assert sizes, said
+    all_of_it, held = (float(size.replace(",", "")) for size in sizes.groups())
+    assert held == pytest.approx(0.8 * all_of_it, rel=0.02)  # of a quarter
+
+
+def test_a_run_that_has_begun_waits_for_more_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        stop_after(patched, 2)
+        assert run_here(*arguments(tmp_path / "run")) == ExitCode.RESUMABLE
+    monkeypatch.setattr(memory, "_free_bytes", lambda: 1000)
+    capsys.readouterr()
+    assert run_here(*arguments(tmp_path / "run")) == ExitCode.RESUMABLE
+    assert capsys.readouterr().err.startswith("error: the state takes ")
+
+
+def test_processes_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three processes of two devices, two of them on one host; where one does not know, nobody does."""
+    given = [["a", 2, 800], ["a", 2, 790], ["b", 2, 410]]
+    monkeypatch.setattr(memory, "all_gather", lambda key, own: given)
+    assert memory.memory_per_device() == 790 / 4
+    given[1][2] = 0
+    assert memory.memory_per_device() is None
+    monkeypatch.setattr(memory, "all_gather", lambda key, own: [own])
+    monkeypatch.setattr(memory, "_free_bytes", lambda: 4000)
+    assert memory.memory_per_device() == 4000 / jax.local_device_count()
+
+
+def test_the_words_of_a_config_are_those_that_other_programs_take() -> None:
+    argv = [
+        "train.py",
+        "--config",
+        "configs/x.py:a",
+        "--workdir=runs/x",
+        "-config.a=1",
+        "--config.b.c",
+        "2",
+        "--configure=3",
+    ]
+    assert command_line.words_of_config(argv) == ["--config=configs/x.py:a", "--config.a=1", "--config.b.c=2"]
