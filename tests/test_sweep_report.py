@@ -102,7 +102,7 @@ def test_the_page_and_the_table_show_every_key_of_random_runs(tmp_path: Path) ->
     body = f"def sweep_r(): return sample(12, dict.fromkeys({keys}, uniform(0.1, 0.9)), seed=0)"
     assert run_sweep(tmp_path, sweep_file(tmp_path, body), "--workers=6") == 0
     table = (tmp_path / "runs" / "results.md").read_text().splitlines()
-    heads = [line for line in table if "step time" in line][0].strip("| ").split(" | ")
+    heads = next(line for line in table if "step time" in line).strip("| ").split(" | ")
     assert tuple(heads[:3]) == keys
     page = Page((tmp_path / "runs" / "index.html").read_text())
     assert tuple(page.texts["th"][:3]) == keys
