@@ -48,7 +48,8 @@ def render(run: RunFiles) -> str:
             _tiles(results, _elastic_tile(run, attempts)),
             section("Nodes over time", nodes_chart(attempts) + attempts_table(attempts)) if len(attempts) > 1 else "",
             f'<div class="two">{_loss(run)}{_accuracy(run)}{_dropped(run)}{_speed(run, results)}{_times(run)}'
-            f"{_learning_rate(run)}{_norm(run)}{_bytes(run)}{_strategy(run)}</div>",
+            f"{_learning_rate(run)}{_norm(run)}{_bytes(run)}</div>",
+            _strategy(run),
             section("Mesh", mesh_picture(run)),
             section("Collectives per step", collective_table(run)),
             section("Sample", _sample(run)),
