@@ -168,7 +168,7 @@ def run(
 
     # ------------------------------------------------------------------------------------------------- step and state
     supervisor.enter(Phase.PREPARING)
-    supervisor.started()
+    supervisor.started(nodes=ex.plan.layout.shape.num_nodes)
     step_fn = ex.compile_train_step()
     state = start.restored.state if start.restored else ex.init_state()
     rates = learning_rates(ex)

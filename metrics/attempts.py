@@ -17,8 +17,7 @@ class Attempt:
     """One start of the program on a fixed set of nodes; times are in seconds since 1970, None where unknown."""
 
     started_s: float
-    processes: int
-    hosts: Sequence[str] = ()  # as its engine named them
+    nodes: int
     start_step: int = 0
     source: str = ""  # of its state
     steps_again: int = 0
@@ -26,23 +25,18 @@ class Attempt:
     ended_s: float = field(default=0.0)  # or the last that was heard of it
     end: str = ""
 
-    @property
-    def nodes(self) -> int:
-        """Its nodes, if an engine named them, else its processes."""
-        return len(self.hosts) or self.processes
 
+def attempts_of(events: Sequence[Mapping[str, Any]], outcome: str | None = None) -> list[Attempt]:
+    """Returns the attempts that began, in order of time; `events` are those of `runtime.events.EventReader`.
 
-def attempts_of(events: Sequence[Mapping[str, Any]]) -> list[Attempt]:
-    """Returns the attempts that began, in order of time; `events` are those of `runtime.events.EventReader`."""
+    `outcome` is the summary's: an attempt that writes its report has not recorded its end yet, but has a summary.
+    """
     found: list[Attempt] = []
-    hosts: dict[Any, Sequence[str]] = {}  # by the attempt's id, or None
     for event in events:
         kind, time_s = event["event"], event["time_s"]
-        if kind in (Event.ATTEMPT_STARTED, Event.ATTEMPT_AHEAD):
-            hosts[event.get("attempt_id")] = event.get("hosts", ())
         if kind == Event.STARTED:
-            named = hosts.get(event.get("attempt_id"), ())
-            found.append(Attempt(started_s=time_s, processes=int(event.get("processes", 1)), hosts=named))
+            nodes = event.get("nodes", event.get("processes", 1))  # earlier versions recorded only the processes
+            found.append(Attempt(started_s=time_s, nodes=int(nodes)))
         if not found or str(event.get("by", "")).startswith("engine"):
             continue
         attempt = found[-1]
@@ -55,6 +49,8 @@ def attempts_of(events: Sequence[Mapping[str, Any]]) -> list[Attempt]:
             attempt.first_step_s = time_s
         elif kind in ENDS and not attempt.end:
             attempt.end = str(event.get("why", ""))
+    if found and found[-1].source and not found[-1].end:  # before it restores, the summary is of the one before
+        found[-1].end = outcome or ""
     return found
 
 

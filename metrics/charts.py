@@ -13,7 +13,7 @@ from typing import Any
 from palette import SERIES
 
 WIDTH, HEIGHT = 560.0, 278.0
-LEFT, RIGHT, TOP, BOTTOM = 66.0, 16.0, 16.0, 52.0
+LEFT, RIGHT, TOP, BOTTOM = 76.0, 16.0, 16.0, 52.0
 LETTER = 6.6  # width of a character of a tick label
 TICKS = 7  # of an axis, about
 

@@ -130,9 +130,8 @@ def shown(scalars: Mapping[str, float]) -> list[tuple[str, str]]:
     ):
         if key in scalars:
             pairs.append((label, form(float(scalars[key]))))
-    if scalars.get("hop_two_payload_bytes"):
-        sent = format_bytes(scalars["hop_two_payload_bytes"])
-        pairs.append(("hop two", f"{sent}, {scalars['hop_two_ratio']:.3g} times smaller"))
+    if scalars.get("hop_two_ratio"):  # not its payload: a device keeps a part of that, or sends it several times
+        pairs.append(("hop two", f"{scalars['hop_two_ratio']:.3g} times smaller"))
     if scalars.get("skipped_steps"):
         pairs.append(("skipped", format_count(scalars["skipped_steps"])))
     return pairs

@@ -23,6 +23,12 @@ from runtime.command_line import prepare_output
 REPORT_FILE = "report.html"
 Tile = tuple[str, float | None, Callable[[float], str], str]
 TRAIN, VALIDATION, SPEED, WAIT = range(4)  # colours of the curves
+BYTES = {  # key of the metrics: label
+    "collective_inter_bytes": "a device sends between nodes",
+    "collective_intra_bytes": "a device sends inside its node",
+    "wire_tx_bytes": "the host of process 0 sent, counted",
+    "wire_rx_bytes": "it received",
+}
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
@@ -34,14 +40,16 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
 def render(run: RunFiles) -> str:
     """Returns the whole page."""
-    results, attempts = results_of(run), attempts_of(run.events)
+    results = results_of(run)
+    attempts = attempts_of(run.events, results.exit_reason)
     body = "\n".join(
         [
             _header(run, results),
             _tiles(results, _elastic_tile(run, attempts)),
             section("Nodes over time", nodes_chart(attempts) + attempts_table(attempts)) if len(attempts) > 1 else "",
             f'<div class="two">{_loss(run)}{_accuracy(run)}{_dropped(run)}{_speed(run, results)}{_times(run)}'
-            f"{_strategy(run)}</div>",
+            f"{_learning_rate(run)}{_norm(run)}{_bytes(run)}</div>",
+            _strategy(run),
             section("Mesh", mesh_picture(run)),
             section("Collectives per step", collective_table(run)),
             section("Sample", _sample(run)),
@@ -140,6 +148,28 @@ def _times(run: RunFiles) -> str:
         Curve(label="waiting for data", colour=WAIT, points=series(run.rows, "data_wait_s")),
     ]
     return _chart(run, "Step time", curves, form=format_seconds, zero=True)
+
+
+def _learning_rate(run: RunFiles) -> str:
+    """Returns the chart of the learning rate, or nothing for an optimizer with a rate of its own."""
+    points = series(run.rows, "learning_rate")
+    curve = Curve(label="learning rate", colour=TRAIN, points=points)
+    return _chart(run, "Learning rate", [curve], form="{:g}".format, zero=True) if points else ""
+
+
+def _norm(run: RunFiles) -> str:
+    """Returns the chart of the norm of what hop two hands on: a gradient, or with some methods an update."""
+    gradient, update = series(run.rows, "grad_norm"), series(run.rows, "update_norm")
+    curve = Curve(label="norm", colour=TRAIN, points=update or gradient)
+    return _chart(run, "Update norm" if update else "Gradient norm", [curve], form="{:g}".format, zero=True)
+
+
+def _bytes(run: RunFiles) -> str:
+    """Returns the chart of what a device sends by the compiled program, and what the host's interfaces counted."""
+    curves = [
+        Curve(label=label, colour=i, points=series(run.rows, key)) for i, (key, label) in enumerate(BYTES.items())
+    ]
+    return _chart(run, "Bytes per step", curves, form=format_bytes, zero=True)
 
 
 def _chart(

@@ -24,17 +24,16 @@ def nodes_chart(attempts: Sequence[Attempt]) -> str:
     most = max(attempt.nodes for attempt in attempts)
     x = number_axis(0.0, whole_s / unit_s, "{:g}".format)
     y = number_axis(0.0, most, format_count, labels={n: str(n) for n in range(0, most + 1, -(-most // 8))}, margin=0.02)
-    what = _what(attempts)
     drawn = draw(
-        [Series(label=what, colour=0, line=line)], x, y, x_name=f"{name} since the start", label=f"{what} over time"
+        [Series(label="nodes", colour=0, line=line)], x, y, x_name=f"{name} since the start", label="nodes over time"
     )
-    return drawn + note(f"{what.capitalize()} that train; none in a pause.")
+    return drawn + note("Nodes that train; none in a pause.")
 
 
 def attempts_table(attempts: Sequence[Attempt]) -> str:
     """Returns a table with a row for each attempt: its nodes, the pause before its first step, and how it ended."""
     start = attempts[0].started_s
-    words = ("Began after", _what(attempts).capitalize(), "From step", "Pause", "Steps again")
+    words = ("Began after", "Nodes", "From step", "Pause", "Steps again")
     head = "".join(f'<th class="n">{word}</th>' for word in words) + "<th>State from</th><th>Ended</th>"
     rows = []
     for attempt, pause in zip(attempts, pauses(attempts), strict=True):
@@ -50,7 +49,3 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
         rows.append(f"<tr>{cells}{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>")
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     return f'<div class="scroll">{table}</div>' + note("Pause: from the end of the attempt before to its first step.")
-
-
-def _what(attempts: Sequence[Attempt]) -> str:
-    return "nodes" if all(attempt.hosts for attempt in attempts) else "processes"

@@ -25,7 +25,7 @@ class Event(StrEnum):
     """The kinds of events, each with its fields."""
 
     READY = "ready"  # coordinator: an attempt that was started early has compiled, and waits for SIGUSR1
-    STARTED = "started"  # coordinator, processes, devices
+    STARTED = "started"  # coordinator, nodes (of the mesh), processes, devices
     # step, source (nothing, memory or checkpoint), steps_again (steps that are repeated); with memory also
     # source_nodes (nodes whose memory held a part of the state) and nodes (of the attempt)
     RESTORED = "restored"

@@ -98,14 +98,15 @@ class Supervisor:
             self._own_events().write(Event.READY, coordinator=self._coordinator)
         return self._gate.opens(self._preemption)
 
-    def started(self) -> None:
-        """Records the start of the run; from now on this process writes events to the work directory."""
+    def started(self, *, nodes: int) -> None:
+        """Records the start of the run on `nodes` nodes; from now on this process writes events to its directory."""
         self._has_started = True
         if jax.process_index() == 0:
             self.events = self._own_events()
         self.events.write(
             Event.STARTED,
             coordinator=self._coordinator,
+            nodes=nodes,
             processes=jax.process_count(),
             devices=jax.device_count(),
         )

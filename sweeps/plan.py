@@ -200,17 +200,9 @@ def text(value: Any) -> str:
 
 
 def varied(runs: Sequence[Run]) -> list[str]:
-    """Returns the overridden keys whose values differ between the runs, in order.
-
-    Of keys that always change together (a batch size and its number of steps), only the first is returned.
-    """
+    """Returns the overridden keys whose values differ between the runs, in order."""
     keys = dict.fromkeys(key for run in runs for key in run.overrides)
-    columns = {key: tuple(text(run.values.get(key, "")) for run in runs) for key in keys}
-    first: dict[tuple[int, ...], str] = {}
-    for key, column in columns.items():
-        if len(set(column)) > 1:
-            first.setdefault(tuple(column.index(value) for value in column), key)
-    return list(first.values())
+    return [key for key in keys if len({text(run.values.get(key, "")) for run in runs}) > 1]
 
 
 def _file_name(words: str) -> str:

@@ -115,11 +115,15 @@ def _tiles(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
 
 
 def _charts(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
-    """Returns one chart per key, with a series per value of the first other key that has few enough values."""
+    """Returns one chart per key, with a series per value of the first other key that has few enough values.
+
+    A key that decides the chart's, as a number of steps does a batch size in a sweep of both, would make no lines.
+    """
     sections = []
     axes = [key for key in keys if key not in REPEATS] or keys
     for key in axes:
-        other = next((k for k in axes if k != key and len(_values(records, k)) <= MAX_LINES), "")
+        few = (k for k in axes if len(_values(records, k)) <= MAX_LINES)
+        other = next((k for k in few if not _decide(records, [k], key)), "")
         points = [
             Point(
                 x=r.run.values.get(key, UNKNOWN),
@@ -131,14 +135,19 @@ def _charts(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
             if r.metric is not None
         ]
         chart = sweep_chart(points, x_name=key, line_name=other, metric=file.metric)
-        over = [k for k in keys if k not in (key, other)]
+        over = [k for k in keys if not _decide(records, [key, other], k)]
         medians = note(f"Lines: median over {', '.join(over)}.") if over else ""
         sections.append(section(f"{file.metric} over {key}", chart + medians))
     return "".join(sections)
 
 
-def _values(records: Sequence[Record], key: str) -> set[str]:
-    return {text(record.run.values.get(key, UNKNOWN)) for record in records}
+def _values(records: Sequence[Record], *keys: str) -> set[tuple[str, ...]]:
+    return {tuple(text(record.run.values.get(key, UNKNOWN)) for key in keys) for record in records}
+
+
+def _decide(records: Sequence[Record], keys: Sequence[str], other: str) -> bool:
+    """Whether runs that agree in `keys` agree in `other`."""
+    return len(_values(records, *keys, other)) == len(_values(records, *keys))
 
 
 def _table(file: SweepFile, records: list[Record], keys: Sequence[str], workdir: Path) -> str:

@@ -93,7 +93,7 @@ def test_a_run_that_ends_twice_is_written_down_once(tmp_path: Path) -> None:
     with PreemptionHandler() as preemption:
         supervisor = Supervisor(preemption)
         supervisor._workdir = tmp_path
-        supervisor.started()
+        supervisor.started(nodes=1)
         supervisor._note_verdict(Verdict(text="process 1 failed: x", code=1), [])
         supervisor.end(ExitCode.FAILED, "x")
     ends = [event["why"] for event in EventReader(tmp_path).new() if event["event"] == Event.EXITED]

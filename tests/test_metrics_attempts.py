@@ -23,10 +23,11 @@ def line(minute: float, event: Event, by: str = "process 0 on a", **fields: Any)
     )
 
 
-def first(minute: float, processes: int, step: int, again: int = 0, **fields: Any) -> list[str]:
+def first(minute: float, nodes: int, step: int, again: int = 0, **fields: Any) -> list[str]:
+    """An attempt of two processes on each node begins."""
     source = "memory" if step else "nothing"
     return [
-        line(minute, Event.STARTED, processes=processes, devices=2 * processes, coordinator="a:1", **fields),
+        line(minute, Event.STARTED, nodes=nodes, processes=2 * nodes, devices=4 * nodes, coordinator="a:1", **fields),
         line(minute, Event.RESTORED, step=step, source=source, steps_again=again, **fields),
     ]
 
@@ -57,7 +58,7 @@ def elastic(tmp_path: Path) -> Path:
 
 def test_attempts_nodes_and_pauses(elastic: Path) -> None:
     found = attempts_of(read_run(elastic).events)
-    assert [attempt.nodes for attempt in found] == [4, 2, 3]  # of the second and third no engine spoke
+    assert [attempt.nodes for attempt in found] == [4, 2, 3]
     assert [attempt.end for attempt in found] == ["process 3 on d died", "", "finished"]
     assert [attempt.start_step for attempt in found] == [0, 55, 55]
     seconds = [None if pause is None else pytest.approx(pause) for pause in pauses(found)]
@@ -83,3 +84,18 @@ def test_only_a_run_of_several_attempts_shows_them(elastic: Path) -> None:
     (elastic / "events.jsonl").write_text("\n".join(EVENTS[:5]) + "\n")
     page = write_report(elastic).read_text()
     assert "Nodes over time" not in page and "Wall time" in page
+
+
+def test_the_report_of_an_attempt_that_has_not_recorded_its_end_has_its_outcome(elastic: Path) -> None:
+    """It writes the page before that. One that was killed has no summary, or before it restores that of another."""
+
+    def last_row(events: list[str]) -> str:
+        (elastic / "events.jsonl").write_text("\n".join(events) + "\n")
+        table = write_report(elastic).read_text().partition("Nodes over time")[2].partition("</section>")[0]
+        return re.findall(r"<td[^>]*>([^<]*)</td></tr>", table)[-1]
+
+    assert last_row(EVENTS[:-2]) == "finished"
+    started = next(i for i, event in enumerate(EVENTS) if '"started"' in event and '"nodes": 3' in event)
+    assert last_row(EVENTS[: started + 1]) == "no sign of its end"
+    (elastic / "summary.json").unlink()
+    assert last_row(EVENTS[:-2]) == "no sign of its end"

@@ -38,6 +38,8 @@ def make_run(folder: Path, num_steps: int = 120) -> Path:
     lines = []
     for step in range(1, num_steps + 1):
         row: dict[str, Any] = {"step": step, "loss": 2 + 3 * math.exp(-step / 20), "data_wait_s": 0.002}
+        row |= {"learning_rate": 1e-3 * step / num_steps, "grad_norm": 2 + rng.random()}
+        row |= {"collective_inter_bytes": 1_650_012, "collective_intra_bytes": 4_430_012}
         if step > 1:
             row |= {
                 "step_time_s": 0.2 + 0.01 * rng.random(),
@@ -180,7 +182,7 @@ def test_the_page_has_the_numbers_of_the_run(tmp_path: Path) -> None:
         "model.num_layers | 4",
     ):
         assert part in page.text, part
-    assert page.tags.count("svg") == 3 and page.tags.count("details") == 2
+    assert page.tags.count("svg") == 6 and page.tags.count("details") == 2
 
 
 def test_the_page_is_self_contained(tmp_path: Path) -> None:
@@ -321,3 +323,31 @@ def test_dropped_choices_have_a_chart_of_models_with_experts_alone(tmp_path: Pat
     rows = [json.loads(line) | {"dropped_share": 0.25} for line in (run / "metrics.jsonl").read_text().splitlines()]
     (run / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     assert "Dropped choices" in report(run)[0]
+
+
+def charts(folder: Path, **values: float) -> dict[str, tuple[list[float], str]]:
+    """Returns the charts of a run of two steps: each curve's height at the second, where values double, and words."""
+    rows = [{"step": 1} | {key: value / 2 for key, value in values.items()}, {"step": 2} | values]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = {}
+    for section in report(folder)[0].split("<h2>")[1:]:
+        title, _, rest = section.partition("</h2>")
+        page = Page(rest.partition("</section>")[0])
+        curves = [np.array([pair.split() for pair in curve[1:].split("L")], float) for curve in page.curves]
+        heights = [278 - 52 - curve[:, 1] for curve in curves]  # above the axis, which is zero
+        for first, second in heights:
+            assert second == pytest.approx(2 * first, abs=0.2) and second > 20
+        if curves:
+            found[title] = [second for _, second in heights], page.text
+    return found
+
+
+def test_the_bytes_the_learning_rate_and_the_norm_have_curves(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    sent = {"collective_inter_bytes": 4e6, "collective_intra_bytes": 2e6, "wire_tx_bytes": 3e6, "wire_rx_bytes": 1e6}
+    found = charts(run, learning_rate=3e-4, grad_norm=1.5, **sent)
+    assert list(found) == ["Learning rate", "Gradient norm", "Bytes per step"]
+    heights, words = found["Bytes per step"]
+    np.testing.assert_allclose(np.array(heights) / heights[0], [1, 0.5, 0.75, 0.25], atol=0.01)
+    assert "a device sends between nodes" in words and "4.00 MB" in words
+    assert list(charts(run, update_norm=1.5)) == ["Update norm"]

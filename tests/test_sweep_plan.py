@@ -230,15 +230,14 @@ def test_the_command_starts_exactly_this_run(tmp_path: Path) -> None:
     assert emulated.values["emulate.rate"] == "5mbit"
 
 
-def test_keys_that_change_together_are_one(tmp_path: Path) -> None:
+def test_every_key_that_varies_is_shown(tmp_path: Path) -> None:
     points = [
         {"seed": 0, "batch.global_size": 8, "num_steps": 400, "log_every": 2},
-        {"seed": 0, "batch.global_size": 16, "num_steps": 200, "log_every": 3},
+        {"seed": 0, "batch.global_size": 16, "num_steps": 200, "log_every": 2},
         {"seed": 1, "batch.global_size": 16, "num_steps": 200, "log_every": 2},
     ]
     runs = plan(sweep_file(tmp_path, RATES), points, workdir=tmp_path)
-    assert varied(runs) == ["seed", "batch.global_size", "log_every"]
-    assert varied([*runs, *plan(str(tmp_path / "mine.py"), [{"seed": 2}], workdir=tmp_path)])[0] == "seed"
+    assert varied(runs) == ["seed", "batch.global_size", "num_steps"]
 
 
 @pytest.mark.parametrize("name", ["learning_rate_by_batch", "partition_size_by_rate", "strategies_by_model"])

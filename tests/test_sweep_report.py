@@ -97,6 +97,32 @@ def test_words_of_users_are_escaped(tmp_path: Path) -> None:
     assert "sample.prompt=_b" not in text and len(list((tmp_path / "runs").glob("prompt=_b_-*"))) == 1
 
 
+def test_the_page_and_the_table_show_every_key_of_random_runs(tmp_path: Path) -> None:
+    keys = ("optimizer.learning_rate", "optimizer.weight_decay", "optimizer.b2")  # all values of each are distinct
+    body = f"def sweep_r(): return sample(12, dict.fromkeys({keys}, uniform(0.1, 0.9)), seed=0)"
+    assert run_sweep(tmp_path, sweep_file(tmp_path, body), "--workers=6") == 0
+    table = (tmp_path / "runs" / "results.md").read_text().splitlines()
+    heads = next(line for line in table if "step time" in line).strip("| ").split(" | ")
+    assert tuple(heads[:3]) == keys
+    page = Page((tmp_path / "runs" / "index.html").read_text())
+    assert tuple(page.texts["th"][:3]) == keys
+    assert [t for t in page.texts["h2"] if " over " in t] == [f"validation_loss over {key}" for key in keys]
+    assert not any("median" in note for note in page.texts["p"])  # no line goes through dots at random
+
+
+def test_a_chart_has_lines_of_a_key_that_does_not_decide_its_own(tmp_path: Path) -> None:
+    body = """
+def sweep_batch(): return zip_(over("batch.global_size", (16, 32)), over("num_steps", (300, 150)))
+def sweep_lr(): return over("optimizer.learning_rate", (0.001, 0.01))
+"""
+    assert run_sweep(tmp_path, sweep_file(tmp_path, body), "--workers=4") == 0
+    page = (tmp_path / "runs" / "index.html").read_text()
+    legends = [re.search(r'class="legend"><span>([^<]*)', part) for part in page.split("<h2>validation_loss over ")[1:]]
+    rate, batch = "optimizer.learning_rate", "batch.global_size"
+    assert [legend and legend[1] for legend in legends] == [rate, rate, batch]
+    assert "median" not in page  # each point of the lines is one run
+
+
 def test_the_best_is_the_highest_where_the_file_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(7, 9, 0) + "GOAL = 'max'\nMETRIC = 'loss'")) == 0
     assert "best loss: 10.0000 in seed=9-" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import signal
 import socket
@@ -102,7 +103,9 @@ def test_lost_report_of_a_finished_run_is_recreated(tmp_path: Path, undisturbed:
     assert run_here(*args) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == 10 and summary["final_loss"] == losses(undisturbed)[-1]
-    assert (tmp_path / "report.html").exists()
+    page = (tmp_path / "report.html").read_text().partition("Nodes over time")[2].partition("</section>")[0]
+    attempts = [re.findall(r"<td[^>]*>([^<]*)", row) for row in re.findall("<tr>(<td.*?)</tr>", page)]
+    assert [(nodes, end) for _, nodes, *_, end in attempts] == [("4", "finished")] * 2  # in one process
     check_same_end(tmp_path, undisturbed)
 
 
