@@ -29,6 +29,12 @@ def state_root() -> Path:
     return Path(runtime) / "mics-emulate" if runtime else Path(f"/tmp/mics-emulate-{user}")
 
 
+def check_name(name: str) -> None:
+    """Raises ValueError for a name that no emulation may have; it becomes a part of paths."""
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", name) or name.startswith("."):
+        raise ValueError(f"--name={name}: up to 40 letters, digits, '.', '_' and '-', no '.' at the start")
+
+
 def running() -> list[str]:
     """Returns the names of the running emulations. ValueError if other users can write to their directory."""
     root = state_root()
@@ -66,8 +72,7 @@ class Control:
     """
 
     def __init__(self, name: str) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", name) or name.startswith("."):
-            raise ValueError(f"--name={name}: up to 40 letters, digits, '.', '_' and '-', no '.' at the start")
+        check_name(name)
         self._name = name
         self._folder = state_root() / name
 

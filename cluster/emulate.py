@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import namespaces
-from cluster.control import Control, ask
+from cluster.control import Control, ask, check_name
 from cluster.job import Job, Outcome
 from cluster.links import Links
 from cluster.nodes import Cluster, check_count
@@ -75,6 +75,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Links, list[str]]:
     parser.add_argument("--name", default=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", help="for ctl")
     parser.add_argument("--grace_s", type=float, default=60.0, help="for the others to end when a process failed")
     options = parser.parse_args(ours)
+    check_name(options.name)
     options.workdir = options.workdir or Path("runs", "emulated", options.name)
     if not command:
         raise ValueError("no program; give it after --, such as `-- python train.py --config=...`")

@@ -1,6 +1,7 @@
 """`Job`: the processes of one program on an emulated cluster: their environment, their output, and one exit code."""
 
 import codecs
+import contextlib
 import os
 import signal
 import subprocess
@@ -73,11 +74,18 @@ class Job:
                 self._start(node, command, ranks | sizes)
 
     def add(self, command: Sequence[str]) -> int:
-        """Adds a node, starts a program there if one is given, and returns the node's number."""
+        """Adds a node, starts a program there if one is given, and returns the node's number.
+
+        If the program cannot be started, the node is killed.
+        """
         node = self.cluster.add()
         self._log(node).unlink(missing_ok=True)
         if command:
-            self._start(node, command, {})
+            try:
+                self._start(node, command, {})
+            except (ValueError, OSError) as error:
+                self.cluster.kill(node)
+                raise ValueError(f"node{node} is killed, its program cannot be started: {error}") from error
         return node
 
     def is_running(self) -> bool:
@@ -128,15 +136,14 @@ class Job:
         }
         env.pop("TMPDIR", None)  # nodes would share it
         rank = len(self.processes)
-        log = self._log(node).open("ab", buffering=0)  # shared by the processes of a node
-        handle = self.cluster.start(node, command, env, log if rank else subprocess.PIPE)
-        self.processes.append(Process(name=f"process {rank}", node=node, handle=handle))
-        if rank:
-            log.close()
-        else:
-            assert handle.stdout
-            self.pipe, self._log_of_first = handle.stdout, log
-            os.set_blocking(handle.stdout.fileno(), False)
+        with contextlib.ExitStack() as undo:
+            log = undo.enter_context(self._log(node).open("ab", buffering=0))  # shared by the processes of a node
+            handle = self.cluster.start(node, command, env, log if rank else subprocess.PIPE)
+            self.processes.append(Process(name=f"process {rank}", node=node, handle=handle))
+            if handle.stdout:
+                undo.pop_all()
+                self.pipe, self._log_of_first = handle.stdout, log
+                os.set_blocking(handle.stdout.fileno(), False)
 
     def _note_failure(self, process: Process) -> None:
         self._failure = process

@@ -1,11 +1,11 @@
 """An attempt: one run of the program on a fixed set of nodes, and its state as the engine knows it."""
 
-import signal
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engines.ray_plan import World
+from runtime.exit_codes import signal_name
 from runtime.progress import Progress
 
 if TYPE_CHECKING:  # it needs Ray
@@ -57,4 +57,4 @@ def how(code: int | None) -> str:
     """Returns an exit code in words."""
     if code is None:
         return "lost"
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"with {code}"
+    return f"by {signal_name(-code)}" if code < 0 else f"with {code}"

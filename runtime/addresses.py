@@ -1,6 +1,7 @@
 """The addresses of this machine: at which one a process listens, and which one it gives to other processes."""
 
 import ipaddress
+import re
 import socket
 
 
@@ -14,13 +15,24 @@ def own_address() -> str:
     return name if address.startswith("127.") else address
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Returns the parts of HOST:PORT, without the brackets of an IPv6 address. ValueError says what is wrong."""
+    host, _, port = address.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if ":" in host and host != f"[{bare}]":  # jax would crash
+        raise ValueError(f"must be HOST:PORT; an IPv6 address needs brackets: [{host}]:{port}")
+    if not bare or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
+        raise ValueError("must be HOST:PORT")
+    return bare, int(port)
+
+
 def to_listen_at(host: str) -> str:
     """Returns the address to listen at when others connect to `host`; "" for all addresses of the machine.
 
     An address of this machine, or localhost, is returned itself. A name gives "": this machine may resolve it to
     another address than the others do (to 127.0.1.1, or behind NAT).
     """
-    host = "127.0.0.1" if host == "localhost" else host.strip("[]")
+    host = "127.0.0.1" if host == "localhost" else host
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
         with socket.socket(family) as probe:

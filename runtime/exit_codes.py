@@ -1,5 +1,6 @@
 """The exit codes of train.py and of the engines that start it."""
 
+import signal
 from enum import IntEnum
 
 
@@ -10,6 +11,14 @@ class ExitCode(IntEnum):
     FAILED = 1
     BAD_INPUT = 2  # a mistake in the config, the flags, the data or the work directory
     RESUMABLE = 75  # EX_TEMPFAIL: asked to stop, or another process was lost; the same command resumes the run
+
+
+def signal_name(number: int) -> str:
+    """Returns the name of a signal, or `signal 35` where Python has none: most real-time signals."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 class ResumableError(RuntimeError):

@@ -1,18 +1,21 @@
 """Joins the processes of one run: by flags, by three environment variables, or by SLURM, Open MPI or Kubernetes."""
 
 import os
-import re
 import socket
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 
-from runtime.addresses import to_listen_at
+from runtime.addresses import host_and_port, to_listen_at
+from runtime.exit_codes import ResumableError
+from runtime.joining import JAX_PATIENCE_S, join_in_time
 
 OPEN_MPI, OPEN_MPI_SIZE = "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"  # Open MPI 5 sets only the second
 SLURM_STEP = ("SLURM_STEP_NODELIST", "SLURM_PROCID")  # set by srun; sbatch sets only SLURM_NTASKS
 KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # of an indexed Job or a JobSet
+BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"  # where process 0 listens
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")  # for any other launcher
 
 
@@ -46,20 +49,20 @@ def join(address: Address) -> None:
         raise ValueError("--coordinator, --num_processes and --process_id belong together; give all three")
     if not 0 <= process_id < num_processes:
         raise ValueError(f"--process_id={process_id} must be from 0 to {num_processes - 1}")
-    port = re.fullmatch(r".+:([0-9]+)", coordinator)
-    if not port or not 0 < int(port[1]) < 1 << 16:
-        raise ValueError(f"--coordinator={coordinator} must be HOST:PORT, of process 0")
-    bind_address = None  # jax's default: its variable, else all addresses of the machine
-    if process_id == 0 and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
-        host = to_listen_at(coordinator.rpartition(":")[0])
-        _check_free(host, int(port[1]), coordinator)
-        if host:
-            bind_address = coordinator
+    _parts("--coordinator", coordinator)
+    bind_address = _bind_address(coordinator) if process_id == 0 else None
     # else jax would still query Kubernetes, for this process' devices, and fail if it lacks the permission
     method = "deactivate" if "KUBERNETES_SERVICE_HOST" in os.environ else None
-    jax.distributed.initialize(
-        coordinator, num_processes, process_id, cluster_detection_method=method, coordinator_bind_address=bind_address
+    initialize = partial(
+        jax.distributed.initialize,
+        coordinator,
+        num_processes,
+        process_id,
+        cluster_detection_method=method,
+        coordinator_bind_address=bind_address,
+        initialization_timeout=JAX_PATIENCE_S,
     )
+    join_in_time(initialize, process_id)
 
 
 def find_launcher() -> str | None:
@@ -86,7 +89,28 @@ def find_launcher() -> str | None:
     return "Kubernetes" if KUBERNETES_INDEX in os.environ else None
 
 
-def _check_free(host: str, port: int, coordinator: str) -> None:
+def _bind_address(coordinator: str) -> str | None:
+    """Returns where jax's service shall listen; None for jax's default: its variable, else all addresses.
+
+    ValueError if that is impossible: jax would crash.
+    """
+    if at := os.environ.get(BIND_VARIABLE):
+        _check_free(*_parts(BIND_VARIABLE, at), f"{BIND_VARIABLE}={at}")
+        return None
+    host, port = _parts("--coordinator", coordinator)
+    _check_free(to_listen_at(host), port, f"--coordinator={coordinator}")
+    return coordinator if to_listen_at(host) else None
+
+
+def _parts(name: str, address: str) -> tuple[str, int]:
+    """Returns host and port of an address that the user gave as `name`; ValueError if it has none."""
+    try:
+        return host_and_port(address)
+    except ValueError as error:
+        raise ValueError(f"{name}={address} {error}") from error
+
+
+def _check_free(host: str, port: int, given: str) -> None:
     """Raises ValueError if `port` is not free for jax's service; gRPC would share it with another run."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run may be in TIME_WAIT
@@ -94,7 +118,7 @@ def _check_free(host: str, port: int, coordinator: str) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ValueError(
-                f"--coordinator={coordinator}: process 0 cannot listen at port {port} of {socket.gethostname()}: "
+                f"{given}: process 0 cannot listen at port {port} of {socket.gethostname()}: "
                 f"{error.strerror}; give all processes another port"
             ) from error
 
@@ -120,8 +144,8 @@ def virtual_devices() -> int:
 
 def _join_by(launcher: str) -> None:
     try:
-        jax.distributed.initialize()
-    except jax.errors.JaxRuntimeError:
+        join_in_time(partial(jax.distributed.initialize, initialization_timeout=JAX_PATIENCE_S), None)
+    except (jax.errors.JaxRuntimeError, ResumableError):
         raise  # jax knew the address, but could not connect
     except Exception as error:  # any type: from the Kubernetes client, urllib3 or jax
         said = str(error) or type(error).__name__

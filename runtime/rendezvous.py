@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from runtime.addresses import listen, own_address
+from runtime.addresses import host_and_port, listen, own_address
 from runtime.consensus import broadcast, new_key
 from runtime.handshake import Acceptor, introduce
 from runtime.heartbeat import Peer
@@ -28,7 +28,7 @@ def rendezvous(coordinator: str | None, token: str) -> list[Peer]:
 
     def where() -> list[Any]:
         nonlocal listener
-        host = coordinator.rpartition(":")[0].strip("[]") if coordinator else own_address()
+        host = host_and_port(coordinator)[0] if coordinator else own_address()
         listener = listen(host, jax.process_count() - 1)
         return [host, listener.getsockname()[1], socket.gethostname()]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from files import locks
-from runtime.exit_codes import ExitCode
+from runtime.exit_codes import ExitCode, signal_name
 from sweeps.plan import ROOT, Run
 from sweeps.records import State, is_finished
 
@@ -94,7 +94,7 @@ class Job:
         else:
             self.state = State.FAILED
             error = last_error(self.run.run_dir / OUTPUT_FILE, self.output_start)
-            self.error = f"killed by {signal.Signals(-code).name}: {error}" if code < 0 else error
+            self.error = f"killed by {signal_name(-code)}: {error}" if code < 0 else error
             if code == ExitCode.RESUMABLE:
                 self.error = f"stopped {self.attempts} times: {error}"
 

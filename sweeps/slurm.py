@@ -1,5 +1,6 @@
 """A sweep as a SLURM array with one task per run, in files that can be read, edited and submitted by hand."""
 
+import re
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ SCRIPT = """#!/bin/bash
 # Task N runs line N of {runs_file}. Written by sweep.py; to submit it by hand: sbatch {script_file}
 #SBATCH --job-name={name}
 #SBATCH --array=1-{count}{limit}
-#SBATCH --output="{workdir}/slurm/%A_%a.txt"
+#SBATCH --output={output}/slurm/%A_%a.txt
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
 {options}
@@ -33,12 +34,14 @@ def write_array(runs: Sequence[Run], workdir: Path, *, options: str, workers: in
     """Writes `runs.txt` and `sweep.sbatch` for the runs, and returns the path of the latter.
 
     `options` are passed to sbatch (`--partition=gpu --nodes=2`); at most `workers` tasks run at once. ValueError if the
-    options or the directory contain a line break, since sbatch reads its options line by line.
+    options or the directory contain what no line of sbatch's options can say.
     """
     workdir = workdir.resolve()
     for name, value in (("--slurm", options), ("--workdir", str(workdir))):
         if "\n" in value:
             raise ValueError(f"{name}={value!r} contains a line break, which sbatch cannot read; remove it")
+    if "\\" in str(workdir):  # in the name of an output file it would switch off %A and %a
+        raise ValueError(f"--workdir={workdir} contains a backslash, which sbatch cannot read; choose another one")
     for folder in (workdir / "slurm", *(run.run_dir for run in runs)):
         folder.mkdir(parents=True, exist_ok=True)
     lines = []
@@ -49,11 +52,11 @@ def write_array(runs: Sequence[Run], workdir: Path, *, options: str, workers: in
     script = workdir / SCRIPT_FILE
     script.write_text(
         SCRIPT.format(
-            name=workdir.name,
+            name=_directive(workdir.name),
             count=len(runs),
             limit=f"%{workers}" if workers else "",
-            workdir=workdir,
-            options="\n".join(f"#SBATCH {shlex.quote(word)}" for word in shlex.split(options)),
+            output=_directive(str(workdir).replace("%", "%%")),
+            options="\n".join(f"#SBATCH {_directive(word)}" for word in shlex.split(options)),
             root=shlex.quote(str(ROOT)),
             runs_path=shlex.quote(str(workdir / RUNS_FILE)),
             runs_file=RUNS_FILE,
@@ -63,6 +66,11 @@ def write_array(runs: Sequence[Run], workdir: Path, *, options: str, workers: in
         )
     )
     return script
+
+
+def _directive(word: str) -> str:
+    """Returns a word quoted for a line of sbatch's options, where a backslash escapes between quotes, too."""
+    return re.sub(r"[^\w%+,./:=@-]", r"\\\g<0>", word)
 
 
 def _on_one_line(word: str) -> str:

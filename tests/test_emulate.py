@@ -29,6 +29,7 @@ from emulating import (
 )
 
 from cluster import control
+from cluster.emulate import main
 from runtime.progress import Progress, read_progress
 
 ENVIRONMENT = """
@@ -214,6 +215,21 @@ def test_requests_that_are_none(tmp_path: Path) -> None:
     assert finish(process)[0] == 128 + signal.SIGTERM
 
 
+@EMULATED
+@pytest.mark.parametrize("word", ["a\0b", "a" * (1 << 18)], ids=["null byte", "too long"])
+def test_an_added_node_whose_program_cannot_start(word: str, tmp_path: Path) -> None:
+    """It is not up, and whoever asked for it hears why; the others stay."""
+    name = unique("test-add")
+    process = emulate(tmp_path, SLEEP, f"--name={name}")
+    assert process.stdout and process.stdout.readline() == "up\n"
+    with pytest.raises(ValueError, match="node2 is killed, its program cannot be started: "):
+        control.ask(name, {"verb": "add", "command": ["true", word]})
+    assert [line.split()[3] for line in ctl(f"--name={name}", "status")[1].splitlines()[1:]] == ["up", "up", "killed"]
+    assert control.ask(name, {"verb": "add", "command": []}) == "node3 is up"
+    process.terminate()
+    assert finish(process)[0] == 128 + signal.SIGTERM
+
+
 def test_metrics_of_another_program_are_no_progress(tmp_path: Path) -> None:
     """Whatever the program writes there, the table has no step."""
     for text in ("[]", "5", '{"step": null}', '{"step": 1e999}', '{"step": "x"}', "\xff", "[" * 50_000):
@@ -329,6 +345,15 @@ BAD = [
     (["--processes_per_node=3"], "error: --devices_per_node=2 must be a multiple of --processes_per_node=3"),
     (["--name=../x"], "error: --name=../x: up to 40 letters"),
 ]
+
+
+def test_a_name_that_leads_elsewhere_makes_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["emulate", "--nodes=1", "--devices_per_node=1", "--name=../../evil", "--", "true"]) == 2
+    assert capsys.readouterr().err.startswith("error: --name=../../evil: up to 40 letters")
+    assert not any(tmp_path.iterdir())
 
 
 @EMULATED

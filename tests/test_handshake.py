@@ -184,7 +184,7 @@ def test_where_the_service_of_jax_listens(host: str, monkeypatch: pytest.MonkeyP
     launch.join(launch.Address(coordinator=coordinator, num_processes=2, process_id=0))
     assert given.pop("coordinator_bind_address") == (coordinator if host in ("127.0.0.1", "localhost") else None)
     launch.join(launch.Address(coordinator=coordinator, num_processes=2, process_id=1))
-    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", coordinator.replace(host, "127.0.0.1"))
     assert given["coordinator_bind_address"] is None
     launch.join(launch.Address(coordinator=coordinator, num_processes=2, process_id=0))
     assert given["coordinator_bind_address"] is None

@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 
 from engines.ray import main
+from engines.ray_attempt import how
 from engines.ray_plan import Limits, Patience, choose, judge
 from runtime.progress import read_progress
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = ["--", "python3", "train.py", "--workdir=runs/x"]
+
+
+def test_an_exit_code_in_words() -> None:
+    """Python has no name for most real-time signals, such as 35."""
+    assert [how(code) for code in (None, 3, -9, -35)] == ["lost", "with 3", "by SIGKILL", "by signal 35"]
 
 
 def limits(least: int, most: int, group: int = 1) -> Limits:

@@ -124,13 +124,15 @@ def test_orphaned_runs_keep_the_directory_locked(tmp_path: Path, capsys: pytest.
     assert started(tmp_path) == [4, 4]
 
 
-def test_the_signal_that_killed_a_program_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (35, "signal 35")])
+def test_the_signal_that_killed_a_program_is_named(number: int, name: str, tmp_path: Path) -> None:
+    """Python has no name for most real-time signals."""
     script = tmp_path / "killed.py"
-    script.write_text("import os, signal; print('half way', flush=True); os.kill(os.getpid(), signal.SIGKILL)")
+    script.write_text(f"import os; print('half way', flush=True); os.kill(os.getpid(), {number})")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(plan, "PROGRAM", str(script))
         records = sweep.run(sweep_file(tmp_path, ""), [{"seed": 0}], workdir=tmp_path / "runs")
-    assert [(r.state, r.error) for r in records] == [(State.FAILED, "killed by SIGKILL: half way")]
+    assert [(r.state, r.error) for r in records] == [(State.FAILED, f"killed by {name}: half way")]
 
 
 SUMMARIES = ["[]", "null", '"finished"', "[" * 100_000, '{"exit_reason": ["finished"]}', "{", "\xff"]

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -37,9 +39,29 @@ def run_task(folder: Path, number: int, **environment: str) -> int:
     return subprocess.run(["bash", str(script)], cwd="/", env={**os.environ, **variables}).returncode
 
 
-def options_of(folder: Path) -> list[str]:
-    lines = (folder / "runs" / "sweep.sbatch").read_text().splitlines()
-    return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+def options_of(workdir: Path) -> list[str]:
+    lines = (workdir / "sweep.sbatch").read_text().splitlines()
+    return [word for line in lines if line.startswith("#SBATCH ") for word in words_of(line.removeprefix("#SBATCH "))]
+
+
+def words_of(line: str) -> list[str]:
+    """Returns the options in a line, by the rules of sbatch (get_argument in its opt.c), which are not the shell's."""
+    words, word, quote, escaped = [], "", "", False
+    for letter in line:
+        if not escaped and letter == "\\":
+            escaped = True
+        elif not escaped and quote and letter == quote:
+            quote = ""
+        elif not escaped and not quote and letter in "\"'":
+            quote = letter
+        elif not escaped and not quote and letter.isspace():
+            words, word = [*words, word], ""
+        elif not escaped and not quote and letter == "#":
+            break
+        else:
+            word, escaped = word + letter, False
+    assert not quote and not escaped, line
+    return [word for word in [*words, word] if word]
 
 
 def test_an_array_is_submitted_run_and_reported(
@@ -50,9 +72,9 @@ def test_an_array_is_submitted_run_and_reported(
     assert run_sweep(tmp_path, config, *flags) == 0
     assert slurm.read_text() == f"--parsable {tmp_path / 'runs' / 'sweep.sbatch'}\n"
     assert "submitted 3 runs as job 77" in capsys.readouterr().out
-    options = options_of(tmp_path)
+    options = options_of(tmp_path / "runs")
     assert "--array=1-3%2" in options and "--requeue" in options
-    assert options[-3:] == ["--partition=gpu", "--nodes=2", "'--comment=two words'"]
+    assert options[-3:] == ["--partition=gpu", "--nodes=2", "--comment=two words"]
     assert started(tmp_path) == []
 
     (tmp_path / "queue").write_text("77 77\n78 77\n")
@@ -69,13 +91,13 @@ def test_an_array_is_submitted_run_and_reported(
     assert run_sweep(tmp_path, config, *flags) == 0
     out = capsys.readouterr().out
     assert "failed: seed=1-" in out and ": error: the loss is not a number\n" in out and "submitted 1 runs" in out
-    assert options_of(tmp_path)[1] == "--array=1-1%2"
+    assert options_of(tmp_path / "runs")[1] == "--array=1-1%2"
     assert run_task(tmp_path, 1) == 1 and started(tmp_path)[-1] == 1
 
 
 def test_requeuing_is_limited(slurm: Path, tmp_path: Path) -> None:
     assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(3)), "--slurm=") == 0
-    assert "--array=1-1" in options_of(tmp_path)
+    assert "--array=1-1" in options_of(tmp_path / "runs")
     assert run_task(tmp_path, 1, SLURM_RESTART_COUNT="3") == 75
     assert "scontrol" not in slurm.read_text()
 
@@ -84,7 +106,7 @@ def test_a_dry_run_writes_the_script_and_submits_nothing(slurm: Path, tmp_path: 
     assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0, 6)), "--slurm=--time=1:00:00", "--dry_run") == 0
     assert not slurm.exists()
     assert len((tmp_path / "runs" / "runs.txt").read_text().splitlines()) == 2
-    assert "--time=1:00:00" in options_of(tmp_path)
+    assert "--time=1:00:00" in options_of(tmp_path / "runs")
 
 
 def test_missing_slurm_commands_are_an_error(
@@ -108,11 +130,28 @@ def test_a_value_reaches_its_task_unchanged(slurm: Path, tmp_path: Path) -> None
     assert sorted(given) == sorted(f"--config.sample.prompt={prompt}" for prompt in prompts)
 
 
-@pytest.mark.parametrize(("folder", "options"), [("runs", "--comment='a\nb'"), ("run\ns", "")])
-def test_line_breaks_that_would_break_the_script_are_refused(
+@pytest.mark.parametrize("name", ["a b", "it's", 'a"b', "50%j", "a#b", "$HOME `x`", "ünï", "100%%"])
+def test_directives_say_what_was_given(name: str, slurm: Path, tmp_path: Path) -> None:
+    """Whatever the name of the directory has in it; `%` would stand for numbers of the job."""
+    workdir, comment = tmp_path / name, "it's 5 \\ \"o'clock\" # now"
+    flags = [f"--slurm=--comment={shlex.quote(comment)} --error=%j", f"--workdir={workdir}"]
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), *flags) == 0
+    options = options_of(workdir)
+    assert f"--job-name={name}" in options
+    assert options[-2:] == [f"--comment={comment}", "--error=%j"]
+    (output,) = [option for option in options if option.startswith("--output=")]
+    standing_for = {"%": "%", "A": "77", "a": "1"}  # as sbatch's manual has it, of task 1 of job 77
+    written = re.sub("%(.)", lambda found: standing_for[found[1]], output.removeprefix("--output="))
+    assert written == f"{workdir}/slurm/77_1.txt" and (workdir / "slurm").is_dir()
+    script = (workdir / "sweep.sbatch").read_text()
+    assert slurm.read_text() == f"--parsable {workdir / 'sweep.sbatch'}\n" and script.startswith("#!/bin/bash\n")
+
+
+@pytest.mark.parametrize(("folder", "options"), [("runs", "--comment='a\nb'"), ("run\ns", ""), ("run\\s", "")])
+def test_what_no_directive_can_say_is_refused(
     folder: str, options: str, slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [f"--slurm={options}", f"--workdir={tmp_path / folder}"]
     assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), *flags) == 2
-    assert "contains a line break" in capsys.readouterr().err
+    assert " which sbatch cannot read; " in capsys.readouterr().err
     assert not slurm.exists()

@@ -161,7 +161,9 @@ def test_missing_config_file_is_rejected(tmp_path: Path, capsys: pytest.CaptureF
     assert_matches(error_of(capsys, f"--config={empty}", "--config.num_steps=3"), "empty.py: .*get_config")
 
 
-def test_bad_flags_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flags_are_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = arguments(tmp_path)
     assert_matches(error_of(capsys, *args, "--wrkdir=x"), "wrkdir")
     assert_matches(error_of(capsys, *args, "word"), "unexpected argument 'word'")
@@ -172,6 +174,13 @@ def test_bad_flags_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert_matches(error_of(capsys, *args, *three, "--process_id=2"), "--process_id=2 must be from 0 to 1")
     assert_matches(error_of(capsys, *args, "--coordinator=here", "--num_processes=2", "--process_id=0"), "HOST:PORT")
     assert_matches(error_of(capsys, *args, "--coordinator=here:99999", *three[1:], "--process_id=0"), "HOST:PORT")
+    for process in ("--process_id=0", "--process_id=1"):  # jax would crash, or wait
+        said = error_of(capsys, *args, "--coordinator=::1:1234", *three[1:], process)
+        assert_matches(said, r"^--coordinator=::1:1234 must be .* an IPv6 address needs brackets: \[::1\]:1234$")
+    for at, why in (("::1:1234", "brackets"), ("192.0.2.1:1234", "cannot listen at port 1234 of .*: Cannot assign")):
+        monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", at)
+        said = error_of(capsys, *args, *three, "--process_id=0")
+        assert_matches(said, f"^JAX_COORDINATOR_BIND_ADDRESS={at}.* {why}")
 
 
 def test_coordinator_port_in_use_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
