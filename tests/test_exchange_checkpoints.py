@@ -1,4 +1,4 @@
-"""Residuals of hop two in checkpoints: resumed runs are the same bit by bit; other numbers of replicas keep the sum."""
+"""What replicas keep, in checkpoints: resumed runs are the same bit by bit; others keep its sum or its mean."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +9,13 @@ import numpy as np
 import optax
 import pytest
 import workload
+from test_exchange_codecs import gradients
 
 from compression.codecs import OneBit
 from compression.dgc import DGCConfig, dgc
 from compression.exchange import exchange
 from compression.local_sgd import local_sgd
+from compression.methods import method_named
 from configs.schema import CheckpointConfig, LocalSGDConfig
 from optimizers import guarded
 from sharding.plan import ShardingPlan
@@ -120,3 +122,109 @@ def test_another_number_of_replicas_keeps_the_sum(before: int, after: int, tmp_p
     jax.tree.map(check, state.opt_state.exchange.residual, found.opt_state.exchange.residual)
     jax.tree.map(np.testing.assert_array_equal, found.params, state.params)
     jax.tree.map(np.testing.assert_array_equal, found.opt_state.inner, state.opt_state.inner)
+
+
+# ------------------------------------------------------------------- every method goes on with what replicas still owe
+
+METHODS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "int8": {},
+    "int4": dict(rounding="stochastic"),
+    "two_bit": dict(threshold=0.01),
+    "one_bit": {},
+    "one_bit_adam": dict(warmup_steps=2),
+    "dgc": dict(sparsity=0.9, warmup_steps=3),
+    "power_sgd": {},
+}
+CHANGES = {  # the layouts before and after; the number of replicas
+    "4 to 2": (dict(nodes=4, strategy="mics", partition_size=2), dict(nodes=2, strategy="mics", partition_size=2)),
+    "8 to 3": (dict(nodes=4, strategy="ddp"), dict(nodes=3, per_node=1, strategy="ddp")),
+    "2 to 4": (dict(nodes=4, strategy="mics", partition_size=4), dict(nodes=4, strategy="mics", partition_size=2)),
+}
+DONE = 4  # steps: past both warm-ups
+
+
+def replicas(tree: Any, combine: Callable[[np.ndarray], np.ndarray]) -> Any:
+    return jax.tree.map(lambda x_R: combine(np.asarray(x_R, np.float64)), tree)
+
+
+def owed(tree: Any) -> Any:
+    """What all replicas owe, of residuals `[R, ...]`."""
+    return replicas(tree, lambda x_R: x_R.sum(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "late"),
+    [
+        ("4 to 2", False),
+        pytest.param("8 to 3", False, marks=pytest.mark.slow),
+        pytest.param("2 to 4", True, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_goes_on_with_what_all_replicas_owed(method: str, change: str, late: bool, tmp_path: Path) -> None:
+    """The first step on another number of them hands on what came, and what was owed, but for what is owed after it."""
+    before, after = (workload.plan("tensors", **how) for how in CHANGES[change])
+
+    def chain(plan: ShardingPlan) -> optax.GradientTransformation:
+        setup = workload.setup(plan, method, block=32, delayed=late, **METHODS[method])
+        return guarded(method_named(method).transform(setup), optax.sgd(1.0))
+
+    state = workload.first_state("tensors", before, chain(before))
+    opt_state, update = state.opt_state, jax.jit(chain(before).update)
+    for step in range(DONE):
+        _, opt_state = update(gradients(before, step)[0], opt_state, state.params)
+    opt_state = jax.device_put(opt_state, jax.tree.map(lambda x: x.sharding, state.opt_state))
+    save(tmp_path, TrainState(step=state.step, params=state.params, opt_state=opt_state), DONE)
+    found = restore(tmp_path, shapes(workload.first_state("tensors", after, chain(after))))
+    came, whole = gradients(after, DONE)
+    moves, following = jax.jit(chain(after).update)(came, found.opt_state, found.params)
+
+    def method_state(opt_state: Any) -> Any:
+        return opt_state.exchange.exchange if late else opt_state.exchange
+
+    old, new = (method_state(x) for x in (opt_state, following))
+    mean = replicas(opt_state.exchange.waiting.tree if late else whole, lambda x_R: x_R.mean(0))
+    handed_on = jax.tree.map(np.negative, moves)
+    if method == "dgc":
+        mean = jax.tree.map(lambda u, g: 0.9 * u + g, owed(old.velocity.tree), mean)
+    if method == "one_bit_adam":  # what it exchanges are momenta
+        mean = jax.tree.map(lambda m, g: 0.9 * np.asarray(m) + 0.1 * g, old.mu, mean)
+        handed_on, old, new = new.mu, old.exchange, new.exchange
+
+    def check(handed_on: Any, left: np.ndarray, came: np.ndarray, owed: np.ndarray) -> None:
+        np.testing.assert_allclose(np.asarray(handed_on) + left, came + owed, atol=1e-6)
+
+    jax.tree.map(check, handed_on, owed(new.residual.tree), mean, owed(old.residual.tree))
+    assert max(np.abs(x).max() for x in jax.tree.leaves(owed(old.residual.tree))) > 1e-5
+
+
+def with_overlap(nodes: int, late: bool) -> tuple[Any, ...]:
+    """Returns a decoder's compiled step whose micro-steps run an int8 hop two, its first state and its batch."""
+    plan = workload.plan("decoder", overlap=True, nodes=nodes, strategy="mics", partition_size=2)
+    hop_two = method_named("int8").transform(workload.setup(plan, "int8", block=16, delayed=late))
+    beside = workload.hop_two_in_backward(plan, "int8", block=16, delayed=late)
+    return workload.compiled_step("decoder", plan, hop_two=hop_two, in_backward=beside, tx=optax.sgd(1.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [False, True])
+def test_so_does_hop_two_inside_the_backward_passes(late: bool, tmp_path: Path) -> None:
+    step, state, data = with_overlap(4, late)
+    _, state, _ = workload.run_steps(step, state, data, DONE)
+    save(tmp_path, state, DONE)
+    fewer, first, rows = with_overlap(2, late)
+    found = restore(tmp_path, shapes(first))
+    before, exchange = jax.tree.map(np.array, (state.params, state.opt_state.exchange))
+    if late:
+        came, exchange = replicas(exchange.waiting.tree, lambda x_R: x_R.mean(0)), exchange.exchange
+    else:
+        came = workload.value_and_grad("decoder")(before, np.arange(workload.ROWS))[1]
+    found, _ = fewer(found, rows)
+    left = found.opt_state.exchange.exchange if late else found.opt_state.exchange
+
+    def check(before: np.ndarray, now: jax.Array, came: np.ndarray, owed: np.ndarray, left: np.ndarray) -> None:
+        np.testing.assert_allclose(before - np.asarray(now) + left, came + owed, atol=2e-6)
+
+    jax.tree.map(check, before, found.params, came, owed(exchange.residual.tree), owed(left.residual.tree))
+    assert max(np.abs(x).max() for x in jax.tree.leaves(owed(exchange.residual.tree))) > 1e-5

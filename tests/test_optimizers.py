@@ -178,6 +178,35 @@ def numpy_sgd(p: np.ndarray, grads: list[np.ndarray], c: OptimizerConfig, rates:
     return p
 
 
+def numpy_adafactor(p: np.ndarray, grads: list[np.ndarray], rates: list[float], wd: float) -> np.ndarray:
+    """Algorithms 4 and 5 of arXiv 1804.04235, with relative steps; tensors are factored by their two largest dims."""
+    rms = lambda x: np.sqrt(np.mean(np.square(x)))
+    rows = columns = v = np.zeros(())
+    for t, (g, rate) in enumerate(zip(grads, rates, strict=True), start=1):
+        b2, squares = 1 - t**-0.8, g**2 + 1e-30
+        if g.ndim > 1 and sorted(g.shape)[-2] >= 128:
+            i, j = np.argsort(g.shape)[-2:]
+            rows = b2 * rows + (1 - b2) * squares.mean(i, keepdims=True)
+            columns = b2 * columns + (1 - b2) * squares.mean(j, keepdims=True)
+            v = rows * columns / rows.mean(j, keepdims=True)
+        else:
+            v = b2 * v + (1 - b2) * squares
+        u = g / np.sqrt(v)
+        p = p - rate * (max(1e-3, rms(p)) * u / max(1.0, rms(u)) + wd * p)
+    return p
+
+
+def by_numpy(
+    config: OptimizerConfig, p: np.ndarray, grads: list[np.ndarray], rates: list[float], wd: float
+) -> np.ndarray:
+    """Returns one layer's tensor after steps with `grads`."""
+    if config.name == "adafactor":
+        return numpy_adafactor(p, grads, rates, wd)
+    if config.name == "sgd":
+        return numpy_sgd(p, grads, config, rates, wd)
+    return numpy_adam(p, grads, config, rates, wd, config.name == "lamb")
+
+
 def formula_rates(peak: float, final: float, warmup: int, num_steps: int, schedule: str) -> list[float]:
     """The learning rate of each step from the definitions."""
     rates = []
@@ -191,7 +220,7 @@ def formula_rates(peak: float, final: float, warmup: int, num_steps: int, schedu
 
 
 @pytest.mark.parametrize("mask", ["matrices", "all"])
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "adafactor"])
 def test_optimizers_match_numpy(name: str, mask: str) -> None:
     config = optimizer_config(name, clip_norm=0.0, decay_mask=mask)
     rates = formula_rates(0.02, 0.002, 2, STEPS, "cosine")
@@ -199,8 +228,7 @@ def test_optimizers_match_numpy(name: str, mask: str) -> None:
     for leaf, p in flat(PARAMS).items():
         grads = [flat(g)[leaf].astype(np.float64) for g in GRADS]
         wd = 0.3 if mask == "all" or stack_name(leaf) in MATRICES else 0.0
-        rest = (p.astype(np.float64), grads, config, rates, wd)
-        expected[leaf] = numpy_sgd(*rest) if name == "sgd" else numpy_adam(*rest, name == "lamb")
+        expected[leaf] = by_numpy(config, p.astype(np.float64), grads, rates, wd)
     close(run(config)[0], expected)
 
 

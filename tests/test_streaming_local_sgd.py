@@ -1,5 +1,6 @@
 """Local SGD that synchronises a part of each tensor in every step, against its rule written out with numpy."""
 
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,40 @@ def test_on_another_number_of_replicas_the_outer_steps_are_the_same(tmp_path: Pa
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), other.params, state.params)
     moved = jax.tree.map(lambda x, y: np.abs(np.asarray(x) - y).mean(), state.params, start)
     assert min(jax.tree.leaves(moved)) > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [MEAN, replace(MEAN, streaming=False)], ids=["streaming", "meetings"])
+def test_on_another_number_of_replicas_what_had_drifted_and_was_owed_arrives(
+    settings: LocalSGDConfig, tmp_path: Path
+) -> None:
+    """Of replicas that do not move any more: parameters, mean drift and residuals together stay what they are."""
+
+    def on_nodes(nodes: int, rate: float) -> tuple[Any, Any, Any]:
+        plan = make_plan("mics(2)", overlap=settings.streaming, nodes=nodes)
+        return compiled(plan, settings, optax.sgd(rate), "int8", block=16)
+
+    def together(state: Any) -> Any:
+        drift_R, residual_R = state.opt_state.drift.tree, state.opt_state.exchange.residual.tree
+        return jax.tree.map(
+            lambda p, d_R, owed_R: np.asarray(p) + np.asarray(d_R).mean(0) - np.asarray(owed_R).sum(0),
+            state.params,
+            drift_R,
+            residual_R,
+        )
+
+    step, state, data = on_nodes(4, LEARNING_RATE)
+    _, state, _ = workload.run_steps(step, state, data, PARTS + 1)  # one step past a meeting
+    for kept_R in (state.opt_state.drift, state.opt_state.exchange.residual):
+        assert any(np.asarray(x).any() for x in jax.tree.leaves(kept_R))
+    save(tmp_path, state, PARTS + 1)
+    expected = together(state)
+    fewer, first, rows = on_nodes(2, 0.0)
+    found = restore(tmp_path, shapes(first))
+    for _ in range(PARTS):
+        found, _ = fewer(found, rows)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), together(found), expected)
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(found.opt_state.drift))
 
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
