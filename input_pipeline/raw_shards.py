@@ -91,14 +91,18 @@ class RawShards:
         item = self._items[name]
         raw = to.with_suffix(".raw.partial")
         try:
+            what, had = "", ""
             for _ in range(FETCHES):
-                self._store.fetch(name, raw)
-                if raw.stat().st_size == item.size:
-                    shard = tokenise(raw, name, self._tokenizer, self._text_field, to)
-                    return shard, item.size
+                came = self._store.fetch(name, raw)
+                if came.size != item.size:
+                    what, had = f"with {came.size} bytes", f"{item.size}"
+                elif came.version and came.version != item.version:
+                    what, had = f"as version {came.version!r}", f"version {item.version!r}"
+                else:
+                    return tokenise(raw, name, self._tokenizer, self._text_field, to), item.size
             raise StoreError(
-                f"{self._store.url}/{name} came with {raw.stat().st_size} bytes, {FETCHES} times, but had {item.size} "
-                "when it was listed; restore it, or start again"
+                f"{self._store.url}/{name} came {what}, {FETCHES} times, but had {had} when it was listed; restore it, "
+                "or start again"
             )
         finally:
             raw.unlink(missing_ok=True)

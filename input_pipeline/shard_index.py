@@ -5,6 +5,7 @@ without a header, in a file that is named by its own hash. The index of a prepar
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,6 +77,9 @@ class ShardIndex:
 def shards_of(rows: Sequence[Any]) -> tuple[Shard, ...]:
     """Returns the shards that JSON objects describe, by name. ValueError or TypeError if one is none."""
     shards = [Shard(**row) for row in rows]
+    twice = [name for name, count in Counter(shard.name for shard in shards).items() if count > 1]
+    if twice:
+        raise ValueError(f"it lists {twice[0]!r} twice")
     for shard in shards:
         if not _SHA256.fullmatch(shard.sha256) or shard.dtype not in ("<u2", "<u4") or shard.num_tokens < 0:
             raise ValueError(f"shard {shard.name!r} has no hash, dtype or size that could be true")

@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -77,7 +77,11 @@ class _UnreachedError(_AwayError):
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """An object: its name relative to the store's URL, its size, and what changes when it is written again."""
+    """An object: its name relative to the store's URL, its size, and what changes with its content.
+
+    The version is a strong ETag or else the hash of the content (times of a local file). It is never Last-Modified,
+    which other content can have too.
+    """
 
     name: str
     size: int
@@ -91,15 +95,18 @@ class Store(Protocol):
     can_list: bool  # an HTTP server cannot, and stores nothing
 
     def list(self) -> list[Item]:
-        """Returns the objects that are neither hidden nor empty, by name. StoreError if that is not possible."""
+        """Returns the objects that are neither hidden nor empty, by name. StoreError if that is not possible.
+
+        The version is "" where only `item` can tell it.
+        """
         ...
 
     def item(self, name: str) -> Item:
-        """Returns size and version of an object. MissingError if there is none."""
+        """Returns size and version of an object, which may have to be read for it. MissingError if there is none."""
         ...
 
-    def fetch(self, name: str, to: Path) -> None:
-        """Writes an object to a file. MissingError if there is none."""
+    def fetch(self, name: str, to: Path) -> Item:
+        """Writes an object to a file; returns size and version ("": unknown) of what came. MissingError if none is."""
         ...
 
     def read(self, name: str) -> bytes:
@@ -146,12 +153,13 @@ class LocalStore:
             status = (self.root / name).stat()
         return Item(name=name, size=status.st_size, version=f"{status.st_mtime_ns} {status.st_ctime_ns}")
 
-    def fetch(self, name: str, to: Path) -> None:
-        """Copies a file."""
+    def fetch(self, name: str, to: Path) -> Item:
+        """Copies a file. Its times are no version here: another node may have a copy of its own, with others."""
         with self._explained(name):
             source = open(self.root / name, "rb")  # noqa: SIM115 (closed below)
         with source, open(to, "wb") as file:
             shutil.copyfileobj(source, file, _BLOCK_BYTES)
+            return Item(name=name, size=file.tell(), version="")
 
     def read(self, name: str) -> bytes:
         """Returns a file's content."""
@@ -224,6 +232,7 @@ class RemoteStore:
             remedy = "check data.path" if self.scheme == "http" else self._help
             raise StoreError(f"{url} cannot be used as a store; {remedy}") from error
         self._waiting = _Waiting(self.url, patience_s)
+        self._reads_for_versions = False
 
     def list(self) -> list[Item]:
         """Returns the objects below the URL."""
@@ -239,14 +248,30 @@ class RemoteStore:
         return sorted(shown, key=lambda x: x.name)
 
     def item(self, name: str) -> Item:
-        """Returns size and version of an object."""
+        """Returns size and version of an object, which is read whole if it has no strong ETag."""
         import obstore
 
-        return _item(name, self._patiently(f"{self.url}/{name}", lambda: obstore.head(self._store, name)))
+        item = _item(name, self._patiently(f"{self.url}/{name}", lambda: obstore.head(self._store, name)))
+        if item.version or not item.size:
+            return item
+        if not self._reads_for_versions:
+            self._reads_for_versions = True
+            logging.getLogger(__name__).warning(
+                "%s: files come without a strong ETag, so every start reads them whole to see whether they changed; "
+                "python -m input_pipeline.prepare makes a set that needs no such reading",
+                self.url,
+            )
+        came = self.fetch(name, Path(os.devnull))
+        if came.size != item.size:
+            raise StoreError(
+                f"{self.url}/{name}: the store announces {item.size} bytes (HEAD) and gives {came.size} (GET); "
+                "restore the file, or let another server serve it"
+            )
+        return came
 
-    def fetch(self, name: str, to: Path) -> None:
+    def fetch(self, name: str, to: Path) -> Item:
         """Writes an object to a file; again from its beginning if the answer breaks off."""
-        self._patiently(f"{self.url}/{name}", lambda: self._stream(name, to))
+        return self._patiently(f"{self.url}/{name}", lambda: self._stream(name, to))
 
     def read(self, name: str) -> bytes:
         """Returns a small object."""
@@ -268,17 +293,20 @@ class RemoteStore:
         """Ends waiting in all threads."""
         self._waiting.ended.set()
 
-    def _stream(self, name: str, to: Path) -> None:
+    def _stream(self, name: str, to: Path) -> Item:
         import obstore
 
         answer = obstore.get(self._store, name)
-        size = 0
+        item, size, digest = _item(name, answer.meta), 0, hashlib.sha256()
         with open(to, "wb") as file:
             for block in answer.stream(min_chunk_size=_BLOCK_BYTES):
                 file.write(block)
                 size += len(block)
-        if size != answer.meta["size"]:
+                if not item.version:
+                    digest.update(block)
+        if size != item.size:
             raise _AwayError(_KINDS["Interrupted"])
+        return item if item.version else replace(item, version=f"sha256 {digest.hexdigest()}")
 
     def _patiently(self, what: str, action: Callable[[], T], *, writes: bool = False) -> T:
         """Returns `action()`, repeated while the store is away."""
@@ -409,7 +437,9 @@ def sha256(path: Path) -> str:
 
 
 def _item(name: str, found: Any) -> Item:
-    return Item(name=name, size=found["size"], version=found["e_tag"] or str(found["last_modified"]))
+    """Returns what an answer says of an object; its version is "" without a strong ETag (RFC 9110, section 8.8)."""
+    tag = found["e_tag"] or ""
+    return Item(name=name, size=found["size"], version="" if tag.startswith("W/") else tag.strip('"'))
 
 
 def _has_plain_endpoint() -> bool:

@@ -6,6 +6,7 @@ import binascii
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from configs.schema.own import OWN
 
 UNKNOWN = "\ufffd"  # decoded from ids without text: the mask, and padding rows of the embedding
-MAX_RANKS = 1 << 24  # of a tiktoken vocabulary (real ones: up to 200,000); memory grows with the highest rank
+MAX_IDS = 1 << 24  # of a vocabulary file (real ones: up to 262,000); memory grows with the highest id
 
 # How GPT-2 splits text before merging (from its tokenizer's source; tiktoken calls it r50k).
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -109,7 +110,7 @@ class Tiktoken(Tokenizer):
             mergeable_ranks=ranks,
             special_tokens={"<|endoftext|>": self.separator},
         )
-        self._known = np.isin(np.arange(self.num_ids), [*ranks.values(), self.separator])  # ranks may have gaps
+        self._known = _has_text(self.num_ids, [*ranks.values(), self.separator])
         self.identity = f"tiktoken {hashlib.sha256(content).hexdigest()}"
 
     def encode(self, text: str) -> np.ndarray:
@@ -129,10 +130,8 @@ class HuggingFace(Tokenizer):
         import tokenizers
 
         content = _read(path)
-        try:
+        with _explained(f"data.tokenizer_path {path} is not a tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises Exception itself
-            raise ValueError(f"data.tokenizer_path {path} is not a tokenizer.json: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # the name of a separator in a text is text
@@ -147,7 +146,11 @@ class HuggingFace(Tokenizer):
             )
         self._path, self.vocabulary = path, ids
         self.num_ids, self.separator = max(ids.values()) + 1, ids[self.separator_token]
-        self._known = np.isin(np.arange(self.num_ids), [*ids.values()])  # ids may have gaps
+        if self.num_ids > MAX_IDS:
+            raise ValueError(
+                f"data.tokenizer_path {path} has a token with the id {self.num_ids - 1}: ids may be below {MAX_IDS}"
+            )
+        self._known = _has_text(self.num_ids, [*ids.values()])
         self.identity = f"hugging_face {hashlib.sha256(content).hexdigest()}"
 
     @property
@@ -160,11 +163,14 @@ class HuggingFace(Tokenizer):
         return self.vocabulary[self.mask_token]
 
     def encode(self, text: str) -> np.ndarray:
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        with _explained(f"data.tokenizer_path {self._path} cannot encode {text[:40]!r}"):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.asarray(ids, np.int64).astype(np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
         runs = _known_runs(np.asarray(ids), self._known)
-        return UNKNOWN.join(self._tokenizer.decode(run, skip_special_tokens=False) for run in runs)
+        with _explained(f"data.tokenizer_path {self._path} cannot decode"):
+            return UNKNOWN.join(self._tokenizer.decode(run, skip_special_tokens=False) for run in runs)
 
 
 def make_tokenizer(kind: str, path: str) -> Tokenizer:
@@ -175,6 +181,24 @@ def make_tokenizer(kind: str, path: str) -> Tokenizer:
         return OWN["tokenizer"][kind](path)
     files = {"sentencepiece": SentencePiece, "tiktoken": Tiktoken, "hugging_face": HuggingFace}
     return files[kind](Path(path).expanduser())
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Makes one line of what the `tokenizers` library raises: Exception itself, or a panic, which is not even one."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what}: {' '.join(str(error).split())}") from error
+
+
+def _has_text(num_ids: int, ids: list[int]) -> np.ndarray:
+    """Returns which ids there are, bool [num_ids]: there may be gaps."""
+    known = np.zeros(num_ids, bool)
+    known[ids] = True
+    return known
 
 
 def _known_runs(ids: np.ndarray, has_text: np.ndarray) -> Iterator[list[int]]:
@@ -199,7 +223,7 @@ def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
             if line:
                 piece, number_text = line.split()
                 rank = int(number_text)
-                if not 0 <= rank < MAX_RANKS:
+                if not 0 <= rank < MAX_IDS:
                     raise ValueError("out of range")
                 ranks[base64.b64decode(piece, validate=True)] = rank
         except (ValueError, binascii.Error) as error:

@@ -1,16 +1,21 @@
 """Tokenizers: bytes, SentencePiece and tiktoken, and the streams of ids that they give."""
 
 import base64
-from collections.abc import Sequence
+import json
+import resource
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from test_input_text import ids_of, settings, text_of
 
 from input_pipeline import load
-from input_pipeline.tokenizers import Bytes
+from input_pipeline.tokenizers import MAX_IDS, Bytes, make_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +181,59 @@ def test_bad_tokenizer_json_is_one_line(corpus, tmp_path):
         ValueError, match=r"has no special token <mask> or \[MASK\], which data.objective='masked' needs$"
     ):
         load(replace(config, objective="masked"), "train", 0)
+
+
+def word_level(path: Path, vocabulary: dict[str, int], **model: Any) -> Path:
+    """Writes a tokenizer.json whose tokens are whole words, `<|endoftext|>` the special one."""
+    special = {"id": vocabulary["<|endoftext|>"], "content": "<|endoftext|>", "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content = {
+        "version": "1.0",
+        "added_tokens": [special | flags],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"} | model,
+    }
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("highest", [MAX_IDS, 2**31 - 2, 2**32 - 1])
+def test_memory_does_not_grow_with_an_id_that_no_vocabulary_has(tmp_path: Path, highest: int) -> None:
+    vocabulary = {"<|endoftext|>": 0, "[UNK]": 1, "far": highest}
+    path = word_level(tmp_path / "tokenizer.json", vocabulary)
+    message = rf"tokenizer.json has a token with the id {highest}: ids may be below {MAX_IDS}\Z"
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=message), no_large_arrays():
+            make_tokenizer("hugging_face", str(path))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
+    tokenizer = make_tokenizer("hugging_face", str(word_level(path, vocabulary | {"far": 70_000})))
+    assert tokenizer.num_ids == 70_001 and tokenizer.encode("far from").tolist() == [70_000, 1]
+    assert tokenizer.decode(np.array([70_000, 69_999, 0])) == "far\ufffd<|endoftext|>"
+
+
+@contextmanager
+def no_large_arrays() -> Iterator[None]:
+    """Refuses this process's Python more than 1 GB, rather than to let a test fill the machine."""
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (used + (1 << 30), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+
+
+@pytest.mark.parametrize("source", ["folder", "shards"])
+def test_tokenizer_that_cannot_encode_is_one_line(corpus: Path, tmp_path: Path, source: str) -> None:
+    path = word_level(tmp_path / "tokenizer.json", {"<|endoftext|>": 0, "the": 1})
+    config = settings(corpus, source=source, tokenizer="hugging_face", tokenizer_path=str(path))
+    with pytest.raises(
+        ValueError, match=r"tokenizer.json cannot encode 'file \d+: the .*: WordLevel .*\[UNK\][^\n]*\Z"
+    ):
+        load(config, "train", 0)
 
 
 @pytest.mark.parametrize(("shift", "wrong"), [(200, 297), (-98, -1)])

@@ -321,6 +321,9 @@ def test_prepared_set_of_another_tokenizer_or_without_an_index_is_refused(texts,
     file.write_text(json.dumps(index | {"tokenizer": "sentencepiece abc"}))
     with pytest.raises(ValueError, match=r"made by the tokenizer 'sentencepiece abc', but data.tokenizer is 'bytes'"):
         ShardSet(settings(tmp_path / "set"))
+    file.write_text(json.dumps(index | {"shards": [*index["shards"], index["shards"][0]]}))
+    with pytest.raises(ValueError, match=r"index.json is not an index of token shards \(it lists 'part00.txt' twice\)"):
+        ShardSet(settings(tmp_path / "set"))
     index["shards"][0]["sha256"] = "../../etc/passwd"
     file.write_text(json.dumps(index))
     with pytest.raises(ValueError, match="is not an index of token shards"):

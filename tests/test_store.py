@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +323,10 @@ def test_http_server_needs_a_list_or_the_url_of_one_file(web, tmp_path):
     (tmp_path / "web" / "index.json").write_text('["part5.txt", "part1.txt"]')
     with ShardSet(settings(web.url)) as shards:
         assert [shard.name for shard in shards.index.shards] == ["part1.txt", "part5.txt"]
+    for twice in ('["part5.txt", "part1.txt", "part5.txt"]', '["part5.txt", "./part5.txt"]', '["part5.txt/"]'):
+        (tmp_path / "web" / "index.json").write_text(twice)
+        with one_line(StoreError, f"{web.url}/index.json lists '.*part5.txt/?'(, which is no file below| twice: name)"):
+            ShardSet(settings(web.url))
     (tmp_path / "web" / "index.json").write_text('["part5.txt", "missing.txt"]')
     with one_line(MissingError, f"{web.url}/missing.txt: there is no such file"):
         ShardSet(settings(web.url))
@@ -381,6 +386,72 @@ def test_raw_file_that_comes_short_is_named(tmp_path, web, monkeypatch):
     web.answer = short
     with one_line(StoreError, f"{web.url}/part5.txt came with 861 bytes, 3 times, but had 870 when it was listed"):
         ShardSet(settings(web.url))
+
+
+def served_as(web: Server, headers: Callable[[str], dict[str, str]]) -> None:
+    """Lets a server say nothing of versions but what `headers` gives for a method."""
+    answer = web.answer
+
+    def other(method: str, path: str, *rest: Any) -> Any:
+        status, said, content = answer(method, path, *rest)
+        return status, {"X-Size": said.get("X-Size", "0")} | headers(method), content
+
+    web.answer = other
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT"}, {"ETag": 'W/"1"'}, {"ETag": '""'}]
+)
+def test_other_content_of_the_same_size_is_never_given_for_the_old(web, tmp_path, headers, caplog):
+    """Without a strong ETag files are read to tell whether they changed, which a line says; tokens are made once."""
+    (tmp_path / "web" / "index.json").write_text('["part5.txt", "part1.txt"]')
+    served_as(web, lambda _: headers)
+    for text in (TEXTS["part5.txt"], TEXTS["part5.txt"], TEXTS["part5.txt"].upper()):
+        (tmp_path / "web" / "part5.txt").write_text(text)
+        with ShardSet(settings(web.url)) as shards:
+            tokens = shards.tiers.get(shards.index.shards[1]).tolist()
+        assert bytes(tokens) == text.encode() + b"\0"
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("without a strong ETag, so every start reads them whole" in line for line in said) == 3
+    assert web.gets["/part1.txt"] == 4 and web.gets["/part5.txt"] == 5  # once per start, and to be tokenised
+
+
+def test_version_that_differs_between_listing_and_reading_is_refused(web, tmp_path):
+    """And nothing is kept under the version that was listed."""
+    for tag in ('"get"', ""):
+        served_as(web, lambda method, tag=tag: {"ETag": '"head"' if method == "HEAD" else tag})
+        with one_line(StoreError, f"{web.url}/part5.txt came as version .*, 3 times, but had version 'head' when it"):
+            ShardSet(settings(f"{web.url}/part5.txt"))
+    (tmp_path / "web" / "part5.txt").write_text(TEXTS["part5.txt"].upper())
+    served_as(web, lambda _: {"ETag": '"head"'})
+    with ShardSet(settings(f"{web.url}/part5.txt")) as shards:
+        tokens = shards.tiers.get(shards.index.shards[0]).tolist()
+    assert bytes(tokens) == TEXTS["part5.txt"].upper().encode() + b"\0"
+
+
+@pytest.mark.parametrize("tag", ['"1"', ""])
+@pytest.mark.parametrize(
+    ("head", "get", "message"),
+    [
+        ("0", b"", "/part5.txt is empty: the store answers with 0 bytes, or with a status that has no content .204.;"),
+        ("", b"", "/part5.txt.* 0 "),
+        ("", b"short", "/part5.txt.* 5 "),
+        ("9", None, "/part5.txt.* 870"),
+    ],
+)
+def test_file_of_another_size_than_announced_is_no_shard(web, tag, head, get, message):
+    answer = web.answer
+
+    def lies(method: str, path: str, *rest: Any) -> Any:
+        _, said, content = answer(method, path, *rest)
+        sent, status = content if get is None else get, 204 if get == b"" else 200
+        if method == "HEAD":
+            return 200, {"ETag": tag, "X-Size": head or said["X-Size"]}, content
+        return status, {"ETag": tag, "X-Size": str(len(sent))}, sent
+
+    web.answer = lies
+    with one_line(StoreError, web.url + message):
+        ShardSet(settings(f"{web.url}/part5.txt"))
 
 
 def test_shards_of_the_next_block_are_there_before_they_are_needed(web, prepared):

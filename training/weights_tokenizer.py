@@ -61,8 +61,10 @@ def _tokenizer_of(folder: Path, kind: str) -> tuple[Tokenizer | None, Path, str]
         file = folder / name
         if file.is_file():
             try:
-                return make(file), file, ""
-            except ValueError as error:  # damaged, or without a token that could end documents
+                theirs = make(file)
+                theirs.encode(PROBE)
+                return theirs, file, ""
+            except ValueError as error:  # damaged, no token to end documents, cannot encode this text
                 return None, file, str(error).removeprefix("data.tokenizer_path ")
     return None, folder / TOKENIZER_FILE, ""
 
