@@ -253,8 +253,8 @@ Decoder of 6.4 M parameters (`{CONFIG}`), mics(2), {NODES} emulated nodes of {DE
 `seconds` is the time from the event to the first finished step of the next attempt. Of several events a time is the
 median (shortest to longest); where `events` is 1, it is of a single event. The other times are also from the event:
 `noticed` is when the run or Ray first reported the problem, `ended` when all processes had ended, `started` when the
-next attempt began, and `restored` when it had compiled and restored the state. `lost` counts finished steps that had to be
-repeated.
+next attempt began, and `restored` when it had compiled and restored the state. `lost` counts the finished
+steps that had to be repeated.
 
 | event | aim: lost, seconds | events | lost | seconds | noticed | ended | started | restored | state from |
 |---|---|---|---|---|---|---|---|---|---|
