@@ -130,8 +130,8 @@ def step_table(steps: Sequence[Line], rate: str) -> str:
     return "\n".join(
         [
             f"## Steps at {rate}\n\nRuns of {count} steps, the first not timed: the median, and in brackets the "
-            "fastest and the slowest step; of a ratio of times, which is between runs of the same commits, what these allow. "
-            f"{count} steps say what a step costs, and nothing about what is learned (the accuracy is in "
+            "fastest and the slowest step; of a ratio of times, which is between runs of the same commits, what "
+            f"these allow. {count} steps say what a step costs, and nothing about what is learned (the accuracy is in "
             f"docs/compression_accuracy.md){''.join(others)}.\n",
             *rows,
         ]

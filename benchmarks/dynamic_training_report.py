@@ -60,9 +60,9 @@ The results are in `benchmarks/results/measured/dynamic_training.jsonl`, recorde
 are simulated (`benchmarks/dynamic_training_cost.py`).
 
 AWS's Dynamic Training (an MXNet fork of 2018) let hosts join and leave a run at the end of an epoch, with a fixed
-global batch size. Here they may do so at any step. Is the model as good, and how much does it save? The figures quoted
-for the original are 15 to 50 % cheaper and 15 to 30 % faster. We could not find their source (of the announcement we
-found only the beginning), so they are shown next to ours as **unverified**."""
+global batch size. Here they may do so at any step. Is the model as good, and how much does it save? AWS's announcement
+(aws.amazon.com/blogs/machine-learning, "Introducing Dynamic Training for deep learning with Amazon EC2", November 2018)
+says 15 to 50 % cheaper and 15 to 30 % faster, on 8 to 96 GPUs."""
 
 
 # ------------------------------------------------------------------------------------------------- accuracy
@@ -213,9 +213,9 @@ def assumptions(events: Sequence[Line]) -> str:
             "times per day, for minutes to hours; us-east-1f had nodes for less than half of the time.",
             f"- Speed at the same global batch: 1 on one node, {speeds}. Assumed, not measured: each node "
             f"computes its share of the rows and sends as much as in a ring, based on a step of {cost.STEP_S} s on 4 "
-            f"nodes with {cost.COMPUTE_S} s of computation. These two numbers are from emulated nodes at 1 Gbit/s "
-            "whose devices shared two cores (docs/strategies.md). Real nodes would compute faster and spend more of a "
-            "step on the network.",
+            f"nodes with {cost.COMPUTE_S} s of computation. These two numbers are of one run each, on emulated nodes "
+            "at 1 Gbit/s whose devices shared two cores (docs/strategies.md). Real nodes would compute faster and "
+            "spend more of a step on the network.",
             f"- Training pauses for {cost.JOINED_S:.0f} s when a node joins, {cost.ANNOUNCED_S:.0f} s when one "
             f"leaves with notice, {cost.KILLED_S:.0f} s when one leaves without ({cost.UNANNOUNCED:.0%} of "
             f"them), and {cost.FROM_CHECKPOINT_S:.0f} s when nodes return after all had left. Assumed. "
@@ -261,7 +261,9 @@ def cost_table(lines: Sequence[Line]) -> str:
     for line in lines:
         cells = [line["market"], line["cluster"], f"{mean(line['changes']):.0f}", spread(line["times"])]
         rows.append(f"| {' | '.join([*cells, *(spread(line['costs'][name]) for name in machines)])} |")
-    rows.append(f"| | Dynamic Training, as quoted (unverified) | | 0.70 to 0.85 |{' 0.50 to 0.85 |' * len(machines)}")
+    rows.append(
+        f"| | Dynamic Training, as announced, 8 to 96 GPUs | | 0.70 to 0.85 |{' 0.50 to 0.85 |' * len(machines)}"
+    )
     return "\n".join(rows)
 
 

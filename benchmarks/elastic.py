@@ -192,7 +192,7 @@ def ahead_page(lines: Sequence[dict[str, Any]]) -> str:
             if these:
                 pauses, firsts = ([line[name] for line in these] for name in ("pause_s", "next_step_s"))
                 ended = [line["phases"]["stopped"] for line in these]
-                cells = [case.title, f"{case.seconds:g} s", f"{'yes' if is_ahead else 'no'} ({len(these)})"]
+                cells = [case.title, f"{case.seconds:g} s", "yes" if is_ahead else "no", str(len(these))]
                 cells += map(middle, (pauses, ended, firsts))
                 cells.append(", ".join(map(str, sorted({line["lost_steps"] for line in these}))))
                 rows.append(f"| {' | '.join(cells)} |")
@@ -212,19 +212,22 @@ def about(lines: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def chaos_page(lines: Sequence[dict[str, Any]]) -> str:
-    """Returns the section about the newest run of cluster.chaos, "" if there is none."""
-    if not lines:
-        return ""
-    line, by_kind = lines[-1], defaultdict[str, list[dict[str, Any]]](list)
+    """Returns the section about the runs of cluster.chaos, "" if there is none."""
+    return "".join([CHAOS_PAGE, *map(chaos_run, lines)]) if lines else ""
+
+
+def chaos_run(line: dict[str, Any]) -> str:
+    """Returns what is said about one run of cluster.chaos."""
+    by_kind = defaultdict[str, list[dict[str, Any]]](list)
     for event in line["events"]:
         by_kind[event["kind"]].append(event)
     rows = []
     for kind, events in sorted(by_kind.items()):
         times = [event["next_step_s"] for event in events]
         lost = ", ".join(str(event["lost_steps"]) for event in events)
-        rows.append(f"| `{kind}` | {len(events)} | {middle(times)} | {max(times):.1f} | {lost} |")
+        rows.append(f"| `{kind}` | {len(events)} | {middle(times)} | {lost} |")
     numbers = {key: f"{line[f'{key}_difference']:.1g}" for key in ("loss", "parameter")}
-    return CHAOS_PAGE.format(
+    return CHAOS_RUN.format(
         rows="\n".join(rows),
         ahead=" --compile_ahead" if line.get("compile_ahead") else "",
         steps=line["steps"],
@@ -247,13 +250,14 @@ Decoder of 6.4 M parameters (`{CONFIG}`), mics(2), {NODES} emulated nodes of {DE
 {RATE}, a snapshot every step, a checkpoint every 20, `elastic.silence_s` of 10; Ray ([engines](elasticity_engines.md)).
 {{machine}} for all nodes and for Ray: load average {{load}}. Commit {{commit}}.
 
-`seconds` is the time from the event to the first finished step of the next attempt: the median, and the number of
-events. The other times are also from the event: `noticed` is when the run or Ray first reported the problem, `ended`
-when all processes had ended, `started` when the next attempt began, and `restored` when it had compiled and restored
-the state. `lost` counts finished steps that had to be repeated.
+`seconds` is the time from the event to the first finished step of the next attempt. Of several events a time is the
+median (shortest to longest); where `events` is 1, it is of a single event. The other times are also from the event:
+`noticed` is when the run or Ray first reported the problem, `ended` when all processes had ended, `started` when the
+next attempt began, and `restored` when it had compiled and restored the state. `lost` counts the finished
+steps that had to be repeated.
 
-| event | aim: lost, seconds | lost | seconds | noticed | ended | started | restored | state from |
-|---|---|---|---|---|---|---|---|---|
+| event | aim: lost, seconds | events | lost | seconds | noticed | ended | started | restored | state from |
+|---|---|---|---|---|---|---|---|---|---|
 {{rows}}
 
 `detection` in an aim is the `noticed` time. A preemption is a SIGTERM to Ray's launcher on the node. SIGKILL and
@@ -270,27 +274,30 @@ AHEAD_PAGE = """
 With `--compile_ahead` ([engines](elasticity_engines.md)) the next attempt compiles while the current one still trains.
 `pause` is the cost of the change: the longest time between two finished steps of which the later one is after the
 event. `ended` is from the event until all processes of the current attempt have ended; a leaving node is needed until
-then. `next attempt` is from the event to the first finished step of the next attempt. Medians, in seconds. {machine},
-load average {load}, commit {commit}.
+then. `next attempt` is from the event to the first finished step of the next attempt. Medians (shortest to longest), in
+seconds. {machine}, load average {load}, commit {commit}.
 
-| event | aim | ahead | pause | ended | next attempt | steps lost |
-|---|---|---|---|---|---|---|
+| event | aim | ahead | events | pause | ended | next attempt | steps lost |
+|---|---|---|---|---|---|---|---|
 {rows}
 """
 CHAOS_PAGE = """
 ## Chaos
 
+Random events in one run (`configs/elastic.py:tiny`, otherwise as above), each a few steps after the run has recovered
+from the previous one; the seed is 0. Every run so far is below. All finished normally and left no process or namespace
+behind. They are compared to an undisturbed run in one process with 8 devices: the loss of every step, and the
+parameters relative to the largest value in their array; the limit is 1e-5. The kinds are described in
+`cluster/chaos/plan.py`. A run gets into this page by `python -m benchmarks.elastic --chaos=FOLDER`, its `--workdir`.
+"""
+CHAOS_RUN = """
     XLA_FLAGS=--xla_backend_optimization_level=0 python -m cluster.chaos{ahead} -- --config.num_steps={steps}
-    python -m benchmarks.elastic --chaos=FOLDER    # its --workdir
 
-{count} random events in one run of {steps} steps (`configs/elastic.py:tiny`, otherwise as above), each a few steps
-after the run has recovered from the previous one; the seed is 0. The run finished normally and left no process or
-namespace behind. Compared to an undisturbed run in one process with 8 devices, the largest relative difference in the
-loss of a step is {loss}, and that in a parameter {parameter} (relative to the largest value in its array); the limit is
-1e-5. {machine}, load average {load}, commit {commit}. The kinds are described in `cluster/chaos/plan.py`.
+{count} events in {steps} steps; the largest difference of a loss is {loss}, of a parameter {parameter}. {machine},
+load average {load}, commit {commit}.
 
-| kind | events | seconds to the next step: median | longest | steps lost, per event |
-|---|---|---|---|---|
+| kind | events | seconds to the next step | steps lost, per event |
+|---|---|---|---|
 {rows}
 """
 
@@ -299,22 +306,23 @@ def row(case: Case, lines: Sequence[dict[str, Any]]) -> str:
     """Returns a line of the table."""
     aim = "any time" if case.seconds is None else f"{case.seconds:g} s{' + detection' if case.detection else ''}"
     if not lines:
-        return f"| {case.title} | {case.lost}, {aim} | not measured |{' |' * 6}"
+        return f"| {case.title} | {case.lost}, {aim} | 0 | not measured |{' |' * 6}"
     lost = sorted({line["lost_steps"] for line in lines})
     phases = [
         middle([line["phases"][name] for line in lines]) for name in ("noticed", "stopped", "started", "restored")
     ]
     # old lines have a sentence as their source: "memory (3 of 3 nodes had it)", "its checkpoint"
     sources = sorted({line["source"].partition(" (")[0].removeprefix("its ") for line in lines})
-    times = f"{middle([line['next_step_s'] for line in lines])} ({len(lines)})"
-    cells = [case.title, f"{case.lost}, {aim}", ", ".join(map(str, lost)), times, *phases, ", ".join(sources)]
+    cells = [case.title, f"{case.lost}, {aim}", str(len(lines)), ", ".join(map(str, lost))]
+    cells += [middle([line["next_step_s"] for line in lines]), *phases, ", ".join(sources)]
     return f"| {' | '.join(cells)} |"
 
 
 def middle(values: Sequence[float | None]) -> str:
-    """Returns the median of what was measured."""
+    """Returns the median of what was measured, with the range if that is more than one value."""
     known = [value for value in values if value is not None]
-    return f"{median(known):.1f}" if known else "-"
+    span = f" ({min(known):.1f} to {max(known):.1f})" if len(known) > 1 else ""
+    return f"{median(known):.1f}{span}" if known else "-"
 
 
 if __name__ == "__main__":

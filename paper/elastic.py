@@ -31,9 +31,8 @@ def section(records: Records) -> Section:
             f"{published.RING_IS_LOWER_AT_3} percent: the groups survive "
             f"{100 * _lower(3) / survived(ring(machines), machines, 3):.0f} percent more often than the ring.",
             "**Dynamic Training** (AWS, MXNet, 2018): accuracy on nodes that come and go, and a simulation of what "
-            "they save, are in [docs/dynamic_training.md](dynamic_training.md); the source of the figures quoted for "
-            "the original was not found. Recoveries on the emulated cluster are in "
-            "[docs/elasticity_measured.md](elasticity_measured.md).",
+            "they save beside what AWS announced, are in [docs/dynamic_training.md](dynamic_training.md). Recoveries "
+            "on the emulated cluster are in [docs/elasticity_measured.md](elasticity_measured.md).",
         ],
     )
 

@@ -13,8 +13,8 @@ DGC_RESNET_50_POINTS = 76.15 - 75.96  # top-1 with DGC minus without
 DGC_RESNET_110_POINTS = 93.87 - 93.75  # CIFAR-10, 4 GPUs
 # Bytes of a sent value: 32 bits and a 16-bit run length of zeros, at a sparsity of 99.9 %
 DGC_VALUE_BYTES, DGC_SHARE = 6, 0.001
-# MXNet: 16 values in a word of 32 bits; "accuracy loss as low as 1 %"
-MXNET_RATIO, MXNET_POINTS = 16, -1.0
+# MXNet: 16 values in a word of 32 bits
+MXNET_RATIO, MXNET_COST = 16, "accuracy loss as low as 1 %"
 # 1-bit Adam: times smaller than fp16 after the warm-up, and over the run by the share that is warm-up, as printed
 ONE_BIT_ADAM_RATIO = 16
 ONE_BIT_ADAM_RUN = {0.15: 5.0, 0.25: 3.4}

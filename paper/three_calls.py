@@ -1,4 +1,4 @@
-"""Does ZeRO-3, with three collectives per layer, need three times the bandwidth? Every strategy's bytes, over ddp's."""
+"""SNIA's question: do ZeRO-3's three collectives a layer need three times the bandwidth? Every strategy's bytes."""
 
 from matplotlib.figure import Figure
 
@@ -22,6 +22,7 @@ def section(records: Records) -> Section:
     return Section(
         title="Three calls: is it three times the bandwidth?",
         blocks=[
+            "The question is SNIA's, the Storage Networking Industry Association's. "
             f"The standard workload ({steps['ddp'].num_params / 1e6:.1f} M parameters, f32) on {NODES} nodes of "
             f"{steps['ddp'].devices_per_node}, {ACCUM} micro-steps a step. Collectives are executions a step, without "
             "those of a few bytes (losses, norms). Sent by a device is all that it sends, sent by a node what "

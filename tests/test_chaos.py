@@ -158,20 +158,24 @@ def test_the_page_has_what_was_measured() -> None:
     phases = {"noticed": 1.0, "stopped": None, "started": 2.0, "restored": 3.0}
     killed = {"title": "SIGKILL of a node", "lost_steps": 1, "phases": phases, "source": "memory (3 of 3)", **where}
     page = benchmark.page([{**killed, "next_step_s": 20.0}, {**killed, "next_step_s": 21.0}])
-    assert "| SIGKILL of a node | 1, 30 s | 1 | 20.5 (2) | 1.0 | - | 2.0 | 3.0 | memory |" in page
-    assert "| a node joins | 0, 20 s | not measured | | | | | | |" in page
+    assert "| 1, 30 s | 2 | 1 | 20.5 (20.0 to 21.0) | 1.0 (1.0 to 1.0) | - | 2.0 (2.0 to 2.0) |" in page
+    assert "| a node joins | 0, 20 s | 0 | not measured | | | | | | |" in page
     assert "Chaos" not in page and "abcdef0" in page
     killed["phases"]["stopped"] = 9.0
     joined = {**killed, "title": "a node joins", "next_step_s": 30.0, "pause_s": 20.0, "compile_ahead": False}
     assert "compiled ahead" not in benchmark.page([joined])
     page = benchmark.page([joined, {**joined, "next_step_s": 40.0, "pause_s": 5.0, "compile_ahead": True}])
-    assert "| a node joins | 0, 20 s | 1 | 30.0 (1) |" in page  # the matrix is without
-    row = "| a node joins | 20 s | {} (1) | {} | 9.0 | {} | 1 |\n"
+    assert "| a node joins | 0, 20 s | 1 | 1 | 30.0 | 1.0 |" in page  # the matrix is without
+    row = "| a node joins | 20 s | {} | 1 | {} | 9.0 | {} | 1 |\n"
     assert row.format("no", 20.0, 30.0) + row.format("yes", 5.0, 40.0) in page
     event = {"kind": "cut", "next_step_s": 9.0, "lost_steps": 2, "load": 4.0}
     random = {"title": "chaos", "steps": 50, "loss_difference": 2.3e-7, "parameter_difference": 5e-7, **where}
-    page = benchmark.page([{**random, "events": [event, {**event, "next_step_s": 10.0, "lost_steps": 0}]}])
-    assert "| `cut` | 2 | 9.5 | 10.0 | 2, 0 |" in page and "2e-07" in page and "SIGKILL of a node |" not in page
+    slow = {**random, "events": [event, {**event, "next_step_s": 10.0, "lost_steps": 0}]}
+    fast = {**random, "loss_difference": 1e-9, "compile_ahead": True, "events": [{**event, "next_step_s": 3.0}]}
+    page = benchmark.page([slow, fast])
+    assert "| `cut` | 2 | 9.5 (9.0 to 10.0) | 2, 0 |" in page and "2e-07" in page and "SIGKILL of a node |" not in page
+    assert "| `cut` | 1 | 3.0 | 2 |" in page and "1e-09" in page  # every run, not only the newest
+    assert page.count("cluster.chaos --compile_ahead --") == 1 and page.count("cluster.chaos -- ") == 1
 
 
 def chaos(*args: str) -> subprocess.CompletedProcess[str]:

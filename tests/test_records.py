@@ -42,10 +42,13 @@ def versions(root: Path) -> Iterator[tuple[str, Path, list[str]]]:
         raise HistoryError(f"{root} is no git repository of its own")  # an unpacked archive inside another one
     if git(root, "rev-parse", "--is-shallow-repository").strip() == "true":
         raise HistoryError("this clone is shallow: git fetch --unshallow")
+    seen = set()
     for commit in git(root, "rev-list", "--full-history", "HEAD", "--", str(FOLDER)).split():
-        names = git(root, "ls-tree", "-r", "-z", "--name-only", commit, "--", str(FOLDER))
-        for name in filter(None, names.split("\0")):
-            yield commit, Path(name), git(root, "show", f"{commit}:{name}").splitlines()
+        for entry in git(root, "ls-tree", "-r", commit, "--", str(FOLDER)).splitlines():  # mode, kind, blob, tab, name
+            about, _, name = entry.partition("\t")
+            if (name, blob := about.split()[2]) not in seen:
+                seen.add((name, blob))
+                yield commit, Path(name), git(root, "cat-file", "blob", blob).splitlines()
 
 
 def lost(before: list[str], now: list[str]) -> str | None:
@@ -198,6 +201,15 @@ def test_history_that_is_not_there_is_said(repository: Path, tmp_path: Path, mon
     monkeypatch.setenv("PATH", "")
     with pytest.raises(HistoryError, match="there is no git here"):
         losses(repository)
+
+
+def test_superseded_lines_are_read_only_where_they_are_asked_for(tmp_path: Path) -> None:
+    """So that no table has them, and what they measured is missing and runs again."""
+    file = tmp_path / "x.jsonl"
+    file.write_text(f"{OLD}\n{C}\n")
+    assert recorded(file) == [json.loads(C)]
+    assert recorded(file, superseded=True) == [json.loads(OLD), json.loads(C)]
+    assert recorded(tmp_path / "none.jsonl") == []
 
 
 def test_a_derived_line_takes_the_place_of_the_one_before(tmp_path: Path) -> None:

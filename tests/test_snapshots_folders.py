@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from test_snapshots import Run, check
 
 from state.memory_files import MemoryFolder, SnapshotManifest
 from state.snapshots import Snapshots, partner
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -150,3 +153,16 @@ def test_nodes_keep_copies_in_pairs_and_of_an_odd_number_three_in_turn(count: in
     assert alone == ({0} if count == 1 else set())
     mutual = [node for node in range(count) if partners[partners[node]] == node]
     assert len(mutual) == (count if count % 2 == 0 or count == 1 else count - 3)
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_as_many_nodes_may_be_lost_as_the_page_says(count: int) -> None:
+    """One of each pair must be left, and of an odd number of nodes two of the last three; every set is tried."""
+    page = " ".join((ROOT / "docs" / "elasticity_engines.md").read_text().split())
+    assert "one node of each [pair](elasticity.md#the-memory-tier) must be left, and of an odd number of nodes" in page
+    in_turn = set(range(count - 3, count)) if count % 2 else set()
+    pairs = [{node, node + 1} for node in range(0, count - len(in_turn), 2)]
+    for number in range(count + 1):
+        for lost in map(set, combinations(range(count), number)):
+            is_kept = all({node, partner(node, count)} - lost for node in range(count))
+            assert is_kept == (len(in_turn & lost) <= 1 and all(pair - lost for pair in pairs))
