@@ -73,8 +73,7 @@ class TextDataset:
         self.seed = seed
         self.seq_len = config.seq_len
         self.row_arrays = row_arrays(config)
-        masked = config.objective == "masked"
-        self.vocab_size = max(tokenizer.num_ids, tokenizer.mask_id + 1) if masked else tokenizer.num_ids  # of examples
+        self.vocab_size = tokenizer.vocab_size(config.objective)
         self.bytes_per_token = windows.bytes_per_token  # average over the split, for bits per byte
         self._windows, self._objective, self._mask_rate = windows, config.objective, config.mask_rate
         self._packs, self._pads = config.packing != "stream", config.packing == "whole"

@@ -38,7 +38,15 @@ def source(path: str, split: str, pattern: str = "") -> TextSource:
             yield _part_of(text, split) if len(names) == 1 else text
 
     rule = f"folder {split}" if len(names) == 1 else "folder"
-    return TextSource(name=f"data.path {root}", signature=signature(rule, root, chosen), documents=documents)
+    size_bytes = sum((root / name).stat().st_size for name in chosen)
+    if len(names) == 1:
+        size_bytes = round(size_bytes * (1 - VALIDATION_SHARE if split == "train" else VALIDATION_SHARE))
+    return TextSource(
+        name=f"data.path {root}",
+        signature=signature(rule, root, chosen),
+        documents=documents,
+        size_bytes=size_bytes,
+    )
 
 
 def text_files(root: Path) -> Iterator[str]:

@@ -8,9 +8,7 @@ is not whole. A second call stores what is missing or damaged.
 """
 
 import json
-import logging
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +16,7 @@ from pathlib import Path
 from configs.schema import DataConfig
 from configs.schema.urls import refuse_secrets
 from input_pipeline.cache import cache_dir
+from input_pipeline.progress import Progress
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache, mapped
 from input_pipeline.shard_index import INDEX_FILE, Shard, ShardIndex
@@ -27,8 +26,6 @@ from input_pipeline.store import FETCHES, Store, StoreError, open_store
 from input_pipeline.tokenizers import make_tokenizer
 from runtime.command_line import OneLineParser, prepare_output
 from runtime.exit_codes import ExitCode, ResumableError
-
-SAY_S = 30.0  # between two lines on the progress
 
 
 def prepare(config: DataConfig, out: str) -> int:
@@ -52,12 +49,10 @@ def prepare(config: DataConfig, out: str) -> int:
         else:
             raw = RawShards(source, listing.items, tokenizer, config.text_field, cache)
             count, stored = len(raw.names), _tokenised(raw, target, cache)
-        shards, said_s = [], time.monotonic()
+        shards, progress = [], Progress()
         for shard in stored:
             shards.append(shard)
-            if time.monotonic() > said_s + SAY_S:
-                logging.getLogger(__name__).warning("%s: %d of %d files are in %s", source.url, len(shards), count, out)
-                said_s = time.monotonic()
+            progress.say("%s: %d of %d files are in %s", source.url, len(shards), count, out)
         index = ShardIndex(tokenizer=tokenizer.identity, shards=tuple(shards))
         target.put(INDEX_FILE, (json.dumps(index.as_json(), indent=1) + "\n").encode())
         return count

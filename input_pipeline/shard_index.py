@@ -97,4 +97,4 @@ def is_index(content: bytes) -> bool:
 
 def tokenise(raw: Path, name: str, tokenizer: Tokenizer, text_field: str, to: Path) -> Shard:
     """Writes the tokens of a file of documents; returns what the index says of them. ValueError if it is unreadable."""
-    return Shard(name=name, **asdict(write_tokens(documents(raw, name, text_field), tokenizer, to)))
+    return Shard(name=name, **asdict(write_tokens(documents(raw, name, text_field), tokenizer, to, name)))

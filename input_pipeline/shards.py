@@ -26,6 +26,7 @@ from input_pipeline import index
 from input_pipeline.cache import ENVIRONMENT_KEY, cache_dir
 from input_pipeline.folder import VALIDATION_SHARE, validation_names
 from input_pipeline.peers import Member, Peers, Service, rendezvous
+from input_pipeline.progress import Progress
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache
 from input_pipeline.shard_index import Shard, ShardIndex
@@ -36,7 +37,6 @@ from input_pipeline.store import Item, StoreAwayError, StoreError, open_store
 from input_pipeline.tokenizers import Tokenizer, make_tokenizer
 from runtime.consensus import all_gather, broadcast, new_key
 
-SAY_S = 30.0  # between two lines on the progress of tokenising
 ROUND_S = 600.0  # of tokenising, between two agreements, which wait an hour at most
 _GB = 10**9
 _log = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class ShardSet:
         """Tokenises this process' share of the files, and returns the shards of all."""
         todo = [name for name in raw.names if self._worker(name) == self._group.process]
         found: dict[str, dict[str, Any]] = {}
-        count, said_s = len(todo), time.monotonic()
+        count, progress = len(todo), Progress()
         if self._group.process == 0:
             _log.warning("%s: its %d files are tokenised first, %d of them here", raw.url, len(raw.names), count)
         while True:
@@ -176,9 +176,8 @@ class ShardSet:
                 try:
                     done.append(vars(raw.shard(todo[0])))
                     todo.pop(0)
-                    if self._group.process == 0 and time.monotonic() > said_s + SAY_S:
-                        _log.warning("%s: %d of %d files are tokenised here", raw.url, count - len(todo), count)
-                        said_s = time.monotonic()
+                    if self._group.process == 0:
+                        progress.say("%s: %d of %d files are tokenised here", raw.url, count - len(todo), count)
                 except (OSError, ValueError, StoreAwayError) as failed:
                     if self._group.count == 1:
                         raise

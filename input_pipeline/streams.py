@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -11,10 +12,12 @@ import numpy as np
 
 from files import json_objects
 from input_pipeline import cache
+from input_pipeline.progress import Progress
 from input_pipeline.tokenizers import Tokenizer
 
 FORMAT = 1  # version of the file format; part of the folder's name
 BLOCK_BYTES = 1 << 20
+ANNOUNCED_BYTES = 1 << 20  # of text, which may take seconds to tokenise; a single document of it shows no progress
 CHECKED_BLOCKS = 256  # streams of up to 256 MiB are fully verified at every start, larger ones in 256 blocks
 
 
@@ -25,6 +28,7 @@ class TextSource:
     name: str  # for messages
     signature: str  # cheap (from names, sizes, times); changes whenever a document may have changed
     documents: Callable[[], Iterator[str]]
+    size_bytes: int = 0  # of all, about; 0: not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +65,14 @@ class Written:
     sha256: str
 
 
-def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, to: Path) -> Written:
-    """Writes the tokens of all texts that are not empty, each followed by a separator."""
+def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, to: Path, name: str, size_bytes: int = 0) -> Written:
+    """Writes the tokens of all texts that are not empty, each followed by a separator.
+
+    Says every few seconds how much of `name`, of about so many bytes (0: not known), is done.
+    """
     dtype = np.dtype("<u2") if tokenizer.num_ids <= 1 << 16 else np.dtype("<u4")
-    digest, num_tokens, text_bytes = hashlib.sha256(), 0, 0
+    digest, num_tokens, text_bytes, progress = hashlib.sha256(), 0, 0, Progress()
+    of = f" of {size_bytes / 1e6:.1f}" if size_bytes else ""
     with open(to, "wb") as file:
         for text in filter(None, texts):
             ids = tokenizer.document(text)
@@ -73,11 +81,18 @@ def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, to: Path) -> Writte
             digest.update(payload)
             num_tokens += len(ids)
             text_bytes += len(text.encode()) + 1
+            progress.say("%s: %.1f%s MB of text are tokenised", name, text_bytes / 1e6, of)
     return Written(dtype=dtype.str, num_tokens=num_tokens, text_bytes=text_bytes, sha256=digest.hexdigest())
 
 
 def _write(folder: Path, source: TextSource, tokenizer: Tokenizer) -> None:
-    written = write_tokens(source.documents(), tokenizer, folder / "tokens.bin")
+    if source.size_bytes >= ANNOUNCED_BYTES:
+        logging.getLogger(__name__).warning(
+            "%s: %.1f MB of text are tokenised first; the next start finds the tokens in the cache",
+            source.name,
+            source.size_bytes / 1e6,
+        )
+    written = write_tokens(source.documents(), tokenizer, folder / "tokens.bin", source.name, source.size_bytes)
     if written.num_tokens == 0:
         raise ValueError(f"{source.name} has no text")
     meta = {

@@ -35,6 +35,10 @@ class Tokenizer(abc.ABC):
     def mask_id(self) -> int:
         return self.num_ids
 
+    def vocab_size(self, objective: str) -> int:
+        """Returns how many ids a model needs for `data.objective`: with the mask, if it predicts masked tokens."""
+        return max(self.num_ids, self.mask_id + 1) if objective == "masked" else self.num_ids
+
     def document(self, text: str) -> np.ndarray:
         """Returns the ids of a document with its separator. ValueError for an id that the tokenizer must not give."""
         ids = np.append(self.encode(text), self.separator)

@@ -16,8 +16,9 @@ import pytest
 
 from configs.schema import DataConfig
 from files import locks
-from input_pipeline import cache, load, stdlib_documents
+from input_pipeline import cache, load, progress, stdlib_documents, streams
 from input_pipeline.dataset import SPLITS, Split
+from input_pipeline.tokenizers import Bytes
 
 ROOT = Path(__file__).parents[1]
 
@@ -156,6 +157,33 @@ def test_concurrent_processes_prepare_equal_streams(cache_folder):
     assert [process.returncode for process in processes] == [0, 0]
     assert outputs[0] == outputs[1] and len(set(outputs[0].split())) == 2
     assert not list(cache_folder.rglob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("source", ["folder", "shards"])
+def test_tokenising_says_how_far_it_is(corpus, monkeypatch, caplog, source):
+    """While it is at it: no line needs a terminal, or that the work is over."""
+    monkeypatch.setattr(streams, "ANNOUNCED_BYTES", 1000)
+    monkeypatch.setattr(progress, "SAY_S", 0.0)
+    config, at, document = settings(corpus, source=source), [], Bytes.document
+
+    def counted(self: Bytes, text: str) -> np.ndarray:
+        at.append(len(caplog.records))
+        return document(self, text)
+
+    monkeypatch.setattr(Bytes, "document", counted)
+    load(config, "train", 0)
+    said = [record.getMessage() for record in caplog.records]
+    assert at[0] > 0 and at == sorted(at) and len(set(at)) == len(at)  # a line before the first text, and after each
+    if source == "folder":
+        size = f"{sum(len(path.read_bytes()) for path in corpus.iterdir()) / 1e6:.1f} MB of text are tokenised"
+        assert said[0] == f"data.path {corpus}: {size} first; the next start finds the tokens in the cache"
+        assert said[-1] == f"data.path {corpus}: 0.0 of {size}"
+    else:
+        assert said[59:61] == [
+            f"{corpus}: 60 of 60 files are looked at",
+            f"{corpus}: its 60 files are tokenised first, 60 of them here",
+        ]
+        assert said[-2:] == ["9.txt: 0.0 MB of text are tokenised", f"{corpus}: 60 of 60 files are tokenised here"]
 
 
 def test_without_locks_the_first_rename_wins(cache_folder, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 from running import IGNORED, ROOT, SMALL, arguments, run_here
 
 import train
+from input_pipeline.tokenizers import Bytes
 from runtime import workdir_lock
 from runtime.heartbeat import Heartbeat
 from runtime.standby import StandbyGate
@@ -138,6 +139,22 @@ def test_config_file_error_names_file_and_cause(
 ) -> None:
     path = config_file(tmp_path, body)
     assert_matches(error_of(capsys, f"--config={path}", f"--workdir={tmp_path / 'run'}"), message)
+
+
+@pytest.mark.parametrize("source", ["folder", "shards", "mixture"])
+def test_a_vocabulary_too_small_is_told_before_anything_is_tokenised(
+    source: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(Bytes, "document", lambda *_: pytest.fail("it tokenises"))
+    data = {"data__source": source, "data__path": corpus} if source != "mixture" else {}
+    data |= {} if data else {"data__mixture": f"1 folder:{corpus}, 1 shards:{corpus}"}
+    args = arguments(tmp_path / "run", model__vocab_size=200, **data)
+    assert run_here(*args, compile_once=False) == 2
+    assert capsys.readouterr().err == (
+        "error: model.vocab_size=200 is less than the 256 ids of data.tokenizer=bytes; set model.vocab_size=256\n"
+    )
+    assert not (tmp_path / "cache").exists()
 
 
 def test_unknown_config_argument_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

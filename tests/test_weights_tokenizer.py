@@ -16,7 +16,7 @@ from hugging_face_reference import FOLDER
 from planning import small
 from running import IGNORED, run_here
 from test_hugging_face_runs import flags, run_convert
-from test_input_tokenizers import tokenizer_json
+from test_input_tokenizers import tokenizer_json, word_level
 
 from configs.schema import DataConfig, TransformerConfig
 from input_pipeline.tokenizers import make_tokenizer
@@ -155,6 +155,12 @@ def test_doubts_are_one_line(folder: Path, tmp_path: Path, caplog: pytest.LogCap
     assert said.endswith("documents end with '<|endoftext|>', and tokenizer_config.json there says '<|im_end|>'")
     (folder / "tokenizer_config.json").write_text("no JSON")
     assert doubts(caplog, folder, "hugging_face", folder / "tokenizer.json") == []
+
+
+def test_a_tokenizer_that_cannot_encode_is_doubted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    word_level(tmp_path / "tokenizer.json", {"<|endoftext|>": 0, "the": 1})
+    (said,) = doubts(caplog, tmp_path, "bytes")
+    assert f"they could not be compared, {tmp_path}/tokenizer.json cannot encode 'The year" in said and "\n" not in said
 
 
 @pytest.mark.parametrize(("kind", "name"), [("bytes", "tokenizer.json"), ("sentencepiece", "tokenizer.model")])

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from configs.schema import Config
 from input_pipeline import Dataset, ImageDataset, MixedDataset, load
 from input_pipeline.shards import Group, ShardSet, check_room
-from input_pipeline.tokenizers import Tokenizer
+from input_pipeline.tokenizers import Tokenizer, make_tokenizer
 from runtime.handshake import shared_token
 from training.experiment import Experiment
 from training.resume import has_begun
@@ -64,6 +65,10 @@ class Datasets:
 def load_datasets(experiment: Experiment, workdir: Path) -> Datasets:
     """Loads both splits. ValueError if the model has too few ids or classes, or if the processes' data differ."""
     config = experiment.config
+    if config.data.objective != "classify":  # before text is tokenised, which may take long
+        tokenizer = make_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
+        ids = tokenizer.vocab_size(config.data.objective)
+        _check_size(config, "vocab_size", ids, f"ids of data.tokenizer={config.data.tokenizer}")
     with ExitStack() as held:
         sources = [config.data.alone(one) for one in config.data.components] or [config.data]
         shards: list[ShardSet] = []
@@ -84,18 +89,14 @@ def load_datasets(experiment: Experiment, workdir: Path) -> Datasets:
 def _check(experiment: Experiment, train: Dataset, validation: Dataset) -> None:
     config = experiment.config
     for dataset in (train, validation):
-        _check_size(experiment, dataset)
+        if isinstance(dataset, ImageDataset):
+            _check_size(config, "num_classes", dataset.num_classes, f"classes of data.source={config.data.source}")
         if jax.process_count() > 1:
             everyone = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(dataset.fingerprint), np.uint8))
             if not (everyone == everyone[0]).all():
                 raise ValueError(f"{config.data.origin} differs between processes; give all the same data")
 
 
-def _check_size(experiment: Experiment, dataset: Dataset) -> None:
-    data, model = experiment.config.data, experiment.config.model
-    if isinstance(dataset, ImageDataset):
-        key, there, what = "num_classes", dataset.num_classes, f"classes of data.source={data.source}"
-    else:
-        key, there, what = "vocab_size", dataset.vocab_size, f"ids of data.tokenizer={data.tokenizer}"
-    if there > (here := getattr(model, key)):
+def _check_size(config: Config, key: str, there: int, what: str) -> None:
+    if there > (here := getattr(config.model, key)):
         raise ValueError(f"model.{key}={here} is less than the {there} {what}; set model.{key}={there}")
