@@ -14,7 +14,8 @@ runtime/supervisor.py; what happens between two steps is at the end of this file
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from configs import command_line
 from configs.schema import Config
 from input_pipeline import Batches, Dataset
 from metrics.run_log import RunLog
+from metrics.units import format_seconds
 from runtime import launch
 from runtime.command_line import prepare_output
 from runtime.consensus import broadcast, new_key
@@ -169,8 +171,13 @@ def run(
     # ------------------------------------------------------------------------------------------------- step and state
     supervisor.enter(Phase.PREPARING)
     supervisor.started(nodes=ex.plan.layout.shape.num_nodes)
-    step_fn = ex.compile_train_step()
-    state = start.restored.state if start.restored else ex.init_state()
+    with announced("compiling the step", say):
+        step_fn = ex.compile_train_step()
+    if start.restored:
+        state = start.restored.state
+    else:
+        with announced("making the initial state", say):
+            state = ex.init_state()
     rates = learning_rates(ex)
     step, last = start.step, config.num_steps
     log = make_log(
@@ -204,7 +211,7 @@ def run(
                 keeper.save(step, state, validation)
             for hook in hooks:
                 hook(step, state, metrics)
-        reporter.flush()
+        reporter.close()
 
         # ----------------------------------------------------------------------------------------------------- close
         supervisor.enter(Phase.CLOSING)
@@ -244,6 +251,7 @@ class Reporter:
         self._ex, self._log, self._rates, self._supervisor, self._data = ex, log, rates, supervisor, data
         self._pending: Pending | None = None
         self._has_reported = False
+        self._warned = self._reported = 0  # steps
 
     def __call__(self, step: int, metrics: dict[str, jax.Array], data_wait_s: float, *, at_once: bool) -> None:
         """Takes a step that was dispatched; reports the one before it, and this one too if `at_once`."""
@@ -258,6 +266,12 @@ class Reporter:
         if pending:
             self.report(pending)
 
+    def close(self) -> None:
+        """Reports what was not reported yet, and how often the model's warning applied."""
+        self.flush()
+        if self._warned > 1:
+            self._log.say(f"the warning above applied to {self._warned} of {self._reported} steps")
+
     def report(self, pending: Pending) -> None:
         """Waits for a step and logs its numbers. NonFiniteError after too many non-finite updates in a row."""
         scalars = {name: float(value) for name, value in jax.device_get(pending.metrics).items()}
@@ -267,8 +281,11 @@ class Reporter:
         rate = float(self._rates[max(updates, 1) - 1])
         scalars |= {"learning_rate": rate, "data_wait_s": pending.data_wait_s, **self._data.counters()}
         self._log.step(pending.step, scalars)
+        self._reported += 1
         if warning := self._ex.model.warning(scalars):
-            self._log.say(f"step {pending.step}: {warning}", with_row=True)
+            self._warned += 1
+            if self._warned == 1:
+                self._log.say(f"step {pending.step}: {warning}; said once, counted at the end")
         if not self._has_reported:
             self._has_reported = True
             self._supervisor.events.write(Event.FIRST_STEP, step=pending.step)
@@ -345,11 +362,30 @@ def is_due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
+def say(text: str) -> None:
+    """Prints a line in process 0."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+@contextmanager
+def announced(what: str, tell: Callable[[str], None]) -> Iterator[None]:
+    """Tells what begins, which may take minutes and prints nothing itself, and then how long it took."""
+    before = time.perf_counter()
+    tell(f"{what} ...")
+    yield
+    tell(f"{what}: done after {format_seconds(time.perf_counter() - before)}")
+
+
 def validate(validator: Validator, log: RunLog, step: int, state: TrainState) -> Validation:
     """Measures and logs how good the model is on the validation data."""
+    before = time.perf_counter()
+    if not validator.is_compiled:
+        with announced("compiling the validation", log.say):
+            validator.compiled()
     validation = validator(state.params)
     log.validation(step, validation.scalars(), validation.message)
-    log.spent("validation_s", validation.time_s)
+    log.spent("validation_s", time.perf_counter() - before)
     return validation
 
 

@@ -14,7 +14,19 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from configs import base
-from configs.schema import Config, Key, check_names, defaults, flat, key_of_others, known_keys, model_sections, nearest
+from configs.schema import (
+    Config,
+    Key,
+    abbreviates,
+    check_names,
+    defaults,
+    flat,
+    key_of_others,
+    known_keys,
+    model_sections,
+    nearest,
+    sections,
+)
 
 HELP = ("--help", "-help", "-h")
 _OF_THE_FILE = "Error whilst parsing config file"  # prefix of ml_collections' messages that contain a traceback
@@ -87,11 +99,12 @@ def _read(argv: Sequence[str], values: flags.FlagValues) -> ConfigDict:
         rest = values(list(argv))[1:]
     except flags.Error as error:
         _refuse_value(error, values)
+        _refuse_key_for_flag(error)
         raise ValueError(_error_in_file(error, file) or _one_line(error)) from error
     except Exception as error:  # a config file is user code and can raise any exception
         if isinstance(error, AttributeError):
             _refuse_key_of_others(argv)
-        raise ValueError(f"{file}: {_one_line(error)} ({type(error).__name__})") from error
+        raise ValueError(_with_line(error, file)) from error
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; flags are written --name=value")
     if not file:
@@ -102,17 +115,20 @@ def _read(argv: Sequence[str], values: flags.FlagValues) -> ConfigDict:
 
 
 def _config_file(argv: Sequence[str]) -> str:
-    """Returns the FILE of `--config=FILE[:arg]` or `--config FILE[:arg]`, "" if there is none."""
+    """Returns the FILE of `--config=FILE[:arg]`, "" if there is none. ValueError if there are several."""
     files = [word.partition("=")[2] for word in words_of_config(argv) if word.startswith("--config=")]
+    if len(files) > 1:
+        raise ValueError(f"--config is given {len(files)} times: {', '.join(files)}; give one of them")
     return files[0].partition(":")[0] if files else ""
 
 
 def words_of_config(argv: Sequence[str]) -> list[str]:
     """Returns the words of `argv` (program first) that describe the config: `--config` and its overrides."""
     found: list[str] = []
-    for word, following in zip(argv[1:], [*argv[2:], ""]):
-        if match := re.fullmatch(r"--?(config(?:\.[^=]+)?)(=.*)?", word, re.DOTALL):
-            found.append(f"--{match[1]}={following}" if match[2] is None else f"--{match[1]}{match[2]}")
+    for word, following in zip(argv[1:], [*argv[2:], "--"]):
+        if re.match(r"--?(no)?config(\.|=|$)", word):
+            has_value = "=" in word or following.startswith("--")  # the latter after a boolean key
+            found.append(f"--{word.lstrip('-')}" if has_value else f"--{word.lstrip('-')}={following}")
     return found
 
 
@@ -123,9 +139,11 @@ def _refuse_unknown_keys(argv: Sequence[str], file: str) -> None:
         try:
             runpy.run_path(file)
         except Exception as error:  # as below: it is user code
-            raise ValueError(f"{file}: {_one_line(error)} ({type(error).__name__})") from error
+            raise ValueError(_with_line(error, file)) from error
     known = _known_names()
     for name in names:
+        if name in sections(""):
+            raise ValueError(f"{name} is a section; set one of its keys, such as --config.{_of_section(name)[0]}=...")
         if name not in known:
             raise ValueError(f"{name} is not a key; the nearest is {nearest(name, known)}")
 
@@ -152,6 +170,11 @@ def _known_names() -> list[str]:
     return [*dict.fromkeys(name for kind in model_sections() for name in known_keys(kind))]
 
 
+def _of_section(name: str) -> list[str]:
+    """Returns the keys of a section, of every kind of model."""
+    return [known for known in _known_names() if known.startswith(f"{name}.")]
+
+
 def _experiments() -> list[str]:
     """Returns the names of the config files, in alphabetical order."""
     return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if _is_experiment(path))
@@ -173,6 +196,15 @@ def _refuse_value(error: flags.Error, values: flags.FlagValues) -> None:
             declared.check(found[1], found[2])
 
 
+def _refuse_key_for_flag(error: flags.Error) -> None:
+    """Raises ValueError for an unknown flag that is a key of the config without `--config.`, or an abbreviation."""
+    if isinstance(error, flags.UnrecognizedFlagError) and "Did you mean" not in str(error):
+        known = _known_names()
+        if error.flagname in known or any(abbreviates(error.flagname, name) for name in known):
+            key = error.flagname if error.flagname in known else nearest(error.flagname, known)
+            raise ValueError(f"--{error.flagname} is not a flag; did you mean --config.{key}?") from error
+
+
 def _error_in_file(error: BaseException, file: str) -> str:
     """Returns the error that a config file raised, which ml_collections hides in a traceback; "" for other errors."""
     cause = error.__context__
@@ -180,13 +212,18 @@ def _error_in_file(error: BaseException, file: str) -> str:
         cause = cause.__context__
     if cause is None or cause.__context__ is None:
         return ""
-    message, kind = _one_line(cause.__context__), type(cause.__context__).__name__
-    if Path(file).name in message:
-        return message
-    frames = traceback.extract_tb(cause.__context__.__traceback__)
-    lines = [frame for frame in frames if Path(frame.filename).name == Path(file).name]
-    where = f", line {lines[-1].lineno}, `{lines[-1].line}`" if lines else ""
-    return f"{file}{where}: {message} ({kind})"
+    message = _one_line(cause.__context__)
+    return message if Path(file).name in message else _with_line(cause.__context__, file)
+
+
+def _with_line(error: BaseException, file: str) -> str:
+    """Returns an error that a config file raised as one line, with the line of the file (or of the file it imports)."""
+    where = ""
+    if isinstance(error, SyntaxError) and error.lineno:
+        file, where = error.filename or file, f", line {error.lineno}, `{(error.text or '').strip()}`"
+    elif frames := [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == Path(file).name]:
+        where = f", line {frames[-1].lineno}, `{frames[-1].line}`"
+    return f"{file}{where}: {_one_line(error)} ({type(error).__name__})"
 
 
 def _one_line(error: BaseException) -> str:

@@ -76,9 +76,9 @@ class RunLog:
         except OSError as failed:  # must not hide the error that ends the run
             error.add_note(f"the report could not be written: {failed}")
 
-    def say(self, text: str, *, with_row: bool = False) -> None:
-        """Prints a line; `with_row` only if the row of the latest step will be logged."""
-        if self._enabled and (not with_row or (self._row is not None and self._is_logged(self._row[0]))):
+    def say(self, text: str) -> None:
+        """Prints a line."""
+        if self._enabled:
             self._progress.print(text)
 
     def spent(self, key: str, seconds: float) -> None:

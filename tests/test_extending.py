@@ -238,7 +238,7 @@ def test_a_strategy_that_does_not_fit_is_named() -> None:
 def test_an_error_in_the_file_is_not_hidden_by_an_unknown_key(capsys: pytest.CaptureFixture[str]) -> None:
     listing = LISTINGS["A model"].replace("Bigram)", "Bigramm)")
     assert train(listing, "run", "--config.model.tables=3", model=False) == 2
-    assert "mine.py: name 'Bigramm' is not defined (NameError)" in capsys.readouterr().err
+    assert "Bigramm)`: name 'Bigramm' is not defined (NameError)\n" in capsys.readouterr().err
     assert train(LISTINGS["A model"], "run", "--config.model.vocab_sizes=3", model=False) == 2
     assert "model.vocab_sizes is not a key; the nearest is model.vocab_size" in capsys.readouterr().err
 

@@ -25,6 +25,7 @@ from configs.schema import (
     flat,
     known_keys,
     may_change,
+    nearest,
     sections,
 )
 from configs.schema.__main__ import page
@@ -218,3 +219,24 @@ def test_choices_match_the_implementations() -> None:
 @pytest.mark.document
 def test_config_page_is_up_to_date() -> None:
     assert (ROOT / "docs" / "config.md").read_text() == page(), "python -m configs.schema > docs/config.md"
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("lr", "optimizer.learning_rate"),
+        ("optimizer.wd", "optimizer.weight_decay"),
+        ("optimizer.warmup", "optimizer.warmup_steps"),
+        ("model.n_layers", "model.num_layers"),
+        ("layers", "model.num_layers"),
+        ("model.vocab", "model.vocab_size"),
+        ("model.num_steps", "num_steps"),
+        ("model.hiden", "model.hidden"),
+        ("optimizer.beta1", "optimizer.b1"),
+        ("data.seq_length", "data.seq_len"),
+    ],
+)
+def test_the_nearest_key_is_the_one_that_is_meant(word: str, meant: str) -> None:
+    """First a name that the word abbreviates, by initials or beginnings of its words, then one that is spelt alike."""
+    assert nearest(word, [*known_keys("decoder")]) == meant

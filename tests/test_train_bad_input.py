@@ -72,6 +72,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "an objective of another model": ({"data__objective": "masked"}, "must be causal"),
     "a long warm-up": ({"optimizer__warmup_steps": 11}, "warmup_steps=11.*num_steps=10"),
     "an unknown optimizer": ({"optimizer__name": "adam"}, "adamw"),
+    "more steps than a state counts": ({"num_steps": 2**31}, "^num_steps=2147483648 must be from 1 to 2147483647"),
     "no steps": ({"num_steps": 0}, "num_steps=0"),
     "no logging": ({"log_every": 0}, "log_every=0"),
     "checkpoints of none": ({"checkpoint__keep_last": 0}, "keep_last"),
@@ -128,7 +129,11 @@ def config_file(folder: Path, body: str) -> str:
         ("    config.batch.global_size = '16'\n    return config", "batch.global_size"),
         ("    return None", "mine.py: get_config must return the config"),
         ("    return 1 / 0", "mine.py.*division"),
-        ("    return (", "mine.py"),
+        ("    return (", r"^/\S+mine.py, line 6, `return \(`: '\(' was never closed \(SyntaxError\)$"),
+        (
+            "import missing_one",
+            r"^/\S+mine.py, line 6, `import missing_one`: No module named .* \(ModuleNotFoundError\)$",
+        ),
         ("    raise ValueError(f'mine.py:{arg}: there is none')", "^mine.py:: there is none$"),
         ("    raise ValueError('choose one')", r"^/\S+mine.py, line 6, `raise .*`: choose one \(ValueError\)$"),
         ("    return config + 1", r"^/\S+mine.py, line 6, `.*`: unsupported operand .* \(TypeError\)$"),
@@ -183,6 +188,18 @@ def test_bad_flags_are_rejected(
 ) -> None:
     args = arguments(tmp_path)
     assert_matches(error_of(capsys, *args, "--wrkdir=x"), "wrkdir")
+    for flag, near in (
+        ("num_steps=3", "num_steps"),
+        ("lr=1", "optimizer.learning_rate"),
+        ("model.hidden", "model.hidden"),
+    ):
+        message = f"^--{flag.partition('=')[0]} is not a flag; did you mean --config.{near}\\?$"
+        assert_matches(error_of(capsys, *args, f"--{flag}"), message)
+    assert_matches(error_of(capsys, *args, "--num_proceses=2"), "num_proceses'. Did you mean: num_processes")
+    message = "^--config is given 2 times: \\S+quickstart.py, configs/elastic.py; give one of them$"
+    assert_matches(error_of(capsys, *args, "--config=configs/elastic.py"), message)
+    message = "^model is a section; set one of its keys, such as --config.model.kind=...$"
+    assert_matches(error_of(capsys, *args, "--config.model=decoder"), message)
     assert_matches(error_of(capsys, *args, "word"), "unexpected argument 'word'")
     assert_matches(error_of(capsys, *args, "--num_processes=two"), "num_processes")
     for given in ("--coordinator=localhost:1234", "--num_processes=2", "--process_id=0"):

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from configs.schema import ShardingConfig
 from sharding import drawing
 from sharding.scopes import make_layout
 from state.checkpointer import Checkpointer
+from training.experiment import Experiment
 
 pytestmark = IGNORED
 RESUMABLE = 75
@@ -315,3 +317,31 @@ def test_delayed_logging_changes_no_row(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(late)] == [*range(1, 9)]
     one_end, other_end = arrays(late, 8), arrays(direct, 8)
     assert [name for name in one_end if one_end[name].tobytes() != other_end[name].tobytes()] == []
+
+
+def test_what_compiles_is_said_before_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal too; and afterwards how long it took."""
+    before: dict[str, str] = {}
+
+    def first(name: str) -> Callable[[Experiment], object]:
+        original = getattr(Experiment, name)
+
+        def told(self: Experiment) -> object:
+            before[name] = capsys.readouterr().out
+            return original(self)
+
+        return told
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("compile_train_step", "init_state", "compile_eval_step"):
+            patched.setattr(Experiment, name, first(name))
+        assert (
+            run_here(*arguments(tmp_path / "run", num_steps=2, eval__every=2, checkpoint__every=2), compile_once=False)
+            == 0
+        )
+    step, state, validation = before.values()
+    assert step.endswith("compiling the step ...\n")
+    assert re.search(r"^compiling the step: done after \S+ \S*s\nmaking the initial state \.\.\.\n$", state)
+    assert re.search(r"^making the initial state: done after \S+ \S*s$", validation, re.MULTILINE)
+    assert validation.endswith("compiling the validation ...\n")
+    assert re.match(r"compiling the validation: done after \S+ \S*s\nstep 2: validation loss", capsys.readouterr().out)

@@ -1,7 +1,6 @@
 """Measures a model on validation data."""
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,6 @@ class Validation:
     """The result of one validation."""
 
     loss: float  # mean nats per predicted token or per image, over the same rows every time
-    time_s: float
     bits_per_byte: float | None = None  # of causal models of text
     accuracy: float | None = None  # of classifiers: share of the images whose class is the most likely one
     dropped_share: float | None = None  # of models with experts: share of the tokens' choices that found no room
@@ -59,12 +57,11 @@ class Validator:
 
     def __call__(self, params: object) -> Validation:
         """Returns the result for `params`, sharded like the training state's."""
-        before, ex, data = time.perf_counter(), self._experiment, self._data
-        if self._evaluate is None:
-            self._evaluate = ex.compile_eval_step()
+        evaluate, ex, data = self.compiled(), self._experiment, self._data
+        if not self._batches:
             sources = [part.examples for part in data.parts] if isinstance(data, MixedDataset) else [data]
             self._batches = [self._load(source) for source in sources]
-        sums = [jax.device_get([ex.block(self._evaluate(params, b)) for b in batches]) for batches in self._batches]
+        sums = [jax.device_get([ex.block(evaluate(params, b)) for b in batches]) for batches in self._batches]
         means = dict(zip(self._shares, map(_means, sums), strict=True))
         shares = self._shares.items()
         loss = sum(share * means[name]["loss"] for name, share in shares)
@@ -78,8 +75,17 @@ class Validator:
             accuracy=means[""].get("correct") if isinstance(data, ImageDataset) else None,
             dropped_share=sum(share * means[name]["dropped_share"] for name, share in shares) if drops else None,
             by_source={name: mean["loss"] for name, mean in means.items() if name},
-            time_s=time.perf_counter() - before,
         )
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._evaluate is not None
+
+    def compiled(self) -> jax.stages.Compiled:
+        """Returns the program that evaluates a batch, compiled at the first call."""
+        if self._evaluate is None:
+            self._evaluate = self._experiment.compile_eval_step()
+        return self._evaluate
 
     def _load(self, source: TextDataset | ImageDataset) -> list[dict[str, jax.Array]]:
         ex = self._experiment

@@ -19,7 +19,7 @@ from configs.schema.compression import WITH_WARMUP, CompressionConfig
 from configs.schema.data import DataConfig
 from configs.schema.elastic import ElasticConfig
 from configs.schema.eval import EvalConfig
-from configs.schema.keys import Key, Section, flat, key, keys_of, nearest
+from configs.schema.keys import Key, Section, abbreviates, flat, key, keys_of, nearest
 from configs.schema.local_sgd import LocalSGDConfig
 from configs.schema.mesh import MeshConfig
 from configs.schema.model import (
@@ -63,6 +63,7 @@ __all__ = [
     "ShardingConfig",
     "TransformerConfig",
     "ViTConfig",
+    "abbreviates",
     "check_names",
     "defaults",
     "flat",
@@ -81,7 +82,11 @@ class Config(Section):
 
     seed: int = key(0, "seed of the parameters, the order of examples and every random draw", least=0, most=2**63 - 1)
     num_steps: int = key(
-        100, "optimizer steps of the whole run; the learning rate schedule ends there", least=1, unit="steps"
+        100,
+        "optimizer steps of the whole run; the learning rate schedule ends there",
+        least=1,
+        most=2**31 - 1,  # of an int32, in the state
+        unit="steps",
     )
     model: ModelConfig
     data: DataConfig

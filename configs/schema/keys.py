@@ -3,6 +3,7 @@
 import difflib
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
@@ -138,8 +139,25 @@ def keys_of(section: type[Section]) -> Mapping[str, Key]:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """Returns the known word most similar to `word`."""
-    return difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
+    """Returns the known word most similar to `word`; first come those that it abbreviates, and those of its section.
+
+    `optimizer.lr` is `optimizer.learning_rate`, and `layers` `model.num_layers`.
+    """
+    section = word.rpartition(".")[0]
+    meant = [name for name in known if abbreviates(word, name)]
+    meant = [name for name in meant if name.rpartition(".")[0] == section] or meant
+    fewest = min((name.count("_") for name in meant), default=0)  # of words: no `outer_learning_rate`
+    meant = [name for name in meant if name.count("_") == fewest]
+    return difflib.get_close_matches(word, meant or known, n=1, cutoff=0.0)[0]
+
+
+def abbreviates(word: str, name: str) -> bool:
+    """Whether the last part of `word` is made of beginnings of words of the last part of `name`, in their order."""
+    short, words = (text.rpartition(".")[2].lower() for text in (word, name))
+    pattern = ""
+    for part in words.split("_"):
+        pattern += functools.reduce(lambda rest, letter: f"(?:{re.escape(letter)}{rest})?", reversed(part), "")
+    return bool(short) and re.fullmatch(pattern, short.replace("_", "")) is not None
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -115,7 +115,7 @@ class MoeConfig(DecoderConfig):
     z_loss: float = key(0.001, "weight of the loss that keeps the router's logits small", least=0)
     max_dropped: float = key(
         0.2,
-        "a warning at each logged step that drops a larger share of the tokens' choices",
+        "a warning, once, if steps drop a larger share of the tokens' choices",
         least=0,
         most=1,
         resumable=True,
