@@ -163,7 +163,6 @@ def run(
     supervisor.started(nodes=ex.plan.layout.shape.num_nodes)
     step_fn = ex.compile_train_step()
     state = start.restored.state if start.restored else ex.init_state()
-    rates = learning_rates(ex)
     step, last = start.step, config.num_steps
     log = make_log(
         ex, data.train, workdir, start.step, step_fn, started_s
@@ -176,7 +175,7 @@ def run(
         snapshots.begin(start.step)
         supervisor.completed(start.step)
         keeper = Keeper(ex, log, checkpointer, snapshots, data.fingerprints, supervisor)
-        reporter = Reporter(ex, log, rates, supervisor, data)
+        reporter = Reporter(ex, log, supervisor, data)
 
         # -------------------------------------------------------------------------------------------------------- loop
         while step < last and not supervisor.stop_requested():
@@ -231,9 +230,9 @@ class Pending:
 class Reporter:
     """Logs every step, one step late where steps are dispatched asynchronously: nothing waits for numbers."""
 
-    def __init__(self, ex: Experiment, log: RunLog, rates: np.ndarray, supervisor: Supervisor, data: Datasets) -> None:
-        """`rates` is the learning rate by step, [num_steps]."""
-        self._ex, self._log, self._rates, self._supervisor, self._data = ex, log, rates, supervisor, data
+    def __init__(self, ex: Experiment, log: RunLog, supervisor: Supervisor, data: Datasets) -> None:
+        self._ex, self._log, self._supervisor, self._data = ex, log, supervisor, data
+        self._rates = learning_rates(ex)
         self._pending: Pending | None = None
         self._has_reported = False
 
@@ -256,8 +255,9 @@ class Reporter:
         self._supervisor.completed(pending.step)
         in_a_row = scalars.pop("skipped_in_a_row")
         updates = pending.step - int(scalars["skipped_steps"])  # a skipped step does not move the schedule
-        rate = float(self._rates[max(updates, 1) - 1])
-        scalars |= {"learning_rate": rate, "data_wait_s": pending.data_wait_s, **self._data.counters()}
+        if self._rates is not None:
+            scalars["learning_rate"] = float(self._rates[max(updates, 1) - 1])
+        scalars |= {"data_wait_s": pending.data_wait_s, **self._data.counters()}
         self._log.step(pending.step, scalars)
         if warning := self._ex.model.warning(scalars):
             self._log.say(f"step {pending.step}: {warning}", with_row=True)
@@ -316,9 +316,9 @@ class Keeper:
         return {"step": step, **self._position}
 
 
-def learning_rates(ex: Experiment) -> np.ndarray:
-    """Returns the learning rate of each step, [num_steps]."""
-    return np.asarray(jax.jit(jax.vmap(ex.schedule))(np.arange(ex.config.num_steps)))
+def learning_rates(ex: Experiment) -> np.ndarray | None:
+    """Returns the learning rate of each step, [num_steps]; None if the optimizer has its own."""
+    return ex.schedule and np.asarray(jax.jit(jax.vmap(ex.schedule))(np.arange(ex.config.num_steps)))
 
 
 def make_batches(ex: Experiment, dataset: Dataset, start_step: int) -> Batches:
