@@ -169,6 +169,8 @@ def run(
     )  # drops the rows of steps that are done again
     with log, checkpointer, snapshots, batches:
         log.say(start.described(config.num_steps, workdir))
+        if sampler.warning:
+            log.say(f"warning: {sampler.warning}")
         for line in data.described(config.num_steps * config.batch.global_size):
             log.say(line)
         supervisor.events.write(Event.RESTORED, **start.event)  # after this no row of a later step is in the metrics

@@ -208,6 +208,14 @@ def test_the_logged_learning_rate_is_the_optimizer_s(
     assert [row.get("learning_rate") for row in rows(tmp_path / "run")] == pytest.approx(used if logged else [None] * 2)
 
 
+def test_a_model_that_cannot_be_sampled_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "warning: no sample: model.kind=bigram cannot be sampled; "
+    assert train(LISTINGS["A model"], "run", model=False, num_steps=1, sample__length=8) == 0
+    assert capsys.readouterr().out.count(said) == 1 and not (tmp_path / "run" / "sample.txt").exists()
+    assert train(LISTINGS["A model"], "quiet", model=False, num_steps=1) == 0
+    assert said not in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------------------------------------- names, and mistakes
 
 
