@@ -52,18 +52,23 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Returns the learning rate by step, from 0: linear warm-up to the peak, then down to the last step.
 
     Step i of the warm-up has `(i + 1) / warmup_steps` of the peak; the step after it has the peak, the last one
-    `final_fraction` of it (but `constant` stays).
+    `final_fraction` of it (but `constant` stays, and a registered schedule is its own from the warm-up's end on).
     """
     peak, final = config.learning_rate, config.learning_rate * config.final_fraction
     if config.warmup_steps > num_steps:
         raise ValueError(f"optimizer.warmup_steps={config.warmup_steps} is more than num_steps={num_steps}")
     remaining = max(num_steps - 1 - config.warmup_steps, 1)  # the last step is num_steps - 1
-    after = {
-        "constant": optax.constant_schedule(peak),
-        "linear": optax.linear_schedule(peak, final, remaining),
-        "cosine": optax.cosine_decay_schedule(peak, remaining, alpha=config.final_fraction),
-        "quadratic": optax.polynomial_schedule(peak, final, 2, remaining),
-    }[config.schedule]
+    decay = min(max(round(config.decay_fraction * num_steps), 1), remaining)
+    if config.schedule in OWN["schedule"]:
+        after = OWN["schedule"][config.schedule](config, num_steps - config.warmup_steps)
+    else:
+        after = {
+            "constant": optax.constant_schedule(peak),
+            "linear": optax.linear_schedule(peak, final, remaining),
+            "cosine": optax.cosine_decay_schedule(peak, remaining, alpha=config.final_fraction),
+            "quadratic": optax.polynomial_schedule(peak, final, 2, remaining),
+            "wsd": optax.linear_schedule(peak, final, decay, transition_begin=remaining - decay),
+        }[config.schedule]
     # step 0 already moves: the warm-up counts from 1
     warmup = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, max(config.warmup_steps - 1, 1))
     return optax.join_schedules([warmup, after], [config.warmup_steps]) if config.warmup_steps else after
@@ -95,6 +100,25 @@ def make_optimizer(
         tx = per_layer(lambda specs: _optimizer(config, schedule, specs, on_whole), specs)
     clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     return guarded(exchange, beside_averages(optax.chain(*clip, tx), move_averages))
+
+
+def follows_schedule(config: OptimizerConfig, specs: PyTree) -> bool:
+    """Whether the optimizer's updates take their learning rate from the schedule; a registered one may have its own."""
+    if config.name not in OWN["optimizer"]:
+        return True
+    asked: list[jax.typing.ArrayLike] = []
+
+    def schedule(step: jax.typing.ArrayLike) -> jax.Array:
+        asked.append(step)
+        return config.learning_rate + 0.0 * jnp.asarray(step)
+
+    specs, _ = part_averages(specs)
+    tx = per_layer(lambda specs: _optimizer(config, schedule, specs, on_one_device), specs)
+    params = _map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), specs)
+    state = jax.eval_shape(tx.init, params)
+    asked.clear()  # what it took before the first update is a constant
+    jax.eval_shape(tx.update, params, state, params)
+    return bool(asked)
 
 
 def _optimizer(config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree, on_whole: OnWhole) -> Transform:

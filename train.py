@@ -178,20 +178,21 @@ def run(
     else:
         with announced("making the initial state", say):
             state = ex.init_state()
-    rates = learning_rates(ex)
     step, last = start.step, config.num_steps
     log = make_log(
         ex, data.train, workdir, start.step, step_fn, started_s
     )  # drops the rows of steps that are done again
     with log, checkpointer, snapshots, batches:
         log.say(start.described(config.num_steps, workdir))
+        if sampler.warning:
+            log.say(f"warning: {sampler.warning}")
         for line in data.described(config.num_steps * config.batch.global_size):
             log.say(line)
         supervisor.events.write(Event.RESTORED, **start.event)  # after this no row of a later step is in the metrics
         snapshots.begin(start.step)
         supervisor.completed(start.step)
         keeper = Keeper(ex, log, checkpointer, snapshots, data.fingerprints, supervisor)
-        reporter = Reporter(ex, log, rates, supervisor, data)
+        reporter = Reporter(ex, log, supervisor, data)
 
         # -------------------------------------------------------------------------------------------------------- loop
         while step < last and not supervisor.stop_requested():
@@ -246,9 +247,9 @@ class Pending:
 class Reporter:
     """Logs every step, one step late where steps are dispatched asynchronously: nothing waits for numbers."""
 
-    def __init__(self, ex: Experiment, log: RunLog, rates: np.ndarray, supervisor: Supervisor, data: Datasets) -> None:
-        """`rates` is the learning rate by step, [num_steps]."""
-        self._ex, self._log, self._rates, self._supervisor, self._data = ex, log, rates, supervisor, data
+    def __init__(self, ex: Experiment, log: RunLog, supervisor: Supervisor, data: Datasets) -> None:
+        self._ex, self._log, self._supervisor, self._data = ex, log, supervisor, data
+        self._rates = learning_rates(ex)
         self._pending: Pending | None = None
         self._has_reported = False
         self._warned = self._reported = 0  # steps
@@ -278,8 +279,9 @@ class Reporter:
         self._supervisor.completed(pending.step)
         in_a_row = scalars.pop("skipped_in_a_row")
         updates = pending.step - int(scalars["skipped_steps"])  # a skipped step does not move the schedule
-        rate = float(self._rates[max(updates, 1) - 1])
-        scalars |= {"learning_rate": rate, "data_wait_s": pending.data_wait_s, **self._data.counters()}
+        if self._rates is not None:
+            scalars["learning_rate"] = float(self._rates[max(updates, 1) - 1])
+        scalars |= {"data_wait_s": pending.data_wait_s, **self._data.counters()}
         self._log.step(pending.step, scalars)
         self._reported += 1
         if warning := self._ex.model.warning(scalars):
@@ -341,9 +343,9 @@ class Keeper:
         return {"step": step, **self._position}
 
 
-def learning_rates(ex: Experiment) -> np.ndarray:
-    """Returns the learning rate of each step, [num_steps]."""
-    return np.asarray(jax.jit(jax.vmap(ex.schedule))(np.arange(ex.config.num_steps)))
+def learning_rates(ex: Experiment) -> np.ndarray | None:
+    """Returns the learning rate of each step, [num_steps]; None if the optimizer has its own."""
+    return ex.schedule and np.asarray(jax.jit(jax.vmap(ex.schedule))(np.arange(ex.config.num_steps)))
 
 
 def make_batches(ex: Experiment, dataset: Dataset, start_step: int) -> Batches:

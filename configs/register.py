@@ -24,6 +24,7 @@ def register(topic: str, name: str, value: Any) -> None:
     - `hop_two`: a HopTwo
     - `strategy`: the scopes of parameters, gradients and optimizer state; each none, node, all or a number of devices
     - `optimizer`: `optimizer(config, schedule, mask)`, which returns an optax transform; `mask` says what decays
+    - `schedule`: `schedule(config, num_steps)`, which returns the learning rate by step, from 0, after the warm-up
 
     ValueError for an unknown topic, and for a name that is no identifier or that something else already has.
     """

@@ -45,6 +45,7 @@ RUN: dict[str, Any] = {
 }
 DECODER = {"num_layers": 1, "hidden": 32, "intermediate": 32, "num_heads": 2, "num_kv_heads": 2}
 LION = LISTINGS["An optimizer"]
+HALVES = 'register("schedule", "halves", lambda config, num_steps: lambda step: config.learning_rate * 0.5**step)\n'
 
 
 @pytest.fixture(autouse=True)
@@ -135,17 +136,28 @@ def a_strategy(workdir: Path) -> None:
     assert {c["kind"] for c in hop_two(workdir)} >= {"reduce-scatter", "all-gather"}  # quickstart's has neither
 
 
-def an_optimizer(workdir: Path) -> None:
-    # Lion's step is the learning rate in every entry, whatever the gradient
+def moved(workdir: Path, step: int) -> np.ndarray:
+    """Returns by how much each parameter has moved until `step`, the last one."""
     config = Config.from_dict(json.loads((workdir / "config.json").read_text()))
     new = jax.tree_util.tree_leaves_with_path(models.build(config.model).init(jax.random.key(config.seed)))
-    after = arrays(workdir, 1)
-    moved = np.concatenate(
-        [(after[f"params.{jax.tree_util.keystr(k, simple=True, separator='.')}"] - x).ravel() for k, x in new]
+    after = arrays(workdir, step)
+    return np.concatenate(
+        [np.abs(after[f"params.{jax.tree_util.keystr(k, simple=True, separator='.')}"] - x).ravel() for k, x in new]
     )
-    still = moved == 0  # an embedding's rows of ids that have not occurred
-    np.testing.assert_allclose(np.abs(moved[~still]), rows(workdir)[0]["learning_rate"], rtol=1e-2)
+
+
+def an_optimizer(workdir: Path) -> None:
+    # Lion's step is the learning rate in every entry, whatever the gradient
+    distance = moved(workdir, 1)
+    still = distance == 0  # an embedding's rows of ids that have not occurred
+    np.testing.assert_allclose(distance[~still], rows(workdir)[0]["learning_rate"], rtol=1e-2)
     assert still.mean() < 0.7
+
+
+def a_schedule(workdir: Path) -> None:
+    # one step of warm-up, then the peak over the root of the steps
+    rates = [row["learning_rate"] for row in rows(workdir)]
+    np.testing.assert_allclose(rates, 4e-3 / np.sqrt([1, 1, 2]), rtol=1e-5)
 
 
 CHECKS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
@@ -159,6 +171,7 @@ CHECKS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
     "A method of hop two": (a_method, {}),
     "A strategy": (a_strategy, {}),
     "An optimizer": (an_optimizer, {"num_steps": 1}),
+    "A schedule": (a_schedule, {"optimizer__warmup_steps": 1}),
 }
 
 
@@ -174,6 +187,33 @@ def test_a_listing_trains_and_what_it_defines_is_used(title: str, tmp_path: Path
     assert len(LISTINGS[title].splitlines()) < 40
     assert train(LISTINGS[title], "run", **changes) == 0
     check(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("rate", "used", "logged"),
+    [
+        ("schedule", [4e-4, 2e-4], True),
+        ("lambda step: 1e-3", [1e-3, 1e-3], False),
+        pytest.param("1e-3", [1e-3, 1e-3], False, marks=pytest.mark.slow),
+        pytest.param("schedule(0)", [4e-4, 4e-4], False, marks=pytest.mark.slow),
+    ],
+)
+def test_the_logged_learning_rate_is_the_optimizer_s(
+    rate: str, used: list[float], logged: bool, tmp_path: Path
+) -> None:
+    """Lion's step is its rate: the schedule's, or one of its own, which is not known and so not logged."""
+    listing = LION.replace("lion(schedule", f"lion({rate}").replace("def get_config", f"{HALVES}\n\ndef get_config")
+    assert train(listing, "run", num_steps=2, optimizer__schedule="halves") == 0
+    assert moved(tmp_path / "run", 2).max() == pytest.approx(sum(used), rel=1e-2)
+    assert [row.get("learning_rate") for row in rows(tmp_path / "run")] == pytest.approx(used if logged else [None] * 2)
+
+
+def test_a_model_that_cannot_be_sampled_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "warning: no sample: model.kind=bigram cannot be sampled; "
+    assert train(LISTINGS["A model"], "run", model=False, num_steps=1, sample__length=8) == 0
+    assert capsys.readouterr().out.count(said) == 1 and not (tmp_path / "run" / "sample.txt").exists()
+    assert train(LISTINGS["A model"], "quiet", model=False, num_steps=1) == 0
+    assert said not in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------- names, and mistakes

@@ -213,7 +213,9 @@ def formula_rates(peak: float, final: float, warmup: int, num_steps: int, schedu
     for step in range(num_steps):
         done = (step - warmup) / (num_steps - 1 - warmup) if step > warmup else 0.0
         falling = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
-        falling = (falling | {"quadratic": (1 - done) ** 2})[schedule]
+        steps_left = num_steps - 1 - step  # of wsd the last tenth of all steps falls
+        falling |= {"quadratic": (1 - done) ** 2, "wsd": min(1.0, steps_left / max(round(num_steps / 10), 1))}
+        falling = falling[schedule]
         after = peak * falling if schedule == "constant" else final + (peak - final) * falling
         rates.append(peak * (step + 1) / warmup if step < warmup else after)
     return rates
@@ -308,7 +310,7 @@ def test_weight_decay_is_learning_rate_times_decay_times_parameter() -> None:
 # -------------------------------------------------------------------------------- schedules, clipping, the guard
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "quadratic"])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "quadratic", "wsd"])
 @pytest.mark.parametrize("warmup", [0, 1, 10])
 def test_schedules_match_their_formulas(schedule: str, warmup: int) -> None:
     config = optimizer_config("adamw", schedule=schedule, warmup_steps=warmup, learning_rate=0.5, final_fraction=0.2)
@@ -317,6 +319,16 @@ def test_schedules_match_their_formulas(schedule: str, warmup: int) -> None:
     assert rates[0] == pytest.approx(0.5 / max(warmup, 1))
     assert rates[warmup] == pytest.approx(0.5)
     assert rates[-1] == pytest.approx(0.5 if schedule == "constant" else 0.1)
+
+
+@pytest.mark.parametrize(("fraction", "falling"), [(0.5, 20), (1.0, 29), (0.001, 1)])
+def test_wsd_falls_in_a_share_of_all_steps_but_not_before_the_warmup_ends(fraction: float, falling: int) -> None:
+    config = optimizer_config(
+        "adamw", schedule="wsd", warmup_steps=10, learning_rate=0.5, final_fraction=0.2, decay_fraction=fraction
+    )
+    rates = np.array([make_schedule(config, 40)(step) for step in range(10, 40)])
+    np.testing.assert_allclose(rates[: 30 - falling], 0.5, rtol=1e-5)
+    np.testing.assert_allclose(rates[29 - falling :], np.linspace(0.5, 0.1, falling + 1), rtol=1e-5)
 
 
 def test_warmup_longer_than_the_run_is_rejected() -> None:

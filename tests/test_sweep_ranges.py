@@ -36,7 +36,7 @@ OF: dict[str, str] = {
         data.shuffle_shards""",
     "positive": "optimizer.learning_rate optimizer.eps compression.threshold model.capacity_factor",
     "below one": "optimizer.momentum optimizer.b1 optimizer.b2 local_sgd.outer_momentum",
-    "share": "data.mask_rate compression.sampled",
+    "share": "data.mask_rate compression.sampled optimizer.decay_fraction",
 }
 RANGE_OF = {key: name for name, keys in OF.items() for key in keys.split()} | {
     key: key for key in RANGES if "." in key or key == "seed"

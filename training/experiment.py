@@ -21,7 +21,7 @@ from configs.schema import Config, ModelConfig, TransformerConfig
 from input_pipeline import row_arrays
 from metrics import wandb_sink
 from models.hugging_face import Weights
-from optimizers import make_schedule
+from optimizers import follows_schedule, make_schedule
 from sharding.hop_two_in_backward import HopTwoInBackward
 from sharding.mesh import find_nodes, make_mesh
 from sharding.pipeline import StagedLoss
@@ -44,7 +44,7 @@ class Experiment:
     plan: ShardingPlan
     tx: optax.GradientTransformation
     hop_two: HopTwoInBackward | None  # inside the backward pass; None: `tx` does it
-    schedule: optax.Schedule
+    schedule: optax.Schedule | None  # of the learning rate; None: the optimizer has its own
     batches: BatchLayout
 
     @cached_property
@@ -201,7 +201,9 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
         plan=plan,
         tx=make_tx(config, plan, specs),
         hop_two=overlapped_hop_two(config, plan, specs),
-        schedule=make_schedule(config.optimizer, config.num_steps),
+        schedule=make_schedule(config.optimizer, config.num_steps)
+        if follows_schedule(config.optimizer, specs)
+        else None,
         batches=batches,
     )
 

@@ -2,5 +2,5 @@
 
 from typing import Any
 
-TOPICS = ("model", "source", "tokenizer", "codec", "hop_two", "strategy", "optimizer")
+TOPICS = ("model", "source", "tokenizer", "codec", "hop_two", "strategy", "optimizer", "schedule")
 OWN: dict[str, dict[str, Any]] = {topic: {} for topic in TOPICS}
