@@ -31,10 +31,10 @@ class Point:
     tip: str
 
 
-def sweep_chart(points: Sequence[Point], *, x_name: str, line_name: str, metric: str) -> str:
+def sweep_chart(points: Sequence[Point], *, x_name: str, line_name: str, metric: str, over: Sequence[str] = ()) -> str:
     """Returns the chart: a dot per run and, where `x` is a number, a line through the median of each `x`.
 
-    A value that is not finite is a cross at the top.
+    A value that is not finite is a cross at the top. `over` are the keys in which the runs of a median differ.
     """
     finite = [point.y for point in points if math.isfinite(point.y)]
     if not finite:
@@ -56,7 +56,8 @@ def sweep_chart(points: Sequence[Point], *, x_name: str, line_name: str, metric:
                 shift=0.0 if x.numeric else DODGE * (i - (len(names) - 1) / 2),
             )
         )
-    return draw(series, x, y, x_name=x_name, label=f"{metric} over {x_name}", legend=line_name)
+    drawn = draw(series, x, y, x_name=x_name, label=f"{metric} over {x_name}", legend=line_name)
+    return drawn + (note(f"Lines: median over {', '.join(over)}.") if joined and over else "")
 
 
 def axis_of(values: Sequence[Any]) -> Axis:
@@ -106,5 +107,5 @@ def _medians(members: Sequence[Point]) -> list[tuple[Any, float]]:
 
 
 def _random(points: Sequence[Point]) -> bool:
-    """Returns whether the values look sampled at random: many runs, and no two with the same value."""
-    return len(points) > MAX_LINES and len({text(point.x) for point in points}) == len(points)
+    """Returns whether the values look sampled at random: many runs, and few with the same value."""
+    return len(points) > MAX_LINES and 2 * len({text(point.x) for point in points}) > len(points)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from files import atomic
-from metrics.page import header, note, page, section, tiles
+from metrics.page import header, page, section, tiles
 from metrics.report import REPORT_FILE
 from metrics.units import UNKNOWN, format_seconds
 from sweeps.charts import MAX_LINES, Point, sweep_chart
@@ -134,10 +134,9 @@ def _charts(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
             for r in records
             if r.metric is not None
         ]
-        chart = sweep_chart(points, x_name=key, line_name=other, metric=file.metric)
         over = [k for k in keys if not _decide(records, [key, other], k)]
-        medians = note(f"Lines: median over {', '.join(over)}.") if over else ""
-        sections.append(section(f"{file.metric} over {key}", chart + medians))
+        chart = sweep_chart(points, x_name=key, line_name=other, metric=file.metric, over=over)
+        sections.append(section(f"{file.metric} over {key}", chart))
     return "".join(sections)
 
 

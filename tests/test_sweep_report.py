@@ -188,9 +188,12 @@ def test_dots_over_words_stand_apart_and_are_not_joined() -> None:
 
 
 def test_random_values_are_not_joined() -> None:
-    scattered = [Point(x=i + 0.01 * i * i, line=None, y=float(i), tip="") for i in range(20)]
-    svg = sweep_chart(scattered, x_name="x", line_name="", metric="y")
-    assert len(circles(svg)) == 20 and "<path" not in svg
+    """Two of them are equal by chance."""
+    scattered = [Point(x=i + 0.01 * i * i, line=None, y=float(i), tip="") for i in (0, *range(20))]
+    svg = sweep_chart(scattered, x_name="x", line_name="", metric="y", over=["z"])
+    assert len(circles(svg)) == 21 and "<path" not in svg and "Lines" not in svg
+    few = [point for x in (1, 2) for point in (Point(x=x, line=None, y=y, tip="") for y in (1, 2, 3, 4, 5))]
+    assert "Lines: median over z." in sweep_chart(few, x_name="x", line_name="", metric="y", over=["z"])
 
 
 def test_the_live_table_shows_what_fits(grid: Path) -> None:
