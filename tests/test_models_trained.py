@@ -1,0 +1,143 @@
+"""Training on a mesh against independent programs: models written plainly, their gradients by jax, optimizers in numpy.
+
+The models are those in numpy of `test_models_forward.py`, `test_models_vit.py` and `test_models_resnet.py`, one example
+at a time, with jax.numpy in place of numpy.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_models_forward
+import test_models_resnet
+import test_models_vit
+import workload
+from test_optimizers import by_numpy, formula_rates
+
+import models
+from compression.exchange import exchange
+from configs.schema import EncoderConfig, OptimizerConfig, ResNetConfig, ViTConfig
+from optimizers import is_matrix, make_optimizer
+from sharding.spec import ParamSpec, place_all
+from sharding.state import state_shardings
+from sharding.step import TrainState, build_train_step
+from training.experiment import watch
+
+STEPS = 3
+# wide enough for Adafactor to factor matrices and kernels
+CONFIGS: dict[str, Any] = {
+    "vit": ViTConfig(patch_size=4, num_layers=2, hidden=128, intermediate=136, num_heads=4, norm_eps=1e-5),
+    "wide resnet": ResNetConfig(
+        block="bottleneck", version="1.5", stage_blocks=(1,), width=32, widening=4, norm_groups=4
+    ),
+    "encoder": EncoderConfig(
+        num_layers=2,
+        hidden=128,
+        intermediate=136,
+        num_heads=4,
+        vocab_size=40,
+        vocab_multiple=16,
+        max_len=workload.SEQ_LEN,
+    ),
+}
+MODULES = {"vit": test_models_vit, "wide resnet": test_models_resnet, "encoder": test_models_forward}
+BATCHES = {"vit": "vit", "wide resnet": "resnet", "encoder": "encoder"}
+
+
+@cache
+def first_params(kind: str) -> Any:
+    """Returns initial parameters, none of them zero or one."""
+    rng = np.random.default_rng(0)
+    params = jax.jit(models.build(CONFIGS[kind]).init)(jax.random.key(0))
+    return jax.tree.map(lambda x: np.asarray(x) + rng.normal(0, 0.05, x.shape).astype(np.float32), params)
+
+
+def independent(kind: str) -> Callable[[Any], tuple[float, Any]]:
+    """Returns a function of parameters: the loss of the whole batch, and the gradients."""
+    config, data, reference = CONFIGS[kind], dict(workload.batch(kind=BATCHES[kind])), MODULES[kind].reference
+    inputs, targets = (data["tokens"], data["targets"]) if kind == "encoder" else (data["images"], data["labels"])
+
+    def loss(params: Any) -> jax.Array:
+        logits = jax.vmap(lambda x: reference(params, x, config))(inputs)
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
+        return -jnp.sum(data["weights"] * picked) / data["weights"].sum()
+
+    return jax.jit(jax.value_and_grad(loss))
+
+
+def train_by_numpy(kind: str, optimizer: OptimizerConfig) -> list[float]:
+    """Returns the losses of the independent program; layers are optimised one by one."""
+    value_and_grad, start = independent(kind), first_params(kind)
+    rates = formula_rates(optimizer.learning_rate, 0.1 * optimizer.learning_rate, 2, STEPS, "cosine")
+    specs = models.build(CONFIGS[kind]).param_specs()
+    params, losses, came = start, [], []
+
+    def optimise(spec: ParamSpec, p: np.ndarray, *grads: np.ndarray) -> np.ndarray:
+        def one(p: np.ndarray, *grads: np.ndarray) -> np.ndarray:
+            decay = optimizer.weight_decay if is_matrix(spec) else 0.0
+            return by_numpy(optimizer, p, list(grads), rates[: len(grads)], decay)
+
+        return np.stack([one(*of_layer) for of_layer in zip(p, *grads)]) if spec.dims[0] == "layers" else one(p, *grads)
+
+    for _ in range(STEPS):
+        with jax.numpy_rank_promotion("allow"):  # as numpy does
+            loss, grads = value_and_grad(jax.tree.map(np.float32, params))
+        losses.append(float(loss))
+        grads = jax.tree.map(np.float64, grads)
+        norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(grads)))
+        came.append(jax.tree.map(lambda g, norm=norm: g * min(1, optimizer.clip_norm / norm), grads))
+        is_spec = lambda x: isinstance(x, ParamSpec)
+        params = jax.tree.map(optimise, specs, jax.tree.map(np.float64, start), *came, is_leaf=is_spec)
+    return losses
+
+
+def train_on_mesh(kind: str, optimizer: OptimizerConfig, dtype: str, **how: Any) -> list[float]:
+    """Returns the losses of the step of a strategy, on 4 nodes of 2 devices."""
+    model = models.build(replace(CONFIGS[kind], compute_dtype=dtype))
+    plan = workload.plan(BATCHES[kind], dtype=dtype, **how)
+    plan = replace(plan, placements=place_all(model.param_specs(), plan.layout))
+    tx = make_optimizer(optimizer, STEPS, model.param_specs(), exchange(plan))
+    params = first_params(kind)
+    state = TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params))
+    state = jax.device_put(jax.tree.map(np.asarray, state), state_shardings(plan, state), may_alias=False)
+    beside = workload.hop_two_in_backward(plan, "none") if plan.overlap and plan.layout.replica_axes else None
+    step = jax.jit(build_train_step(model.objective, plan, tx, watch, hop_two=beside))
+    return list(workload.run_steps(step, state, workload.put_batch(plan, 2, kind=BATCHES[kind]), STEPS)[0])
+
+
+MICS = dict(strategy="mics", partition_size=2, overlap=True)
+CASES = [
+    ("vit", "adafactor", "float32", MICS),
+    ("wide resnet", "adafactor", "float32", dict(strategy="zero3")),
+    ("encoder", "adafactor", "float32", MICS),
+    ("vit", "adamw", "float32", dict(strategy="zero3", gather="node", overlap=True)),
+    ("wide resnet", "adamw", "float32", MICS),
+    ("encoder", "lamb", "float32", dict(strategy="zero1", overlap=True)),
+    ("vit", "adafactor", "bfloat16", dict(strategy="zero3")),
+    ("wide resnet", "adafactor", "bfloat16", MICS),
+    ("encoder", "adafactor", "bfloat16", MICS),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name", "dtype", "how"), CASES)
+def test_losses_are_those_of_an_independent_program(
+    kind: str, name: str, dtype: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 32 bits to rounding; in 16 bits they fall as these do."""
+    for module in MODULES.values():
+        monkeypatch.setattr(module, "np", jnp)
+    optimizer = OptimizerConfig(name=name, learning_rate=0.02, warmup_steps=2, weight_decay=0.1, clip_norm=0.5)
+    wanted = train_by_numpy(kind, optimizer)
+    got = train_on_mesh(kind, optimizer, dtype, **how)
+    assert wanted[0] - wanted[-1] > 0.1
+    if dtype == "float32":
+        np.testing.assert_allclose(got, wanted, rtol=2e-5)
+    else:
+        assert got != pytest.approx(wanted, abs=1e-5)
+        np.testing.assert_allclose(got, wanted, atol=0.02)
