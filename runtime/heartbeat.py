@@ -28,6 +28,7 @@ from typing import Any
 import jax
 
 from files import json_objects
+from runtime.descriptors import shortage
 from runtime.exit_codes import ExitCode
 from runtime.phases import Phase
 
@@ -99,7 +100,7 @@ class Heartbeat:
         self._steps: dict[str, int] = {}  # last completed steps of the other processes, as far as this one knows
         self._verdict: Verdict | None = None
         self._act_at_s = self._exit_at_s = float("inf")
-        self._leaving = False
+        self._leaving = self._has_warned = False
 
     def start(self, me: int, peers: Sequence[Peer], silence_s: float, stall_s: float) -> None:
         """Starts to watch `peers`: every other process in process 0, process 0 in the others."""
@@ -176,6 +177,14 @@ class Heartbeat:
                 next_beat_s = time.monotonic() + self._beat_s
                 for peer in self._peers:
                     peer.send(steps=self._own, doing=self._doing_for())
+                self._warn_of_shortage()
+
+    def _warn_of_shortage(self) -> None:
+        """Says once that the file descriptors are running out; gloo then aborts, and our delay of that is enough."""
+        if not self._has_warned and (said := shortage()):
+            self._has_warned = True
+            sys.stderr.write(f"warning: process {self._me} on {socket.gethostname()}: {said}\n")
+            sys.stderr.flush()
 
     def _take(self, peer: Peer, message: dict[str, Any]) -> None:
         self._steps |= message.get("steps", {})

@@ -20,6 +20,7 @@ import jax
 from runtime import launch
 from runtime.command_line import one_line
 from runtime.consensus import broadcast, new_key
+from runtime.descriptors import raise_limit
 from runtime.events import Event, EventLog
 from runtime.exit_codes import ExitCode, ResumableError
 from runtime.handshake import shared_token
@@ -167,6 +168,7 @@ def supervise(
 
     `ends_process` says that the process exits afterwards: then SIGTERM no longer changes the exit code.
     """
+    raise_limit()
     with PreemptionHandler(to_the_end=ends_process) as preemption:
         supervisor = Supervisor(preemption)
         try:

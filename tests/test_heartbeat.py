@@ -56,12 +56,12 @@ watch.start(me, peers, 2.5, 3.0)
 watch.completed(10 + me)
 while len(watch._steps) < (1 if me else count - 1):
     time.sleep(0.01)
+# At SIGUSR1 it aborts; not by os.abort: jax's threads do not hold the GIL.
+signal.signal(signal.SIGUSR1, lambda *_: ctypes.CDLL(None).abort())
 print("ready", flush=True)
 {then}
 """
 WAIT = "time.sleep(60)"
-# Not os.abort: jax's threads do not hold the GIL.
-ABORTS = f"signal.signal(signal.SIGUSR1, lambda *_: ctypes.CDLL(None).abort())\n{WAIT}"
 
 
 def play(ports: Sequence[int], then: dict[int, str] | None = None) -> list[subprocess.Popen[str]]:
@@ -107,7 +107,7 @@ def test_a_process_dies() -> None:
 
 def test_jax_aborts_before_the_loss_is_noticed() -> None:
     """Its threads see the end of process 0 at the same time as ours."""
-    players = play([free_port()] * 2, {1: ABORTS})
+    players = play([free_port()] * 2)
     players[1].send_signal(signal.SIGUSR1)
     time.sleep(0.5)
     players[0].kill()
@@ -150,7 +150,7 @@ def test_what_may_take_long_is_no_hang() -> None:
 
 @pytest.mark.slow
 def test_an_abort_for_another_reason() -> None:
-    players = play([free_port()] * 2, {1: ABORTS})
+    players = play([free_port()] * 2)
     players[1].send_signal(signal.SIGUSR1)
     outcomes = finish(*players)
     check_ended(outcomes[:1], f"^error: process 1 on {HOST} died .*; {last_steps(1, 0)}")
