@@ -94,7 +94,7 @@ def bar(parts: Sequence[BarPart], whole: float) -> str:
 def picture(png: bytes, alt: str, *, wide: bool = False) -> str:
     """Returns a picture inline; one that is `wide` can be scrolled on a narrow screen.
 
-    The style sheet puts it on white, since it may be black without a background.
+    The style sheet puts it on white, since it may be black without a background, and inverts it on dark pages.
     """
     data = base64.b64encode(png).decode("ascii")
     kind = "drawn wide" if wide else "drawn"

@@ -303,7 +303,8 @@ def _draw(question: Question, answers: Sequence[tuple[Plan | str, Step | None]],
 
 
 def _timeline(question: Question, step: Step) -> Figure:
-    heading = f"{question.name}, {step.candidate.name} on {step.machine.nodes} x {question.cluster.name}"
+    nodes = f"{step.machine.nodes} node{'s' if step.machine.nodes > 1 else ''}"
+    heading = f"{question.name}, {step.candidate.words}, on {nodes} ({question.cluster.name})"
     return draw(step.timeline(), heading)
 
 

@@ -211,8 +211,10 @@ def test_record_has_every_cell_of_the_figures(records: Records) -> None:
         found = mics_cells.figure_7(records, network)
         assert len(found) == 4 * 3 * 4
         assert len(mics_figures_12_to_15.all_bars(records, network)) == 1 + 3 * 4
-    bars = mics_figures_7_9.plot(records).axes[0].patches
-    assert len(bars) == 2 * (14 + 14)
+    figure = mics_figures_7_9.plot(records)
+    assert len(figure.axes[0].patches) == 2 * (14 + 14)
+    assert [text.get_text().endswith("ours, calculated") for text in figure.legends[0].get_texts()] == 2 * [False, True]
+    assert "calculated" in figure.axes[0].get_xlabel()
 
 
 def test_missing_replay_is_one_line(records: Records) -> None:
