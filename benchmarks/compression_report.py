@@ -12,7 +12,7 @@ from benchmarks.strategies_lines import commits_of, ratio, step_time
 from benchmarks.strategies_report import text
 from cluster.links import Links
 from files.pages import head
-from paper.plots import Bars, draw_bars, png
+from paper.plots import Bars, draw_bars, png, rate_in_words
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "compression_measured.md"
@@ -159,9 +159,12 @@ def draw(steps: Sequence[Line]) -> Figure:
     """Draws the step time of every codec, one bar per rate, with the range of the steps."""
     names = names_of(steps)
     series = {
-        rate: [step_time([s for s in steps if (s["codec"], s["rate"]) == (name, rate)]) for name in names]
+        rate_in_words(rate): [
+            step_time([s for s in steps if (s["codec"], s["rate"]) == (name, rate)]) for name in names
+        ]
         for rate in rates_of(steps)
     }
     optimizers = {line["codec"]: optimizer_of(line) for line in steps}
     labels = [name if optimizers[name] == optimizers[names[0]] else f"{name} ({optimizers[name]})" for name in names]
-    return draw_bars(Bars(labels=labels, series=series, title="s / step", line=0.0))
+    title = "seconds a step, measured on emulated nodes"
+    return draw_bars(Bars(labels=labels, series=series, title=title, line=0.0))

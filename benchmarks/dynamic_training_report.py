@@ -1,6 +1,7 @@
 """The page of benchmarks/dynamic_training.py: tables and a picture from its record and the simulated prices."""
 
 from collections.abc import Sequence
+from math import floor
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -18,6 +19,11 @@ PAGE = ROOT / "docs" / "dynamic_training.md"
 PICTURE = ROOT / "docs" / "images" / "dynamic_training.png"
 EVENTS = MEASURED / "elastic.jsonl"  # of docs/elasticity_measured.md
 KINDS = ("fixed", "fluctuating", "control")
+LEGEND = {
+    "fixed": f"fixed: {cost.NODES} nodes",
+    "fluctuating": f"fluctuating: 1 to {cost.NODES} nodes",
+    "control": f"control: {cost.NODES} nodes, smaller micro-batches",
+}
 SAME = 1e-5  # losses that differ by less, relatively
 IMAGES = 360  # of the validation
 Line = dict[str, Any]
@@ -156,9 +162,11 @@ def draw(seeds: Sequence[dict[str, Line]]) -> Figure:
         below.set_xlabel("step")
     panels[0][0].set_ylabel("nodes")
     panels[0][0].set_yticks(range(cost.NODES + 1))
-    panels[1][0].set_ylabel("validation accuracy, %")
+    lowest = min(row["validation_accuracy"] for runs in seeds for run in runs.values() for row in run["validations"])
+    panels[1][0].set_ylim(bottom=floor(100 * lowest))
+    panels[1][0].set_ylabel(f"validation accuracy, %\n(the axis starts at {floor(100 * lowest)})")
     handles, labels = panels[1][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc=OUTSIDE, ncols=len(KINDS), frameon=False)
+    figure.legend(handles, [LEGEND[label] for label in labels], loc=OUTSIDE, ncols=len(KINDS), frameon=False)
     for axes in panels.flat:
         axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from palette import FILL, SERIES, SERIES_ON_DARK
+from palette import FILL, LINE, SERIES, SERIES_ON_DARK
 
 BarPart = tuple[str, float, str, int | None]  # label, value, its text, colour
 STYLE_FILE = Path(__file__).with_name("page.css")
@@ -94,7 +94,7 @@ def bar(parts: Sequence[BarPart], whole: float) -> str:
 def picture(png: bytes, alt: str, *, wide: bool = False) -> str:
     """Returns a picture inline; one that is `wide` can be scrolled on a narrow screen.
 
-    The style sheet puts it on white, since it may be black without a background.
+    The style sheet puts it on white, since it may be black without a background, and inverts it on dark pages.
     """
     data = base64.b64encode(png).decode("ascii")
     kind = "drawn wide" if wide else "drawn"
@@ -111,4 +111,5 @@ def _style() -> str:
         for colours in (SERIES, SERIES_ON_DARK)
     )
     light += f".back-fill {{ background: {FILL}; }}\n"
+    dark += f".back-fill {{ background: {LINE}; }}\n"
     return f"{light}@media (prefers-color-scheme: dark) {{\n{dark}}}\n{STYLE_FILE.read_text(encoding='utf-8')}"

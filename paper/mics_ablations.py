@@ -7,7 +7,7 @@ from statistics import median
 from matplotlib.figure import Figure
 
 from paper import published
-from paper.plots import Bar, Bars, draw_bars, exactly
+from paper.plots import Bar, Bars, draw_bars, exactly, rate_in_words
 from paper.records import Records
 from paper.tables import Row, Section, comparison, fixed
 
@@ -158,6 +158,8 @@ def plot(records: Records) -> Figure:
     """Returns the figure: the published ratio and ours at each link rate, with the range over repetitions."""
     series: dict[str, list[Bar | None]] = {"published": [exactly(ratio.published) for ratio in ratios()]}
     for rate in records.scale_model_rates:
-        series[f"scale model, {rate}"] = [measured(records, ratio, rate) for ratio in ratios()]
+        series[f"ours: scale model, measured at {rate_in_words(rate)}"] = [
+            measured(records, ratio, rate) for ratio in ratios()
+        ]
     labels = [f"Figure {ratio.figure}: {ratio.what}" for ratio in ratios()]
-    return draw_bars(Bars(labels=labels, series=series, title="Throughput ratio", line=1.0))
+    return draw_bars(Bars(labels=labels, series=series, title="Throughput over that of the other", line=1.0))

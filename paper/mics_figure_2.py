@@ -113,7 +113,7 @@ def section(records: Records) -> Section:
             f"is {size} MB on {n} nodes ({100 * worst:+.0f} %), which the paper measured slower than a message "
             "of half the size. "
             f"This network, with the paper's B_part of {published.B_PART / 1e9:.0f} GB/s inside a node, is the one "
-            "that its figures are replayed on below; nothing is fitted to a throughput.",
+            "that its figures are replayed on below; no figure is fitted to a training step.",
             f"That the messages which cross have all of the latency is NCCL's model, not a finding: all rings of "
             f"figure 2 have {PER_NODE} GPUs a node, and with one latency for every message, inside a node too, the fit "
             f"is {1e6 * other.latency_s:.0f} µs each and {100 * _mean_off(other):.0f} % off on average. The two differ "

@@ -97,29 +97,28 @@ def section(records: Records) -> Section:
             "all GPUs is our flat ZeRO-3 program: the paper's has the implementation of MiCS and no more, at 64 GPUs "
             "42.70 sequences a second, where figure 12's group of 64, which gathers hierarchically, has 52.16. "
             "*Nothing hidden* is ours if no collective ran beside the compute.",
-            f"**In short.** {_summary(bars, plain)}",
+            f"**In short.** {_summary(bars)}",
             _table(bars, plain),
             _why(bars, records),
         ],
     )
 
 
-def mean_off(bars: Sequence[Bars], figure: str = "") -> float:
-    """Returns the mean absolute relative difference of the ratios, of one figure if named."""
-    pairs = [(a, b) for one in bars if figure in ("", one.figure) for a, b, _ in one.ratios().values()]
+def mean_off(bars: Sequence[Bars]) -> float:
+    """Returns the mean absolute relative difference of the ratios."""
+    pairs = [(a, b) for one in bars for a, b, _ in one.ratios().values()]
     return fmean(abs(b / a - 1) for a, b in pairs)
 
 
-def _summary(bars: Sequence[Bars], plain: Sequence[Bars]) -> str:
-    names = list(dict.fromkeys(one.figure for one in bars))
-    each = ", ".join(f"{100 * mean_off(bars, name):.1f} % in figure {name}" for name in names)
-    none = [(a, c) for one in bars for a, _, c in one.ratios().values()]
+def _summary(bars: Sequence[Bars]) -> str:
     same = sum(one.same_order for one in bars)
+    gathers = [(one.published, one.ours) for one in bars if one.figure == "13b"]
+    theirs, own = ([pair[i]["hierarchical"] > pair[i]["flat"] for pair in gathers].count(True) for i in range(2))
     return (
-        f"The order of the systems is the published one in {same} of {len(bars)} comparisons. Mean absolute "
-        f"difference of the ratios {100 * mean_off(bars):.1f} % (aim: {AIM} %): {each}. With the planner's own "
-        f"network {100 * mean_off(plain):.1f} %; if nothing of ours were hidden "
-        f"{100 * fmean(abs(c / a - 1) for a, c in none):.1f} %."
+        f"The ratios are {100 * mean_off(bars):.1f} % off on average (aim: {AIM} %). The order of the systems is the "
+        f"published one in {same} of {len(bars)} comparisons. What the hierarchical gather gains is missed: in figure "
+        f"13b it is faster than the flat one in {theirs} of {len(gathers)} published comparisons and in {own} of ours. "
+        "Like figure 7 it is no blind test."
     )
 
 

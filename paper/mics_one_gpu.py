@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from paper import published
+from paper import mics_cells, published
 from paper.mics_cells import Cell, tflops_of
 from paper.mics_memory import Shape
 from paper.mics_replayed import find
@@ -11,6 +11,8 @@ from paper.tables import fixed, signed_percent, table
 
 SHAPE = Shape(hidden=1024, layers=24, heads=16, vocab=30528, rows=16, seq_len=512)  # BERT-large
 NVIDIA = "NVIDIA's PyTorch BERT"
+PRODUCTS = 83  # TFLOP/s of a V100's matrix products (planner/clusters.py)
+FAST_PRODUCTS = 100  # 80 % of the peak: the share that planner/clusters.py has for an H100
 
 
 def tflops(records: Records) -> float:
@@ -28,6 +30,15 @@ def with_slower_compute(cell: Cell, times: float) -> Cell:
     if not cell.replay or not cell.ours:
         return cell
     step_s = cell.replay.global_size / cell.ours + (times - 1) * cell.replay.compute_s
+    return replace(cell, ours=cell.replay.rate(step_s))
+
+
+def with_products_at(cell: Cell, tflops: float) -> Cell:
+    """Returns a cell whose matrix products run at another rate, with as much of its traffic exposed as before."""
+    if not cell.replay or not cell.ours:
+        return cell
+    products = mics_cells.tflops(cell.model, cell.replay.global_size, cell.gpus)  # TFLOP of a GPU in a step
+    step_s = cell.replay.global_size / cell.ours + products / tflops - products / PRODUCTS
     return replace(cell, ours=cell.replay.rate(step_s))
 
 

@@ -1,7 +1,7 @@
 """The steps of benchmarks/results/derived/full_scale.jsonl, and what the systems of the MiCS paper make of them.
 
 Our programs overlap; theirs did not, or did so in part. What is known of them is stated here, once, and applied to the
-replays of our programs. Nothing is fitted to a throughput.
+replays of our programs. The network is fitted to the paper's all-gathers (mics_figure_2.py); nothing to a step of it.
 """
 
 from collections.abc import Mapping, Sequence

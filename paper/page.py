@@ -107,6 +107,7 @@ def _head(records: Records) -> list[str]:
         "docs/compression_accuracy.md.",
         "How ours was obtained: *compiled*, the collectives of a compiled program are counted; *shapes*, the bytes of "
         "the state are added up, nothing is compiled; *replayed*, the planner replays a compiled program on links and "
-        "devices that are not here; *on the wire*, the interface of an emulated node counted; *measured*, a run on the "
-        "emulated cluster was timed; *enumerated*, all cases were tried.",
+        "devices that are not here, with a queue for each network level (jax 0.10.2 has one stream for all "
+        "collectives: what is exposed is a lower bound); *on the wire*, the interface of an emulated node counted; "
+        "*measured*, a run on the emulated cluster was timed; *enumerated*, all cases were tried.",
     ]

@@ -1,6 +1,7 @@
 """The charts of generated pages: grouped bars with values and ranges, and panels of curves."""
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,11 @@ def exactly(value: float | None) -> Bar | None:
     return None if value is None else Bar(value=value, low=value, high=value)
 
 
+def rate_in_words(rate: str) -> str:
+    """Returns a link rate as an axis shows it: 200 Mbit/s for `200mbit`."""
+    return re.sub(r"^([0-9.]+)([kmg])bit$", lambda match: f"{match[1]} {match[2].upper()}bit/s", rate)
+
+
 def draw_bars(bars: Bars) -> Figure:
     """Returns the figure of the bars, each labelled with its value; the first group is on top."""
     height = 0.8 / len(bars.series)
@@ -91,15 +97,20 @@ def name_bars(axes: Any, labels: Sequence[str], title: str) -> None:
 
 
 def draw_curves(panels: Sequence[Curves], *, x: str, y: str) -> Figure:
-    """Returns the figure of the panels side by side; later lines are dashed, so that overlapping ones are visible."""
+    """Returns the figure of the panels side by side; later lines are dashed, so that overlapping ones are visible.
+
+    All panels have the same scales; y begins at 0.
+    """
     figure = Figure(figsize=(5.5 * len(panels), 3.8), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
+    for axes, panel in zip(figure.subplots(1, len(panels), sharex=True, sharey=True), panels, strict=True):
         for i, (label, (xs, ys)) in enumerate(panel.lines.items()):
             style: dict[str, Any] = {"linewidth": 3.0 - 1.6 * i, "linestyle": ("-", "--")[i], "color": SERIES[i]}
             axes.plot(xs, ys, label=label, **style)
         axes.set_title(panel.title, fontsize=10, color=INK)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
+        axes.tick_params(labelleft=True)
+        axes.set_ylim(bottom=0)
         axes.grid(color=GRID, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)

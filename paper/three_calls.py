@@ -67,11 +67,13 @@ def plot(records: Records) -> Figure:
     """Returns the figure: bytes per device and per node over those of ddp, compiled and, if recorded, measured."""
     steps = [records.step(name, nodes=NODES, accum=ACCUM) for name in STRATEGIES]
     series: dict[str, list[Bar | None]] = {
-        "sent by a device, compiled": [exactly(step.sent() / steps[0].sent()) for step in steps],
-        "sent by a node, compiled": [exactly(step.link() / steps[0].link()) for step in steps],
+        "sent by a device, in the program": [exactly(step.sent() / steps[0].sent()) for step in steps],
+        "sent by a node, in the program": [exactly(step.link() / steps[0].link()) for step in steps],
     }
     wire, of_ddp = [records.wire_bytes(name) for name in STRATEGIES], records.wire_bytes("ddp")
     if of_ddp:
         series["sent by a node, on the wire"] = [exactly(sent and sent / of_ddp) for sent in wire]
-    title = f"Bytes over those of ddp, {ACCUM} micro-steps a step"
+    title = (
+        f"Bytes over those of ddp, {ACCUM} micro-steps a step: counted in the compiled program, measured on the wire"
+    )
     return draw_bars(Bars(labels=STRATEGIES, series=series, title=title, line=1.0))

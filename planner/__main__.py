@@ -196,7 +196,12 @@ def _notes(config: Config, cluster: clusters.Cluster) -> list[str]:
     """Returns what a reader must know of how the program was made."""
     notes = []
     if cluster.device.target != compiling.CPU:
-        if not compiling.WHEELS.exists():
+        if compiling.WHEELS.exists():
+            notes.append(
+                "exposed is a lower bound: the replay has a queue for each network level, jax 0.10.2 one stream for "
+                "all collectives of a device"
+            )
+        else:
             notes.append(
                 "XLA for GPUs is not installed (make .venv/h100/installed): priced from the program compiled for CPUs, "
                 "which overlaps nothing and has other temporaries; less exact"
@@ -303,7 +308,8 @@ def _draw(question: Question, answers: Sequence[tuple[Plan | str, Step | None]],
 
 
 def _timeline(question: Question, step: Step) -> Figure:
-    heading = f"{question.name}, {step.candidate.name} on {step.machine.nodes} x {question.cluster.name}"
+    nodes = f"{step.machine.nodes} node{'s' if step.machine.nodes > 1 else ''}"
+    heading = f"{question.name}, {step.candidate.words}, on {nodes} ({question.cluster.name})"
     return draw(step.timeline(), heading)
 
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.schema import Config
+from planner.timeline import NAMES as TRAFFIC
 from sharding.gather_policy import GATHER_POLICIES
 from sharding.scopes import STRATEGIES
 
 NAMES = (*STRATEGIES, "mics(P)")
 SCOPES = ("parameters", "gradients", "optimizer")
+WIDTHS = {"none": "no devices", "node": "a node", "all": "all devices"}
 # what a strategy's word may change besides: the section of each key
 CODED = ("hop_two", "hop_one_inter", "hop_one_intra", "gather_inter", "gather_intra", "experts_inter", "experts_intra")
 EXTRAS: dict[str, str] = {**dict.fromkeys(CODED, "compression"), **dict.fromkeys(SCOPES, "sharding")}
@@ -32,6 +34,12 @@ class Candidate:
         name = f"{self.strategy}({self.partition_size})" if self.strategy == "mics" else self.strategy
         return f"{name}+{self.extras}" if self.extras else name
 
+    @property
+    def words(self) -> str:
+        """The strategy as a legend shows it: `mics(8), hop two in int8`."""
+        name, *extras = self.name.split("+")
+        return ", ".join([name, *map(_in_words, extras)])
+
     def __str__(self) -> str:
         return f"{self.name}, micro-batch {self.micro_size}, gather {self.gather}"
 
@@ -52,6 +60,18 @@ class Candidate:
             section, _, name = key.partition(".")
             changes[section][name] = value
         return replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in changes.items()})
+
+
+def _in_words(extra: str) -> str:
+    """Returns a codec or a scope of custom in words."""
+    key, _, value = extra.partition("=")
+    if key in SCOPES:
+        return f"{key} over {WIDTHS.get(value, f'{value} devices')}"
+    for suffix, where in {"_inter": " between nodes", "_intra": " inside nodes", "": ""}.items():
+        traffic = key.removesuffix(suffix)
+        if key.endswith(suffix) and traffic in TRAFFIC:
+            return f"{TRAFFIC[traffic]}{where} in {value}"
+    raise AssertionError(f"{extra} is neither")
 
 
 def of_config(config: Config) -> Candidate:

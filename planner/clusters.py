@@ -1,7 +1,8 @@
 """Clusters by name: what their devices and links are like, where each figure was read, and what is reached of it.
 
 Peaks are those of data sheets. What programs reach of them is in two tables: PRODUCTS, what each GPU was measured to do
-in matrix products, and ACHIEVED, the rest, the same for every GPU. Nothing is fitted to a model or to a cluster. A
+in matrix products, and ACHIEVED, the rest, the same for every GPU. What is reached of the links is read off collectives
+on p3dn and p4d nodes, the 86 % between nodes off figure 2 of the MiCS paper; nothing is fitted to a training step. A
 figure that nobody publishes is None, and what would need it is left out.
 """
 
@@ -109,8 +110,8 @@ class ErrorBar:
 
     def __str__(self) -> str:
         """What is printed below a prediction."""
-        nine = f"nine of ten within {self.nine_of_ten_within:.0%}"
-        return f"error bar: half of {self.of} were predicted within {self.half_within:.0%}, {nine}"
+        within = f"half within {self.half_within:.0%}, nine of ten within {self.nine_of_ten_within:.0%}"
+        return f"error bar, of the cells that the planner was built with, {self.of}: {within}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,9 +35,9 @@ def curves_of(plans: Sequence[Plan], nodes: Sequence[int] = ()) -> dict[str, Cur
         cells["$ for a billion tokens, on demand"] = lambda p: p.usd_on_demand
     found: dict[str, dict[str, dict[int, float | None]]] = {label: {} for label in cells}
     for plan in plans:
-        for p in reversed(plan.predictions):  # the fastest of each name last
+        for p in reversed(plan.predictions):  # the fastest of each strategy last
             for label, cell in cells.items():
-                found[label].setdefault(p.candidate.name, {})[devices[p.nodes]] = cell(p)
+                found[label].setdefault(p.candidate.words, {})[devices[p.nodes]] = cell(p)
 
     def points(values: Mapping[int, float | None]) -> list[tuple[int, float]]:
         return [(x, nan if (y := values.get(x)) is None else y) for x in sorted({*devices.values()})]
@@ -67,7 +67,7 @@ def draw_curves(plans: Sequence[Plan], title: str, nodes: Sequence[int] = ()) ->
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.set_ylim(bottom=0)
         axes.set_xlabel("devices", color=SOFT, fontsize=9)
-        heading = f"{title}\n{label}" if axes is figure.axes[0] else label
+        heading = f"{title}: calculated, not measured\n{label}" if axes is figure.axes[0] else label
         axes.set_title(heading, fontsize=10, color=INK, loc="left")
         axes.grid(color=GRID, linewidth=0.6)
         axes.tick_params(length=0)

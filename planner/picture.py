@@ -49,7 +49,7 @@ def draw(timeline: Timeline, title: str) -> Figure:
         f"; repeated iterations of loops, {format_seconds(cut)}, are cut out" if cut > 0.01 * timeline.step_s else ""
     )
     axes.set_xlabel(f"seconds of a step of {format_seconds(timeline.step_s)}{left_out}", color=SOFT, fontsize=9)
-    axes.set_title(title, fontsize=10, color=INK, loc="left")
+    axes.set_title(f"{title}: calculated, not measured", fontsize=10, color=INK, loc="left")
     axes.grid(axis="x", color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(length=0)

@@ -81,7 +81,7 @@ def plan_text(plan: Plan) -> str:
     """Returns what is printed of a plan, at most 120 columns wide but for notes."""
     best, lines = plan.best, [plan.title, ""]
     lines += _table(candidate_rows(plan))
-    lines += ["", plan.error_bar]
+    lines += ["", _wrapped(plan.error_bar)]
     spent = f"a device's memory, and what a step of {format_seconds(best.step_s)} is spent on"
     lines += ["", f"{best.candidate}: {spent}"]
     lines += [f"  {memory_text(best)}", ""]

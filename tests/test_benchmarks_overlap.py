@@ -8,7 +8,7 @@ import pytest
 from running import IGNORED
 
 from benchmarks import overlap_table
-from benchmarks.overlap_table import BEGIN, CASES, END, KEY, PAGE, Case, chosen, table
+from benchmarks.overlap_table import BEGIN, CASES, END, KEY, PAGE, Case, aims, chosen, table
 from benchmarks.records import put, recorded
 from configs import command_line
 
@@ -17,14 +17,24 @@ SECONDS = {"hop_two_s": 6.049, "hop_two_exposed_s": 5.0, "gathers_hop_one_s": 1.
 
 def line(case: str, *, overlap: bool, rate: str = "100gbit", step_s: float = 20.0) -> dict[str, Any]:
     sizes = {"temporary_bytes": 17_900_000_000, "compute_s": 14.4, "step_s": step_s, "commit": "a", "machine": "b"}
-    return {"case": case, "overlap": overlap, "rate": rate, **SECONDS, **sizes}
+    slow = {"slow_compute_s": 24.0, "slow_step_s": 25.0}
+    return {"case": case, "overlap": overlap, "rate": rate, **SECONDS, **sizes, **slow}
 
 
-def test_a_row_a_case_and_rate_of_the_newest_line() -> None:
-    lines = [line("zero3", overlap=True), line("mics(8)", overlap=False, step_s=1.0), line("mics(8)", overlap=False)]
+def test_a_row_a_case_and_rate() -> None:
+    lines = [line("zero3", overlap=True), line("mics(8)", overlap=False)]
     assert table(lines).splitlines()[2:] == [
-        "| mics(8) | off | 100 | 14.40 s | 6.05 (5.00) | 1.00 (0.25) | 20.00 s | 17.9 GB |",
-        "| zero3 | on | 100 | 14.40 s | 6.05 (5.00) | 1.00 (0.25) | 20.00 s | 17.9 GB |",
+        "| mics(8) | off | 100 | 14.40 s | 6.05 (5.00) | 1.00 (0.25) | 20.00 s | 24.00 | 1.00 | 25.00 | 17.9 GB |",
+        "| zero3 | on | 100 | 14.40 s | 6.05 (5.00) | 1.00 (0.25) | 20.00 s | 24.00 | 1.00 | 25.00 | 17.9 GB |",
+    ]
+
+
+def test_what_had_an_aim_is_shown_with_both_speeds_of_kernels() -> None:
+    lines = [line("zero3", overlap=on, rate="3200gbit") for on in (True, False)]
+    assert aims([*lines, line("mics(16)", overlap=True)]).splitlines() == [
+        "| step, with overlap | link, Gbit/s | exposed, 795 TFLOP/s | exposed, 450 TFLOP/s |",
+        "|---|---|---|---|",
+        "| zero3 | 3200 | 28.0 % | 4.0 % |",
     ]
 
 
@@ -33,7 +43,9 @@ def test_only_the_text_between_the_marks_is_written(tmp_path: Path, monkeypatch:
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     monkeypatch.setattr(overlap_table, "PAGE", page)
     overlap_table.write([line("mics(8)", overlap=True)])
-    assert page.read_text().startswith(f"before\n{BEGIN}\n\n| step") and page.read_text().endswith(f"{END}\nafter\n")
+    assert page.read_text().startswith(f"before\n{BEGIN}\n\n| step, with") and page.read_text().endswith(
+        f"{END}\nafter\n"
+    )
 
 
 def test_a_case_that_is_compiled_again_replaces_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,4 +82,7 @@ def test_the_configs_of_the_cases_are_accepted(case: Case) -> None:
 
 @pytest.mark.document
 def test_the_page_has_the_table_of_the_record() -> None:
-    assert table(recorded(overlap_table.RESULTS)) in PAGE.read_text(), "python -m benchmarks.overlap_table --report"
+    text, lines = PAGE.read_text(), recorded(overlap_table.RESULTS)
+    assert table(lines) in text and aims(lines) in text, "python -m benchmarks.overlap_table --report"
+    shares = [float(row.split(" | ")[2].removesuffix(" %")) for row in aims(lines).splitlines()[2:]]
+    assert (len(shares), sum(share <= 5 for share in shares)) == (6, 3) and "three of six reach it" in text

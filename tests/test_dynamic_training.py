@@ -184,7 +184,9 @@ def test_nodes_and_accuracies_of_every_seed_are_drawn() -> None:
             found = runs[kind]["validations"]
             assert list(line.get_xdata()) == [row["step"] for row in found]
             assert list(line.get_ydata()) == [100 * row["validation_accuracy"] for row in found]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(report.KINDS)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(report.LEGEND.values())
+    assert figure.axes[3].get_ylim()[0] == 85
+    assert figure.axes[3].get_ylabel().endswith("(the axis starts at 85)")
 
 
 @pytest.mark.document

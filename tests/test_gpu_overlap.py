@@ -154,19 +154,21 @@ def test_bert_10b_fits_16_gpus_with_a_quarter_more_temporaries_at_most(changes: 
 
 
 @pytest.mark.parametrize(
-    ("name", "rate"),
+    ("name", "rate", "exposed"),
     [
-        ("mics(8), hop two int8, micro-batch 32", "100gbit"),
-        ("mics(8), micro-batch 16", "400gbit"),
-        ("zero3", "3200gbit"),
+        ("mics(8), hop two int8, micro-batch 32", "100gbit", 0.04),
+        ("mics(8), micro-batch 16", "400gbit", 0.14),
+        ("zero3", "3200gbit", 0.07),
     ],
 )
-def test_bert_10b_exposes_a_twentieth_at_most_with_a_quarter_more_temporaries(name: str, rate: str) -> None:
+def test_bert_10b_exposes_what_the_page_says_with_a_quarter_more_temporaries(
+    name: str, rate: str, exposed: float
+) -> None:
     """On 16 nodes of 8 H100, replayed: a row of docs/gpu.md is measured again, with and without overlap."""
     lines = {}
     for case in (case for case in CASES if case.name == name):
         (lines[case.overlap],) = (line for line in measured(case) if line["rate"] == rate)
     beside, after = lines[True], lines[False]
-    assert beside["step_s"] - beside["compute_s"] <= 0.05 * beside["step_s"]
-    assert after["step_s"] - after["compute_s"] > 0.1 * after["step_s"]
+    assert beside["step_s"] - beside["compute_s"] <= exposed * beside["step_s"]
+    assert after["step_s"] - after["compute_s"] > 0.25 * after["step_s"]
     assert beside["temporary_bytes"] <= 1.25 * after["temporary_bytes"]

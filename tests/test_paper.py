@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from benchmarks import compiled, fidelity
 from paper import fsdp, mics_ablations, mics_figure_16, mics_section_3, published, three_calls
 from paper.page import document
+from paper.plots import rate_in_words
 from paper.records import Records, read_records
 from paper.tables import NOT_MEASURED, Row, fixed
 
@@ -228,8 +229,15 @@ def test_three_calls_chart_has_all_strategies(records: Records) -> None:
     assert drawn(three_calls.plot(some))[1].count("not measured") == len(three_calls.STRATEGIES) - 1
 
 
+def test_link_rates_are_shown_in_words() -> None:
+    assert [*map(rate_in_words, ("200mbit", "1gbit", "1.5gbit", "none"))] == [
+        "200 Mbit/s", "1 Gbit/s", "1.5 Gbit/s", "none"
+    ]  # fmt: skip
+
+
 def test_figure_16_chart_has_every_step(records: Records) -> None:
     left, right = mics_figure_16.plot(records).axes
+    assert left.get_ylim() == right.get_ylim() and left.get_ylim()[0] == 0 and left.get_xlim() == right.get_xlim()
     assert [len(line.get_ydata()) for line in left.lines] == [10, 10]
     assert [list(line.get_ydata()) for line in right.lines] == [
         records.curves[name]["losses"] for name in mics_figure_16.OURS

@@ -74,4 +74,8 @@ def test_charts_have_published_and_ours(records: Records) -> None:
         (axes,) = module.plot(records).axes
         assert len(axes.patches) == 2 * bars
         assert [text.get_text() for text in axes.get_yticklabels()] != []
+        words = [text.get_text() for text in axes.figure.legends[0].get_texts()]
+        words += [text.get_text() for text in axes.get_yticklabels()]
+        said = ("calculated",) if module is zeropp else ("ours: a decoder", "both: ResNet-18")
+        assert all(any(one in word for word in words) for one in said)  # what ours is
         assert axes.get_xscale() == ("log" if module is compression else "linear")  # its bars are 15 to 507

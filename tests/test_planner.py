@@ -90,6 +90,12 @@ def test_more_nodes_of_an_emulated_cluster_compute_no_faster() -> None:
 def test_strategies_by_name() -> None:
     config = small()
     assert [c.name for c in of_strategies(["mics(4)", "zero3", "hsdp"], config)] == ["mics(4)", "zero3", "hsdp"]
+    coded = "zero3+hop_one_inter=int8+gather_intra=bf16", "mics(4)+hop_two=int8", "custom+gradients=16+optimizer=all"
+    assert [c.words for c in of_strategies(coded, config)] == [
+        "zero3, hop one between nodes in int8, gathers inside nodes in bf16",
+        "mics(4), hop two in int8",
+        "custom, gradients over 16 devices, optimizer over all devices",
+    ]
     assert of_config(config).applied(config) == config
     for wrong in ("mics", "zero3(4)", "fsdp", "mics(x)"):
         with pytest.raises(ValueError, match=f"strategy={wrong}".replace("(", r"\(").replace(")", r"\)")):
@@ -253,7 +259,8 @@ def test_codecs_beside_strategies_and_curves(capsys: pytest.CaptureFixture[str],
     curves = {str(line.get_label()): list(line.get_ydata()) for line in figure.axes[0].lines}
     here = {name: [not isnan(float(y)) for y in ys] for name, ys in curves.items()}
     both = [True, True]
-    assert here == {"mics(8)": [False, True], "zero3": both, "zero3+gather_inter=int8": both}
+    assert here == {"mics(8)": [False, True], "zero3": both, "zero3, gathers between nodes in int8": both}
+    assert "calculated" in figure.axes[0].get_title(loc="left")
     (gap,) = draw_curves([two, four], "title", [2, 3, 4]).axes
     assert [isnan(float(y)) for y in list(gap.lines[1].get_ydata())] == [False, True, False]  # broken: 3 has no plan
     best = {p.candidate.name: p.tokens_per_s for p in four.predictions}
@@ -274,6 +281,7 @@ def test_the_picture_names_what_the_table_names_and_marks_what_is_cut_out() -> N
     labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
     assert labels == ["kernels", "gradient scope", "parameters", "other traffic"]
     (axes,) = figure.axes
+    assert axes.get_title(loc="left") == "title: calculated, not measured"
     heights = {text.get_text(): text.get_position() for text in axes.texts}
     assert heights["x 7"][0] == 0.5 and heights["x 2"][0] == 2
     assert heights["x 2"][1] < heights["x 7"][1] < 0  # what contains another is above it; the first lane is at 0
@@ -430,3 +438,4 @@ def test_programs_for_gpus(cluster: str, capsys: pytest.CaptureFixture[str]) -> 
     assert {part.name for part in prediction.traffic} >= {"gather", "hop_one"}
     assert prediction.inter_bytes > 0 and any(part.level == "inter" for part in prediction.traffic)
     assert any("V100: priced from the program compiled for an A100" in note for note in plan.notes) == ("p3" in cluster)
+    assert any(note.startswith("exposed is a lower bound") for note in plan.notes)

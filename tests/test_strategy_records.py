@@ -165,7 +165,8 @@ def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> N
     assert [bar.get_width() for bar in axes.patches] == [2.5, 0.0, 0.0, 9.0]  # at 1gbit, at 200mbit
     assert [text.get_text().strip() for text in axes.texts] == ["2.5", "not measured", "not measured", "9.0"]
     assert error_bars(figure) == [(2.0, 3.0)]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["compute only", "1gbit", "200mbit"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["compute only", "1 Gbit/s", "200 Mbit/s"]
+    assert "measured" in axes.get_xlabel()
 
 
 def test_shares_are_drawn_whole_beside_the_measured_step() -> None:
@@ -178,10 +179,11 @@ def test_shares_are_drawn_whole_beside_the_measured_step() -> None:
     assert bars[0] == [pytest.approx(bar) for bar in ((0, 3.0), (0, 2.0), (0, 3.0), (3.0, 0.064))]
     assert bars[1] == [pytest.approx(bar) for bar in ((0, 50.0), (0, 3.0), (3.0, 64.0))]
     assert [text.get_text().strip() for text in fast.texts] == ["compute only: not measured"]
-    assert slow.get_xlim()[1] > 67 and error_bars(figure) == [(2.0, 4.0)]
+    assert slow.get_xlim() == fast.get_xlim() and slow.get_xlim()[1] > 67 and error_bars(figure) == [(2.0, 4.0)]
     (legend,) = figure.legends  # of the figure, so that no chart cuts it
     words = [text.get_text() for text in legend.get_texts()]
-    assert words == ["measured", "compute only", "and the link at its full rate"]
+    assert words == ["a step, measured", "compute only, measured", "and the link at its full rate, calculated"]
+    assert [axes.get_xlabel() for axes in (fast, slow)] == ["seconds a step at 1 Gbit/s", "seconds a step at 1 Mbit/s"]
     figure.draw_without_rendering()
     box, canvas = legend.get_window_extent(), figure.bbox
     assert canvas.x0 <= box.x0 and box.x1 <= canvas.x1 and box.y1 <= canvas.y1
