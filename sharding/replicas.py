@@ -31,8 +31,8 @@ class PerReplica:
     """A tree of arrays `[R, ...]`: entry r is known to replica r alone, and lies on its devices only.
 
     `combine` says what keeps its meaning on another number of replicas: the sum over R (of residuals: what all have
-    still to send) or the mean (of copies that have drifted apart). `label` is a name in the paths of its arrays, and
-    so in checkpoints; without one the paths are those of the tree.
+    still to send) or the mean (of copies that have drifted apart; of their counters, the largest). `label` is a name in
+    the paths of its arrays, and so in checkpoints; without one the paths are those of the tree.
     """
 
     tree: PyTree

@@ -89,7 +89,7 @@ def load(folder: Path, wanted: Mapping[str, Wanted], saved: Sequence[Leaf]) -> l
     """Returns the arrays of `wanted`, in its order, read from an Orbax item, with their shardings.
 
     Data that is read but not yet on a device stays below a quarter of this process' shards, or the largest shard if it
-    is larger. Arrays with a row per replica are adapted to the new number of replicas; their sum or mean is preserved.
+    is larger. Arrays with a row per replica are adapted to the new number of replicas (`shared_out`).
     """
     saved_shapes = {leaf.path: leaf.shape for leaf in saved}
     stored = {path: as_saved(x.abstract, saved_shapes[path]) for path, x in wanted.items() if x.abstract.size}
@@ -120,15 +120,20 @@ def as_saved(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeD
 
 
 def shared_out(array: jax.Array, wanted: Wanted) -> jax.Array:
-    """Returns an array `[R, ...]` for another number of replicas R: equal rows that preserve the sum or the mean."""
+    """Returns an array `[R, ...]` for another number of replicas R: equal rows that preserve the sum or the mean.
+
+    Of counters, the integers, it is the largest: a step that one replica has skipped is not averaged away.
+    """
     abstract = wanted.abstract
     if array.shape == abstract.shape:
         return array
     assert wanted.combine is not None, wanted.leaf.path
 
     def share(x: jax.Array) -> jax.Array:
-        one = jnp.sum(x, axis=0) / (abstract.shape[0] if wanted.combine == "sum" else x.shape[0])
-        one = jnp.round(one) if jnp.issubdtype(abstract.dtype, jnp.integer) else one
+        if jnp.issubdtype(abstract.dtype, jnp.integer):
+            one = jnp.max(x, axis=0)
+        else:
+            one = jnp.sum(x, axis=0) / (abstract.shape[0] if wanted.combine == "sum" else x.shape[0])
         return jnp.broadcast_to(one.astype(abstract.dtype), abstract.shape)
 
     # one at a time: the collectives of two concurrent programs can deadlock on virtual CPU devices
