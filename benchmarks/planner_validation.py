@@ -72,7 +72,7 @@ def timed_steps() -> Iterator[dict[str, Any]]:
         keys[name] = {f"sharding.{key}": value for key, value in sharding_of(name).items()}
         keys[name] |= {"model.remat": remat_of(name)}
         runs[line["commit"] == session, name, line["rate"]].append(line["step_time_s"])
-    for line in recorded(MEASURED / "compression.jsonl", superseded=True):
+    for line in recorded(MEASURED / "compression.jsonl"):
         if line["kind"] != "step":
             continue
         name = f"mics(2), {line['codec']}, 1 micro-step"
