@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import workload
 
+import models
+
 STRATEGIES = {
     "ddp": dict(strategy="ddp"),
     "zero1": dict(strategy="zero1"),
@@ -114,9 +116,13 @@ def test_parameters_that_are_kept_whole(how: dict) -> None:
     np.testing.assert_allclose(workload.losses("decoder", sh), workload.single_device_losses("decoder"), rtol=1e-5)
 
 
-def test_bfloat16_compute_keeps_float32_parameters_and_stays_near() -> None:
+def test_bfloat16_compute_keeps_float32_parameters_and_stays_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all else that steps hand on; the model computes in what is gathered."""
+    narrow = models.build(replace(workload.model("decoder").config, compute_dtype="bfloat16"))
+    monkeypatch.setattr(workload, "model", lambda kind, num_layers=2: narrow)
     sh = workload.plan("decoder", dtype=jax.numpy.bfloat16, strategy="mics", partition_size=4)
     step, state, data = workload.compiled_step("decoder", sh)
     state, metrics = step(state, data)
-    assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
+    assert {x.dtype.name for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim} == {"float32"}
+    monkeypatch.undo()
     np.testing.assert_allclose(float(metrics["loss"]), workload.single_device_losses("decoder")[0], rtol=1e-2)
