@@ -101,8 +101,10 @@ def _read(argv: Sequence[str], values: flags.FlagValues) -> ConfigDict:
         _refuse_value(error, values)
         _refuse_key_for_flag(error)
         raise ValueError(_error_in_file(error, file) or _one_line(error)) from error
-    except Exception as error:  # a config file is user code and can raise any exception
+    except (Exception, SystemExit) as error:  # a config file is user code and can raise any exception
         if isinstance(error, AttributeError):
+            if str(error).endswith("has no attribute 'get_config'"):
+                raise ValueError(f"{file}: it lacks get_config(), which returns the config") from error
             _refuse_key_of_others(argv)
         raise ValueError(_with_line(error, file)) from error
     if rest:
@@ -138,9 +140,11 @@ def _refuse_unknown_keys(argv: Sequence[str], file: str) -> None:
     if not {*names} <= {*_known_names()} and Path(file).is_file():
         try:
             runpy.run_path(file)
-        except Exception as error:  # as below: it is user code
+        except (Exception, SystemExit) as error:  # as below: it is user code
             raise ValueError(_with_line(error, file)) from error
     known = _known_names()
+    if any(re.fullmatch(r"--?config\.(=.*)?", word) for word in argv[1:]):
+        raise ValueError(f"--config. lacks the name of a key, such as --config.{known[0]}")
     for name in names:
         if name in sections(""):
             raise ValueError(f"{name} is a section; set one of its keys, such as --config.{_of_section(name)[0]}=...")
