@@ -22,7 +22,7 @@ from pathlib import Path
 
 from cluster import emulate as emulator
 from configs.overrides import Overrides
-from runtime.command_line import OneLineParser, complain, make_folder, prepare_output
+from runtime.command_line import OneLineParser, complain, make_folder, named_path, prepare_output
 from runtime.exit_codes import ExitCode
 from sweeps import slurm
 from sweeps.check import check_runs
@@ -106,7 +106,7 @@ def parser() -> OneLineParser:
     flags.add_argument(
         "--workers", type=int, help="runs at a time (default: 1; as many as fit with --ray; no limit in SLURM)"
     )
-    flags.add_argument("--workdir", type=Path, help="where the runs' directories are (default: runs/sweeps/X)")
+    flags.add_argument("--workdir", type=named_path, help="where the runs' directories are (default: runs/sweeps/X)")
     flags.add_argument("--emulate", help="options of cluster.emulate; they override those of the file")
     flags.add_argument("--slurm", help="options of sbatch: the runs become tasks of an array")
     flags.add_argument("--ray", metavar="ADDRESS", help="of a Ray cluster that runs them, or local")

@@ -89,6 +89,8 @@ def from_command_line(argv: Sequence[str], hooks: Sequence[Hook], supervisor: Su
         return True
     config = command_line.parse(argv, values)
     supervisor.shows_tracebacks = values.debug
+    if values.workdir == "":
+        raise ValueError("--workdir= names no folder; give one, or leave --workdir out")
     workdir = Path(values.workdir or Path("runs") / command_line.config_name(values))
     check_path(workdir)
     if values.standby:

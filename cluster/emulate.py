@@ -24,7 +24,7 @@ from cluster.job import Job, Outcome
 from cluster.links import Links
 from cluster.nodes import Cluster, check_count
 from cluster.table import Monitor, shown
-from runtime.command_line import OneLineParser, complain, make_folder, prepare_output, split
+from runtime.command_line import OneLineParser, complain, make_folder, named_path, prepare_output, split
 
 POLL_S = 0.05
 NODE_VERBS = {
@@ -71,7 +71,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Links, list[str]]:
     parser.add_argument("--latency", default="0ms", help="one way between two nodes: 1ms, 50us")
     parser.add_argument("--jitter", default="0ms", help="the latency varies by so much")
     parser.add_argument("--loss", default="0%", help="of packets: 0.1%%")
-    parser.add_argument("--workdir", type=Path, help="logs and traffic.json (default: runs/emulated/NAME)")
+    parser.add_argument("--workdir", type=named_path, help="logs and traffic.json (default: runs/emulated/NAME)")
     parser.add_argument("--name", default=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", help="for ctl")
     parser.add_argument("--grace_s", type=float, default=60.0, help="for the others to end when a process failed")
     options = parser.parse_args(ours)

@@ -101,10 +101,12 @@ def _read(argv: Sequence[str], values: flags.FlagValues) -> ConfigDict:
         _refuse_value(error, values)
         _refuse_key_for_flag(error)
         raise ValueError(_error_in_file(error, file) or _one_line(error)) from error
-    except Exception as error:  # a config file is user code and can raise any exception
+    except (Exception, SystemExit) as error:  # a config file is user code and can raise any exception
         if isinstance(error, AttributeError):
+            if str(error).endswith("has no attribute 'get_config'"):
+                raise ValueError(f"{file}: it lacks get_config(), which returns the config") from error
             _refuse_key_of_others(argv)
-        raise ValueError(_with_line(error, file)) from error
+        raise ValueError(with_line(error, file)) from error
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; flags are written --name=value")
     if not file:
@@ -138,9 +140,11 @@ def _refuse_unknown_keys(argv: Sequence[str], file: str) -> None:
     if not {*names} <= {*_known_names()} and Path(file).is_file():
         try:
             runpy.run_path(file)
-        except Exception as error:  # as below: it is user code
-            raise ValueError(_with_line(error, file)) from error
+        except (Exception, SystemExit) as error:  # as below: it is user code
+            raise ValueError(with_line(error, file)) from error
     known = _known_names()
+    if any(re.fullmatch(r"--?config\.(=.*)?", word) for word in argv[1:]):
+        raise ValueError(f"--config. lacks the name of a key, such as --config.{known[0]}")
     for name in names:
         if name in sections(""):
             raise ValueError(f"{name} is a section; set one of its keys, such as --config.{_of_section(name)[0]}=...")
@@ -213,10 +217,10 @@ def _error_in_file(error: BaseException, file: str) -> str:
     if cause is None or cause.__context__ is None:
         return ""
     message = _one_line(cause.__context__)
-    return message if Path(file).name in message else _with_line(cause.__context__, file)
+    return message if Path(file).name in message else with_line(cause.__context__, file)
 
 
-def _with_line(error: BaseException, file: str) -> str:
+def with_line(error: BaseException, file: str) -> str:
     """Returns an error that a config file raised as one line, with the line of the file (or of the file it imports)."""
     where = ""
     if isinstance(error, SyntaxError) and error.lineno:

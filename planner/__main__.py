@@ -38,12 +38,12 @@ from planner.report import Plan, plan_text, scaling_text, title, to_json
 from planner.search import search
 from planner.spot import planned_cost, run_of, spot_text
 from planner.spot_trace import read_trace
+from planner.table import MOST_DEVICES
 from runtime.command_line import check_file, prepare_output
 from runtime.exit_codes import ExitCode
 
 SHOWN = 10  # of a search
 LOOKED_AT = 3  # programs of a search, unless --compile says otherwise
-MOST_DEVICES = 16_384  # jax makes each of them, on this machine
 DEFAULT = "p4d.24xlarge"  # cluster
 RATE = {"mbit": 1e6, "gbit": 1e9}
 

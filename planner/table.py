@@ -29,6 +29,7 @@ from training.experiment import Experiment, make_experiment
 from training.memory import REST, bytes_by_name, nbytes
 
 SPEC_WIDTH = 35
+MOST_DEVICES = 16_384  # jax makes each of them, on this machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,8 @@ def start_devices(config: Config, devices: int | None, devices_per_node: int | N
         names = {"num_cpu_devices": "--devices", "devices_per_node": "--devices_per_node"}
         count, node = (f"{names[key] if key in given else f'mesh.{key}'}={getattr(mesh, key)}" for key in asked)
         raise ValueError(f"{count} is not a multiple of {node}; change --devices or --devices_per_node")
+    if mesh.num_cpu_devices > MOST_DEVICES:
+        raise ValueError(f"{mesh.num_cpu_devices} devices are too many, jax must make each: {MOST_DEVICES} at most")
     if mesh.num_cpu_devices > 0:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", mesh.num_cpu_devices)

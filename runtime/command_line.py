@@ -59,6 +59,13 @@ def complain(error: ValueError | OSError) -> int:
     return ExitCode.BAD_INPUT if isinstance(error, ValueError) else ExitCode.FAILED
 
 
+def named_path(text: str) -> Path:
+    """Returns the path that a command-line option names; an empty one, as of an unset variable, is a mistake."""
+    if not text:
+        raise argparse.ArgumentTypeError("it names nothing; give a path, or leave it out")
+    return Path(text)
+
+
 def make_folder(folder: Path, option: str) -> None:
     """Creates the folder that a command-line option names. ValueError if it cannot be created or written."""
     try:

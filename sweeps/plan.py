@@ -63,8 +63,8 @@ def load_file(path: str) -> SweepFile:
         raise ValueError(f"--config={path}: no such file")
     try:
         names = runpy.run_path(path)
-    except Exception as error:  # the file is the user's code and may raise anything
-        raise ValueError(f"{path}: {error} ({type(error).__name__})") from error
+    except (Exception, SystemExit) as error:  # the file is the user's code and may raise anything
+        raise ValueError(command_line.with_line(error, path)) from error
     sweeps: dict[str, Any] = {
         name.removeprefix("sweep_"): value for name, value in names.items() if name.startswith("sweep_")
     }
@@ -97,7 +97,7 @@ def points(file: SweepFile, names: Sequence[str]) -> list[Overrides]:
             raise ValueError(f"--sweep={name} is not in {file.path.name}, which has {', '.join(file.sweeps)}")
         try:
             part = [dict(overrides) for overrides in file.sweeps[name]()]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"sweep_{name}() of {file.path.name}: {error} ({type(error).__name__})") from error
         if not part:
             raise ValueError(f"sweep_{name}() of {file.path.name} returns no runs; it must return at least one")

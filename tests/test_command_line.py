@@ -163,3 +163,21 @@ def test_folders_and_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "access", lambda *_: False)  # as on a disk that is mounted read-only
     with pytest.raises(ValueError, match="cannot be written; change that, or choose another --out"):
         make_folder(tmp_path, "--out")
+
+
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [
+        (lambda argv: sweep.main(argv), f"{SWEEP} --workdir="),
+        (lambda argv: emulate.main([*argv, "--", "true"]), f"{EMULATE} --workdir="),
+        (lambda argv: probe.main(argv[1:]), "cluster.probe --out="),
+    ],
+    ids=["sweep", "emulate", "probe"],
+)
+def test_an_empty_path_is_a_mistake(
+    program: Callable[[list[str]], int], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of an unset variable: it is not the folder in which the command was given."""
+    assert program(command.split()) == 2
+    option = command.split()[-1].removesuffix("=")
+    assert capsys.readouterr().err == f"error: argument {option}: it names nothing; give a path, or leave it out\n"

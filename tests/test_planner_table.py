@@ -287,6 +287,7 @@ def test_mistakes_found_before_any_device(capsys: pytest.CaptureFixture[str]) ->
     for arguments, said in (
         (["--config=configs/no.py"], "configs/no.py"),
         (["--config=configs/quickstart.py", "--devices=0"], "--devices=0 must be at least 1"),
+        (["--config=configs/quickstart.py", "--devices=100000"], "100000 devices are too many"),
         (["--config=configs/quickstart.py", "--devices_per_node=-2"], "--devices_per_node=-2 must be at least 1"),
     ):
         assert table.main(["table", *arguments]) == 2

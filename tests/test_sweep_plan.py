@@ -21,6 +21,10 @@ SHIPPED = {
     "strategies_by_model": 15,
 }  # runs
 MISTAKES: dict[str, tuple[str, list[str], str]] = {
+    "an empty folder": (RATES, ["--workdir="], "argument --workdir: it names nothing; give a path, or leave it out$"),
+    "an exit": ("raise SystemExit(3)", [], r"mine.py, line \d+, `raise SystemExit\(3\)`: 3 \(SystemExit\)$"),
+    "an exit in a sweep": ("def sweep_lr(): exit(3)", [], r"sweep_lr\(\) of mine.py: 3 \(SystemExit\)$"),
+    "a syntax error": ("def sweep_lr(: pass", [], r"mine.py, line \d+, `def sweep_lr\(: pass`: .* \(SyntaxError\)$"),
     "an unknown sweep": (RATES, ["--sweep=lr,sede"], r"--sweep=sede is not in mine.py, which has lr$"),
     "an empty sweep": ("def sweep_lr(): return []", [], r"sweep_lr\(\) of mine.py returns no runs"),
     "no sweep": ("", [], "mine.py is not a sweep file: it needs .* sweep_NAME"),
@@ -95,7 +99,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         [],
         "two of the combined sweeps set seed",
     ),
-    "a file that raises": ("import missing_module", [], "mine.py: .*missing_module"),
+    "a file that raises": ("import missing_module", [], r"mine.py, line \d+, `.*`: .*missing_module"),
     "no workers": (RATES, ["--workers=0"], "--workers=0 must be at least 1"),
     "workers that are no number": (RATES, ["--workers=two"], "--workers.*two"),
     "a key of the config": (

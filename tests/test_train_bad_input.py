@@ -85,6 +85,10 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         "keep_best=1 needs a validation .* eval.every=2 and checkpoint.every=5; set eval.every=5",
     ),
     "negative devices": ({"mesh__num_cpu_devices": -1}, "num_cpu_devices"),
+    "devices that no machine can play": (
+        {"mesh__num_cpu_devices": 100_000},
+        "^mesh.num_cpu_devices=100000 is more than a process can run; set it to 1024 at most",
+    ),
     "evaluations below zero": ({"eval__every": -1}, "eval.every=-1"),
     "an evaluation of nothing": ({"eval__num_batches": 0}, "eval.num_batches=0"),
     "a sample below zero": ({"sample__length": -1}, "sample.length=-1"),
@@ -121,6 +125,8 @@ def config_file(folder: Path, body: str) -> str:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
+        ("    raise SystemExit(3)", r"^/\S+mine.py, line 6, `raise SystemExit\(3\)`: 3 \(SystemExit\)$"),
+        ("del get_config", r"^/\S+mine.py: it lacks get_config\(\), which returns the config$"),
         ("    config.model.hiden = 3\n    return config", "model.hiden.*the nearest is model.hidden$"),
         ("    config.optimizer.beta1 = 3\n    return config", "optimizer.beta1.*optimizer"),
         ("    config.modell = {}\n    return config", "modell.*model"),
@@ -200,6 +206,8 @@ def test_bad_flags_are_rejected(
     assert_matches(error_of(capsys, *args, "--config=configs/elastic.py"), message)
     message = "^model is a section; set one of its keys, such as --config.model.kind=...$"
     assert_matches(error_of(capsys, *args, "--config.model=decoder"), message)
+    assert_matches(error_of(capsys, *args, "--config.=3"), "^--config. lacks the name of a key, such as --config.seed$")
+    assert_matches(error_of(capsys, *args, "--workdir="), "^--workdir= names no folder; give one, or leave")
     assert_matches(error_of(capsys, *args, "word"), "unexpected argument 'word'")
     assert_matches(error_of(capsys, *args, "--num_processes=two"), "num_processes")
     for given in ("--coordinator=localhost:1234", "--num_processes=2", "--process_id=0"):

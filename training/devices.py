@@ -6,11 +6,20 @@ from pathlib import Path
 
 import jax
 
+MOST_CPU_DEVICES = 1024  # of a process: jax starts threads for each, and 100,000 leave a machine without an answer
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
 def use_cpu_devices(count: int) -> None:
-    """Gives this process `count` virtual CPU devices; call it before jax initialises its devices."""
+    """Gives this process `count` virtual CPU devices; call it before jax initialises its devices.
+
+    ValueError for more than a machine can run.
+    """
+    if count > MOST_CPU_DEVICES:
+        raise ValueError(
+            f"mesh.num_cpu_devices={count} is more than a process can run; set it to {MOST_CPU_DEVICES} at most "
+            "(python -m planner plays larger clusters)"
+        )
     _keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)

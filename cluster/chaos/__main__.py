@@ -26,7 +26,7 @@ from cluster.chaos.run import ROOT, ElasticRun, RunError
 from cluster.links import Links
 from files import json_lines
 from metrics.run_files import read_run
-from runtime.command_line import OneLineParser, complain, prepare_output, split
+from runtime.command_line import OneLineParser, complain, named_path, prepare_output, split
 
 TOLERANCE = 1e-5
 MIN_NODES = 2  # an event that removes one leaves one
@@ -74,9 +74,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rate", default="1gbit", help="of the links (default: %(default)s)")
     parser.add_argument("--compile_ahead", action="store_true", help="as the option of engines.ray")
     parser.add_argument(
-        "--workdir", type=Path, default=Path("runs/chaos"), help="logs and both runs (default: %(default)s)"
+        "--workdir", type=named_path, default=Path("runs/chaos"), help="logs and both runs (default: %(default)s)"
     )
-    parser.add_argument("--reference", type=Path, help="the --workdir of an undisturbed run (default: it is run first)")
+    parser.add_argument(
+        "--reference", type=named_path, help="the --workdir of an undisturbed run (default: it is run first)"
+    )
     options = parser.parse_args(ours)
     Links(rate=options.rate)  # ValueError says what is wrong with it
     for name, least in (("nodes", MIN_NODES), ("events", 1), ("devices_per_node", 1)):

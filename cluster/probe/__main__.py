@@ -20,7 +20,7 @@ from cluster.probe.measure import Level, find_levels, measure_sizes
 from cluster.probe.model import RING_PASSES, Measurement
 from metrics.environment import environment
 from runtime import launch
-from runtime.command_line import OneLineParser, complain, make_folder, prepare_output
+from runtime.command_line import OneLineParser, complain, make_folder, named_path, prepare_output
 from runtime.exit_codes import ExitCode
 
 SIZES = "1k,4k,16k,64k,256k,1m,4m,16m,64m"
@@ -61,7 +61,9 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Returns the options of the command line. ValueError for a mistake in them."""
     parser = OneLineParser(prog="python -m cluster.probe", description="Measures the links.", allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=Path("runs/probe"), help="directory for probe.json and probe.png")
+    parser.add_argument(
+        "--out", type=named_path, default=Path("runs/probe"), help="directory for probe.json and probe.png"
+    )
     parser.add_argument("--sizes", default=SIZES, help="bytes of the whole tensor of a device, such as 64k,1m,16m")
     parser.add_argument("--devices_per_node", type=int, default=0, help="0: processes on the same host form a node")
     parser.add_argument("--coordinator", help="HOST:PORT of process 0")
