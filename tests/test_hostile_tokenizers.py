@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_input_tokenizers import tokenizer_json
 
@@ -50,6 +50,8 @@ any_id = st.integers(0, 9) | st.sampled_from([MAX_IDS - 1, MAX_IDS, 2**31 - 2, 2
     st.sampled_from([*SEPARATORS[:3], "fox", None]),
     st.lists(st.sampled_from(["the", "fox", "dog", "cat"]), max_size=4),
 )
+@example({"the": 1, "</s>": 2**31 - 2}, "</s>", ["the"])
+@example({"the": 1, "</s>": 0}, "</s>", ["the", "cat"])  # which it cannot encode
 def test_whole_words_have_the_ids_of_a_dict(vocabulary: dict[str, int], special: str | None, words: list[str]) -> None:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [{"id": vocabulary[special], "content": special, "special": True} | flags] if special in vocabulary else []
