@@ -1,0 +1,226 @@
+"""Random answers of HTTP servers: the tokens of what is served now, or one line; never those of before, or of a part.
+
+What cannot be told is not here: other content under the strong ETag of the old one, and a part of a file that both HEAD
+and GET say is the whole.
+"""
+
+import hashlib
+import http.server
+import json
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, event, example, given, settings
+from hypothesis import strategies as st
+from shard_texts import settings as of_shards
+
+from input_pipeline import store
+from input_pipeline.shard_index import ShardIndex
+from input_pipeline.shards import ShardSet
+from input_pipeline.store import RemoteStore
+from runtime.exit_codes import ResumableError
+
+CONTENTS = [b"the quick brown fox\n" * 9, b"THE QUICK BROWN FOX\n" * 9, b"another text\n" * 20]
+WRONG = [0, 3, 99_999, 2**63, "abc", "-1", None]  # lengths that no content has
+DATES = [None, "Wed, 21 Oct 2015 07:28:00 GMT", "Fri, 01 Jan 2100 00:00:00 GMT", "yesterday"]
+bounded = partial(
+    settings, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To HEAD or GET: what is sent of a content, and what is said of it."""
+
+    content: int = 0
+    status: int = 200
+    tag: str | None = None  # "{}": a hash of the content, as of a server that keeps its promise
+    date: str | None = None
+    length: Any = "right"
+    cut: int | None = None  # bytes of the content that are sent
+    more: bytes = b""  # sent after it
+
+    def sent(self) -> bytes:
+        return CONTENTS[self.content][: self.cut] + self.more
+
+    def is_whole(self) -> bool:
+        """Whether it gives a content, and all of it; what follows the announced length is not of the answer."""
+        size = len(CONTENTS[self.content]) if self.length == "right" else self.length
+        return self.sent()[: size if isinstance(size, int) else None] == CONTENTS[self.content]
+
+    def raw(self, method: str) -> bytes:
+        content = CONTENTS[self.content]
+        tag = self.tag and self.tag.format(hashlib.md5(content).hexdigest())
+        length = len(content) if self.length == "right" else len(self.sent()) if self.length == "sent" else self.length
+        said = {"ETag": tag, "Last-Modified": self.date, "Content-Length": length, "Location": "/a.txt"}
+        said |= {"Connection": "close"}
+        lines = [f"HTTP/1.1 {self.status} X", *(f"{name}: {x}" for name, x in said.items() if x is not None), "", ""]
+        return "\r\n".join(lines).encode() + (self.sent() if method == "GET" else b"")
+
+
+Run = tuple[Answer, list[Answer]]  # to HEAD, and to the GETs in turn, the last one for all that follow
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Answers for /a.txt and for all other paths."""
+
+    run: Run
+    others: dict[str, bytes]
+
+    def handle_error(self, *_: Any) -> None:  # who asked has gone
+        pass
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Server  # pyright: ignore
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if (other := self.server.others.get(self.path)) is not None:
+            self.wfile.write(
+                b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(other), other)
+            )
+            return
+        head, gets = self.server.run
+        answer = head if self.command == "HEAD" else gets.pop(0) if len(gets) > 1 else gets[0]
+        self.wfile.write(answer.raw(self.command))
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture(scope="module", name="server")
+def a_server_for_which_nobody_waits() -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as patched, Server(("127.0.0.1", 0), Handler) as server:
+        patched.setattr(store, "FIRST_S", 0.0)
+        patched.setattr(store, "_PAUSES_S", (0.0,))
+        patched.setattr(RemoteStore.__init__, "__defaults__", (0.0,))
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as folder:
+        patched.setenv("MICS_JAX_CACHE", folder)
+        yield
+
+
+def outcome(url: str) -> list[bytes] | None:
+    """Opens a set and returns the tokens of its shards; None after one line."""
+    try:
+        with ShardSet(of_shards(url)) as shards:
+            return [bytes(shards.tiers.get(shard).tolist()) for shard in shards.index.shards]
+    except (ValueError, OSError, ResumableError) as error:
+        assert str(error) and "\n" not in str(error), error
+        assert not isinstance(error, OSError) or error.errno is None, error  # an explained one
+        return None
+
+
+content = st.sampled_from(range(len(CONTENTS)))
+tags = st.sampled_from([None, '"{}"', "{}", 'W/"1"', 'W/"{}"', '""', "W/", "\xe4", '"'])
+lengths = st.just("right") | st.sampled_from(["right", *WRONG])
+statuses = st.just(200) | st.sampled_from([200, 201, 204, 206, 301, 302, 304, 400, 401, 403, 404, 410, 429, 500, 503])
+heads = st.builds(Answer, content, statuses, tags, st.sampled_from(DATES), lengths)
+gets = st.builds(
+    Answer,
+    content,
+    statuses,
+    tags,
+    st.sampled_from(DATES),
+    lengths | st.just("sent"),
+    st.none() | st.sampled_from([None, 0, 1, 100]),
+    st.sampled_from([b"", b"", b"more"]),
+)
+
+
+@st.composite
+def servings(draw: st.DrawFn) -> Run:
+    """Mostly of one content, with few lies."""
+    if draw(st.integers(0, 3)) == 3:
+        return draw(heads), draw(st.lists(gets, min_size=1, max_size=4))
+    served, tag, date = draw(content), draw(tags), draw(st.sampled_from(DATES[:2]))
+    honest = Answer(served, 200, tag, date)
+    return draw(st.just(honest) | heads), [*draw(st.lists(gets, max_size=2)), honest]
+
+
+@bounded(max_examples=80)
+@given(st.lists(servings(), min_size=1, max_size=3), content, st.sampled_from([None, '"{}"', 'W/"1"']))
+@example([(Answer(0), [Answer(0)])], 1, None)  # neither ETag nor Last-Modified
+@example([(Answer(0, tag='"{}"'), [Answer(1, tag='"{}"')])], 0, '"{}"')  # the ETag of HEAD is not that of GET
+@example([(Answer(0, 204, length=0), [Answer(0, 204, length=0, cut=0)])], 0, None)
+@example([(Answer(0), [Answer(0, length="sent", cut=5)])], 0, None)
+@example([(Answer(0, tag='"{}"'), [Answer(0, length="sent", more=b"more", tag='"{}"')])], 0, None)
+def test_tokens_are_of_what_is_served_now(server: Server, runs: list[Run], last: int, tag: str | None) -> None:
+    """Of a file, in one cache; whatever came before, a server that tells the truth gets its tokens."""
+    with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as folder:
+        patched.setenv("MICS_JAX_CACHE", folder)
+        server.others = {}
+        for head, answers in runs:
+            server.run = (head, [*answers])
+            whole = [CONTENTS[answer.content] + b"\0" for answer in answers if answer.is_whole()]
+            found = outcome(f"{server.url}/a.txt")
+            event("tokens" if found else "one line")
+            assert found is None or (len(found) == 1 and found[0] in whole), found
+        server.run = (Answer(last, tag=tag), [Answer(last, tag=tag)])
+        assert outcome(f"{server.url}/a.txt") == [CONTENTS[last] + b"\0"]
+
+
+def as_json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+names = st.sampled_from(["a.txt", "b.txt", "./a.txt", "a.txt/", "x/../a.txt", "/a.txt", "a.md", "", ".", "a//a.txt"])
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | names | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["format", "shards", "a"]), inner),
+    max_leaves=8,
+)
+
+
+@bounded(max_examples=80)
+@example(["a.txt", "./a.txt"])
+@given(st.lists(names, max_size=4) | json_like | st.binary(max_size=30))
+def test_no_file_counts_twice_and_none_is_added(server: Server, listed: Any) -> None:
+    """Whatever `index.json` has: a list of names is read as it is, or refused."""
+    texts = {"a.txt": CONTENTS[0], "b.txt": CONTENTS[1]}
+    server.run = (Answer(status=404), [Answer(status=404)])
+    raw = listed if isinstance(listed, bytes) else as_json(listed)
+    server.others = {"/index.json": raw} | {f"/{name}": text for name, text in texts.items()}
+    found = outcome(server.url)
+    named = {name for name in listed if isinstance(name, str) and name in texts} if isinstance(listed, list) else set()
+    if isinstance(listed, list) and len(listed) == len(named) > 0:
+        assert found == [texts[name] + b"\0" for name in sorted(named)]
+    else:
+        assert found is None or found == [texts[name] + b"\0" for name in sorted(named)] != []
+
+
+@bounded(max_examples=60)
+@given(servings(), st.integers(1, 3))
+def test_a_prepared_shard_is_the_one_of_its_hash_or_none(server: Server, run: Run, times: int) -> None:
+    """Its file is asked for where the index says; an index that names a shard twice is refused."""
+    with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as folder:
+        patched.setenv("MICS_JAX_CACHE", folder)
+        shard = {"name": "a.txt", "num_tokens": len(CONTENTS[0]) // 2, "text_bytes": 1, "dtype": "<u2"}
+        shard |= {"sha256": hashlib.sha256(CONTENTS[0]).hexdigest()}
+        index = ShardIndex(tokenizer="bytes", shards=()).as_json() | {"shards": [shard] * times}
+        server.others, server.run = {"/index.json": as_json(index)}, (run[0], [*run[1]])
+        try:
+            with ShardSet(of_shards(server.url)) as shards:
+                tokens = shards.tiers.get(shards.index.shards[0])
+            assert times == 1 and tokens.tobytes() == CONTENTS[0]
+            assert any(answer.content == 0 and answer.is_whole() for answer in run[1])
+        except (ValueError, OSError, ResumableError) as error:
+            assert "\n" not in str(error)
+            assert times == 1 or "lists 'a.txt' twice" in str(error)
