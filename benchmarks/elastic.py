@@ -144,17 +144,19 @@ def chaos(folder: Path, reference: Path) -> dict[str, Any]:
     run = read_run(folder / "run")
     compile_ahead = any(event["event"] == Event.ATTEMPT_AHEAD for event in EventReader(folder / "run").new())
     ahead = ["--compile_ahead"] * compile_ahead
+    drawn = [f"--events={len(events)}", f"--seed={events[0]['seed']}"]
     losses, parameters = compare_losses(run.run_dir, reference), compare_parameters(run.run_dir, reference)
     return {
         "title": CHAOS,
         "steps": len(run.rows),
+        "seed": events[0]["seed"],
         "loss_difference": losses.difference,
         "parameter_difference": parameters.difference,
         "events": [
             {key: event[key] for key in ("kind", "process", "next_step_s", "lost_steps", "load")} for event in events
         ],
         "compile_ahead": compile_ahead,
-        "command": shlex.join(["python", "-m", "cluster.chaos", *ahead, f"--workdir={folder}"]),
+        "command": shlex.join(["python", "-m", "cluster.chaos", *ahead, *drawn, f"--workdir={folder}"]),
         **machine(),
     }
 
@@ -231,6 +233,7 @@ def chaos_run(line: dict[str, Any]) -> str:
         rows="\n".join(rows),
         ahead=" --compile_ahead" if line.get("compile_ahead") else "",
         steps=line["steps"],
+        seed=line.get("seed", 0),  # lines without one are of this seed
         count=len(line["events"]),
         **numbers,
         **about([{**line, **event} for event in line["events"]]),
@@ -285,13 +288,14 @@ CHAOS_PAGE = """
 ## Chaos
 
 Random events in one run (`configs/elastic.py:tiny`, otherwise as above), each a few steps after the run has recovered
-from the previous one; the seed is 0. Every run so far is below. All finished normally and left no process or namespace
-behind. They are compared to an undisturbed run in one process with 8 devices: the loss of every step, and the
+from the previous one. Every run so far is below. All finished normally and left no process or namespace behind. They
+are compared to an undisturbed run in one process with 8 devices: the loss of every step, and the
 parameters relative to the largest value in their array; the limit is 1e-5. The kinds are described in
 `cluster/chaos/plan.py`. A run gets into this page by `python -m benchmarks.elastic --chaos=FOLDER`, its `--workdir`.
 """
 CHAOS_RUN = """
-    XLA_FLAGS=--xla_backend_optimization_level=0 python -m cluster.chaos{ahead} -- --config.num_steps={steps}
+    XLA_FLAGS=--xla_backend_optimization_level=0 python -m cluster.chaos{ahead} --events={count} --seed={seed} \\
+        -- --config.num_steps={steps}
 
 {count} events in {steps} steps; the largest difference of a loss is {loss}, of a parameter {parameter}. {machine},
 load average {load}, commit {commit}.

@@ -171,11 +171,18 @@ def test_the_page_has_what_was_measured() -> None:
     event = {"kind": "cut", "next_step_s": 9.0, "lost_steps": 2, "load": 4.0}
     random = {"title": "chaos", "steps": 50, "loss_difference": 2.3e-7, "parameter_difference": 5e-7, **where}
     slow = {**random, "events": [event, {**event, "next_step_s": 10.0, "lost_steps": 0}]}
-    fast = {**random, "loss_difference": 1e-9, "compile_ahead": True, "events": [{**event, "next_step_s": 3.0}]}
+    fast = {
+        **random,
+        "loss_difference": 1e-9,
+        "compile_ahead": True,
+        "events": [{**event, "next_step_s": 3.0}],
+        "seed": 7,
+    }
     page = benchmark.page([slow, fast])
     assert "| `cut` | 2 | 9.5 (9.0 to 10.0) | 2, 0 |" in page and "2e-07" in page and "SIGKILL of a node |" not in page
     assert "| `cut` | 1 | 3.0 | 2 |" in page and "1e-09" in page  # every run, not only the newest
-    assert page.count("cluster.chaos --compile_ahead --") == 1 and page.count("cluster.chaos -- ") == 1
+    assert page.count("cluster.chaos --compile_ahead --events=1 --seed=7 ") == 1
+    assert page.count("cluster.chaos --events=2 --seed=0 ") == 1
 
 
 def chaos(*args: str) -> subprocess.CompletedProcess[str]:

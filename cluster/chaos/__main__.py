@@ -116,7 +116,8 @@ def disturb(run: ElasticRun, options: argparse.Namespace) -> bool:
         for number, event in enumerate(plan, 1):
             outcome = inject(run, event)
             print(f"{number:2} {described(outcome)}", flush=True)
-            json_lines.append(run.folder / "outcomes.jsonl", asdict(outcome) | {"load": os.getloadavg()[0]})
+            about = {"load": os.getloadavg()[0], "seed": options.seed}
+            json_lines.append(run.folder / "outcomes.jsonl", asdict(outcome) | about)
         code = run.finish(END_S)
     left = run.left()
     print(f"the run ended with exit code {code} after {run.attempt} attempts; left: {'; '.join(left) or 'nothing'}")
