@@ -59,7 +59,7 @@ def read_attempts(workdir: Path, report: Callable[[str], None]) -> Attempts:
         if not file.exists():
             return asdict(new)
         try:
-            found = _from_json(json_objects.read(file))
+            found = _from_json(json_objects.parse(json_objects.read_bytes(file), "it"))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is damaged ({error}); remove it: the checkpoints do not need it") from error
         if found.folder != folder:
@@ -95,4 +95,7 @@ def newest_set_aside(workdir: Path) -> int:
 
 
 def _from_json(content: Mapping[str, Any]) -> Attempts:
-    return Attempts(**{**content, "began_at": tuple(content["began_at"])})
+    began_at = content["began_at"]
+    if not isinstance(began_at, list | tuple):
+        raise ValueError(f"began_at is {began_at!r}")
+    return Attempts(**{**content, "began_at": tuple(began_at)})

@@ -1,0 +1,291 @@
+"""Random and mutated JSON for every reader of files: the right value, or one line of ours, and never another error."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hugging_face_reference import FOLDER
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+from test_hugging_face_models import changed, loaded, section
+from test_state_damage import NEWEST, check_falls_back, saved, undone  # noqa: F401 (a fixture)
+
+from configs import hugging_face
+from configs.schema import DataConfig
+from files import json_lines, json_objects
+from input_pipeline.shard_index import Shard, ShardIndex
+from input_pipeline.shard_listing import list_shards
+from input_pipeline.store import open_store
+from input_pipeline.tokenizers import Bytes
+from models.hugging_face import reading
+from sharding.state import by_name
+from state import attempts, manifest
+
+BOUNDED = dict(deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
+quick = settings(max_examples=100, **BOUNDED)
+DEEP = b"[" * 100_000
+# what stands for a value: no JSON, JSON of other types, numbers that no machine has, text that has no encoding
+FRAGMENTS = [
+    *(DEEP, b'{"a":' * 100_000, b"[" * 300 + b"]" * 300, b"[" * 90 + b"]" * 90, b"NaN", b"-Infinity", b"1e999"),
+    *(b"9" * 5000, b"1" + b"0" * 30, b'"\\ud800"', b'"a\\u0000b"', b"\xff", b'{"a": 1, "a": 2}', b"\xef\xbb\xbf1"),
+    *(b"", b"null", b"true", b"0", b"-1", b"1.5", b'""', b'".."', b'"../a"', b'"a"', b"[]", b"[[]]", b"{}", b'["a"]'),
+]
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False, allow_infinity=False)
+scalars |= st.text(st.characters(exclude_categories=["Cs"]), max_size=9)
+values = st.recursive(scalars, lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text("abc"), x, max_size=4))
+fragments = st.sampled_from(FRAGMENTS) | values.map(lambda x: json.dumps(x).encode())
+PLACE = "the place of a fragment"
+
+
+def places(document: Any) -> list[tuple[Any, ...]]:
+    """Returns the keys that lead to every value inside a document."""
+    items = document.items() if isinstance(document, dict) else enumerate(document)
+    inner = [(key, *path) for key, x in items if isinstance(x, dict | list) for path in places(x)]
+    return [*((key,) for key, _ in (document.items() if isinstance(document, dict) else enumerate(document))), *inner]
+
+
+@st.composite
+def hostile(draw: Any, content: bytes) -> bytes:
+    """A document with a value replaced or left out, with a bit flipped, or cut; or something else altogether."""
+    how = draw(st.sampled_from(["replaced", "without", "flipped", "cut", "inserted", "else"]))
+    if how == "else":
+        return draw(fragments)
+    if how in ("flipped", "cut", "inserted"):
+        where = draw(st.integers(0, len(content) - 1))
+        between = {
+            "cut": b"",
+            "inserted": draw(fragments),
+            "flipped": bytes([content[where] ^ 1 << draw(st.integers(0, 7))]),
+        }
+        return (
+            content[:where]
+            + between[how]
+            + {"cut": b"", "inserted": content[where:], "flipped": content[where + 1 :]}[how]
+        )
+    document = json.loads(content)
+    *path, last = draw(st.sampled_from(places(document)))
+    inner = document
+    for key in path:
+        inner = inner[key]
+    if how == "without":
+        del inner[last]
+        return json.dumps(document).encode()
+    inner[last] = PLACE
+    return json.dumps(document).encode().replace(json.dumps(PLACE).encode(), draw(fragments))
+
+
+def said(act: Callable[[], Any], *refusals: type[Exception]) -> tuple[Any, str]:
+    """Returns what a reader returns, and the line that it refuses with."""
+    try:
+        return act(), ""
+    except refusals as error:
+        line = str(error)
+        assert line and "\n" not in line and type(error) in refusals, line
+        return None, line
+
+
+@quick
+@given(values)
+def test_the_reader_gives_back_what_json_writes(wanted: Any) -> None:
+    for text in (json.dumps(wanted), json.dumps(wanted, ensure_ascii=False, indent=1)):
+        assert json_objects.value(text.encode(), "a file") == wanted
+    got, line = said(lambda: json_objects.parse(json.dumps(wanted), "a file"), ValueError)
+    assert (
+        (got == wanted and line == "") if isinstance(wanted, dict) else line.startswith("a file is not a JSON object")
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (DEEP, "not JSON: it has more than 100 levels"),
+        (b'{"a":' * 101 + b"1" + b"}" * 101, "not JSON: it has more than 100 levels"),
+        (b'{"a": NaN}', "not JSON: NaN is no number of JSON"),
+        (b'{"a": -1e999}', "not JSON: -1e999 is too large for a float"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON: an integer has 5000 digits"),
+        (b'{"a": 1, "b": 2, "a": 1}', "not JSON: the key 'a' is there twice"),
+        (b'{"a": "\\ud800"}', "not JSON: it is not UTF-8"),
+        (b'{"a": "\xff"}', "not JSON: it is not UTF-8"),
+        (b"", "not JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b"[1]", "not a JSON object, but of type list"),
+        (b"null", "not a JSON object, but of type NoneType"),
+    ],
+)
+def test_each_refusal_names_the_file_and_the_reason(content: bytes, why: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    assert said(lambda: json_objects.read(tmp_path / "x.json"), ValueError) == (None, f"{tmp_path}/x.json is {why}")
+
+
+def test_a_file_beyond_the_bound_is_not_read(tmp_path: Path) -> None:
+    with open(tmp_path / "x.json", "wb") as file:
+        file.truncate(1 << 40)  # a hole
+    got, line = said(lambda: json_objects.read(tmp_path / "x.json"), ValueError)
+    assert (got, line) == (None, f"{tmp_path}/x.json has {1 << 40} bytes: too large for JSON")
+
+
+def test_a_torn_or_hostile_line_leaves_the_others(tmp_path: Path) -> None:
+    whole = [b'{"step": 1}', b'{"loss": NaN}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([whole[0], DEEP, b"\xff", b"[1]", whole[1], b'{"step": 3']))
+    found = json_lines.read_tail(tmp_path / "a.jsonl", 1 << 20)
+    assert found[0] == {"step": 1} and np.isnan(found[1]["loss"]) and len(found) == 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hostile")
+
+
+FILES = tuple(
+    manifest.File(path=x, size=5, sha256="0" * 64) for x in ("config/metadata", "data/metadata", manifest.STATE_FILE)
+)
+MANIFEST = manifest.Manifest(
+    step=7,
+    saved_at="2026-01-01T00:00:00+00:00",
+    metrics={"loss": float("nan"), "validation_loss": 2.5},
+    tree=(manifest.Leaf(path="params.w", shape=(2, 3), dtype="float32"),),
+    files=FILES,
+)
+
+
+@pytest.fixture(scope="module")
+def a_manifest(folder: Path) -> bytes:
+    (folder / "7").mkdir()
+    manifest.write(folder / "7", MANIFEST)
+    return (folder / "7" / manifest.FILE_NAME).read_bytes()
+
+
+@quick
+@given(data=st.data())
+def test_a_manifest(folder: Path, a_manifest: bytes, data: st.DataObject) -> None:
+    content = data.draw(hostile(a_manifest))
+    (folder / "7" / manifest.FILE_NAME).write_bytes(content)
+    got, line = said(lambda: manifest.read(folder / "7"), manifest.DamagedError)
+    assert (str(got) == str(MANIFEST)) == (content == a_manifest) and (got is None) == line.startswith(
+        manifest.FILE_NAME
+    )
+
+
+ATTEMPTS = {"run_id": "0123456789abcdef", "folder": 0, "began_at": [0, 4], "saved": 3}
+
+
+@quick
+@given(data=st.data())
+def test_attempts(folder: Path, data: st.DataObject) -> None:
+    known = ATTEMPTS | {"folder": folder.stat().st_ino}
+    content = data.draw(hostile(json.dumps(known).encode()))
+    (folder / attempts.FILE_NAME).write_bytes(content)
+    got, line = said(lambda: attempts.read_attempts(folder, lambda line: None), ValueError)
+    if got is None:
+        assert line.startswith(f"{folder / attempts.FILE_NAME} is damaged (")
+    elif (written := json.loads(content))["folder"] == known["folder"]:
+        assert json.loads(json.dumps(asdict(got))) == {"saved": 0} | written
+    else:  # a copy of the folder is another run
+        assert got.began_at == () and got.folder == known["folder"]
+
+
+INDEX = ShardIndex(
+    tokenizer=Bytes().identity,
+    shards=tuple(Shard(name=f"{x}.txt", num_tokens=9, text_bytes=8, dtype="<u2", sha256=f"{x}" * 64) for x in range(3)),
+)
+
+
+@quick
+@given(data=st.data())
+def test_a_shard_index(folder: Path, data: st.DataObject) -> None:
+    content = data.draw(hostile(json.dumps(INDEX.as_json()).encode()))
+    (folder / "set").mkdir(exist_ok=True)
+    (folder / "set" / "index.json").write_bytes(content)
+    store, config = open_store(str(folder / "set")), DataConfig()
+    got, line = said(lambda: list_shards(store, "", config, Bytes()), ValueError)
+    if got is None:
+        assert str(folder / "set") in line
+    else:
+        rows = json.loads(content)["shards"]
+        assert [asdict(shard) for shard in got.index.shards] == sorted(rows, key=lambda row: row["name"])
+
+
+@quick
+@given(name=st.sampled_from(["gpt2", "llama", "bert", "roberta"]), data=st.data())
+def test_a_config_of_hugging_face(folder: Path, name: str, data: st.DataObject) -> None:
+    content = data.draw(hostile((FOLDER / name / "config.json").read_bytes()))
+    (folder / "config.json").write_bytes(content)
+    got, line = said(lambda: hugging_face.read(folder), ValueError)
+    if got is None:
+        assert line.startswith(str(folder / "config.json"))
+    else:
+        architecture, found = got
+        written = json.loads(content)
+        assert architecture.model_type == written["model_type"]
+        assert {key: found[key] for key in architecture.same} == {
+            key: written[theirs] for key, theirs in architecture.same.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, dict[str, np.ndarray]]:
+    """A checkpoint in two files with an index, the content of that, and its parameters."""
+    folder = changed(FOLDER / "llama", tmp_path_factory.mktemp("weights") / "llama")
+    tensors = load_file(folder / "model.safetensors")
+    halves = {"a.safetensors": [*tensors][::2], "b.safetensors": [*tensors][1::2]}
+    for file, names in halves.items():
+        save_file({name: tensors[name] for name in names}, folder / file)
+    places = {name: file for file, names in halves.items() for name in names}
+    index = json.dumps({"metadata": {"total_size": 1}, "weight_map": places}).encode()
+    return folder, index, parameters(FOLDER / "llama")
+
+
+def parameters(folder: Path) -> dict[str, np.ndarray]:
+    return {path: np.asarray(x) for path, x in by_name(loaded(folder, section(FOLDER / "llama"))[1]).items()}
+
+
+def check_same(got: dict[str, np.ndarray] | None, line: str, wanted: dict[str, np.ndarray], folder: Path) -> None:
+    """Checks that all parameters came, or a line that names the folder."""
+    if got is None:
+        assert str(folder) in line
+    else:
+        assert {path: x.tobytes() for path, x in got.items()} == {path: x.tobytes() for path, x in wanted.items()}
+
+
+@settings(max_examples=50, **BOUNDED)
+@given(data=st.data())
+def test_an_index_of_safetensors(llama: Any, data: st.DataObject) -> None:
+    folder, content, wanted = llama
+    (folder / reading.INDEX_FILE).write_bytes(data.draw(hostile(content) | st.just(content)))
+    check_same(*said(lambda: parameters(folder), ValueError), wanted, folder)
+
+
+@settings(max_examples=50, **BOUNDED)
+@given(data=st.data())
+def test_a_header_of_safetensors(folder: Path, llama: Any, data: st.DataObject) -> None:
+    content = (FOLDER / "llama" / reading.SINGLE_FILE).read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = data.draw(hostile(content[8:end]))
+    size = (
+        len(header).to_bytes(8, "little") if data.draw(st.booleans()) else data.draw(st.binary(min_size=8, max_size=8))
+    )
+    shutil.copy(FOLDER / "llama" / "config.json", folder)
+    (folder / reading.SINGLE_FILE).write_bytes(size + header + content[end:])
+    check_same(*said(lambda: parameters(folder), ValueError), llama[2], folder)
+
+
+@settings(max_examples=6, **BOUNDED)
+@given(data=st.data())
+@example(data=None)
+def test_a_run_resumes_from_the_step_before_a_damaged_manifest(saved: Path, data: Any) -> None:  # noqa: F811
+    with undone(saved) as newest:
+        content = (newest / manifest.FILE_NAME).read_bytes()
+        damage = data.draw(hostile(content).filter(lambda x: x != content)) if data else DEEP
+        (newest / manifest.FILE_NAME).write_bytes(damage)
+        check_falls_back(saved, manifest.FILE_NAME)
+
+
+def test_a_run_with_hostile_attempts_says_so_in_one_line(folder: Path) -> None:
+    (folder / attempts.FILE_NAME).write_bytes(DEEP)
+    line = f"{folder / attempts.FILE_NAME} is damaged (it is not JSON: it has more than 100 levels); remove it: the "
+    assert said(lambda: attempts.read_attempts(folder, pytest.fail), ValueError)[1].startswith(line)
