@@ -117,7 +117,8 @@ def step_table(steps: Sequence[Line], rate: str) -> str:
         with_none = alike(runs.get(DENSE, []), of)
         faster = ratio(*map(step_time, with_none))
         alone += [] if faster else [name]
-        others += [f"; {name} was {reason}" for reason in {line["superseded"] for line in of if "superseded" in line}]
+        reasons = dict.fromkeys(line["superseded"] for line in of if "superseded" in line)
+        others += [f"; {name} was {reason}" for reason in reasons]
         cells = [name, str(len(of)), commits_of(of), optimizer_of(of[0]), f"{wire[name] / 1e6:.2f}"]
         cells += [f"{wire[DENSE] / wire[name]:.2f}" if DENSE in runs else "-"]
         cells += [text(step_time(of), 2), text(faster, 2, "-")]
@@ -125,14 +126,14 @@ def step_table(steps: Sequence[Line], rate: str) -> str:
         others += [f"; the loss of {name} rose"] if last > first else []
         rows.append(f"| {' | '.join([*cells, f'{first:.3f}, {last:.3f}'])} |")
     if alone:
-        others.append(f"; {', '.join(alone)}: no run without a codec at the same commit with the same optimizer")
+        others.append(f"; for {', '.join(alone)} there is no run without a codec at that commit with that optimizer")
     count = len(at_rate[0]["losses"])
     return "\n".join(
         [
             f"## Steps at {rate}\n\nRuns of {count} steps, the first not timed: the median, and in brackets the "
-            "fastest and the slowest step; of a ratio of times, which is between runs of the same commits, what "
-            f"these allow. {count} steps say what a step costs, and nothing about what is learned (the accuracy is in "
-            f"docs/compression_accuracy.md){''.join(others)}.\n",
+            "fastest and the slowest step, or the range of a ratio that these allow. Times are compared only between "
+            f"runs of the same commits. {count} steps say what a step costs, and nothing about what is learned (the "
+            f"accuracy is in docs/compression_accuracy.md){''.join(others)}.\n",
             *rows,
         ]
     )
@@ -164,7 +165,15 @@ def draw(steps: Sequence[Line]) -> Figure:
         ]
         for rate in rates_of(steps)
     }
-    optimizers = {line["codec"]: optimizer_of(line) for line in steps}
-    labels = [name if optimizers[name] == optimizers[names[0]] else f"{name} ({optimizers[name]})" for name in names]
+    labels = [label_of([line for line in steps if line["codec"] == name], steps) for name in names]
     title = "seconds a step, measured on emulated nodes"
     return draw_bars(Bars(labels=labels, series=series, title=title, line=0.0))
+
+
+def label_of(of: Sequence[Line], steps: Sequence[Line]) -> str:
+    """Returns a codec's name, with what forbids to compare its bar with that of `none`."""
+    dense = [line for line in steps if line["codec"] == DENSE]
+    notes = [] if optimizer_of(of[0]) in map(optimizer_of, dense) else [optimizer_of(of[0])]
+    notes += [] if {line["commit"] for line in of} & {line["commit"] for line in dense} else ["another commit"]
+    notes += ["superseded"] if any("superseded" in line for line in of) else []
+    return "\n".join([of[0]["codec"], *([f"({', '.join(notes)})"] if notes else [])])

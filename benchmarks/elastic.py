@@ -288,10 +288,11 @@ CHAOS_PAGE = """
 ## Chaos
 
 Random events in one run (`configs/elastic.py:tiny`, otherwise as above), each a few steps after the run has recovered
-from the previous one. Every run so far is below. All finished normally and left no process or namespace behind. They
-are compared to an undisturbed run in one process with 8 devices: the loss of every step, and the
-parameters relative to the largest value in their array; the limit is 1e-5. The kinds are described in
-`cluster/chaos/plan.py`. A run gets into this page by `python -m benchmarks.elastic --chaos=FOLDER`, its `--workdir`.
+from the previous one. Every run on record is below. All finished normally and left no process or
+namespace behind. They are compared to an undisturbed run in one process with 8 devices: the loss of every step,
+relative to itself, and the parameters, relative to the largest value in their array; the limit is 1e-5. The kinds are
+described in `cluster/chaos/plan.py`. A run gets into this page by `python -m benchmarks.elastic --chaos=FOLDER`, its
+`--workdir`.
 """
 CHAOS_RUN = """
     XLA_FLAGS=--xla_backend_optimization_level=0 python -m cluster.chaos{ahead} --events={count} --seed={seed} \\

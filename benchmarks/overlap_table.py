@@ -180,7 +180,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
     found = by_key(lines)
     slow = f"at {PRODUCTS_TFLOPS[1]} TFLOP/s"
     head = ["step", "overlap", "link, Gbit/s", "compute", "hop two", "gathers, hop one", "step"]
-    head += [f"compute {slow}", "exposed", "step", "temporaries"]
+    head += [*(f"{name} {slow}" for name in ("compute", "exposed", "step")), "temporaries"]
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for case in CASES:
         for rate in RATES:

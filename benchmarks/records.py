@@ -23,7 +23,7 @@ add = json_lines.append
 
 
 def recorded(file: Path, *, superseded: bool = False) -> list[dict[str, Any]]:
-    """Returns the lines of a record, or with `superseded` those too; none if there is no such file yet."""
+    """Returns the lines of a record, those marked `superseded` only if asked for; none if there is no file yet."""
     lines = json_lines.read(file) if file.exists() else []
     return [line for line in lines if superseded or "superseded" not in line]
 

@@ -74,8 +74,8 @@ def intro(lines: Sequence[Line]) -> str:
         f"({machines}; jax {about['jax']}; commit {commits_of(lines)}). All nodes share the cores: compare within a "
         f"table, and take no seconds from here to a cluster. {len(lines)} runs, one after the other, each of "
         f"{steps} timed steps (the first step of a run is not timed). A time is the median of the runs, each the "
-        "median of its steps; in brackets are the fastest and the slowest of all steps, of a ratio or a difference "
-        f"what these allow. The steps of one run differ by up to {step_spread(lines):.0%}, and two "
+        "median of its steps; in brackets are the fastest and the slowest of all steps, or the range of a ratio or a "
+        f"difference that these allow. The steps of one run differ by up to {step_spread(lines):.0%}, and two "
         "steps do not tell how far runs of another day do: where brackets overlap, neither is known to be faster. The "
         "program has changed since."
     )

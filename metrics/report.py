@@ -27,7 +27,7 @@ BYTES = {  # key of the metrics: label
     "collective_inter_bytes": "a device sends between nodes",
     "collective_intra_bytes": "a device sends inside its node",
     "wire_tx_bytes": "the host of process 0 sent, counted",
-    "wire_rx_bytes": "it received",
+    "wire_rx_bytes": "the host of process 0 received, counted",
 }
 
 

@@ -37,7 +37,7 @@ def test_report_compares_equal_optimizers_and_names_rising_losses() -> None:
     text = compression_report.step_table(lines, "1gbit")
     assert "| int8 | 1 | a | adamw | 0.00 | 4.00 | 2.00 (1.00 to 3.00) | 2.00 (1.33 to 4.00) | 5.000, 4.000 |" in text
     assert "| dgc | 1 | a | sgd | 0.00 | 4.00 | 1.00 (1.00 to 1.00) | - | 5.000, 6.000 |" in text
-    assert "the loss of dgc rose; dgc: no run without a codec at the same commit with the same optimizer." in text
+    assert "the loss of dgc rose; for dgc there is no run without a codec at that commit with that optimizer." in text
 
 
 def test_report_compares_times_of_the_same_commits_only() -> None:
@@ -47,7 +47,15 @@ def test_report_compares_times_of_the_same_commits_only() -> None:
     text = compression_report.step_table(lines, "1gbit")
     assert "| int8 | 1 | b | adamw | 0.00 | 4.00 | 2.00 (2.00 to 2.00) | 4.00 (4.00 to 4.00) | 5.000, 4.000 |" in text
     assert "| int4 | 1 | c | adamw | 0.00 | 4.00 | 1.00 (1.00 to 1.00) | - | 5.000, 4.000 |" in text
-    assert "; int4: no run without a codec at the same commit" in text
+    assert "; for int4 there is no run without a codec at that commit" in text
+
+
+def test_the_chart_marks_bars_that_are_not_to_be_compared() -> None:
+    lines = [step("none", "1gbit", [4.0]), step("int8", "1gbit", [2.0])]
+    lines += [step("int4", "1gbit", [1.0], commit="b") | {"superseded": "measured before a change"}]
+    (axes,) = compression_report.draw(lines).axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["none", "int8", "int4\n(another commit, superseded)"]
 
 
 def test_report_names_why_a_line_is_superseded_until_there_is_a_newer_one() -> None:
@@ -73,7 +81,7 @@ def test_step_time_chart_has_ranges_and_missing_values() -> None:
         step("dgc", "1gbit", [1.0, 3.0], "--config.optimizer.name=sgd"),
     ]
     (axes,) = compression_report.draw(lines).axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["none", "dgc (sgd)"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["none", "dgc\n(sgd)"]
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([9.0, 0.0, 4.0, 2.0])  # 100mbit, then 1gbit
     assert [text.get_text() for text in axes.texts] == ["9.00", "not measured", "4.00", "2.00"]
     (bar,) = [c for c in axes.containers if isinstance(c, ErrorbarContainer)]
@@ -85,4 +93,4 @@ def test_the_page_s_ratios_match_measured_wire_bytes() -> None:
     text = " ".join((compression_report.ROOT / "docs" / "compression.md").read_text().split())
     sent = {line["codec"]: line["wire_tx_bytes"] for line in LINES if line["kind"] == "step"}
     int8, one_bit, dgc = (f"{sent['none'] / sent[name]:.0f} times" for name in ("int8", "one_bit", "dgc"))
-    assert f"On the wire of 4 nodes `int8` makes hop two {int8} smaller, one bit {one_bit}, DGC {dgc} before it" in text
+    assert f"On the wire of 4 nodes `int8` makes hop two {int8} smaller, one bit {one_bit}, DGC {dgc} (25.6 M" in text

@@ -242,7 +242,7 @@ def test_performance_s_missed_aims_are_the_record_s() -> None:
     hsdp = [times(torch, "pytorch hsdp", "mics(2)", rate) for rate in ("1gbit", "200mbit")]
     assert f"one run each: {hsdp[0]} at 1 Gbit/s, {hsdp[1]} at 200 Mbit/s" in text
     kept = [times(torch, "pytorch hsdp kept dots", "mics(2) kept dots", rate) for rate in ("1gbit", "200mbit")]
-    assert f"on both sides {kept[0]} and {kept[1]}, no difference" in text
+    assert f"on both sides {kept[0]} and {kept[1]}, which may be 1" in text
     zero3 = [times(torch, "pytorch zero3", "zero3", rate) for rate in ("1gbit", "200mbit")]
     assert f"one run each: {zero3[0]} at 1 Gbit/s, {zero3[1]} at 200 Mbit/s" in text
     best = [strategies_report.best_ratio(torch, rate) for rate in ("1gbit", "200mbit")]
