@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from jax._src import distributed  # the only way to ask jax for the address that a launcher has given
+# Only this module tells the address that a launcher has given; tried with jax 0.10.2 and 0.12.0.1.
+from jax._src import distributed
 
 from runtime.addresses import host_and_port
 from runtime.exit_codes import ResumableError
@@ -55,12 +56,12 @@ class _Joining(threading.Thread):
     def __init__(self, initialize: Callable[[], None]) -> None:
         super().__init__(name="joining", daemon=True)
         self._initialize = initialize
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def run(self) -> None:
         try:
             self._initialize()
-        except Exception as error:
+        except BaseException as error:  # SystemExit too: else the processes would seem to have joined
             self._error = error
 
     def is_done(self, within_s: float) -> bool:
