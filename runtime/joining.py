@@ -40,14 +40,14 @@ def join_in_time(initialize: Callable[[], None], process: int | None) -> None:
             state = coordinator.look() if waited_s > 1 else ""
             if coordinator.is_gone():
                 raise ResumableError(f"{coordinator} ended before {me} had joined")
+            if waited_s > _QUIET_S and state != said:
+                said = state
+                print(f"{me} waits for the others, up to {PATIENCE_S:g} s: {state}", file=sys.stderr, flush=True)
             if waited_s > PATIENCE_S:
                 raise ResumableError(
                     f"{me} could not join the others in {PATIENCE_S:g} s: {state}; start all processes, with one "
                     f"--coordinator that every node can reach, and the same --num_processes"
                 )
-            if waited_s > _QUIET_S and state != said:
-                said = state
-                print(f"{me} waits for the others, up to {PATIENCE_S:g} s: {state}", file=sys.stderr, flush=True)
 
 
 class _Joining(threading.Thread):
