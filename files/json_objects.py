@@ -61,21 +61,20 @@ def value(content: bytes | str, where: object, *, lenient: bool = False) -> Any:
 
 def _check_levels(found: Any) -> None:
     """Raises RecursionError for a value with too many levels."""
-    level = [found]
-    for _ in range(_MOST_LEVELS + 1):
-        inner = (x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list))
-        level = [x for values in inner for x in values]
-        if not level:
-            return
-    raise RecursionError
+    level = [found] if isinstance(found, dict | list) else []
+    for _ in range(_MOST_LEVELS):
+        inner = (x.values() if isinstance(x, dict) else x for x in level)
+        level = [x for values in inner for x in values if isinstance(x, dict | list)]
+    if level:
+        raise RecursionError
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in found if keys.count(key) > 1)
-        raise ValueError(f"the key {twice[:40]!r} is there twice")
+    found: dict[str, Any] = {}
+    for key, inner in pairs:
+        if key in found:
+            raise ValueError(f"the key {key[:40]!r} is there twice")
+        found[key] = inner
     return found
 
 

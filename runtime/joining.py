@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from jax._src import distributed  # the only way to ask jax for the address that a launcher has given
+# Only this module tells the address that a launcher has given; tried with jax 0.10.2 and 0.12.0.1.
+from jax._src import distributed
 
 from runtime.addresses import host_and_port
 from runtime.exit_codes import ResumableError
@@ -39,14 +40,14 @@ def join_in_time(initialize: Callable[[], None], process: int | None) -> None:
             state = coordinator.look() if waited_s > 1 else ""
             if coordinator.is_gone():
                 raise ResumableError(f"{coordinator} ended before {me} had joined")
+            if waited_s > _QUIET_S and state != said:
+                said = state
+                print(f"{me} waits for the others, up to {PATIENCE_S:g} s: {state}", file=sys.stderr, flush=True)
             if waited_s > PATIENCE_S:
                 raise ResumableError(
                     f"{me} could not join the others in {PATIENCE_S:g} s: {state}; start all processes, with one "
                     f"--coordinator that every node can reach, and the same --num_processes"
                 )
-            if waited_s > _QUIET_S and state != said:
-                said = state
-                print(f"{me} waits for the others, up to {PATIENCE_S:g} s: {state}", file=sys.stderr, flush=True)
 
 
 class _Joining(threading.Thread):
@@ -55,12 +56,12 @@ class _Joining(threading.Thread):
     def __init__(self, initialize: Callable[[], None]) -> None:
         super().__init__(name="joining", daemon=True)
         self._initialize = initialize
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def run(self) -> None:
         try:
             self._initialize()
-        except Exception as error:
+        except BaseException as error:  # SystemExit too: else the processes would seem to have joined
             self._error = error
 
     def is_done(self, within_s: float) -> bool:

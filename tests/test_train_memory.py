@@ -101,6 +101,26 @@ def test_processes_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatc
     assert memory.memory_per_device() == 4000 / jax.local_device_count()
 
 
+def test_hosts_without_a_boot_id_do_not_share_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A sandbox may hide it: two hosts are then told apart by their names."""
+    monkeypatch.setattr(memory, "BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.setattr(memory, "_free_bytes", lambda: 4000)
+    sent: list[object] = []
+    monkeypatch.setattr(memory, "all_gather", lambda key, own: sent.append(own) or sent)
+    monkeypatch.setattr("socket.gethostname", lambda: f"host{len(sent)}")
+    for _ in range(2):  # processes, in turn; the second one has what both sent
+        assert memory.memory_per_device() == 4000 / jax.local_device_count()
+
+
+def test_what_is_free_is_not_known_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    assert memory.memory_per_device() is None
+    (tmp_path / "meminfo").write_text("MemTotal:       16 kB\nMemFree:        12 kB\nHugePages_Total:       0\n")
+    assert memory.memory_per_device() is None
+    (tmp_path / "meminfo").write_text("MemTotal:       16 kB\nMemAvailable:   13 kB\nHugePages_Total:       0\n")
+    assert memory.memory_per_device() == 13 * 1024 / jax.local_device_count()
+
+
 def test_the_words_of_a_config_are_those_that_other_programs_take() -> None:
     argv = [
         "train.py",

@@ -150,7 +150,8 @@ def test_doubts_are_one_line(folder: Path, tmp_path: Path, caplog: pytest.LogCap
     (said,) = doubts(caplog, empty, "bytes", vocab_size=50_257)
     assert said.endswith(f"model.weights={empty}: it has 256 ids, and they have vocab_size=50257") and "\n" not in said
     assert "data.tokenizer=bytes may not be the tokenizer of" in said
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    no_limit = {"model_max_length": int(1e30)}  # transformers writes it where a tokenizer has none
+    (folder / "tokenizer_config.json").write_text(json.dumps({**no_limit, "eos_token": {"content": "<|im_end|>"}}))
     (said,) = doubts(caplog, folder, "hugging_face", folder / "tokenizer.json")
     assert said.endswith("documents end with '<|endoftext|>', and tokenizer_config.json there says '<|im_end|>'")
     (folder / "tokenizer_config.json").write_text("no JSON")

@@ -1,6 +1,8 @@
 """The bytes of a run's state on each device, and whether they fit: known before anything is made or compiled."""
 
+import re
 import shlex
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -60,11 +62,6 @@ def check_fits(experiment: Experiment, words: Sequence[str] = ()) -> None:
     )
 
 
-def shape_is_on_cpus(experiment: Experiment) -> bool:
-    """Whether the devices are CPUs, which share their host's memory."""
-    return experiment.plan.mesh.devices.flat[0].platform == "cpu"
-
-
 def _what_fits(experiment: Experiment, memory: float) -> str:
     """Returns the smallest partition group whose state fits, else how many parameters would fit the largest."""
     config, shape = experiment.config, experiment.plan.layout.shape
@@ -93,7 +90,8 @@ def memory_per_device() -> float | None:
     """
     devices = jax.local_devices()
     if devices[0].platform == "cpu":
-        own = [BOOT_ID.read_text() if BOOT_ID.exists() else "", len(devices), _free_bytes()]
+        host = BOOT_ID.read_text() if BOOT_ID.exists() else socket.gethostname()  # a sandbox may lack it
+        own = [host, len(devices), _free_bytes()]
     else:  # 0: not known
         least = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in devices)
         own = [f"process {jax.process_index()}", 1, least]
@@ -106,7 +104,5 @@ def memory_per_device() -> float | None:
 
 def _free_bytes() -> int:
     """Returns the memory that programs on this host can still get; 0 where no Linux says it."""
-    if not MEMINFO.exists():
-        return 0
-    lines = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
-    return 1024 * int(lines["MemAvailable"].split()[0])
+    found = re.search(r"^MemAvailable: +(\d+) kB$", MEMINFO.read_text() if MEMINFO.exists() else "", re.MULTILINE)
+    return 1024 * int(found[1]) if found else 0

@@ -82,7 +82,7 @@ def _doubt(folder: Path, theirs: Tokenizer | None, ours: Tokenizer, vocab_size: 
 def _end_token(folder: Path) -> str:
     """Returns the token that ends a text by `tokenizer_config.json`, "" if that does not say."""
     try:
-        said = json_objects.read(folder / TOKENIZER_CONFIG_FILE)
+        said = json_objects.read(folder / TOKENIZER_CONFIG_FILE, lenient=True)  # model_max_length is often int(1e30)
         token = said.get("eos_token") or said.get("sep_token") or ""
         return str(token["content"] if isinstance(token, dict) else token)
     except (OSError, ValueError, AttributeError, LookupError):
