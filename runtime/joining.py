@@ -20,7 +20,7 @@ from runtime.exit_codes import ResumableError
 PATIENCE_S = 300.0  # for all processes to join
 JAX_PATIENCE_S = 400  # longer: jax does not raise an error at its limit, it aborts the process
 _QUIET_S = 20.0  # of waiting before a process says so
-_GONE_S = 10.0  # in which a process 0 that was reached may be started again
+_GONE_S = 60.0  # in which a process 0 that was reached may be started again
 _LOOK_S = 0.2
 _CONNECT_S = 2.0
 
