@@ -222,7 +222,10 @@ def run(
         if not finished and start.step < step != snapshots.last_step:
             keeper.snapshot(step, state)
         keeper.save_if_new(step, state)
-        sample = sampler(state.params) if finished and sampler.wanted else None
+        sample = None
+        if finished and sampler.wanted:
+            with announced("sampling", log.say):
+                sample = sampler(state.params)
         checkpointer.wait()
         snapshots.end(finished=finished)
         # a picture takes a second, and who is asked to stop has few

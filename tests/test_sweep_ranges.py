@@ -26,9 +26,10 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "model.moe_every": ("1 or 2", lambda x: x in (1, 2)),
     "model.max_dropped": ("from 0 to 1", lambda x: 0 <= x <= 1),
     "seed": ("from 0 to 9223372036854775807", lambda x: x >= 0),
+    "num_steps": ("from 1 to 2147483647", lambda x: 1 <= x < 1 << 31),
 }
 OF: dict[str, str] = {
-    "at least 1": """num_steps log_every data.seq_len data.image_size batch.global_size batch.micro_size mesh.tensor
+    "at least 1": """log_every data.seq_len data.image_size batch.global_size batch.micro_size mesh.tensor
         mesh.stages compression.rank optimizer.max_skipped checkpoint.keep_last elastic.stall_s eval.num_batches
         model.vocab_size model.vocab_multiple model.max_len model.num_layers model.hidden model.intermediate
         model.num_heads model.num_kv_heads model.channels model.num_classes model.class_multiple model.width
@@ -39,7 +40,7 @@ OF: dict[str, str] = {
     "share": "data.mask_rate compression.sampled optimizer.decay_fraction",
 }
 RANGE_OF = {key: name for name, keys in OF.items() for key in keys.split()} | {
-    key: key for key in RANGES if "." in key or key == "seed"
+    key: key for key in RANGES if "." in key or key in ("seed", "num_steps")
 }
 # Keys whose range also depends on other keys of their section
 DEPENDENT = ("sharding.partition_size", "model.hidden", "model.num_heads", "model.num_kv_heads", "model.width")

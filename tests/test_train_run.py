@@ -335,13 +335,13 @@ def test_what_compiles_is_said_before_it_begins(tmp_path: Path, capsys: pytest.C
     with pytest.MonkeyPatch.context() as patched:
         for name in ("compile_train_step", "init_state", "compile_eval_step"):
             patched.setattr(Experiment, name, first(name))
-        assert (
-            run_here(*arguments(tmp_path / "run", num_steps=2, eval__every=2, checkpoint__every=2), compile_once=False)
-            == 0
-        )
+        changes = dict(num_steps=2, eval__every=2, checkpoint__every=2, sample__length=4, sample__prompt="def ")
+        assert run_here(*arguments(tmp_path / "run", **changes), compile_once=False) == 0
     step, state, validation = before.values()
     assert step.endswith("compiling the step ...\n")
     assert re.search(r"^compiling the step: done after \S+ \S*s\nmaking the initial state \.\.\.\n$", state)
     assert re.search(r"^making the initial state: done after \S+ \S*s$", validation, re.MULTILINE)
     assert validation.endswith("compiling the validation ...\n")
-    assert re.match(r"compiling the validation: done after \S+ \S*s\nstep 2: validation loss", capsys.readouterr().out)
+    rest = capsys.readouterr().out
+    assert re.match(r"compiling the validation: done after \S+ \S*s\nstep 2: validation loss", rest)
+    assert re.search(r"^sampling \.\.\.\nsampling: done after \S+ \S*s$", rest, re.MULTILINE)
