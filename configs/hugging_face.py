@@ -188,6 +188,31 @@ ARCHITECTURES = (
 )
 
 
+# the types of what is computed with before our own keys are checked; null is as good as absent
+_TYPES: dict[str, tuple[type | tuple[type, ...], float, str]] = {
+    "n_embd n_head n_inner hidden_size num_attention_heads num_key_value_heads head_dim max_position_embeddings": (
+        int,
+        1,
+        "a positive integer",
+    ),
+    "pad_token_id": (int, 0, "an integer that is not negative"),
+    "rope_theta": ((int, float), 0, "a number that is not negative"),
+}
+
+
+def _check_types(values: Values) -> None:
+    """Raises ValueError for a value of another type than we compute with."""
+    rope = {name: values.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
+    for name, found in rope.items():
+        if not isinstance(found, dict):
+            raise ValueError(f"{name} is {found!r}, not an object")
+    for names, (kind, least, what) in _TYPES.items():
+        for name in names.split():
+            for value in (part.get(name) for part in (values, *rope.values())):
+                if value is not None and (not isinstance(value, kind) or isinstance(value, bool) or value < least):
+                    raise ValueError(f"{name} is {value!r}, not {what}")
+
+
 def read(folder: str | Path) -> tuple[Architecture, dict[str, Any]]:
     """Returns the architecture of a checkpoint, and the keys of our model section that its `config.json` determines.
 
@@ -204,6 +229,7 @@ def read(folder: str | Path) -> tuple[Architecture, dict[str, Any]]:
         known = ", ".join(x.model_type for x in ARCHITECTURES)
         raise ValueError(f"{path}: model_type {model_type!r} is not supported; one of {known} is")
     try:
+        _check_types(values)
         section = _section(architecture, values)
         for name, declared in keys_of(MODELS[architecture.kind]).items():
             if name in section:
@@ -211,7 +237,7 @@ def read(folder: str | Path) -> tuple[Architecture, dict[str, Any]]:
         return architecture, section
     except KeyError as error:
         raise ValueError(f"{path} has no {error.args[0]}") from error
-    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+    except (ValueError, ArithmeticError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
