@@ -1,4 +1,4 @@
-"""The pictures of docs/strategies.md, from the lines of the record."""
+"""The pictures of docs/strategies.md and of the README, from the lines of the record."""
 
 from collections.abc import Sequence
 
