@@ -66,9 +66,10 @@ The results are in `benchmarks/results/measured/dynamic_training.jsonl`, recorde
 are simulated (`benchmarks/dynamic_training_cost.py`).
 
 AWS's Dynamic Training (an MXNet fork of 2018) let hosts join and leave a run at the end of an epoch, with a fixed
-global batch size. Here they may do so at any step. Is the model as good, and how much does it save? AWS's announcement
-(aws.amazon.com/blogs/machine-learning, "Introducing Dynamic Training for deep learning with Amazon EC2", November 2018)
-says 15 to 50 % cheaper and 15 to 30 % faster, on 8 to 96 GPUs."""
+global batch size. Here they may do so at any step. Is the model as good, and how much does it save? AWS's
+announcement (aws.amazon.com/blogs/machine-learning, "Introducing Dynamic Training for deep learning with Amazon EC2",
+November 2018) is quoted with 15 to 50 % cheaper and 15 to 30 % faster, on 8 to 96 GPUs. We could read only its
+beginning, which lacks these figures: they are **unverified**."""
 
 
 # ------------------------------------------------------------------------------------------------- accuracy
@@ -270,7 +271,8 @@ def cost_table(lines: Sequence[Line]) -> str:
         cells = [line["market"], line["cluster"], f"{mean(line['changes']):.0f}", spread(line["times"])]
         rows.append(f"| {' | '.join([*cells, *(spread(line['costs'][name]) for name in machines)])} |")
     rows.append(
-        f"| | Dynamic Training, as announced, 8 to 96 GPUs | | 0.70 to 0.85 |{' 0.50 to 0.85 |' * len(machines)}"
+        "| | Dynamic Training, as quoted (unverified), 8 to 96 GPUs | | 0.70 to 0.85 |"
+        + " 0.50 to 0.85 |" * len(machines)
     )
     return "\n".join(rows)
 

@@ -31,8 +31,8 @@ def section(records: Records) -> Section:
             f"{published.RING_IS_LOWER_AT_3} percent: the groups survive "
             f"{100 * _lower(3) / survived(ring(machines), machines, 3):.0f} percent more often than the ring.",
             "**Dynamic Training** (AWS, MXNet, 2018): accuracy on nodes that come and go, and a simulation of what "
-            "they save beside what AWS announced, are in [docs/dynamic_training.md](dynamic_training.md). Recoveries "
-            "on the emulated cluster are in [docs/elasticity_measured.md](elasticity_measured.md).",
+            "they save compared with what AWS is quoted with, are in [docs/dynamic_training.md](dynamic_training.md). "
+            "Recoveries on the emulated cluster are in [docs/elasticity_measured.md](elasticity_measured.md).",
         ],
     )
 

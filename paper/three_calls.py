@@ -22,7 +22,7 @@ def section(records: Records) -> Section:
     return Section(
         title="Three calls: is it three times the bandwidth?",
         blocks=[
-            "The question is SNIA's, the Storage Networking Industry Association's. "
+            "The question is attributed to the Storage Networking Industry Association (SNIA). "
             f"The standard workload ({steps['ddp'].num_params / 1e6:.1f} M parameters, f32) on {NODES} nodes of "
             f"{steps['ddp'].devices_per_node}, {ACCUM} micro-steps a step. Collectives are executions a step, without "
             "those of a few bytes (losses, norms). Sent by a device is all that it sends, sent by a node what "
