@@ -7,6 +7,7 @@ in an order that the index and the seed decide (shard_order.py).
 
 import json
 import logging
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -16,7 +17,6 @@ from functools import lru_cache
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -25,7 +25,7 @@ from configs.schema import DataConfig
 from files.cache import ENVIRONMENT_KEY, cache_dir
 from input_pipeline import index
 from input_pipeline.folder import VALIDATION_SHARE, validation_names
-from input_pipeline.peers import Peers, ShardService, rendezvous
+from input_pipeline.peers import Peers, rendezvous, serve
 from input_pipeline.progress import Progress
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache
@@ -92,9 +92,7 @@ class ShardSet:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._held.close()
 
     def _open(self) -> None:
@@ -105,7 +103,8 @@ class ShardSet:
         if self._was_reached:
             self._store.assume_reached()
         self._held.callback(self._store.close)
-        self._nodes, addresses, service = self._meet()
+        self._is_open = threading.Event()
+        self._nodes, addresses = self._meet()
         listing = self._list()
         if listing.index is None:
             self._raw = RawShards(self._store, listing.items, self._tokenizer, config.text_field, self.cache)
@@ -115,19 +114,24 @@ class ShardSet:
             self._raw = None
             self.tiers = Tiers(self.cache, self._download, lambda shard: f"{self._store.url}/{shard.file}")
             self.index = listing.index
-        if service:
+        self._by_hash = {shard.sha256: shard for shard in self.index.shards}
+        if world.count > 1:
             self.tiers.peers = Peers(world.process, self._nodes, addresses, world.token)
-            service.serve(self.index.shards, self.tiers.content)
+        self._is_open.set()
 
-    def _meet(self) -> tuple[list[str], list[Address], ShardService | None]:
-        """Starts the service for the other processes; returns the node and the address of each process, and it."""
+    def _meet(self) -> tuple[list[str], list[Address]]:
+        """Starts the service for the other processes; returns the node and the address of each process."""
         world, node = self._world, self.cache.node()
         if world.count == 1:
-            return [node], [], None
-        service = ShardService(world.process, world.count, world.token)
+            return [node], []
+        service = serve(self._content_of, process=world.process, count=world.count, token=world.token)
         self._held.callback(service.close)
         told = world.all_gather("shard-members", [node, vars(service.address)])
-        return [node for node, _ in told], [Address(**address) for _, address in told], service
+        return [node for node, _ in told], [Address(**address) for _, address in told]
+
+    def _content_of(self, sha256: str, download: bool) -> memoryview | None:
+        self._is_open.wait()  # the other process may have opened the set before this one
+        return self.tiers.content(self._by_hash[sha256], download)
 
     def _list(self) -> Listing:
         """Returns what the store has, the same in every process: each reads an index itself, process 0 lists files."""
@@ -161,7 +165,7 @@ class ShardSet:
         else:
             found = ShardIndex(tokenizer=self._tokenizer.identity, shards=self._tokenised(raw))
         if mine is None:
-            raw.keep_index(found.shards)
+            raw.write_index(found.shards)
         return found
 
     def _tokenised(self, raw: RawShards) -> tuple[Shard, ...]:

@@ -26,7 +26,7 @@ def test_processes_of_a_node_keep_the_index_at_the_same_time(texts: Path) -> Non
         raw, found = one._raw, one.index.shards
         assert raw is not None
         for _ in range(50):
-            in_threads([lambda: raw.keep_index(found), lambda: ShardCache(one.cache.folder, 0)] * 2)
+            in_threads([lambda: raw.write_index(found), lambda: ShardCache(one.cache.folder, 0)] * 2)
         assert raw.index() == one.index
 
 

@@ -20,10 +20,10 @@ import fast_compile
 import jax
 import numpy as np
 import pytest
+from checkpointing import abstract, files_no_larger_than
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 from running import free_port
-from test_snapshots import files_no_larger_than
 
 from configs.schema import CheckpointConfig
 from runtime.consensus import barrier
@@ -142,10 +142,6 @@ class Node:
     def take_said(self) -> list[str]:
         said, self.said = self.said, []
         return said
-
-
-def abstract(state: dict[str, Any]) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
 def check(restored: Restored | None, step: int, source: str, replicas: int = 2) -> None:

@@ -5,20 +5,17 @@ Run as a program (`python tests/test_state_crash.py save|restore DIR`) this file
 
 import gc
 import random
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpointing import abstract, check_equal, files_no_larger_than
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import CheckpointConfig
@@ -39,30 +36,14 @@ def state_of(step: int, size: int = 1 << 16) -> dict[str, jax.Array]:
     return {"w": jax.device_put(w, sharding(8)), "step": jnp.int32(step)}
 
 
-def abstract(state: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-
-
 def check_restores(directory: Path) -> int:
     """Returns the step that a restore gives, after checking its content; nothing may be found damaged."""
     with Checkpointer(directory, KEEP_TWO, report=pytest.fail) as checkpointer:
         restored = checkpointer.restore(abstract(state_of(0)))
         assert restored is not None and restored.step == checkpointer.latest_step()
-    expected = state_of(restored.step)
-    assert all(np.array_equal(np.asarray(restored.state[name]), np.asarray(expected[name])) for name in expected)
+    check_equal(restored.state, state_of(restored.step))
     assert restored.data == {"step": restored.step}
     return restored.step
-
-
-@contextmanager
-def files_no_larger_than(num_bytes: int) -> Iterator[None]:
-    """Makes every write beyond `num_bytes` of a file fail in this process, as on a disk without room."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # writes that Orbax drops
@@ -91,7 +72,7 @@ def test_no_room_while_saving(tmp_path: Path, room: int, capfd: pytest.CaptureFi
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, *map(str, arguments)]
-    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": ""}
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu", "PATH": ""}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 

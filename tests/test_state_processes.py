@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from checkpointing import KEEP_ALL, abstract
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 from ports import free_port
@@ -24,7 +25,6 @@ from runtime.consensus import barrier
 from state import Checkpointer, CheckpointError, latest_config, manifest
 
 ROOT = Path(__file__).resolve().parent.parent
-KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)
 SPECS = {"w": PartitionSpec("a"), "b": PartitionSpec(), "t": PartitionSpec(None, "a")}
 
 
@@ -41,10 +41,6 @@ def place(values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         return jax.make_array_from_callback(value.shape, NamedSharding(mesh, SPECS[name]), lambda index: value[index])
 
     return {name: put(name, value) for name, value in values.items()}
-
-
-def abstract(state: dict[str, jax.Array]) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
 def save(checkpointer: Checkpointer, *steps: int) -> None:
@@ -68,7 +64,7 @@ def test_two_processes_and_one(tmp_path: Path) -> None:
     for directory in (by_one, hopeless):
         (directory / "3" / "data" / "metadata").write_text("{}")
 
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
     environment["XLA_FLAGS"] = "--xla_cpu_collective_timeout_seconds=60"
     arguments = [sys.executable, __file__, str(free_port())]
     folders = [str(folder) for folder in (by_one, by_two, hopeless, broken)]
