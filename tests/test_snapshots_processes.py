@@ -300,17 +300,12 @@ def a_stranger(node: Node) -> None:
         token = (node.directory / f"run{node.run}" / "token").read_text()
         told = multihost.get_jax_distributed_client().key_value_dir_get("consensus/")
         assert told and not [key for key, value in told if token in value]
-        for guessed, known in (("0" * 64, False), (token, True)):
-            try:
-                connection = transfer.connect(memory_tier._addresses[node.rank], guessed, 1 - node.rank)
-            except OSError as error:
-                assert not known and "closed the connection" in str(error), error
-                continue
-            with connection:
-                own = next(x for x in memory_tier._folder.snapshots()[0] if x.owner == node.rank)
-                number, part = next((i, x.region) for i, x in enumerate(own.pieces) if x.region.path == "t")
-                got = transfer.fetch(connection, own, number, part)
-                assert known and np.array_equal(got, values_of(1)["t"][part.within(part)[0], part_columns(part)])
+        try:
+            transfer.connect(memory_tier._addresses[node.rank], "0" * 64, 1 - node.rank)
+        except OSError as error:
+            assert "closed the connection" in str(error), error
+        else:
+            raise AssertionError
         barrier("asked")
 
 
@@ -350,10 +345,6 @@ def a_work_directory_that_is_not_shared(node: Node) -> None:
         assert re.search(said, str(error)), error
     else:
         raise AssertionError
-
-
-def part_columns(part: Any) -> slice:
-    return slice(part.start[1], part.start[1] + part.shape[1])
 
 
 SCENARIOS = (

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from ports import free_port
-from shard_texts import own_cache, settings  # noqa: F401 (a fixture)
+from shard_texts import own_cache, settings, wait_for  # noqa: F401 (a fixture)
 from stores import BUCKET, NEEDS_MOTO, SECRET, Server, credentials, in_front_of, moto, of_folder, send
 
 from input_pipeline import load, prepare, store
@@ -386,27 +386,15 @@ def test_other_content_of_the_same_size_is_never_given_for_the_old(web, tmp_path
     assert web.gets["/part1.txt"] == 4 and web.gets["/part5.txt"] == 5  # once per start, and to be tokenised
 
 
-def test_shards_of_the_next_block_are_there_before_they_are_needed(web, prepared):
-    """What the first block needs is waited for; after that, each shard comes while the one before is read."""
-    with ShardSet(settings(web.url, shuffle_shards=1)) as shards:
-        dataset = load(settings(web.url, shuffle_shards=1), "train", 0, [shards])
-        order = dataset._windows._order(0)  # pyright: ignore
-        i = 0
-        for block in range(2 * order.num_blocks):
-            while order.block_of(i) == block:
-                if not i or order.block_of(i - 1) != block:
-                    opened = dataset._windows._open  # pyright: ignore
-                    (place,) = order.shards_of(block)
-                    wanted = dataset._windows._parts[place].shard.sha256  # pyright: ignore
-                    deadline = time.monotonic() + 60
-                    while i and wanted not in opened._open and time.monotonic() < deadline:
-                        time.sleep(0.001)
-                    assert not i or wanted in opened._open
-                    with opened._changed:
-                        assert len(opened._open) <= 2
-                dataset[i]
-                i += 1
-        assert all(count == 1 for path, count in web.gets.items())
+def test_shards_of_the_next_block_come_before_they_are_needed(web, prepared):
+    config = settings(web.url, shuffle_shards=1)
+    with ShardSet(config) as shards:
+        dataset = load(config, "train", 0, [shards])
+        dataset[0]
+        wait_for(lambda: shards.tiers.counters.store_hits == 2)
+        for i in range(2 * len(dataset)):
+            dataset[i]
+        assert set(web.gets.values()) == {1}
 
 
 def test_a_local_store_blames_the_file_that_is_not_there_and_leaves_nothing_half(tmp_path, monkeypatch):
