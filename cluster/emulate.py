@@ -44,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
             print(control(argv[2:]))
             return 0
         options, links, command = parse(argv[1:])
+        if options.check:
+            return 0
         program = check_program(command)
         make_folder(options.workdir, "--workdir")
         if missing := namespaces.missing_tool():
@@ -74,10 +76,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Links, list[str]]:
     parser.add_argument("--workdir", type=named_path, help="logs and traffic.json (default: runs/emulated/NAME)")
     parser.add_argument("--name", default=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", help="for ctl")
     parser.add_argument("--grace_s", type=float, default=60.0, help="for the others to end when a process failed")
+    parser.add_argument("--check", action="store_true", help="only say what is wrong with the options")
     options = parser.parse_args(ours)
     check_name(options.name)
     options.workdir = options.workdir or Path("runs", "emulated", options.name)
-    if not command:
+    if not command and not options.check:
         raise ValueError("no program; give it after --, such as `-- python train.py --config=...`")
     check_count(options.nodes)
     if options.devices_per_node < 1 or options.processes_per_node < 1:
