@@ -64,8 +64,7 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Links, list[str]]:
     """Returns the options, the links, and the program, which is after `--`. ValueError says what is wrong."""
     ours, command = split(argv)
-    parser = OneLineParser(prog="python -m cluster.emulate", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(prog="python -m cluster.emulate", description=__doc__)
     parser.add_argument("--nodes", type=int, required=True, help="how many there are at the start; `ctl add` adds one")
     parser.add_argument("--devices_per_node", type=int, required=True, help="JAX's virtual devices of each node")
     parser.add_argument("--processes_per_node", type=int, default=1, help="they share the node's devices")
@@ -105,7 +104,7 @@ def check_program(command: Sequence[str]) -> str:
 def control(argv: Sequence[str]) -> str:
     """Asks a running emulation and returns its answer."""
     ours, command = split(argv)
-    parser = OneLineParser(prog="python -m cluster.emulate ctl", allow_abbrev=False)
+    parser = OneLineParser(prog="python -m cluster.emulate ctl")
     parser.add_argument("--name", help="which cluster; not needed if one is running")
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=OneLineParser)
     verbs.add_parser("status", help="a table of the nodes")

@@ -42,7 +42,7 @@ def check_runs(runs: Iterable[Run]) -> None:
 
 
 def _check_emulated(run: Run) -> None:
-    """Raises ValueError for options that the emulator refuses; a program of its own: what runs here knows none of it."""
+    """Raises ValueError for options that the emulator refuses: a program of its own, which is not imported here."""
     options = run.command[: run.command.index("--")]
     done = subprocess.run([*options, "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:

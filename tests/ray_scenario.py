@@ -1,4 +1,4 @@
-"""An engine of engines.ray whose supervisors are told what happens to them: no Ray, no processes."""
+"""An engine of engines.ray whose agents are told what happens to them: no Ray, no processes."""
 
 import signal
 import time
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from engines import ray_train
+from engines.ray_agent import News
 from engines.ray_plan import Limits, Patience
-from engines.ray_supervisor import News
 from engines.ray_train import Engine
 from runtime.events import Event, EventLog
 
@@ -25,7 +25,7 @@ class Member:
     host: str
     cluster: "Members"
     answers: bool = True
-    has_begun: bool = True  # its supervisor has; else nothing is known of it
+    has_begun: bool = True  # its agent has; else nothing is known of it
     added_s: float = field(default_factory=time.monotonic)
     is_leaving: bool = False
     ignores: bool = False  # signals

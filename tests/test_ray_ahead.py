@@ -127,7 +127,7 @@ def test_a_failure_while_the_next_attempt_compiles(tmp_path: Path) -> None:
 
 
 def test_an_idle_node_takes_the_place_of_a_node_that_goes(tmp_path: Path) -> None:
-    """Its supervisor is only just starting: the next attempt is not prepared without it."""
+    """Its agent is only just starting: the next attempt is not prepared without it."""
 
     def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "ab")
@@ -151,7 +151,7 @@ def test_an_idle_node_takes_the_place_of_a_node_that_goes(tmp_path: Path) -> Non
     )
 
 
-def test_a_supervisor_is_silent_when_it_is_the_next_turn(tmp_path: Path) -> None:
+def test_a_agent_is_silent_when_it_is_the_next_turn(tmp_path: Path) -> None:
     """It was silent while it compiled too, which does not matter."""
 
     def scenario(cluster: Members) -> Iterator[object]:

@@ -41,7 +41,7 @@ def test_a_lost_node_ends_the_attempt_and_an_idle_node_helps(tmp_path: Path) -> 
         cluster.by_node["a"].code, cluster.by_node["a"].ignores = (
             -9,
             False,
-        )  # d does not even answer: its supervisor ends
+        )  # d does not even answer: its agent ends
         yield from until(lambda: cluster.dropped == ["b", "d"])
         yield from until(lambda: cluster.world() == "ac")
         cluster.step(1)
@@ -56,7 +56,7 @@ def test_a_lost_node_ends_the_attempt_and_an_idle_node_helps(tmp_path: Path) -> 
 
 
 def test_a_cut_node_is_left_out(tmp_path: Path) -> None:
-    """Ray says that it is alive, but its supervisor is silent: the others go on, and it joins when it answers."""
+    """Ray says that it is alive, but its agent is silent: the others go on, and it joins when it answers."""
 
     def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "abc")
@@ -73,7 +73,7 @@ def test_a_cut_node_is_left_out(tmp_path: Path) -> None:
     assert run_scenario("abc", scenario, tmp_path)[0] == 0
 
 
-def test_a_silent_supervisor_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_silent_agent_is_not_waited_for(tmp_path: Path) -> None:
     def scenario(cluster: Members) -> Iterator[object]:
         cluster.by_node["b"].answers = False
         yield from until(lambda: cluster.world() == "ac")
@@ -84,7 +84,7 @@ def test_a_silent_supervisor_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_run_grows_beside_a_node_that_never_begins(tmp_path: Path) -> None:
-    """Another job holds its CPUs: its supervisor waits for them."""
+    """Another job holds its CPUs: its agent waits for them."""
 
     def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "a")
