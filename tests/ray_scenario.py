@@ -85,7 +85,7 @@ class Member:
 
 
 class Members:
-    """Stands for `ray_members.Members`; the scenario goes on by one `yield` a turn."""
+    """Stands for `ray_members.Members`; the scenario goes on by one `yield` a turn. After it, all programs end."""
 
     def __init__(self, hosts: str, scenario: Scenario, workdir: Path) -> None:
         self.by_node: dict[str, Member] = {}
@@ -99,7 +99,7 @@ class Members:
         self._told = set[int]()  # the attempts that have said that they are ready
         for host in hosts:
             self.join(host)
-        self._scenario = scenario(self)
+        self._scenario, self._story_s = scenario(self), time.monotonic()  # when it last told something
 
     def join(self, host: str) -> None:
         self.by_node[host] = Member(host, self)
@@ -114,7 +114,12 @@ class Members:
             file.write(f'{{"step": {step}}}\n')
 
     def turn(self) -> list[Member]:
-        assert next(self._scenario, "over") != "over", "the engine goes on after the end of the scenario"
+        if next(self._scenario, "over") == "over":
+            assert time.monotonic() < self._story_s + 60, "the engine goes on after the end of the scenario"
+            self.end_all(0)
+            time.sleep(0.005)
+        else:
+            self._story_s = time.monotonic()
         for member in self.by_node.values():
             for attempt in member.ready - self._told:
                 self._told.add(attempt)
