@@ -60,16 +60,9 @@ def vit() -> ConfigDict:
     return model("vit")
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the base config: a small decoder on the Python standard library's text."""
-    del arg  # only experiments have variants
     return ConfigDict(defaults())
-
-
-def no_argument(arg: str, file: str) -> None:
-    """Raises ValueError if `--config=FILE:arg` has an argument; for config files without variants."""
-    if arg:
-        raise ValueError(f"{file} takes no :arg; remove :{arg}")
 
 
 def typed(config: ConfigDict) -> Config:

@@ -15,9 +15,8 @@ from ml_collections import ConfigDict
 from configs import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of BERT 10B: sequences of 512, micro-batch 8, global batch 8192, partition group of 1 node."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.num_steps = 500
     config.model = base.encoder()

@@ -13,12 +13,11 @@ trains on one million sequences, 1954 steps.
 
 from ml_collections import ConfigDict
 
-from configs import base, bert_10b
+from configs import bert_10b
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of the 1.5B fidelity model: 48 layers of hidden 1600, global batch 512."""
-    base.no_argument(arg, __file__)
     config = bert_10b.get_config()
     config.num_steps = 1954
     config.model.num_layers = 48

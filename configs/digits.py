@@ -14,9 +14,8 @@ from ml_collections import ConfigDict
 from configs import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of the digits: three stages of one basic block, 13 epochs."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.num_steps = 300
     config.model = base.resnet()

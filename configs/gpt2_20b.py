@@ -13,9 +13,8 @@ from ml_collections import ConfigDict
 from configs import base, bert_10b
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of GPT-2 20B: 62 layers of hidden 5120, learned positions, tied head."""
-    base.no_argument(arg, __file__)
     config = bert_10b.get_config()
     config.model = base.decoder()
     config.model.vocab_size = 50265

@@ -11,9 +11,8 @@ from ml_collections import ConfigDict
 from configs import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the quickstart's config."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.mesh.num_cpu_devices = 8
     config.mesh.devices_per_node = 2

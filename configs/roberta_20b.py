@@ -10,12 +10,11 @@ The paper does not give the partition size. It ran on 16 GPUs, the partition siz
 
 from ml_collections import ConfigDict
 
-from configs import base, bert_10b
+from configs import bert_10b
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of RoBERTa 20B: 62 layers of hidden 5120 and RoBERTa's vocabulary."""
-    base.no_argument(arg, __file__)
     config = bert_10b.get_config()
     config.model.vocab_size = 50265
     config.model.num_layers = 62

@@ -14,9 +14,8 @@ from ml_collections import ConfigDict
 from configs import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the standard workload's config, for 8 devices (4 rows each)."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.num_steps = 3
     config.model.update(

@@ -11,9 +11,8 @@ from ml_collections import ConfigDict
 from configs import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of a small BERT."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.num_steps = 200
     config.model = base.encoder()

@@ -11,9 +11,8 @@ from ml_collections import ConfigDict
 from configs import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of a small GPT-2: learned positions, LayerNorm, GELU, biases, tied head."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.model.positions = "learned"
     config.model.norm = "layer"

@@ -11,9 +11,8 @@ from ml_collections import ConfigDict
 from configs import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of a small Llama: rotary positions, RMSNorm, SwiGLU, grouped heads, untied head."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.model.num_kv_heads = 2
     config.model.intermediate = 384

@@ -15,9 +15,8 @@ from ml_collections import ConfigDict
 from configs import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of a small decoder with experts, as wide as `configs/tiny_llama.py`."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.model = base.moe()
     config.model.num_kv_heads = 2

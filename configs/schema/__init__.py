@@ -73,6 +73,7 @@ __all__ = [
     "model_sections",
     "nearest",
     "sections",
+    "unknown_key",
 ]
 
 
@@ -187,8 +188,7 @@ def check_names(values: Mapping[str, Any]) -> str:
             )
     for name in given:
         if name not in known:
-            fix = key_of_others(name, kind) or f"is not a key; the nearest is {nearest(name, list(known))}"
-            raise ValueError(f"{name} {fix}")
+            raise ValueError(unknown_key(name, kind))
     for name, declared in known.items():
         if name not in given:
             raise ValueError(f"{name} is missing from the config; its default is {declared.default!r}")
@@ -199,13 +199,13 @@ def _of_model(names: Iterable[str]) -> set[str]:
     return {name for name in names if name.startswith("model.")}
 
 
-def key_of_others(name: str, kind: str) -> str:
-    """Returns what is wrong with a key that model.kind=`kind` does not have, but others do; "" if none has it."""
+def unknown_key(name: str, kind: str) -> str:
+    """Returns what is wrong with a key that model.kind=`kind` does not have: others may have it."""
     others = [other for other in model_sections() if name in known_keys(other)]
     if kind not in model_sections() or not others:
-        return ""
+        return f"{name} is not a key; the nearest is {nearest(name, [*known_keys(kind)])}"
     return (
-        f"is not a key of model.kind={kind}, but of {', '.join(others)}; a config file chooses the kind, "
+        f"{name} is not a key of model.kind={kind}, but of {', '.join(others)}; a config file chooses the kind, "
         f"by config.model = base.model({others[0]!r})"
     )
 

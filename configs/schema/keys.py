@@ -1,23 +1,26 @@
 """Declaration of config keys: default, meaning, allowed values, unit, and whether a resumed run may change them."""
 
+import ast
 import difflib
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 from configs.schema.own import OWN
 
 Value = TypeVar("Value")
-TYPES: Mapping[Any, tuple[str, str]] = {  # their names in the documentation and in errors
-    bool: ("bool", "True or False"),
-    int: ("int", "a whole number"),
-    float: ("float", "a number"),
-    str: ("str", "a string"),
-    str | int: ("str", "a string or a whole number"),
-    tuple[int, ...]: ("tuple of int", "a tuple of whole numbers"),
+BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
+# the name in the documentation, that in errors, and the value of a text; KeyError, ValueError or SyntaxError for others
+TYPES: Mapping[Any, tuple[str, str, Callable[[str], Any]]] = {
+    bool: ("bool", "True or False", lambda text: BOOLS[text.lower()]),
+    int: ("int", "a whole number", int),
+    float: ("float", "a number", float),
+    str: ("str", "a string", str),
+    str | int: ("str", "a string or a whole number", str),
+    tuple[int, ...]: ("tuple of int", "a tuple of whole numbers", ast.literal_eval),
 }
 NAME = ":NAME"  # suffix of a choice that allows any name: `tfds:NAME` allows `tfds:lm1b`
 
@@ -62,6 +65,13 @@ class Key:
     def allowed(self) -> str:
         """The allowed choices, with commas; "" if any value is allowed."""
         return ", ".join(map(str, self.every_choice))
+
+    def parse(self, text: str) -> Any:
+        """Returns the value that a text on the command line means; other text as it is, which `check` refuses."""
+        try:
+            return TYPES[self.type][2](text)
+        except (KeyError, ValueError, SyntaxError):
+            return text
 
     def check(self, name: str, value: Any) -> None:
         """Raises ValueError if `value` is not allowed for the key, whose full name is `name`."""

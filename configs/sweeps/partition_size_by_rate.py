@@ -18,9 +18,8 @@ METRIC = "step_time_s"
 EMULATE = "--nodes=4 --devices_per_node=2"
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config that the runs share: 8 devices, 2.1 M parameters, a micro-step of one row per device."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.num_steps = 5
     config.model.update({"hidden": 256, "intermediate": 1024, "num_layers": 2})
