@@ -15,8 +15,6 @@ from configs import bert_10b
 def get_config() -> ConfigDict:
     """Returns the config of BERT 20B: 64 layers of hidden 5120, partition group of 2 nodes."""
     config = bert_10b.get_config()
-    config.model.num_layers = 64
-    config.model.hidden = 5120
-    config.model.intermediate = 20480
+    config.model.update({"num_layers": 64, "hidden": 5120, "intermediate": 20480})
     config.sharding.partition_size = 16
     return config

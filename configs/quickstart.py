@@ -14,10 +14,7 @@ from configs import base
 def get_config() -> ConfigDict:
     """Returns the quickstart's config."""
     config = base.get_config()
-    config.mesh.num_cpu_devices = 8
-    config.mesh.devices_per_node = 2
-    config.sharding.strategy = "mics"
-    config.sharding.partition_size = 2
+    base.on_virtual_nodes(config)
     config.data.seq_len = 128
     config.num_steps = 240
     config.eval.every = 40

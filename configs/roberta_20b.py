@@ -16,9 +16,6 @@ from configs import bert_10b
 def get_config() -> ConfigDict:
     """Returns the config of RoBERTa 20B: 62 layers of hidden 5120 and RoBERTa's vocabulary."""
     config = bert_10b.get_config()
-    config.model.vocab_size = 50265
-    config.model.num_layers = 62
-    config.model.hidden = 5120
-    config.model.intermediate = 20480
+    config.model.update({"vocab_size": 50265, "num_layers": 62, "hidden": 5120, "intermediate": 20480})
     config.sharding.partition_size = 16
     return config

@@ -140,7 +140,7 @@ def test_flops_exclude_lookup_parameters() -> None:
     ],
 )
 def test_bad_setting_error_names_key_value_and_fix(changes: dict[str, Any], words: list[str]) -> None:
-    section = base.moe() if changes.get("kind") == "moe" else base.decoder()
+    section = base.model((changes.get("kind") == "moe" and "moe") or "decoder")
     with pytest.raises(ValueError) as error:
         with_model(dict(section) | changes)
     message = str(error.value)
@@ -158,7 +158,7 @@ def test_a_kind_beside_the_keys_of_another_is_told_so(kind: str) -> None:
 
 def test_missing_key_error_names_the_key() -> None:
     for key in ("hidden", "kind"):
-        section = dict(base.encoder())
+        section = dict(base.model("encoder"))
         del section[key]
         with pytest.raises(ValueError, match=f"model.{key} is missing"):
             with_model(section)

@@ -4,8 +4,8 @@
     config.optimizer.learning_rate
     config.to_dict()                        # as in `config.json` and in checkpoints
 
-Each section is in the file of its name; `python -m configs.schema` prints docs/config.md. Imports the standard library
-only.
+The larger sections are in files of their names; `python -m configs.schema` prints docs/config.md. Imports the standard
+library only.
 """
 
 import functools
@@ -13,16 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from configs.schema.batch import BatchConfig
-from configs.schema.checkpoint import CheckpointConfig
 from configs.schema.compression import WITH_WARMUP, CompressionConfig
 from configs.schema.data import DataConfig
-from configs.schema.elastic import ElasticConfig
-from configs.schema.eval import EvalConfig
-from configs.schema.keys import Key, Section, abbreviates, flat, key, keys_of, nearest
-from configs.schema.local_sgd import LocalSGDConfig
-from configs.schema.mesh import MeshConfig
-from configs.schema.model import (
+from configs.schema.keys import Key, Section, abbreviates, flat, key, keys_of, nearest  # noqa: F401
+from configs.schema.model import (  # noqa: F401
     MODELS,
     DecoderConfig,
     EncoderConfig,
@@ -35,46 +29,17 @@ from configs.schema.model import (
     model_sections,
 )
 from configs.schema.optimizer import OptimizerConfig
-from configs.schema.sample import SampleConfig
+from configs.schema.sections import (
+    BatchConfig,
+    CheckpointConfig,
+    ElasticConfig,
+    EvalConfig,
+    LocalSGDConfig,
+    MeshConfig,
+    SampleConfig,
+)
 from configs.schema.sharding import ShardingConfig
 from configs.schema.stages import refuse
-
-__all__ = [
-    "MODELS",
-    "BatchConfig",
-    "CheckpointConfig",
-    "CompressionConfig",
-    "Config",
-    "DataConfig",
-    "DecoderConfig",
-    "ElasticConfig",
-    "EncoderConfig",
-    "EvalConfig",
-    "ImageConfig",
-    "Key",
-    "LocalSGDConfig",
-    "MeshConfig",
-    "ModelConfig",
-    "MoeConfig",
-    "OptimizerConfig",
-    "ResNetConfig",
-    "SampleConfig",
-    "Section",
-    "ShardingConfig",
-    "TransformerConfig",
-    "ViTConfig",
-    "abbreviates",
-    "check_names",
-    "defaults",
-    "flat",
-    "key",
-    "known_keys",
-    "may_change",
-    "model_sections",
-    "nearest",
-    "sections",
-    "unknown_key",
-]
 
 
 @dataclass(frozen=True, kw_only=True)

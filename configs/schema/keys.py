@@ -133,6 +133,10 @@ class Section:
     SECTION: ClassVar[str] = ""  # its name in the config
     RESUMABLE: ClassVar[bool] = False  # whether a resumed run may change all of its keys
 
+    def __init_subclass__(cls, name: str = "", *, resumable: bool = False) -> None:
+        if name:
+            cls.SECTION, cls.RESUMABLE = name, resumable
+
     def __post_init__(self) -> None:
         for name, declared in keys_of(type(self)).items():
             declared.check(f"{self.SECTION}.{name}".lstrip("."), getattr(self, name))

@@ -26,10 +26,8 @@ def get_config() -> ConfigDict:
     config.data.update({"source": "synthetic", "seq_len": 64})
     config.batch.update({"global_size": 16, "micro_size": 1})
     config.optimizer.warmup_steps = 0
-    config.checkpoint.every = 0
     config.elastic.snapshot_every = 0  # a snapshot's copies cross the same links during the first steps
-    config.eval.update({"every": 0, "num_batches": 1})
-    config.sample.length = 0
+    base.for_timing(config)
     return config
 
 
