@@ -30,7 +30,6 @@ def get_config(arg: str = "124m") -> ConfigDict:
     config.model.update(
         {
             "compute_dtype": "bfloat16",
-            "remat": "none",
             "vocab_size": 256 if tiny else 50257,
             "max_len": 64 if tiny else 1024,
             "num_layers": layers,
