@@ -31,15 +31,15 @@ class Key:
 
     default: Any
     meaning: str
-    type: Any
-    choices: tuple[str | int, ...]
-    topics: tuple[str, ...]  # of `register`, whose names are choices too
-    least: float | None
-    above: float | None
-    most: float | None
-    below: float | None
-    unit: str
-    resumable: bool
+    type: Any = None  # the annotation, which `keys_of` adds
+    choices: Sequence[str | int] = ()
+    topics: Sequence[str] = ()  # of `register`, whose names are choices too
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    unit: str = ""
+    resumable: bool = False  # whether a resumed run may change it
 
     @property
     def type_name(self) -> str:
@@ -96,34 +96,9 @@ class Key:
         )
 
 
-def key(
-    default: Value,
-    meaning: str,
-    *,
-    choices: Sequence[str | int] = (),
-    topics: Sequence[str] = (),
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-    unit: str = "",
-    resumable: bool = False,
-) -> Value:
-    """Declares a key as a field of a section. `topics`: of `register`; `resumable`: a resumed run may change it."""
-    declared = Key(
-        default=default,
-        meaning=meaning,
-        type=None,  # the annotation, which `keys_of` adds
-        choices=tuple(choices),
-        topics=tuple(topics),
-        least=least,
-        above=above,
-        most=most,
-        below=below,
-        unit=unit,
-        resumable=resumable,
-    )
-    return field(default=default, metadata={"key": declared})
+def key(default: Value, meaning: str, **facts: Any) -> Value:
+    """Declares a key as a field of a section; `facts` are further fields of `Key`."""
+    return field(default=default, metadata={"key": Key(default=default, meaning=meaning, **facts)})
 
 
 @dataclass(frozen=True, kw_only=True)
