@@ -77,7 +77,7 @@ def main(argv: Sequence[str], *, ends_process: bool = False, hooks: Sequence[Hoo
 def from_command_line(argv: Sequence[str], hooks: Sequence[Hook], supervisor: Supervisor) -> bool:
     """Runs what `argv` (program first) says and returns whether it is finished."""
     supervisor.shows_tracebacks = "--debug" in argv
-    values = command_line.new_flags(argv)
+    values = command_line.new_flags()
     flags.DEFINE_string("workdir", None, "the run's directory (default: runs/NAME-OF-CONFIG)", flag_values=values)
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0", flag_values=values)
     flags.DEFINE_integer("num_processes", None, "number of processes", flag_values=values)

@@ -59,7 +59,6 @@ def arguments(workdir: Path | str, config: str = "quickstart", **changes: Any) -
 
 def run_here(*args: str, compile_once: bool = True) -> int:
     """Runs train.py in this process, where runs of the same program compile it once."""
-    sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
     with pytest.MonkeyPatch.context() as patched:
         if compile_once:
             patched.setattr(train, "make_experiment", _make_experiment_once)
