@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, Sharding
 
 from sharding.mesh import STAGE, divisors
 from sharding.replicas import ReplicaKey
@@ -177,3 +178,8 @@ def path_name(path: Sequence[Any], separator: str = "/") -> str:
     """Returns the name of a tree path as `layers/attention/query`; a PerReplica without a label adds nothing to it."""
     named = tuple(key for key in path if not isinstance(key, ReplicaKey) or key.label)
     return jax.tree_util.keystr(named, simple=True, separator=separator)
+
+
+def nbytes(x: jax.ShapeDtypeStruct, sharding: Sharding | None = None) -> int:
+    """Returns the bytes of an array, of one device's shard of it if a sharding is given."""
+    return prod(sharding.shard_shape(x.shape) if sharding else x.shape) * x.dtype.itemsize

@@ -1,10 +1,10 @@
 """jax's settings for a run: virtual CPU devices, and the cache of compiled programs."""
 
 import ctypes
-import os
-from pathlib import Path
 
 import jax
+
+from files.cache import cache_dir
 
 MOST_CPU_DEVICES = 1024  # of a process: jax starts threads for each, and 100,000 leave a machine without an answer
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
@@ -32,8 +32,7 @@ def use_compilation_cache() -> None:
     in jax 0.10.2), so that devices enter different collectives and deadlock.
     """
     if jax.default_backend() != "cpu" or jax.device_count() == 1:
-        cache = Path(os.environ.get("MICS_JAX_CACHE") or Path.home() / ".cache" / "mics-jax")
-        jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
