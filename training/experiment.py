@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -117,6 +118,10 @@ class Experiment:
         jitted = jax.jit(step, out_shardings=self.replicated)
         lowered = jitted.lower(self.state_shapes.params, self.batches.shapes)
         return lowered.compile(compiler_options={**self.compiler_options(pipelined=False)})
+
+    def learning_rates(self) -> np.ndarray | None:
+        """Returns the learning rate of each step, [num_steps]; None if the optimizer has its own."""
+        return self.schedule and np.asarray(jax.jit(jax.vmap(self.schedule))(np.arange(self.config.num_steps)))
 
     @property
     def _staged(self) -> StagedLoss | None:
