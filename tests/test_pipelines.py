@@ -17,7 +17,7 @@ from configs import base
 from configs.schema import Config
 from models.decoder import Decoder
 from paper import pipelines
-from paper.mics_memory import Shape
+from paper.replays import Shape
 from planner import __main__ as planner
 from sharding.hlo import Collective, read_collectives
 from sharding.pipeline import only_forward
