@@ -71,7 +71,6 @@ def run_page(run: RunFiles) -> str:
     attempts = attempts_of(run.events, results.exit_reason)
     attempts = attempts if len(attempts) > 1 else []
     skipped = [f"{file} {problem}" for file, problem in run.problems.items() if "skipped" in problem]
-    command = run.environment.get("command")
     return render(
         "metrics/run.html",
         title=run.name,
@@ -89,7 +88,7 @@ def run_page(run: RunFiles) -> str:
         collectives=collective_table(run),
         collectives_note=collectives_note(run),
         sample=run.sample,
-        command=" ".join(map(str, command)) if isinstance(command, list) else command,
+        command=run.environment.get("command"),
         files=[
             ("Environment", "environment.json", config_facts(run.environment)),
             ("Configuration", "config.json", config_facts(run.config)),

@@ -41,8 +41,8 @@ def strategy_facts(run: RunFiles) -> list[Fact]:
             f"{name} {_text(sharding[name])}" for name in ("parameters", "gradients", "optimizer") if sharding.get(name)
         ]
         facts += [("scopes", ", ".join(scopes))] if scopes else []
-    sizes = _mesh_sizes(run)
-    if sizes:
+    mesh = _section(run.environment, "mesh")
+    if sizes := {axis: mesh[axis] for axis in AXES if isinstance(mesh.get(axis), int)}:
         facts.append(("mesh", ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"))
         size = {axis: sizes.get(axis, 1) for axis in AXES}
         facts.append(("devices", format_count(prod(size.values()))))
@@ -75,8 +75,7 @@ def collective_table(run: RunFiles) -> Table | None:
     for axes, members in _by_axes(entries):
         rows += [(axes, *[""] * 4, *_bytes_cells(_sum(members))), *map(_collective_row, members)]
         kinds += ["group", *["member"] * len(members)]
-    total = {key: _first_number(run.collectives.get(key), value) for key, value in _sum(entries).items()}
-    return Table(rows=[*rows, ("Sum", *[""] * 4, *_bytes_cells(total))], kinds=[*kinds, "total"])
+    return Table(rows=[*rows, ("Sum", *[""] * 4, *_bytes_cells(_sum(entries)))], kinds=[*kinds, "total"])
 
 
 def collectives_note(run: RunFiles) -> str:
@@ -128,31 +127,14 @@ def _bytes_cells(counts: Mapping[str, float]) -> list[str]:
     return [format_bytes(counts[key]) if counts[key] else UNKNOWN for key in ("intra_bytes", "inter_bytes")]
 
 
-def _first_number(value: Any, otherwise: float) -> float:
-    found = number(value)
-    return otherwise if found is None else found
-
-
 def _strategy_name(sharding: Mapping[str, Any]) -> str:
     name = _text(sharding.get("strategy", UNKNOWN))
     size = sharding.get("partition_size")
     return f"{name}, partition groups of {_text(size)} devices" if size else name
 
 
-def _mesh_sizes(run: RunFiles) -> dict[str, int]:
-    """Returns the sizes of the mesh axes, which may be at any level of `environment.json`."""
-    waiting: list[Mapping[str, Any]] = [run.environment]
-    while waiting:
-        values = waiting.pop(0)
-        sizes = {axis: values[axis] for axis in AXES if isinstance(values.get(axis), int)}
-        if sizes:
-            return sizes
-        waiting += [value for value in values.values() if isinstance(value, Mapping)]
-    return {}
-
-
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
+def _section(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = values.get(key)
     return value if isinstance(value, Mapping) else {}
 
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-import shlex
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,10 +34,8 @@ class RunFiles:
     @property
     def name(self) -> str:
         """The config's name, else the config file of the command line, else the folder's name."""
-        named = self.config.get("name")
-        return (
-            str(named) if named else _config_of_command(self.environment.get("command")) or self.run_dir.resolve().name
-        )
+        named = self.config.get("name") or _config_of_command(self.environment.get("command"))
+        return str(named or self.run_dir.resolve().name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,15 +173,6 @@ def _read_rows(path: Path, problems: dict[str, str]) -> tuple[Row, ...]:
 
 def _config_of_command(command: Any) -> str | None:
     """Returns `quickstart` of `train.py --config=configs/quickstart.py`, with its `:arg` if it has one."""
-    words = [str(word) for word in command] if isinstance(command, list) else []
-    if isinstance(command, str):
-        try:
-            words = shlex.split(command)
-        except ValueError:
-            return None
-    for word, following in zip(words, [*words[1:], ""], strict=False):
-        flag, equals, value = word.lstrip("-").partition("=")
-        if flag == "config" and word.startswith("-") and (value or following):
-            path, colon, argument = (value if equals else following).partition(":")
-            return Path(path).stem + colon + argument
-    return None
+    found = re.search(r"--?config[= ](\S+)", str(command))
+    path, colon, argument = found[1].partition(":") if found else ("", "", "")
+    return Path(path).stem + colon + argument if found else None

@@ -96,9 +96,10 @@ class RunLog:
         if not self._enabled:
             return
         self.flush()
-        speed = self._timer.done(step, time.perf_counter())
-        wire = self._wire.delta() if self._wire else None
-        row = {**scalars, **(speed.scalars() if speed else {}), **(wire.per_step() if wire else {}), **self._constants}
+        row = {**scalars, **self._timer.done(step, time.perf_counter())}
+        if wire := self._wire.delta() if self._wire else None:
+            row |= {"wire_tx_bytes": wire.tx_bytes, "wire_rx_bytes": wire.rx_bytes}
+        row |= self._constants
         self._row = step, row
         if step == self._start_step + 1:
             self.say(f"first step done after {time.perf_counter() - self._started_s:.1f} s")
@@ -119,11 +120,8 @@ class RunLog:
         if self._row is None:
             return
         step, row = self._row
-        if self._is_logged(step) or "validation_loss" in row:
+        if step % self._log_every == 0 or step == self._num_steps or "validation_loss" in row:
             self._write_row()
-
-    def _is_logged(self, step: int) -> bool:
-        return step % self._log_every == 0 or step == self._num_steps
 
     def close(self, exit_reason: str, *, sample: str | None = None, mesh_png: bytes | None = None) -> None:
         """Writes the summary and the report, and prints the summary."""
