@@ -27,6 +27,7 @@ from absl import flags
 
 from configs import command_line
 from configs.schema import Config
+from files import run_directory
 from input_pipeline import Batches, Dataset
 from metrics.run_log import RunLog
 from metrics.units import format_seconds
@@ -159,8 +160,8 @@ def run(
     # ---------------------------------------------------------------------------------------------------------- restore
     if resume.is_finished(config, workdir):  # by the attempt before
         return True
-    resume.check_writable(workdir, workdir / "checkpoints")
-    checkpointer = Checkpointer(workdir / "checkpoints", config.checkpoint, is_same_run=resume.is_same_run)
+    resume.check_writable(workdir, workdir / run_directory.CHECKPOINTS)
+    checkpointer = Checkpointer(workdir / run_directory.CHECKPOINTS, config.checkpoint, is_same_run=resume.is_same_run)
     snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every)
     start = resume.restore(ex, workdir, checkpointer, snapshots, data.fingerprints)
 

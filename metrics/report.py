@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from files import atomic
+from files import atomic, run_directory
 from metrics.attempts import Attempt, attempts_of, attempts_rows, goodput, nodes_chart, span_s
 from metrics.charts import Chart, Curve, curve_chart
 from metrics.page import render
@@ -18,8 +18,6 @@ from metrics.report_tables import collective_table, collectives_note, config_fac
 from metrics.run_files import Results, RunFiles, read_run, results_of, series
 from metrics.units import UNKNOWN, format_bytes, format_count, format_loss, format_percent, format_seconds
 from runtime.command_line import prepare_output
-
-REPORT_FILE = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +58,7 @@ PANELS = (
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Writes `report.html` into a run directory and returns its path; ValueError if it is not a run directory."""
-    path = Path(run_dir) / REPORT_FILE
+    path = Path(run_dir) / run_directory.REPORT
     atomic.replace(path, run_page(read_run(run_dir)))
     return path
 
@@ -90,8 +88,8 @@ def run_page(run: RunFiles) -> str:
         sample=run.sample,
         command=run.environment.get("command"),
         files=[
-            ("Environment", "environment.json", config_facts(run.environment)),
-            ("Configuration", "config.json", config_facts(run.config)),
+            ("Environment", run_directory.ENVIRONMENT, config_facts(run.environment)),
+            ("Configuration", run_directory.CONFIG, config_facts(run.config)),
         ],
         problems=run.problems,
     )
@@ -154,7 +152,7 @@ def _charts(run: RunFiles) -> dict[str, Chart]:
             label = f"{panel.title} over steps"
             charts[panel.title] = curve_chart(curves, form=panel.form, label=label, zero=panel.zero)
         elif panel.title == LOSS:
-            problem = run.problems.get("metrics.jsonl", "has none of these values")
+            problem = run.problems.get(run_directory.METRICS, "has none of these values")
             charts[panel.title] = Chart(note=f"metrics.jsonl {problem}.")
     return charts
 

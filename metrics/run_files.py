@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from files import json_lines
+from files import json_lines, run_directory
 from runtime.command_line import one_line
 from runtime.events import EventReader
 
@@ -64,21 +64,20 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunFiles:
     folder = Path(run_dir)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a directory; pass the --workdir of a run")
-    if not any((folder / name).is_file() for name in ("config.json", "metrics.jsonl")):
+    if not any((folder / name).is_file() for name in (run_directory.CONFIG, run_directory.METRICS)):
         raise ValueError(f"{folder} has neither config.json nor metrics.jsonl; pass the --workdir of a run")
     problems: dict[str, str] = {}
-    objects = {
-        stem: _read_object(folder / f"{stem}.json", problems)
-        for stem in ("config", "environment", "collectives", "summary")
-    }
-    sample = _read_bytes(folder / "sample.txt", problems)
+    sample = _read_bytes(folder / run_directory.SAMPLE, problems)
     return RunFiles(
         run_dir=folder,
-        **objects,
-        rows=_read_rows(folder / "metrics.jsonl", problems),
+        config=_read_object(folder / run_directory.CONFIG, problems),
+        environment=_read_object(folder / run_directory.ENVIRONMENT, problems),
+        collectives=_read_object(folder / run_directory.COLLECTIVES, problems),
+        summary=_read_object(folder / run_directory.SUMMARY, problems),
+        rows=_read_rows(folder / run_directory.METRICS, problems),
         events=tuple(EventReader(folder).new()),
         sample=None if sample is None else sample.decode("utf-8", errors="replace"),
-        mesh_png=_read_bytes(folder / "mesh.png", problems),
+        mesh_png=_read_bytes(folder / run_directory.MESH, problems),
         problems=problems,
     )
 

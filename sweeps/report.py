@@ -10,10 +10,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from files import atomic
+from files import atomic, run_directory
 from metrics.charts import Chart
 from metrics.page import render
-from metrics.report import REPORT_FILE
 from metrics.units import UNKNOWN, format_seconds
 from sweeps.charts import MAX_LINES, Point, sweep_chart
 from sweeps.plan import SweepFile, text, varied
@@ -148,7 +147,7 @@ def _chart(file: SweepFile, records: list[Record], keys: Sequence[str], key: str
 def _cells(file: SweepFile, record: Record, keys: Sequence[str], workdir: Path) -> list[str]:
     """Returns a row of the table; its state leads to the page of the run, if there is one."""
     *numbers, state = table_cells(file, record, keys)
-    page = record.run.run_dir / REPORT_FILE
+    page = record.run.run_dir / run_directory.REPORT
     if page.exists():
         state = Markup('<a href="{}">{}</a>').format(os.path.relpath(page, workdir), state)
     return [*numbers, state]
