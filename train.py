@@ -23,6 +23,7 @@ from absl import flags
 
 from configs import command_line
 from configs.schema import Config
+from files import run_directory
 from runtime import launch
 from runtime.command_line import prepare_output
 from runtime.events import Event
@@ -137,8 +138,8 @@ def run(
     # ----------------------------------------------------------------------------------------------------------- resume
     if resume.is_finished(config, workdir):  # by the attempt before
         return True
-    resume.check_writable(workdir, workdir / "checkpoints")
-    checkpointer = Checkpointer(workdir / "checkpoints", config.checkpoint, is_same_run=resume.is_same_run)
+    resume.check_writable(workdir, workdir / run_directory.CHECKPOINTS)
+    checkpointer = Checkpointer(workdir / run_directory.CHECKPOINTS, config.checkpoint, is_same_run=resume.is_same_run)
     snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every)
     start = resume.restore(ex, workdir, checkpointer, snapshots, data.fingerprints)
     supervisor.enter(Phase.READING_FIRST)  # what the data lack is said before the step is compiled
