@@ -55,6 +55,8 @@ def dense_sent(plan: ShardingPlan, params: PyTree) -> Sent:
 
 def added(counts: Sequence[Sent], axes: tuple[str, ...]) -> Sent:
     """Returns the sum of the counts of several collectives, averaged over the devices of `axes`."""
+    if not counts:
+        return nothing_sent()
     totals = (sum(column) for column in zip(*counts, strict=True))
     return Sent(*(lax.pmean(vary(x, axes), axes) if isinstance(x, jax.Array) else jnp.float32(x) for x in totals))
 

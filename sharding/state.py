@@ -36,9 +36,10 @@ def owner(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, params: Mapping[str, j
 def state_shardings(plan: ShardingPlan, shapes: TrainState) -> PyTree:
     """Returns the NamedSharding of every array of a state, given the tree of its shapes.
 
-    An array of the optimizer state that belongs to a parameter is cut like it, over the optimizer's scope. All others
-    (counters, factored moments) are on every device. What each replica has for itself (PerReplica, `[R, ...]`) is on
-    its devices alone: cut like its gradient where it belongs to a parameter, whole on each device where not.
+    An array of hop two's or the optimizer's state that belongs to a parameter is cut like it, over the optimizer's
+    scope. All others (counters, factored moments) are on every device. What each replica has for itself (PerReplica,
+    `[R, ...]`) is on its devices alone: cut like its gradient where it belongs to a parameter, whole on each device
+    where not.
     """
     layout = plan.layout
     placements, params = by_name(plan.placements, is_leaf=is_placement), by_name(shapes.params)
@@ -56,5 +57,6 @@ def state_shardings(plan: ShardingPlan, shapes: TrainState) -> PyTree:
     return dataclasses.replace(
         jax.tree.map(lambda _: replicated, shapes),
         params=plan.shardings(plan.layout.parameters),
+        hop_two=jax.tree_util.tree_map_with_path(place, shapes.hop_two),
         opt_state=jax.tree_util.tree_map_with_path(place, shapes.opt_state),
     )
