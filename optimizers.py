@@ -306,11 +306,11 @@ def guarded(inner: Transform) -> Transform:
         zero = jnp.zeros((), jnp.int32)
         return GuardState(inner.init(params), jnp.zeros(()), zero, zero)
 
-    def update(grads: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, GuardState]:
-        trained, averages = part_averages(grads)
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, GuardState]:
+        trained, averages = part_averages(updates)
         norm = optax.tree.norm(trained)
         finite = jnp.isfinite(norm + optax.tree.norm(averages)) if averages else jnp.isfinite(norm)
-        steps, inner_state = inner.update(grads, state.inner, params)
+        steps, inner_state = inner.update(updates, state.inner, params)
         return jax.tree.map(lambda u: jnp.where(finite, u, 0), steps), GuardState(
             inner=jax.tree.map(lambda new, old: jnp.where(finite, new, old), inner_state, state.inner),
             grad_norm=norm,

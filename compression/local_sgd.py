@@ -120,30 +120,30 @@ def local_sgd(
         )
 
     def update(
-        grads_R: Any, states: Any, params: PyTree | None = None, *, exchanged: Exchanged | None = None, **_: Any
+        updates: PyTree, state: Any, params: PyTree | None = None, *, exchanged: Exchanged | None = None, **_: Any
     ) -> tuple[PyTree, PyTree]:
         assert params is not None and bool(exchanged) == config.streaming
-        before, state = states
-        own_R = jax.tree.map(lambda p, d_R: p[None] + d_R, params, state.drift.tree)
-        moves_R, inner_state = jax.vmap(inner.update)(grads_R, state.inner.tree, own_R)
-        drift_R = jax.tree.map(jnp.add, state.drift.tree, moves_R)
-        step = state.step + 1
+        before, local = state
+        own_R = jax.tree.map(lambda p, d_R: p[None] + d_R, params, local.drift.tree)
+        moves_R, inner_state = jax.vmap(inner.update)(updates, local.inner.tree, own_R)
+        drift_R = jax.tree.map(jnp.add, local.drift.tree, moves_R)
+        step = local.step + 1
 
         def outer_step(mean: PyTree) -> tuple[Any, Any]:
             mean, averages = part_averages(mean)
             moves: Any
-            moves, outer_state = outer.update(mean, state.outer)
+            moves, outer_state = outer.update(mean, local.outer)
             return {**moves, **jax.tree.map(jnp.negative, averages)} if averages else moves, outer_state
 
         def take_part(exchanged: Exchanged) -> tuple[PyTree, ...]:
-            mean, after = hop_two.update(None, before, params, exchanged=exchanged)
+            mean, after = hop_two.update((), before, params, exchanged=exchanged)
             moves, outer_state = outer_step(mean)
             part = exchanged.part
             moves = jax.tree.map(lambda here, move: jnp.where(here, move, 0), part, moves)
             left_R = jax.tree.map(lambda here, m_R, d_R: jnp.where(here[None], m_R, d_R), part, moves_R, drift_R)
             if (velocity := optax.tree.get(outer_state, "trace")) is not None:  # the other parts keep theirs
                 trained, _ = part_averages(part)
-                kept = jax.tree.map(jnp.where, trained, velocity, optax.tree.get(state.outer, "trace"))
+                kept = jax.tree.map(jnp.where, trained, velocity, optax.tree.get(local.outer, "trace"))
                 outer_state = optax.tree.set(outer_state, trace=kept)
             return moves, left_R, outer_state, after
 
@@ -153,7 +153,7 @@ def local_sgd(
             return moves, jax.tree.map(jnp.zeros_like, drift_R), outer_state, after
 
         def continue_locally() -> tuple[PyTree, ...]:
-            return jax.tree.map(jnp.zeros_like, params), drift_R, state.outer, with_zero_counts(before)
+            return jax.tree.map(jnp.zeros_like, params), drift_R, local.outer, with_zero_counts(before)
 
         if exchanged:
             moves, drift_R, outer_state, after = take_part(exchanged)
@@ -164,8 +164,8 @@ def local_sgd(
             after,
             LocalState(
                 step=step,
-                inner=replace(state.inner, tree=inner_state),
-                drift=replace(state.drift, tree=drift_R),
+                inner=replace(local.inner, tree=inner_state),
+                drift=replace(local.drift, tree=drift_R),
                 outer=outer_state,
             ),
         )

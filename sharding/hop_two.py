@@ -117,9 +117,7 @@ def beside_micro_steps(
         start = _first_sums(plan, early, carry[0].grads, *rows)
         step = partial(micro_step, exchange=partial(_exchange_piece, plan, early))
         (sums, value), aux = lax.scan(step, (start, carry[1]), items)
-        kept, waiting = (
-            joined(plan.stacks, *x) for x in ((sums.kept, kept), (sums.waiting, waiting))
-        )
+        kept, waiting = (joined(plan.stacks, *x) for x in ((sums.kept, kept), (sums.waiting, waiting)))
     else:
         (sums, value), aux = lax.scan(micro_step, carry, items)
         counts = {}
@@ -143,9 +141,7 @@ def _first_sums(plan: ShardingPlan, early: Early, grads: PyTree, kept: PyTree, w
         value = vary(jnp.asarray(value, jnp.float32), plan.layout.data_axes)
         return {name: jnp.broadcast_to(value, (*layers[name], *shape)) for name in grads}
 
-    return Sums(
-        grads, kept, waiting, fill(early.done), None if waiting is None else fill(0), fill(0, early.num_counts)
-    )
+    return Sums(grads, kept, waiting, fill(early.done), None if waiting is None else fill(0), fill(0, early.num_counts))
 
 
 def _exchange_group(

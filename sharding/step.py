@@ -28,9 +28,9 @@ class Transform(Protocol):
     """
 
     @property
-    def init(self) -> Callable[[Params], States]: ...
+    def init(self) -> Callable[[Params], Any]: ...
     @property
-    def update(self) -> Callable[..., tuple[Params, States]]: ...
+    def update(self) -> Callable[..., tuple[Any, Any]]: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TrainState:
     hop_two: Any  # what hop two keeps: residuals, what waits, counters
     opt_state: Any
 
-    def tree_flatten_with_keys(self) -> tuple[Iterable[tuple[GetAttrKey, Any]], None]:
+    def tree_flatten_with_keys(self) -> tuple[Iterable[tuple[Any, Any]], None]:
         """Returns the fields with the names that they have in checkpoints."""
         fields = self.step, self.params, self.hop_two, self.opt_state
         names = ("step", "params", "opt_state.exchange", "opt_state")

@@ -245,7 +245,7 @@ def compiled_step(
 ):
     """Returns the compiled step, its first state and its batch; `loss` in the place of the model's objective."""
     chain = chain or Chain(chained(hop_two or exchange(sh), tx or sgd()), early=early, watch=watch)
-    state = first_state(kind, sh, chain, num_layers)
+    state = first_state(kind, sh, chain.tx, num_layers)
     data = put_batch(sh, accumulation, rows, kind)
     built = model(kind, num_layers)
     loss = loss or (built.staged_loss() if sh.layout.shape.stage > 1 else built.objective)
@@ -257,9 +257,9 @@ def compiled_step(
     return step.lower(state, data).compile(), state, data
 
 
-def first_state(kind: str, sh: ShardingPlan, chain: Chain, num_layers: int = 2) -> TrainState:
-    """The state before the first step, where it belongs; copied, because the step donates it."""
-    state = begin(chain, params(kind, num_layers))
+def first_state(kind: str, sh: ShardingPlan, tx: Any, num_layers: int = 2) -> TrainState:
+    """The state before the first step of a chain, where it belongs; copied, because the step donates it."""
+    state = begin(Chain(tx), params(kind, num_layers))
     return jax.device_put(jax.tree.map(np.asarray, state), state_shardings(sh, state), may_alias=False)
 
 

@@ -28,7 +28,7 @@ from sharding.spec import EXPERTS_DIM, TENSOR_DIMS, has_dims, place_all
 from sharding.state import state_shardings
 from sharding.step import Chain, TrainState, build_eval_step, build_train_step, first_state
 from training.batches import BatchLayout, accumulation
-from training.optimizer_chain import make_chain
+from training.optimizer_chain import cut_of, make_chain
 from training.overlap import Value, overlap_options, users_xla_flags
 
 
@@ -50,7 +50,7 @@ class Experiment:
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             shapes,
-            state_shardings(self.plan, shapes),
+            state_shardings(self.plan, shapes, cut_of(self.config.optimizer.name)),
         )
 
     def init_state(self) -> TrainState:

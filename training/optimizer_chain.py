@@ -14,10 +14,12 @@ from compression.local_sgd import LocalState, check_local_sgd, drift, local_sgd,
 from compression.methods import method_named
 from compression.statistics import statistics
 from configs.schema import Config
+from configs.schema.own import OWN
 from optimizers import beside_averages, make_optimizer, watched
 from sharding.averages import part_averages
 from sharding.plan import ShardingPlan
 from sharding.redistribute import on_whole_tensors
+from sharding.state import Cut
 from sharding.step import Chain, States
 
 
@@ -45,6 +47,24 @@ def make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
     tx = local_sgd(hop_two, inner, local, plan.layout.num_replicas)
     early = streamed(method, setup, local) if local.streaming else None
     return Chain(tx, early=early, drift=drift, watch=watching)
+
+
+def cut_of(name: str) -> Cut:
+    """Returns how what the optimizer `name` keeps besides arrays of the parameters' shapes is cut.
+
+    Of the built-in ones that is small, and whole on every device (Adafactor's factors); a registered one declares it,
+    or gets a ValueError.
+    """
+    if name not in OWN["optimizer"]:
+        return lambda path, shape: None
+
+    def refuse(path: str, shape: tuple[int, ...]) -> int | None:
+        raise ValueError(
+            f"optimizer.name={name} keeps {path} {list(shape)}, which has no parameter's shape and would lie whole on "
+            f"every device; declare how it is cut: {name}.cut = lambda path, shape: dim (None: whole)"
+        )
+
+    return getattr(OWN["optimizer"][name], "cut", refuse)
 
 
 def _hop_two(method: HopTwo, setup: Setup) -> optax.GradientTransformation:
