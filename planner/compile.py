@@ -156,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
     from training.experiment import make_experiment
     from training.overlap import add_estimate, installed_plugins
 
-    values = command_line.new_flags(argv)
+    values = command_line.new_flags()
     flags.DEFINE_integer("nodes", 1, "nodes of the cluster", flag_values=values, lower_bound=1)
     flags.DEFINE_integer("devices_per_node", 8, "devices of each node", flag_values=values, lower_bound=1)
     flags.DEFINE_enum("target", "h100", [*TARGETS, CPU], "what to compile for", flag_values=values)

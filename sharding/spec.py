@@ -36,6 +36,11 @@ class ParamSpec:
     dtype: Any = jnp.float32
     replicate: bool = False
 
+    @property
+    def stacked(self) -> bool:
+        """Whether it is a stack of layers."""
+        return "layers" in self.dims
+
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.dims):
             raise ValueError(f"a parameter of shape {self.shape} needs {len(self.shape)} dim names, not {self.dims}")
@@ -103,8 +108,8 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
     scope. ValueError if no dim can be partitioned and the spec does not replicate, and for layers or experts that
     cannot be divided.
     """
-    shape, ndim, stacked = layout.shape, len(spec.shape), "layers" in spec.dims
-    staged = stacked and shape.stage > 1
+    shape, ndim = layout.shape, len(spec.shape)
+    staged = spec.stacked and shape.stage > 1
     if staged and spec.shape[0] % shape.stage:
         raise ValueError(
             f"mesh.stages={shape.stage} does not divide the {spec.shape[0]} layers; set it to one of "
@@ -131,7 +136,7 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
         dim=None,
         tensor_dim=tensor_dim,
         ndim=ndim,
-        stacked=stacked,
+        stacked=spec.stacked,
         staged=staged,
         expert_dim=expert_dim,
         held=held,
@@ -167,6 +172,12 @@ def place_all(specs: PyTree, layout: Layout) -> PyTree:
 def pspecs(placements: PyTree, scope: Sequence[str], *, tensor: bool = True) -> PyTree:
     """Returns the tree of PartitionSpecs of parameters under a scope."""
     return jax.tree.map(lambda p: p.pspec(scope, tensor=tensor), placements, is_leaf=is_placement)
+
+
+def is_stack(group: PyTree) -> bool:
+    """Whether a group of parameters is a stack of layers: every one of its Placements or ParamSpecs is."""
+    leaves = jax.tree.leaves(group, is_leaf=lambda x: isinstance(x, Placement | ParamSpec))
+    return bool(leaves) and all(x.stacked for x in leaves)
 
 
 def is_placement(x: object) -> bool:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from files import run_directory
 from runtime.command_line import prepare_output
 from runtime.exit_codes import ExitCode
 from state import manifest
@@ -50,7 +51,7 @@ def ls(directory: Path) -> int:
 
 def _refuse(directory: Path) -> int:
     """Reports that the directory has no checkpoint, and where they may be; returns the exit code."""
-    below = directory / "checkpoints"
+    below = directory / run_directory.CHECKPOINTS
     print(f"{directory} holds no checkpoint{f'; did you mean {below}?' if below.is_dir() else ''}", file=sys.stderr)
     return ExitCode.BAD_INPUT
 

@@ -27,7 +27,7 @@ def bytes_by_name(experiment: Experiment) -> dict[str, tuple[int, int, int]]:
     params: dict[str, jax.ShapeDtypeStruct] = by_name(shapes.params)
     gradients: dict[str, Sharding] = by_name(plan.shardings(plan.layout.gradients))
     optimizer = dict.fromkeys([*params, REST], 0)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes.opt_state):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes.chain):
         optimizer[owner(path, leaf, params) or REST] += nbytes(leaf, leaf.sharding)
     held = {name: (nbytes(x, x.sharding), nbytes(x, gradients[name]), optimizer[name]) for name, x in params.items()}
     return held | {REST: (0, 0, optimizer[REST])}
