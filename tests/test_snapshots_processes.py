@@ -3,27 +3,19 @@
 Run as a program (`python tests/test_snapshots_processes.py PORT RANK DIR`) this file is one of the two.
 """
 
-import faulthandler
-import os
 import re
-import subprocess
-import sys
 import time
-import traceback
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fast_compile
 import jax
 import numpy as np
 import pytest
-from checkpointing import abstract, files_no_larger_than
+from checkpointing import abstract, as_one_of_two, files_no_larger_than, run_two
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
-from running import free_port
 
 from configs.schema import CheckpointConfig
 from runtime.consensus import barrier
@@ -32,42 +24,15 @@ from state import Checkpointer, Restored, recovery, transfer
 from state.memory_files import MemoryFolder
 from state.snapshots import Snapshots
 
-ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {"w": (16, 4), "b": (5,), "residual": (2, 8), "t": (3, 8)}
 SPECS = {"w": ("node", "device"), "residual": ("node",), "t": (None, "device")}  # t is whole on each node
 BYTES_ALONE = 16 * 4 * 4 + 2 * 8 * 4
 BYTES = BYTES_ALONE + 5 * 4 + 3 * 8 * 4
 
 
-HANG_S = 200.0
-
-
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    """Runs this file in two processes; they show their stacks if they hang."""
-    port = str(free_port())
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    variables = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-    variables["XLA_FLAGS"] = f"--xla_cpu_collective_timeout_seconds=60 {fast_compile.FLAGS}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, port, str(rank), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=variables,
-        )
-        for rank in (0, 1)
-    ]
-    deadline_s = time.monotonic() + HANG_S + 30
-    while time.monotonic() < deadline_s and any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):  # the other one would wait for it
-            break
-        time.sleep(0.1)
-    for process in processes:
-        process.kill()
-    outputs = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    run_two(__file__, tmp_path)
 
 
 def values_of(step: int, replicas: int = 2) -> dict[str, np.ndarray]:
@@ -362,22 +327,12 @@ SCENARIOS = (
 )
 
 
-def one_of_two(arguments: Sequence[str]) -> None:
-    faulthandler.dump_traceback_later(HANG_S, exit=True)
-    port, rank, directory = arguments
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(rank), initialization_timeout=60)
-    node = Node(int(rank), Path(directory))
-    try:
-        for scenario in SCENARIOS:
-            print(scenario.__name__, flush=True)
-            scenario(node)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # jax would wait for the other one at exit
-    jax.distributed.shutdown()
+def one_of_two(rank: int, directory: Path) -> None:
+    node = Node(rank, directory)
+    for scenario in SCENARIOS:
+        print(scenario.__name__, flush=True)
+        scenario(node)
 
 
 if __name__ == "__main__":
-    one_of_two(sys.argv[1:])
+    as_one_of_two(one_of_two)

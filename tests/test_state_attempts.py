@@ -3,18 +3,15 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from checkpointing import KEEP_ALL, check_restores, save_small, small_state
+from checkpointing import KEEP_ALL, check_restores, save_small, small_state, start
 
 import state.checkpointer
 from configs.schema import CheckpointConfig
 from state import Checkpointer, CheckpointError, manifest
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def files_in(folder: Path) -> dict[Path, tuple[int, bytes]]:
@@ -89,9 +86,9 @@ def test_a_save_that_was_killed_before_its_rename_is_in_nobodys_way(tmp_path: Pa
     """Not even if the next attempt has the same process id, as in a pod, and the first one's step is complete."""
 
     def attempt(then: str) -> int:
-        command = [sys.executable, __file__, str(tmp_path), then]
-        environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu", "PATH": ""}
-        return subprocess.run(command, capture_output=True, timeout=120, env=environment).returncode
+        process = start(__file__, tmp_path, then)
+        process.communicate(timeout=120)
+        return process.returncode
 
     assert attempt("is killed") == -signal.SIGKILL
     left = [path.parent.name for path in (tmp_path / manifest.UNFINISHED).glob(f"*/*/{manifest.STATE_FILE}")]
