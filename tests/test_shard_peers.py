@@ -72,21 +72,26 @@ def in_threads(actions: list[Callable[[], Any]]) -> list[Any]:
     return found
 
 
-@contextmanager
-def opened(config: DataConfig, caches: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ShardSet]]:
-    """Gives the set as each of several processes opens it, with a cache folder each."""
+def open_together(config: DataConfig, caches: list[Path], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Returns the set, or the error, of each of several processes with a cache folder each."""
     monkeypatch.setattr(shards, "cache_dir", lambda: here.cache)
     meeting = Meeting(len(caches))
 
-    def make(process: int) -> ShardSet:
+    def make(process: int) -> ShardSet | Exception:
         here.cache = caches[process]
-        return ShardSet(config, world=ThreadWorld(process=process, count=len(caches), token=TOKEN, meeting=meeting))
+        try:
+            return ShardSet(config, world=ThreadWorld(process=process, count=len(caches), token=TOKEN, meeting=meeting))
+        except (OSError, RuntimeError) as error:
+            return error
 
-    sets = in_threads([lambda process=process: make(process) for process in range(len(caches))])
+    return in_threads([lambda process=process: make(process) for process in range(len(caches))])
+
+
+@contextmanager
+def opened(config: DataConfig, caches: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ShardSet]]:
+    """Gives the sets, open."""
     with ExitStack() as held:
-        for one in sets:
-            held.enter_context(one)
-        yield sets
+        yield [held.enter_context(one) for one in open_together(config, caches, monkeypatch)]
 
 
 def settings(path: str) -> DataConfig:
