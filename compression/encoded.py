@@ -46,7 +46,7 @@ class Result(NamedTuple):
 def _exchange_all(
     plan: ShardingPlan, codec: Codec, placements: Sequence[Placement], xs: Shards, key: jax.Array
 ) -> tuple[list[Result], list[Sent]]:
-    """Returns the result for each shard, and the counts of each collective."""
+    """Returns the result for each shard `[...]`, and the counts of each collective."""
     # vectors are not encoded
     exchanged, counts = _exchange_plain(plan, placements, [i for i, p in enumerate(placements) if p.is_vector], xs)
     # all others are encoded; those sharded over the same axes share collectives
@@ -60,7 +60,7 @@ def _exchange_all(
 def _exchange_plain(
     plan: ShardingPlan, placements: Sequence[Placement], members: Sequence[int], xs: Shards
 ) -> tuple[dict[int, Result], list[Sent]]:
-    """Returns the results for the shards `members`, summed in f32, and the counts of each."""
+    """Returns the results for the shards `[...]` numbered `members`, summed in f32, and the counts of each."""
     totals = sums(plan, [placements[i] for i in members], [xs[i] for i in members])
     exchanged = {i: Result(total, jnp.zeros_like(xs[i])) for i, total in zip(members, totals, strict=True)}
     return exchanged, [Sent(4 * xs[i].size, xs[i].size, xs[i].size) for i in members]
@@ -75,7 +75,7 @@ def _exchange_encoded(
     xs: Shards,
     key: jax.Array,
 ) -> tuple[dict[int, Result], list[Sent]]:
-    """Returns the results for the shards `members`, all sharded over `cut_by`, and the counts of each collective."""
+    """Returns the results for shards `[...]`, those of `members`, all cut by `cut_by`, and each collective's counts."""
     layout = plan.layout
     # if the optimizer's scope is wider, each device gets only its chunk of the sum
     scatters = bool(layout.optimizer_beyond_gradients) and placements[members[0]].dim is not None

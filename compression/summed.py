@@ -30,7 +30,7 @@ def summed(plan: ShardingPlan, *, packed: bool = False) -> Primitive:
 
 
 def sums(plan: ShardingPlan, placements: Sequence[Placement], xs: Shards, *, packed: bool = False) -> Shards:
-    """Returns the sums of shards over the replicas, in the optimizer's scope."""
+    """Returns the sums over the replicas of shards `[...]`, as shards in the optimizer's scope."""
     layout, beyond = plan.layout, plan.layout.optimizer_beyond_gradients
     scattered = [i for i, p in enumerate(placements) if p.dim is not None and beyond]
     rest = [i for i in range(len(xs)) if i not in scattered]
@@ -44,7 +44,7 @@ def sums(plan: ShardingPlan, placements: Sequence[Placement], xs: Shards, *, pac
 
 
 def _packed(xs: Shards, axes: tuple[str, ...]) -> Shards:
-    """Returns the sums over `axes`, in one all-reduce."""
+    """Returns the sums over `axes` of tensors `[...]`, in one all-reduce."""
     if not xs:
         return []
     return slice_apart(lax.psum(jnp.concatenate([x.reshape(-1) for x in xs]), axes), [x.shape for x in xs])

@@ -43,11 +43,11 @@ class Codec(Protocol):
         ...
 
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Returns the payload of rows of values; `key` is for random rounding, `real` tells values from padding."""
+        """Returns the payload of rows `[..., N]`; `key` is for random rounding, `real` is False for padding."""
         ...
 
     def decode(self, payload: jax.Array) -> jax.Array:
-        """Returns the values of a payload."""
+        """Returns the values `f32 [..., N]` of a payload `uint8 [..., payload_bytes(N)]`."""
         ...
 
     def payload_bytes(self, size: int) -> int:
@@ -213,7 +213,7 @@ class Group:
     tensor_is_manual: bool = False
 
     def gather(self, shards: Sequence[jax.Array], *, to: str = "varying") -> list[jax.Array]:
-        """Returns the full tensors of local `shards`; those without a partitioned dim come back as they are."""
+        """Returns the full tensors of local `shards` `[...]`; those without a partitioned dim come back as they are."""
         collective = partial(all_gather_chunks, hierarchical=self.hierarchical, to=to)
         return self._exchange(_gather_packed, collective, self.gather_codecs, shards)
 
@@ -241,7 +241,7 @@ class Group:
         return self.slice(summed)
 
     def slice(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns this device's shards of full `tensors`, without communication."""
+        """Returns this device's shards `[...]` of full `tensors`, without communication."""
         return [
             split(x, p.dim, lax.axis_size(axes))[lax.axis_index(axes)]
             if p.dim is not None and (axes := p.not_held(self.scope))
