@@ -1,4 +1,4 @@
-"""Codecs: they encode values as the bytes that cross the slow network. sharding/collectives.py defines the interface.
+"""Codecs: they encode values as the bytes that cross the slow network. sharding/coded.py defines the interface.
 
 Payloads are byte arrays rather than arrays of a narrow dtype: XLA may widen the latter (a bf16 sum on CPUs) or move the
 conversion across a collective, but it leaves bytes as they are. The bytes sent are therefore the payload's size, and

@@ -12,7 +12,8 @@ from compression.route import Axes, Route
 from compression.shards import Shards, not_finite
 from compression.statistics import Sent
 from compression.summed import sums
-from sharding.collectives import Codec, buckets, join, slice_apart, split
+from sharding.coded import Codec
+from sharding.collectives import buckets, join, slice_apart, split
 from sharding.mesh import STAGE
 from sharding.plan import ShardingPlan
 from sharding.spec import Placement

@@ -12,7 +12,7 @@ from compression.hop_two import Setup
 from compression.shards import Shards, on_shards, own_copies
 from compression.statistics import Sent, added, nothing_sent
 from compression.summed import summed
-from sharding.collectives import Codec
+from sharding.coded import Codec
 from sharding.hop_two import Exchanged
 from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica

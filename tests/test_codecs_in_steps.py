@@ -14,7 +14,8 @@ from compression.codecs import Blockwise
 from configs import base
 from configs.schema import CompressionConfig
 from sharding import hlo
-from sharding.collectives import Group, LevelCodecs, all_gather_chunks, reduce_scatter_chunks
+from sharding.coded import LevelCodecs
+from sharding.collectives import Group, all_gather_chunks, reduce_scatter_chunks
 from sharding.mesh import INTER_AXES
 from sharding.plan import ShardingPlan
 from sharding.spec import Placement

@@ -14,7 +14,7 @@ from test_codecs_in_steps import BLOCK, rounded
 
 import models
 from compression.codecs import Blockwise
-from sharding.collectives import LevelCodecs, levels
+from sharding.coded import LevelCodecs, levels
 from sharding.gradients import accumulated, manual_gradients
 from sharding.mesh import inter_part, intra_part
 from sharding.plan import ShardingPlan

@@ -20,7 +20,7 @@ from compression.one_bit_adam import one_bit_adam
 from compression.power_sgd import power_sgd
 from compression.statistics import statistics
 from sharding import hlo
-from sharding.collectives import Codec
+from sharding.coded import Codec
 from sharding.mesh import INTER_AXES
 from sharding.plan import ShardingPlan, gradient_specs
 from sharding.spec import ParamSpec

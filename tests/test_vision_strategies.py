@@ -10,7 +10,7 @@ from workload import BATCH_NORM
 
 from compression.codecs import Blockwise
 from compression.exchange import exchange
-from sharding.collectives import LevelCodecs
+from sharding.coded import LevelCodecs
 
 ROWS = {"resnet": 16, BATCH_NORM: 32, "vit": 16}  # ghost batches have two rows, a device one in two micro-steps of 16
 ALL = [(kind, strategy, {}) for kind in ROWS for strategy in STRATEGIES]
