@@ -269,14 +269,17 @@ def test_a_real_run(tmp_path: Path, victim: int, number: int) -> None:
 
 
 HANGS = """
-import sys, time
-import train
-well = train.Batches.__next__
-def hang(self):
-    if self.step == 3 and "--process_id=1" in sys.argv:
-        time.sleep(1000)
-    return well(self)
-train.Batches.__next__ = hang
+def make(config):
+    ex = running.make_experiment(config)
+    well, number = ex.batches.to_devices, itertools.count()
+    def hang(rows):
+        if next(number) == 3 and "--process_id=1" in sys.argv:
+            time.sleep(1000)
+        return well(rows)
+    vars(ex.batches)["to_devices"] = hang
+    return ex
+import itertools
+parts["make"] = make
 """
 
 

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "cluster": "configs runtime metrics sharding state palette files",
     "engines": "runtime",
     "sweeps": "configs metrics palette runtime files",
-    "paper": "configs palette files runtime",
+    "paper": "files palette planner runtime",
     "train": EVERYTHING,
     "sweep": "configs runtime sweeps",
     "benchmarks": EVERYTHING,

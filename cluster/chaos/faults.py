@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cluster.chaos.plan import Fault
 from cluster.chaos.run import NOTICED, ElasticRun
+from files import run_directory
 from runtime.events import Event
 
 RECOVERY_S = 300.0
@@ -192,4 +193,4 @@ def _open_slots(memory: Path) -> Callable[[], bool]:
 
 
 def _unfinished(run: ElasticRun) -> set[Path]:
-    return {*(run.workdir / "checkpoints" / "unfinished").glob("*/*")}
+    return {*(run.workdir / run_directory.CHECKPOINTS / "unfinished").glob("*/*")}
