@@ -36,7 +36,7 @@ def test_losses_equal_a_single_device(kind: str, strategy: str, how: dict[str, A
     assert expected[-1] < expected[0] - 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["resnet", BATCH_NORM, "vit"])
 @pytest.mark.parametrize("hop", ["gather", "hop one", "hop two"])
 def test_losses_with_a_codec_stay_near(kind: str, hop: str) -> None:
