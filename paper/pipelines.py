@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paper import published
 from paper.records import Records
 from paper.replays import HALF, Shape, shape_of
-from paper.scores import NONE, percent, table
+from paper.scores import NONE, table
 
 NODES, K = 8, 8  # p3dn.24xlarge: 8 V100
 LINK_BYTES_PER_S = 100e9 / 8
@@ -114,20 +113,6 @@ def run_of(model: str, stages: int, group: int) -> Run:
         group=group,
         accum=GLOBAL_BATCH // (ROWS * K * NODES // stages),
     )
-
-
-def megatron(records: Records) -> str:
-    """Returns figure 11's throughput of Megatron-LM-3D and MiCS, as published."""
-    del records  # the paper's numbers alone
-    rows: dict[str, dict[str, float]] = {}
-    for one in published.find("MiCS", "figure 11", unit="sequences/s"):
-        rows.setdefault(f"{one.case}, {one.at} GPUs", {})[one.system.removeprefix("Megatron-LM ")] = one.value or 0.0
-    ways = [name for name in next(iter(rows.values())) if name != "MiCS"]
-    lines = []
-    for name, row in rows.items():
-        gain = row["MiCS"] / max(row[way] for way in ways) - 1
-        lines.append([name, *(f"{row[way]:.2f}" for way in (*ways, "MiCS")), percent(gain)])
-    return table(["sequences/s", *ways, "MiCS", "over the best"], lines)
 
 
 def formulas(records: Records) -> str:
