@@ -21,8 +21,6 @@ TABLES: Mapping[str, Callable[[Records], Comparison | str]] = {
     "mics-two-hops": traffic.two_hops,
     "mics-sizes": mics.sizes,
     "mics-network": network.fits,
-    "mics-2": lambda _: Comparison(title="GB/s", cells=network.figure_2(network.fitted())),
-    "mics-13a": lambda _: Comparison(title="times", cells=network.figure_13a(network.fitted())),
     "mics-7": throughput.sequences,
     "mics-7-ratios": throughput.over_zero3,
     "mics-7-means": throughput.means,
@@ -34,7 +32,7 @@ TABLES: Mapping[str, Callable[[Records], Comparison | str]] = {
     "mics-predictions": predictions.predictions,
     "mics-text": predictions.in_the_text,
     "mics-16": mics.losses,
-    "mics-pipelines": pipelines.formulas,
+    "pipelines": pipelines.formulas,
     "zero-table-1": model_state.zero_table_1,
     "zero-table-2": model_state.zero_table_2,
     "zero-volumes": lambda records: traffic.volumes(records, "zero"),
@@ -75,7 +73,7 @@ SUMMARY: Mapping[str, tuple[str, Callable[[Records], tuple[int, int]] | None]] =
 
 def pages() -> list[Path]:
     """Returns the pages whose tables are filled."""
-    return [DOCS / "paper_tables.md", *sorted((DOCS / "papers").glob("*.md"))]
+    return [DOCS / "paper_tables.md", DOCS / "pipelines.md", *sorted((DOCS / "papers").glob("*.md"))]
 
 
 def filled(text: str, records: Records) -> str:

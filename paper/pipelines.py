@@ -8,7 +8,6 @@ from paper.replays import HALF, Shape, shape_of
 from paper.scores import NONE, table
 
 NODES, K = 8, 8  # p3dn.24xlarge: 8 V100
-LINK_BYTES_PER_S = 100e9 / 8
 GLOBAL_BATCH, ROWS = 8192, 8
 FULL = 4  # bytes of a value in hop two and in the optimizer's state
 STATE = 16  # bytes a parameter: parameter, gradient and two moments, all f32
@@ -119,7 +118,7 @@ def formulas(records: Records) -> str:
     """Returns what a node sends per step with and without a pipeline, and what that costs and keeps."""
     del records  # formulas alone
     rows = [_line(model, run_of(model, *way)) for model, ways in COMPARED.items() for way in ways]
-    head = ["GB per step", "gathers, hop one", "hop two", "between stages", "all", "s at 100 Gbit/s", "bubble", "work"]
+    head = ["GB", "gathers, hop one", "hop two", "between stages", "all", "bubble", "work"]
     return table([*head, "GB of state", "GB kept"], rows)
 
 
@@ -130,7 +129,6 @@ def _line(model: str, run: Run) -> Sequence[str]:
         f"{model}: {name}",
         *(f"{count / 1e9:,.1f}" if count else NONE for count in sent),
         f"{run.link_bytes / 1e9:,.1f}",
-        f"{run.link_bytes / LINK_BYTES_PER_S:.1f}",
         f"{100 * run.bubble:.1f} %" if run.stages > 1 else NONE,
         f"{run.work:.2f}",
         f"{run.state_bytes / 1e9:.1f}",
