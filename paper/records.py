@@ -27,11 +27,6 @@ class Step:
     collectives: Sequence[Mapping[str, Any]]
 
     @property
-    def num_devices(self) -> int:
-        """The devices of all nodes."""
-        return self.nodes * self.devices_per_node
-
-    @property
     def model_bytes(self) -> int:
         """The bytes of the parameters."""
         return PARAMETER_BYTES * self.num_params

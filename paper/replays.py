@@ -4,7 +4,7 @@ Our programs overlap traffic with compute; DeepSpeed's did not, or did so in par
 to replays of our programs. The network is fitted to the paper's all-gathers (network.py), nothing to a training step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,12 +94,14 @@ class Replay:
 
     def busy_s(self, *labels: str) -> float:
         """Returns how long the network is busy with collectives of these labels, all if none is given."""
-        return sum(use["busy_s"] for key, use in self.uses.items() if not labels or key.partition(",")[0] in labels)
+        return self._sum("busy_s", labels)
 
     def hidden_s(self, *labels: str) -> float:
         """Returns what of that the compute hides."""
-        exposed = (use["exposed_s"] for key, use in self.uses.items() if key.partition(",")[0] in labels)
-        return self.busy_s(*labels) - sum(exposed)
+        return self._sum("busy_s", labels) - self._sum("exposed_s", labels)
+
+    def _sum(self, what: str, labels: Sequence[str]) -> float:
+        return sum(use[what] for key, use in self.uses.items() if not labels or key.partition(",")[0] in labels)
 
     def buckets_s(self, kind: str) -> float:
         """Returns how long all gradients take in buckets of `BUCKET` values, once in each micro-step."""

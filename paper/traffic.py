@@ -38,7 +38,7 @@ def savings(records: Records) -> Comparison:
         hierarchical, flat = (records.step(f"mics({p}){how}", nodes=NODES, accum=ACCUM) for how in ("", " flat"))
         for name in ("gather", "hop one"):
             saved = 100 * (1 - hierarchical.link(name) / flat.link(name))
-            cells.append(Cell(row=name, column=f"p = {p}", published=100 * (K - 1) / (p - 1), ours=saved))
+            cells.append(Cell(row=f"p = {p}", column=name, published=100 * (K - 1) / (p - 1), ours=saved))
     return Comparison(title="% saved", cells=cells, form="{:.1f}", points=True)
 
 

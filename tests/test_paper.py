@@ -190,9 +190,9 @@ def test_compiled_bytes_match_the_formulas(name: str, rel: float, but: dict[str,
 def test_hierarchical_savings_match_published_ones(records: Records) -> None:
     printed = {f"p = {one.at}": one.value for one in published.find("MiCS", "section 3.3")}
     found = traffic.savings(records).cells
-    assert len(found) == 6 and printed.keys() <= {cell.column for cell in found}
+    assert len(found) == 6 and printed.keys() <= {cell.row for cell in found}
     for cell in found:
-        assert cell.ours == pytest.approx(printed.get(cell.column, cell.published), abs=0.1), cell.name
+        assert cell.ours == pytest.approx(printed.get(cell.row, cell.published), abs=0.1), cell.name
 
 
 def test_two_hop_ratio_stays_above_the_bound(records: Records) -> None:

@@ -194,7 +194,7 @@ def test_power_sgd_epoch_is_the_factors_of_resnet_18(rank: int, records: Records
     whole = values + 10
     assert whole + sum(a * b for a, b in shapes) == records.paper_step("ResNet-18 power_sgd 1").num_params
     factors = sum(min(rank * (a + b), a * b) for a, b in shapes)
-    ours = row(compression.power_sgd(records), f"ResNet-18, an epoch, rank {rank}").ours
+    ours = row(compression.power_sgd(records), f"ResNet-18 on CIFAR-10, rank {rank}").ours
     assert ours == pytest.approx(24 * 4 * (whole + factors) / 2**20, rel=1e-3)
 
 
