@@ -73,7 +73,7 @@ SUMMARY: Mapping[str, tuple[str, Callable[[Records], tuple[int, int]] | None]] =
 
 def pages() -> list[Path]:
     """Returns the pages whose tables are filled."""
-    return [DOCS / "paper_tables.md", DOCS / "pipelines.md", *sorted((DOCS / "papers").glob("*.md"))]
+    return [DOCS / "paper_tables.md", *sorted((DOCS / "papers").glob("*.md"))]
 
 
 def filled(text: str, records: Records) -> str:

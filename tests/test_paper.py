@@ -240,7 +240,7 @@ def test_pages_are_up_to_date_and_show_every_table_once(records: Records) -> Non
 
 
 def test_the_front_leads_to_every_paper_and_back() -> None:
-    front, _, *papers = pages()
+    front, *papers = pages()
     assert papers and all(f"](papers/{page.name})" in front.read_text() for page in papers)
     assert all("Back to [the papers' numbers](../paper_tables.md)" in page.read_text() for page in papers)
 
