@@ -107,20 +107,26 @@ def summary(records: Records) -> str:
     return table(["", "numbers", "mean difference", "largest", "in the published order"], rows)
 
 
-def bars(found: Comparison, title: str, *, is_logarithmic: bool = False) -> Figure:
-    """Returns the chart of a comparison: a bar for each published number, and one for ours."""
-    labels = [cell.name for cell in found.cells]
-    series = {
-        "published": [exactly(cell.published) for cell in found.cells],
-        "ours": [exactly(cell.ours) for cell in found.cells],
-    }
-    return draw_bars(Bars(labels=labels, series=series, title=title, line=1.0, is_logarithmic=is_logarithmic))
+def bars(found: Comparison, title: str, *, line: float = 1.0, is_logarithmic: bool = False) -> Figure:
+    """Returns the chart of a comparison: in each column, or of one column for each row, what is published and ours."""
+    columns = list(dict.fromkeys(cell.column for cell in found.cells))
+    rows = list(dict.fromkeys(cell.row for cell in found.cells))
+    is_crossed = len(columns) > 1
+    series = {}
+    for row in rows if is_crossed else [""]:
+        cells = [cell for cell in found.cells if cell.row == row] if is_crossed else found.cells
+        name = f"{row}, " if is_crossed else ""
+        series[f"{name}published"] = [exactly(cell.published) for cell in cells]
+        series[f"{name}ours"] = [exactly(cell.ours) for cell in cells]
+    labels = columns if is_crossed else rows
+    return draw_bars(Bars(labels=labels, series=series, title=title, line=line, is_logarithmic=is_logarithmic))
 
 
 PICTURES: Mapping[str, Callable[[Records], Figure]] = {
     "paper_figure_7.png": lambda records: bars(
         throughput.of_a_gpu(records),
         "MiCS figure 7: sequences a second of a V100\n(ours: calculated from compiled programs; nothing ran on a GPU)",
+        line=0.0,
     ),
     "paper_figures_12_to_15.png": lambda records: bars(
         predictions.scale_model(records), "Throughput over that of the other; ours: measured on the scale model"

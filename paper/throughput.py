@@ -58,7 +58,12 @@ def sequences(records: Records) -> Comparison:
 def of_a_gpu(records: Records) -> Comparison:
     """Returns figure 7's MiCS and ZeRO-3 for one GPU, so that equal numbers are perfect scaling."""
     cells = [
-        replace(cell, published=cell.published / run.bar.at, ours=cell.ours / run.bar.at)
+        Cell(
+            row=run.bar.system,
+            column=f"{run.bar.case}, {run.bar.at} GPUs",
+            published=cell.published / run.bar.at,
+            ours=cell.ours / run.bar.at,
+        )
         for run in runs(records, "figure 7")
         if (cell := run.cell()).published and cell.ours and run.bar.system != "ZeRO-2"
     ]

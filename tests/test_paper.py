@@ -274,7 +274,9 @@ def test_check_writes_nothing_and_names_the_stale_page(
 def test_charts_have_published_and_ours(name: str, records: Records) -> None:
     (axes,) = PICTURES[name](records).axes
     labels = [text.get_text() for text in axes.get_yticklabels()]
-    assert len(axes.patches) == 2 * len(labels) > 0
+    series = [text.get_text() for text in axes.figure.legends[0].get_texts()]
+    assert len(axes.patches) == len(series) * len(labels) > 0
+    assert [name.rpartition(", ")[2] for name in series] == ["published", "ours"] * (len(series) // 2)
     assert axes.get_xscale() == ("log" if name == "paper_compression.png" else "linear")  # its bars are 3 to 667
 
 
