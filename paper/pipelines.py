@@ -38,11 +38,6 @@ class Run:
         return self.accum + self.stages - 1
 
     @property
-    def bubble(self) -> float:
-        """The share of a step in which a stage has no micro-batch: (S-1)/(A+S-1)."""
-        return (self.stages - 1) / self.ticks
-
-    @property
     def work(self) -> float:
         """The operations of a step, copies in the bubble included, over those of a step without a pipeline.
 
@@ -118,7 +113,7 @@ def formulas(records: Records) -> str:
     """Returns what a node sends per step with and without a pipeline, and what that costs and keeps."""
     del records  # formulas alone
     rows = [_line(model, run_of(model, *way)) for model, ways in COMPARED.items() for way in ways]
-    head = ["GB", "gathers, hop one", "hop two", "between stages", "all", "bubble", "work"]
+    head = ["GB", "gathers, hop one", "hop two", "between stages", "all", "work"]
     return table([*head, "GB of state", "GB kept"], rows)
 
 
@@ -129,7 +124,6 @@ def _line(model: str, run: Run) -> Sequence[str]:
         f"{model}: {name}",
         *(f"{count / 1e9:,.1f}" if count else NONE for count in sent),
         f"{run.link_bytes / 1e9:,.1f}",
-        f"{100 * run.bubble:.1f} %" if run.stages > 1 else NONE,
         f"{run.work:.2f}",
         f"{run.state_bytes / 1e9:.1f}",
         f"{run.kept_bytes / 1e9:.2f}",

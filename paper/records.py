@@ -84,11 +84,6 @@ class Records:
         found = self.line("papers", kind="state", name=name, strategy=strategy, devices=devices)
         return found["num_params"], sum(found["state_bytes"].values())
 
-    def wire_bytes(self, strategy: str) -> float | None:
-        """Returns the mean bytes that a node sent per step of the standard workload; None if none was measured."""
-        sent = [line["wire_tx_bytes"] for line in self.lines("strategies", strategy=strategy) if line["wire_tx_bytes"]]
-        return sum(sent) / len(sent) if sent else None
-
 
 def read_records(folder: Path = RESULTS) -> Records:
     """Returns the records in `folder`. ValueError if a file is missing."""
