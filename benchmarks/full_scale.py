@@ -127,7 +127,7 @@ def compiled(cell: Cell) -> Step:
 
 def _request(cell: Cell) -> tuple[Candidate, Experiment, Machine]:
     words = ["full_scale", *cell.words]
-    config = command_line.parse(words, command_line.new_flags(words))
+    config = command_line.parse(words)
     cluster = replace(CLUSTERS[cell.cluster], devices_per_node=min(PER_NODE, cell.gpus))
     nodes = cell.gpus // cluster.devices_per_node
     of_cluster = Machine(cluster=cluster, nodes=nodes, config_words=tuple(cell.words), target=cluster.device.target)

@@ -1,4 +1,4 @@
-"""`Supervisor`: a Ray actor that runs the program on one node, and keeps a standby process for the next attempt.
+"""`Agent`: a Ray actor that runs the program on one node, and keeps a standby process for the next attempt.
 
 This module does not import Ray, which calls the methods in several threads (`THREADS` in engines/ray_members.py).
 """
@@ -23,7 +23,7 @@ STANDBY = Path(__file__).with_name("ray_standby.py")
 KEPT_LINES = 1000  # of the program's output, buffered until the engine asks for them
 # Variables of other launchers: the flags replace them, and nodes with different values would disagree.
 OTHERS_WORDS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_NUM_CPU_DEVICES")
-STARTING_S = 10.0  # for a supervisor to start; the engine does not wait longer, since others may hold the node's CPUs
+STARTING_S = 10.0  # for an agent to start; the engine does not wait longer, since others may hold the node's CPUs
 PORTS = range(20000, 32000)  # above Ray's ports, below Linux' ephemeral ports
 
 
@@ -32,13 +32,13 @@ class News:
     """The changes on a node since the last answer, and its current state."""
 
     codes: dict[int, int | None]  # by attempt: exit code (negative: a signal), None while it runs
-    lines: list[tuple[int, str]]  # of output, with the attempt (0: the supervisor itself)
-    is_leaving: bool  # the supervisor got SIGTERM: the node is leaving
+    lines: list[tuple[int, str]]  # of output, with the attempt (0: the agent itself)
+    is_leaving: bool  # the agent got SIGTERM: the node is leaving
     is_warm: bool  # a process has been started for the next attempt
     free_port: int
 
 
-class Supervisor:
+class Agent:
     """Runs the program of one node: a process for each attempt, in a process group of its own."""
 
     def __init__(self, command: Sequence[str], folder: str, environment: Mapping[str, str]) -> None:
