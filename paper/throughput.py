@@ -106,14 +106,16 @@ def with_slower_compute(run: Run, times: float) -> float:
 
 def nothing_hidden(run: Run) -> float:
     """Returns the step if nothing of ours overlapped; of DeepSpeed's nothing does anyway."""
-    ours = run.replay and run.bar.system not in DEEPSPEED
-    return replays.nothing_hidden_s(run.replay) if ours and run.replay else run.step_s
+    if run.replay is None or run.bar.system in DEEPSPEED:
+        return run.step_s
+    return replays.nothing_hidden_s(run.replay)
 
 
 def gradients_exposed(run: Run) -> float:
     """Returns the step if MiCS hid no sum of gradients."""
-    mics = run.replay and run.bar.system == "MiCS"
-    return replays.gradients_exposed_s(run.replay) if mics and run.replay else run.step_s
+    if run.replay is None or run.bar.system != "MiCS":
+        return run.step_s
+    return replays.gradients_exposed_s(run.replay)
 
 
 def choices(records: Records) -> dict[str, list[Cell]]:

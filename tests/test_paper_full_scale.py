@@ -78,7 +78,6 @@ def test_fit_of_figure_2_stays_below_the_link() -> None:
     """The link of a p3dn node is 12.5 GB/s."""
     found = network.fitted()
     assert 10e9 < found.bandwidth < 12.5e9 and 1e-5 < found.latency_s < 1e-3
-    assert clusters.find_cluster("p3dn.24xlarge").intra_latency_s == found.intra_latency_s
     assert len(network.gathers()) == 16
 
 
