@@ -368,11 +368,12 @@ def test_on_says_what_it_needs(changes: dict[str, Any], words: str) -> None:
 
 def test_the_config_decides_where_hop_two_runs() -> None:
     inside = {"sharding.overlap": "on", "compression.hop_two": "int8"}
-    assert make_experiment(tiny_config(inside)).chain.early is not None
-    beside = make_experiment(tiny_config({"sharding.overlap": "on", "compression.delayed": True})).hop_two
-    assert beside is not None and beside.waiting is not None
-    encoded = make_experiment(tiny_config(inside | {"compression.delayed": True})).hop_two
-    assert encoded is not None and encoded.waiting is not None
+    late = {"compression.delayed": True}
+    for changes, waits in ((inside, False), ({"sharding.overlap": "on"} | late, True), (inside | late, True)):
+        experiment = make_experiment(tiny_config(changes))
+        assert experiment.chain.early is not None
+        early = jax.eval_shape(experiment.chain.early, experiment.state_shapes.chain)
+        assert (early.waiting is not None) == waits
     for after in ({}, inside | {"local_sgd.inner_steps": 2}):
         assert make_experiment(tiny_config(after)).chain.early is None
 
