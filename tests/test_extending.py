@@ -319,17 +319,6 @@ def test_the_planner_compiles_again_when_the_file_changes() -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_runs_the_file(tmp_path: Path) -> None:
-    file = listed("An optimizer")
-    keys = dict(flag.removeprefix("--config.").split("=") for flag in flags(num_steps=1))
-    point = {key: int(value) if value.isdecimal() else value for key, value in keys.items()}
-    file.write_text(f"{file.read_text()}\n\ndef sweep_one():\n    return [{point}]\n")
-    assert sweep.main(["sweep.py", f"--config={file}", "--workdir=sweep"]) == 0
-    (config,) = Path("sweep").glob("*/config.json")
-    assert json.loads(config.read_text())["optimizer"]["name"] == "lion"
-
-
-@pytest.mark.slow
 @EMULATED
 def test_emulated_nodes_train_with_the_file(tmp_path: Path) -> None:
     """The file is in /tmp, of which each node has its own."""
@@ -345,13 +334,6 @@ def test_emulated_nodes_train_with_the_file(tmp_path: Path) -> None:
     run = [sys.executable, "train.py", f"--config={file}", f"--workdir={tmp_path / 'run'}", *flags(num_steps=1)]
     subprocess.run([sys.executable, *emulated, *run], cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
     assert json.loads((tmp_path / "run" / "config.json").read_text())["optimizer"]["name"] == "lion"
-
-
-@pytest.mark.slow
-def test_the_planner_compiles_the_file() -> None:
-    words = [f"--config={listed('A codec')}", *flags()]
-    text = compiling.compile_step(words, nodes=4, devices_per_node=2, target="cpu").text
-    assert re.search(r"u8\[.*all-to-all", text)
 
 
 @pytest.mark.slow
