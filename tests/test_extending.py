@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from emulating import EMULATED
-from running import IGNORED, ROOT, arrays, manifest, rows, run_here, stop_after
+from running import ROOT, arrays, manifest, rows, run_here, stop_after
 
 import models
 import sweep
@@ -26,7 +26,6 @@ from planner import __main__ as planner
 from planner import compile as compiling
 from sharding.scopes import make_layout
 
-pytestmark = IGNORED
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 LISTINGS = dict(re.findall(r"^## (.+)\n(?:(?!^## ).*\n)*?```python\n((?:.*\n)*?)```", PAGE, re.MULTILINE))
 RUN: dict[str, Any] = {
