@@ -24,6 +24,7 @@ from absl import flags
 
 from configs import command_line
 from files import json_objects
+from files.cache import cache_dir
 from runtime.exit_codes import ExitCode
 from sharding.mesh import MeshShape
 
@@ -120,7 +121,7 @@ def _words(config: Sequence[str], nodes: int, devices_per_node: int, target: str
 
 def cache_folder() -> Path:
     """Returns where compiled steps are kept; all of it may be deleted at any time."""
-    return Path(os.environ.get("MICS_JAX_CACHE") or Path.home() / ".cache" / "mics-jax") / "programs"
+    return cache_dir() / "programs"
 
 
 def _why(said: str) -> str:

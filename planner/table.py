@@ -149,7 +149,7 @@ def table_rows(experiment: Experiment) -> list[Row]:
     params: dict[str, jax.ShapeDtypeStruct] = by_name(experiment.state_shapes.params)
     whole = dict.fromkeys([*params, REST], 0)  # bytes of the optimizer's state
     by_replica = False
-    for path, leaf in jax.tree_util.tree_leaves_with_path(experiment.state_shapes.opt_state):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(experiment.state_shapes.chain):
         name = owner(path, leaf, params) or REST
         replica = replica_key(path)
         if replica is None:

@@ -16,7 +16,7 @@ from cluster import emulate
 from configs import command_line
 
 pytestmark = IGNORED
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 
 def commands(page: Path) -> Iterator[list[str]]:
