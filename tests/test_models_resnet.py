@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import workload
 from jax.extend.core import jaxprs_in_params
-from test_strategies import STRATEGIES
 
 import models
 from configs import base, resnet50, resnet50_lars, resnet110, wide_resnet_3b
@@ -289,19 +288,3 @@ def test_zero3_gathers_each_block_and_matches_one_device() -> None:
     losses = workload.run_steps(step, state, data, workload.NUM_STEPS)[0]
     np.testing.assert_allclose(losses, workload.single_device_losses("resnet"), rtol=1e-5)
     assert losses[-1] < losses[0] - 0.1
-
-
-@pytest.mark.parametrize(
-    ("strategy", "how"),
-    [
-        ("mics4", {"rows": 13, "gather": "node"}),
-        pytest.param("zero2", {"two_hop": False}, marks=pytest.mark.slow),
-        pytest.param("node-node-all", {"gather": "step"}, marks=pytest.mark.slow),
-        pytest.param("hsdp", {"partitioner": "auto"}, marks=pytest.mark.slow),
-    ],
-)
-def test_sharded_losses_equal_one_device(strategy: str, how: dict[str, Any]) -> None:
-    rows = how.get("rows", workload.ROWS)
-    sh = workload.plan("resnet", **STRATEGIES[strategy], **{key: how[key] for key in how if key != "rows"})
-    got = workload.losses("resnet", sh, rows=rows)
-    np.testing.assert_allclose(got, workload.single_device_losses("resnet", rows), rtol=1e-5)
