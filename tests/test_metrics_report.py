@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from metrics.charts import Curve, curve_chart, nice_ticks, thin_out, trend
+from metrics.charts import Curve, curve_chart, round_ticks, thin_out, trend
 from metrics.report import write_report
 from metrics.run_files import read_run, results_of
 
@@ -300,7 +300,7 @@ def test_a_few_far_outliers_do_not_flatten_the_curve() -> None:
 
 @pytest.mark.parametrize("low, high", [(0, 1), (0.001, 0.0013), (1.7, 5.8), (-3, 1e6), (599, 600)])
 def test_ticks_are_round_and_inside(low: float, high: float) -> None:
-    ticks = nice_ticks(low, high, 5)
+    ticks = round_ticks(low, high)
     assert 3 <= len(ticks) <= 8 and min(ticks) >= low - 1e-9 and max(ticks) <= high * (1 + 1e-9)
     step = ticks[1] - ticks[0]
     mantissa = step / 10 ** math.floor(math.log10(step) + 1e-9)
