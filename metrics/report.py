@@ -80,7 +80,7 @@ def run_page(run: RunFiles) -> str:
         facts=_tiles(run, results, attempts),
         nodes=nodes_chart(attempts) if attempts else None,
         attempts=attempts_rows(attempts) if attempts else None,
-        charts=_charts(run),
+        charts=charts_of(run),
         strategy=strategy_facts(run),
         mesh_png=run.mesh_png,
         collectives=collective_table(run),
@@ -122,7 +122,7 @@ def _tiles(run: RunFiles, results: Results, attempts: Sequence[Attempt]) -> list
     return tiles
 
 
-def _charts(run: RunFiles) -> dict[str, Chart]:
+def charts_of(run: RunFiles) -> dict[str, Chart]:
     """Returns the charts of which the run has values, by title; that of the loss says why there is none."""
     charts = {}
     for panel in PANELS:
