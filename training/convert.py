@@ -38,7 +38,7 @@ MAX_FILE_GB = 5.0
 def main(argv: Sequence[str]) -> int:
     """Runs the program and returns its exit code; a user's mistake is one line."""
     prepare_output()
-    values = command_line.new_flags(argv)
+    values = command_line.new_flags()
     flags.DEFINE_string("from_hugging_face", None, "folder of the checkpoint to read", flag_values=values)
     flags.DEFINE_string("out", None, "the new run's directory", flag_values=values)
     flags.DEFINE_string("to_hugging_face", None, "folder of the checkpoint to write", flag_values=values)
