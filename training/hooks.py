@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import jax
 
+from input_pipeline import Batches
 from metrics.run_log import RunLog
 from runtime.consensus import broadcast, new_key
 from runtime.events import Event
@@ -21,6 +22,7 @@ from runtime.supervisor import Supervisor
 from sharding.step import TrainState
 from state import Checkpointer
 from state.snapshots import Snapshots
+from training.datasets import Datasets
 from training.experiment import Experiment
 from training.log import announced
 from training.validation import Validator
@@ -77,11 +79,8 @@ def every(steps: int, hook: Hook, *, at_end: bool = False, at_stop: bool = False
 class Report:
     """Logs every step, one step late where steps are dispatched asynchronously: nothing waits for numbers."""
 
-    def __init__(
-        self, ex: Experiment, log: RunLog, supervisor: Supervisor, counters: Callable[[], Mapping[str, float]]
-    ) -> None:
-        """`counters`: what else is logged of a step."""
-        self._ex, self._log, self._supervisor, self._counters = ex, log, supervisor, counters
+    def __init__(self, ex: Experiment, log: RunLog, supervisor: Supervisor, batches: Batches, data: Datasets) -> None:
+        self._ex, self._log, self._supervisor, self._batches, self._data = ex, log, supervisor, batches, data
         self._rates = ex.learning_rates()
         self._pending: tuple[int, Metrics, Mapping[str, float]] | None = None
         self._warned = self._reported = 0  # steps
@@ -89,7 +88,7 @@ class Report:
     def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Takes a step that was dispatched, and reports the one before it."""
         self.flush()
-        self._pending = step, metrics, self._counters()
+        self._pending = step, metrics, {"data_wait_s": self._batches.wait_s, **self._data.counters()}
         if not self._ex.dispatches_asynchronously:
             self.flush()
 
