@@ -23,6 +23,7 @@ from absl import flags
 
 from configs import command_line
 from configs.schema import Config
+from files import run_directory
 from runtime import launch
 from runtime.command_line import prepare_output
 from runtime.events import Event
@@ -66,7 +67,7 @@ def main(
 def from_command_line(argv: Sequence[str], supervisor: Supervisor, **parts: Any) -> bool:
     """Runs what `argv` (program first) says and returns whether it is finished; `parts` are those of `run`."""
     supervisor.shows_tracebacks = "--debug" in argv
-    values = command_line.new_flags(argv)
+    values = command_line.new_flags()
     flags.DEFINE_string("workdir", None, "the run's directory (default: runs/NAME-OF-CONFIG)", flag_values=values)
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0", flag_values=values)
     flags.DEFINE_integer("num_processes", None, "number of processes", flag_values=values)
@@ -137,8 +138,8 @@ def run(
     # ----------------------------------------------------------------------------------------------------------- resume
     if resume.is_finished(config, workdir):  # by the attempt before
         return True
-    resume.check_writable(workdir, workdir / "checkpoints")
-    checkpointer = Checkpointer(workdir / "checkpoints", config.checkpoint, is_same_run=resume.is_same_run)
+    resume.check_writable(workdir, workdir / run_directory.CHECKPOINTS)
+    checkpointer = Checkpointer(workdir / run_directory.CHECKPOINTS, config.checkpoint, is_same_run=resume.is_same_run)
     snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every)
     start = resume.restore(ex, workdir, checkpointer, snapshots, data.fingerprints)
     supervisor.enter(Phase.READING_FIRST)  # what the data lack is said before the step is compiled

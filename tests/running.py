@@ -96,7 +96,6 @@ def changed(**attributes: Any) -> Callable[[Config], Experiment]:
 
 def run_here(*args: str, hooks: Sequence[Hook] = (), make: Callable[[Config], Experiment] = compiled_once) -> int:
     """Runs train.py in this process."""
-    sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
     return train.main(["train.py", *args], hooks=hooks, make=make)
 
 

@@ -31,6 +31,7 @@ from training.hooks import Hook
 pytestmark = IGNORED
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 LISTINGS = dict(re.findall(r"^## (.+)\n(?:(?!^## ).*\n)*?```python\n((?:.*\n)*?)```", PAGE, re.MULTILINE))
+LOOP = LISTINGS.pop("A loop of your own")
 RUN: dict[str, Any] = {
     "num_steps": 3,
     "data.seq_len": 16,

@@ -17,7 +17,7 @@ from configs import base
 from configs.schema import Config
 from models.decoder import Decoder
 from paper import pipelines
-from paper.mics_memory import Shape
+from paper.replays import Shape
 from planner import __main__ as planner
 from sharding.hlo import Collective, read_collectives
 from sharding.pipeline import only_forward
@@ -104,7 +104,7 @@ def test_encoded_hop_two_inside_the_stages() -> None:
     found, state, metrics = workload.run_steps(*step, STEPS)
     np.testing.assert_allclose(found, without_pipeline("decoder")[0], rtol=2e-3)
     assert metrics["hop_two_ratio"] > 2 and metrics["residual_norm"] > 0
-    residual = state.opt_state.exchange.residual.tree["layers"]["up"]["weight"]
+    residual = state.hop_two.residual.tree["layers"]["up"]["weight"]
     assert residual.shape[:2] == (2, LAYERS) and residual.sharding.shard_shape(residual.shape)[:2] == (1, LAYERS // 2)
 
 

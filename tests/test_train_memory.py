@@ -58,7 +58,7 @@ def test_what_would_fit_fits(
     """Memory between the state's quarter and its half: a group of four is named, and is accepted."""
     args = arguments(tmp_path / "run", model__hidden=128)
     argv = ["train.py", *command_line.words_of_config(["train.py", *args])]
-    config = command_line.parse(argv, command_line.new_flags(argv))
+    config = command_line.parse(argv)
     whole = sum(memory.state_bytes(make_experiment(config)))
     monkeypatch.setattr(memory, "_free_bytes", lambda: 8 * 0.6 * whole)  # of 8 devices, by groups of two
     found = re.search(r"; (sharding\S+) and (sharding\S+) take (\S+ \SB), which fit; `", refused(capsys, *args))

@@ -3,11 +3,11 @@
 import ctypes
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 
 from configs.schema import Config
+from files.cache import cache_dir
 from runtime import launch
 from training.overlap import add_estimate, installed_plugins
 
@@ -48,8 +48,7 @@ def use_compilation_cache() -> None:
     in jax 0.10.2), so that devices enter different collectives and deadlock.
     """
     if jax.default_backend() != "cpu" or jax.device_count() == 1:
-        cache = Path(os.environ.get("MICS_JAX_CACHE") or Path.home() / ".cache" / "mics-jax")
-        jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from files import run_directory
 from input_pipeline import Dataset, ImageDataset
 from metrics.environment import environment
 from metrics.run_log import RunLog
@@ -50,8 +51,8 @@ def make_log(
             peak and peak * shape.num_devices,
         ),
         files={
-            "config": config.to_dict(),
-            "environment": environment(
+            run_directory.CONFIG: config.to_dict(),
+            run_directory.ENVIRONMENT: environment(
                 {
                     "devices": f"{shape.num_devices} x {device.device_kind}",
                     "processes": jax.process_count(),
@@ -61,7 +62,7 @@ def make_log(
                     "xla_options": experiment.compiler_options(pipelined=experiment.plan.overlap),
                 }
             ),
-            "collectives": collectives,
+            run_directory.COLLECTIVES: collectives,
         },
         constants=sent,
         count_wire=jax.process_count() > 1,
