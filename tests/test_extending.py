@@ -237,7 +237,7 @@ def test_a_run_resumes_with_the_file_and_names_what_is_missing_without_it(
     assert run_here(quickstart, "--workdir=run", *flags(optimizer__name="lion")) == 2
     assert "optimizer.name=lion is not known; one of adamw, " in capsys.readouterr().err
     assert train(LION, "run") == 0
-    assert "resumed at step 1 of 3" in capsys.readouterr().out
+    assert "resumed at step 2 of 3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
