@@ -96,9 +96,7 @@ class Report:
         """Reports what was not reported yet; called before what needs the row of its own step."""
         pending, self._pending = self._pending, None
         if pending:
-            self._supervisor.enter(Phase.STEPPING)  # in which its numbers are waited for
             self._report(*pending)
-            self._supervisor.enter(Phase.RECORDING)
 
     def close(self) -> None:
         """Reports what was not reported yet, and how often the model's warning applied."""
@@ -108,7 +106,9 @@ class Report:
 
     def _report(self, step: int, metrics: Metrics, counters: Mapping[str, float]) -> None:
         """Waits for a step and logs its numbers. NonFiniteError after too many non-finite updates in a row."""
+        self._supervisor.enter(Phase.STEPPING)
         scalars = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        self._supervisor.enter(Phase.RECORDING)
         self._supervisor.completed(step)
         in_a_row = scalars.pop("skipped_in_a_row")
         updates = step - int(scalars["skipped_steps"])  # a skipped step does not move the schedule
