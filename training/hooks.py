@@ -24,7 +24,6 @@ from state import Checkpointer
 from state.snapshots import Snapshots
 from training.datasets import Datasets
 from training.experiment import Experiment
-from training.log import announced
 from training.validation import Validator
 
 Metrics = dict[str, jax.Array | float]
@@ -140,10 +139,7 @@ class Validate:
     def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
         self.report.flush()
         with spent(self.log, "validation_s"):
-            if not self.validator.is_compiled:
-                with announced("compiling the validation", self.log.say):
-                    self.validator.compiled()
-            validation = self.validator(state.params)
+            validation = self.validator(state.params, self.log.say)
             self.log.validation(step, validation.scalars(), validation.message)
         metrics |= validation.scalars()
 
