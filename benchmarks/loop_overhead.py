@@ -16,8 +16,9 @@ import jax
 import numpy as np
 
 import train
+from configs.schema import Config
 from metrics.environment import environment
-from training.experiment import Experiment
+from training.experiment import Experiment, make_experiment
 
 
 class Alternating:
@@ -62,18 +63,19 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=6, help="blocks of each kind; the first is a warm-up")
     options, overrides = parser.parse_known_args()
     measured: list[Alternating] = []
-    compile_train_step = Experiment.compile_train_step
 
-    def compile_alternating(self: Experiment) -> Any:
-        measured.append(Alternating(self, compile_train_step(self), options.steps))
-        return measured[0]
+    def make(config: Config) -> Experiment:
+        experiment = make_experiment(config)
+        measured.append(Alternating(experiment, experiment.compile_train_step(), options.steps))
+        vars(experiment)["compile_train_step"] = lambda: measured[0]
+        return experiment
 
-    Experiment.compile_train_step = compile_alternating
     changes = {"num_steps": options.steps * options.rounds + 1, "eval.every": 0, "checkpoint.every": 0}
     changes |= {"eval.num_batches": 1, "sample.length": 0}
     with tempfile.TemporaryDirectory() as workdir:
         flags = [f"--config.{key}={value}" for key, value in changes.items()]
-        code = train.main(["train.py", f"--config={options.config}", f"--workdir={workdir}/run", *flags, *overrides])
+        argv = ["train.py", f"--config={options.config}", f"--workdir={workdir}/run", *flags, *overrides]
+        code = train.main(argv, make=make)
     if code:
         return code
     bare, loop = np.array(measured[0].bare[1 : options.rounds]), np.array(measured[0].loop[1:])
