@@ -259,16 +259,3 @@ def test_the_config_builds_it_with_and_without_overlap() -> None:
         experiment = make_experiment(tiny_config(changes))
         assert experiment.hop_two is not None and experiment.hop_two.parts == 4
         jax.eval_shape(experiment.train_step, experiment.state_shapes, experiment.batches.shapes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"local_sgd.inner_steps": 0}, "local_sgd.streaming=True needs local_sgd.inner_steps above 0"),
-        ({"compression.hop_two": "power_sgd"}, "compression.hop_two=power_sgd needs them whole"),
-        ({"mesh.tensor": 2}, "mesh.tensor=2 has cut them already"),
-    ],
-)
-def test_what_it_cannot_do_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        make_experiment(tiny_config({"local_sgd.inner_steps": 4, "local_sgd.streaming": True} | changes))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from configs.schema import MODELS, Config, Key, Section, keys_of, sections
+from configs.schema import MODELS, Config, Key, Section, combinations, keys_of, sections
 
 HEAD = """# Config
 
@@ -15,6 +15,12 @@ Every key of a config with its default and its meaning, written by `python -m co
 ([Training](training.md#a-run)). NaN is never allowed.
 """
 
+COMBINATIONS = """## What does not go together
+
+Each pair is refused in one line, with the reason and what would work. All others can be combined, if sizes divide.
+One replica: `zero2`, `zero3`, a group of all devices, `sharding.partitioner=auto`, `sharding.two_hop=False`.
+"""
+
 
 def page() -> str:
     """Returns the page: one table per section, and one per kind of model."""
@@ -24,7 +30,7 @@ def page() -> str:
             parts.append(_section(f"`{name}`", section))
             continue
         parts += [_section(f"`model` with `kind={kind}`", model) for kind, model in MODELS.items()]
-    return "\n".join(parts)
+    return "\n".join([*parts, COMBINATIONS, combinations.table(), ""])
 
 
 def _section(title: str, section: type[Section]) -> str:

@@ -21,10 +21,3 @@ class LocalSGDConfig(Section):
     streaming: bool = key(
         False, "synchronise 1/inner_steps of each tensor in every step, beside the compute (Streaming DiLoCo)"
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.streaming and not self.inner_steps:
-            raise ValueError(
-                "local_sgd.streaming=True needs local_sgd.inner_steps above 0: the steps in which all synchronises once"
-            )
