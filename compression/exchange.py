@@ -77,15 +77,6 @@ def exchange(
     return optax.GradientTransformation(init, update)
 
 
-def refuse_nothing_to_encode(setup: Setup) -> None:
-    """Raises ValueError if no two replicas are on different nodes."""
-    if not setup.plan.layout.replicas_cross_nodes:
-        raise ValueError(
-            "compression.hop_two has nothing to encode: no two replicas are on different nodes; set it to none, or "
-            "choose a smaller partition group (with sharding.two_hop, and sharding.partitioner=manual)"
-        )
-
-
 def with_codec(name: str) -> HopTwo:
     """Returns the method that exchanges gradients with the codec called `name`."""
 
@@ -119,7 +110,7 @@ def with_codec(name: str) -> HopTwo:
         assert codec is not None
         return codec
 
-    return HopTwo(name=name, build=build, refuse=refuse_nothing_to_encode, in_backward=in_backward)
+    return HopTwo(name=name, build=build, in_backward=in_backward)
 
 
 def _plain_in_backward(setup: Setup) -> HopTwoInBackward:
@@ -154,7 +145,6 @@ def _packed_sums(xs: Shards, axes: Axes) -> Shards:
 NONE = HopTwo(
     name="none",
     build=lambda setup: exchange(setup.plan),
-    refuse=lambda setup: None,
     in_backward=_plain_in_backward,
 )
 EXCHANGES = (NONE, *map(with_codec, ("bf16", "int8", "int4", "two_bit", "one_bit")))

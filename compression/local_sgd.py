@@ -28,33 +28,8 @@ from configs.schema import LocalSGDConfig
 from sharding.averages import part_averages
 from sharding.hop_two_in_backward import Delayed, HopTwoInBackward
 from sharding.replicas import PerReplica
-from sharding.scopes import Layout
 
 PyTree = Any
-
-
-def check_local_sgd(config: LocalSGDConfig, layout: Layout, num_steps: int) -> None:
-    """Raises ValueError if local SGD does not work with this layout or number of steps."""
-    if not layout.replica_axes:
-        raise ValueError(
-            "local_sgd needs several replicas, but there is only one partition group; set local_sgd.inner_steps=0, or "
-            "choose a smaller group (with sharding.partitioner=manual)"
-        )
-    if not layout.parameters == layout.gradients == layout.optimizer:
-        raise ValueError(
-            "local_sgd needs a whole optimizer in each replica: sharding.strategy=ddp, hsdp or mics (one scope for "
-            "parameters, gradients and optimizer state)"
-        )
-    if config.streaming and layout.shape.tensor > 1:
-        raise ValueError(
-            f"local_sgd.streaming cuts tensors into parts, but mesh.tensor={layout.shape.tensor} has cut them already; "
-            "set mesh.tensor=1"
-        )
-    if num_steps % config.inner_steps and not config.streaming:
-        raise ValueError(
-            f"num_steps={num_steps} must be a multiple of local_sgd.inner_steps={config.inner_steps}, or the "
-            "updates of the last steps would be lost"
-        )
 
 
 class LocalState(NamedTuple):
@@ -73,12 +48,8 @@ def drift(opt_state: PyTree) -> PyTree | None:
 
 
 def streamed(method: HopTwo, setup: Setup, config: LocalSGDConfig) -> HopTwoInBackward:
-    """Returns the exchange of the drifts' parts beside the micro-steps. ValueError if the method takes no parts."""
-    if method.in_backward is None:
-        raise ValueError(
-            f"local_sgd.streaming exchanges parts of tensors, and compression.hop_two={method.name} needs them whole; "
-            "choose none, bf16, int8, int4, two_bit or one_bit"
-        )
+    """Returns the exchange of the drifts' parts during the micro-steps, by a method that takes parts."""
+    assert method.in_backward is not None
     found = method.in_backward(setup)
 
     def kept(state: LocalState) -> tuple[jax.Array, PyTree]:

@@ -346,14 +346,3 @@ def test_every_hop_two_runs_or_is_rejected_in_every_layout(layout: str) -> None:
             kept = jax.tree.map(lambda r: np.asarray(r).sum(0), state.residual.tree)
             sums = [jax.tree.map(lambda *xs: sum(xs), *trees) for trees in (handed_on, came)]
             jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a + b, c, atol=1e-5), sums[0], kept, sums[1])
-
-
-@pytest.mark.parametrize("how", [dict(strategy="zero3"), dict(strategy="mics", partition_size=8)])
-def test_codec_is_rejected_without_replicas_on_several_nodes(how: dict) -> None:
-    with pytest.raises(ValueError, match="compression.hop_two has nothing to encode"):
-        workload.refusal(workload.plan("tensors", **how), "bf16")
-
-
-def test_codec_is_rejected_on_one_node() -> None:
-    with pytest.raises(ValueError, match="compression.hop_two has nothing to encode"):
-        workload.refusal(workload.plan("tensors", nodes=1, per_node=8, strategy="ddp"), "bf16")

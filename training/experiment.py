@@ -168,7 +168,7 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
     )
     refuse(config.values | asdict(facts(layout, model, method_named(config.compression.hop_two))))
     specs = model.param_specs()
-    gather_codecs, hop_one_codecs, expert_codecs = make_codecs(config.compression, layout)
+    gather_codecs, hop_one_codecs, expert_codecs = make_codecs(config.compression)
     plan = ShardingPlan(
         mesh=make_mesh(layout.shape, nodes),
         layout=layout,

@@ -10,7 +10,7 @@ import optax
 
 from compression.exchange import exchange
 from compression.hop_two import HopTwo, Setup
-from compression.local_sgd import LocalState, check_local_sgd, local_sgd, streamed
+from compression.local_sgd import LocalState, local_sgd, streamed
 from compression.methods import method_named
 from compression.statistics import statistics
 from configs.schema import Config
@@ -22,7 +22,7 @@ from sharding.redistribute import on_whole_tensors
 
 
 def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTransformation:
-    """Returns hop two and the downstream optimizer, or local SGD around both. ValueError for bad combinations."""
+    """Returns hop two and the downstream optimizer, or local SGD around both."""
     compression, optimizer, local = config.compression, config.optimizer, config.local_sgd
     setup = _setup(config, plan, specs)
     method = method_named(compression.hop_two)
@@ -30,16 +30,6 @@ def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTra
     make = partial(make_optimizer, downstream, config.num_steps, specs, on_whole=partial(on_whole_tensors, plan))
     if not local.inner_steps:
         return make(hop_two)
-    check_local_sgd(local, plan.layout, config.num_steps)
-    for refused, setting, fix in (
-        (method.takes_over, f"compression.hop_two={compression.hop_two}", "none or a codec"),
-        (compression.delayed, "compression.delayed=True", "False"),
-        (optimizer.name == "muon", "optimizer.name=muon", "adamw, say"),
-    ):
-        if refused:
-            raise ValueError(
-                f"{setting} does not go with local_sgd, which has an optimizer in each replica; set it to {fix}"
-            )
     return local_sgd(hop_two, make(optax.identity()), local, plan.layout.num_replicas)
 
 
@@ -58,10 +48,7 @@ def _hop_two(method: HopTwo, setup: Setup) -> optax.GradientTransformation:
 
 
 def overlapped_hop_two(config: Config, plan: ShardingPlan, specs: Any) -> HopTwoInBackward | None:
-    """Returns hop two as the backward passes run it; None if it comes after them, as part of the chain.
-
-    ValueError for a method that streaming local SGD cannot use.
-    """
+    """Returns hop two as the backward passes run it; None if it comes after them, as part of the chain."""
     method, setup = method_named(config.compression.hop_two), _setup(config, plan, specs)
     if config.local_sgd.inner_steps:
         return streamed(method, setup, config.local_sgd) if config.local_sgd.streaming else None
