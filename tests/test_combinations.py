@@ -100,6 +100,8 @@ PAIRS = [
     if all(EXAMPLES[pair[0]].get(key, value) == value for key, value in EXAMPLES[pair[1]].items())
 ]
 
+SIZES = ("must lie within the scope", "images are no documents")  # what examples lack that were made for other pairs
+
 
 def config(changes: dict[str, Any]) -> Config:
     """A config of 4 nodes of 2 devices with these changes; a key of the model's kind chooses its section."""
@@ -153,7 +155,7 @@ def test_a_pair_is_refused_by_a_rule_or_its_step_can_be_built(pair: tuple[str, s
     try:
         experiment = make_experiment(config(changes))
     except ValueError as error:
-        assert any(f": {rule.why}; " in str(error) for rule in RULES) or "must lie within the scope" in str(error)
+        assert any(f": {rule.why}; " in str(error) for rule in RULES) or any(words in str(error) for words in SIZES)
         return
     jax.eval_shape(experiment.train_step, experiment.state_shapes, experiment.batches.shapes)
 
