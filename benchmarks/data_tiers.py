@@ -28,8 +28,8 @@ import numpy as np
 
 from benchmarks.records import MEASURED, add, machine
 from configs.schema import DataConfig
+from files.cache import ENVIRONMENT_KEY
 from input_pipeline import Batches, load, prepare
-from input_pipeline.cache import ENVIRONMENT_KEY
 from input_pipeline.shard_order import ShardOrder
 from input_pipeline.shards import ShardSet
 

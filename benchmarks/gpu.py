@@ -107,7 +107,7 @@ def find_gpus() -> Device | None:
 
 def run_ours(size: str, device: Device, options: argparse.Namespace) -> float:
     """Trains with train.py; returns the median of the tokens per second."""
-    keys = {"num_steps": options.steps, "batch.global_size": device.count * rows_of(size)}
+    keys = {"num_steps": options.steps, "model.remat": "none", "batch.global_size": device.count * rows_of(size)}
     keys |= {"mesh.num_cpu_devices": 1} if options.cpu else {}
     keys |= {"sharding.strategy": "zero3", "sharding.gather": "micro_step"} if device.count > 1 else {}
     with tempfile.TemporaryDirectory() as workdir:

@@ -32,7 +32,7 @@ PRODUCTS_TFLOPS = (PRODUCTS["H100"][0], 450)  # of matrix products: the planner'
 
 def main(argv: Sequence[str]) -> int:
     """Runs the program and returns its exit code; a user's mistake is one line."""
-    values = command_line.new_flags(argv)
+    values = command_line.new_flags()
     flags.DEFINE_integer("nodes", 16, "nodes of the cluster", flag_values=values, lower_bound=1)
     flags.DEFINE_integer("devices_per_node", 8, "devices of each node", flag_values=values, lower_bound=1)
     flags.DEFINE_list("rate", ["100gbit"], "rates of a node's link", flag_values=values)

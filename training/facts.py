@@ -20,7 +20,7 @@ def facts(layout: Layout, model: Model, method: HopTwo) -> Facts:
         optimizer_like_gradients=layout.optimizer == layout.gradients,
         crossed=_crossed(layout),
         takes_over=method.takes_over,
-        goes_by_group=method.in_backward is not None,
+        goes_by_group=method.primitive is not None,
         model_splits=has_dims(specs, TENSOR_DIMS),
         model_has_experts=has_dims(specs, [EXPERTS_DIM]),
         model_has_pieces=model.staged_loss() is not None,
