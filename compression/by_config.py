@@ -3,7 +3,7 @@
 from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
 from configs.schema import CompressionConfig
 from configs.schema.own import OWN
-from sharding.collectives import Codec, LevelCodecs
+from sharding.coded import Codec, LevelCodecs
 
 
 def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest") -> Codec | None:

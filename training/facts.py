@@ -3,7 +3,7 @@
 from compression.hop_two import HopTwo
 from configs.schema.combinations import HOPS, Facts
 from models import Model
-from sharding.collectives import levels
+from sharding.coded import levels
 from sharding.mesh import inter_part
 from sharding.scopes import Layout
 from sharding.spec import EXPERTS_DIM, TENSOR_DIMS, has_dims
