@@ -109,7 +109,7 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
         )
     before = [line for line in lines if not line["beside_the_rates"]]
     parts = [f"Timed in the same session as the CPU's rates: {summary(beside)}", bests(beside), table(beside)]
-    parts += [f"Timed before: {summary(before)}", bests(before), table(before)]
+    parts += [f"Timed before: {summary(before)}", bests(before)]
     return "\n\n".join(parts)
 
 

@@ -14,6 +14,7 @@ import models
 from configs import base, resnet50, resnet50_lars, resnet110, wide_resnet_3b
 from configs.base import typed
 from configs.schema import ResNetConfig
+from configs.schema.combinations import refuse
 from models.model import Params
 from models.resnet import norm_channels
 from sharding.averages import part_averages
@@ -237,7 +238,7 @@ def test_large_configs_fit_their_hardware(config: Any, nodes: int, per_node: int
     """The scopes cut every parameter, the gathers allow what is kept, and no micro-step has rows of padding."""
     settings = typed(config.get_config())
     layout = make_layout(settings.sharding, num_nodes=nodes, devices_per_node=per_node)
-    layout.gather.refuse_remat(settings.model.remat, layout.parameters)
+    refuse(settings.values | {"parameters_are_cut": bool(layout.parameters)})
     place_all(models.build(settings.model).param_specs(), layout)
     rows = nodes * per_node * settings.batch.micro_size
     assert rows * accumulation(settings.batch, nodes * per_node) == settings.batch.global_size

@@ -353,19 +353,6 @@ def test_what_is_passed_to_every_layer_gets_its_gradient() -> None:
     np.testing.assert_allclose(pipelined, plain, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"sharding.gather": "step"}, "sharding.gather=layer or node: with step"),
-        ({"model.remat": "dots"}, "model.remat=full, not dots"),
-        ({"sharding.partitioner": "auto"}, "sharding.partitioner=manual"),
-    ],
-)
-def test_on_says_what_it_needs(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make_experiment(tiny_config({"sharding.overlap": "on"} | changes))
-
-
 def test_the_config_decides_where_hop_two_runs() -> None:
     inside = {"sharding.overlap": "on", "compression.hop_two": "int8"}
     late = {"compression.delayed": True}
