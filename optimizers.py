@@ -300,7 +300,7 @@ def guarded(exchange: Transform, inner: Transform) -> Transform:
     """Runs exchange then `inner`; a step whose gradient is not finite only counts as skipped.
 
     The gradient alone decides: to look at the update too, new moments would be kept beside the old ones until all
-    updates are there, for half as much temporary memory again (docs/performance.md).
+    updates are there, for half as much temporary memory again.
     """
 
     def init(params: PyTree) -> GuardState:

@@ -17,6 +17,12 @@ JOINED_S = 40.0
 ANNOUNCED_S = 25.0
 KILLED_S = 40.0
 FROM_CHECKPOINT_S = 40.0  # after a time without nodes
+PAUSES = (  # what pauses training, for how long by assumption, and the kinds of recorded events
+    ("a node joined", JOINED_S, ("join",)),
+    ("one left with notice", ANNOUNCED_S, ("preempt", "sigterm")),
+    ("one was killed", KILLED_S, ("kill_node",)),
+    ("all were killed", FROM_CHECKPOINT_S, ("kill_all",)),
+)
 UNANNOUNCED = 0.1  # share of preemptions without a notice (missed, or the machine died). Assumed
 
 

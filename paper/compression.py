@@ -25,7 +25,7 @@ def section(records: Records) -> Section:
             f"{published.DGC}, {published.MXNET}, {published.ONE_BIT_ADAM}, {published.POWER_SGD}, {published.DILOCO}. "
             "*On the wire* is what the interface of a node counted in a step, headers and control traffic included, of "
             f"{NODES} emulated nodes with {dense['compiled_inter_bytes'] / 1.5 / 1e6:.1f} MB of f32 gradients, about "
-            "as many as ResNet-50's ([docs/compression_measured.md](compression_measured.md)).",
+            "as many as ResNet-50's ([docs/compression_accuracy.md](compression_accuracy.md#time)).",
             comparison(_ratios(records)),
             _why_ratios(records),
             "**PowerSGD, MiB an epoch** of ResNet-18 on CIFAR-10: what a GPU hands to the all-reduces, "

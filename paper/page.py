@@ -103,8 +103,7 @@ def _head(records: Records) -> list[str]:
         "the records are made by",
         f"    {about['command']}\n    python -m benchmarks.papers\n    python -m benchmarks.full_scale\n"
         f"    python -m benchmarks.fidelity --steps={steps}",
-        "and by the commands that head docs/strategies.md, docs/compression_measured.md and the tables of "
-        "docs/compression_accuracy.md.",
+        "and by the commands of docs/strategies.md and docs/compression_accuracy.md.",
         "How ours was obtained: *compiled*, the collectives of a compiled program are counted; *shapes*, the bytes of "
         "the state are added up, nothing is compiled; *replayed*, the planner replays a compiled program on links and "
         "devices that are not here, with a queue for each network level (jax 0.10.2 has one stream for all "

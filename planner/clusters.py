@@ -261,8 +261,8 @@ CPU = Accelerator(
     note="emulated: all devices of all nodes share one machine's 2 cores, so more nodes compute no faster",
     sources={
         "matmul_fraction": "the FLOP/s are measured ones",
-        "peak_flops": "python -m benchmarks.cpu_rates: 4 processes of 2 devices at once, a transformer's shapes",
-        "memory_bytes": "the machine of docs/performance.md",
+        "peak_flops": "measured (cpu_rates.jsonl): 4 processes of 2 devices at once, a transformer's shapes",
+        "memory_bytes": "the machine of the measurements: 2 cores of a shared x86-64 host, 24 GiB",
         "memory_bandwidth": "the same, as many bytes of four kinds of kernels",
         "functions_per_s": "the same, exp and tanh",
     },

@@ -15,7 +15,6 @@ from emulating import EMULATED
 from running import ROOT, XLA_FLAGS
 
 from benchmarks import elastic as benchmark
-from benchmarks.records import recorded
 from cluster.chaos.faults import KINDS, MOMENTS, _open_slots
 from cluster.chaos.plan import NODES_AFTER, Fault, make_plan
 from cluster.chaos.run import NOTICED, ElasticRun
@@ -153,38 +152,6 @@ def test_the_kill_matrix_keeps_four_nodes() -> None:
         assert there in (3, 4) and (there == 4 or case.kind in ("preempt", "kill_node"))
 
 
-def test_the_page_has_what_was_measured() -> None:
-    where = {"load": 3.0, "machine": "2 CPU cores", "commit": "abcdef0123", "command": "python x"}
-    phases = {"noticed": 1.0, "stopped": None, "started": 2.0, "restored": 3.0}
-    killed = {"title": "SIGKILL of a node", "lost_steps": 1, "phases": phases, "source": "memory (3 of 3)", **where}
-    page = benchmark.page([{**killed, "next_step_s": 20.0}, {**killed, "next_step_s": 21.0}])
-    assert "| 1, 30 s | 2 | 1 | 20.5 (20.0 to 21.0) | 1.0 (1.0 to 1.0) | - | 2.0 (2.0 to 2.0) |" in page
-    assert "| a node joins | 0, 20 s | 0 | not measured | | | | | | |" in page
-    assert "Chaos" not in page and "abcdef0" in page
-    killed["phases"]["stopped"] = 9.0
-    joined = {**killed, "title": "a node joins", "next_step_s": 30.0, "pause_s": 20.0, "compile_ahead": False}
-    assert "compiled ahead" not in benchmark.page([joined])
-    page = benchmark.page([joined, {**joined, "next_step_s": 40.0, "pause_s": 5.0, "compile_ahead": True}])
-    assert "| a node joins | 0, 20 s | 1 | 1 | 30.0 | 1.0 |" in page  # the matrix is without
-    row = "| a node joins | 20 s | {} | 1 | {} | 9.0 | {} | 1 |\n"
-    assert row.format("no", 20.0, 30.0) + row.format("yes", 5.0, 40.0) in page
-    event = {"kind": "cut", "next_step_s": 9.0, "lost_steps": 2, "load": 4.0}
-    random = {"title": "chaos", "steps": 50, "loss_difference": 2.3e-7, "parameter_difference": 5e-7, **where}
-    slow = {**random, "events": [event, {**event, "next_step_s": 10.0, "lost_steps": 0}]}
-    fast = {
-        **random,
-        "loss_difference": 1e-9,
-        "compile_ahead": True,
-        "events": [{**event, "next_step_s": 3.0}],
-        "seed": 7,
-    }
-    page = benchmark.page([slow, fast])
-    assert "| `cut` | 2 | 9.5 (9.0 to 10.0) | 2, 0 |" in page and "2e-07" in page and "SIGKILL of a node |" not in page
-    assert "| `cut` | 1 | 3.0 | 2 |" in page and "1e-09" in page  # every run, not only the newest
-    assert page.count("cluster.chaos --compile_ahead --events=1 --seed=7 ") == 1
-    assert page.count("cluster.chaos --events=2 --seed=0 ") == 1
-
-
 def chaos(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "cluster.chaos", *args],
@@ -194,14 +161,6 @@ def chaos(*args: str) -> subprocess.CompletedProcess[str]:
         timeout=TIMEOUT_S,
         env={**os.environ, "XLA_FLAGS": XLA_FLAGS},
     )
-
-
-@pytest.mark.document
-def test_the_page_is_what_the_record_gives() -> None:
-    page = benchmark.page(recorded(benchmark.RESULTS))
-    assert benchmark.PAGE.read_text() == page, "run: python -m benchmarks.elastic --report"
-    for command in {line["command"] for line in recorded(benchmark.RESULTS) if line["title"] != benchmark.CHAOS}:
-        assert f"\n    {command}\n" in page
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
