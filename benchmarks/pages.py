@@ -8,7 +8,7 @@ A page has a table between `<!-- table: NAME -->` and `<!-- end -->`; the names 
 import sys
 from pathlib import Path
 
-from benchmarks import compression
+from benchmarks import compression, planner_records
 from benchmarks.charts import IN_README, draw_bytes, draw_codecs, draw_step_times
 from benchmarks.records import MEASURED, recorded
 from benchmarks.scores import newest, ours_of
@@ -17,11 +17,12 @@ from files.pages import filled
 from paper.plots import png
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = [page for page in sorted(DOCS.glob("*.md")) if page.name != "paper_tables.md"]  # which `python -m paper` fills
 
 
 def main() -> int:
     """Writes pages and charts; returns 0. ValueError if a page names a table that there is not."""
-    for page in DOCS.glob("*.md"):
+    for page in PAGES:
         before = page.read_text()
         if (after := filled(before, TABLES)) != before:
             page.write_text(after)
@@ -34,6 +35,7 @@ def main() -> int:
         "strategies_bytes": draw_bytes(ours),
         "readme_bytes": draw_bytes(few),
         "compression_step_time": draw_codecs(steps),
+        "planner_curves": planner_records.curves(),
     }
     for name, figure in charts.items():
         (DOCS / "images" / f"{name}.png").write_bytes(png(figure))

@@ -4,7 +4,16 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, median
 
-from benchmarks import accuracy, compression, dynamic_training, elastic, overlap_table, pipelines, planner_validation
+from benchmarks import (
+    accuracy,
+    compression,
+    dynamic_training,
+    elastic,
+    overlap_table,
+    pipelines,
+    planner_records,
+    planner_validation,
+)
 from benchmarks import dynamic_training_cost as cost
 from benchmarks.records import MEASURED, Range, middle, recorded, spread
 from benchmarks.scores import (
@@ -292,6 +301,8 @@ def _tables() -> dict[str, Callable[[], str]]:
         "prices": lambda: prices(cost.simulated()),
         "the bubble": lambda: pipelines.table(pipelines.standard(recorded(pipelines.RESULTS))),
         "what overlaps": lambda: overlap_table.table(overlap),
+        "a search": planner_records.example,
+        "a run on spot nodes": planner_records.spot,
         "errors of the planner": lambda: planner_validation.summary(sessions),
         "fastest by the planner": lambda: planner_validation.bests(sessions),
         "steps of the planner": lambda: planner_validation.table(predicted),

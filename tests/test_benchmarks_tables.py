@@ -9,12 +9,11 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from benchmarks import accuracy, charts, overlap_table, pipelines, planner_validation, scores, tables
+from benchmarks import accuracy, charts, overlap_table, pages, pipelines, planner_validation, scores, tables
 from benchmarks.records import Range
 from files.pages import TABLE, filled
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGES = [page for page in sorted(DOCS.glob("*.md")) if "<!-- table: " in page.read_text()]
+PAGES = [page for page in pages.PAGES if "<!-- table: " in page.read_text()]
 
 
 def step(strategy: str, rate: str, times: list[float], commit: str = "a") -> dict[str, Any]:

@@ -16,6 +16,5 @@ draw node_node_all --config.sharding.strategy=custom --config.sharding.partition
   --config.sharding.parameters=node --config.sharding.gradients=node --config.sharding.optimizer=all
 "$python" -m planner --config=configs/quickstart.py --cluster=emulated --nodes=4 \
   --png=docs/images/timeline.png >/dev/null
-"$python" -m benchmarks.planner_curves --report
 "$python" -m benchmarks.pages
 "$python" -m paper
