@@ -29,7 +29,7 @@ from scipy.special import stdtrit
 
 import models
 from benchmarks.records import MEASURED, recorded, spread
-from benchmarks.runner import ROOT, FailedRunError, Key, alternating, run_missing
+from benchmarks.runner import ROOT, Key, alternating, result_of, run_missing, started
 from configs import base, gpu_decoder
 from configs.schema import TransformerConfig
 from files import json_lines
@@ -39,9 +39,8 @@ from runtime.exit_codes import ExitCode
 
 RESULTS = MEASURED / "gpu.jsonl"
 ASK = "import jax; d = jax.devices(); print(len(d), d[0].platform, d[0].device_kind, sep=';')"
-OURS, PEER = "mics-jax", "pytorch"
+OURS, PEER, CPU = "mics-jax", "pytorch", "cpu"
 SKIPPED = 10  # steps at the start, in which kernels are tried and caches fill
-RUN_S = 1800
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     if unknown := [size for size in sizes if size not in gpu_decoder.SIZES]:
         print(f"error: --sizes={unknown[0]}: there are {', '.join(gpu_decoder.SIZES)}", file=sys.stderr)
         return ExitCode.BAD_INPUT
-    device = Device(count=1, kind="cpu", peak_flops=None) if options.cpu else find_gpus()
+    device = Device(count=1, kind=CPU, peak_flops=None) if options.cpu else find_gpus()
     if device is None:
         print("error: benchmarks.gpu needs a GPU and jax with CUDA (make gpu); --cpu tries it without", file=sys.stderr)
         return ExitCode.BAD_INPUT
@@ -77,16 +76,15 @@ def main(argv: Sequence[str]) -> int:
     about = {"steps": options.steps, "devices": device.count, "device": device.kind}
     sides = (OURS, PEER) if options.pytorch else (OURS,)
     keys = [{**key, **about} for key in alternating(options.repetitions, size=sizes, side=sides)]
-    failed = run_missing(options.results, keys, partial(measured, device=device, options=options))
+    failed = run_missing(options.results, keys, partial(measured, device=device, python=options.pytorch))
     if not failed:
         print(table([line for line in recorded(options.results) if any(key.items() <= line.items() for key in keys)]))
     return failed
 
 
-def measured(key: Key, *, device: Device, options: argparse.Namespace) -> dict[str, Any]:
+def measured(key: Key, *, device: Device, python: str) -> dict[str, Any]:
     """Returns the speed of a run. FailedRunError if it ended without numbers."""
-    run = run_ours if key["side"] == OURS else run_pytorch
-    tokens_per_s = run(key["size"], device, options)
+    tokens_per_s = run_ours(key, device) if key["side"] == OURS else run_pytorch(key, device, python)
     return {"tokens_per_s": tokens_per_s, "mfu": mfu(key["size"], tokens_per_s, device)}
 
 
@@ -99,44 +97,29 @@ def find_gpus() -> Device | None:
     return Device(count=int(count), kind=kind, peak_flops=peak_flops(kind))
 
 
-def run_ours(size: str, device: Device, options: argparse.Namespace) -> float:
+def run_ours(key: Key, device: Device) -> float:
     """Trains with train.py; returns the median of the tokens per second."""
-    keys = {"num_steps": options.steps, "batch.global_size": device.count * rows_of(size)}
-    keys |= {"mesh.num_cpu_devices": 1} if options.cpu else {}
+    size, steps = key["size"], key["steps"]
+    keys = {"num_steps": steps, "batch.global_size": device.count * rows_of(size)}
+    keys |= {"mesh.num_cpu_devices": 1} if device.kind == CPU else {}
     keys |= {"sharding.strategy": "zero3", "sharding.gather": "micro_step"} if device.count > 1 else {}
     with tempfile.TemporaryDirectory() as workdir:
         flags = [f"--config={ROOT}/configs/gpu_decoder.py:{size}", f"--workdir={workdir}"]
         started([sys.executable, "train.py", *flags, *(f"--config.{key}={value}" for key, value in keys.items())])
         rows = json_lines.read(Path(workdir) / "metrics.jsonl")
-    return median(row["tokens_per_s"] for row in rows if row["step"] > skipped(options.steps) and "tokens_per_s" in row)
+    return median(row["tokens_per_s"] for row in rows if row["step"] > skipped(steps) and "tokens_per_s" in row)
 
 
-def run_pytorch(size: str, device: Device, options: argparse.Namespace) -> float:
+def run_pytorch(key: Key, device: Device, python: str) -> float:
     """Trains the same model in PyTorch; returns the median of the tokens per second."""
+    size, steps = key["size"], key["steps"]
     model = base.typed(gpu_decoder.get_config(size)).model
     assert isinstance(model, TransformerConfig)
     sizes = {"layers": model.num_layers, "hidden": model.hidden, "heads": model.num_heads, "vocab": model.padded_vocab}
-    sizes |= {"seq_len": model.max_len, "rows": rows_of(size), "accum": 1, "steps": options.steps}
-    sizes |= {"skipped": skipped(options.steps), "low_precision": True}
+    sizes |= {"seq_len": model.max_len, "rows": rows_of(size), "accum": 1, "steps": steps, "skipped": skipped(steps)}
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={device.count}"] if device.count > 1 else []
-    peer = ["benchmarks/pytorch_peer.py", "zero3", "kept", json.dumps(sizes)]
-    said = started([options.pytorch, *launcher, *peer])
-    results = [line.removeprefix("RESULT ") for line in said.splitlines() if line.startswith("RESULT ")]
-    if not results:
-        raise FailedRunError(f"pytorch {size} printed no RESULT: {said.strip()[-300:]}")
-    return device.count * rows_of(size) * model.max_len / json.loads(results[0])["step_time_s"]
-
-
-def started(command: Sequence[str]) -> str:
-    """Runs a program and returns what it printed. FailedRunError with its last line."""
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=RUN_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise FailedRunError(f"{command[0]}: {error}") from error
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise FailedRunError(f"{Path(command[1]).name} ended with exit code {done.returncode}: {last}")
-    return done.stdout
+    peer = ["benchmarks/pytorch_peer.py", "zero3", "kept", json.dumps(sizes | {"low_precision": True})]
+    return device.count * rows_of(size) * model.max_len / result_of([python, *launcher, *peer])["step_time_s"]
 
 
 def rows_of(size: str) -> int:

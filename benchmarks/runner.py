@@ -1,8 +1,11 @@
 """Runs what a record lacks, repetitions in turn; each line says its command, commit, machine and link rate."""
 
 import itertools
+import json
+import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +20,7 @@ from sweeps.records import Record, State
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKDIR = Path("runs/benchmarks")
+RUN_S = 1800  # time-out of a program; a run takes minutes
 Key = Mapping[str, Any]  # what tells a line of a record from others
 
 
@@ -94,6 +98,27 @@ def steps_of(record: Record) -> dict[str, Any]:
 
 def _on_wire(rows: Sequence[Mapping[str, Any]], key: str) -> float:
     return median(row[key] for row in rows[1:])  # the first step connects
+
+
+def started(command: Sequence[str]) -> str:
+    """Runs a program and returns what it printed. FailedRunError with the last line of its errors."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=RUN_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise FailedRunError(f"{command[0]}: {error}") from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise FailedRunError(f"{Path(command[1]).name} ended with exit code {done.returncode}: {last}")
+    return done.stdout
+
+
+def result_of(command: Sequence[str]) -> dict[str, Any]:
+    """Runs a program that prints a line RESULT and a JSON object, and returns that. FailedRunError without it."""
+    said = started(command)
+    result = re.search(r"^RESULT (.*)$", said, re.MULTILINE)
+    if not result:
+        raise FailedRunError(f"no RESULT was printed: {said.strip()[-300:]}")
+    return json.loads(result[1])
 
 
 def shown(command: Sequence[str]) -> str:

@@ -11,9 +11,6 @@ torch). Adds lines to results/measured/strategies.jsonl; needs root (docs/emulat
 """
 
 import argparse
-import json
-import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -22,17 +19,7 @@ from typing import Any
 
 from benchmarks.names import Cluster, link_bytes, remat_of, sharding_of
 from benchmarks.records import MEASURED
-from benchmarks.runner import (
-    ROOT,
-    WORKDIR,
-    FailedRunError,
-    Key,
-    alternating,
-    checked_rates,
-    run_missing,
-    steps_of,
-    train,
-)
+from benchmarks.runner import WORKDIR, Key, alternating, checked_rates, result_of, run_missing, steps_of, train
 from benchmarks.scores import COMPUTE, PEER, SCALE_MODEL
 from runtime.command_line import complain, prepare_output
 
@@ -44,7 +31,6 @@ STANDARD += ("mics(2) two-hop off", "mics(2) kept", "zero3 auto", "node/node/all
 IN_SCALE_MODEL = ("mics(2)", "mics(4)", "mics(8)", "mics(4) flat", "mics(2) two-hop off", "zero3", "zero3 flat")
 # 8 times the bytes of a flat gather, over 2.85 times a quarter of a micro-step of `compute only` (commit da13d7f)
 SCALE_MODEL_RATE = "314mbit"
-PYTORCH_S = 1800  # time-out; a run takes minutes
 # `kept`: gathered once per micro-step, not again for the backward pass; `dots`: products with weights are stored
 OURS_BESIDE_PYTORCH = ("ddp", "ddp dots", "mics(2)", "mics(2) kept dots", "zero3")
 PYTORCH = ("ddp", "ddp dots", "hsdp", "hsdp kept dots", "zero3")
@@ -113,15 +99,8 @@ def pytorch(python: str, name: str, rate: str) -> dict[str, Any]:
     options += [f"--processes_per_node={CLUSTER.devices_per_node}", f"--rate={rate}"]
     options += [f"--workdir={WORKDIR}/pytorch_{name.replace(' ', '_')}"]
     peer = ["benchmarks/pytorch_peer.py", *name.split()]
-    command = [sys.executable, "-m", "cluster.emulate", *options, "--", python, *peer]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=PYTORCH_S)
-    except subprocess.TimeoutExpired as error:
-        raise FailedRunError(str(error)) from error
-    result = re.search(r"^RESULT (.*)$", done.stdout, re.MULTILINE)
-    if not result:
-        raise FailedRunError((done.stderr or done.stdout).strip()[-500:])
-    return vars(CLUSTER) | json.loads(result[1]) | {"command": " ".join([Path(python).name, *peer])}
+    found = result_of([sys.executable, "-m", "cluster.emulate", *options, "--", python, *peer])
+    return vars(CLUSTER) | found | {"command": " ".join([Path(python).name, *peer])}
 
 
 if __name__ == "__main__":
