@@ -7,18 +7,27 @@ CONSTRAINTS := $(firstword $(wildcard constraints-py$(VERSION).txt) constraints.
 EVERYTHING := $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/ray-installed \
 	$(VENV)/optuna-installed $(VENV)/wandb-installed $(VENV)/hugging-face-installed
 
-.PHONY: train gpu test test-all coverage lint format constraints clean
+# Two workers compute, and one has all tests that wait; the tests of a file share a worker (tests/suite.py).
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=20
+
+.PHONY: train gpu test test-jax test-all test-release coverage lint format constraints clean
 
 train: $(VENV)/installed  ## trains the quickstart: a byte-level model on 8 virtual devices, 4 nodes of 2
 	$(BIN)/python train.py --config=configs/quickstart.py --workdir=runs/quickstart
 
 gpu: $(VENV)/gpu-installed  ## jax with CUDA, on a machine with NVIDIA GPUs (docs/gpu.md)
 
-test: $(VENV)/installed $(VENV)/moto/installed  ## with another Python: make test PYTHON=python3.12 VENV=.venv-py312
-	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
+test: $(VENV)/installed $(VENV)/moto/installed
+	$(PYTEST)
+
+test-jax: $(VENV)/installed  ## with another jax: make test-jax PYTHON=python3.12 VENV=.venv-py312
+	$(PYTEST) -m "jax and not slow and not release"
 
 test-all: $(EVERYTHING) $(VENV)/gpu-checked
-	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20 -m "slow or not slow"
+	$(PYTEST) -m "not release"
+
+test-release: $(EVERYTHING)  ## pages, records, and the combinations beyond those of test-all
+	$(PYTEST) -m release
 
 coverage: $(EVERYTHING)  ## fails if a test does, or if less than 90 % of the lines are run
 	$(BIN)/coverage erase

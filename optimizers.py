@@ -20,8 +20,7 @@ from optax import contrib
 from configs.schema import OptimizerConfig
 from configs.schema.own import OWN
 from sharding.averages import part_averages
-from sharding.hop_two_in_backward import Delayed, Exchanged
-from sharding.spec import ParamSpec
+from sharding.spec import ParamSpec, is_stack
 
 PyTree = Any
 Transform = optax.GradientTransformation
@@ -35,7 +34,6 @@ AVERAGE_RATE = 0.1  # of what a running average becomes, the share of the step's
 class GuardState(NamedTuple):
     """State of `guarded`; the counters are int32 scalars."""
 
-    exchange: PyTree
     inner: PyTree
     grad_norm: jax.Array  # global norm of what hop two hands on, before clipping; running averages do not count
     skipped_in_a_row: jax.Array
@@ -84,10 +82,9 @@ def make_optimizer(
     config: OptimizerConfig,
     num_steps: int,
     specs: PyTree,
-    exchange: Transform,
     on_whole: OnWhole = on_one_device,
 ) -> Transform:
-    """Returns the whole chain on `[R, ...]` gradients: exchange, guard, clipping, the optimizer.
+    """Returns the chain behind hop two, on plain gradients: guard, clipping, the optimizer.
 
     `specs` is the tree of ParamSpecs; it decides which parameters decay and which are matrices. `on_whole` runs a
     function on whole tensors, wherever their shards lie.
@@ -99,7 +96,7 @@ def make_optimizer(
     else:
         tx = per_layer(lambda specs: _optimizer(config, schedule, specs, on_whole), specs)
     clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
-    return guarded(exchange, beside_averages(optax.chain(*clip, tx), move_averages))
+    return guarded(beside_averages(optax.chain(*clip, tx), move_averages))
 
 
 def follows_schedule(config: OptimizerConfig, specs: PyTree) -> bool:
@@ -250,29 +247,31 @@ def _is_spec(x: object) -> bool:
 
 
 def per_layer(make: Callable[[PyTree], Transform], specs: PyTree) -> Transform:
-    """Applies an optimizer to each layer of the stack `layers` by itself, as if the layers were not stacked.
+    """Applies an optimizer to each layer of a stack by itself, as if the layers were not stacked.
 
     `make` builds the optimizer of a part of the parameters from its specs. LAMB's and LARS's trust ratios, Adafactor's
     factors and Muon's orthogonalisation belong to one layer's tensor.
     """
-
-    def split(tree: PyTree) -> tuple[PyTree, PyTree]:
-        return tree["layers"], {name: sub for name, sub in tree.items() if name != "layers"}
-
-    if "layers" not in specs:
+    stacks = {name: make(group) for name, group in specs.items() if is_stack(group)}
+    if not stacks:
         return make(specs)
-    stacked, unstacked = (make(part) for part in split(specs))
+
+    def rest(tree: PyTree) -> PyTree:
+        return {name: group for name, group in tree.items() if name not in stacks}
+
+    unstacked = make(rest(specs))
 
     def init(params: PyTree) -> PyTree:
-        layers, others = split(params)
-        return {"layers": jax.vmap(stacked.init)(layers), "rest": unstacked.init(others)}
+        layers = {name: jax.vmap(tx.init)(params[name]) for name, tx in stacks.items()}
+        return {**layers, "rest": unstacked.init(rest(params))}
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        (g_layers, g_others), (p_layers, p_others) = split(updates), split(params)
-        u_layers, s_layers = jax.vmap(stacked.update)(g_layers, state["layers"], p_layers)
-        u_others: Any
-        u_others, s_others = unstacked.update(g_others, state["rest"], p_others)
-        return {**u_others, "layers": u_layers}, {"layers": s_layers, "rest": s_others}
+        assert params is not None
+        moves: Any
+        moves, after = unstacked.update(rest(updates), state["rest"], rest(params))
+        layers = {name: jax.vmap(tx.update)(updates[name], state[name], params[name]) for name, tx in stacks.items()}
+        moves = {**moves, **{name: move for name, (move, _) in layers.items()}}
+        return moves, {**{name: later for name, (_, later) in layers.items()}, "rest": after}
 
     return optax.GradientTransformation(init, update)
 
@@ -296,8 +295,8 @@ def move_averages(grads: PyTree, averages: PyTree) -> PyTree:
     return jax.tree.map(lambda g, average: -AVERAGE_RATE * (g + average), grads, averages)
 
 
-def guarded(exchange: Transform, inner: Transform) -> Transform:
-    """Runs exchange then `inner`; a step whose gradient is not finite only counts as skipped.
+def guarded(inner: Transform) -> Transform:
+    """Runs `inner`; a step whose gradient is not finite only counts as skipped.
 
     The gradient alone decides: to look at the update too, new moments would be kept beside the old ones until all
     updates are there, for half as much temporary memory again.
@@ -305,24 +304,15 @@ def guarded(exchange: Transform, inner: Transform) -> Transform:
 
     def init(params: PyTree) -> GuardState:
         zero = jnp.zeros((), jnp.int32)
-        return GuardState(exchange.init(params), inner.init(params), jnp.zeros(()), zero, zero)
+        return GuardState(inner.init(params), jnp.zeros(()), zero, zero)
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, GuardState]:
-        grads, exchange_state = exchange.update(updates, state.exchange, params)
-        trained, averages = part_averages(grads)
+        trained, averages = part_averages(updates)
         norm = optax.tree.norm(trained)
         finite = jnp.isfinite(norm + optax.tree.norm(averages)) if averages else jnp.isfinite(norm)
-        steps, inner_state = inner.update(grads, state.inner, params)
-        # hop two inside the backward passes leaves a state that is good after a skipped step too: to restore the one
-        # before would take a second copy of it from there to here
-        in_place = isinstance(updates, Exchanged | Delayed)
-
-        def keep(new: PyTree, old: PyTree) -> PyTree:
-            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-
+        steps, inner_state = inner.update(updates, state.inner, params)
         return jax.tree.map(lambda u: jnp.where(finite, u, 0), steps), GuardState(
-            exchange=exchange_state if in_place else keep(exchange_state, state.exchange),
-            inner=keep(inner_state, state.inner),
+            inner=jax.tree.map(lambda new, old: jnp.where(finite, new, old), inner_state, state.inner),
             grad_norm=norm,
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
             skipped=state.skipped + jnp.where(finite, 0, 1),

@@ -12,4 +12,3 @@ SOFT = "#4b5563"  # text that matters less
 LINE = "#8b95a3"  # edges of what is not a series
 GRID = "#d5dae1"
 FILL = "#c9ced6"  # a bar or a box beside the series
-PAPER = "#f1f3f6"  # a box behind others

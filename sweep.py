@@ -20,14 +20,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import emulate as emulator
 from configs.overrides import Overrides
 from runtime.command_line import OneLineParser, complain, make_folder, named_path, prepare_output
 from runtime.exit_codes import ExitCode
 from sweeps import slurm
 from sweeps.check import check_runs
 from sweeps.live import Live
-from sweeps.plan import Run, SweepFile, describe, load_file, plan, points
+from sweeps.plan import Run, SweepFile, load_file, plan, points
 from sweeps.pool import OUTPUT_FILE, Job, Launcher, last_error, run_all, start_here
 from sweeps.records import Record, State, best, is_finished, metric_text, record
 from sweeps.report import write_report
@@ -86,7 +85,6 @@ def run(
     again. Raises ValueError for a mistake in them, KeyboardInterrupt if it was interrupted.
     """
     runs = plan(config, overrides, workdir=workdir, emulate=emulate)
-    check_emulated(runs)
     check_runs(runs)
     with Live(metric) as live:
         jobs = run_all(runs, workers=workers, workdir=workdir, show=live.show)
@@ -131,7 +129,6 @@ def make_sweep(options: argparse.Namespace) -> Sweep:
         raise ValueError("--slurm and the emulated cluster exclude each other; the sweep sets options of the latter")
     if options.ray is not None and (options.slurm is not None or any(run.emulate for run in runs)):
         raise ValueError("--ray excludes --slurm and the emulated cluster; choose one of them")
-    check_emulated(runs)
     check_runs(runs)
     if len(runs) < len(wanted) and options.search is None:
         print(f"{len(wanted) - len(runs)} of {len(wanted)} runs have the config of another one and are left out")
@@ -159,16 +156,6 @@ def points_of_search(file: SweepFile, options: argparse.Namespace) -> list[Overr
     from sweeps.search import corners
 
     return corners(file.search)
-
-
-def check_emulated(runs: Iterable[Run]) -> None:
-    """Raises ValueError for options of the emulated cluster that it would refuse."""
-    for run in runs:
-        if run.emulate:
-            try:
-                emulator.parse(run.command[run.command.index("cluster.emulate") + 1 :])
-            except ValueError as error:
-                raise ValueError(f"{describe(run.overrides) or 'the base config'}: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------------ launchers

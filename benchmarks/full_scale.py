@@ -28,9 +28,8 @@ from benchmarks.records import DERIVED, machine, put, recorded
 from benchmarks.resized import resized
 from benchmarks.runner import ROOT
 from configs import command_line
-from paper.mics_figure_2 import fitted
-from paper.mics_replayed import BUCKET
-from paper.published import B_PART
+from paper.network import b_part, fitted
+from paper.replays import BUCKET
 from planner import compile as compiling
 from planner.bounds import ITEM_BYTES
 from planner.candidates import Candidate, of_config
@@ -99,7 +98,7 @@ def networks(cell: Cell) -> dict[str, Network]:
     fit = fitted()
     paper = Network(
         devices_per_node=own.devices_per_node,
-        intra_bandwidth=B_PART,
+        intra_bandwidth=b_part(),
         intra_latency_s=own.intra_latency_s,
         node_bandwidth=fit.bandwidth,
         inter_latency_s=fit.latency_s,
@@ -139,7 +138,7 @@ def compiled(cell: Cell) -> Step:
 
 def _request(cell: Cell) -> tuple[Candidate, Experiment, Machine]:
     words = ["full_scale", *cell.words]
-    config = command_line.parse(words, command_line.new_flags(words))
+    config = command_line.parse(words)
     cluster = replace(CLUSTERS[cell.cluster], devices_per_node=min(PER_NODE, cell.gpus))
     nodes = cell.gpus // cluster.devices_per_node
     of_cluster = Machine(cluster=cluster, nodes=nodes, config_words=tuple(cell.words), target=cluster.device.target)

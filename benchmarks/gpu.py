@@ -100,7 +100,7 @@ def find_gpus() -> Device | None:
 def run_ours(key: Key, device: Device) -> float:
     """Trains with train.py; returns the median of the tokens per second."""
     size, steps = key["size"], key["steps"]
-    keys = {"num_steps": steps, "batch.global_size": device.count * rows_of(size)}
+    keys = {"num_steps": steps, "model.remat": "none", "batch.global_size": device.count * rows_of(size)}
     keys |= {"mesh.num_cpu_devices": 1} if device.kind == CPU else {}
     keys |= {"sharding.strategy": "zero3", "sharding.gather": "micro_step"} if device.count > 1 else {}
     with tempfile.TemporaryDirectory() as workdir:

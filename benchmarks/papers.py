@@ -128,7 +128,7 @@ def predicted(cell: Cell) -> dict[str, Any]:
     words = tuple(f"--config.{key}={value}" for key, value in cell.changes.items())
     words = (f"--config=configs/{cell.case.config}.py", *words)
     argv = ["benchmarks.papers", *words]
-    config = command_line.parse(argv, command_line.new_flags(argv))
+    config = command_line.parse(argv)
     cluster = replace(find_cluster("p3dn.24xlarge"), devices_per_node=cell.case.devices_per_node)
     target = cluster.device.target
     machine_of = Machine(cluster=cluster, nodes=cell.case.nodes, config_words=words, target=target, xla_flags=XLA_FLAGS)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.compiled import Case
-from paper.published_scopes import MICS_PLANS, PARO_PLANS, PLANS, paro_strategy, plan_strategy
+from paper.model_state import PARO_PLANS, amsp_plans, amsp_strategy, mics_groups, paro_strategy
 
 KINDS = ("state", "largest", "step", "wire", "prediction")
 MEMORY_BYTES = 32e9  # of a GPU in ZeRO's table 2
@@ -87,14 +87,14 @@ def _zero() -> Iterator[Cell]:
 
 
 def _scopes() -> Iterator[Cell]:
-    for model, group in MICS_PLANS.items():
-        for strategy in (plan_strategy(model), f"mics({group})"):
+    for model, group in mics_groups().items():
+        for strategy in (amsp_strategy(model), f"mics({group})"):
             yield Cell(kind="state", name=model, case=_case(strategy, 128, 8), changes=llama(model))
     for letters in PARO_PLANS:
         case = _case(paro_strategy(letters), 128, 8)
         yield Cell(kind="state", name=f"PaRO {letters}", case=case, changes=llama("LLaMA-7B"))
-    for model in PLANS:
-        case = _case(plan_strategy(model), 8, 8, accum=4, config="quickstart")
+    for model in amsp_plans():
+        case = _case(amsp_strategy(model), 8, 8, accum=4, config="quickstart")
         yield Cell(kind="step", name=f"AMSP {model}", case=case)
 
 

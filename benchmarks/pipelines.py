@@ -70,7 +70,7 @@ def prepared(stages: int, rows: int, overrides: Sequence[str]) -> Program:
     keys = {**KEYS, "mesh.stages": stages, "batch.global_size": rows}
     words = [f"--config={ROOT}/configs/quickstart.py", *(f"--config.{key}={value}" for key, value in keys.items())]
     argv = ["pipelines", *words, *overrides]
-    experiment = make_experiment(command_line.parse(argv, command_line.new_flags(argv)))
+    experiment = make_experiment(command_line.parse(argv))
     data = load(experiment.config.data, "train", 0)
     with Batches(data, global_size=rows, rows=experiment.batches.local_rows, start_step=0, prefetch=1) as batches:
         batch = experiment.batches.to_devices(next(batches))

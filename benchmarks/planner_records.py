@@ -2,11 +2,11 @@
 
     python -m benchmarks.planner_records [--only=curves]
 
-`example` and `spot`: BERT 10B on p4d.24xlarge, a search and a run on spot nodes (tests/data/planner_*.json). `curves`:
-a model of about 10 B parameters on 8 to 4096 A100s with several strategies (results/derived/planner_curves.json). XLA
-for GPUs is needed (`make .venv/h100/installed`). Programs are taken from the planner's cache if they are there; the
-example says how many were. The curves' nineteen take minutes to compile on 2 cores. Without its search for tiles of a
-fused softmax XLA compiles them faster; their compute is slower, all alike.
+`example` and `spot`: BERT 10B on p4d.24xlarge, a search and a run on spot nodes. `curves`: a model of about 10 B
+parameters on 8 to 4096 A100s with several strategies. They are in results/derived/planner_*.json. XLA for GPUs is
+needed (`make .venv/h100/installed`). Programs are taken from the planner's cache if they are there; the example says how many
+were. The curves' nineteen take minutes to compile on 2 cores. Without its search for tiles of a fused softmax XLA
+compiles them faster; their compute is slower, all alike.
 """
 
 import argparse
@@ -25,8 +25,7 @@ from planner.report import Plan, from_json, plan_text
 from planner.spot import World, replay_spot, run_of, spot_text
 from planner.spot_trace import read_trace
 
-RECORDS = {name: ROOT / "tests" / "data" / f"planner_{name}.json" for name in ("example", "spot")}
-RECORDS["curves"] = DERIVED / "planner_curves.json"
+RECORDS = {name: DERIVED / f"planner_{name}.json" for name in ("example", "spot", "curves")}
 CLUSTER, TRACE = "p4d.24xlarge", "planner/spot_us_east_2b.csv"
 MODEL = {  # BERT 10B's parameters in sizes that 4096 divides
     "batch.global_size": 32768,

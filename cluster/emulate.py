@@ -44,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
             print(control(argv[2:]))
             return 0
         options, links, command = parse(argv[1:])
+        if options.check:
+            return 0
         program = check_program(command)
         make_folder(options.workdir, "--workdir")
         if missing := namespaces.missing_tool():
@@ -62,8 +64,7 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Links, list[str]]:
     """Returns the options, the links, and the program, which is after `--`. ValueError says what is wrong."""
     ours, command = split(argv)
-    parser = OneLineParser(prog="python -m cluster.emulate", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(prog="python -m cluster.emulate", description=__doc__)
     parser.add_argument("--nodes", type=int, required=True, help="how many there are at the start; `ctl add` adds one")
     parser.add_argument("--devices_per_node", type=int, required=True, help="JAX's virtual devices of each node")
     parser.add_argument("--processes_per_node", type=int, default=1, help="they share the node's devices")
@@ -74,10 +75,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Links, list[str]]:
     parser.add_argument("--workdir", type=named_path, help="logs and traffic.json (default: runs/emulated/NAME)")
     parser.add_argument("--name", default=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", help="for ctl")
     parser.add_argument("--grace_s", type=float, default=60.0, help="for the others to end when a process failed")
+    parser.add_argument("--check", action="store_true", help="only say what is wrong with the options")
     options = parser.parse_args(ours)
     check_name(options.name)
     options.workdir = options.workdir or Path("runs", "emulated", options.name)
-    if not command:
+    if not command and not options.check:
         raise ValueError("no program; give it after --, such as `-- python train.py --config=...`")
     check_count(options.nodes)
     if options.devices_per_node < 1 or options.processes_per_node < 1:
@@ -102,7 +104,7 @@ def check_program(command: Sequence[str]) -> str:
 def control(argv: Sequence[str]) -> str:
     """Asks a running emulation and returns its answer."""
     ours, command = split(argv)
-    parser = OneLineParser(prog="python -m cluster.emulate ctl", allow_abbrev=False)
+    parser = OneLineParser(prog="python -m cluster.emulate ctl")
     parser.add_argument("--name", help="which cluster; not needed if one is running")
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=OneLineParser)
     verbs.add_parser("status", help="a table of the nodes")

@@ -116,24 +116,27 @@ def signal_all(init: int, number: int) -> None:
     """Sends a signal to all processes of a node but its process 1; again until no new ones have come."""
     namespace = os.readlink(f"/proc/{init}/ns/pid")
     signalled = {init}
-    while new := set(_processes_in(namespace)) - signalled:
+    while new := set(processes_in(namespace)) - signalled:
         for pid in new:
             _signal(pid, number, namespace)
         signalled |= new
 
 
-def _processes_in(namespace: str) -> list[int]:
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and _is_in(namespace, int(folder.name)):
-            found.append(int(folder.name))
-    return found
+def processes() -> list[int]:
+    """Returns the processes of this machine."""
+    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
 
 
-def _is_in(namespace: str, pid: int) -> bool:
-    with contextlib.suppress(OSError):  # ended in the meantime, or another user's
-        return os.readlink(f"/proc/{pid}/ns/pid") == namespace
-    return False
+def processes_in(namespace: str) -> list[int]:
+    """Returns the processes of a PID namespace; none of "", which stands for those that cannot be seen."""
+    return [pid for pid in processes() if namespace and namespace_of(pid, "pid") == namespace]
+
+
+def namespace_of(pid: int, kind: str) -> str:
+    """Returns the name of a process' namespace; "" if it has ended, or is another user's."""
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/{pid}/ns/{kind}")
+    return ""
 
 
 def _signal(pid: int, number: int, namespace: str) -> None:
@@ -141,7 +144,7 @@ def _signal(pid: int, number: int, namespace: str) -> None:
     with contextlib.suppress(ProcessLookupError):
         process = os.pidfd_open(pid)
         try:
-            if _is_in(namespace, pid):
+            if namespace_of(pid, "pid") == namespace:
                 signal.pidfd_send_signal(process, number)
         finally:
             os.close(process)

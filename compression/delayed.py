@@ -2,7 +2,7 @@
 
 This resembles a parameter server's asynchronous updates, but every gradient is exactly one step old. The exchanged
 gradients come from the state, so that in a step only the optimizer has to wait for the exchange. With
-`sharding.overlap` the micro-steps exchange them, a piece beside each (sharding/hop_two_in_backward.py).
+`sharding.overlap` the micro-steps exchange them, a piece beside each (sharding/hop_two.py).
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sharding.hop_two_in_backward import Delayed
+from sharding.hop_two import Exchanged
 from sharding.replicas import PerReplica
 
 PyTree = Any
@@ -25,29 +25,29 @@ class DelayedState(NamedTuple):
     exchange: PyTree
 
 
-def delayed(exchange: optax.GradientTransformation, replicas: int) -> optax.GradientTransformation:
+def delayed(exchange: optax.GradientTransformation, replicas: int) -> optax.GradientTransformationExtraArgs:
     """Returns a hop two that exchanges the previous step's gradients `[R, ...]`; in the first step they are zero.
 
-    Non-finite gradients never enter the state: they make the result non-finite too, so the downstream guard skips the
-    step and restores the state, including the waiting gradients. Of what was exchanged beside the micro-steps it keeps
-    the new state, because restoring the old one would need a second copy of the gradients. On a skipped step `waiting`
-    therefore becomes the exchanged mean on every replica, and the residuals hold what the codec left out: together
-    they are what waited before.
+    Non-finite gradients never enter the state: they make the result non-finite too, so that the step is skipped and the
+    state stays, including the waiting gradients. Where the micro-steps have exchanged those, the state is the new one.
+    On a skipped step `waiting` is then the exchanged mean on every replica, and the residuals hold what the codec left
+    out: together they are what waited before.
     """
+    inner = optax.with_extra_args_support(exchange)
 
     def init(params: PyTree) -> PyTree:
         zeros = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), p.dtype), params)
         waiting = PerReplica(zeros, combine="mean", label="local")
-        return DelayedState(waiting=waiting, exchange=exchange.init(params))
+        return DelayedState(waiting=waiting, exchange=inner.init(params))
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        beside: Any = updates.before if isinstance(updates, Delayed) else None
-        grads_R: Any = updates.grads_R if isinstance(updates, Delayed) else updates
-        mean, exchanged = exchange.update(beside or state.waiting.tree, state.exchange, params)
-        finite = jnp.isfinite(optax.tree.norm(grads_R))
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, *, exchanged: Exchanged | None = None, **_: Any
+    ) -> tuple[PyTree, PyTree]:
+        mean, after = inner.update(state.waiting.tree, state.exchange, params, exchanged=exchanged)
+        finite = jnp.isfinite(optax.tree.norm(updates))
         mean = jax.tree.map(lambda x: jnp.where(finite, x, jnp.nan), mean)
-        if beside:
-            grads_R = jax.tree.map(lambda new, mean: jnp.where(finite, new, mean), grads_R, beside.grads_R)
-        return mean, DelayedState(waiting=replace(state.waiting, tree=grads_R), exchange=exchanged)
+        if exchanged:
+            updates = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updates, exchanged.mean_R)
+        return mean, DelayedState(waiting=replace(state.waiting, tree=updates), exchange=after)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)

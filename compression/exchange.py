@@ -1,8 +1,7 @@
 """Hop two as an optax transform: the mean of gradients `[R, ...]` over the replicas, with an optional codec."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,12 +10,12 @@ import optax
 from jax import lax
 
 from compression.by_config import make_codec
-from compression.hop_two import HopTwo, Setup
+from compression.hop_two import HopTwo, Primitive, Setup
 from compression.route import Axes, Route
 from compression.shards import Shards, not_finite, on_shards, own_copies
 from compression.statistics import Sent, added, nothing_sent
 from sharding.collectives import Codec, buckets, join, slice_apart, split
-from sharding.hop_two_in_backward import Exchanged, HopTwoInBackward
+from sharding.hop_two import Exchanged
 from sharding.mesh import STAGE
 from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica
@@ -35,7 +34,7 @@ class ExchangeState(NamedTuple):
 
 def exchange(
     plan: ShardingPlan, codec: Codec | None = None, *, error_feedback: bool = True
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Returns the transform from gradients `[R, ...]` to their mean over R, in the optimizer's scope.
 
     It is the first of the chain: downstream transforms see ordinary global arrays, so that their norms are correct.
@@ -45,36 +44,53 @@ def exchange(
     A codec encodes what crosses nodes (compression/route.py), except parameters with one dim per layer. Those are
     small, and their gradients differ in magnitude from those of matrices, with which they must not share a scale.
     `error_feedback` adds the encoding error to the next step's gradients (arXiv 1901.09847): the sum of all results,
-    plus the residuals, is the sum of all gradients. A non-finite value makes the whole result non-finite; the
-    downstream guard then skips the step and restores the residuals. Those of an exchange inside the backward pass have
-    taken in the skipped gradients by then, and become zero: to restore them would take a second copy.
+    plus the residuals, is the sum of all gradients. A non-finite value makes the whole result non-finite: the step is
+    skipped, and the residuals stay. Those of an exchange in the micro-steps have taken in the skipped gradients by
+    then, and become zero.
     """
-    layout = plan.layout
-    if codec is None:
-        return _plain(plan)
-    exchange_shards = partial(_exchange_shards, plan, codec)
+    layout, with_state = plan.layout, codec is not None
+    primitive = encoded(plan, codec, error_feedback=error_feedback) if codec else summed(plan)
 
     def init(params: PyTree) -> PyTree:
-        replicas = layout.num_replicas
-        zeros = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), jnp.float32), params) if error_feedback else ()
-        residual = PerReplica(zeros, combine="sum")
+        if not with_state:
+            return optax.EmptyState()
+        zeros = jax.tree.map(lambda p: jnp.zeros((layout.num_replicas, *p.shape), jnp.float32), params)
+        residual = PerReplica(zeros if error_feedback else (), combine="sum")
         return ExchangeState(step=jnp.zeros((), jnp.int32), residual=residual, sent=nothing_sent())
 
-    @jax.named_scope("hop_two")
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        del params
-        if isinstance(updates, Exchanged):
-            out = own_copies(plan, updates.grads_R)
-            finite = jnp.isfinite(optax.tree.norm(out))
-            kept_R = jax.tree.map(lambda x: jnp.where(finite, x, 0), updates.kept_R) if error_feedback else ()
-            residual = replace(state.residual, tree=kept_R)
-            return out, ExchangeState(step=state.step + 1, residual=residual, sent=Sent(*updates.counts))
-        kept = (state.residual.tree,) if error_feedback else ()
-        out, *kept, sent = on_shards(plan, exchange_shards, updates, *kept, replicated=state.step)
-        residual = replace(state.residual, tree=kept[0] if error_feedback else ())
-        return out, ExchangeState(step=state.step + 1, residual=residual, sent=sent)
+    def following(state: Any, kept_R: PyTree, sent: Sent) -> PyTree:
+        if not with_state:
+            return state
+        residual = replace(state.residual, tree=() if kept_R is None else kept_R)
+        return ExchangeState(step=state.step + 1, residual=residual, sent=sent)
 
-    return optax.GradientTransformation(init, update)
+    def exchange_shards(done: jax.Array, grads_R: Shards, *kept_R: Shards) -> tuple[Any, ...]:
+        # this replica's share of the mean
+        shares = [x_R[0].astype(jnp.float32) / layout.num_replicas for x_R in grads_R]
+        kept = [x_R[0] for x_R in kept_R[0]] if kept_R else None
+        key = jax.random.fold_in(jax.random.key(0), done)
+        totals, kept, counts = primitive.exchange(plan.group(plan.placements, ()).placements, shares, kept, key)
+        out = [total.astype(g.dtype) for total, g in zip(totals, grads_R, strict=True)]
+        return out, *([x[None] for x in kept or []] for _ in kept_R), added(counts, plan.mesh.axis_names)
+
+    @jax.named_scope("hop_two")
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, *, exchanged: Exchanged | None = None, **_: Any
+    ) -> tuple[PyTree, PyTree]:
+        del params
+        if exchanged:
+            out = own_copies(plan, exchanged.mean_R)
+            finite = jnp.isfinite(optax.tree.norm(out))
+            kept_R = jax.tree.map(lambda x: jnp.where(finite, x, 0), exchanged.kept_R)
+            return out, following(state, kept_R, Sent(*exchanged.counts) if with_state else nothing_sent())
+        if not layout.replica_axes:  # one replica: nothing to exchange, at most a local slice
+            return plan.constrain(jax.tree.map(lambda x: x[0], updates), layout.optimizer), state
+        done, kept_R = primitive.kept(state)
+        kept = () if kept_R is None else (kept_R,)
+        out, *kept, sent = on_shards(plan, exchange_shards, updates, *kept, replicated=done)
+        return out, following(state, kept[0] if kept else None, sent)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def refuse_nothing_to_encode(setup: Setup) -> None:
@@ -86,62 +102,72 @@ def refuse_nothing_to_encode(setup: Setup) -> None:
         )
 
 
-def with_codec(name: str) -> HopTwo:
-    """Returns the method that exchanges gradients with the codec called `name`."""
+def summed(plan: ShardingPlan, *, packed: bool = False) -> Primitive:
+    """Returns the exchange of shards as they are: reduce-scattered to the optimizer's scope, or all-reduced.
 
-    def build(setup: Setup) -> optax.GradientTransformation:
-        config = setup.compression
-        return exchange(setup.plan, codec_of(setup), error_feedback=config.error_feedback)
-
-    def in_backward(setup: Setup) -> HopTwoInBackward:
-        plan, codec, feedback = setup.plan, codec_of(setup), setup.compression.error_feedback
-
-        def exchange_group(
-            placements: Sequence[Placement], xs: Shards, kept: Shards | None, key: jax.Array
-        ) -> tuple[Shards, Shards | None, jax.Array]:
-            xs = xs if kept is None else [x + k for x, k in zip(xs, kept, strict=True)]
-            exchanged, counts = _exchange_all(plan, codec, placements, xs, key)
-            sent = jnp.stack([sum(column, jnp.zeros(())) for column in zip(*counts, strict=True)])
-            totals = [x.total for x in exchanged]
-            if beyond := plan.layout.optimizer_beyond_gradients:
-                # each device sees only its chunk: a sum that is not finite anywhere must not be finite in any
-                whole = [jnp.where(jnp.isfinite(t).all(), x, jnp.nan) for x, t in zip(xs, totals, strict=True)]
-                totals = plan.group(list(placements), beyond).put(whole, totals)
-            return totals, [x.kept for x in exchanged] if feedback else None, sent
-
-        def kept(state: ExchangeState) -> tuple[jax.Array, PyTree]:
-            return state.step, state.residual.tree if feedback else None
-
-        return HopTwoInBackward(kept=kept, exchange=exchange_group, num_counts=len(Sent._fields))
-
-    def codec_of(setup: Setup) -> Codec:
-        codec = make_codec(name, setup.compression, rounding=setup.compression.rounding)
-        assert codec is not None
-        return codec
-
-    return HopTwo(name=name, build=build, refuse=refuse_nothing_to_encode, in_backward=in_backward)
-
-
-def _plain_in_backward(setup: Setup) -> HopTwoInBackward:
-    """Returns the exchange of a group's sums as they are: reduce-scattered to the optimizer's scope, or all-reduced."""
-    plan, layout = setup.plan, setup.plan.layout
+    `packed` into one all-reduce: a layer's are small, and XLA leaves them apart in a loop; of all at once it makes few.
+    """
 
     def exchange_group(
         placements: Sequence[Placement], xs: Shards, kept: Shards | None, key: jax.Array
-    ) -> tuple[Shards, Shards | None, jax.Array]:
+    ) -> tuple[Shards, Shards | None, list[Sent]]:
         del key
-        beyond = layout.optimizer_beyond_gradients
-        scattered = [i for i, p in enumerate(placements) if p.dim is not None and beyond]
-        group = plan.group([placements[i] for i in scattered], beyond)
-        chunks = group.reduce_scatter([xs[i] for i in scattered])
-        if layout.all_reduced_axes:
-            chunks = _packed_sums(chunks, layout.all_reduced_axes)
-        rest = [i for i in range(len(xs)) if i not in scattered]
-        out = dict(zip(rest, _packed_sums([xs[i] for i in rest], layout.replica_axes), strict=True))
-        out |= dict(zip(scattered, group.put([xs[i] for i in scattered], chunks), strict=True))
-        return [out[i] for i in range(len(xs))], kept, jnp.zeros(0)
+        return _sums(plan, placements, xs, packed=packed), kept, []
 
-    return HopTwoInBackward(kept=lambda state: (jnp.zeros((), jnp.int32), None), exchange=exchange_group)
+    return Primitive(exchange=exchange_group)
+
+
+def encoded(plan: ShardingPlan, codec: Codec, *, error_feedback: bool = True) -> Primitive:
+    """Returns the exchange of shards with a codec, and their residuals with error feedback."""
+
+    def exchange_group(
+        placements: Sequence[Placement], xs: Shards, kept: Shards | None, key: jax.Array
+    ) -> tuple[Shards, Shards | None, list[Sent]]:
+        xs = xs if kept is None else [x + k for x, k in zip(xs, kept, strict=True)]
+        exchanged, counts = _exchange_all(plan, codec, placements, xs, key)
+        return [x.total for x in exchanged], [x.kept for x in exchanged] if error_feedback else None, counts
+
+    def kept(state: ExchangeState) -> tuple[jax.Array, PyTree]:
+        return state.step, state.residual.tree if error_feedback else None
+
+    return Primitive(exchange=exchange_group, num_counts=len(Sent._fields), kept=kept)
+
+
+def with_codec(name: str) -> HopTwo:
+    """Returns the method that exchanges gradients with the codec called `name`."""
+
+    def of(function: Callable[..., Any]) -> Callable[[Setup], Any]:
+        def made(setup: Setup) -> Any:
+            codec = make_codec(name, setup.compression, rounding=setup.compression.rounding)
+            assert codec is not None
+            return function(setup.plan, codec, error_feedback=setup.compression.error_feedback)
+
+        return made
+
+    return HopTwo(name=name, build=of(exchange), refuse=refuse_nothing_to_encode, primitive=of(encoded))
+
+
+NONE = HopTwo(
+    name="none",
+    build=lambda setup: exchange(setup.plan),
+    refuse=lambda setup: None,
+    primitive=lambda setup: summed(setup.plan, packed=True),
+)
+EXCHANGES = (NONE, *map(with_codec, ("bf16", "int8", "int4", "two_bit", "one_bit")))
+
+
+def _sums(plan: ShardingPlan, placements: Sequence[Placement], xs: Shards, *, packed: bool = False) -> Shards:
+    """Returns the sums of shards over the replicas, in the optimizer's scope."""
+    layout, beyond = plan.layout, plan.layout.optimizer_beyond_gradients
+    scattered = [i for i, p in enumerate(placements) if p.dim is not None and beyond]
+    rest = [i for i in range(len(xs)) if i not in scattered]
+    group = plan.group([placements[i] for i in scattered], beyond, tensor_is_manual=True)
+    chunks = group.reduce_scatter([xs[i] for i in scattered])
+    reduce = _packed_sums if packed else lambda xs, axes: [lax.psum(x, axes) for x in xs]
+    if layout.all_reduced_axes:
+        chunks = reduce(chunks, layout.all_reduced_axes)
+    sums = zip([*scattered, *rest], [*chunks, *reduce([xs[i] for i in rest], layout.replica_axes)], strict=True)
+    return [x for _, x in sorted(sums, key=lambda item: item[0])]
 
 
 def _packed_sums(xs: Shards, axes: Axes) -> Shards:
@@ -149,41 +175,6 @@ def _packed_sums(xs: Shards, axes: Axes) -> Shards:
     if not xs:
         return []
     return slice_apart(lax.psum(jnp.concatenate([x.reshape(-1) for x in xs]), axes), [x.shape for x in xs])
-
-
-NONE = HopTwo(
-    name="none",
-    build=lambda setup: exchange(setup.plan),
-    refuse=lambda setup: None,
-    in_backward=_plain_in_backward,
-)
-EXCHANGES = (NONE, *map(with_codec, ("bf16", "int8", "int4", "two_bit", "one_bit")))
-
-
-def _sums(plan: ShardingPlan, placements: PyTree, xs: Shards) -> Shards:
-    """Returns the uncompressed sums over the replicas, in the optimizer's scope."""
-    group = plan.group(placements, plan.layout.optimizer_beyond_gradients, tensor_is_manual=True)
-    axes = plan.layout.all_reduced_axes
-    return [lax.psum(x, axes) if axes else x for x in group.reduce_scatter(xs)]
-
-
-def _plain(plan: ShardingPlan) -> optax.GradientTransformation:
-    """Returns the exchange without a codec."""
-    layout = plan.layout
-
-    def exchange_shards(replicated: tuple[()], grads_R: Shards) -> tuple[Shards, tuple[()]]:
-        return _sums(plan, plan.placements, [x_R[0] / layout.num_replicas for x_R in grads_R]), replicated
-
-    @jax.named_scope("hop_two")
-    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        del params
-        if isinstance(updates, Exchanged):
-            return own_copies(plan, updates.grads_R), state
-        if not layout.replica_axes:  # one replica: nothing to exchange, at most a local slice
-            return plan.constrain(jax.tree.map(lambda x: x[0], updates), layout.optimizer), state
-        return on_shards(plan, exchange_shards, updates)[0], state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 # ------------------------------------------------------------------------------------------------ with a codec
@@ -194,21 +185,6 @@ class Result(NamedTuple):
 
     total: jax.Array
     kept: jax.Array
-
-
-def _exchange_shards(
-    plan: ShardingPlan, codec: Codec, step: jax.Array, grads_R: Shards, *residual_R: Shards
-) -> tuple[Any, ...]:
-    """Exchanges this device's shards; with error feedback it takes and returns their residuals too."""
-    placements = plan.group(plan.placements, ()).placements
-    # this replica's share of the mean, plus its residual
-    xs = [x_R[0].astype(jnp.float32) / plan.layout.num_replicas for x_R in grads_R]
-    for kept_R in residual_R:
-        xs = [x + kept[0] for x, kept in zip(xs, kept_R, strict=True)]
-    exchanged, counts = _exchange_all(plan, codec, placements, xs, jax.random.fold_in(jax.random.key(0), step))
-    out = [result.total.astype(g.dtype) for result, g in zip(exchanged, grads_R, strict=True)]
-    kept = [result.kept[None] for result in exchanged]
-    return out, *(kept for _ in residual_R), added(counts, plan.mesh.axis_names)
 
 
 def _exchange_all(

@@ -1,20 +1,25 @@
 """`HopTwo`: a method of hop two, with what it builds, which settings it rejects and which optimizer it replaces.
 
-Each method's module defines its `HopTwo`; compression/methods.py lists them all.
+Each method's module defines its `HopTwo`; compression/methods.py lists them all. A method is an optax transform from
+gradients `[R, ...]` to their mean, the first of the chain. Most are no more than a `Primitive`, the exchange of one
+group of shards, which the transform maps over all of them and which the step may call earlier, in the micro-steps.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from compression.delayed import delayed
 from configs.schema import CompressionConfig, OptimizerConfig
-from sharding.hop_two_in_backward import HopTwoInBackward
+from sharding.hop_two import Early, Exchange
 from sharding.plan import ShardingPlan
 
 PyTree = Any
+State = Any  # what hop two keeps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +30,21 @@ class Setup:
     optimizer: OptimizerConfig
     plan: ShardingPlan
     specs: PyTree  # of ParamSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Primitive:
+    """The exchange of one group of shards, and how a state is read for it."""
+
+    exchange: Exchange
+    num_counts: int = 0
+    # of the transform's state: exchanges done, int32 [], and what is kept for each replica, `[R, ...]`, or None
+    kept: Callable[[State], tuple[jax.Array, PyTree]] = lambda state: (jnp.zeros((), jnp.int32), None)
+
+    def early(self, state: State) -> Early:
+        """Returns what the micro-steps need to exchange gradients by it."""
+        done, kept_R = self.kept(state)
+        return Early(exchange=self.exchange, num_counts=self.num_counts, done=done, kept=kept_R)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +62,7 @@ class HopTwo:
     downstream: Callable[[OptimizerConfig], OptimizerConfig] = lambda optimizer: optimizer
     # hop two of one layer, or of a piece of each of its tensors, for `sharding.overlap`, `delayed` and streaming local
     # SGD; None: the method needs all gradients at once
-    in_backward: Callable[[Setup], HopTwoInBackward] | None = None
+    primitive: Callable[[Setup], Primitive] | None = None
 
     @property
     def hands_on(self) -> str:
@@ -61,14 +81,16 @@ class HopTwo:
         if compression.delayed and not setup.plan.layout.replica_axes:
             raise ValueError("compression.delayed has nothing to delay: there is only one partition group")
 
-    def transform(self, setup: Setup) -> optax.GradientTransformation:
+    def transform(self, setup: Setup) -> optax.GradientTransformationExtraArgs:
         """Returns the hop-two transform of a run. ValueError as in `check`."""
         self.check(setup)
         hop_two = self.build(setup)
-        return delayed(hop_two, setup.plan.layout.num_replicas) if setup.compression.delayed else hop_two
+        if setup.compression.delayed:
+            hop_two = delayed(hop_two, setup.plan.layout.num_replicas)
+        return unless_not_finite(hop_two)
 
-    def overlapped(self, setup: Setup) -> HopTwoInBackward | None:
-        """Returns hop two inside the backward pass: the last micro-step's, or with `delayed` that of each.
+    def early(self, setup: Setup) -> Callable[[State], Early] | None:
+        """Returns what the micro-steps need to do hop two, of the transform's state.
 
         None where it comes after the micro-steps: where the method needs all gradients at once, or `delayed` cuts
         pieces that a wider optimizer scope could not divide.
@@ -76,9 +98,27 @@ class HopTwo:
         plan, layout = setup.plan, setup.plan.layout
         by_layer = plan.overlap and layout.shape.tensor == 1 and bool(layout.replica_axes)
         in_pieces = setup.compression.delayed and layout.optimizer_beyond_gradients
-        if self.in_backward is None or not by_layer or in_pieces:
+        if self.primitive is None or not by_layer or in_pieces:
             return None
-        found = self.in_backward(setup)
+        early = self.primitive(setup).early
         if not setup.compression.delayed:
-            return found
-        return replace(found.within(lambda state: state.exchange), waiting=lambda state: state.waiting.tree)
+            return early
+        return lambda state: replace(early(state.exchange), waiting=state.waiting.tree)
+
+
+def unless_not_finite(hop_two: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Returns the transform, whose state stays as it was where the result is not finite: the optimizer skips the step.
+
+    What the micro-steps have exchanged leaves a state that is good after a skipped step too: to restore the one before
+    would take a second copy of it from there to here.
+    """
+    inner = optax.with_extra_args_support(hop_two)
+
+    def update(updates: PyTree, state: State, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, State]:
+        out, after = inner.update(updates, state, params, **extra)
+        if extra.get("exchanged") is not None:
+            return out, after
+        finite = jnp.isfinite(optax.tree.norm(out))
+        return out, jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)

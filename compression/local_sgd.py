@@ -14,6 +14,7 @@ What a replica does in the meantime, one step, it keeps: with x its drift before
 part's drift becomes (x + m) - x = m (delayed averaging: DaSGD, arXiv 2006.00441; Streaming DiLoCo blends by a factor).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from compression.hop_two import HopTwo, Setup
 from compression.statistics import with_zero_counts
 from configs.schema import LocalSGDConfig
 from sharding.averages import part_averages
-from sharding.hop_two_in_backward import Delayed, HopTwoInBackward
+from sharding.hop_two import Early, Exchanged
 from sharding.replicas import PerReplica
 from sharding.scopes import Layout
 
@@ -58,36 +59,37 @@ def check_local_sgd(config: LocalSGDConfig, layout: Layout, num_steps: int) -> N
 
 
 class LocalState(NamedTuple):
-    """State of `local_sgd`."""
+    """State of `local_sgd`, besides that of its hop two."""
 
     step: jax.Array  # int32 []: inner steps done
     inner: PerReplica  # the state of each replica's optimizer
     drift: PerReplica  # each replica's parameters minus the shared ones
     outer: PyTree
-    exchange: PyTree
 
 
-def drift(opt_state: PyTree) -> PyTree | None:
-    """Returns each replica's parameters minus the shared ones, `[R, ...]`; None without local SGD."""
-    return opt_state.drift.tree if isinstance(opt_state, LocalState) else None
+States = tuple[Any, LocalState]  # hop two's, and this
 
 
-def streamed(method: HopTwo, setup: Setup, config: LocalSGDConfig) -> HopTwoInBackward:
-    """Returns the exchange of the drifts' parts beside the micro-steps. ValueError if the method takes no parts."""
-    if method.in_backward is None:
+def drift(states: States) -> PyTree:
+    """Returns each replica's parameters minus the shared ones, `[R, ...]`."""
+    return states[1].drift.tree
+
+
+def streamed(method: HopTwo, setup: Setup, config: LocalSGDConfig) -> Callable[[States], Early]:
+    """Returns what the micro-steps need to exchange the drifts' parts. ValueError if the method takes no parts."""
+    if method.primitive is None:
         raise ValueError(
             f"local_sgd.streaming exchanges parts of tensors, and compression.hop_two={method.name} needs them whole; "
             "choose none, bf16, int8, int4, two_bit or one_bit"
         )
-    found = method.in_backward(setup)
+    primitive = method.primitive(setup)
 
-    def kept(state: LocalState) -> tuple[jax.Array, PyTree]:
-        return state.step, found.kept(state.exchange)[1]
+    def early(states: States) -> Early:
+        hop_two, local = states
+        waiting = jax.tree.map(jnp.negative, local.drift.tree)
+        return replace(primitive.early(hop_two), done=local.step, waiting=waiting, parts=config.inner_steps)
 
-    def waiting(state: LocalState) -> PyTree:
-        return jax.tree.map(jnp.negative, state.drift.tree)
-
-    return replace(found, kept=kept, waiting=waiting, parts=config.inner_steps)
+    return early
 
 
 def local_sgd(
@@ -95,72 +97,77 @@ def local_sgd(
     inner: optax.GradientTransformation,
     config: LocalSGDConfig,
     replicas: int,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Returns the transform of gradients `[R, ...]` that moves the shared parameters every `inner_steps` steps.
 
     The gradients are each replica's own, at `params + drift`. The transforms of `inner` are mapped over the replicas,
     so that a guard among them skips the step of one replica without affecting the others. If it is streaming, the
-    gradients are a Delayed, which holds the exchanged part of the drifts too.
+    micro-steps have exchanged a part of the drifts. The state is a pair: hop two's, and a LocalState.
     """
     outer = optax.sgd(config.outer_learning_rate, config.outer_momentum or None, nesterov=True)
+    hop_two = optax.with_extra_args_support(exchange)
 
     def spread(tree: PyTree) -> PerReplica:
         tree_R = jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *jnp.shape(x))), tree)
         return PerReplica(tree_R, combine="mean", label="local")
 
     def init(params: PyTree) -> PyTree:
-        return LocalState(
+        return hop_two.init(params), LocalState(
             step=jnp.zeros((), jnp.int32),
             inner=spread(inner.init(params)),
             drift=spread(jax.tree.map(jnp.zeros_like, params)),
             outer=outer.init(part_averages(params)[0]),
-            exchange=exchange.init(params),
         )
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        assert params is not None and isinstance(updates, Delayed) == config.streaming
-        grads_R: Any = updates.grads_R if isinstance(updates, Delayed) else updates
-        own_R = jax.tree.map(lambda p, d_R: p[None] + d_R, params, state.drift.tree)
-        moves_R, inner_state = jax.vmap(inner.update)(grads_R, state.inner.tree, own_R)
-        drift_R = jax.tree.map(jnp.add, state.drift.tree, moves_R)
-        step = state.step + 1
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, *, exchanged: Exchanged | None = None, **_: Any
+    ) -> tuple[PyTree, PyTree]:
+        assert params is not None and bool(exchanged) == config.streaming
+        before, local = state
+        own_R = jax.tree.map(lambda p, d_R: p[None] + d_R, params, local.drift.tree)
+        moves_R, inner_state = jax.vmap(inner.update)(updates, local.inner.tree, own_R)
+        drift_R = jax.tree.map(jnp.add, local.drift.tree, moves_R)
+        step = local.step + 1
 
         def outer_step(mean: PyTree) -> tuple[Any, Any]:
             mean, averages = part_averages(mean)
             moves: Any
-            moves, outer_state = outer.update(mean, state.outer)
+            moves, outer_state = outer.update(mean, local.outer)
             return {**moves, **jax.tree.map(jnp.negative, averages)} if averages else moves, outer_state
 
-        def take_part(before: Any) -> tuple[PyTree, ...]:
-            mean, exchanged = exchange.update(before, state.exchange, params)
+        def take_part(exchanged: Exchanged) -> tuple[PyTree, ...]:
+            mean, after = hop_two.update((), before, params, exchanged=exchanged)
             moves, outer_state = outer_step(mean)
-            moves = jax.tree.map(lambda here, move: jnp.where(here, move, 0), before.part, moves)
-            left_R = jax.tree.map(lambda here, m_R, d_R: jnp.where(here[None], m_R, d_R), before.part, moves_R, drift_R)
+            part = exchanged.part
+            moves = jax.tree.map(lambda here, move: jnp.where(here, move, 0), part, moves)
+            left_R = jax.tree.map(lambda here, m_R, d_R: jnp.where(here[None], m_R, d_R), part, moves_R, drift_R)
             if (velocity := optax.tree.get(outer_state, "trace")) is not None:  # the other parts keep theirs
-                part, _ = part_averages(before.part)
-                kept = jax.tree.map(jnp.where, part, velocity, optax.tree.get(state.outer, "trace"))
+                trained, _ = part_averages(part)
+                kept = jax.tree.map(jnp.where, trained, velocity, optax.tree.get(local.outer, "trace"))
                 outer_state = optax.tree.set(outer_state, trace=kept)
-            return moves, left_R, outer_state, exchanged
+            return moves, left_R, outer_state, after
 
         def synchronise() -> tuple[PyTree, ...]:
-            mean, exchanged = exchange.update(jax.tree.map(jnp.negative, drift_R), state.exchange, params)
+            mean, after = hop_two.update(jax.tree.map(jnp.negative, drift_R), before, params)
             moves, outer_state = outer_step(mean)
-            return moves, jax.tree.map(jnp.zeros_like, drift_R), outer_state, exchanged
+            return moves, jax.tree.map(jnp.zeros_like, drift_R), outer_state, after
 
         def continue_locally() -> tuple[PyTree, ...]:
-            return jax.tree.map(jnp.zeros_like, params), drift_R, state.outer, with_zero_counts(state.exchange)
+            return jax.tree.map(jnp.zeros_like, params), drift_R, local.outer, with_zero_counts(before)
 
-        if isinstance(updates, Delayed):
-            moves, drift_R, outer_state, exchanged = take_part(updates.before)
+        if exchanged:
+            moves, drift_R, outer_state, after = take_part(exchanged)
         else:
             meets = step % config.inner_steps == 0
-            moves, drift_R, outer_state, exchanged = lax.cond(meets, synchronise, continue_locally)
-        return moves, LocalState(
-            step=step,
-            inner=replace(state.inner, tree=inner_state),
-            drift=replace(state.drift, tree=drift_R),
-            outer=outer_state,
-            exchange=exchanged,
+            moves, drift_R, outer_state, after = lax.cond(meets, synchronise, continue_locally)
+        return moves, (
+            after,
+            LocalState(
+                step=step,
+                inner=replace(local.inner, tree=inner_state),
+                drift=replace(local.drift, tree=drift_R),
+                outer=outer_state,
+            ),
         )
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)

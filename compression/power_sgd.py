@@ -185,7 +185,7 @@ def _exchange_shards(
 
 def _matrix(spec: ParamSpec, placement: Placement, plan: ShardingPlan, rank: int) -> Matrix | None:
     """Returns a parameter as a stack of matrices; None for vectors, and if the factors would not be smaller."""
-    stacked = int("layers" in spec.dims)
+    stacked = int(spec.stacked)
     shape = spec.shape if stacked else (1, *spec.shape)
     rows, columns = shape[1], prod(shape[2:])
     if len(shape) < 3 or rank * (rows + columns) >= rows * columns:

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from sharding.collectives import vary
+from sharding.hop_two import Counts
 from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica
 
@@ -53,8 +54,10 @@ def dense_sent(plan: ShardingPlan, params: PyTree) -> Sent:
     return Sent(4 * num_values, num_values, num_values)
 
 
-def added(counts: Sequence[Sent], axes: tuple[str, ...]) -> Sent:
+def added(counts: Sequence[Counts], axes: tuple[str, ...]) -> Sent:
     """Returns the sum of the counts of several collectives, averaged over the devices of `axes`."""
+    if not counts:
+        return nothing_sent()
     totals = (sum(column) for column in zip(*counts, strict=True))
     return Sent(*(lax.pmean(vary(x, axes), axes) if isinstance(x, jax.Array) else jnp.float32(x) for x in totals))
 

@@ -14,21 +14,6 @@ def model(kind: str) -> ConfigDict:
     return ConfigDict(defaults(kind)["model"])
 
 
-def decoder() -> ConfigDict:
-    """A decoder-only language model (`models/decoder.py`)."""
-    return model("decoder")
-
-
-def moe() -> ConfigDict:
-    """A decoder with experts (`models/moe.py`)."""
-    return model("moe")
-
-
-def encoder() -> ConfigDict:
-    """A BERT / RoBERTa encoder trained by masked language modelling (`models/encoder.py`)."""
-    return model("encoder")
-
-
 # blocks of each stage by the number of layers (He et al. 2015): for ImageNet (table 1), and 110 for CIFAR-10 (table 6)
 RESNETS = {
     18: (2, 2, 2, 2),
@@ -55,21 +40,22 @@ def resnet(depth: int = 0) -> ConfigDict:
     return config
 
 
-def vit() -> ConfigDict:
-    """A vision transformer that classifies images (`models/vit.py`)."""
-    return model("vit")
-
-
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the base config: a small decoder on the Python standard library's text."""
-    del arg  # only experiments have variants
     return ConfigDict(defaults())
 
 
-def no_argument(arg: str, file: str) -> None:
-    """Raises ValueError if `--config=FILE:arg` has an argument; for config files without variants."""
-    if arg:
-        raise ValueError(f"{file} takes no :arg; remove :{arg}")
+def on_virtual_nodes(config: ConfigDict) -> None:
+    """Sets 8 virtual devices, as 4 nodes of 2, each of which is a partition group."""
+    config.mesh.update({"num_cpu_devices": 8, "devices_per_node": 2})
+    config.sharding.partition_size = 2
+
+
+def for_timing(config: ConfigDict) -> None:
+    """Leaves out all but the steps, as far as possible: one batch is validated at the end."""
+    config.checkpoint.every = 0
+    config.eval.update({"every": 0, "num_batches": 1})
+    config.sample.length = 0
 
 
 def typed(config: ConfigDict) -> Config:

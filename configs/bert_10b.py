@@ -15,29 +15,16 @@ from ml_collections import ConfigDict
 from configs import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of BERT 10B: sequences of 512, micro-batch 8, global batch 8192, partition group of 1 node."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.num_steps = 500
-    config.model = base.encoder()
-    config.model.vocab_size = 32008
-    config.model.max_len = 512
-    config.model.num_layers = 127
-    config.model.hidden = 2560
-    config.model.intermediate = 10240
-    config.model.num_heads = 40
-    config.model.compute_dtype = "bfloat16"
-    config.data.source = "synthetic"
-    config.data.seq_len = 512
-    config.data.objective = "masked"
-    config.batch.global_size = 8192
-    config.batch.micro_size = 8
+    config.model = base.model("encoder")
+    config.model.update({"vocab_size": 32008, "max_len": 512, "num_layers": 127, "hidden": 2560})
+    config.model.update({"intermediate": 10240, "num_heads": 40, "compute_dtype": "bfloat16"})
+    config.data.update({"source": "synthetic", "seq_len": 512, "objective": "masked"})
+    config.batch.update({"global_size": 8192, "micro_size": 8})
     config.mesh.devices_per_node = 8
-    config.sharding.strategy = "mics"
     config.sharding.partition_size = 8
-    config.optimizer.learning_rate = 1e-4
-    config.optimizer.b2 = 0.999
-    config.optimizer.weight_decay = 0.01
-    config.optimizer.warmup_steps = 50
+    config.optimizer.update({"learning_rate": 1e-4, "b2": 0.999, "weight_decay": 0.01, "warmup_steps": 50})
     return config

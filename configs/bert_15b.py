@@ -9,12 +9,11 @@ of its GPUs.
 
 from ml_collections import ConfigDict
 
-from configs import base, bert_10b
+from configs import bert_10b
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of BERT 15B: BERT 10B with 190 layers, partition group of 2 nodes."""
-    base.no_argument(arg, __file__)
     config = bert_10b.get_config()
     config.model.num_layers = 190
     config.sharding.partition_size = 16

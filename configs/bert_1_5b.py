@@ -13,17 +13,13 @@ trains on one million sequences, 1954 steps.
 
 from ml_collections import ConfigDict
 
-from configs import base, bert_10b
+from configs import bert_10b
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of the 1.5B fidelity model: 48 layers of hidden 1600, global batch 512."""
-    base.no_argument(arg, __file__)
     config = bert_10b.get_config()
     config.num_steps = 1954
-    config.model.num_layers = 48
-    config.model.hidden = 1600
-    config.model.intermediate = 6400
-    config.model.num_heads = 25
+    config.model.update({"num_layers": 48, "hidden": 1600, "intermediate": 6400, "num_heads": 25})
     config.batch.global_size = 512
     return config

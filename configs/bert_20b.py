@@ -9,15 +9,12 @@ of its GPUs; on 16 the paper needed flat gathers (`--config.sharding.hierarchica
 
 from ml_collections import ConfigDict
 
-from configs import base, bert_10b
+from configs import bert_10b
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of BERT 20B: 64 layers of hidden 5120, partition group of 2 nodes."""
-    base.no_argument(arg, __file__)
     config = bert_10b.get_config()
-    config.model.num_layers = 64
-    config.model.hidden = 5120
-    config.model.intermediate = 20480
+    config.model.update({"num_layers": 64, "hidden": 5120, "intermediate": 20480})
     config.sharding.partition_size = 16
     return config

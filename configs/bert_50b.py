@@ -11,12 +11,11 @@ are the same for any number of heads.
 
 from ml_collections import ConfigDict
 
-from configs import base, bert_10b
+from configs import bert_10b
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of BERT 50B: 62 layers of hidden 8192, partition group of 8 nodes."""
-    base.no_argument(arg, __file__)
     config = bert_10b.get_config()
     config.model.num_layers = 62
     config.model.hidden = 8192

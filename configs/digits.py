@@ -14,18 +14,15 @@ from ml_collections import ConfigDict
 from configs import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of the digits: three stages of one basic block, 13 epochs."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.num_steps = 300
     config.model = base.resnet()
     config.data.source = "digits"
     config.data.objective = "classify"
     config.batch.update({"global_size": 64, "micro_size": 8})
-    config.mesh.num_cpu_devices = 8
-    config.mesh.devices_per_node = 2
-    config.sharding.partition_size = 2
+    base.on_virtual_nodes(config)
     config.optimizer.update({"name": "sgd", "learning_rate": 0.2, "warmup_steps": 20, "final_fraction": 0.0})
     config.optimizer.update({"weight_decay": 5e-3, "clip_norm": 0.0})
     config.eval.update({"every": 50, "num_batches": 6})

@@ -13,23 +13,13 @@ from ml_collections import ConfigDict
 from configs import base, bert_10b
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of GPT-2 20B: 62 layers of hidden 5120, learned positions, tied head."""
-    base.no_argument(arg, __file__)
     config = bert_10b.get_config()
-    config.model = base.decoder()
-    config.model.vocab_size = 50265
-    config.model.max_len = 512
-    config.model.num_layers = 62
-    config.model.hidden = 5120
-    config.model.intermediate = 20480
-    config.model.num_heads = 40
-    config.model.num_kv_heads = 40
-    config.model.positions = "learned"
-    config.model.norm = "layer"
-    config.model.activation = "gelu"
-    config.model.use_bias = True
-    config.model.compute_dtype = "bfloat16"
+    config.model = base.model("decoder")
+    config.model.update({"vocab_size": 50265, "max_len": 512, "num_layers": 62, "hidden": 5120, "intermediate": 20480})
+    config.model.update({"num_heads": 40, "num_kv_heads": 40, "positions": "learned", "norm": "layer"})
+    config.model.update({"activation": "gelu", "use_bias": True, "compute_dtype": "bfloat16"})
     config.data.objective = "causal"
     config.sharding.partition_size = 16
     return config

@@ -30,7 +30,6 @@ def get_config(arg: str = "124m") -> ConfigDict:
     config.model.update(
         {
             "compute_dtype": "bfloat16",
-            "remat": "none",
             "vocab_size": 256 if tiny else 50257,
             "max_len": 64 if tiny else 1024,
             "num_layers": layers,
@@ -47,8 +46,6 @@ def get_config(arg: str = "124m") -> ConfigDict:
     config.batch.update({"global_size": DEVICES * rows, "micro_size": rows})
     config.sharding.update({"strategy": "zero1"})
     config.optimizer.update({"learning_rate": 3e-4, "schedule": "constant", "warmup_steps": 0})
-    config.checkpoint.every = 0
     config.elastic.snapshot_every = 0
-    config.eval.update({"every": 0, "num_batches": 1})
-    config.sample.length = 0
+    base.for_timing(config)
     return config

@@ -32,7 +32,7 @@ def get_config(arg: str = "600b") -> ConfigDict:
     experts, layers = SIZES[arg]
     config = base.get_config()
     config.num_steps = 1000
-    config.model = base.moe()
+    config.model = base.model("moe")
     config.model.update({"num_experts": experts, "num_layers": layers, "moe_every": 2, "capacity_factor": 1.0})
     config.model.update({"hidden": 1024, "intermediate": 8192, "num_heads": 16, "num_kv_heads": 16})
     config.model.update({"vocab_size": 64000, "max_len": 1024, "norm": "layer", "activation": "gelu"})
@@ -40,7 +40,6 @@ def get_config(arg: str = "600b") -> ConfigDict:
     config.data.update({"source": "synthetic", "seq_len": 1024})
     config.batch.update({"global_size": 4096, "micro_size": 1})  # 4 million tokens
     config.mesh.devices_per_node = 8
-    config.sharding.strategy = "mics"
     config.sharding.partition_size = min(experts, 1024)  # it divides the width
     config.sharding.experts = str(config.sharding.partition_size)
     config.optimizer.update({"learning_rate": 1e-3, "warmup_steps": 100})

@@ -1,7 +1,7 @@
-"""`config.json` of transformers, and the model section that computes the same: GPT-2, Llama, BERT and RoBERTa.
+"""`config.json` and tensors of transformers, and the model that computes the same: GPT-2, Llama, BERT and RoBERTa.
 
-A config file that starts from such a checkpoint takes its sizes from there: `config.model = hugging_face.model(DIR)`.
-Imports the standard library only, besides ml_collections.
+`ARCHITECTURES` has the names, in both directions: a further architecture is one more entry. A config file that starts
+from such a checkpoint takes its sizes from there: `config.model = hugging_face.model(DIR)`.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,168 +22,229 @@ ACTIVATIONS = {"gelu_new": "gelu", "gelu": "gelu_exact", "gelu_pytorch_tanh": "g
 
 
 @dataclass(frozen=True, kw_only=True)
+class Field:
+    """A value of `config.json`."""
+
+    theirs: str
+    ours: str  # a key of our model section; "" for a value that is only written
+    read: Callable[[Values], Any]  # from config.json
+    write: Callable[[Any], Any]  # from our model section
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How a kind of model is described in `config.json`."""
+    """What transformers calls the parts of a kind of model."""
 
     model_type: str
     name: str  # of the class of transformers
     kind: str  # of our model
-    same: Mapping[str, str]  # our key: theirs, with the same value
+    fields: tuple[Field, ...]
     always: Values  # our keys that have one value in this architecture
     only: Values  # their keys of which we compute this value alone; it is the default of transformers, too
-    read: Callable[[Values], dict[str, Any]]  # our other keys, from config.json
-    write: Callable[[Any], dict[str, Any]]  # the inverse, from our model section
+    tensors: Mapping[str, str]  # their module, `{}` for the layer: ours; several of ours are side by side in theirs
+    prefix: str  # of all tensors but the head's; checkpoints of the bare model lack it
+    ignored: str  # a regular expression for tensors that transformers does not read for this model either
+    conv1d: bool = False  # layers keep `[in, out]`, as ours do; otherwise torch's Linear, `[out, in]`
 
 
-def _activation(name: str) -> str:
-    if name not in tuple(ACTIVATIONS):  # it may be a list, which no dict can be asked for
-        raise ValueError(f"an activation {name!r} is not supported; one of {', '.join(ACTIVATIONS)} is")
-    return ACTIVATIONS[name]
+def _field(
+    ours: str,
+    theirs: str = "",
+    default: Any = None,
+    *,
+    read: Callable[[Values], Any] | None = None,
+    write: Callable[[Any], Any] | None = None,
+) -> Field:
+    """Returns a value that is the same on both sides, unless a function says otherwise; without a default it is needed.
+
+    `read` and `write` are given the whole of `config.json` and our whole section.
+    """
+    theirs = theirs or ours
+
+    def same(values: Values) -> Any:
+        return values[theirs] if default is None else values.get(theirs, default)
+
+    return Field(theirs=theirs, ours=ours, read=read or same, write=write or (lambda c: getattr(c, ours)))
 
 
-def _activation_name(ours: str) -> str:
-    return next((name for name, known in ACTIVATIONS.items() if known == ours), "gelu_new")
+def _activation(theirs: str, default: str) -> Field:
+    def read(values: Values) -> str:
+        name = values.get(theirs, default)
+        if name not in tuple(ACTIVATIONS):  # it may be a list, which no dict can be asked for
+            raise ValueError(f"an activation {name!r} is not supported; one of {', '.join(ACTIVATIONS)} is")
+        return ACTIVATIONS[name]
+
+    def write(c: Any) -> str:
+        return next((name for name, ours in ACTIVATIONS.items() if ours == c.activation), "gelu_new")
+
+    return _field("activation", theirs, read=read, write=write)
 
 
-def _read_gpt2(values: Values) -> dict[str, Any]:
-    return {
-        "intermediate": values.get("n_inner") or 4 * values["n_embd"],
-        "num_kv_heads": values["n_head"],
-        "activation": _activation(values.get("activation_function", "gelu_new")),
-        "tied_head": values.get("tie_word_embeddings", True),
-    }
+def _rope(values: Values) -> Values:
+    return values.get("rope_parameters") or values.get("rope_scaling") or {}
 
 
-def _write_gpt2(c: Any) -> dict[str, Any]:
-    return {
-        "n_inner": c.intermediate,
-        "activation_function": _activation_name(c.activation),
-        "tie_word_embeddings": c.tied_head,
-    }
-
-
-def _read_llama(values: Values) -> dict[str, Any]:
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+def _rotary_base(values: Values) -> float:
+    kind = _rope(values).get("rope_type", _rope(values).get("type", "default"))
     if kind != "default":
         raise ValueError(f"rotary positions of rope_type {kind!r} are not supported; those of type 'default' are")
+    return float(_rope(values).get("rope_theta", values.get("rope_theta", 10_000.0)))
+
+
+def _num_kv_heads(values: Values) -> Any:
     head_dim = values["hidden_size"] // values["num_attention_heads"]
     if (values.get("head_dim") or head_dim) != head_dim:
         raise ValueError(f"head_dim={values['head_dim']} is not hidden_size / num_attention_heads={head_dim}")
+    return values.get("num_key_value_heads") or values["num_attention_heads"]
+
+
+def _use_bias(values: Values) -> Any:
     if values.get("mlp_bias", False) and not values.get("attention_bias", False):
         raise ValueError("mlp_bias without attention_bias is not supported")
-    return {
-        "num_kv_heads": values.get("num_key_value_heads") or values["num_attention_heads"],
-        "rotary_base": float(rope.get("rope_theta", values.get("rope_theta", 10_000.0))),
-        "use_bias": values.get("mlp_bias", False),
-        "attention_bias": values.get("attention_bias", False),
-        "tied_head": values.get("tie_word_embeddings", False),
-        "max_len": values.get("max_position_embeddings", 2048),
-    }
+    return values.get("mlp_bias", False)
 
 
-def _write_llama(c: Any) -> dict[str, Any]:
-    return {
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "rope_theta": c.rotary_base,  # read by versions of transformers before 5
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rotary_base},
-        "attention_bias": c.attention_bias or c.use_bias,
-        "mlp_bias": c.use_bias,
-        "max_position_embeddings": c.max_len,
-        "tie_word_embeddings": c.tied_head,
-    }
+def _offset(values: Values) -> int:
+    return values.get("pad_token_id", 1) + 1  # RoBERTa: the first token's position follows that of padding
 
 
-def _write_bert(c: Any) -> dict[str, Any]:
-    return {
-        "hidden_act": _activation_name(c.activation),
-        "max_position_embeddings": c.max_len,
-        "type_vocab_size": max(c.token_types, 1),
-    }
-
-
-def _read_bert(values: Values) -> dict[str, Any]:
-    return {
-        "activation": _activation(values.get("hidden_act", "gelu")),
-        "max_len": values["max_position_embeddings"],
-        "token_types": values.get("type_vocab_size", 2),
-    }
-
-
-def _read_roberta(values: Values) -> dict[str, Any]:
-    offset = values.get("pad_token_id", 1) + 1  # the first token's position follows that of padding
-    return {
-        "max_len": values["max_position_embeddings"] - offset,
-        "position_offset": offset,
-        "token_types": values.get("type_vocab_size", 2),
-    }
-
-
-def _write_roberta(c: Any) -> dict[str, Any]:
-    offset = max(c.position_offset, 1)
-    return {
-        "max_position_embeddings": c.max_len + offset,
-        "pad_token_id": offset - 1,
-        "type_vocab_size": max(c.token_types, 1),
-    }
-
-
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden": "hidden_size",
-    "intermediate": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-}
+_SIZES = (
+    _field("vocab_size"),
+    _field("hidden", "hidden_size"),
+    _field("intermediate", "intermediate_size"),
+    _field("num_layers", "num_hidden_layers"),
+    _field("num_heads", "num_attention_heads"),
+)
+_TOKEN_TYPES = _field("token_types", "type_vocab_size", 2, write=lambda c: max(c.token_types, 1))
 _ENCODER = {"position_embedding_type": "absolute", "is_decoder": False, "tie_word_embeddings": True}
+_BODY = {  # of BERT and RoBERTa, behind the prefix
+    "embeddings.word_embeddings.weight": "embed/token",
+    "embeddings.position_embeddings.weight": "embed/position",
+    "embeddings.token_type_embeddings.weight": "embed/token_type",
+    "embeddings.LayerNorm": "embed/norm",
+    "encoder.layer.{}.attention.self.query": "layers/query",
+    "encoder.layer.{}.attention.self.key": "layers/key",
+    "encoder.layer.{}.attention.self.value": "layers/value",
+    "encoder.layer.{}.attention.output.dense": "layers/out",
+    "encoder.layer.{}.attention.output.LayerNorm": "layers/attention_norm",
+    "encoder.layer.{}.intermediate.dense": "layers/up",
+    "encoder.layer.{}.output.dense": "layers/down",
+    "encoder.layer.{}.output.LayerNorm": "layers/mlp_norm",
+}
 ARCHITECTURES = (
     Architecture(
         model_type="gpt2",
         name="GPT2LMHeadModel",
         kind="decoder",
-        same={
-            "vocab_size": "vocab_size",
-            "hidden": "n_embd",
-            "num_layers": "n_layer",
-            "num_heads": "n_head",
-            "max_len": "n_positions",
-            "norm_eps": "layer_norm_epsilon",
-        },
+        fields=(
+            _field("vocab_size"),
+            _field("hidden", "n_embd"),
+            _field("num_layers", "n_layer"),
+            _field("num_heads", "n_head"),
+            _field("max_len", "n_positions"),
+            _field("norm_eps", "layer_norm_epsilon"),
+            _field("intermediate", "n_inner", read=lambda values: values.get("n_inner") or 4 * values["n_embd"]),
+            _activation("activation_function", "gelu_new"),
+            _field("tied_head", "tie_word_embeddings", True),
+            _field("num_kv_heads", "n_head", write=lambda c: c.num_heads),
+        ),
         always={"positions": "learned", "norm": "layer", "use_bias": True},
         only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-        read=_read_gpt2,
-        write=_write_gpt2,
+        tensors={
+            "transformer.wte.weight": "embed/token",
+            "transformer.wpe.weight": "embed/position",
+            "transformer.h.{}.ln_1": "layers/attention_norm",
+            "transformer.h.{}.attn.c_attn": "layers/query layers/key layers/value",
+            "transformer.h.{}.attn.c_proj": "layers/out",
+            "transformer.h.{}.ln_2": "layers/mlp_norm",
+            "transformer.h.{}.mlp.c_fc": "layers/up",
+            "transformer.h.{}.mlp.c_proj": "layers/down",
+            "transformer.ln_f": "head/norm",
+            "lm_head": "head",
+        },
+        prefix="transformer.",
+        ignored=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
+        conv1d=True,
     ),
     Architecture(
         model_type="llama",
         name="LlamaForCausalLM",
         kind="decoder",
-        same=_SIZES | {"norm_eps": "rms_norm_eps"},
+        fields=(
+            *_SIZES,
+            _field("norm_eps", "rms_norm_eps"),
+            _field("num_kv_heads", "num_key_value_heads", read=_num_kv_heads),
+            _field("", "head_dim", write=lambda c: c.head_dim),
+            _field("rotary_base", "rope_theta", read=_rotary_base),  # of versions of transformers before 5
+            _field("", "rope_parameters", write=lambda c: {"rope_type": "default", "rope_theta": c.rotary_base}),
+            _field("attention_bias", default=False, write=lambda c: c.attention_bias or c.use_bias),
+            _field("use_bias", "mlp_bias", read=_use_bias),
+            _field("max_len", "max_position_embeddings", 2048),
+            _field("tied_head", "tie_word_embeddings", default=False),
+        ),
         always={"positions": "rotary", "norm": "rms", "activation": "swiglu"},
         only={"hidden_act": "silu"},
-        read=_read_llama,
-        write=_write_llama,
+        tensors={
+            "model.embed_tokens.weight": "embed/token",
+            "model.layers.{}.input_layernorm": "layers/attention_norm",
+            "model.layers.{}.self_attn.q_proj": "layers/query",
+            "model.layers.{}.self_attn.k_proj": "layers/key",
+            "model.layers.{}.self_attn.v_proj": "layers/value",
+            "model.layers.{}.self_attn.o_proj": "layers/out",
+            "model.layers.{}.post_attention_layernorm": "layers/mlp_norm",
+            "model.layers.{}.mlp.gate_proj": "layers/gate",
+            "model.layers.{}.mlp.up_proj": "layers/up",
+            "model.layers.{}.mlp.down_proj": "layers/down",
+            "model.norm": "head/norm",
+            "lm_head": "head",
+        },
+        prefix="model.",
+        ignored=r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
     ),
     Architecture(
         model_type="bert",
         name="BertForMaskedLM",
         kind="encoder",
-        same=_SIZES | {"norm_eps": "layer_norm_eps"},
+        fields=(
+            *_SIZES,
+            _field("norm_eps", "layer_norm_eps"),
+            _activation("hidden_act", "gelu"),
+            _field("max_len", "max_position_embeddings"),
+            _TOKEN_TYPES,
+        ),
         always={"norm_first": False, "position_offset": 0},
         only=_ENCODER,
-        read=_read_bert,
-        write=_write_bert,
+        tensors={f"bert.{theirs}": ours for theirs, ours in _BODY.items()}
+        | {
+            "cls.predictions.transform.dense": "head/transform",
+            "cls.predictions.transform.LayerNorm": "head/transform_norm",
+            "cls.predictions": "head",
+        },
+        prefix="bert.",
+        ignored=r"(bert\.)?(pooler\..*|embeddings\.position_ids)|cls\.(seq_relationship\..*|predictions\.decoder\..*)",
     ),
     Architecture(
         model_type="roberta",
         name="RobertaForMaskedLM",
         kind="encoder",
-        same=_SIZES | {"norm_eps": "layer_norm_eps"},
+        fields=(
+            *_SIZES,
+            _field("norm_eps", "layer_norm_eps"),
+            _field(
+                "max_len",
+                "max_position_embeddings",
+                read=lambda values: values["max_position_embeddings"] - _offset(values),
+                write=lambda c: c.max_len + max(c.position_offset, 1),
+            ),
+            _field("position_offset", "pad_token_id", read=_offset, write=lambda c: max(c.position_offset, 1) - 1),
+            _TOKEN_TYPES,
+        ),
         always={"norm_first": False, "activation": "gelu_exact"},
         only=_ENCODER | {"hidden_act": "gelu"},  # the head has exact GELU, whatever hidden_act says
-        read=_read_roberta,
-        write=_write_roberta,
+        tensors={f"roberta.{theirs}": ours for theirs, ours in _BODY.items()}
+        | {"lm_head.dense": "head/transform", "lm_head.layer_norm": "head/transform_norm", "lm_head": "head"},
+        prefix="roberta.",
+        ignored=r"(roberta\.)?(pooler\..*|embeddings\.position_ids)|lm_head\.decoder\..*",
     ),
 )
 
@@ -285,8 +346,7 @@ def config_json(config: TransformerConfig, architecture: Architecture) -> dict[s
         "eos_token_id": None,
         "pad_token_id": None,
         **architecture.only,
-        **{theirs: getattr(config, ours) for ours, theirs in architecture.same.items()},
-        **architecture.write(config),
+        **{field.theirs: field.write(config) for field in architecture.fields},
     }
 
 
@@ -295,8 +355,8 @@ def _section(architecture: Architecture, values: Values) -> dict[str, Any]:
     for name, value in architecture.only.items():
         if values.get(name, value) != value:
             raise ValueError(f"{name}={values[name]!r} is not supported; {value!r} is")
-    same = {ours: values[theirs] for ours, theirs in architecture.same.items()}
-    return {"kind": architecture.kind, **architecture.always, **same, **architecture.read(values)}
+    found = {field.ours: field.read(values) for field in architecture.fields if field.ours}
+    return {"kind": architecture.kind, **architecture.always, **found}
 
 
 def _differences(config: TransformerConfig, architecture: Architecture, section: Values) -> dict[str, tuple[Any, Any]]:

@@ -11,14 +11,10 @@ from ml_collections import ConfigDict
 from configs import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the quickstart's config."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
-    config.mesh.num_cpu_devices = 8
-    config.mesh.devices_per_node = 2
-    config.sharding.strategy = "mics"
-    config.sharding.partition_size = 2
+    base.on_virtual_nodes(config)
     config.data.seq_len = 128
     config.num_steps = 240
     config.eval.every = 40

@@ -22,9 +22,8 @@ from configs import base
 EPOCH = 50_000 // 128
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of ResNet-110: three stages of 18 basic blocks, images of 32 x 32."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.num_steps = 64_000
     config.model = base.resnet(110)

@@ -18,9 +18,8 @@ NUM_IMAGES = 1_281_167
 BATCH = 4096
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of ResNet-50: stages of 3, 4, 6 and 3 bottlenecks, images of 224 x 224."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.num_steps = 90 * NUM_IMAGES // BATCH
     config.model = base.resnet(50)

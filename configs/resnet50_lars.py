@@ -12,14 +12,13 @@ Not run yet. Published: the paper trains ResNet-50 with batches of up to 32,768 
 
 from ml_collections import ConfigDict
 
-from configs import base, resnet50
+from configs import resnet50
 
 BATCH = 16_384
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of resnet50.py with another batch and optimizer."""
-    base.no_argument(arg, __file__)
     config = resnet50.get_config()
     epoch = resnet50.NUM_IMAGES // BATCH
     config.num_steps = 90 * resnet50.NUM_IMAGES // BATCH

@@ -10,16 +10,12 @@ The paper does not give the partition size. It ran on 16 GPUs, the partition siz
 
 from ml_collections import ConfigDict
 
-from configs import base, bert_10b
+from configs import bert_10b
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of RoBERTa 20B: 62 layers of hidden 5120 and RoBERTa's vocabulary."""
-    base.no_argument(arg, __file__)
     config = bert_10b.get_config()
-    config.model.vocab_size = 50265
-    config.model.num_layers = 62
-    config.model.hidden = 5120
-    config.model.intermediate = 20480
+    config.model.update({"vocab_size": 50265, "num_layers": 62, "hidden": 5120, "intermediate": 20480})
     config.sharding.partition_size = 16
     return config

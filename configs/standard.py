@@ -14,29 +14,17 @@ from ml_collections import ConfigDict
 from configs import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the standard workload's config, for 8 devices (4 rows each)."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.num_steps = 3
-    config.model.update(
-        {
-            "num_layers": 8,
-            "hidden": 512,
-            "intermediate": 2048,
-            "num_heads": 8,
-            "num_kv_heads": 8,
-            "positions": "learned",
-        }
-    )
-    config.model.update({"norm": "layer", "activation": "gelu", "tied_head": False})
+    config.model.update({"num_layers": 8, "hidden": 512, "intermediate": 2048, "num_heads": 8, "num_kv_heads": 8})
+    config.model.update({"positions": "learned", "norm": "layer", "activation": "gelu", "tied_head": False})
     config.data.source = "synthetic"
     config.batch.update({"global_size": 32, "micro_size": 1})
     config.mesh.devices_per_node = 2
     config.sharding.partition_size = 2
     config.optimizer.update({"learning_rate": 3e-4, "schedule": "constant", "warmup_steps": 0})
-    config.checkpoint.every = 0
     config.elastic.snapshot_every = 0
-    config.eval.update({"every": 0, "num_batches": 1})
-    config.sample.length = 0
+    base.for_timing(config)
     return config

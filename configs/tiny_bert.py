@@ -11,16 +11,12 @@ from ml_collections import ConfigDict
 from configs import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of a small BERT."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.num_steps = 200
-    config.model = base.encoder()
+    config.model = base.model("encoder")
     config.data.objective = "masked"
     config.optimizer.learning_rate = 3e-3
-    config.mesh.num_cpu_devices = 8
-    config.mesh.devices_per_node = 2
-    config.sharding.strategy = "mics"
-    config.sharding.partition_size = 2
+    base.on_virtual_nodes(config)
     return config

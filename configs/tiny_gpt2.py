@@ -11,17 +11,10 @@ from ml_collections import ConfigDict
 from configs import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of a small GPT-2: learned positions, LayerNorm, GELU, biases, tied head."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
-    config.model.positions = "learned"
-    config.model.norm = "layer"
-    config.model.activation = "gelu"
-    config.model.use_bias = True
+    config.model.update({"positions": "learned", "norm": "layer", "activation": "gelu", "use_bias": True})
     config.optimizer.learning_rate = 3e-3
-    config.mesh.num_cpu_devices = 8
-    config.mesh.devices_per_node = 2
-    config.sharding.strategy = "mics"
-    config.sharding.partition_size = 2
+    base.on_virtual_nodes(config)
     return config

@@ -11,16 +11,10 @@ from ml_collections import ConfigDict
 from configs import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of a small Llama: rotary positions, RMSNorm, SwiGLU, grouped heads, untied head."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
-    config.model.num_kv_heads = 2
-    config.model.intermediate = 384
-    config.model.tied_head = False
+    config.model.update({"num_kv_heads": 2, "intermediate": 384, "tied_head": False})
     config.optimizer.learning_rate = 3e-3
-    config.mesh.num_cpu_devices = 8
-    config.mesh.devices_per_node = 2
-    config.sharding.strategy = "mics"
-    config.sharding.partition_size = 2
+    base.on_virtual_nodes(config)
     return config

@@ -15,20 +15,13 @@ from ml_collections import ConfigDict
 from configs import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of a small decoder with experts, as wide as `configs/tiny_llama.py`."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
-    config.model = base.moe()
-    config.model.num_kv_heads = 2
-    config.model.intermediate = 384
-    config.model.tied_head = False
-    config.model.moe_every = 2
+    config.model = base.model("moe")
+    config.model.update({"num_kv_heads": 2, "intermediate": 384, "tied_head": False, "moe_every": 2})
     config.data.seq_len = 128
     config.optimizer.learning_rate = 3e-3
-    config.mesh.num_cpu_devices = 8
-    config.mesh.devices_per_node = 2
-    config.sharding.strategy = "mics"
-    config.sharding.partition_size = 2
+    base.on_virtual_nodes(config)
     config.sharding.experts = "node"
     return config

@@ -14,12 +14,11 @@ from ml_collections import ConfigDict
 from configs import base, digits
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of digits.py with a vision transformer of 4 layers, AdamW and twice the steps."""
-    base.no_argument(arg, __file__)
     config = digits.get_config()
     config.num_steps = 600
-    config.model = base.vit()
+    config.model = base.model("vit")
     config.optimizer = base.get_config().optimizer
     config.optimizer.update({"learning_rate": 3e-3, "warmup_steps": 20, "final_fraction": 0.0})
     config.eval.every = 100

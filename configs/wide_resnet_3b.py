@@ -17,9 +17,8 @@ from ml_collections import ConfigDict
 from configs import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of the wide network."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.num_steps = 100
     config.model = base.resnet(50)

@@ -38,8 +38,7 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns the options and, after `--`, the program with its arguments; ValueError says what is wrong."""
     ours, command = split(argv)
-    parser = OneLineParser(prog="python -m engines.ray", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(prog="python -m engines.ray", description=__doc__)
     parser.add_argument("--address", default="auto", help="of the Ray cluster, HOST:PORT (default: the one here)")
     parser.add_argument("--min_nodes", type=int, required=True, help="with fewer it waits")
     parser.add_argument("--max_nodes", type=int, required=True, help="with more the others stay idle")

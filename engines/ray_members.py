@@ -1,4 +1,4 @@
-"""`Members`: the nodes of a Ray cluster that may train, each with its supervisor. Only this module uses Ray."""
+"""`Members`: the nodes of a Ray cluster that may train, each with its agent. Only this module uses Ray."""
 
 import logging
 import time
@@ -10,23 +10,23 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from engines.ray_agent import STARTING_S, Agent, News
 from engines.ray_output import say
-from engines.ray_supervisor import STARTING_S, News, Supervisor
 
 LOOK_S = 0.5  # how often Ray is asked for its nodes
-NEWS_S = 1.0  # longest time between two answers of a supervisor
+NEWS_S = 1.0  # longest time between two answers of an agent
 SILENT_S = 5.0
-THREADS = 4  # of a supervisor: one waits for news, the others execute commands
+THREADS = 4  # of an agent: one waits for news, the others execute commands
 
 
 @dataclass(kw_only=True)
 class Member:
-    """A node with its supervisor; `news` is None before its first answer."""
+    """A node with its agent; `news` is None before its first answer."""
 
     node: str  # Ray's id
     host: str
     address: str
-    supervisor: Any
+    agent: Any
     asked: Any  # the pending answer
     news: News | None = None
     heard_s: float = 0.0
@@ -39,21 +39,21 @@ class Member:
 
     def start(self, attempt: int, arguments: Sequence[str]) -> None:
         """Starts the program; the news has the result."""
-        self.supervisor.start.remote(attempt, list(arguments))
+        self.agent.start.remote(attempt, list(arguments))
 
     def send(self, attempt: int, number: int) -> None:
         """Sends the program of an attempt a signal."""
-        self.supervisor.send.remote(attempt, number)
+        self.agent.send.remote(attempt, number)
 
     def warm_up(self) -> None:
         """Starts a process for the next attempt, without arguments."""
-        self.supervisor.warm_up.remote()
+        self.agent.warm_up.remote()
 
 
 class Members:
-    """Follows Ray's view of its nodes, and keeps a supervisor on up to `max_nodes` of them.
+    """Follows Ray's view of its nodes, and keeps an agent on up to `max_nodes` of them.
 
-    A supervisor takes the whole node (its CPUs and GPUs), and ends with this process.
+    An agent takes the whole node (its CPUs and GPUs), and ends with this process.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Members:
         self._max_nodes = max_nodes
         self._arguments = (list(command), folder, dict(environment))
         self._note_loss = note_loss
-        self._unusable: set[str] = set()  # nodes whose supervisor did not start, or was asked to end
+        self._unusable: set[str] = set()  # nodes whose agent did not start, or was asked to end
         self._look_again_s = 0.0
 
     def turn(self) -> list[Member]:
@@ -87,29 +87,29 @@ class Members:
         return [by_ref[ref] for ref in answered if self._hear(by_ref[ref])]
 
     def drop(self, node: str, why: str) -> None:
-        """Removes a lost member and ends its supervisor, and with it the program on that node."""
+        """Removes a lost member and ends its agent, and with it the program on that node."""
         self._note_loss(self._end(node).host, why)
 
     def give_back(self) -> None:
-        """Ends the supervisors of leaving nodes for good."""
+        """Ends the agents of leaving nodes for good."""
         for member in list(self.by_node.values()):
             if self.is_going(member):
                 self._unusable.add(member.node)
                 say(f"{self._end(member.node).host} is given back")
 
     def is_going(self, member: Member) -> bool:
-        """Whether Ray drains the node, or somebody asked its supervisor to end."""
+        """Whether Ray drains the node, or somebody asked its agent to end."""
         return member.node in self.draining or bool(member.news and member.news.is_leaving)
 
     def _end(self, node: str) -> Member:
         member = self.by_node.pop(node)
-        ray.kill(member.supervisor)
+        ray.kill(member.agent)
         return member
 
     def close(self) -> None:
-        """Ends all supervisors."""
+        """Ends all agents."""
         for member in self.by_node.values():
-            ray.kill(member.supervisor)
+            ray.kill(member.agent)
         self.by_node.clear()
 
     def _look(self) -> None:
@@ -133,27 +133,27 @@ class Members:
             num_gpus=node["Resources"].get("GPU", 0),
             max_concurrency=THREADS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-        )(Supervisor)
-        supervisor = actor.remote(*self._arguments)
+        )(Agent)
+        agent = actor.remote(*self._arguments)
         self.by_node[node["NodeID"]] = Member(
             node=node["NodeID"],
             host=node["NodeManagerHostname"],
             address=node["NodeManagerAddress"],
-            supervisor=supervisor,
-            asked=supervisor.news.remote(NEWS_S),
+            agent=agent,
+            asked=agent.news.remote(NEWS_S),
         )
 
     def _hear(self, member: Member) -> bool:
-        """Takes an answer and asks again; False if the supervisor has ended instead."""
+        """Takes an answer and asks again; False if the agent has ended instead."""
         try:
             member.news = ray.get(member.asked)
         except (RayActorError, RayTaskError, ActorUnschedulableError) as error:  # the last: it died before it started
             if member.news is None:
                 self._unusable.add(member.node)
-            self.drop(member.node, f"is lost: its supervisor ended ({_first_line(error)})")
+            self.drop(member.node, f"is lost: its agent ended ({_first_line(error)})")
             return False
         member.heard_s = time.monotonic()
-        member.asked = member.supervisor.news.remote(NEWS_S)
+        member.asked = member.agent.news.remote(NEWS_S)
         return True
 
 

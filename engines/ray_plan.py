@@ -3,10 +3,16 @@
 An attempt is one run of the program on a fixed set of nodes, with one process per node.
 """
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from runtime.exit_codes import ExitCode
+from runtime.exit_codes import ExitCode, signal_name
+from runtime.progress import Progress
+
+if TYPE_CHECKING:  # it needs Ray
+    from engines.ray_members import Member
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,20 +61,56 @@ def choose(there: Sequence[str], previous: Sequence[str], limits: Limits) -> Wor
     return World(nodes=tuple(ordered[:count]), idle=tuple(ordered[count:]), missing=missing)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What the end of an attempt means: 0 finished, 75 try again, any other code is an error of the program."""
+@dataclass(kw_only=True)
+class Attempt:
+    """One attempt: its nodes, the exit codes of its processes, and the deadline after which they are killed."""
 
-    code: int
-    node: str = ""  # where the error was
+    number: int
+    world: World
+    coordinator: str  # HOST:PORT of process 0; unique to the attempt
+    since_s: float  # when the event happened that led to this attempt
+    why: str = ""  # that event, if it was started early
+    codes: dict[str, int | None] = field(default_factory=dict)
+    why_stopped: str = ""  # why it was asked to stop; empty if it was not
+    change_s: float = 0.0  # when the engine first wanted another set of nodes; 0 if it does not
+    may_prepare: bool = True  # start the next attempt while this one trains
+    kill_at_s: float = float("inf")
+    killed_s: float = float("inf")
+    progress: Progress = field(default_factory=Progress)
+    started_s: float = field(default_factory=time.monotonic)
+    has_stepped: bool = False  # the metrics have a step of it
+    is_settled: bool = False  # it has stepped, or has run so long that a new node need not wait for a step
+    stands_by: bool = False  # it was started while another attempt trained, and waits for SIGUSR1
+    is_ready: bool = False  # it has compiled, and can take SIGUSR1
+    ready_by_s: float = float("inf")  # after which the current attempt stops anyway, if this one was started early
+
+    @property
+    def running(self) -> list[str]:
+        """Returns the nodes whose processes have not ended, as far as the engine knows."""
+        return [node for node in self.world.nodes if node not in self.codes]
+
+    def code_on(self, member: "Member") -> int | None:
+        """Returns the exit code of its process on a node; None if it still runs, or there is none."""
+        is_its = member.node in self.running
+        return member.news.codes.get(self.number) if member.news and is_its else None
 
 
-def judge(codes: Mapping[str, int | None]) -> Verdict:
-    """Returns what the exit codes of an attempt's processes mean; None is a lost node, negative is a signal."""
+def judge(codes: Mapping[str, int | None]) -> tuple[int, str]:
+    """Returns what the exit codes of an attempt's processes mean, and the node of an error.
+
+    0 is finished, 75 try again, any other an error of the program. In `codes` None is a lost node, negative a signal.
+    """
     for node, code in codes.items():
         if code is not None and 0 < code < 128 and code != ExitCode.RESUMABLE:
-            return Verdict(code=code, node=node)
-    return Verdict(code=ExitCode.RESUMABLE if any(code != 0 for code in codes.values()) else 0)
+            return code, node
+    return (ExitCode.RESUMABLE if any(code != 0 for code in codes.values()) else 0), ""
+
+
+def how(code: int | None) -> str:
+    """Returns an exit code in words."""
+    if code is None:
+        return "lost"
+    return f"by {signal_name(-code)}" if code < 0 else f"with {code}"
 
 
 @dataclass(kw_only=True)

@@ -1,7 +1,7 @@
 """A standby process, which imports a program and waits for its arguments: `python engines/ray_standby.py PROGRAM`.
 
 The arguments are one line of JSON on stdin. Then the program runs as if it had been started with them, but without the
-seconds that its imports take. When stdin is closed, the supervisor has ended, and this process ends, too.
+seconds that its imports take. When stdin is closed, the agent has ended, and this process ends, too.
 """
 
 import json
@@ -24,14 +24,14 @@ def main(program: str) -> None:
     if line:
         sys.argv = [program, *json.loads(line)]
         sys.orig_argv = [sys.executable, *sys.argv]  # which a run records as its command
-        threading.Thread(target=_end_with_supervisor, name="supervisor", daemon=True).start()
+        threading.Thread(target=_end_with_agent, name="agent", daemon=True).start()
         runpy.run_path(program, run_name="__main__")
 
 
-def _end_with_supervisor() -> None:
+def _end_with_agent() -> None:
     while os.read(0, 1):
         pass
-    print("the supervisor of this process is gone: it stops", file=sys.stderr, flush=True)
+    print("the agent of this process is gone: it stops", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(SAVE_S)
     os.kill(os.getpid(), signal.SIGKILL)

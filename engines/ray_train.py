@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.ray_attempt import Attempt, Coming, how
+from engines.ray_agent import STARTING_S
 from engines.ray_output import say
-from engines.ray_plan import Limits, Patience, World, choose, judge
-from engines.ray_supervisor import STARTING_S
+from engines.ray_plan import Attempt, Limits, Patience, World, choose, how, judge
 from runtime.events import Event, EventLog, EventReader
 from runtime.exit_codes import ExitCode
 from runtime.progress import read_progress
@@ -21,7 +20,7 @@ if TYPE_CHECKING:  # it needs Ray
 STOP_S = 60.0  # for the program to save and exit after it was asked to stop
 LAST_S = 15.0  # for the other processes, after the first one has stopped on request
 FAILED_S = 4.0  # for the other processes to report and exit, after one failed or a node was lost
-KILL_S = 3.0  # for a supervisor to confirm SIGKILL
+KILL_S = 3.0  # for an agent to confirm SIGKILL
 SETTLED_S = 300.0  # after which an attempt counts as settled, even without a step in its metrics
 JOINING_S = 300.0  # for an attempt on more nodes to compile; and for any attempt once it is current
 NOTICE_S = 1.0  # to look at Ray's nodes again: an idle node may replace a leaving one
@@ -51,7 +50,7 @@ class Engine:
         self._events, self._news = EventLog(workdir, "engine"), EventReader(workdir)
         self._news.skip()  # events of an earlier engine
         self._number = 0  # of the current attempt
-        self._coming: Coming | None = None
+        self._coming: Attempt | None = None  # it was started while the current one trains, and waits to replace it
         self._previous: tuple[str, ...] = ()
         self._hosts: dict[str, str] = {}  # by node, lost nodes included
         self._signals = 0
@@ -70,15 +69,15 @@ class Engine:
     def _run(self) -> int:
         while (attempt := self._take_turn() or self._begin()) is not None:
             self._train(attempt)
-            verdict = judge(attempt.codes)
+            code, node = judge(attempt.codes)
             step = read_progress(self._workdir).step
             ends = {self._name(node): how(code) for node, code in attempt.codes.items()}
             self._write(Event.ATTEMPT_ENDED, attempt, step=step, ends=ends)
-            if verdict.code != ExitCode.RESUMABLE:
-                where = f" on {self._hosts[verdict.node]}" if verdict.node else ""
-                said = f": {self._last_words.get(verdict.node, '')}" if verdict.code else ""
-                say(f"attempt {attempt.number} ended{where} with exit code {verdict.code}{said}")
-                return verdict.code
+            if code != ExitCode.RESUMABLE:
+                where = f" on {self._hosts[node]}" if node else ""
+                said = f": {self._last_words.get(node, '')}" if code else ""
+                say(f"attempt {attempt.number} ended{where} with exit code {code}{said}")
+                return code
             say(f"attempt {attempt.number} stopped at step {step}: {self._codes(attempt)}")
             if not attempt.why_stopped and self._patience.is_over(step):
                 said = next((self._last_words[n] for n in attempt.codes if n in self._last_words), "nothing")
@@ -156,14 +155,14 @@ class Engine:
             self._kill_if_late(attempt)
 
     def _turn(self, attempt: Attempt | None = None) -> None:
-        """Takes the news of the supervisors: output and exit codes."""
+        """Takes the news of the agents: output and exit codes."""
         for member in self._members.turn():
             self._hosts[member.node] = member.host
             self._print(member, attempt)
             code = attempt.code_on(member) if attempt else None
             if attempt and code is not None:
                 self._note_end(attempt, member.node, code)
-        waiting = [one for one in (attempt, self._coming and self._coming.attempt) if one and one.stands_by]
+        waiting = [one for one in (attempt, self._coming) if one and one.stands_by]
         if waiting:  # otherwise the shared file system, which may hang, is not read here
             ready = {event.get("coordinator") for event in self._news.new() if event["event"] == Event.READY}
             for one in waiting:
@@ -202,7 +201,7 @@ class Engine:
         if attempt.why_stopped or attempt.codes:
             return
         if self._coming:
-            if self._coming.attempt.is_ready or time.monotonic() > self._coming.until_s:
+            if self._coming.is_ready or time.monotonic() > self._coming.ready_by_s:
                 self._stop(attempt, self._coming.why)
             return
         why, patience_s = self._why_stop(attempt)
@@ -240,7 +239,7 @@ class Engine:
         return "", 0.0
 
     def _starting(self) -> bool:
-        """Whether a node has just joined, and its supervisor has not answered yet."""
+        """Whether a node has just joined, and its agent has not answered yet."""
         since_s = time.monotonic() - STARTING_S
         return any(m.news is None and m.added_s > since_s for m in self._members.by_node.values())
 
@@ -253,17 +252,18 @@ class Engine:
         if not world.nodes:
             self._stop(attempt, why)
             return
-        self._coming = Coming(attempt=self._start(world, time.monotonic(), STANDBY), why=why, until_s=until_s)
+        self._coming = self._start(world, time.monotonic(), STANDBY)
+        self._coming.why, self._coming.ready_by_s = why, until_s
         say(f"{why}: attempt {self._number} starts ahead: {len(world.nodes)} nodes: {self._names(world.nodes)}")
         hosts = [*map(self._name, world.nodes)]
-        self._write(Event.ATTEMPT_AHEAD, self._coming.attempt, hosts=hosts, why=why)
+        self._write(Event.ATTEMPT_AHEAD, self._coming, hosts=hosts, why=why)
 
     def _check_coming(self) -> None:
         """Gives up the next attempt when it can no longer train."""
         if self._coming and self._signals:
             self._give_up("the run is to stop")
-        elif self._coming and (why := self._why_not(self._coming.attempt)):
-            nodes = self._coming.attempt.world.nodes
+        elif self._coming and (why := self._why_not(self._coming)):
+            nodes = self._coming.world.nodes
             self._give_up(why)
             for node in nodes:
                 if node in self._members.by_node:
@@ -285,7 +285,7 @@ class Engine:
         """Kills the attempt that waits for SIGUSR1; it has not changed the run."""
         if not self._coming:
             return
-        coming, self._coming = self._coming.attempt, None
+        coming, self._coming = self._coming, None
         say(f"attempt {coming.number} is given up: {why}")
         for node in coming.world.nodes:
             if node in self._members.by_node:
@@ -297,13 +297,13 @@ class Engine:
         self._check_coming()
         silent = [
             member.host
-            for node in (self._coming.attempt.world.nodes if self._coming else ())
+            for node in (self._coming.world.nodes if self._coming else ())
             if not (member := self._members.by_node[node]).answers
         ]
         if silent:
             self._give_up(f"{', '.join(silent)} does not answer")
         coming, self._coming = self._coming, None
-        return coming.attempt if coming else None
+        return coming
 
     # -------------------------------------------------------------------------------------------------------- its end
 
@@ -342,7 +342,7 @@ class Engine:
         assert member.news
         first = attempt and (attempt.number, attempt.world.nodes[0])
         for number, line in member.news.lines:
-            if not (self._coming and number == self._coming.attempt.number):
+            if not (self._coming and number == self._coming.number):
                 self._last_words[member.node] = line
             print(line if (number, member.node) == first else f"[{member.host}] {line}", flush=True)
 

@@ -16,9 +16,10 @@ moves, mirrors and resizes them.
 """
 
 from input_pipeline.batches import Batches
-from input_pipeline.dataset import Dataset, TextDataset, load
+from input_pipeline.dataset import Dataset, load
 from input_pipeline.images import ImageDataset
 from input_pipeline.mixture import MixedDataset
 from input_pipeline.rows import RowArray, row_arrays
+from input_pipeline.text import TextDataset
 
 __all__ = ["Batches", "Dataset", "ImageDataset", "MixedDataset", "RowArray", "TextDataset", "load", "row_arrays"]

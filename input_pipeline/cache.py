@@ -2,20 +2,13 @@
 
 import contextlib
 import logging
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from files import atomic, locks
-
-ENVIRONMENT_KEY = "MICS_JAX_CACHE"
-
-
-def cache_dir() -> Path:
-    """Returns the folder of prepared data: $MICS_JAX_CACHE, or ~/.cache/mics-jax."""
-    return Path(os.environ.get(ENVIRONMENT_KEY) or "~/.cache/mics-jax").expanduser()
+from files.cache import ENVIRONMENT_KEY, cache_dir
 
 
 def prepared(name: str, *, build: Callable[[Path], None], defect: Callable[[Path], str]) -> Path:

@@ -21,11 +21,19 @@ def window_of(index: int, *, windows: int, seed: int) -> int:
     return index_shuffle(place, max_index=windows - 1, seed=_epoch_seed(seed, epoch), rounds=4)
 
 
-class Shuffled(abc.ABC):
-    """Windows whose epochs are permutations of all of them."""
+class Windows(abc.ABC):
+    """Token windows by number, in the order of the text."""
+
+    content: str  # hash of all tokens
+    bytes_per_token: float
+    filled = 1.0  # share of the positions that hold tokens; the others have weight 0
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def __getitem__(self, window: int) -> np.ndarray:
+        """Returns int32 [T + 1] for a causal model, [T] for a masked one."""
 
     @property
     def shuffled_together(self) -> int:
@@ -33,7 +41,7 @@ class Shuffled(abc.ABC):
         return len(self)
 
     def window_of(self, i: int, seed: int) -> int:
-        """Returns the window of example `i` >= 0."""
+        """Returns the window of example `i` >= 0: each epoch of `len` examples visits every window once."""
         return window_of(i, windows=len(self), seed=seed)
 
 

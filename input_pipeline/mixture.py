@@ -18,14 +18,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from math import lcm
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from input_pipeline import index
-
-if TYPE_CHECKING:
-    from input_pipeline.dataset import TextDataset
+from input_pipeline.text import TextDataset
 
 LEAST_BLOCK = 64  # examples; a power of two, so that steps often hold whole blocks
 BLOCK_TAG = 1 << 63  # all other keys of `random_bits` begin with a smaller number
@@ -76,7 +73,7 @@ class Part:
 
     name: str
     share: float
-    examples: "TextDataset"
+    examples: TextDataset
 
 
 class MixedDataset:
@@ -86,7 +83,7 @@ class MixedDataset:
     `parts`, each by itself.
     """
 
-    def __init__(self, examples: Sequence["TextDataset"], names: Sequence[str], weights: Sequence[Fraction]) -> None:
+    def __init__(self, examples: Sequence[TextDataset], names: Sequence[str], weights: Sequence[Fraction]) -> None:
         first, total = examples[0], sum(weights)
         shares = [float(weight / total) for weight in weights]
         self.parts = tuple(Part(name=n, share=s, examples=e) for n, s, e in zip(names, shares, examples, strict=True))

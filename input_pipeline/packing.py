@@ -27,7 +27,7 @@ def is_padding(tokens: np.ndarray, separator: int) -> np.ndarray:
     return ends & np.append(True, ends[:-1])
 
 
-class WholeDocuments(index.Shuffled):
+class WholeDocuments(index.Windows):
     """Windows [T + 1] (causal) or [T] of whole documents, chosen by best fit decreasing and filled up with separators.
 
     The longest document comes first, each into the fullest row in which it still fits. Only documents that are longer

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from configs.schema import DataConfig
 from configs.schema.urls import refuse_secrets
-from input_pipeline.cache import cache_dir
+from files.cache import cache_dir
 from input_pipeline.progress import Progress
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache, mapped
@@ -68,7 +68,7 @@ def _tokenised(raw: RawShards, target: Store, cache: ShardCache) -> Iterator[Sha
             target.put(known.file, cache.folder / known.file)
             yield known
         else:
-            yield raw.hand_over(name, lambda path, shard: target.put(shard.file, path))
+            yield raw.shard(name, lambda path, shard: target.put(shard.file, path))
 
 
 def _copied(index: ShardIndex, source: Store, target: Store, cache: ShardCache) -> Iterator[Shard]:

@@ -57,15 +57,18 @@ class RawShards:
         with self._cache.locked(self.key):
             self._write(self.key, shards)
 
-    def shard(self, name: str) -> Shard:
-        """Returns what the index says of a file, which is tokenised first if this node has not done it yet."""
+    def shard(self, name: str, take: Callable[[Path, Shard], object] | None = None) -> Shard:
+        """Returns what the index says of a file, which is tokenised first if this node has not done it yet.
+
+        The cache gets the tokens; or `take` gets them in a scratch file, even if this node has tokenised them before.
+        """
         key = self.key_of(name)
         with self._cache.locked(key):
-            if known := self.known(name):
+            if not take and (known := self.known(name)):
                 return known
             with self._cache.scratch(key) as path:
                 shard, _ = self._tokenise(name, path)
-                self._cache.keep(path, shard)
+                (take or self._cache.keep)(path, shard)
             self._write(key, [shard])
         return shard
 
@@ -73,15 +76,6 @@ class RawShards:
         """Returns what the index says of a file that this node has tokenised before."""
         rows = self._read(self.key_of(name))
         return rows[0] if rows else None
-
-    def hand_over(self, name: str, take: Callable[[Path, Shard], object]) -> Shard:
-        """Gives the tokens of a file, in a scratch file, to `take`; keeps what the index says of it, but no tokens."""
-        key = self.key_of(name)
-        with self._cache.locked(key), self._cache.scratch(key) as path:
-            shard, _ = self._tokenise(name, path)
-            take(path, shard)
-            self._write(key, [shard])
-        return shard
 
     def download(self, shard: Shard, to: Path) -> int:
         """Writes the tokens of a file, tokenised again, and returns the bytes that came from the store."""

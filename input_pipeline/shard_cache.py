@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from files import atomic, locks
-from input_pipeline.cache import ENVIRONMENT_KEY
+from files.cache import ENVIRONMENT_KEY
 from input_pipeline.shard_index import Shard
 from input_pipeline.store import sha256
 
@@ -82,17 +82,16 @@ class ShardCache:
 
         Without a limit nothing is removed, and only what these `files` take now is theirs.
         """
-        taken = 0
-        for path in self.folder.glob("*.tokens"):
-            if not self._limit_bytes and path.name not in files:
-                continue
-            with contextlib.suppress(FileNotFoundError):  # another process removed it
-                taken += path.stat().st_size
+        taken = sum(size for _, path, size in self._files() if self._limit_bytes or path.name in files)
         return taken + shutil.disk_usage(self.folder).free
 
-    def has(self, shard: Shard) -> bool:
-        """Whether the file of a shard is there; nothing is checked."""
-        return (self.folder / shard.file).exists()
+    def content(self, shard: Shard) -> memoryview | None:
+        """Returns the bytes of a shard's file, memory-mapped and not checked; None if it is not there."""
+        try:
+            path = self.folder / shard.file
+            return np.memmap(path, np.uint8, mode="r").data if shard.size_bytes else memoryview(path.read_bytes())
+        except FileNotFoundError:
+            return None
 
     def add(self, shard: Shard, fill: Callable[[Path], object]) -> np.ndarray:
         """Returns the tokens after `fill` wrote them to the path that it is given.
@@ -152,17 +151,20 @@ class ShardCache:
         """Removes the least recently used shards until `size` more bytes fit; their locks stay, for who waits there."""
         if not self._limit_bytes:
             return
-        found = []
-        for path in self.folder.glob("*.tokens"):
-            with contextlib.suppress(FileNotFoundError):  # another process removed it
-                status = path.stat()
-                found.append((status.st_mtime_ns, path, status.st_size))
+        found = sorted(self._files())
         total = size + sum(entry[2] for entry in found)
-        for _, path, freed in sorted(found):
+        for _, path, freed in found:
             if total <= self._limit_bytes:
                 return
             path.unlink(missing_ok=True)
             total -= freed
+
+    def _files(self) -> Iterator[tuple[int, Path, int]]:
+        """Yields the time, the path and the size of each shard's file."""
+        for path in self.folder.glob("*.tokens"):
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
+                status = path.stat()
+                yield status.st_mtime_ns, path, status.st_size
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

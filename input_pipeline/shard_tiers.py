@@ -9,14 +9,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
-from input_pipeline.peers import PeerError, Peers
+from input_pipeline.peers import Peers
 from input_pipeline.shard_cache import DamagedError, ShardCache
 from input_pipeline.shard_index import Shard
 from input_pipeline.store import FETCHES, StoreError
+from runtime.blobs import PeerError
 
 THREADS = 4  # that read ahead
 CLOSE_S = 5.0  # for which their end is waited for
@@ -65,14 +65,13 @@ class Tiers:
         """Returns the tokens [N], memory-mapped. Errors are those of the cache and the store."""
         return self._get(shard, downloads=False)
 
-    def open_file(self, shard: Shard, download: bool) -> BinaryIO | None:
-        """Returns the open file of a shard for another node; None if it is not here and shall not be downloaded."""
-        if download and not self._cache.has(shard):
+    def content(self, shard: Shard, download: bool) -> memoryview | None:
+        """Returns the bytes of a shard for another node; None if it is not here and shall not be downloaded."""
+        found = self._cache.content(shard)
+        if download and found is None:
             self._get(shard, downloads=True)
-        try:
-            return open(self._cache.folder / shard.file, "rb")
-        except FileNotFoundError:
-            return None
+            found = self._cache.content(shard)
+        return found
 
     def _get(self, shard: Shard, *, downloads: bool) -> np.ndarray:
         tokens = self._cache.open(shard)

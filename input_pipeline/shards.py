@@ -22,10 +22,10 @@ from typing import Any, Self
 import numpy as np
 
 from configs.schema import DataConfig
+from files.cache import ENVIRONMENT_KEY, cache_dir
 from input_pipeline import index
-from input_pipeline.cache import ENVIRONMENT_KEY, cache_dir
 from input_pipeline.folder import VALIDATION_SHARE, validation_names
-from input_pipeline.peers import Member, Peers, Service, rendezvous
+from input_pipeline.peers import Peers, ShardService, rendezvous
 from input_pipeline.progress import Progress
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache
@@ -35,6 +35,7 @@ from input_pipeline.shard_order import ShardOrder
 from input_pipeline.shard_tiers import OpenShards, Tiers
 from input_pipeline.store import Item, StoreAwayError, StoreError, open_store
 from input_pipeline.tokenizers import Tokenizer, make_tokenizer
+from runtime.blobs import Address
 from runtime.consensus import all_gather, broadcast, new_key
 
 ROUND_S = 600.0  # of tokenising, between two agreements, which wait an hour at most
@@ -43,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class World:
     """The processes that open a set together, as one of them sees them."""
 
     process: int = 0
@@ -59,7 +60,7 @@ class Group:
         return [value] if self.count == 1 else all_gather(new_key(topic), value)
 
 
-ALONE = Group()
+ALONE = World()
 
 
 class ShardSet:
@@ -72,13 +73,13 @@ class ShardSet:
         self,
         config: DataConfig,
         tokenizer: Tokenizer | None = None,
-        group: Group = ALONE,
+        world: World = ALONE,
         *,
         was_reached: bool = False,
     ) -> None:
-        """Opens the set; every process of `group` must. `was_reached`: the store is known to exist, so waited for."""
+        """Opens the set; every process of `world` must. `was_reached`: the store is known to exist, so waited for."""
         self.path = config.path
-        self.config, self._group, self._was_reached = config, group, was_reached
+        self.config, self._world, self._was_reached = config, world, was_reached
         self.needed_bytes = 0  # of the cache, for two blocks of every split that is read
         self._tokenizer = tokenizer or make_tokenizer(config.tokenizer, config.tokenizer_path)
         self._held = ExitStack()
@@ -97,14 +98,14 @@ class ShardSet:
         self._held.close()
 
     def _open(self) -> None:
-        config, group = self.config, self._group
+        config, world = self.config, self._world
         self.cache = ShardCache(cache_dir() / "shards", int(config.cache_gb * _GB))
         path, self._file = split_file(config.path)
         self._store = open_store(path)
         if self._was_reached:
             self._store.assume_reached()
         self._held.callback(self._store.close)
-        service, self._members = self._meet()
+        self._nodes, addresses, service = self._meet()
         listing = self._list()
         if listing.index is None:
             self._raw = RawShards(self._store, listing.items, self._tokenizer, config.text_field, self.cache)
@@ -115,18 +116,18 @@ class ShardSet:
             self.tiers = Tiers(self.cache, self._download, lambda shard: f"{self._store.url}/{shard.file}")
             self.index = listing.index
         if service:
-            self.tiers.peers = Peers(group.process, self._members, group.token)
-            service.serve(self.index.shards, self.tiers.open_file)
+            self.tiers.peers = Peers(world.process, self._nodes, addresses, world.token)
+            service.serve(self.index.shards, self.tiers.content)
 
-    def _meet(self) -> tuple[Service | None, list[Member]]:
-        """Starts the service for the other processes, and exchanges addresses with them."""
-        group, node = self._group, self.cache.node()
-        if group.count == 1:
-            return None, [Member(process=0, node=node, host="", port=0)]
-        service = Service(group.process, group.count, group.token, node)
+    def _meet(self) -> tuple[list[str], list[Address], ShardService | None]:
+        """Starts the service for the other processes; returns the node and the address of each process, and it."""
+        world, node = self._world, self.cache.node()
+        if world.count == 1:
+            return [node], [], None
+        service = ShardService(world.process, world.count, world.token)
         self._held.callback(service.close)
-        told = group.all_gather("shard-members", service.member.as_json())
-        return service, [Member(**said) for said in told]
+        told = world.all_gather("shard-members", [node, vars(service.address)])
+        return [node for node, _ in told], [Address(**address) for _, address in told], service
 
     def _list(self) -> Listing:
         """Returns what the store has, the same in every process: each reads an index itself, process 0 lists files."""
@@ -136,7 +137,7 @@ class ShardSet:
             found.append(list_shards(self._store, self._file, self.config, self._tokenizer))
             return {"items": [vars(item) for item in found[0].items], "index": found[0].index_sha256}
 
-        said = self._group.broadcast("shard-list", told)
+        said = self._world.broadcast("shard-list", told)
         self._store.assume_reached()  # by process 0
         if found:
             return found[0]
@@ -151,11 +152,11 @@ class ShardSet:
 
     def _indexed(self, raw: RawShards) -> ShardIndex:
         """Returns the index of files of documents, tokenised by all nodes if no process has it yet."""
-        group, mine = self._group, raw.index()
-        has = group.all_gather("shard-index-there", mine is not None)
+        world, mine = self._world, raw.index()
+        has = world.all_gather("shard-index-there", mine is not None)
         if any(has):
             first = has.index(True)
-            told = group.all_gather("shard-index", mine.as_json() if mine and group.process == first else None)
+            told = world.all_gather("shard-index", mine.as_json() if mine and world.process == first else None)
             found = ShardIndex.from_json(told[first], "the cache of another process")
         else:
             found = ShardIndex(tokenizer=self._tokenizer.identity, shards=self._tokenised(raw))
@@ -165,10 +166,10 @@ class ShardSet:
 
     def _tokenised(self, raw: RawShards) -> tuple[Shard, ...]:
         """Tokenises this process' share of the files, and returns the shards of all."""
-        todo = [name for name in raw.names if self._worker(name) == self._group.process]
+        todo = [name for name in raw.names if self._worker(name) == self._world.process]
         found: dict[str, dict[str, Any]] = {}
         count, progress = len(todo), Progress()
-        if self._group.process == 0:
+        if self._world.process == 0:
             _log.warning("%s: its %d files are tokenised first, %d of them here", raw.url, len(raw.names), count)
         while True:
             until_s, done, error, is_away = time.monotonic() + ROUND_S, [], None, False
@@ -176,13 +177,13 @@ class ShardSet:
                 try:
                     done.append(vars(raw.shard(todo[0])))
                     todo.pop(0)
-                    if self._group.process == 0:
+                    if self._world.process == 0:
                         progress.say("%s: %d of %d files are tokenised here", raw.url, count - len(todo), count)
                 except (OSError, ValueError, StoreAwayError) as failed:
-                    if self._group.count == 1:
+                    if self._world.count == 1:
                         raise
                     error, is_away = str(failed), isinstance(failed, StoreAwayError)
-            told = self._group.all_gather(
+            told = self._world.all_gather(
                 "shards-tokenised", {"done": done, "left": len(todo), "error": error, "is_away": is_away}
             )
             if failures := [said for said in told if said["error"]]:  # one that waiting does not cure comes first
@@ -194,8 +195,8 @@ class ShardSet:
 
     def _worker(self, name: str) -> int:
         """Returns the process that tokenises a file: of the first node in rendezvous order."""
-        node = rendezvous(name, sorted({member.node for member in self._members}))[0]
-        return rendezvous(name, [member.process for member in self._members if member.node == node])[0]
+        node = rendezvous(name, sorted({*self._nodes}))[0]
+        return rendezvous(name, [process for process, other in enumerate(self._nodes) if other == node])[0]
 
     def windows(self, split: str) -> "ShardWindows":
         """Returns the windows of a split. ValueError if there is none, or if the cache cannot hold those of a step."""
@@ -257,7 +258,7 @@ def parts(shards: tuple[Shard, ...], split: str) -> list[Part]:
     return [part for part in whole if (part.shard.name in held_out) == (split == "validation")]
 
 
-class ShardWindows:
+class ShardWindows(index.Windows):
     """Windows of `seq_len` tokens (and one more if causal), of which none reaches into the next shard."""
 
     def __init__(self, of: list[Part], seq_len: int, objective: str, shards_per_block: int) -> None:
@@ -283,7 +284,6 @@ class ShardWindows:
 
     @property
     def shuffled_together(self) -> int:
-        """The most windows in one permutation."""
         return sum(sorted(self._counts, reverse=True)[: self._per_block])
 
     def read_from(self, opened: OpenShards) -> None:
@@ -294,7 +294,7 @@ class ShardWindows:
         return self._ends[-1] if self._ends else 0
 
     def window_of(self, i: int, seed: int) -> int:
-        """Returns the window of example `i` >= 0; the shards of its block and of the next one are read ahead."""
+        """Returns the window of example `i`, and has the shards of its block and of the next one read ahead."""
         order = self._order(seed)
         at = (seed, order.block_of(i))
         if at != self._block and self._open:
@@ -305,7 +305,6 @@ class ShardWindows:
         return self._ends[shard] - self._counts[shard] + window
 
     def __getitem__(self, window: int) -> np.ndarray:
-        """Returns int32 [T + 1] for a causal model, [T] for a masked one."""
         at = bisect_right(self._ends, window)
         part = self._parts[at]
         assert self._open

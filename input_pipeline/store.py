@@ -6,6 +6,7 @@ cannot cure (401, 403, 404) is an error at once. Messages name the URL, and neit
 the library said, so that no credentials can be in them.
 """
 
+import abc
 import contextlib
 import hashlib
 import io
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from files import atomic
 from input_pipeline.folder import text_files
@@ -88,42 +89,40 @@ class Item:
     version: str
 
 
-class Store(Protocol):
+class Store(abc.ABC):
     """Objects by name."""
 
     url: str
     can_list: bool  # an HTTP server cannot, and stores nothing
 
+    @abc.abstractmethod
     def list(self) -> list[Item]:
         """Returns the objects that are neither hidden nor empty, by name. StoreError if that is not possible.
 
         The version is "" where only `item` can tell it.
         """
-        ...
 
+    @abc.abstractmethod
     def item(self, name: str) -> Item:
         """Returns size and version of an object, which may have to be read for it. MissingError if there is none."""
-        ...
 
+    @abc.abstractmethod
     def fetch(self, name: str, to: Path) -> Item:
         """Writes an object to a file; returns size and version ("": unknown) of what came. MissingError if none is."""
-        ...
 
+    @abc.abstractmethod
     def read(self, name: str) -> bytes:
         """Returns a small object. MissingError if there is none."""
-        ...
 
+    @abc.abstractmethod
     def put(self, name: str, content: Path | bytes) -> None:
-        """Stores an object."""
-        ...
+        """Stores an object, whole or not at all. StoreError if that is not possible."""
 
-    def assume_reached(self) -> None:
+    def assume_reached(self) -> None:  # noqa: B027 (a disk is not waited for)
         """Says that the store is known to exist, so that it is waited for."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (for the same reason)
         """Ends waiting in all threads."""
-        ...
 
 
 def is_url(path: str) -> bool:
@@ -136,7 +135,7 @@ def open_store(path: str) -> Store:
     return RemoteStore(path) if is_url(path) else LocalStore(path)
 
 
-class LocalStore:
+class LocalStore(Store):
     """The files of a local folder."""
 
     def __init__(self, path: str) -> None:
@@ -144,30 +143,26 @@ class LocalStore:
         self.url, self.can_list = str(self.root), True
 
     def list(self) -> list[Item]:
-        """Returns the files, those in folders below included."""
         return [item for name in text_files(self.root) if (item := self.item(name)).size]
 
     def item(self, name: str) -> Item:
-        """Returns size and time of a file."""
-        with self._explained(name):
+        with _explained(self.root / name):
             status = (self.root / name).stat()
         return Item(name=name, size=status.st_size, version=f"{status.st_mtime_ns} {status.st_ctime_ns}")
 
     def fetch(self, name: str, to: Path) -> Item:
         """Copies a file. Its times are no version here: another node may have a copy of its own, with others."""
-        with self._explained(name):
+        with _explained(self.root / name):
             source = open(self.root / name, "rb")  # noqa: SIM115 (closed below)
         with source, open(to, "wb") as file:
             shutil.copyfileobj(source, file, _BLOCK_BYTES)
             return Item(name=name, size=file.tell(), version="")
 
     def read(self, name: str) -> bytes:
-        """Returns a file's content."""
-        with self._explained(name):
+        with _explained(self.root / name):
             return (self.root / name).read_bytes()
 
     def put(self, name: str, content: Path | bytes) -> None:
-        """Writes a file, whole or not at all. StoreError if that is not possible."""
         source = io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb")  # noqa: SIM115 (closed below)
         partial = self.root / f"{name}.partial"
         try:
@@ -186,33 +181,19 @@ class LocalStore:
                 "another --out"
             ) from error
 
-    def assume_reached(self) -> None:
-        """Does nothing: reading a disk is not waited for."""
 
-    def close(self) -> None:
-        """Does nothing, for the same reason."""
-
-    def _explained(self, name: str) -> "_Explained":
-        return _Explained(self.root / name)
-
-
-class _Explained:
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
     """Turns an OSError of a file into one line."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, FileNotFoundError | NotADirectoryError):
-            raise MissingError(f"{self._path} does not exist") from error
-        if isinstance(error, OSError):
-            raise StoreError(f"{self._path} cannot be read: {error.strerror or error}") from error
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingError(f"{path} does not exist") from error
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-class RemoteStore:
+class RemoteStore(Store):
     """The objects of an object store, or of an HTTP server, which cannot list them."""
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
@@ -235,7 +216,6 @@ class RemoteStore:
         self._reads_for_versions = False
 
     def list(self) -> list[Item]:
-        """Returns the objects below the URL."""
         import obstore
 
         def listed() -> Iterator[Item]:
@@ -248,7 +228,6 @@ class RemoteStore:
         return sorted(shown, key=lambda x: x.name)
 
     def item(self, name: str) -> Item:
-        """Returns size and version of an object, which is read whole if it has no strong ETag."""
         import obstore
 
         item = _item(name, self._patiently(f"{self.url}/{name}", lambda: obstore.head(self._store, name)))
@@ -270,27 +249,22 @@ class RemoteStore:
         return came
 
     def fetch(self, name: str, to: Path) -> Item:
-        """Writes an object to a file; again from its beginning if the answer breaks off."""
         return self._patiently(f"{self.url}/{name}", lambda: self._stream(name, to))
 
     def read(self, name: str) -> bytes:
-        """Returns a small object."""
         import obstore
 
         return self._patiently(f"{self.url}/{name}", lambda: bytes(obstore.get(self._store, name).bytes()))
 
     def put(self, name: str, content: Path | bytes) -> None:
-        """Stores an object."""
         import obstore
 
         self._patiently(f"{self.url}/{name}", lambda: obstore.put(self._store, name, content), writes=True)
 
     def assume_reached(self) -> None:
-        """Says that the store answered before, to another process or attempt: it is waited for if it is away."""
         self._waiting.reached = True
 
     def close(self) -> None:
-        """Ends waiting in all threads."""
         self._waiting.ended.set()
 
     def _stream(self, name: str, to: Path) -> Item:

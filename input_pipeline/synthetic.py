@@ -12,7 +12,7 @@ NUM_WINDOWS = {"train": 1 << 16, "validation": 1 << 12}
 KEY_TAG = {"train": 1 << 63, "validation": (1 << 63) + 1}  # all other keys of `random_bits` are below 2**63
 
 
-class SyntheticWindows(index.Shuffled):
+class SyntheticWindows(index.Windows):
     """Windows that are a pure function of (split, index); a token depends on its predecessor and on random bits.
 
     A model that has learnt the rule reaches a loss of about 0.88 nats with 256 ids, from ln 256 = 5.55 untrained.

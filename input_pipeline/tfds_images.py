@@ -3,7 +3,7 @@
 import hashlib
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from input_pipeline import streams, tfds_records
 
@@ -27,8 +27,8 @@ class TfdsImages:
 
         builder = tfds_records.prepared_builder(name, data_dir)
         features = builder.info.features
-        self._image = _only_feature(name, features, "image", tfds.features.Image)
-        self._label = _only_feature(name, features, "label", tfds.features.ClassLabel)
+        self._image = tfds_records.only_feature(name, features, "image", tfds.features.Image)
+        self._label = tfds_records.only_feature(name, features, "label", tfds.features.ClassLabel)
         self.num_classes: int = features[self._label].num_classes
         self._name = name
         self._split, self._start, self._stop = tfds_records.range_of(name, builder.info.splits, split)
@@ -51,22 +51,4 @@ class TfdsImages:
             image.load()
             return image, int(record[self._label])
         except Exception as error:  # damaged files can raise any exception
-            raise ValueError(
-                f"tfds:{self._name}: record {self._start + number} of {self._split} cannot be read "
-                f"({tfds_records.first_line(error)})"
-            ) from error
-
-
-def _only_feature(name: str, features: Any, wanted: str, kind: type) -> str:
-    """Returns the feature `wanted` if its type is `kind`, else the only feature of that type."""
-    found = [key for key, feature in features.items() if isinstance(feature, kind)]
-    if wanted in found:
-        return wanted
-    if len(found) == 1:
-        return found[0]
-    listing = ", ".join(f"{key} ({type(feature).__name__})" for key, feature in features.items())
-    problem = f"no {wanted}" if not found else f"{len(found)} features of that type, none of them called '{wanted}'"
-    raise ValueError(
-        f"data.source is 'tfds:{name}': data.objective='classify' needs an image and a class: it has {problem}; its "
-        f"features are {listing}"
-    )
+            raise tfds_records.unreadable(self._name, self._start + number, self._split, error) from error

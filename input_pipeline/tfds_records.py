@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from files.cache import cache_dir
 from input_pipeline import cache
 from input_pipeline.folder import VALIDATION_SHARE
 
@@ -19,7 +20,7 @@ def prepared_builder(name: str, data_dir: str) -> Any:
     try:
         builder = tfds.builder(name, data_dir=where)
         if not builder.is_prepared():
-            with cache.lock(cache.cache_dir() / f".tfds-{name.replace('/', '-')}.lock"):
+            with cache.lock(cache_dir() / f".tfds-{name.replace('/', '-')}.lock"):
                 builder = tfds.builder(name, data_dir=where, file_format="array_record")
                 builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
         return builder
@@ -31,7 +32,7 @@ def prepared_builder(name: str, data_dir: str) -> Any:
         ) from error
     except Exception as error:  # builders are third-party code and can raise any exception
         raise ValueError(
-            f"data.source is 'tfds:{name}': TFDS cannot prepare it ({type(error).__name__}: {first_line(error)})"
+            f"data.source is 'tfds:{name}': TFDS cannot prepare it ({type(error).__name__}: {_first_line(error)})"
         ) from error
 
 
@@ -41,7 +42,7 @@ def data_source(name: str, builder: Any, split: str, decoders: Any = None) -> An
         return builder.as_data_source(split=split, decoders=decoders)
     except Exception as error:
         raise ValueError(
-            f"data.source is 'tfds:{name}': no random access to {builder.data_dir} ({first_line(error)}); "
+            f"data.source is 'tfds:{name}': no random access to {builder.data_dir} ({_first_line(error)}); "
             "prepare it with file_format='array_record'"
         ) from error
 
@@ -63,8 +64,27 @@ def range_of(name: str, splits: Any, split: str) -> tuple[str, int, int]:
     return ("train", 0, cut) if split == "train" else ("train", cut, count)
 
 
-def first_line(error: Exception) -> str:
-    """Returns the first line of an error's message."""
+def only_feature(name: str, features: Any, wanted: str, kind: type) -> str:
+    """Returns the feature `wanted` if its type is `kind`, else the only feature of that type. ValueError if none is."""
+    found = [key for key, feature in features.items() if isinstance(feature, kind)]
+    if wanted in found:
+        return wanted
+    if len(found) == 1:
+        return found[0]
+    listing = ", ".join(f"{key} ({type(feature).__name__})" for key, feature in features.items())
+    raise ValueError(
+        f"data.source is 'tfds:{name}', which needs a feature {wanted!r} or a single one of type {kind.__name__}, but "
+        f"has {len(found)} of that type; its features are {listing}"
+    )
+
+
+def unreadable(name: str, place: int, split: str, error: Exception) -> ValueError:
+    """Returns the error of a record that cannot be read."""
+    why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else _first_line(error)
+    return ValueError(f"tfds:{name}: record {place} of {split} cannot be read ({why})")
+
+
+def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0]
 
 

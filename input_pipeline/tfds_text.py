@@ -15,8 +15,10 @@ def source(name: str, data_dir: str, split: str) -> TextSource:
     `tfds_records.range_of` defines the splits. The text is the feature `text`, or else the only text feature.
     Raises ValueError for a data set that TFDS does not know or cannot prepare or read, or without train or text.
     """
+    import tensorflow_datasets as tfds
+
     builder = tfds_records.prepared_builder(name, data_dir)
-    feature = _text_feature(name, builder.info.features)
+    feature = tfds_records.only_feature(name, builder.info.features, "text", tfds.features.Text)
     tfds_split, start, stop = tfds_records.range_of(name, builder.info.splits, split)
     folder = Path(builder.data_dir)
     rule = f"tfds {feature} {tfds_split} {start} {stop}"
@@ -26,29 +28,12 @@ def source(name: str, data_dir: str, split: str) -> TextSource:
         for place in range(start, stop):
             try:
                 yield _text(records[place][feature])
-            except UnicodeDecodeError as error:
-                raise ValueError(f"tfds:{name}: record {place} of {tfds_split} is not UTF-8 text") from error
             except Exception as error:  # damaged files can raise any exception
-                raise ValueError(
-                    f"tfds:{name}: record {place} of {tfds_split} cannot be read ({tfds_records.first_line(error)})"
-                ) from error
+                raise tfds_records.unreadable(name, place, tfds_split, error) from error
 
     return TextSource(
         name=f"tfds:{name}", signature=signature(rule, folder, list(text_files(folder))), documents=documents
     )
-
-
-def _text_feature(name: str, features: Any) -> str:
-    import tensorflow_datasets as tfds
-
-    found = [key for key, feature in features.items() if isinstance(feature, tfds.features.Text)]
-    if "text" in found:
-        return "text"
-    if len(found) == 1:
-        return found[0]
-    listing = ", ".join(f"{key} ({type(feature).__name__})" for key, feature in features.items())
-    problem = "no text feature" if not found else f"{len(found)} text features, none of them called 'text'"
-    raise ValueError(f"data.source is 'tfds:{name}': it has {problem}; its features are {listing}")
 
 
 def _text(value: Any) -> str:

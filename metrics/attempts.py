@@ -6,9 +6,12 @@ from math import isfinite
 from statistics import median
 from typing import Any
 
+from metrics.charts import Chart, Series, number_axis
 from metrics.run_files import Row, series
+from metrics.units import UNKNOWN, format_count, format_seconds
 from runtime.events import Event
 
+UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 ENDS = (Event.STOPPED, Event.LOST_PEER, Event.EXITED)
 
 
@@ -88,3 +91,41 @@ def goodput(attempts: Sequence[Attempt], rows: Sequence[Row]) -> float | None:
 def span_s(attempts: Sequence[Attempt]) -> float:
     """Returns the seconds from the start of the first attempt to the last sign of any."""
     return max((attempt.ended_s for attempt in attempts), default=0.0) - (attempts[0].started_s if attempts else 0.0)
+
+
+def nodes_chart(attempts: Sequence[Attempt]) -> Chart:
+    """Returns a chart of the nodes that train over the time since the start: none in a pause."""
+    start, whole_s = attempts[0].started_s, span_s(attempts)
+    name, unit_s = next((name, unit_s) for name, unit_s in UNITS if whole_s > 3 * unit_s or unit_s == 1)
+    line: list[tuple[float, float]] = [(0.0, 0.0)]
+    for attempt in attempts:
+        if attempt.first_step_s is None:
+            continue
+        first, last = ((time_s - start) / unit_s for time_s in (attempt.first_step_s, attempt.ended_s))
+        line += [(first, 0), (first, attempt.nodes), (last, attempt.nodes), (last, 0)]
+    most = max(attempt.nodes for attempt in attempts)
+    return Chart(
+        series=[Series(label="nodes", colour=0, line=line)],
+        x=number_axis(0.0, whole_s / unit_s, "{:g}".format),
+        y=number_axis(
+            0.0, most, format_count, labels={n: str(n) for n in range(0, most + 1, -(-most // 8))}, margin=0.02
+        ),
+        x_name=f"{name} since the start",
+        label="nodes over time",
+        note="Nodes that train; none in a pause.",
+    )
+
+
+def attempts_rows(attempts: Sequence[Attempt]) -> list[tuple[str, ...]]:
+    """Returns a row for each attempt, below the names of the columns: the last two are of words."""
+    rows = [("Began after", "Nodes", "From step", "Pause", "Steps again", "State from", "Ended")]
+    for attempt, pause in zip(attempts, pauses(attempts), strict=True):
+        numbers = (
+            format_seconds(attempt.started_s - attempts[0].started_s),
+            str(attempt.nodes),
+            format_count(attempt.start_step),
+            UNKNOWN if pause is None else format_seconds(pause),
+            format_count(attempt.steps_again),
+        )
+        rows.append((*numbers, attempt.source, attempt.end or "no sign of its end"))
+    return rows

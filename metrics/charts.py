@@ -1,21 +1,18 @@
-"""`draw`: a chart as inline SVG, which is small, sharp at every size and follows the page's light and dark colours.
-
-Colours are CSS classes of the page: `colour-N` for strokes and `back-N` for the legend, N counting `palette.SERIES`.
-"""
+"""`Chart`: series over two axes, which the template draws as SVG: small, sharp, and in the page's colours."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
+from statistics import median
 from typing import Any
 
-from palette import SERIES
-
-WIDTH, HEIGHT = 560.0, 278.0
-LEFT, RIGHT, TOP, BOTTOM = 76.0, 16.0, 16.0, 52.0
+Points = Sequence[tuple[float, float]]
 LETTER = 6.6  # width of a character of a tick label
 TICKS = 7  # of an axis, about
+MAX_POINTS = 400  # of one curve
+MAX_TIPS = 50  # of one curve
+TREND_FROM = 200  # points
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +26,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A line of (x, y), dots of (x, y, tooltip), or both, in one colour.
+    """A line of (x, y), dots of (x, y, tooltip), or both, in one colour, which counts `palette.SERIES`.
 
     A y that is not finite is a gap in the line, and a cross at the top for a dot. `shift` moves the dots to the right.
     """
@@ -39,7 +36,63 @@ class Series:
     line: Sequence[tuple[Any, float]] = ()
     dots: Sequence[tuple[Any, float, str]] = ()
     shift: float = 0.0
+    hover: bool = False  # shows a dot only below the pointer
     faint: bool = False  # and not in the legend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """What the template draws, in units of its `viewBox`; without series, the note alone."""
+
+    series: Sequence[Series] = ()
+    x: Axis = Axis(position=float, ticks=())
+    y: Axis = Axis(position=float, ticks=())
+    x_name: str = ""
+    label: str = ""
+    legend: str = ""  # its title
+    note: str = ""
+
+    width, height = 560, 278
+    left, right, top, bottom = 76, 544, 16, 226
+
+    def runs(self, one: Series) -> Iterator[list[str]]:
+        """Yields the places (`x y`) of each part of the line that has no gap; a single one twice, so that it shows."""
+        for finite, run in groupby(one.line, key=lambda point: math.isfinite(point[1])):
+            if finite:
+                places = [f"{self._across(self.x.position(a))} {self._down(self.y.position(b))}" for a, b in run]
+                yield places if len(places) > 1 else places * 2
+
+    def dots(self, one: Series) -> Iterator[tuple[float, float | None, str]]:
+        """Yields (x, y, tooltip) of each dot; y is None where the value is not finite."""
+        for a, b, tip in one.dots:
+            y = self._down(self.y.position(b)) if math.isfinite(b) else None
+            yield self._across(self.x.position(a)) + one.shift, y, tip
+
+    def y_ticks(self) -> list[tuple[float, str]]:
+        """Returns (y, label) of each tick."""
+        return [(self._down(position), label) for position, label in self.y.ticks]
+
+    def x_ticks(self) -> Iterator[tuple[float, str, str]]:
+        """Yields (x, shown, label): a long word is shortened, a label that would touch the one before is left out."""
+        room = int((self.right - self.left) / max(1, len(self.x.ticks)) / LETTER)
+        end = -math.inf
+        for position, label in sorted(self.x.ticks):
+            fits = self.x.numeric or len(label) < room
+            shown = label if fits else label[: room - 1] + "\N{HORIZONTAL ELLIPSIS}"
+            half = len(shown) * LETTER / 2
+            middle = min(self._across(position), self.width - half)
+            if middle - half > end:
+                yield round(middle, 1), shown, label
+                end = middle + half + LETTER
+
+    def _across(self, position: float) -> float:
+        return round(self.left + position * (self.right - self.left), 1)
+
+    def _down(self, position: float) -> float:
+        return round(self.bottom - position * (self.bottom - self.top), 1)
+
+
+# ---------------------------------------------------------------------------------------------------- axes
 
 
 def number_axis(
@@ -84,58 +137,6 @@ def nice_ticks(low: float, high: float, count: int = TICKS) -> list[float]:
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)] or [low]
 
 
-def draw(series: Sequence[Series], x: Axis, y: Axis, *, x_name: str, label: str, legend: str = "") -> str:
-    """Returns the SVG and its legend, which has the title `legend`; one series without a title needs no legend."""
-    parts = [
-        f'<svg class="chart" viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" aria-label="{escape(label)}">',
-        *_y_ticks(y),
-        *_x_ticks(x),
-        _tick_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, x_name),
-    ]
-    for one in series:
-        style = f"colour-{one.colour % len(SERIES)}"
-        for finite, run in groupby(one.line, key=lambda point: math.isfinite(point[1])):
-            places = [f"{_x(x.position(a)):.1f} {_y(y.position(b)):.1f}" for a, b in run] if finite else []
-            if places:
-                path = "L".join(places if len(places) > 1 else places * 2)
-                parts.append(f'<path class="line {style}{" faint" if one.faint else ""}" d="M{path}"/>')
-        for a, b, tip in one.dots:
-            left, title = _x(x.position(a)) + one.shift, f"<title>{escape(tip)}</title>"
-            if math.isfinite(b):
-                shape = f'<circle class="dot {style}" cx="{left:.1f}" cy="{_y(y.position(b)):.1f}" r="3.4">'
-                parts.append(f"{shape}{title}</circle>")
-            else:
-                cross = f"M{left - 4:.1f} {TOP - 8}l8 8m0 -8l-8 8"
-                parts.append(f'<path class="line {style}" d="{cross}">{title}</path>')
-    named = [one for one in series if not one.faint]
-    return "".join(parts) + "</svg>" + (_legend(legend, named) if legend or len(named) > 1 else "")
-
-
-def _y_ticks(y: Axis) -> Iterator[str]:
-    for position, label in y.ticks:
-        top = _y(position)
-        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{top:.1f}" y2="{top:.1f}"/>'
-        yield _tick_text(LEFT - 8, top + 4, label, anchor="end")
-
-
-def _x_ticks(x: Axis) -> Iterator[str]:
-    """Yields the labels: a long word is shortened, and a label that would touch the previous one is left out."""
-    room = int((WIDTH - LEFT - RIGHT) / max(1, len(x.ticks)) / LETTER)
-    end = -math.inf
-    for position, label in sorted(x.ticks):
-        short = label if x.numeric or len(label) < room else label[: room - 1] + "\N{HORIZONTAL ELLIPSIS}"
-        half = len(short) * LETTER / 2
-        middle = min(_x(position), WIDTH - half)
-        if middle - half > end:
-            yield _tick_text(middle, HEIGHT - BOTTOM + 18, short, title="" if short == label else label)
-            end = middle + half + LETTER
-
-
-def _tick_text(x: float, y: float, text: str, *, anchor: str = "middle", title: str = "") -> str:
-    tip = f"<title>{escape(title)}</title>" if title else ""
-    return f'<text class="tick" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}{tip}</text>'
-
-
 def _log_ticks(low: float, high: float) -> list[float]:
     """Returns round numbers between 10**low and 10**high: 1, 2 and 5 of each decade, or only 1 of many decades."""
     factors = (1, 2, 5) if high - low < 2.5 else (1,)
@@ -144,16 +145,87 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return inside if len(inside) > 1 else [10**low, 10**high]
 
 
-def _legend(title: str, series: Sequence[Series]) -> str:
-    keys = "".join(
-        f'<span><i class="key back-{one.colour % len(SERIES)}"></i>{escape(one.label)}</span>' for one in series
+# ----------------------------------------------------------------------------------------- curves over steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """(step, value) pairs; a `sparse` one, such as validations, gets dots and no trend."""
+
+    label: str
+    points: Points
+    sparse: bool = False
+
+
+def curve_chart(curves: Sequence[Curve], *, form: Callable[[float], str], label: str, zero: bool = False) -> Chart:
+    """Returns a chart of value over step: long curves are thinned, with a trend over them.
+
+    `zero` starts the axis at 0. Values that are not finite leave a gap.
+    """
+    finite = [(step, value) for curve in curves for step, value in curve.points if math.isfinite(value)]
+    if not finite:
+        return Chart(note="No finite value was measured.")
+    steps, values = [step for step, _ in finite], [value for _, value in finite]
+    low, high, cut = _value_range(values, zero)
+    x_ticks = nice_ticks(min(steps), max(steps)) if min(steps) < max(steps) else [min(steps)]
+    x = number_axis(min(steps), max(steps), "{:,.0f}".format, labels={t: f"{t:,.0f}" for t in x_ticks if t == int(t)})
+    return Chart(
+        series=[one for colour, curve in enumerate(curves) for one in _series(curve, colour, form)],
+        x=x,
+        y=number_axis(low, high, form),
+        x_name="step",
+        label=label,
+        note=f"{cut} value{'s' if cut > 1 else ''} above {form(high)} drawn at the top edge." if cut else "",
     )
-    return f'<p class="legend">{f"<span>{escape(title)}</span>" if title else ""}{keys}</p>'
 
 
-def _x(position: float) -> float:
-    return LEFT + position * (WIDTH - LEFT - RIGHT)
+def thin_out(points: Points, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
+    """Returns at most `max_points` points: the minimum and the maximum of each interval, so that no spike is lost.
+
+    The first and the last point are always included. A value that is not finite counts as a minimum.
+    """
+    if len(points) <= max_points:
+        return list(points)
+    thinned = [points[0]]
+    for interval in _intervals(points[1:-1], (max_points - 2) // 2):
+        order = sorted(range(len(interval)), key=lambda j: v if math.isfinite(v := interval[j][1]) else -math.inf)
+        thinned += [interval[j] for j in sorted({order[0], order[-1]})]
+    return [*thinned, points[-1]]
 
 
-def _y(position: float) -> float:
-    return HEIGHT - BOTTOM - position * (HEIGHT - TOP - BOTTOM)
+def trend(points: Points, max_points: int = 100) -> list[tuple[float, float]]:
+    """Returns the median of each interval at its middle: it neither lags behind the curve nor follows its spikes."""
+    medians = []
+    for interval in _intervals(points, max(1, min(max_points, len(points) // 4))):
+        finite = [value for _, value in interval if math.isfinite(value)]
+        medians.append(((interval[0][0] + interval[-1][0]) / 2, median(finite) if finite else math.nan))
+    return medians
+
+
+def _series(curve: Curve, colour: int, form: Callable[[float], str]) -> list[Series]:
+    """Returns the thinned curve, below its trend if it is long; with tooltips at some of its points."""
+    line = thin_out(curve.points)
+    is_long = not curve.sparse and len(curve.points) >= TREND_FROM
+    shown = trend(curve.points) if is_long else line
+    told = [point for point in shown[:: -(-len(shown) // MAX_TIPS)] if math.isfinite(point[1])]
+    dots = [(step, value, f"{curve.label}, step {step:,.0f}: {form(value)}") for step, value in told]
+    series = [Series(label=curve.label, colour=colour, line=shown, dots=dots, hover=not curve.sparse)]
+    return [Series(label=curve.label, colour=colour, line=line, faint=True), *series] if is_long else series
+
+
+def _intervals(points: Points, count: int) -> list[Points]:
+    """Returns the points cut into `count` parts of about equal length."""
+    return [points[i * len(points) // count : (i + 1) * len(points) // count] for i in range(count)]
+
+
+def _value_range(values: Sequence[float], zero: bool) -> tuple[float, float, int]:
+    """Returns (low, high, number of values above high); high leaves out a few outliers that would flatten the rest."""
+    ordered = sorted(values)
+    low, high = ordered[0], ordered[-1]
+    usual = ordered[int(0.98 * (len(ordered) - 1))]
+    if len(ordered) >= 20 and high - low > 4 * (usual - low) and high > 3 * median(ordered):
+        high = max(usual + 0.25 * (usual - low), 1.2 * median(ordered))
+    if zero:
+        low = min(0.0, low)
+    margin = 0.04 * (high - low)
+    return (low if zero else low - margin), high + margin, sum(value > high + margin for value in values)

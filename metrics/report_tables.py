@@ -1,24 +1,17 @@
-"""The tables and the mesh picture of the report, as escaped HTML."""
+"""The tables of a run's page: its strategy, its configuration, and the collectives of its step."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from dataclasses import dataclass
 from math import isfinite, prod
 from statistics import median
 from typing import Any
 
-from metrics.page import note, picture
 from metrics.run_files import RunFiles, number, series
 from metrics.units import UNKNOWN, format_bytes, format_count
 
 AXES = ("stage", "replica_inter", "shard_inter", "replica_intra", "shard_intra", "tensor", "expert")
 WIRE_KEYS = ("wire_tx_bytes", "wire_rx_bytes")
 Fact = tuple[str, str]
-
-
-def facts_table(facts: Sequence[Fact]) -> str:
-    """Returns a two-column table."""
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts)
-    return f'<table class="facts"><tbody>{rows}</tbody></table>'
 
 
 def config_facts(values: Mapping[str, Any], prefix: str = "") -> list[Fact]:
@@ -48,8 +41,8 @@ def strategy_facts(run: RunFiles) -> list[Fact]:
             f"{name} {_text(sharding[name])}" for name in ("parameters", "gradients", "optimizer") if sharding.get(name)
         ]
         facts += [("scopes", ", ".join(scopes))] if scopes else []
-    sizes = _mesh_sizes(run)
-    if sizes:
+    mesh = _section(run.environment, "mesh")
+    if sizes := {axis: mesh[axis] for axis in AXES if isinstance(mesh.get(axis), int)}:
         facts.append(("mesh", ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"))
         size = {axis: sizes.get(axis, 1) for axis in AXES}
         facts.append(("devices", format_count(prod(size.values()))))
@@ -64,56 +57,54 @@ def strategy_facts(run: RunFiles) -> list[Fact]:
     return facts
 
 
-def mesh_picture(run: RunFiles) -> str:
-    """Returns `mesh.png` inline."""
-    if run.mesh_png is None:
-        return note(f"mesh.png {run.problems.get('mesh.png', 'is missing')}.")
-    return picture(run.mesh_png, "which device holds which shard")
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The rows of a table below its head, and the kind of each."""
+
+    rows: Sequence[Sequence[str]]
+    kinds: Sequence[str]
 
 
-def collective_table(run: RunFiles) -> str:
-    """Returns the collectives of the compiled step, grouped by mesh axes, with byte counts and sums."""
-    entries = run.collectives.get("collectives")
-    rows = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
-    if not rows:
+def collective_table(run: RunFiles) -> Table | None:
+    """Returns the collectives of the compiled step, grouped by mesh axes, with byte counts and sums; None without."""
+    entries = _collectives(run)
+    if not entries:
+        return None
+    rows = [("Over axes", "Kind", "Type", "Payload", "Times per step", "Inside nodes", "Between nodes")]
+    kinds = []
+    for axes, members in _by_axes(entries):
+        rows += [(axes, *[""] * 4, *_bytes_cells(_sum(members))), *map(_collective_row, members)]
+        kinds += ["group", *["member"] * len(members)]
+    return Table(rows=[*rows, ("Sum", *[""] * 4, *_bytes_cells(_sum(entries)))], kinds=[*kinds, "total"])
+
+
+def collectives_note(run: RunFiles) -> str:
+    """Returns where the table is from, or why there is none, and what the network interfaces counted, if they did."""
+    if not _collectives(run):
         problem = run.collectives.get("problem")
         why = f"says that {problem}" if problem else "lists no collectives: the step sends nothing"
-        return note(f"collectives.json {run.problems.get('collectives.json', why)}.")
-    lines = []
-    for axes, members in _by_axes(rows):
-        lines.append(
-            f'<tr class="group"><td colspan="5">{escape(axes)}</td>{_bytes_cells(_sum(members))}</tr>'
-            + "".join(_collective_row(member) for member in members)
-        )
-    total = {key: _first_number(run.collectives.get(key), value) for key, value in _sum(rows).items()}
-    lines.append(f'<tr class="total"><td colspan="5">Sum</td>{_bytes_cells(total)}</tr>')
-    words, numbers = ("Over axes", "Kind", "Type"), ("Payload", "Times per step", "Inside nodes", "Between nodes")
-    heads = "".join(f"<th>{head}</th>" for head in words)
-    heads += "".join(f'<th class="n">{head}</th>' for head in numbers)
-    return (
-        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-        + note(f"From the compiled program. Bytes are per device and step.{_on_the_wire(run)}")
-    )
-
-
-def _collective_row(entry: Mapping[str, Any]) -> str:
-    payload, times = number(entry.get("payload_bytes")), number(entry.get("times"))
-    cells = (
-        f"<td>{escape(_text(entry.get('name') or UNKNOWN))}</td><td>{escape(_text(entry.get('kind', '')))}</td>"
-        f"<td>{escape(_text(entry.get('dtype', '')))}</td>"
-        f'<td class="n">{UNKNOWN if payload is None else format_bytes(payload)}</td>'
-        f'<td class="n">{UNKNOWN if times is None else format_count(times)}</td>'
-    )
-    return f'<tr class="member">{cells}{_bytes_cells(_sum([entry]))}</tr>'
-
-
-def _on_the_wire(run: RunFiles) -> str:
-    """Returns a sentence on the bytes that the network interfaces counted, if they did."""
+        return f"collectives.json {run.problems.get('collectives.json', why)}."
+    said = "From the compiled program. Bytes are per device and step."
     counts = [[value for _, value in series(run.rows, key) if isfinite(value)] for key in WIRE_KEYS]
     if not all(counts):
-        return ""
+        return said
     sent, received = (format_bytes(median(values)) for values in counts)
-    return f" Counted by this node's network interfaces, median per step: {sent} sent, {received} received."
+    return f"{said} Counted by this node's network interfaces, median per step: {sent} sent, {received} received."
+
+
+def _collectives(run: RunFiles) -> list[Mapping[str, Any]]:
+    entries = run.collectives.get("collectives")
+    return [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
+
+
+def _collective_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    words = (entry.get("name") or UNKNOWN, entry.get("kind", ""), entry.get("dtype", ""))
+    payload, times = number(entry.get("payload_bytes")), number(entry.get("times"))
+    numbers = (
+        UNKNOWN if payload is None else format_bytes(payload),
+        UNKNOWN if times is None else format_count(times),
+    )
+    return *map(_text, words), *numbers, *_bytes_cells(_sum([entry]))
 
 
 def _by_axes(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
@@ -132,16 +123,8 @@ def _sum(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {key: sum(number(row.get(key)) or 0.0 for row in rows) for key in ("intra_bytes", "inter_bytes")}
 
 
-def _bytes_cells(counts: Mapping[str, float]) -> str:
-    return "".join(
-        f'<td class="n">{format_bytes(counts[key]) if counts[key] else UNKNOWN}</td>'
-        for key in ("intra_bytes", "inter_bytes")
-    )
-
-
-def _first_number(value: Any, otherwise: float) -> float:
-    found = number(value)
-    return otherwise if found is None else found
+def _bytes_cells(counts: Mapping[str, float]) -> list[str]:
+    return [format_bytes(counts[key]) if counts[key] else UNKNOWN for key in ("intra_bytes", "inter_bytes")]
 
 
 def _strategy_name(sharding: Mapping[str, Any]) -> str:
@@ -150,20 +133,8 @@ def _strategy_name(sharding: Mapping[str, Any]) -> str:
     return f"{name}, partition groups of {_text(size)} devices" if size else name
 
 
-def _mesh_sizes(run: RunFiles) -> dict[str, int]:
-    """Returns the sizes of the mesh axes, which may be at any level of `environment.json`."""
-    waiting: list[Mapping[str, Any]] = [run.environment]
-    while waiting:
-        values = waiting.pop(0)
-        sizes = {axis: values[axis] for axis in AXES if isinstance(values.get(axis), int)}
-        if sizes:
-            return sizes
-        waiting += [value for value in values.values() if isinstance(value, Mapping)]
-    return {}
-
-
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
+def _section(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = values.get(key)
     return value if isinstance(value, Mapping) else {}
 
 

@@ -2,14 +2,14 @@
 
 import math
 import os
-import shlex
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from files import json_lines
+from files import json_lines, run_directory
 from runtime.command_line import one_line
 from runtime.events import EventReader
 
@@ -34,10 +34,8 @@ class RunFiles:
     @property
     def name(self) -> str:
         """The config's name, else the config file of the command line, else the folder's name."""
-        named = self.config.get("name")
-        return (
-            str(named) if named else _config_of_command(self.environment.get("command")) or self.run_dir.resolve().name
-        )
+        named = self.config.get("name") or _config_of_command(self.environment.get("command"))
+        return str(named or self.run_dir.resolve().name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,21 +64,20 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunFiles:
     folder = Path(run_dir)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a directory; pass the --workdir of a run")
-    if not any((folder / name).is_file() for name in ("config.json", "metrics.jsonl")):
+    if not any((folder / name).is_file() for name in (run_directory.CONFIG, run_directory.METRICS)):
         raise ValueError(f"{folder} has neither config.json nor metrics.jsonl; pass the --workdir of a run")
     problems: dict[str, str] = {}
-    objects = {
-        stem: _read_object(folder / f"{stem}.json", problems)
-        for stem in ("config", "environment", "collectives", "summary")
-    }
-    sample = _read_bytes(folder / "sample.txt", problems)
+    sample = _read_bytes(folder / run_directory.SAMPLE, problems)
     return RunFiles(
         run_dir=folder,
-        **objects,
-        rows=_read_rows(folder / "metrics.jsonl", problems),
+        config=_read_object(folder / run_directory.CONFIG, problems),
+        environment=_read_object(folder / run_directory.ENVIRONMENT, problems),
+        collectives=_read_object(folder / run_directory.COLLECTIVES, problems),
+        summary=_read_object(folder / run_directory.SUMMARY, problems),
+        rows=_read_rows(folder / run_directory.METRICS, problems),
         events=tuple(EventReader(folder).new()),
         sample=None if sample is None else sample.decode("utf-8", errors="replace"),
-        mesh_png=_read_bytes(folder / "mesh.png", problems),
+        mesh_png=_read_bytes(folder / run_directory.MESH, problems),
         problems=problems,
     )
 
@@ -175,15 +172,6 @@ def _read_rows(path: Path, problems: dict[str, str]) -> tuple[Row, ...]:
 
 def _config_of_command(command: Any) -> str | None:
     """Returns `quickstart` of `train.py --config=configs/quickstart.py`, with its `:arg` if it has one."""
-    words = [str(word) for word in command] if isinstance(command, list) else []
-    if isinstance(command, str):
-        try:
-            words = shlex.split(command)
-        except ValueError:
-            return None
-    for word, following in zip(words, [*words[1:], ""], strict=False):
-        flag, equals, value = word.lstrip("-").partition("=")
-        if flag == "config" and word.startswith("-") and (value or following):
-            path, colon, argument = (value if equals else following).partition(":")
-            return Path(path).stem + colon + argument
-    return None
+    found = re.search(r"--?config[= ](\S+)", str(command))
+    path, colon, argument = found[1].partition(":") if found else ("", "", "")
+    return Path(path).stem + colon + argument if found else None

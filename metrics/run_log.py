@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from files import atomic
+from files import atomic, run_directory
 from metrics.progress import Progress
 from metrics.report import write_report
 from metrics.run_files import read_run
@@ -16,8 +16,6 @@ from metrics.throughput import StepTimer
 from metrics.wandb_sink import WandbSink
 from metrics.wire import WireCounter
 from metrics.writer import MetricsWriter
-
-SUMMARY_FILE = "summary.json"
 
 
 class RunLog:
@@ -41,7 +39,7 @@ class RunLog:
         started_s: float,
         sink: str = "none",
     ) -> None:
-        """Writes each of `files` as `NAME.json` and sets up the rest.
+        """Writes each of `files`, JSON by its name, and sets up the rest.
 
         `constants` are added to every row of the metrics; `started_s` is the `perf_counter()` at the program's start.
         `sink`: where the rows go too, `wandb` or `none`.
@@ -54,14 +52,14 @@ class RunLog:
         if not enabled:
             return
         for name, content in files.items():
-            _write_json(run_dir / f"{name}.json", content)
-        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier attempt; a killed one must leave none
+            _write_json(run_dir / name, content)
+        (run_dir / run_directory.SUMMARY).unlink(missing_ok=True)  # of an earlier attempt; a killed one must leave none
         self._writer = MetricsWriter(run_dir, resume_step=start_step)
         self._progress = Progress(num_steps, start_step)
         self._sink: WandbSink | None = None
         if sink == "wandb":
             with self._sink_or_warning():
-                self._sink = WandbSink(run_dir, files.get("config", {}))
+                self._sink = WandbSink(run_dir, files.get(run_directory.CONFIG, {}))
         self._wire = WireCounter() if count_wire else None
 
     def __enter__(self) -> Self:
@@ -96,9 +94,10 @@ class RunLog:
         if not self._enabled:
             return
         self.flush()
-        speed = self._timer.done(step, time.perf_counter())
-        wire = self._wire.delta() if self._wire else None
-        row = {**scalars, **(speed.scalars() if speed else {}), **(wire.per_step() if wire else {}), **self._constants}
+        row = {**scalars, **self._timer.done(step, time.perf_counter())}
+        if wire := self._wire.delta() if self._wire else None:
+            row |= {"wire_tx_bytes": wire.tx_bytes, "wire_rx_bytes": wire.rx_bytes}
+        row |= self._constants
         self._row = step, row
         if step == self._start_step + 1:
             self.say(f"first step done after {time.perf_counter() - self._started_s:.1f} s")
@@ -119,11 +118,8 @@ class RunLog:
         if self._row is None:
             return
         step, row = self._row
-        if self._is_logged(step) or "validation_loss" in row:
+        if step % self._log_every == 0 or step == self._num_steps or "validation_loss" in row:
             self._write_row()
-
-    def _is_logged(self, step: int) -> bool:
-        return step % self._log_every == 0 or step == self._num_steps
 
     def close(self, exit_reason: str, *, sample: str | None = None, mesh_png: bytes | None = None) -> None:
         """Writes the summary and the report, and prints the summary."""
@@ -133,15 +129,16 @@ class RunLog:
         if self._row is not None:
             self._write_row()
         self._writer.close()
-        for name, content in (("sample.txt", None if sample is None else sample.encode()), ("mesh.png", mesh_png)):
-            if content is not None:
-                (self._run_dir / name).write_bytes(content)
+        if sample is not None:
+            (self._run_dir / run_directory.SAMPLE).write_text(sample, encoding="utf-8")
+        if mesh_png is not None:
+            (self._run_dir / run_directory.MESH).write_bytes(mesh_png)
         summary: dict[str, Any] = {}
         for row in read_run(self._run_dir).rows:  # the last value of each key, earlier attempts included
             summary |= {name: row[key] for key, name in IN_SUMMARY.items() if key in row}
             summary |= {key: row[key] for key in row if key.startswith("data_") and key != "data_wait_s"}  # of shards
         summary |= {"exit_reason": exit_reason, "wall_time_s": time.perf_counter() - self._started_s} | self._spent
-        _write_json(self._run_dir / SUMMARY_FILE, summary)
+        _write_json(self._run_dir / run_directory.SUMMARY, summary)
         if sample is not None:
             print(sample)
         print_summary(self._run_dir)

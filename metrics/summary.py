@@ -1,26 +1,21 @@
 """`print_summary`: the table printed at the end of a run."""
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from metrics.run_files import Results, RunFiles, read_run, results_of
+from metrics.run_files import Results, read_run, results_of
 from metrics.units import format_bytes, format_count, format_loss, format_percent, format_seconds
 
 
-def print_summary(run: str | os.PathLike[str] | Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints the results of a run directory, or of a dict like `summary.json`; unknown numbers are omitted."""
-    files = RunFiles(run_dir=Path("run"), summary=dict(run)) if isinstance(run, Mapping) else read_run(run)
-    title = None if isinstance(run, Mapping) else files.name
-    table = Table(
-        title=None if title is None else Text(title), box=box.SIMPLE_HEAD, show_header=False, title_justify="left"
-    )
+def print_summary(run_dir: Path, console: Console | None = None) -> None:
+    """Prints the results of a run directory; unknown numbers are omitted."""
+    files = read_run(run_dir)
+    table = Table(title=Text(files.name), box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", overflow="fold")
     for label, value in headline(results_of(files)):

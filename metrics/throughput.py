@@ -1,6 +1,4 @@
-"""Step time, tokens or examples per second, and model FLOP/s utilisation, from the times at which steps ended."""
-
-from dataclasses import dataclass
+"""`StepTimer`: step time, tokens or examples per second, and model FLOP/s utilisation."""
 
 # Dense matrix FLOP/s in bf16 with f32 accumulation (fp16 on V100 and T4, which have no bf16), from the vendors' data
 # sheets; half the value where a sheet assumes sparsity. The first pattern contained in the device kind applies.
@@ -42,51 +40,18 @@ def peak_flops(device_kind: str) -> float | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Throughput:
-    """The speed of one step; `mfu` is a fraction, or None if the peak or the model's FLOPs are unknown."""
-
-    step_time_s: float
-    per_s: float
-    unit: str  # tokens | examples
-    mfu: float | None
-
-    def scalars(self) -> dict[str, float]:
-        """Returns the speed as keys of `metrics.jsonl`."""
-        known = {} if self.mfu is None else {"mfu": self.mfu}
-        return {"step_time_s": self.step_time_s, f"{self.unit}_per_s": self.per_s} | known
-
-
-def throughput(
-    *,
-    step_time_s: float,
-    per_step: float,
-    unit: str,
-    flops_per_step: float | None = None,
-    peak_flops_per_s: float | None = None,
-) -> Throughput:
-    """Returns the speed of a step of `per_step` tokens or examples that took `step_time_s`.
-
-    `flops_per_step` counts the model's FLOPs for the global batch without recomputation; `peak_flops_per_s` is the sum
-    over all devices.
-    """
-    if not step_time_s > 0:
-        raise ValueError(f"step_time_s is {step_time_s}; it must be positive")
-    mfu = None
-    if flops_per_step is not None and peak_flops_per_s is not None:
-        mfu = flops_per_step / step_time_s / peak_flops_per_s
-    return Throughput(step_time_s=step_time_s, per_s=per_step / step_time_s, unit=unit, mfu=mfu)
-
-
 class StepTimer:
-    """Computes the speed of steps from the times at which they ended; the first time only starts the clock."""
+    """Computes the speed of steps from the times at which they ended; the first time only starts the clock.
+
+    A step is of `per_step` tokens or examples (`unit`). `flops_per_step` counts the model's FLOPs for the global batch
+    without recomputation; `peak_flops_per_s` is the sum over all devices. None: unknown.
+    """
 
     def __init__(
         self, per_step: float, unit: str, flops_per_step: float | None = None, peak_flops_per_s: float | None = None
     ) -> None:
         self._per_step, self._unit = per_step, unit
-        self._flops_per_step = flops_per_step
-        self._peak_flops_per_s = peak_flops_per_s
+        self._mfu_s = flops_per_step / peak_flops_per_s if flops_per_step and peak_flops_per_s else None
         self._last: tuple[int, float] | None = None
         self._paused_s = 0.0
 
@@ -94,16 +59,14 @@ class StepTimer:
         """Excludes time spent outside of training (validating, saving a checkpoint) from the next measurement."""
         self._paused_s += seconds
 
-    def done(self, step: int, time_s: float) -> Throughput | None:
-        """Returns the speed of the steps since the last call, given that `step` ended at `time_s`."""
+    def done(self, step: int, time_s: float) -> dict[str, float]:
+        """Returns the speed of the steps since the last call, as keys of `metrics.jsonl`; `step` ended at `time_s`."""
         last, self._last = self._last, (step, time_s)
         paused_s, self._paused_s = self._paused_s, 0.0
         if last is None or step <= last[0]:
-            return None
-        return throughput(
-            step_time_s=(time_s - last[1] - paused_s) / (step - last[0]),
-            per_step=self._per_step,
-            unit=self._unit,
-            flops_per_step=self._flops_per_step,
-            peak_flops_per_s=self._peak_flops_per_s,
-        )
+            return {}
+        step_time_s = (time_s - last[1] - paused_s) / (step - last[0])
+        if not step_time_s > 0:
+            raise ValueError(f"step_time_s is {step_time_s}; it must be positive")
+        speed = {"step_time_s": step_time_s, f"{self._unit}_per_s": self._per_step / step_time_s}
+        return speed if self._mfu_s is None else speed | {"mfu": self._mfu_s / step_time_s}

@@ -1,6 +1,5 @@
 """`WireCounter`: the bytes that crossed this host's network interfaces, from the kernel's counters."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,20 +11,11 @@ class WireBytes:
     tx_bytes: int
     rx_bytes: int
 
-    def per_step(self, num_steps: int = 1) -> dict[str, float]:
-        """Returns the keys of `metrics.jsonl`, averaged over `num_steps`."""
-        return {"wire_tx_bytes": self.tx_bytes / num_steps, "wire_rx_bytes": self.rx_bytes / num_steps}
-
 
 class WireCounter:
-    """Counts the bytes of the given interfaces, or of all except loopback.
+    """Counts the bytes of all interfaces except loopback, of every program; twice where a packet passes two of them."""
 
-    Traffic of every program counts. Where a packet passes several interfaces (bridges, bonds, containers), give only
-    one of them.
-    """
-
-    def __init__(self, interfaces: Sequence[str] = (), root: str | Path = "/sys/class/net") -> None:
-        self._interfaces = tuple(interfaces)
+    def __init__(self, root: str | Path = "/sys/class/net") -> None:
         self._root = Path(root)
         self._last = self._read()
 
@@ -44,7 +34,7 @@ class WireCounter:
     def _read(self) -> dict[str, tuple[int, int]]:
         """Returns (sent, received) of each readable interface."""
         try:
-            names = self._interfaces or sorted(entry.name for entry in self._root.iterdir() if entry.name != "lo")
+            names = sorted(entry.name for entry in self._root.iterdir() if entry.name != "lo")
         except OSError:
             return {}
         counters = {}

@@ -15,13 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from files import atomic, json_lines
+from files import atomic, json_lines, run_directory
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
 
-METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
 FLUSH_EVERY_S = 5.0  # TensorBoard's file; metrics.jsonl is flushed after every line
 
 
@@ -37,7 +35,7 @@ class MetricsWriter:
         self._run_dir = Path(run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._resume_step = resume_step
-        path = self._run_dir / METRICS_FILE
+        path = self._run_dir / run_directory.METRICS
         if resume_step:
             drop_lines_after(path, resume_step)
         else:
@@ -87,7 +85,7 @@ class MetricsWriter:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2
 
-        folder = self._run_dir / TENSORBOARD_FOLDER
+        folder = self._run_dir / run_directory.TENSORBOARD
         folder.mkdir(exist_ok=True)
         again_from = self._resume_step + 1
         events = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}.from_step_{again_from}")

@@ -11,32 +11,39 @@ heads, H size of a head.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from configs.schema import ModelConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """The settings of one layer."""
+    """The settings of one layer; the defaults are those of an encoder."""
 
     num_layers: int  # of the whole stack; scales the initial output projections of the residual branches
     hidden: int
     intermediate: int
     num_heads: int
     num_kv_heads: int
-    norm: str  # layer | rms
+    norm: str = "layer"  # layer | rms
     norm_eps: float
-    norm_first: bool
+    norm_first: bool = True
     activation: str  # gelu (its tanh approximation) | gelu_exact | swiglu
-    use_bias: bool
-    attention_bias: bool
-    causal: bool
-    attention: Literal["xla", "cudnn"]
+    use_bias: bool = True
+    attention_bias: bool = True
+    causal: bool = False
+    attention: str = "xla"  # auto, as xla | xla | cudnn
+
+    @classmethod
+    def of(cls, section: ModelConfig, *, causal: bool = False) -> "BlockConfig":
+        """Returns the settings that a model's section has by these names."""
+        found = {f.name: getattr(section, f.name) for f in fields(cls) if hasattr(section, f.name)}
+        return cls(**{"num_kv_heads": found["num_heads"], **found, "causal": causal})
 
 
 def normal(key: Array, shape: tuple[int, ...], dims: tuple[str, ...], std: float) -> nnx.Param[Array]:
@@ -166,7 +173,12 @@ class Attention(nnx.Module):
         q_BTNH, k_BTKH, v_BTKH = self.queries_keys_values(x_BTD, angles_BTH)
         same_B1TS = None if segments_BT is None else (segments_BT[:, :, None] == segments_BT[:, None])[:, None]
         return jax.nn.dot_product_attention(
-            q_BTNH, k_BTKH, v_BTKH, mask=same_B1TS, is_causal=self.config.causal, implementation=self.config.attention
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            mask=same_B1TS,
+            is_causal=self.config.causal,
+            implementation="cudnn" if self.config.attention == "cudnn" else "xla",
         )
 
     def queries_keys_values(self, x_BTD: Array, angles_BTH: Array | None) -> tuple[Array, Array, Array]:

@@ -26,27 +26,8 @@ from models.block import (
     normal,
     rotary_angles,
 )
-from models.model import Gather, Group, Params, mask_padding
+from models.model import Gather, Params
 from models.transformer import Transformer, as_floats
-
-
-def block_config(c: DecoderConfig) -> BlockConfig:
-    """Returns the settings of one layer."""
-    return BlockConfig(
-        num_layers=c.num_layers,
-        hidden=c.hidden,
-        intermediate=c.intermediate,
-        num_heads=c.num_heads,
-        num_kv_heads=c.num_kv_heads,
-        norm=c.norm,
-        norm_eps=c.norm_eps,
-        norm_first=True,
-        activation=c.activation,
-        use_bias=c.use_bias,
-        attention_bias=c.attention_bias,
-        causal=True,
-        attention="cudnn" if c.attention == "cudnn" else "xla",
-    )
 
 
 class Embedding(nnx.Module):
@@ -82,16 +63,13 @@ class Head(nnx.Module):
 class Decoder(Transformer):
     """A decoder-only language model."""
 
+    EMBEDDING, HEAD = Embedding, Head
+
     config: DecoderConfig
 
-    def make_groups(self) -> dict[str, Group[Any]]:
-        """Returns the parameter groups by their top-level key."""
-        c = self.config
-        return {
-            "embed": Group(lambda key: Embedding(c, key)),
-            "layers": Group(lambda key: Block(block_config(c), key), c.num_layers),
-            "head": Group(lambda key: Head(c, key)),
-        }
+    def make_layer(self, key: Array) -> nnx.Module:
+        """Returns a layer with new parameters."""
+        return Block(BlockConfig.of(self.config, causal=True), key)
 
     @property
     def num_lookup_params(self) -> int:
@@ -102,18 +80,11 @@ class Decoder(Transformer):
 
     def embed(self, values: Params, tokens_BT: Array, segments_BT: Array | None) -> Array:
         """Returns the input `[B, T, D]` of the first layer."""
-        embedding: Embedding = self.groups["embed"].module(values, self.dtype)
-        return embedding(tokens_BT, self._positions(tokens_BT, segments_BT))
+        return self.module("embed", values)(tokens_BT, self._positions(tokens_BT, segments_BT))
 
     def layer_args(self, tokens_BT: Array, segments_BT: Array | None) -> tuple[Array | None, ...]:
         """Returns the angles of rotary positions, if any, and the segments, if any."""
         return self._angles(self._positions(tokens_BT, segments_BT)), as_floats(segments_BT)
-
-    def project(self, values: Params, embed_values: Params, x_BTD: Array) -> Array:
-        """Returns float32 logits `[B, T, V]` of the next token at each position; padding ids get probability 0."""
-        head: Head = self.groups["head"].module(values, self.dtype)
-        embedding: Embedding = self.groups["embed"].module(embed_values, self.dtype)
-        return mask_padding(head(x_BTD, embedding), self.config.vocab_size)
 
     def blocks(self, layer: Any) -> list[Any]:
         """Returns the layers in one entry of the stack."""
@@ -135,9 +106,10 @@ class Decoder(Transformer):
         """
         c = self.config
         batch, prompt_len = prompt_BP.shape
-        total = self._checked_length(prompt_len + length)
+        total = prompt_len + length
+        self.check_length(total)
         embed_values = gather("embed", params["embed"])
-        embedding: Embedding = self.groups["embed"].module(embed_values, self.dtype)
+        embedding = self.module("embed", embed_values)
         # Initial carries are computed from data, so that a shard_map sees them vary over the mesh like later carries.
         zero = prompt_BP[0, 0] * 0 + embedding.token[0, 0].astype(jnp.int32) * 0
         stacked = self.groups["layers"].num_layers
@@ -149,7 +121,7 @@ class Decoder(Transformer):
             (x_B1D, t), (values, *caches) = carry, inputs
             seen = (jnp.arange(total) <= t)[None, None, None]
             updated = []
-            for i, block in enumerate(self.blocks(self._module("layers", values, gather))):
+            for i, block in enumerate(self.blocks(self.module("layers", gather("layers", values)))):
                 q, k, v = block.queries_keys_values(x_B1D, self._angles(t[None, None]))
                 keys_BSKH, values_BSKH = (
                     lax.dynamic_update_slice_in_dim(cache[i], new, t, axis=1)
@@ -174,22 +146,15 @@ class Decoder(Transformer):
         _, later_SB = lax.scan(position, (prompt_BP[:, 0] + zero, cache, cache), jnp.arange(total - 1))
         return jnp.concatenate([prompt_BP[:, :1], later_SB.T], axis=1)
 
-    def _module(self, name: str, values: Params, gather: Gather) -> Any:
-        return self.groups[name].module(gather(name, values), self.dtype)
-
     def _positions(self, tokens_BT: Array, segments_BT: Array | None) -> Array:
         """Returns `[B, T]`, or `[1, T]` where all rows have the same."""
-        positions_1T = jnp.arange(self._checked_length(tokens_BT.shape[1]))[None]
+        self.check_length(tokens_BT.shape[1])
+        positions_1T = jnp.arange(tokens_BT.shape[1])[None]
         return positions_1T if segments_BT is None else document_positions(segments_BT)
 
     def _angles(self, positions_BT: Array) -> Array | None:
         c = self.config
         return rotary_angles(positions_BT, c.head_dim, c.rotary_base) if c.positions == "rotary" else None
-
-    def _checked_length(self, length: int) -> int:
-        if length > self.config.max_len:
-            raise ValueError(f"a sequence of {length} tokens is longer than model.max_len = {self.config.max_len}")
-        return length
 
 
 def sample(keys_B: Array, logits_BV: Array, temperature: float) -> Array:

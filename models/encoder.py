@@ -13,7 +13,6 @@ Shapes: B batch, T positions, D hidden, V vocabulary (padded).
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,28 +20,9 @@ from flax import nnx
 from jax import Array
 
 from configs.schema import EncoderConfig
-from models.block import Block, BlockConfig, Linear, Norm, document_positions, gelu, initial_std, multiply, normal
-from models.model import Group, Params, mask_padding
+from models.block import Linear, Norm, document_positions, gelu, initial_std, multiply, normal
+from models.model import Params
 from models.transformer import Transformer, as_floats
-
-
-def block_config(c: EncoderConfig) -> BlockConfig:
-    """Returns the settings of one layer."""
-    return BlockConfig(
-        num_layers=c.num_layers,
-        hidden=c.hidden,
-        intermediate=c.intermediate,
-        num_heads=c.num_heads,
-        num_kv_heads=c.num_heads,
-        norm="layer",
-        norm_eps=c.norm_eps,
-        norm_first=c.norm_first,
-        activation=c.activation,
-        use_bias=True,
-        attention_bias=True,
-        causal=False,
-        attention="cudnn" if c.attention == "cudnn" else "xla",
-    )
 
 
 class Embedding(nnx.Module):
@@ -90,16 +70,9 @@ class Head(nnx.Module):
 class Encoder(Transformer):
     """A bidirectional encoder with a masked-language-model head."""
 
-    config: EncoderConfig
+    EMBEDDING, HEAD = Embedding, Head
 
-    def make_groups(self) -> dict[str, Group[Any]]:
-        """Returns the parameter groups by their top-level key."""
-        c = self.config
-        return {
-            "embed": Group(lambda key: Embedding(c, key)),
-            "layers": Group(lambda key: Block(block_config(c), key), c.num_layers),
-            "head": Group(lambda key: Head(c, key)),
-        }
+    config: EncoderConfig
 
     @property
     def num_lookup_params(self) -> int:
@@ -109,19 +82,10 @@ class Encoder(Transformer):
 
     def embed(self, values: Params, tokens_BT: Array, segments_BT: Array | None) -> Array:
         """Returns the input `[B, T, D]` of the first layer."""
-        c = self.config
-        if tokens_BT.shape[1] > c.max_len:
-            raise ValueError(f"a sequence of {tokens_BT.shape[1]} tokens is longer than model.max_len = {c.max_len}")
+        self.check_length(tokens_BT.shape[1])
         positions_BT = None if segments_BT is None else document_positions(segments_BT)
-        embedding: Embedding = self.groups["embed"].module(values, self.dtype)
-        return embedding(tokens_BT, positions_BT)
+        return self.module("embed", values)(tokens_BT, positions_BT)
 
     def layer_args(self, tokens_BT: Array, segments_BT: Array | None) -> tuple[Array | None, ...]:
         """Returns no angles, because positions are learned, and the segments, if any."""
         return None, as_floats(segments_BT)
-
-    def project(self, values: Params, embed_values: Params, x_BTD: Array) -> Array:
-        """Returns float32 logits `[B, T, V]` of the token at each position; padding ids get probability 0."""
-        head: Head = self.groups["head"].module(values, self.dtype)
-        embedding: Embedding = self.groups["embed"].module(embed_values, self.dtype)
-        return mask_padding(head(x_BTD, embedding), self.config.vocab_size)

@@ -89,6 +89,10 @@ class Model(ABC):
         """The parameter groups by their top-level key."""
         return self.make_groups()
 
+    def module(self, name: str, values: Params) -> Any:
+        """Returns the module of a group with the gathered parameters `values`, in the compute dtype."""
+        return self.groups[name].module(values, self.dtype)
+
     @abstractmethod
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
         """Returns the weighted sum of the predictions' cross-entropies in nats, a float32 scalar.

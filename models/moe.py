@@ -15,10 +15,10 @@ from flax import nnx
 from jax import Array
 
 from configs.schema import MoeConfig
-from models.block import Block
-from models.decoder import Decoder, Embedding, Head, block_config
+from models.block import Block, BlockConfig
+from models.decoder import Decoder
 from models.experts import AUX, Aux, MoeBlock
-from models.model import Batch, Gather, Group, Params, cross_entropy
+from models.model import Batch, Gather, Params, cross_entropy
 from sharding.experts import Exchange, exchange_of
 
 
@@ -27,8 +27,9 @@ class MoeLayers(nnx.Module):
 
     def __init__(self, config: MoeConfig, key: Array) -> None:
         dense_key, sparse_key = jax.random.split(key)
-        self.dense = Block(block_config(config), dense_key) if config.moe_every == 2 else None
-        self.sparse = MoeBlock(block_config(config), config, sparse_key)
+        settings = BlockConfig.of(config, causal=True)
+        self.dense = Block(settings, dense_key) if config.moe_every == 2 else None
+        self.sparse = MoeBlock(settings, config, sparse_key)
 
     def __call__(
         self,
@@ -53,14 +54,14 @@ class Moe(Decoder):
 
     config: MoeConfig
 
-    def make_groups(self) -> dict[str, Group[Any]]:
-        """Returns the parameter groups by their top-level key."""
-        c = self.config
-        return {
-            "embed": Group(lambda key: Embedding(c, key)),
-            "layers": Group(lambda key: MoeLayers(c, key), c.num_moe_layers),
-            "head": Group(lambda key: Head(c, key)),
-        }
+    def make_layer(self, key: Array) -> nnx.Module:
+        """Returns an entry of the stack with new parameters."""
+        return MoeLayers(self.config, key)
+
+    @property
+    def num_entries(self) -> int:
+        """Length of the stack."""
+        return self.config.num_moe_layers
 
     @property
     def num_idle_params(self) -> int:

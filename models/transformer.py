@@ -4,14 +4,16 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 
-from configs.schema import TransformerConfig
-from models.model import Batch, Gather, Model, Params, cross_entropy, rematerialise
+from configs.schema import TransformerConfig, ViTConfig
+from models.block import Block, BlockConfig
+from models.model import Batch, Gather, Group, Model, Params, cross_entropy, mask_padding, rematerialise
 from sharding.accumulation import scan_layers
 from sharding.pipeline import StagedLoss
 
@@ -23,17 +25,37 @@ def as_floats(segments_BT: Array | None) -> Array | None:
 
 @dataclass(frozen=True)
 class Stack(Model):
-    """A model with a stack of layers: the parameter group `layers`."""
+    """An embedding, a stack of layers and a head, each a parameter group; the classes name their modules."""
+
+    config: TransformerConfig | ViTConfig
+    EMBEDDING: ClassVar[Any]  # an nnx.Module, made of the config and a key, as HEAD is
+    HEAD: ClassVar[Any]
+
+    def make_layer(self, key: Array) -> nnx.Module:
+        """Returns an entry of the stack with new parameters."""
+        return Block(BlockConfig.of(self.config), key)
+
+    def make_groups(self) -> dict[str, Group[Any]]:
+        """Returns the parameter groups by their top-level key."""
+        return {
+            "embed": Group(partial(self.EMBEDDING, self.config)),
+            "layers": Group(self.make_layer, self.num_entries),
+            "head": Group(partial(self.HEAD, self.config)),
+        }
+
+    @property
+    def num_entries(self) -> int:
+        """Length of the stack."""
+        return self.config.num_layers
 
     def run_layers(self, params: Params, x: Any, gather: Gather, *args: Array | None, **how: Any) -> Any:
         """Returns `x` after all layers, each gathered right before its use; `args` and `how` are passed to every layer.
 
         `x` is what the layers hand on, an array `[B, T, D]` or a tree of arrays; `args` are arrays of floats.
         """
-        layers = self.groups["layers"]
 
         def body(x: Any, values: Params, *args: Array | None) -> Any:
-            return layers.module(values, self.dtype)(x, *args, **how)
+            return self.module("layers", values)(x, *args, **how)
 
         return scan_layers(
             body,
@@ -51,6 +73,11 @@ class Transformer(Stack):
 
     config: TransformerConfig
 
+    def check_length(self, length: int) -> None:
+        """Raises ValueError for a sequence that has more tokens than there are positions."""
+        if length > self.config.max_len:
+            raise ValueError(f"a sequence of {length} tokens is longer than model.max_len = {self.config.max_len}")
+
     @property
     @abstractmethod
     def num_lookup_params(self) -> int:
@@ -64,9 +91,13 @@ class Transformer(Stack):
     def layer_args(self, tokens_BT: Array, segments_BT: Array | None) -> tuple[Array | None, ...]:
         """Returns what every layer is given besides its input."""
 
-    @abstractmethod
     def project(self, values: Params, embed_values: Params, x_BTD: Array) -> Array:
-        """Returns the logits of the last layer's output; the values are gathered, of `head` and of `embed`."""
+        """Returns float32 logits `[B, T, V]` of the last layer's output; padding ids get probability 0.
+
+        The values are gathered, of `head` and of `embed`.
+        """
+        logits_BTV = self.module("head", values)(x_BTD, self.module("embed", embed_values))
+        return mask_padding(logits_BTV, self.config.vocab_size)
 
     def logits(self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None = None) -> Array:
         """Returns float32 logits `[B, T, V]` of the token to predict at each position; padding ids get probability 0.

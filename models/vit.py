@@ -9,7 +9,6 @@ V classes (padded).
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,29 +16,10 @@ from flax import nnx
 from jax import Array
 
 from configs.schema import ViTConfig
-from models.block import Block, BlockConfig, Linear, Norm, initial_std, normal
+from models.block import Linear, Norm, initial_std, normal
 from models.classifier import Classifier
-from models.model import Gather, Group, Params, mask_padding
+from models.model import Gather, Params, mask_padding
 from models.transformer import Stack
-
-
-def block_config(c: ViTConfig) -> BlockConfig:
-    """Returns the settings of one layer."""
-    return BlockConfig(
-        num_layers=c.num_layers,
-        hidden=c.hidden,
-        intermediate=c.intermediate,
-        num_heads=c.num_heads,
-        num_kv_heads=c.num_heads,
-        norm="layer",
-        norm_eps=c.norm_eps,
-        norm_first=True,
-        activation=c.activation,
-        use_bias=True,
-        attention_bias=True,
-        causal=False,
-        attention="xla",
-    )
 
 
 def patches(images_BHWC: Array, side: int) -> Array:
@@ -87,22 +67,15 @@ class Head(nnx.Module):
 class ViT(Stack, Classifier):
     """A vision transformer that classifies images."""
 
-    config: ViTConfig
+    EMBEDDING, HEAD = Embedding, Head
 
-    def make_groups(self) -> dict[str, Group[Any]]:
-        """Returns the parameter groups by their top-level key."""
-        c = self.config
-        return {
-            "embed": Group(lambda key: Embedding(c, key)),
-            "layers": Group(lambda key: Block(block_config(c), key), c.num_layers),
-            "head": Group(lambda key: Head(c, key)),
-        }
+    config: ViTConfig
 
     def logits(self, params: Params, images_BHWC: Array, gather: Gather) -> Array:
         """Returns float32 logits `[B, V]`; padding classes get probability 0."""
-        embedding: Embedding = self.groups["embed"].module(gather("embed", params["embed"]), self.dtype)
+        embedding = self.module("embed", gather("embed", params["embed"]))
         x_BTD = self.run_layers(params, embedding(images_BHWC.astype(self.dtype)), gather)
-        head: Head = self.groups["head"].module(gather("head", params["head"]), self.dtype)
+        head = self.module("head", gather("head", params["head"]))
         return mask_padding(head(x_BTD), self.config.num_classes)
 
     def flops_per_row(self, shape: tuple[int, ...]) -> float:

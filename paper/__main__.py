@@ -1,45 +1,45 @@
-"""Writes docs/paper_tables.md and its pictures from the recorded results.
+"""Fills the tables of docs/paper_tables.md and docs/papers from the recorded results, and draws their pictures.
 
     python -m paper
-    python -m paper --only=zeropp,compression      # these parts of the page, and their pictures
+    python -m paper --check      # writes nothing
 
-It compiles and trains nothing: the records in benchmarks/results are made by `python -m benchmarks.compiled`,
-`benchmarks.papers`, `benchmarks.full_scale`, `benchmarks.fidelity`, `benchmarks.strategies`, `benchmarks.compression`
-and `benchmarks.accuracy`. Exit codes: 0 done; 2 a record is missing, or --only names no part.
+It compiles and trains nothing: the records in benchmarks/results are made by the benchmarks of the same name. Exit
+codes: 0 done; 1 --check found a page whose tables are not those of the records; 2 a record or a table is missing.
 """
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from paper.page import PARTS, document, named, plots, replaced
+from paper.pages import DOCS, PICTURES, filled, pages
 from paper.plots import png
 from paper.records import read_records
 from runtime.command_line import OneLineParser
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "paper_tables.md"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the document, or the named parts of it, and their pictures; returns the exit code."""
+    """Fills or checks the pages; returns the exit code."""
     parser = OneLineParser(
-        prog="python -m paper", description="Writes docs/paper_tables.md from the records.", allow_abbrev=False
+        prog="python -m paper", description="Fills the papers' pages from the records.", allow_abbrev=False
     )
-    parser.add_argument("--only", metavar="NAME,...", help=f"parts to write again: {', '.join(PARTS)}")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is stale")
     try:
         options = parser.parse_args(argv)
-        names = [*PARTS] if options.only is None else named(options.only)
-        records = read_records(ROOT / "benchmarks" / "results")
-        text = replaced(PAGE.read_text(), names, records) if options.only else document(records)
-        pictures = {module.IMAGE: png(module.plot(records)) for module in plots(names)}
+        records = read_records()
+        texts = {page: filled(page.read_text(), records) for page in pages()}
+        stale = [page for page, text in texts.items() if page.read_text() != text]
+        if options.check:
+            for page in stale:
+                print(f"stale: {page.relative_to(DOCS.parent)}; python -m paper fills it", file=sys.stderr)
+            return 1 if stale else 0
+        pictures = {name: png(draw(records)) for name, draw in PICTURES.items()}
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    PAGE.write_text(text)
-    for image, content in pictures.items():
-        (PAGE.parent / "images" / image).write_bytes(content)
-    print(f"written: docs/{PAGE.name}{f' ({options.only})' if options.only else ''}")
+    for page in stale:
+        page.write_text(texts[page])
+    for name, content in pictures.items():
+        (DOCS / "images" / name).write_bytes(content)
+    print(f"filled: {', '.join(page.name for page in texts)}")
     return 0
 
 

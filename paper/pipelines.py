@@ -1,12 +1,12 @@
-"""MiCS figure 11, pipelines beside partition groups: the paper's comparison, and the bytes of ours by formula."""
+"""MiCS figure 11, pipelines and partition groups: the paper's comparison, and the bytes of ours by formula."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paper import published
-from paper.mics_memory import HALF, Shape
 from paper.records import Records
-from paper.tables import NONE, Section, fixed, table
+from paper.replays import HALF, Shape, shape_of
+from paper.scores import NONE, percent, table
 
 NODES, K = 8, 8  # p3dn.24xlarge: 8 V100
 LINK_BYTES_PER_S = 100e9 / 8
@@ -106,11 +106,9 @@ class Run:
 
 def run_of(model: str, stages: int, group: int) -> Run:
     """Returns a run of a model of the paper with its global batch and micro-batch."""
-    hidden, _, layers, heads, vocab, _ = published.TABLE_1_SHAPES[model.partition(",")[0]]
-    layers = DEEP_LAYERS if model == DEEP else layers
-    assert hidden and layers and heads and vocab
+    layers = {"layers": DEEP_LAYERS} if model == DEEP else {}
     return Run(
-        shape=Shape(hidden=hidden, layers=layers, heads=heads, vocab=vocab, rows=ROWS),
+        shape=shape_of(model.partition(",")[0], rows=ROWS, **layers),
         nodes=NODES,
         stages=stages,
         group=group,
@@ -118,56 +116,38 @@ def run_of(model: str, stages: int, group: int) -> Run:
     )
 
 
-def section(records: Records) -> Section:
-    """Returns the section."""
-    del records
-    return Section(
-        title="MiCS figure 11: pipelines",
-        blocks=[
-            f"{published.MICS}. Sequences a second on V100 of p3dn.24xlarge, global batch 4096: Megatron-LM-3D with "
-            "T-way tensor and S-way pipeline parallelism, and MiCS with groups of 8. Where the layers are wide, "
-            "Megatron's best is as fast; elsewhere MiCS is 30 to 33 % faster.",
-            _published(),
-            f"What a pipeline over nodes (`mesh.stages`) would send there, **by formula**: {NODES} nodes of {K}, "
-            f"global batch {GLOBAL_BATCH}, micro-batch {ROWS}, sequences of 512; gathers, hop one and activations in "
-            f"{HALF} bytes a value, hop two and the sum of the embedding's gradients in {FULL}. GB a step that a node "
-            "sends, and the seconds that they take at the line rate of 100 Gbit/s; *work* is the operations of a step, "
-            "over those without a pipeline; *state* is 16 bytes a parameter, *kept* the inputs for the backward pass. "
-            "127 layers (BERT 10B in table 1) no number of stages divides, so 128, as in figure 11; 190 and 62 only 2.",
-            _formulas(),
-        ],
-    )
+def megatron(records: Records) -> str:
+    """Returns figure 11's throughput of Megatron-LM-3D and MiCS, as published."""
+    del records  # the paper's numbers alone
+    rows: dict[str, dict[str, float]] = {}
+    for one in published.find("MiCS", "figure 11", unit="sequences/s"):
+        rows.setdefault(f"{one.case}, {one.at} GPUs", {})[one.system.removeprefix("Megatron-LM ")] = one.value or 0.0
+    ways = [name for name in next(iter(rows.values())) if name != "MiCS"]
+    lines = []
+    for name, row in rows.items():
+        gain = row["MiCS"] / max(row[way] for way in ways) - 1
+        lines.append([name, *(f"{row[way]:.2f}" for way in (*ways, "MiCS")), percent(gain)])
+    return table(["sequences/s", *ways, "MiCS", "over the best"], lines)
 
 
-def _published() -> str:
-    rows = []
-    for model, by_gpus in published.FIGURE_11.items():
-        for gpus, mics in by_gpus.items():
-            megatron = [published.FIGURE_11_MEGATRON[model][way][gpus] for way in published.MEGATRON_WAYS]
-            cells = [fixed(2)(value) for value in (*megatron, mics)]
-            rows.append([f"{model}, {gpus} GPUs", *cells, f"{100 * (mics / max(megatron) - 1):+.1f} %"])
-    ways = [f"T = {tensor}, S = {stages}" for tensor, stages in published.MEGATRON_WAYS]
-    return table(["", *ways, "MiCS", "MiCS over the best"], rows)
-
-
-def _formulas() -> str:
+def formulas(records: Records) -> str:
+    """Returns what a node sends per step with and without a pipeline, and what that costs and keeps."""
+    del records  # formulas alone
     rows = [_line(model, run_of(model, *way)) for model, ways in COMPARED.items() for way in ways]
-    head = ["", "gathers, hop one", "hop two", "between stages", "all", "at 100 Gbit/s", "bubble", "work", "state",
-            "kept"]  # fmt: skip
-    return table(head, rows)
+    head = ["GB per step", "gathers, hop one", "hop two", "between stages", "all", "s at 100 Gbit/s", "bubble", "work"]
+    return table([*head, "GB of state", "GB kept"], rows)
 
 
 def _line(model: str, run: Run) -> Sequence[str]:
     sent = [run.gathers, run.hop_two, run.between_stages]
-    cells = [fixed(1)(count / 1e9) if count else NONE for count in sent]
     name = f"mics({run.group})" if run.stages == 1 else f"{run.stages} stages of mics({run.group})"
     return [
         f"{model}: {name}",
-        *cells,
-        fixed(1, " GB")(run.link_bytes / 1e9),
-        fixed(1, " s")(run.link_bytes / LINK_BYTES_PER_S),
-        fixed(1, " %")(100 * run.bubble) if run.stages > 1 else NONE,
-        fixed(2, " x")(run.work),
-        fixed(1, " GB")(run.state_bytes / 1e9),
-        fixed(2, " GB")(run.kept_bytes / 1e9),
+        *(f"{count / 1e9:,.1f}" if count else NONE for count in sent),
+        f"{run.link_bytes / 1e9:,.1f}",
+        f"{run.link_bytes / LINK_BYTES_PER_S:.1f}",
+        f"{100 * run.bubble:.1f} %" if run.stages > 1 else NONE,
+        f"{run.work:.2f}",
+        f"{run.state_bytes / 1e9:.1f}",
+        f"{run.kept_bytes / 1e9:.2f}",
     ]

@@ -114,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _flags(argv: Sequence[str]) -> flags.FlagValues:
-    values = command_line.new_flags(argv)
+    values = command_line.new_flags()
     flags.DEFINE_string(
         "cluster", DEFAULT, f"one of {', '.join(clusters.CLUSTERS)} ({DEFAULT}, unless it is given)", flag_values=values
     )

@@ -24,6 +24,7 @@ from absl import flags
 
 from configs import command_line
 from files import json_objects
+from files.cache import cache_dir
 from runtime.exit_codes import ExitCode
 from sharding.mesh import MeshShape
 
@@ -120,7 +121,7 @@ def _words(config: Sequence[str], nodes: int, devices_per_node: int, target: str
 
 def cache_folder() -> Path:
     """Returns where compiled steps are kept; all of it may be deleted at any time."""
-    return Path(os.environ.get("MICS_JAX_CACHE") or Path.home() / ".cache" / "mics-jax") / "programs"
+    return cache_dir() / "programs"
 
 
 def _why(said: str) -> str:
@@ -155,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
     from training.experiment import make_experiment
     from training.overlap import add_estimate, installed_plugins
 
-    values = command_line.new_flags(argv)
+    values = command_line.new_flags()
     flags.DEFINE_integer("nodes", 1, "nodes of the cluster", flag_values=values, lower_bound=1)
     flags.DEFINE_integer("devices_per_node", 8, "devices of each node", flag_values=values, lower_bound=1)
     flags.DEFINE_enum("target", "h100", [*TARGETS, CPU], "what to compile for", flag_values=values)

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from html import escape
+from typing import Any
 
-from metrics.charts import Axis, Series, draw, number_axis, word_axis
-from metrics.page import BarPart, bar, header, note, page, picture, section, table, tiles
+from metrics.charts import Axis, Chart, Series, number_axis, word_axis
+from metrics.page import render
 from metrics.units import format_bytes, format_count, format_percent, format_seconds
 from planner.curves import Curves, curves_of
 from planner.picture import colour_of
@@ -36,26 +36,30 @@ def plan_page(
     """
     found = [plan for plan in plans if isinstance(plan, Plan)]
     plan, best = found[-1], found[-1].best
-    several = len(plans) > 1
-    title = f"{best.candidate}: a step of {format_seconds(best.step_s)}"
-    parts = [
-        header(name, best.candidate.name, "good", plan.title),
-        _tiles(plan),
-        section("Scaling with nodes", table(scaling_rows(plans, nodes), left=1)) if several else "",
-        f'<div class="two">{_charts(found, nodes)}</div>',
-        section("Candidates", table(candidate_rows(plan), left=2, best=1) + note(plan.error_bar)),
-        section("Memory of a device", _memory(best)),
-        section(title, picture(timeline_png, "the timeline of a step", wide=True) + _times(best)),
-        section("What would help most", f"<p>{escape(helps_text(plan.helps, best.step_s))}</p>") if plan.helps else "",
-        section("On spot nodes", f"<pre>{escape(spot)}</pre>") if spot else "",
-        section("Notes", "".join(map(note, _notes(plan)))) if _notes(plan) else "",
-        section("Reproduce", f"<pre>{escape(command)}</pre>"),
-        "<footer>Predicted from the compiled program; docs/planner.md says how far to trust it.</footer>",
-    ]
-    return page(f"Plan of {name}", "\n".join(parts))
+    return render(
+        "planner/page.html",
+        title=f"Plan of {name}",
+        heading=name,
+        badge=best.candidate.name,
+        mood="good",
+        about=plan.title,
+        footer="Predicted from the compiled program; docs/planner.md says how far to trust it.",
+        plan=plan,
+        facts=_tiles(plan),
+        scaling=scaling_rows(plans, nodes) if len(plans) > 1 else None,
+        charts=_charts(found, nodes),
+        candidates=candidate_rows(plan),
+        memory=_memory(best),
+        times=_times(best),
+        timeline_png=timeline_png,
+        helps=helps_text(plan.helps, best.step_s) if plan.helps else "",
+        spot=spot,
+        notes=[*([counts_text(plan.counts)] if plan.counts else []), *plan.notes],
+        command=command,
+    )
 
 
-def _tiles(plan: Plan) -> str:
+def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
     p = plan.best
     exposed = sum(part.exposed_s for part in p.traffic) / p.step_s
     facts = [
@@ -72,12 +76,12 @@ def _tiles(plan: Plan) -> str:
     if p.usd_on_demand is not None:
         spot = "on demand" if p.usd_spot is None else f"on demand; {p.usd_spot:,.0f} $ on spot nodes"
         facts.append(("A billion tokens", f"{p.usd_on_demand:,.0f} $", spot))
-    return tiles(facts)
+    return facts
 
 
-def _charts(plans: Sequence[Plan], nodes: Sequence[int]) -> str:
+def _charts(plans: Sequence[Plan], nodes: Sequence[int]) -> dict[str, Chart]:
     """Returns throughput and cost: against devices, or of the candidates side by side if all have the same devices."""
-    sections = []
+    charts = {}
     for label, curves in curves_of(plans, nodes).items():
         devices = sorted({x for points in curves.values() for x, _ in points})
         if len(devices) == 1 and len(curves) == 1:  # a dot says no more than its tile
@@ -86,9 +90,10 @@ def _charts(plans: Sequence[Plan], nodes: Sequence[int]) -> str:
         y = number_axis(0.0, max(values), format_count, margin=0.02)
         across = len(devices) > 1
         x = _devices_axis(devices) if across else word_axis([*curves])
-        drawn = draw(_series(curves, across), x, y, x_name="devices" if across else "strategy", label=label)
-        sections.append(section(f"{label[0].upper()}{label[1:]}", drawn))
-    return "".join(sections)
+        x_name = "devices" if across else "strategy"
+        series = _series(curves, across)
+        charts[f"{label[0].upper()}{label[1:]}"] = Chart(series=series, x=x, y=y, x_name=x_name, label=label)
+    return charts
 
 
 def _series(curves: Curves, across: bool) -> list[Series]:
@@ -110,24 +115,22 @@ def _devices_axis(devices: Sequence[int]) -> Axis:
     return number_axis(devices[0], devices[-1], str, log=True, margin=0.04, labels=labels)
 
 
-def _memory(p: Prediction) -> str:
+def _memory(p: Prediction) -> dict[str, Any]:
     """Returns a bar of what a program can have, and what of it is used by which part."""
     sizes = {name: getattr(p.memory, name) for name in MEMORY_PARTS}
     parts = [(name, size, format_bytes(size), colour) for colour, (name, size) in enumerate(sizes.items())]
     used = f"{format_bytes(p.memory.total)} of the {format_bytes(p.memory.capacity)} that a program can have."
-    return bar(parts, p.memory.capacity) + note(used)
+    return {"parts": parts, "whole": p.memory.capacity, "note": used}
 
 
-def _times(p: Prediction) -> str:
+def _times(p: Prediction) -> dict[str, Any]:
     """Returns a bar of what the step waits for, and a table of what is hidden."""
-    parts: list[BarPart] = [("compute", p.compute_s, format_seconds(p.compute_s), None)]
+    parts: list[tuple[str, float, str, int | None]] = [("compute", p.compute_s, format_seconds(p.compute_s), None)]
     for part in sorted(p.traffic, key=lambda part: -part.exposed_s):
         if part.exposed_s > SHOWN * p.step_s:
             name = f"{NAMES.get(part.name, 'other')} {LEVELS[part.level]}"
             parts.append((name, part.exposed_s, format_seconds(part.exposed_s), colour_of(part.name)))
     sent = sent_text(p)
-    return bar(parts, p.step_s) + table(time_rows(p), left=2) + note(f"{sent[0].upper()}{sent[1:]}.")
-
-
-def _notes(plan: Plan) -> list[str]:
-    return [*([counts_text(plan.counts)] if plan.counts else []), *plan.notes]
+    title = f"{p.candidate}: a step of {format_seconds(p.step_s)}"
+    note = f"{sent[0].upper()}{sent[1:]}."
+    return {"title": title, "parts": parts, "whole": p.step_s, "rows": time_rows(p), "note": note}

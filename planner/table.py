@@ -46,7 +46,7 @@ class Row:
 def main(argv: Sequence[str]) -> int:
     """Runs the program and returns its exit code; a user's mistake is one line."""
     prepare_output()
-    values = command_line.new_flags(argv)
+    values = command_line.new_flags()
     flags.DEFINE_integer("devices", None, "devices of a cluster that is not here", flag_values=values)
     flags.DEFINE_integer("devices_per_node", None, "devices of each node", flag_values=values)
     flags.DEFINE_string("png", None, "file for a picture of the mesh", flag_values=values)
@@ -149,7 +149,7 @@ def table_rows(experiment: Experiment) -> list[Row]:
     params: dict[str, jax.ShapeDtypeStruct] = by_name(experiment.state_shapes.params)
     whole = dict.fromkeys([*params, REST], 0)  # bytes of the optimizer's state
     by_replica = False
-    for path, leaf in jax.tree_util.tree_leaves_with_path(experiment.state_shapes.opt_state):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(experiment.state_shapes.chain):
         name = owner(path, leaf, params) or REST
         replica = replica_key(path)
         if replica is None:

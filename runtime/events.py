@@ -15,9 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from files import json_lines, locks
+from files import json_lines, locks, run_directory
 
-FILE_NAME = "events.jsonl"
 _LOCK_S = 1.0  # a process that is stopped while it holds the lock must not block the others for longer
 
 
@@ -50,7 +49,8 @@ class EventLog:
 
     def __init__(self, workdir: Path | None, writer: str = "", attempt_id: str = "") -> None:
         """`writer` becomes the field `by`, with the name of this host; `attempt_id` a field of every line."""
-        self._file, self._by = (workdir / FILE_NAME if workdir else None), f"{writer} on {socket.gethostname()}"
+        self._file = workdir / run_directory.EVENTS if workdir else None
+        self._by = f"{writer} on {socket.gethostname()}"
         self._attempt = {"attempt_id": attempt_id} if attempt_id else {}
 
     def write(self, event: Event, **fields: Any) -> None:
@@ -75,7 +75,7 @@ class EventReader:
     """Reads the events of a work directory as they are appended."""
 
     def __init__(self, workdir: Path) -> None:
-        self._file, self._offset = workdir / FILE_NAME, 0
+        self._file, self._offset = workdir / run_directory.EVENTS, 0
 
     def new(self) -> list[dict[str, Any]]:
         """Returns the events since the last call, with `time_s` (seconds since 1970) added."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from files import json_lines
+from files import json_lines, run_directory
 
 TAIL_BYTES = 1 << 16  # at the end of metrics.jsonl: many lines
 
@@ -26,7 +26,7 @@ def workdir_of(command: Sequence[str]) -> Path | None:
 
 def read_progress(workdir: Path) -> Progress:
     """Returns the progress by metrics.jsonl; step 0 if that cannot be read now."""
-    file = workdir / "metrics.jsonl"
+    file = workdir / run_directory.METRICS
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, OverflowError):  # of another program
         size_bytes = file.stat().st_size
         return Progress(step=int(json_lines.read_tail(file, TAIL_BYTES)[-1]["step"]), size_bytes=size_bytes)

@@ -123,8 +123,8 @@ def to_parameter_scope(plan: ShardingPlan, params: PyTree) -> PyTree:
 
 
 def used_placements(plan: ShardingPlan, name: str) -> PyTree:
-    """Returns the placements of what a model gathers under `name`: one layer's slice of the stack `layers`."""
+    """Returns the placements of what a model gathers under `name`: of a stack, one layer's slice."""
     placements = plan.placements[name]
-    if name != "layers":
+    if name not in plan.stacks:
         return placements
     return jax.tree.map(Placement.without_layers, placements, is_leaf=is_placement)

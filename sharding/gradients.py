@@ -1,6 +1,7 @@
 """The gradients of a batch: micro-steps in a `shard_map`, with gathers, hop one and, if it is to overlap, hop two."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,91 +21,83 @@ from sharding.gathers import (
     to_gradient_scope,
     used_placements,
 )
-from sharding.hop_two_in_backward import (
+from sharding.hop_two import (
     Carry,
-    Delayed,
+    Early,
     Exchanged,
     GroupExchange,
-    HopTwoInBackward,
     Sums,
     beside_micro_steps,
-    exchange_group,
-    first_sums,
+    in_last_micro_step,
 )
-from sharding.mesh import STAGE
 from sharding.pieces import is_in_part
-from sharding.pipeline import Batch, StagedLoss, forward_and_backward
+from sharding.pipeline import Batch
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs, run_manual
-from sharding.spec import pspecs
+from sharding.spec import Placement, pspecs
 
 PyTree = Any
+Params = Any  # a tree of arrays, or a device's shards of them
 Value = TypeVar("Value")
 Means = dict[str, jax.Array]  # `loss` and a model's auxiliary metrics of a step, by name
 # the weighted sum of the losses of the rows given, and those of the auxiliary metrics
-Loss = Callable[[PyTree, Batch, Gather], tuple[jax.Array, Means]]
+Loss = Callable[[Params, Batch, Gather], tuple[jax.Array, Means]]
+# a device's shards of its replica's parameters, its rows, the sum of all weights, and hop two if it is to be early ->
+# the sums of its gradients, and its part of the means
+MicroSteps = Callable[[ShardingPlan, Params, Batch, jax.Array, Early | None], tuple[Sums, Means]]
 
 
 def manual_gradients(
-    loss: Loss | StagedLoss,
+    micro_steps: MicroSteps,
     plan: ShardingPlan,
-    params: PyTree,
+    params: Params,
     batch: Batch,
-    drift_R: PyTree | None = None,
-    hop_two: HopTwoInBackward | None = None,
-    opt_state: PyTree = None,
-) -> tuple[PyTree, Means]:
+    drift_R: Params | None = None,
+    early: Early | None = None,
+) -> tuple[Params | None, Exchanged | None, Means]:
     """Returns the gradients `[R, ...]`, one for each replica and reduced inside its group, and the means, `loss` too.
 
-    Hop two remains to be done: the mean over R (MiCS section 3.4); unless `hop_two` did it, which makes them an
-    Exchanged, or did that of what waited, which makes them a Delayed. With `drift_R` each replica is at
-    `params + drift_R[r]`. With a StagedLoss the micro-steps are the micro-batches of a pipeline.
+    Hop two remains to be done: the mean over R (MiCS section 3.4). With `early` the micro-steps do it, and the second
+    result has what they exchanged: what waited, or the gradients, and then the first result is None. With `drift_R`
+    each replica is at `params + drift_R[r]`.
     """
     layout = plan.layout
-    done, kept_R = hop_two.kept(opt_state) if hop_two else (jnp.zeros((), jnp.int32), None)
-    waiting_R = hop_two.waiting(opt_state) if hop_two and hop_two.waiting else None
-    is_done = hop_two is not None and waiting_R is None
+    of_gradients = early is not None and early.waiting is None
 
     def on_device(
-        params: PyTree, batch: Batch, total: jax.Array, done: jax.Array, drift_R: PyTree, of_hop_two_R: PyTree
-    ) -> tuple[PyTree, PyTree, jax.Array, Means]:
-        own = replica_parameters(plan, params, drift_R)
-        kept, waiting = jax.tree.map(lambda x: vary(x[0], layout.data_axes), of_hop_two_R)
-        sums, means = micro_steps(loss, plan, own, batch, total, hop_two, kept, done, waiting)
-        # what is not cut is equal on all devices of the scope: its type is to say so
-        grads, kept, waiting = (
-            tree
-            and plan.map(
-                lambda p, x: x if p.dim is not None else same_on_all(x, p.not_held(layout.gradients)),
-                tree,
-            )
-            for tree in (sums.grads, sums.kept, sums.waiting)
-        )
-        if isinstance(loss, StagedLoss):
-            grads = plan.map(lambda p, g: g if p.staged else sum_of_stages(g), grads)
-        # times R: hop two takes the mean, and divided by the `total` of all replicas their gradients are to add up
-        scale = 1 if is_done else layout.num_replicas
-        trees_R = jax.tree.map(lambda x: x[None], (jax.tree.map(lambda g: g * scale, grads), kept, waiting))
+        params: Params, batch: Batch, total: jax.Array, drift_R: Params | None, early: Early | None
+    ) -> tuple[Params | None, Exchanged | None, Means]:
+        if early:
+            own = jax.tree.map(lambda x: vary(x[0], layout.data_axes), (early.kept, early.waiting))
+            early = replace(early, kept=own[0], waiting=own[1])
+        sums, means = micro_steps(plan, replica_parameters(plan, params, drift_R), batch, total, early)
+        means = lax.psum(means, layout.varying_axes)
+        trees = sums.grads, sums.kept, sums.waiting
+        grads, kept, waiting = (tree and plan.map(same_on_copies, tree) for tree in trees)
+        if not of_gradients:  # times R: hop two takes the mean, and divided by the `total` of all they are to add up
+            grads = jax.tree.map(lambda g: g * layout.num_replicas, grads)
+        grads_R, kept_R, waiting_R = jax.tree.map(lambda x: x[None], (grads, kept, waiting))
+        if early is None:
+            return grads_R, None, means
         counts = lax.pmean(sums.total_counts(), layout.data_axes)
-        part = is_in_part(grads, done % hop_two.parts, hop_two.parts) if hop_two and waiting_R is not None else None
-        return trees_R, part, counts, lax.psum(means, layout.varying_axes)
+        if of_gradients:
+            return None, Exchanged(mean_R=grads_R, kept_R=kept_R, counts=counts), means
+        part = is_in_part(plan.stacks, grads, early.done % early.parts, early.parts)
+        return grads_R, Exchanged(mean_R=waiting_R, kept_R=kept_R, counts=counts, part=part), means
+
+    def same_on_copies(p: Placement, x: jax.Array) -> jax.Array:
+        """What is not cut is equal on all devices of the scope: its type is to say so."""
+        return x if p.dim is not None else same_on_all(x, p.not_held(layout.gradients))
 
     specs_R = gradient_specs(plan, tensor=False)
-    drift_specs, *of_hop_two = (None if tree is None else specs_R for tree in (drift_R, kept_R, waiting_R))
-    part_specs = None if waiting_R is None else pspecs(plan.placements, layout.gradients, tensor=False)
-    run = run_manual(
-        plan,
-        on_device,
-        ((specs_R, *of_hop_two), part_specs, REPLICATED, REPLICATED),
-        (REPLICATED, REPLICATED, drift_specs, tuple(of_hop_two)),
-    )
-    trees_R, part, counts, means = run(params, batch, jnp.sum(batch["weights"]), done, drift_R, (kept_R, waiting_R))
-    grads_R, kept_R, waiting_R = trees_R
-    if is_done:
-        return Exchanged(grads_R=grads_R, kept_R=kept_R, counts=counts), means
-    if hop_two:
-        before = Exchanged(grads_R=waiting_R, kept_R=kept_R, counts=counts, part=part)
-        return Delayed(grads_R=grads_R, before=before), means
-    return grads_R, means
+    kept_specs, drift_specs = (None if x is None else specs_R for x in (early and early.kept, drift_R))
+    given = done = None
+    if early:
+        given = replace(early, done=REPLICATED, kept=kept_specs, waiting=None if of_gradients else specs_R)
+        part = None if of_gradients else pspecs(plan.placements, layout.gradients, tensor=False)
+        done = Exchanged(mean_R=specs_R, kept_R=kept_specs, counts=REPLICATED, part=part)
+    out_specs = (None if of_gradients else specs_R, done, REPLICATED)
+    run = run_manual(plan, on_device, out_specs, (REPLICATED, drift_specs, given))
+    return run(params, batch, jnp.sum(batch["weights"]), drift_R, early)
 
 
 def replica_parameters(plan: ShardingPlan, params: PyTree, drift_R: PyTree | None) -> PyTree:
@@ -120,35 +113,19 @@ def replica_parameters(plan: ShardingPlan, params: PyTree, drift_R: PyTree | Non
     return params
 
 
-def micro_steps(
-    loss: Loss | StagedLoss,
-    plan: ShardingPlan,
-    params: PyTree,
-    batch: Batch,
-    total: jax.Array,
-    hop_two: HopTwoInBackward | None = None,
-    kept: PyTree = None,
-    done: jax.Array | int = 0,
-    waiting: PyTree = None,
+def accumulated(loss: Loss) -> MicroSteps:
+    """Returns the micro-steps of a loss: the rows of each in turn, forward and backward."""
+    return partial(_micro_steps, loss)
+
+
+def _micro_steps(
+    loss: Loss, plan: ShardingPlan, params: Params, batch: Batch, total: jax.Array, early: Early | None = None
 ) -> tuple[Sums, Means]:
     """Returns the sums over the micro-steps of this device's gradients, in their scope, and of its sums over `total`.
 
-    With `hop_two` the gradients are summed over the replicas too, or in their place the part of what is `waiting`
-    whose turn it is after `done` times; `kept` is what hop two keeps of them.
+    With `early` they are summed over the replicas too, or in their place what waits is.
     """
-    policy, parameters = plan.layout.gather, plan.layout.parameters
-
-    # before the micro-steps: gather what is used in all of them
-    gathered = gather_tree(plan, plan.placements, params, policy.each_step(parameters)) if policy.each_step else params
-
-    # a zero that XLA does not know: zeros that it knows it shares with later ones, and keeps for the whole step
-    zero = lax.optimization_barrier(jnp.zeros(()))
-    grads = to_gradient_scope(
-        plan, plan.placements, jax.tree.map(lambda x: jnp.zeros_like(x) + zero, params), zeros=True
-    )
-    if isinstance(loss, StagedLoss):
-        assert hop_two is None
-        return _through_stages(loss, plan, gathered, Sums(grads), batch, total)
+    gathered, sums = before_micro_steps(plan, params)
 
     def micro_step(
         carry: Carry, item: tuple[jax.Array, Batch], exchange: GroupExchange | None = None
@@ -165,21 +142,24 @@ def micro_steps(
         (more, aux), sums = jax.value_and_grad(mean, has_aux=True)(sums)
         return (sums, value + more), aux
 
-    carry = (Sums(grads), vary(jnp.zeros(()), plan.layout.data_axes))
-    accumulation = batch["weights"].shape[0]
-    items = (jnp.arange(accumulation), dict(batch))
-    if hop_two is None:
+    carry = (sums, vary(jnp.zeros(()), plan.layout.data_axes))
+    items = (jnp.arange(batch["weights"].shape[0]), dict(batch))
+    if early is None:
         (sums, value), aux = lax.scan(micro_step, carry, items)
-        return sums, _means(value, aux)
-    if waiting is not None:
-        carry, aux = beside_micro_steps(plan, hop_two, micro_step, carry, items, kept, waiting, done)
-        return carry[0], _means(carry[1], aux)
-    (sums, value), aux = lax.scan(micro_step, carry, jax.tree.map(lambda x: x[:-1], items))
-    sums = first_sums(plan, sums.grads, kept, done, hop_two.num_counts)
-    # after the others: its forward pass needs nothing of them, and run before them it would hold its layers' inputs
-    last, value = lax.optimization_barrier((jax.tree.map(lambda x: x[-1], items), value))
-    (sums, value), more = micro_step((sums, value), last, partial(exchange_group, plan, hop_two))
-    return sums, _means(value, jax.tree.map(lambda x, y: jnp.append(x, y), aux, more))
+    else:
+        run = in_last_micro_step if early.waiting is None else beside_micro_steps
+        (sums, value), aux = run(plan, early, micro_step, carry, items)
+    return sums, _means(value, aux)
+
+
+def before_micro_steps(plan: ShardingPlan, params: Params) -> tuple[Params, Sums]:
+    """Returns the parameters after the gather of what all micro-steps use, and sums of zero in the gradients' scope."""
+    policy, parameters = plan.layout.gather, plan.layout.parameters
+    gathered = gather_tree(plan, plan.placements, params, policy.each_step(parameters)) if policy.each_step else params
+    # a zero that XLA does not know: zeros that it knows it shares with later ones, and keeps for the whole step
+    zero = lax.optimization_barrier(jnp.zeros(()))
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x) + zero, params)
+    return gathered, Sums(to_gradient_scope(plan, plan.placements, zeros, zeros=True))
 
 
 def _means(loss: jax.Array, aux: Means) -> Means:
@@ -192,40 +172,6 @@ def tied(plan: ShardingPlan, gathered: PyTree, i: jax.Array) -> PyTree:
     if plan.layout.gather.each_step:
         return gathered
     return jax.tree.map(lambda x: lax.optimization_barrier((x, i))[0], gathered)
-
-
-def _through_stages(
-    loss: StagedLoss, plan: ShardingPlan, gathered: PyTree, sums: Sums, batch: Batch, total: jax.Array
-) -> tuple[Sums, Means]:
-    """Returns what `micro_steps` does, the micro-steps being those of a pipeline."""
-
-    def forward(x: jax.Array, rows: Batch, tick: jax.Array) -> jax.Array:
-        run = lambda params, rows, gather: loss.forward(params, x, rows, gather)
-        return micro_loss(run, plan, tied(plan, gathered, tick), rows)
-
-    def backward(
-        sums: Sums, x: jax.Array, rows: Batch, g: jax.Array, counts: jax.Array, tick: jax.Array
-    ) -> tuple[Sums, jax.Array, jax.Array]:
-        used = tied(plan, gathered, tick)
-
-        def stage(sums: Sums, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            run = lambda params, rows, gather: loss.with_loss(params, x, rows, gather)
-            y, value = micro_loss(run, plan, accumulating(plan, used, sums, None), rows)
-            return y, value / total
-
-        (_, value), pullback = jax.vjp(stage, sums, x)
-        sums, g = pullback((g, vary(counts, plan.layout.varying_axes)))
-        return sums, g, value
-
-    zeros = loss.zeros(batch, plan.layout.varying_axes)
-    sums, value = forward_and_backward(forward, backward, sums, batch, zeros)
-    return sums, {"loss": value}
-
-
-@jax.named_scope("pipeline")
-def sum_of_stages(grad: jax.Array) -> jax.Array:
-    """Returns the gradient of a parameter that is on every stage: the first and the last one add to it."""
-    return lax.psum(grad, STAGE)
 
 
 def accumulating(plan: ShardingPlan, params: PyTree, sums: Sums, exchange: GroupExchange | None) -> PyTree:
@@ -278,8 +224,8 @@ def same_on_all(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pmean(vary(x, axes), axes) if axes else x
 
 
-def auto_gradients(loss: Loss, plan: ShardingPlan, params: PyTree, batch: Batch) -> tuple[PyTree, Means]:
-    """Returns the same as `manual_gradients` with R = 1, all collectives chosen by XLA's partitioner."""
+def auto_gradients(loss: Loss, plan: ShardingPlan, params: Params, batch: Batch) -> tuple[Params, Means]:
+    """Returns the gradients `[1, ...]` and the means, all collectives chosen by XLA's partitioner."""
     layout = plan.layout
     total = jnp.sum(batch["weights"])
     gather = auto_gather(plan)

@@ -1,10 +1,10 @@
 """Cuts of parameters for hop two beside the micro-steps: a part of each tensor in a step, a piece of it a micro-step.
 
-All trees are of a device's shards, by group of parameters. Shards are cut flat, those of the stack `layers` layer by
+All trees are of a device's shards, by group of parameters. Shards are cut flat, those of the groups `stacks` layer by
 layer: `[...]` into `[count, N]`, `[L, ...]` into `[L, count, N]`. What does not divide is filled up with zeros.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from math import prod
 from typing import Any
@@ -14,24 +14,29 @@ import jax.numpy as jnp
 from jax import lax
 
 PyTree = Any
+Stacks = Collection[str]  # names of groups
 
 
-def cut(tree: PyTree, count: int) -> PyTree:
+def cut(stacks: Stacks, tree: PyTree, count: int) -> PyTree:
     """Returns the tensors as `count` rows each."""
-    return _by_group(partial(_cut, count=count), tree)
+    return _by_group(stacks, partial(_cut, count=count), tree)
 
 
-def joined(rows: PyTree, like: PyTree) -> PyTree:
+def joined(stacks: Stacks, rows: PyTree, like: PyTree) -> PyTree:
     """Undoes `cut`, for tensors `like` these."""
-    return _by_group(lambda x, like, axis: _joined(x, like.shape, axis), rows, like)
+    return _by_group(stacks, lambda x, like, axis: _joined(x, like.shape, axis), rows, like)
 
 
-def part_of(tree: PyTree, i: jax.Array, parts: int) -> PyTree:
+def part_of(stacks: Stacks, tree: PyTree, i: jax.Array, parts: int) -> PyTree:
     """Returns part `i` of each tensor: `[N]`, of a stack `[L, N]`."""
-    return _by_group(lambda x, axis: lax.dynamic_index_in_dim(_cut(x, axis, parts), i, axis, keepdims=False), tree)
+
+    def part(x: jax.Array, axis: int) -> jax.Array:
+        return lax.dynamic_index_in_dim(_cut(x, axis, parts), i, axis, keepdims=False)
+
+    return _by_group(stacks, part, tree)
 
 
-def with_part(tree: PyTree, part: PyTree, i: jax.Array, parts: int) -> PyTree:
+def with_part(stacks: Stacks, tree: PyTree, part: PyTree, i: jax.Array, parts: int) -> PyTree:
     """Returns the tensors with their part `i` replaced."""
 
     def put(x: jax.Array, part: jax.Array, axis: int) -> jax.Array:
@@ -41,19 +46,20 @@ def with_part(tree: PyTree, part: PyTree, i: jax.Array, parts: int) -> PyTree:
             rows = jnp.where(here, rows, _cut(x, axis, parts))
         return _joined(rows, x.shape, axis)
 
-    return _by_group(put, tree, part)
+    return _by_group(stacks, put, tree, part)
 
 
-def is_in_part(tree: PyTree, i: jax.Array, parts: int) -> PyTree:
+def is_in_part(stacks: Stacks, tree: PyTree, i: jax.Array, parts: int) -> PyTree:
     """Returns which elements are in part `i`, as bools."""
     nowhere = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), tree)
-    return with_part(nowhere, jax.tree.map(jnp.ones_like, part_of(nowhere, i, parts)), i, parts)
+    here = jax.tree.map(jnp.ones_like, part_of(stacks, nowhere, i, parts))
+    return with_part(stacks, nowhere, here, i, parts)
 
 
-def _by_group(function: Callable[..., jax.Array], tree: PyTree, *others: PyTree) -> PyTree:
+def _by_group(stacks: Stacks, function: Callable[..., jax.Array], tree: PyTree, *others: PyTree) -> PyTree:
     """Maps `function(leaf, ..., axis=...)`, the axis being that of the rows; None stays None."""
     return tree and {
-        name: jax.tree.map(partial(function, axis=int(name == "layers")), group, *(other[name] for other in others))
+        name: jax.tree.map(partial(function, axis=int(name in stacks)), group, *(other[name] for other in others))
         for name, group in tree.items()
     }
 

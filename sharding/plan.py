@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sharding.collectives import PLAIN, Group, LevelCodecs
 from sharding.experts import Exchange
 from sharding.scopes import Layout
-from sharding.spec import is_placement, pspecs
+from sharding.spec import is_placement, is_stack, pspecs
 
 PyTree = Any
 REPLICATED = PartitionSpec()
@@ -53,6 +53,11 @@ class ShardingPlan:
     def batch_spec(self) -> PartitionSpec:
         """Spec of batch arrays `[accum, rows, ...]`."""
         return PartitionSpec(None, self.layout.data_axes or None)
+
+    @property
+    def stacks(self) -> frozenset[str]:
+        """The groups of parameters that are stacks of layers, gathered a layer at a time."""
+        return frozenset(name for name, group in self.placements.items() if is_stack(group))
 
     @property
     def without_codecs(self) -> "ShardingPlan":

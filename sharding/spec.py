@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, Sharding
 
 from sharding.mesh import STAGE, divisors
 from sharding.replicas import ReplicaKey
@@ -34,6 +35,11 @@ class ParamSpec:
     dims: tuple[str, ...]
     dtype: Any = jnp.float32
     replicate: bool = False
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it is a stack of layers."""
+        return "layers" in self.dims
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.dims):
@@ -102,8 +108,8 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
     scope. ValueError if no dim can be partitioned and the spec does not replicate, and for layers or experts that
     cannot be divided.
     """
-    shape, ndim, stacked = layout.shape, len(spec.shape), "layers" in spec.dims
-    staged = stacked and shape.stage > 1
+    shape, ndim = layout.shape, len(spec.shape)
+    staged = spec.stacked and shape.stage > 1
     if staged and spec.shape[0] % shape.stage:
         raise ValueError(
             f"mesh.stages={shape.stage} does not divide the {spec.shape[0]} layers; set it to one of "
@@ -130,7 +136,7 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
         dim=None,
         tensor_dim=tensor_dim,
         ndim=ndim,
-        stacked=stacked,
+        stacked=spec.stacked,
         staged=staged,
         expert_dim=expert_dim,
         held=held,
@@ -168,6 +174,12 @@ def pspecs(placements: PyTree, scope: Sequence[str], *, tensor: bool = True) -> 
     return jax.tree.map(lambda p: p.pspec(scope, tensor=tensor), placements, is_leaf=is_placement)
 
 
+def is_stack(group: PyTree) -> bool:
+    """Whether a group of parameters is a stack of layers: every one of its Placements or ParamSpecs is."""
+    leaves = jax.tree.leaves(group, is_leaf=lambda x: isinstance(x, Placement | ParamSpec))
+    return bool(leaves) and all(x.stacked for x in leaves)
+
+
 def is_placement(x: object) -> bool:
     """Whether a node of a tree is a Placement: the `is_leaf` of trees of them."""
     return isinstance(x, Placement)
@@ -177,3 +189,8 @@ def path_name(path: Sequence[Any], separator: str = "/") -> str:
     """Returns the name of a tree path as `layers/attention/query`; a PerReplica without a label adds nothing to it."""
     named = tuple(key for key in path if not isinstance(key, ReplicaKey) or key.label)
     return jax.tree_util.keystr(named, simple=True, separator=separator)
+
+
+def nbytes(x: jax.ShapeDtypeStruct, sharding: Sharding | None = None) -> int:
+    """Returns the bytes of an array, of one device's shard of it if a sharding is given."""
+    return prod(sharding.shard_shape(x.shape) if sharding else x.shape) * x.dtype.itemsize

@@ -13,6 +13,8 @@ from sharding.spec import is_placement, path_name
 from sharding.step import TrainState
 
 PyTree = Any
+# (name, shape) of an array that belongs to no parameter -> the dim to cut over the optimizer's scope; None: none
+Cut = Callable[[str, tuple[int, ...]], int | None]
 
 
 def by_name(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
@@ -33,28 +35,42 @@ def owner(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, params: Mapping[str, j
     return next((name for name in names if name in params and params[name].shape == shape), "")
 
 
-def state_shardings(plan: ShardingPlan, shapes: TrainState) -> PyTree:
+def state_shardings(plan: ShardingPlan, shapes: TrainState, cut: Cut = lambda name, shape: None) -> PyTree:
     """Returns the NamedSharding of every array of a state, given the tree of its shapes.
 
-    An array of the optimizer state that belongs to a parameter is cut like it, over the optimizer's scope. All others
-    (counters, factored moments) are on every device. What each replica has for itself (PerReplica, `[R, ...]`) is on
-    its devices alone: cut like its gradient where it belongs to a parameter, whole on each device where not.
+    An array of hop two's or the optimizer's state that belongs to a parameter is cut like it, over the optimizer's
+    scope; counters are on every device, and all others (factored moments) as `cut` says. What each replica has for
+    itself (PerReplica, `[R, ...]`) is on its devices alone: cut like its gradient where it belongs to a parameter,
+    whole on each device where not. ValueError for a dim that the scope does not divide.
     """
     layout = plan.layout
     placements, params = by_name(plan.placements, is_leaf=is_placement), by_name(shapes.params)
     gradients = by_name(gradient_specs(plan))
-    replicated = NamedSharding(plan.mesh, REPLICATED)
+    degree = layout.shape.size(layout.optimizer)
 
-    def place(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
+    def spec_of(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> PartitionSpec:
         name = owner(path, x, params)
         if replica_key(path):
-            spec = gradients[name] if name else PartitionSpec(layout.replica_axes)
-        else:
-            spec = placements[name].pspec(layout.optimizer) if name else REPLICATED
-        return NamedSharding(plan.mesh, spec)
+            return gradients[name] if name else PartitionSpec(layout.replica_axes)
+        if name:
+            return placements[name].pspec(layout.optimizer)
+        in_stack = any(isinstance(key, jax.tree_util.DictKey) and key.key in plan.stacks for key in path)
+        dim = cut(path_name(path), x.shape) if x.ndim > in_stack else None  # else a counter, in a stack one a layer
+        if dim is None or degree == 1:
+            return REPLICATED
+        if x.shape[dim] % degree:
+            raise ValueError(
+                f"{path_name(path)} {list(x.shape)} cannot be cut into {degree} shards in dim {dim}; cut a dim that "
+                f"{degree} divides, or None"
+            )
+        return PartitionSpec(*[None] * dim, layout.optimizer)
+
+    def place(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
+        return NamedSharding(plan.mesh, spec_of(path, x))
 
     return dataclasses.replace(
-        jax.tree.map(lambda _: replicated, shapes),
+        jax.tree.map(lambda _: NamedSharding(plan.mesh, REPLICATED), shapes),
         params=plan.shardings(plan.layout.parameters),
+        hop_two=jax.tree_util.tree_map_with_path(place, shapes.hop_two),
         opt_state=jax.tree_util.tree_map_with_path(place, shapes.opt_state),
     )

@@ -5,8 +5,10 @@ It only reads, so it is safe while a job runs; it needs neither jax nor Orbax, s
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from files import run_directory
 from runtime.command_line import prepare_output
 from runtime.exit_codes import ExitCode
 from state import manifest
@@ -20,17 +22,11 @@ def verify(directory: Path) -> int:
     if not steps:
         return _refuse(directory)
     for step in steps:
-        try:
-            found = manifest.verify(directory / str(step))
-        except (manifest.DamagedError, manifest.UnreadableError) as error:
-            if not (directory / str(step)).exists():
-                continue  # the run has deleted it in the meantime
+        found = _looked_at(directory / str(step), manifest.verify)
+        if isinstance(found, str):
             all_good = False
-            print(f"step {step}: {_problem(error)}: {error}")
-        except manifest.UnknownFormatError as error:
-            all_good = False
-            print(f"step {step}: UNKNOWN FORMAT: {error}")
-        else:
+            print(f"step {step}: {found}")
+        elif found:
             print(f"step {step}: good: {len(found.files)} files, {_size(found.total_bytes)}")
     return 0 if all_good else 1
 
@@ -42,18 +38,12 @@ def ls(directory: Path) -> int:
     if not steps and not aside:
         return _refuse(directory)
     for step in steps:
-        try:
-            found = manifest.read(directory / str(step))
-        except (manifest.DamagedError, manifest.UnreadableError) as error:
-            if not (directory / str(step)).exists():
-                continue
-            print(f"step {step:>8}  {_problem(error)}: {error}")
-            continue
-        except manifest.UnknownFormatError as error:
-            print(f"step {step:>8}  UNKNOWN FORMAT: {error}")
-            continue
-        metrics = " ".join(f"{name}={value:.6g}" for name, value in found.metrics.items())
-        print(f"step {step:>8}  {found.saved_at}  {_size(found.total_bytes):>9}  committed  {metrics}".rstrip())
+        found = _looked_at(directory / str(step), manifest.read)
+        if isinstance(found, str):
+            print(f"step {step:>8}  {found}")
+        elif found:
+            metrics = " ".join(f"{name}={value:.6g}" for name, value in found.metrics.items())
+            print(f"step {step:>8}  {found.saved_at}  {_size(found.total_bytes):>9}  committed  {metrics}".rstrip())
     for kind, entry in aside:
         print(f"{kind.replace('_', ' ')}: {entry}")
     return 0
@@ -61,13 +51,20 @@ def ls(directory: Path) -> int:
 
 def _refuse(directory: Path) -> int:
     """Reports that the directory has no checkpoint, and where they may be; returns the exit code."""
-    below = directory / "checkpoints"
+    below = directory / run_directory.CHECKPOINTS
     print(f"{directory} holds no checkpoint{f'; did you mean {below}?' if below.is_dir() else ''}", file=sys.stderr)
     return ExitCode.BAD_INPUT
 
 
-def _problem(error: Exception) -> str:
-    return "UNREADABLE" if isinstance(error, OSError) else "DAMAGED"
+def _looked_at(folder: Path, look: Callable[[Path], manifest.Manifest]) -> manifest.Manifest | str | None:
+    """Returns the manifest that `look` gives, or what is wrong; None if the run has deleted the step meanwhile."""
+    try:
+        return look(folder)
+    except manifest.UnknownFormatError as error:
+        return f"UNKNOWN FORMAT: {error}"
+    except (manifest.DamagedError, manifest.UnreadableError) as error:
+        kind = "UNREADABLE" if isinstance(error, OSError) else "DAMAGED"
+        return f"{kind}: {error}" if folder.exists() else None
 
 
 def _size(num_bytes: float) -> str:

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from files import atomic, json_objects
+from files import atomic, json_objects, run_directory
 from runtime.consensus import broadcast, new_key
 from state import manifest
 
-FILE_NAME = "attempts.json"
 RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 
@@ -54,7 +53,7 @@ def read_attempts(workdir: Path, report: Callable[[str], None]) -> Attempts:
 
     def answer() -> dict[str, object]:
         workdir.mkdir(parents=True, exist_ok=True)
-        file, folder = workdir / FILE_NAME, workdir.stat().st_ino
+        file, folder = workdir / run_directory.ATTEMPTS, workdir.stat().st_ino
         new = Attempts(run_id=secrets.token_hex(8), folder=folder)
         if not file.exists():
             return asdict(new)
@@ -76,7 +75,7 @@ def write_attempts(workdir: Path, attempts: Attempts) -> Attempts:
     def answer() -> int:
         now = replace(attempts, saved=newest_checkpoint(workdir))
         # Durable: if this attempt were lost, its snapshots would belong to an unknown history.
-        atomic.replace(workdir / FILE_NAME, json.dumps(asdict(now)) + "\n", durable=True)
+        atomic.replace(workdir / run_directory.ATTEMPTS, json.dumps(asdict(now)) + "\n", durable=True)
         return now.saved
 
     return replace(attempts, saved=broadcast(new_key("attempt"), answer))
@@ -84,12 +83,12 @@ def write_attempts(workdir: Path, attempts: Attempts) -> Attempts:
 
 def newest_checkpoint(workdir: Path) -> int:
     """Returns the newest step with a checkpoint, without those that were set aside; 0 if there is none."""
-    return max([0, *manifest.step_numbers(workdir / "checkpoints")])
+    return max([0, *manifest.step_numbers(workdir / run_directory.CHECKPOINTS)])
 
 
 def newest_set_aside(workdir: Path) -> int:
     """Returns the newest step that was set aside, 0 if there is none."""
-    aside = workdir / "checkpoints" / manifest.SET_ASIDE
+    aside = workdir / run_directory.CHECKPOINTS / manifest.SET_ASIDE
     damaged = [entry.name.split("-")[0] for entry in aside.iterdir()] if aside.is_dir() else []
     return max([0, *(int(step) for step in damaged if step.isdecimal())])
 

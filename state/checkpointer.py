@@ -1,8 +1,8 @@
-"""Saves training states through Orbax's asynchronous CheckpointManager; restores only what verifies.
+"""Saves training states through Orbax's AsyncCheckpointer; restores only what verifies.
 
-A save writes into a folder in DIR/unfinished. When the data of all processes is written (Orbax waits for it), each
-process hashes its own files. Process 0 writes the manifest, renames the step into DIR, and only then deletes older
-steps. A restore verifies all files of a step before it loads any; the processes share that work, too.
+A save writes into a folder of its own in DIR/unfinished. When the data of all processes is written (Orbax waits for
+it), each process hashes its own files. Process 0 writes the manifest, renames the step into DIR, and only then deletes
+older steps. A restore verifies all files of a step before it loads any; the processes share that work, too.
 """
 
 import json
@@ -28,18 +28,6 @@ from state import check_path, manifest, retention, shared_hashing, tree
 from state.quiet import quiet_orbax
 
 _ANNOTATION = re.compile(r" \[\w+(\[\d+\])?='([^'\\]|\\.)*'\]")  # in TensorStore's errors; kilobytes long
-
-
-class _Manager(ocp.CheckpointManager):
-    """Orbax's manager, but without its calls of jax's preemption service.
-
-    The processes agree on when to stop by the numbers that they pass to that service (`runtime/preemption.py`). Orbax
-    would pass the number of an old step, from its background thread.
-    """
-
-    def reached_preemption(self, step: int) -> bool:
-        del step
-        return False
 
 
 class CheckpointError(RuntimeError):
@@ -102,8 +90,7 @@ class Checkpointer:
         self.directory = Path(directory).absolute()
         self.config = config
         self._report, self._is_same_run = report, is_same_run
-        self._manager: ocp.CheckpointManager | None = None
-        self._attempt = ""  # the folder in DIR/unfinished that the manager writes to
+        self._has_saved = False
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         quiet_orbax()
@@ -158,23 +145,21 @@ class Checkpointer:
             def prepare() -> str | None:
                 return None if is_there and self._is_saved(step, damage, data, config) else self._prepare()
 
-            attempt = broadcast(new_key("prepare"), prepare)
+            parent = broadcast(new_key("prepare"), prepare)
         except (OSError, RuntimeError) as error:
             raise self._failed(step, error) from error
-        if attempt is None:
+        if parent is None:
             return
+        self._has_saved = True
+        unfinished = self.directory / manifest.UNFINISHED / parent / str(step)
         keys = new_key("written"), new_key("hashes"), new_key("commit")
         try:
-            if self._manager is None or attempt != self._attempt:
-                self._manager, self._attempt = self._new_manager(attempt), attempt
-            manager = self._manager
-            manager.reload()  # it remembers the steps that it wrote, but we move them out of its directory
-            manager.save(step, args=items, force=True)
+            writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+            writer.save(unfinished, args=items)
         except (OSError, ValueError, RuntimeError) as error:
-            self._manager = None
             raise self._failed(step, error) from error
         self._thread = threading.Thread(
-            target=self._finish, args=(manager, keys, step, leaves, metrics), name=f"checkpoint-{step}"
+            target=self._finish, args=(writer, unfinished, keys, step, leaves, metrics), name=f"checkpoint-{step}"
         )
         self._thread.start()
 
@@ -204,7 +189,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Returns the steps with a valid manifest, ascending. Their data is not read."""
-        return [step for step in manifest.step_numbers(self.directory) if self._is_committed(step)]
+        return [found.step for found in manifest.committed(self.directory)]
 
     def latest_step(self) -> int | None:
         """Returns the newest committed step, or None."""
@@ -220,32 +205,20 @@ class Checkpointer:
             raise error
 
     def close(self) -> None:
-        """Waits for the save in progress and ends Orbax's threads. Raises CheckpointError if that save failed."""
+        """Waits for the save in progress. Raises CheckpointError if it failed."""
         self.wait()
-        if self._manager is not None:
-            self._manager.close()
-            self._manager = None
-        if self._attempt and jax.process_index() == 0:
+        if self._has_saved and jax.process_index() == 0:
             retention.remove_unfinished(self.directory)
 
-    def _new_manager(self, attempt: str) -> ocp.CheckpointManager:
-        return _Manager(
-            self.directory / manifest.UNFINISHED / attempt,
-            # max_to_keep=None: Orbax deletes nothing, since we delete old steps after the commit.
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=None, lightweight_initialize=True, save_root_metadata=False
-            ),
-        )
-
     def _prepare(self) -> str:
-        """Removes unfinished saves, and returns the name of the folder in DIR/unfinished for the next one (process 0).
+        """Removes unfinished saves, and returns the name of a new folder in DIR/unfinished (process 0).
 
-        After a failed save it is a new folder, because TensorStore may still be writing into the old one.
+        A new one each time, because TensorStore may still be writing into that of a failed save.
         """
-        attempt = self._attempt if self._manager is not None else secrets.token_hex(8)
-        retention.remove_unfinished(self.directory, keep=attempt)
-        (self.directory / manifest.UNFINISHED / attempt).mkdir(parents=True, exist_ok=True)
-        return attempt
+        retention.remove_unfinished(self.directory)
+        name = secrets.token_hex(8)
+        (self.directory / manifest.UNFINISHED / name).mkdir(parents=True)
+        return name
 
     def _is_saved(self, step: int, damage: str | None, data: dict[str, Any], config: dict[str, Any]) -> bool:
         """Whether this run has saved `step` before; a step with `damage` is set aside (process 0).
@@ -268,7 +241,8 @@ class Checkpointer:
 
     def _finish(
         self,
-        manager: ocp.CheckpointManager,
+        writer: ocp.AsyncCheckpointer,
+        folder: Path,
         keys: tuple[Key, Key, Key],
         step: int,
         leaves: tuple[manifest.Leaf, ...],
@@ -276,10 +250,9 @@ class Checkpointer:
     ) -> None:
         """Waits for the data, commits the step, and deletes old ones. Runs in a thread; `wait` raises its error."""
         written, hashes, commit = keys
-        folder = self.directory / manifest.UNFINISHED / self._attempt / str(step)
         failed: Exception | None = None
         try:
-            manager.wait_until_finished()
+            writer.close()  # when it has finished
         except Exception as error:  # passed on to the other processes
             failed = error
 
@@ -290,9 +263,8 @@ class Checkpointer:
         try:
             broadcast(written, check_written)  # Orbax's last renames are made in process 0
             found = shared_hashing.describe(folder, hashes, check_written)
-            broadcast(commit, lambda: self._commit(folder, found.files(), step, leaves, metrics))
+            broadcast(commit, lambda: self._commit(folder, shared_hashing.all_files(found), step, leaves, metrics))
         except Exception as error:
-            self._manager = None  # after a failed save, Orbax's manager raises its error again and again
             self._error = self._failed(step, error)
             self._error.__cause__ = error
 
@@ -344,13 +316,6 @@ class Checkpointer:
         for step, damage in damaged.items():
             target = retention.set_aside(self.directory, step)
             self._report(f"checkpoint {self.directory / str(step)} is damaged ({damage}): moved to {target}; {instead}")
-
-    def _is_committed(self, step: int) -> bool:
-        try:
-            manifest.read(self.directory / str(step))
-        except (manifest.DamagedError, manifest.UnknownFormatError, manifest.UnreadableError):
-            return False
-        return True
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         reason = _ANNOTATION.sub("", " ".join((str(error) or type(error).__name__).split()))

@@ -89,6 +89,17 @@ def step_numbers(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]*", name))
 
 
+def committed(directory: Path) -> list[Manifest]:
+    """Returns the manifests of the steps in `directory` that have a valid one. Their other files are not read."""
+    found = []
+    for step in step_numbers(directory):
+        try:
+            found.append(read(directory / str(step)))
+        except (DamagedError, UnknownFormatError, UnreadableError):
+            continue  # `restore` and `verify` report it
+    return found
+
+
 def describe(folder: Path, process: int = 0, count: int = 1) -> tuple[File, ...]:
     """Forces the files in `folder` that one of `count` processes wrote to disk, and returns them with hashes.
 

@@ -31,7 +31,6 @@ from state.manifest import Leaf
 from state.owned_shards import Region
 
 _FORMAT = 2
-_SLOTS = ("a", "b")
 _NAME = re.compile(r"[0-9]+-[0-9]+-[ab]")
 _HASHING_THREADS = 4
 _COPY_BYTES = 64 << 20  # copied to a file at a time
@@ -220,22 +219,6 @@ def remove_run(memory_dir: str | Path, run_id: str) -> None:
             if folder.parent.name != name:
                 with contextlib.suppress(OSError):  # another process of this node has deleted it
                     folder.parent.rmdir()
-
-
-class Slots:
-    """The two slots of one process, on its own node and on its partner's."""
-
-    def __init__(self, folder: MemoryFolder, attempt: int, owner: int) -> None:
-        self._folder, self._names = folder, [f"{attempt}-{owner}-{slot}" for slot in _SLOTS]
-        self._next = 0
-
-    def open(self) -> "SlotFile":
-        """Returns the slot that is not the newest snapshot that all processes have."""
-        return SlotFile(self._folder.path, self._names[self._next])
-
-    def turn(self) -> None:
-        """Switches slots: all processes have committed the snapshot in the open slot."""
-        self._next = 1 - self._next
 
 
 class SlotFile:

@@ -9,19 +9,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from runtime.blobs import Address, Connection
 from runtime.consensus import all_gather, new_key
 from state import tree
 from state.attempts import Attempts
 from state.manifest import Leaf
 from state.memory_files import MemoryFolder, Piece, SnapshotManifest
 from state.owned_shards import Region, covers, region_of
-from state.transfer import Address, Connection
+from state.transfer import connect, fetch
 
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class Copy:
     """A piece that verifies, and the process that can read it."""
 
     process: int
@@ -38,12 +39,12 @@ class Found:
     """A step that is complete across the nodes."""
 
     snapshot: SnapshotManifest  # one of the snapshots of this step
-    sources: Mapping[str, tuple[Source, ...]]  # by path
+    copies: Mapping[str, tuple[Copy, ...]]  # by path
 
     @property
     def processes(self) -> set[int]:
         """The processes that read a part of it: at most one per node."""
-        return {source.process for sources in self.sources.values() for source in sources}
+        return {copy.process for copies in self.copies.values() for copy in copies}
 
 
 def find(
@@ -60,25 +61,25 @@ def find(
     everyone = all_gather(new_key("snapshots"), told)
     if jax.process_index() != 0:
         report = _silently
-    by_step: dict[tuple[int, tuple[int, ...]], list[Source]] = defaultdict(list)
+    by_step: dict[tuple[int, tuple[int, ...]], list[Copy]] = defaultdict(list)
     for process, said in enumerate(everyone):
         for line in said["damaged"]:
             report(f"snapshot on {said['host']}: {line}")
         for snapshot in map(SnapshotManifest.from_json, said["snapshots"]):
             for number in range(len(snapshot.pieces)):  # a snapshot without pieces proves nothing
-                source = Source(process=process, snapshot=snapshot, number=number)
-                by_step[snapshot.step, snapshot.history].append(source)
+                copy = Copy(process=process, snapshot=snapshot, number=number)
+                by_step[snapshot.step, snapshot.history].append(copy)
     by_step = {key: found for key, found in by_step.items() if not attempts.have_left(key[1], key[0])}
-    known = max([attempts.saved, *(sources[0].snapshot.saved for sources in by_step.values())])
+    known = max([attempts.saved, *(copies[0].snapshot.saved for copies in by_step.values())])
     for step, history in sorted(by_step, reverse=True):
-        sources = by_step[step, history]
-        objection = _set_back(step, saved, known) or _disagreement(sources)
-        if objection := objection or _other_model(sources[0].snapshot.tree, wanted):
+        copies = by_step[step, history]
+        objection = _set_back(step, saved, known) or _disagreement(copies)
+        if objection := objection or _other_model(copies[0].snapshot.tree, wanted):
             report(f"the snapshots of step {step} are not used: {objection}")
-        elif _is_complete(sources):
-            sources = _without_damaged(folder, sources, [said["host"] for said in everyone], report)
-            if _is_complete(sources):
-                return _found(sources)
+        elif _is_complete(copies):
+            copies = _without_damaged(folder, copies, [said["host"] for said in everyone], report)
+            if _is_complete(copies):
+                return _found(copies)
     return None
 
 
@@ -92,7 +93,7 @@ def load(
     """
     wanted = tree.flatten_abstract(abstract_state)
     saved = {leaf.path: leaf for leaf in found.snapshot.tree}
-    fetch = _Fetch(folder, reader, addresses, token)
+    reading = _Reader(folder, reader, addresses, token)
     try:
         arrays = []
         for path, asked in wanted.items():
@@ -101,26 +102,26 @@ def load(
                 continue
             as_saved = tree.as_saved(asked.abstract, saved[path].shape)
             assert as_saved.sharding is not None
-            put_together = _once_each(saved[path], lambda region, path=path: fetch.region(region, found.sources[path]))
+            put_together = _once_each(saved[path], lambda region, path=path: reading.region(region, found.copies[path]))
             array = jax.make_array_from_callback(as_saved.shape, as_saved.sharding, put_together)
             arrays.append(tree.shared_out(array, asked))
         return jax.tree.unflatten(jax.tree.structure(abstract_state), jax.block_until_ready(arrays))
     finally:
-        fetch.close()
+        reading.close()
 
 
-class _Fetch:
+class _Reader:
     """Reads regions from the folder of this node if it has them, else from other processes."""
 
     def __init__(self, folder: MemoryFolder, reader: int, addresses: list[Address], token: str) -> None:
         self._folder, self._reader, self._addresses, self._token = folder, reader, addresses, token
         self._connections: dict[int, Connection] = {}
 
-    def region(self, wanted: Region, sources: Iterable[Source]) -> np.ndarray:
+    def region(self, wanted: Region, copies: Iterable[Copy]) -> np.ndarray:
         """Returns the array of a region, assembled from the pieces that overlap with it."""
-        by_region: dict[Region, list[Source]] = defaultdict(list)
-        for source in sources:
-            by_region[source.piece.region].append(source)
+        by_region: dict[Region, list[Copy]] = defaultdict(list)
+        for copy in copies:
+            by_region[copy.piece.region].append(copy)
         result: np.ndarray | None = None
         for region, copies in by_region.items():
             part = wanted.overlap(region)
@@ -137,20 +138,19 @@ class _Fetch:
         for connection in self._connections.values():
             connection.close()
 
-    def _nearest(self, copies: list[Source]) -> Source:
+    def _nearest(self, copies: list[Copy]) -> Copy:
         """Returns the copy on this node, if any; else one by the process index, which spreads the load."""
-        here = [source for source in copies if source.process == self._reader]
+        here = [copy for copy in copies if copy.process == self._reader]
         return here[0] if here else copies[jax.process_index() % len(copies)]
 
-    def _read(self, part: Region, source: Source) -> np.ndarray:
-        piece = source.piece
-        if source.process == self._reader:
-            return self._folder.read(source.snapshot, piece)[part.within(piece.region)]
-        if source.process not in self._connections:
-            address = self._addresses[source.process]
-            self._connections[source.process] = Connection(address, self._token, jax.process_index())
-        dtype = source.snapshot.dtypes[part.path]
-        return self._connections[source.process].get(source.snapshot.name, source.number, part, dtype)
+    def _read(self, part: Region, copy: Copy) -> np.ndarray:
+        piece = copy.piece
+        if copy.process == self._reader:
+            return self._folder.read(copy.snapshot, piece)[part.within(piece.region)]
+        if copy.process not in self._connections:
+            address = self._addresses[copy.process]
+            self._connections[copy.process] = connect(address, self._token, jax.process_index())
+        return fetch(self._connections[copy.process], copy.snapshot, copy.number, part)
 
 
 def _once_each(leaf: Leaf, make: Callable[[Region], np.ndarray]) -> Callable[[Any], np.ndarray]:
@@ -166,11 +166,11 @@ def _once_each(leaf: Leaf, make: Callable[[Region], np.ndarray]) -> Callable[[An
     return callback
 
 
-def _is_complete(sources: list[Source]) -> bool:
+def _is_complete(copies: list[Copy]) -> bool:
     regions: dict[str, set[Region]] = defaultdict(set)
-    for source in sources:
-        regions[source.piece.region.path].add(source.piece.region)
-    return bool(sources) and all(covers(regions[leaf.path], leaf) for leaf in sources[0].snapshot.tree)
+    for copy in copies:
+        regions[copy.piece.region.path].add(copy.piece.region)
+    return bool(copies) and all(covers(regions[leaf.path], leaf) for leaf in copies[0].snapshot.tree)
 
 
 def _set_back(step: int, saved: int, known: int) -> str:
@@ -184,19 +184,19 @@ def _set_back(step: int, saved: int, known: int) -> str:
     return ""
 
 
-def _disagreement(sources: list[Source]) -> str:
+def _disagreement(copies: list[Copy]) -> str:
     """Returns the difference between two snapshots of one step; "" if they agree."""
-    first = sources[0].snapshot
-    hashes: dict[Region, Source] = {}
-    for source in sources:
-        other = source.snapshot
+    first = copies[0].snapshot
+    hashes: dict[Region, Copy] = {}
+    for copy in copies:
+        other = copy.snapshot
         if (other.data, _learned(other), other.tree) != (first.data, _learned(first), first.tree):
             return f"they are of different configs or data ({first.name} and {other.name})"
-        known = hashes.setdefault(source.piece.region, source)
-        if known.piece.crc32 != source.piece.crc32:
+        known = hashes.setdefault(copy.piece.region, copy)
+        if known.piece.crc32 != copy.piece.crc32:
             return (
-                f"two copies of a part of {source.piece.region.path} differ (processes {known.process} and "
-                f"{source.process} read them)"
+                f"two copies of a part of {copy.piece.region.path} differ (processes {known.process} and "
+                f"{copy.process} read them)"
             )
     return ""
 
@@ -214,15 +214,15 @@ def _other_model(saved: tuple[Leaf, ...], wanted: Mapping[str, tree.Wanted]) -> 
     return ""
 
 
-def _without_damaged(folder: MemoryFolder, sources: list[Source], hosts: list[str], report: Report) -> list[Source]:
-    """Returns the sources whose bytes match their hashes; each process checks its own."""
+def _without_damaged(folder: MemoryFolder, copies: list[Copy], hosts: list[str], report: Report) -> list[Copy]:
+    """Returns the copies whose bytes match their hashes; each process checks its own."""
     me = jax.process_index()
-    own = {source.snapshot.name: source.snapshot for source in sources if source.process == me}
+    own = {copy.snapshot.name: copy.snapshot for copy in copies if copy.process == me}
     damaged = {
         name: [snapshot.pieces.index(piece) for piece in folder.damaged(snapshot)] for name, snapshot in own.items()
     }
     everyone = all_gather(new_key("damaged"), damaged)
-    good = [x for x in sources if x.number not in everyone[x.process][x.snapshot.name]]
+    good = [x for x in copies if x.number not in everyone[x.process][x.snapshot.name]]
     for process, found in enumerate(everyone):
         for name, numbers in found.items():
             if numbers:
@@ -233,11 +233,11 @@ def _without_damaged(folder: MemoryFolder, sources: list[Source], hosts: list[st
     return good
 
 
-def _found(sources: list[Source]) -> Found:
-    by_path: dict[str, list[Source]] = defaultdict(list)
-    for source in sources:
-        by_path[source.piece.region.path].append(source)
-    return Found(snapshot=sources[0].snapshot, sources={path: tuple(found) for path, found in by_path.items()})
+def _found(copies: list[Copy]) -> Found:
+    by_path: dict[str, list[Copy]] = defaultdict(list)
+    for copy in copies:
+        by_path[copy.piece.region.path].append(copy)
+    return Found(snapshot=copies[0].snapshot, copies={path: tuple(found) for path, found in by_path.items()})
 
 
 def _silently(line: str) -> None:

@@ -6,16 +6,7 @@ from math import isnan, nan
 from pathlib import Path
 
 from configs.schema import CheckpointConfig
-from state.manifest import (
-    SET_ASIDE,
-    UNFINISHED,
-    DamagedError,
-    Manifest,
-    UnknownFormatError,
-    UnreadableError,
-    read,
-    step_numbers,
-)
+from state.manifest import SET_ASIDE, UNFINISHED, Manifest, committed
 
 BEST_METRIC = "validation_loss"
 
@@ -39,41 +30,27 @@ def remove_old(directory: Path, config: CheckpointConfig) -> list[int]:
 
     Call this after a new step is committed. Steps without a valid manifest are neither counted nor deleted.
     """
-    manifests = []
-    for step in step_numbers(directory):
-        try:
-            manifests.append(read(directory / str(step)))
-        except (DamagedError, UnknownFormatError, UnreadableError):
-            continue  # not a valid checkpoint: `restore` and `verify` report it, and we do not delete it
+    manifests = committed(directory)
     kept = kept_steps(manifests, config)
     removed = [manifest.step for manifest in manifests if manifest.step not in kept]
     for step in removed:  # renamed first, so that an interrupted deletion leaves no partial step
         leaving = directory / UNFINISHED / f"{step}.deleted"
         leaving.parent.mkdir(exist_ok=True)
-        remove_tree(leaving)
+        shutil.rmtree(leaving, ignore_errors=True)
         (directory / str(step)).rename(leaving)
-        remove_tree(leaving)
+        shutil.rmtree(leaving)
     return removed
 
 
-def remove_unfinished(directory: Path, keep: str = "") -> None:
-    """Deletes the files of killed and failed saves in DIR/unfinished, except the folder `keep`.
+def remove_unfinished(directory: Path) -> None:
+    """Deletes the files of killed and failed saves in DIR/unfinished.
 
     A failed save may still be writing there. Files that cannot be deleted now are left to the next call; nothing reads
     them.
     """
     unfinished = directory / UNFINISHED
-    for entry in list(unfinished.iterdir()) if unfinished.is_dir() else []:
-        if entry.name != keep:
-            shutil.rmtree(entry, ignore_errors=True)
-    if unfinished.is_dir() and not any(unfinished.iterdir()):
-        unfinished.rmdir()
-
-
-def remove_tree(path: Path) -> None:
-    """Deletes a folder and its content, if it exists."""
-    if path.exists():
-        shutil.rmtree(path)
+    if unfinished.is_dir():
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def set_aside(directory: Path, step: int) -> Path:

@@ -6,7 +6,7 @@ When a step is restored, each process verifies about the same number of bytes.
 
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +15,14 @@ import jax
 from runtime.consensus import Key, all_gather, gather
 from state import manifest
 
-
-@dataclass(frozen=True)
-class Descriptions:
-    """What the processes found in the folder of a step; empty but in process 0."""
-
-    by_process: tuple[dict[str, Any], ...]
-
-    def files(self) -> tuple[manifest.File, ...]:
-        """Returns the files of all processes. RuntimeError if one of them failed."""
-        for found in self.by_process:
-            if "error" in found:
-                raise RuntimeError(found["error"])
-        return tuple(manifest.File(**file) for found in self.by_process for file in found["files"])
+Descriptions = list[dict[str, Any]]  # what each process found in the folder of a step; empty but in process 0
 
 
 def describe(folder: Path, key: Key, ready: Callable[[], None]) -> Descriptions:
     """Forces the files in `folder` to disk and describes them. Every process must call it; process 0 gets the result.
 
-    `ready` is called first. If it or the hashing raises in process 0, only `files` raises, so that process 0 can tell
-    the others; any other process raises its own error here.
+    `ready` is called first. If it or the hashing raises in process 0, only `all_files` raises, so that process 0 can
+    tell the others; any other process raises its own error here.
     """
     me, failed = jax.process_index(), None
     found: dict[str, Any] = {}
@@ -47,7 +35,15 @@ def describe(folder: Path, key: Key, ready: Callable[[], None]) -> Descriptions:
     by_process = gather(key, found)
     if failed and (me or jax.process_count() == 1):
         raise failed
-    return Descriptions(tuple(by_process))
+    return by_process
+
+
+def all_files(descriptions: Descriptions) -> tuple[manifest.File, ...]:
+    """Returns the files of all processes. RuntimeError if one of them failed."""
+    for found in descriptions:
+        if "error" in found:
+            raise RuntimeError(found["error"])
+    return tuple(manifest.File(**file) for found in descriptions for file in found["files"])
 
 
 def damage(folder: Path, key: Key) -> str | None:

@@ -20,15 +20,16 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from runtime.blobs import Address, BlobService
 from runtime.consensus import all_gather, barrier, broadcast, new_key
 from runtime.handshake import shared_token
 from state import tree
 from state.attempts import newest_checkpoint, newest_set_aside, read_attempts, write_attempts
 from state.checkpointer import Checkpointer, Restored, Source, print_to_stderr
-from state.memory_files import MemoryFolder, Piece, Slots, SnapshotManifest, remove_run
+from state.memory_files import MemoryFolder, Piece, SlotFile, SnapshotManifest, remove_run
 from state.owned_shards import OwnedShard, owned_shards
 from state.recovery import Found, find, load
-from state.transfer import Address, Connection, Service
+from state.transfer import PURPOSE, Answers, connect, send_copy
 
 AUTOMATIC = -1  # as often as possible at a cost below SHARE of the time
 SHARE = 0.02
@@ -49,9 +50,9 @@ class Snapshots:
         self._me = jax.process_index()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._service: Service | None = None
+        self._service: BlobService | None = None
         self._used: set[str] = set()  # the snapshots that were restored
-        self._kept: list[OwnedShard] = []
+        self._owned: list[OwnedShard] = []
         self._started = self._failed = False  # a snapshot was begun; this process failed to write it
         self._warned = False
         self.last_step = -1  # of the newest snapshot
@@ -62,7 +63,7 @@ class Snapshots:
         fallback = broadcast(new_key("fallback"), lambda: secrets.token_hex(8))
         self._folder = MemoryFolder(memory_dir, self._attempts.run_id, fallback)
         self._attempt = self._attempts.next
-        self._slots = Slots(self._folder, self._attempt, self._me)
+        self._slot, self._other_slot = "a", "b"  # to be written next; the newest snapshot that all processes have
         self._meet()
 
     def __enter__(self) -> Self:
@@ -92,7 +93,7 @@ class Snapshots:
         if found and restored is None:
             restored = self._load(found, abstract_state)
             if restored:
-                self._used = {source.snapshot.name for sources in found.sources.values() for source in sources}
+                self._used = {copy.snapshot.name for copies in found.copies.values() for copy in copies}
             else:
                 restored = checkpointer.restore(abstract_state)
         return restored
@@ -126,7 +127,7 @@ class Snapshots:
         self._pace.agree()
         begun_s = time.perf_counter()
         arrays, leaves = tree.flatten_arrays(state)
-        self._kept = self._kept or list(owned_shards(self._me, self._nodes, arrays, leaves))
+        self._owned = self._owned or list(owned_shards(self._me, self._nodes, arrays, leaves))
         self._started, self._failed, self.last_step = True, False, step
         if copied := self._copy(arrays, step):
             name, pieces = copied
@@ -163,7 +164,7 @@ class Snapshots:
         self._attempts = replace(self._attempts, saved=max([self._attempts.saved, *(saved for _, saved in said)]))
         if any(failed for failed, _ in said):
             return  # the next snapshot overwrites this one, and not the previous one, which is complete
-        self._slots.turn()
+        self._slot, self._other_slot = self._other_slot, self._slot
         if self._reader == self._me:  # snapshots of earlier attempts are older
             ours = f"{self._attempt}-"
             self._folder.remove(name for name in self._folder.names() if not name.startswith(ours))
@@ -179,30 +180,32 @@ class Snapshots:
 
     def _copy(self, arrays: dict[str, jax.Array], step: int) -> tuple[str, tuple[Piece, ...]] | None:
         """Copies this process' regions to a slot; returns its name and the pieces, or None if the disk is full."""
-        shards = [_shard(arrays[kept.region.path], kept) for kept in self._kept]
+        shards = [_shard(arrays[owned.region.path], owned) for owned in self._owned]
         for shard in shards:
             shard.copy_to_host_async()
         try:
-            with self._slots.open() as file:
+            with SlotFile(self._folder.path, f"{self._attempt}-{self._me}-{self._slot}") as file:
                 # on CPUs these arrays alias the device's buffers: nothing may keep a reference
-                return file.name, tuple(file.append(kept.region, np.asarray(x)) for kept, x in zip(self._kept, shards))
+                return file.name, tuple(
+                    file.append(owned.region, np.asarray(x)) for owned, x in zip(self._owned, shards)
+                )
         except OSError as error:
             self._warn(step, error)
             return None
 
     def _meet(self) -> None:
         """Exchanges nodes and addresses with the other processes, and starts the service."""
-        count = jax.process_count()
+        count, answers = jax.process_count(), Answers(self._folder, self._attempt)
         self._token = shared_token(self._workdir) if count > 1 else ""
         if count > 1:
-            self._service = Service(self._folder, self._attempt, self._me, count, self._token)
+            self._service = BlobService(PURPOSE, answers, process=self._me, count=count, token=self._token)
         address = vars(self._service.address) if self._service else {}
         told = all_gather(new_key("nodes"), {"node": self._folder.identity, "address": address})
         self._nodes = [said["node"] for said in told]
         self._addresses = [Address(**said["address"]) for said in told] if self._service else []
         self._reader = self._nodes.index(self._nodes[self._me])
         if self._service:
-            self._service.keep_for(i for i in range(count) if self._partner(i) == self._me)
+            answers.copies_of = frozenset(i for i in range(count) if self._partner(i) == self._me)
 
     def _partner(self, process: int) -> int:
         """The process that keeps copies for `process`, on the partner of its node."""
@@ -214,7 +217,7 @@ class Snapshots:
 
     def _load(self, found: Found, abstract_state: Any) -> Restored | None:
         """Returns the state of a step in memory; None, with a report, if a process cannot fetch its part."""
-        error, state, kept = "", None, found.snapshot
+        error, state, snapshot = "", None, found.snapshot
         try:
             state = load(found, abstract_state, self._folder, self._reader, self._addresses, self._token)
         except OSError as failed:
@@ -222,13 +225,13 @@ class Snapshots:
         errors = [said for said in all_gather(new_key("loaded"), error or None) if said]
         if errors:
             if self._me == 0:
-                self._report(f"the snapshots of step {kept.step} cannot be fetched ({errors[0]}): not used")
+                self._report(f"the snapshots of step {snapshot.step} cannot be fetched ({errors[0]}): not used")
             return None
         return Restored(
-            step=kept.step,
+            step=snapshot.step,
             state=state,
-            data=kept.data,
-            config=kept.config,
+            data=snapshot.data,
+            config=snapshot.config,
             source=Source.MEMORY,
             source_nodes=len({self._nodes[i] for i in found.processes}),
             nodes=len(set(self._nodes)),
@@ -238,13 +241,10 @@ class Snapshots:
         """Hashes and commits the copied data, and sends the partner the only copies (in a thread)."""
         try:
             snapshot = self._folder.commit(snapshot)
-            only_copies = [number for number, kept in enumerate(self._kept) if kept.is_only_copy]
+            only_copies = [number for number, owned in enumerate(self._owned) if owned.is_only_copy]
             if only_copies:
-                connection = Connection(self._addresses[self._partner(self._me)], self._token, self._me)
-                try:
-                    connection.put(self._folder, snapshot, only_copies)
-                finally:
-                    connection.close()
+                with connect(self._addresses[self._partner(self._me)], self._token, self._me) as connection:
+                    send_copy(connection, self._folder, snapshot, only_copies)
         except OSError as error:
             self._warn(snapshot.step, error)
         except BaseException as error:
@@ -262,12 +262,12 @@ class Snapshots:
             )
 
     def _room_needed(self) -> str:
-        own_bytes = sum(kept.size_bytes for kept in self._kept)
+        own_bytes = sum(owned.size_bytes for owned in self._owned)
         return f"this process needs {2 * own_bytes / 1e6:.0f} MB, twice its part of the state"
 
 
-def _shard(array: jax.Array, kept: OwnedShard) -> jax.Array:
-    return next(shard.data for shard in array.addressable_shards if shard.device == kept.device)
+def _shard(array: jax.Array, owned: OwnedShard) -> jax.Array:
+    return next(shard.data for shard in array.addressable_shards if shard.device == owned.device)
 
 
 class Pace:

@@ -4,7 +4,6 @@ A path joins keys, attribute names and indices with dots (`params.layers.w`, `op
 dataclasses and optax's empty states need no special code, and a checkpoint does not depend on their classes.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.replicas import Combine, replica_key
-from sharding.spec import path_name
+from sharding.spec import nbytes, path_name
 from state.manifest import Leaf
 
 _CHUNK_BYTES = 16 << 20
@@ -152,7 +151,7 @@ def _bytes_in_flight(wanted: dict[str, jax.ShapeDtypeStruct]) -> int:
     total, largest = 0, 0
     for leaf in wanted.values():
         assert leaf.sharding is not None
-        shard_bytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        shard_bytes = nbytes(leaf, leaf.sharding)
         total += shard_bytes * len(leaf.sharding.addressable_devices)
         largest = max(largest, shard_bytes)
     return max(total // 4, largest + 1, _LEAST_IN_FLIGHT_BYTES)  # Orbax needs more than the largest shard

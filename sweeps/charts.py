@@ -8,8 +8,7 @@ from itertools import pairwise
 from statistics import mean, median, pstdev
 from typing import Any
 
-from metrics.charts import Axis, Series, draw, number_axis, word_axis
-from metrics.page import note
+from metrics.charts import Axis, Chart, Series, number_axis, word_axis
 from palette import SERIES
 from sweeps.plan import text
 from sweeps.records import metric_text
@@ -31,14 +30,16 @@ class Point:
     tip: str
 
 
-def sweep_chart(points: Sequence[Point], *, x_name: str, line_name: str, metric: str, over: Sequence[str] = ()) -> str:
+def sweep_chart(
+    points: Sequence[Point], *, x_name: str, line_name: str, metric: str, over: Sequence[str] = ()
+) -> Chart:
     """Returns the chart: a dot per run and, where `x` is a number, a line through the median of each `x`.
 
     A value that is not finite is a cross at the top. `over` are the keys in which the runs of a median differ.
     """
     finite = [point.y for point in points if math.isfinite(point.y)]
     if not finite:
-        return note("No run has measured a finite value.")
+        return Chart(note="No run has measured a finite value.")
     low, high = min(finite), max(finite)
     x = axis_of([point.x for point in points])
     y = number_axis(low, high, lambda y: tick_text(metric, y), log=0 < LARGE_RATIO * low < high, margin=0.04)
@@ -56,8 +57,9 @@ def sweep_chart(points: Sequence[Point], *, x_name: str, line_name: str, metric:
                 shift=0.0 if x.numeric else DODGE * (i - (len(names) - 1) / 2),
             )
         )
-    drawn = draw(series, x, y, x_name=x_name, label=f"{metric} over {x_name}", legend=line_name)
-    return drawn + (note(f"Lines: median over {', '.join(over)}.") if joined and over else "")
+    note = f"Lines: median over {', '.join(over)}." if joined and over else ""
+    label = f"{metric} over {x_name}"
+    return Chart(series=series, x=x, y=y, x_name=x_name, label=label, legend=line_name, note=note)
 
 
 def axis_of(values: Sequence[Any]) -> Axis:

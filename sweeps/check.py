@@ -11,11 +11,14 @@ from sweeps.records import is_finished
 
 
 def check_runs(runs: Iterable[Run]) -> None:
-    """Raises ValueError for a run that its devices, or its number of steps, would make train.py refuse.
+    """Raises ValueError for a run that the emulator, or train.py on its devices, would refuse.
 
-    The devices are known on an emulated cluster and with mesh.num_cpu_devices. The program that checks loads jax,
+    The devices are known on an emulated cluster and with mesh.num_cpu_devices. The program that checks them loads jax,
     which takes some seconds for all runs together.
     """
+    runs = list(runs)
+    for run in {tuple(run.emulate.items()): run for run in runs if run.emulate}.values():
+        _check_emulated(run)
     known = [(run, devices) for run in runs if not is_finished(run) and (devices := _devices(run))]
     if not known:
         return
@@ -36,6 +39,15 @@ def check_runs(runs: Iterable[Run]) -> None:
     for (run, _), complaint in zip(known, json.loads(done.stdout.splitlines()[-1]), strict=True):
         if complaint:
             raise ValueError(f"{describe(run.overrides) or 'the base config'}: {complaint}")
+
+
+def _check_emulated(run: Run) -> None:
+    """Raises ValueError for options that the emulator refuses: a program of its own, which is not imported here."""
+    options = run.command[: run.command.index("--")]
+    done = subprocess.run([*options, "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().removeprefix("error: ")
+        raise ValueError(f"{describe(run.overrides) or 'the base config'}: {said}")
 
 
 def _devices(run: Run) -> dict[str, Any] | None:

@@ -10,10 +10,9 @@ from rich.live import Live as Screen
 from rich.table import Table
 from rich.text import Text
 
-from files import json_lines
+from files import json_lines, run_directory
 from metrics.run_files import number
 from metrics.units import UNKNOWN, format_seconds
-from metrics.writer import METRICS_FILE
 from sweeps.pool import Job
 from sweeps.records import State, metric_text, record
 
@@ -97,7 +96,7 @@ def latest(run_dir: Path) -> Mapping[str, Any]:
     """Returns the latest value of each key in the last lines of `metrics.jsonl`; cheap while it is being written."""
     numbers: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError):
-        for row in json_lines.read_tail(run_dir / METRICS_FILE, TAIL_BYTES):
+        for row in json_lines.read_tail(run_dir / run_directory.METRICS, TAIL_BYTES):
             numbers |= row
     return numbers
 

@@ -142,7 +142,7 @@ def _resolve(config: str, overrides: Overrides, workdir: Path, common: Mapping[s
             flags.append(f"--config.{key}={value}")
     base = _short(Path(file).resolve()) + (f":{argument}" if argument else "")
     argv = ["sweep.py", f"--config={file}" + (f":{argument}" if argument else ""), *flags]
-    values = flat(command_line.parse(argv, command_line.new_flags(argv)).to_dict())
+    values = flat(command_line.parse(argv).to_dict())
     others = {f"emulate.{key}": value for key, value in sorted(emulate.items())} | extra
     digest = hashlib.sha256(json.dumps(_own(values) | others, sort_keys=True).encode()).hexdigest()[:8]
     values |= others

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
-from files import json_lines
+from files import json_lines, run_directory
 from metrics.run_files import Results, RunFiles, number, read_run, results_of, series
 from metrics.units import UNKNOWN, format_bytes, format_loss, format_seconds
 from sweeps.plan import Run
@@ -37,7 +37,7 @@ class Record:
 def is_finished(run: Run) -> bool:
     """Returns whether the run's summary says that it finished."""
     try:
-        summary = json_lines.parsed((run.run_dir / "summary.json").read_bytes())
+        summary = json_lines.parsed((run.run_dir / run_directory.SUMMARY).read_bytes())
     except FileNotFoundError:
         return False
     return summary is not None and summary.get("exit_reason") == "finished"

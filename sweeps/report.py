@@ -5,13 +5,14 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from files import atomic
-from metrics.page import header, page, section, tiles
-from metrics.report import REPORT_FILE
+from markupsafe import Markup
+
+from files import atomic, run_directory
+from metrics.charts import Chart
+from metrics.page import render
 from metrics.units import UNKNOWN, format_seconds
 from sweeps.charts import MAX_LINES, Point, sweep_chart
 from sweeps.plan import SweepFile, text, varied
@@ -29,7 +30,7 @@ def write_report(file: SweepFile, records: list[Record], workdir: Path) -> Path:
         csv.writer(rows).writerows(csv_rows(file, records))
     (workdir / MARKDOWN_FILE).write_text(markdown(file, records, keys), encoding="utf-8")
     page = workdir / PAGE_FILE
-    atomic.replace(page, render(file, records, keys, workdir))
+    atomic.replace(page, sweep_page(file, records, keys, workdir))
     return page
 
 
@@ -85,59 +86,71 @@ def headline(file: SweepFile, records: list[Record]) -> str:
 # ------------------------------------------------------------------------------------------------- the page
 
 
-def render(file: SweepFile, records: list[Record], keys: Sequence[str], workdir: Path) -> str:
+def sweep_page(file: SweepFile, records: list[Record], keys: Sequence[str], workdir: Path) -> str:
     """Returns the whole page."""
+    states = {record.state for record in records}
     finished = sum(record.state == State.FINISHED for record in records)
-    mood = "good" if finished == len(records) else "warn"
-    if any(record.state == State.FAILED for record in records):
-        mood = "bad"
-    name = file.path.stem
-    parts = [
-        header(name, f"{finished} of {len(records)} finished", mood, file.about.partition("\n")[0]),
-        _tiles(file, records, keys),
-        f'<div class="two">{_charts(file, records, keys)}</div>',
-        section("Runs", _table(file, records, keys, workdir)),
-        section("Reproduce", f"<pre>{escape(shlex.join(['python', *sys.argv]))}</pre>"),
-        f"<footer>Each dot is a run; {CSV_FILE} has all numbers.</footer>",
-    ]
-    return page(name, "".join(parts))
+    winner = best(records, file.goal)
+    head = (*keys, file.metric, "step time", "wall time", "state")
+    return render(
+        "sweeps/page.html",
+        title=file.path.stem,
+        heading=file.path.stem,
+        badge=f"{finished} of {len(records)} finished",
+        mood="bad" if State.FAILED in states else "good" if states == {State.FINISHED} else "warn",
+        about=file.about.partition("\n")[0],
+        footer=f"Each dot is a run; {CSV_FILE} has all numbers.",
+        facts=_tiles(file, records, keys),
+        charts={f"{file.metric} over {key}": _chart(file, records, keys, key) for key in _axes(keys)},
+        rows=[head, *(_cells(file, record, keys, workdir) for record in records)],
+        kinds=["best" if record is winner else "" for record in records],
+        command=shlex.join(["python", *sys.argv]),
+    )
 
 
-def _tiles(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
+def _tiles(file: SweepFile, records: list[Record], keys: Sequence[str]) -> list[tuple[str, str, str]]:
     winner = best(records, file.goal)
     word = "Lowest" if file.goal == "min" else "Highest"
     facts = [(f"{word} {file.metric}", metric_text(file.metric, winner.metric if winner else None), "")]
     if winner:
         facts += [(key, text(winner.run.values.get(key, UNKNOWN)), "of the best run") for key in keys]
     spent_s = sum(record.results.wall_time_s or 0.0 for record in records)
-    facts.append(("Total time", format_seconds(spent_s), "of the last attempts of all runs"))
-    return tiles(facts)
+    return [*facts, ("Total time", format_seconds(spent_s), "of the last attempts of all runs")]
 
 
-def _charts(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
-    """Returns one chart per key, with a series per value of the first other key that has few enough values.
+def _axes(keys: Sequence[str]) -> Sequence[str]:
+    """Returns the keys that have a chart."""
+    return [key for key in keys if key not in REPEATS] or keys
+
+
+def _chart(file: SweepFile, records: list[Record], keys: Sequence[str], key: str) -> Chart:
+    """Returns the chart over a key, with a series per value of the first other key that has few enough values.
 
     A key that decides the chart's, as a number of steps does a batch size in a sweep of both, would make no lines.
     """
-    sections = []
-    axes = [key for key in keys if key not in REPEATS] or keys
-    for key in axes:
-        few = (k for k in axes if len(_values(records, k)) <= MAX_LINES)
-        other = next((k for k in few if not _decide(records, [k], key)), "")
-        points = [
-            Point(
-                x=r.run.values.get(key, UNKNOWN),
-                line=r.run.values.get(other, UNKNOWN) if other else None,
-                y=r.metric,
-                tip=f"{r.run.name}: {metric_text(file.metric, r.metric)}",
-            )
-            for r in records
-            if r.metric is not None
-        ]
-        over = [k for k in keys if not _decide(records, [key, other], k)]
-        chart = sweep_chart(points, x_name=key, line_name=other, metric=file.metric, over=over)
-        sections.append(section(f"{file.metric} over {key}", chart))
-    return "".join(sections)
+    few = (k for k in _axes(keys) if len(_values(records, k)) <= MAX_LINES)
+    other = next((k for k in few if not _decide(records, [k], key)), "")
+    points = [
+        Point(
+            x=r.run.values.get(key, UNKNOWN),
+            line=r.run.values.get(other, UNKNOWN) if other else None,
+            y=r.metric,
+            tip=f"{r.run.name}: {metric_text(file.metric, r.metric)}",
+        )
+        for r in records
+        if r.metric is not None
+    ]
+    over = [k for k in keys if not _decide(records, [key, other], k)]
+    return sweep_chart(points, x_name=key, line_name=other, metric=file.metric, over=over)
+
+
+def _cells(file: SweepFile, record: Record, keys: Sequence[str], workdir: Path) -> list[str]:
+    """Returns a row of the table; its state leads to the page of the run, if there is one."""
+    *numbers, state = table_cells(file, record, keys)
+    page = record.run.run_dir / run_directory.REPORT
+    if page.exists():
+        state = Markup('<a href="{}">{}</a>').format(os.path.relpath(page, workdir), state)
+    return [*numbers, state]
 
 
 def _values(records: Sequence[Record], *keys: str) -> set[tuple[str, ...]]:
@@ -147,21 +160,3 @@ def _values(records: Sequence[Record], *keys: str) -> set[tuple[str, ...]]:
 def _decide(records: Sequence[Record], keys: Sequence[str], other: str) -> bool:
     """Whether runs that agree in `keys` agree in `other`."""
     return len(_values(records, *keys, other)) == len(_values(records, *keys))
-
-
-def _table(file: SweepFile, records: list[Record], keys: Sequence[str], workdir: Path) -> str:
-    winner = best(records, file.goal)
-    heads = "".join(f'<th class="n">{escape(head)}</th>' for head in (*keys, file.metric, "step time", "wall time"))
-    rows = []
-    for record in records:
-        *numbers, state = (escape(cell) for cell in table_cells(file, record, keys))
-        page = record.run.run_dir / REPORT_FILE
-        if page.exists():
-            state = f'<a href="{escape(os.path.relpath(page, workdir))}">{state}</a>'
-        cells = "".join(f'<td class="n">{cell}</td>' for cell in numbers)
-        style = ' class="best"' if record is winner else ""
-        rows.append(f"<tr{style}>{cells}<td>{state}</td></tr>")
-    return (
-        f'<div class="scroll"><table><thead><tr>{heads}<th>state</th></tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )

@@ -23,8 +23,8 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from configs.overrides import Overrides, Range, three_digits
+from files import run_directory
 from metrics.run_files import read_run, series
-from metrics.writer import METRICS_FILE
 from sweeps.plan import Run, SweepFile
 from sweeps.pool import POLL_EVERY_S, Job, Launcher, claimed, running, stop
 from sweeps.records import Record, State, is_finished, record
@@ -102,7 +102,7 @@ class Search:
         """Tells the first trial the new values of the metric, if there are new lines."""
         run_dir = going.job.run.run_dir
         try:
-            size_bytes = (run_dir / METRICS_FILE).stat().st_size
+            size_bytes = (run_dir / run_directory.METRICS).stat().st_size
         except FileNotFoundError:
             return
         if size_bytes == going.size_bytes:

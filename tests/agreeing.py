@@ -67,7 +67,6 @@ def agree(folder: Path, me: int) -> dict[str, dict[str, int]]:
     directory = folder / "checkpoints"
     write_part(directory / manifest.UNFINISHED / ATTEMPT / "1", me)
     checkpointer = Checkpointer(directory, CheckpointConfig(every=1, keep_last=1))
-    checkpointer._attempt = ATTEMPT
     counted: dict[str, dict[str, int]] = {"calls": {}, "hashed_bytes": {}}
 
     def count(operation: str, do: Callable[[], Any]) -> Any:
@@ -80,7 +79,8 @@ def agree(folder: Path, me: int) -> dict[str, dict[str, int]]:
 
     def commit() -> None:
         keys = new_key("written"), new_key("hashes"), new_key("commit")
-        checkpointer._finish(Written(), keys, 1, (), {})  # pyright: ignore[reportArgumentType]
+        step = directory / manifest.UNFINISHED / ATTEMPT / "1"
+        checkpointer._finish(Written(), step, keys, 1, (), {})  # pyright: ignore[reportArgumentType]
         checkpointer.wait()
 
     barrier("written")
@@ -94,9 +94,9 @@ def agree(folder: Path, me: int) -> dict[str, dict[str, int]]:
 
 
 class Written:
-    """A stub of Orbax's manager, whose files are already written."""
+    """A stub of Orbax's writer, whose files are already written."""
 
-    def wait_until_finished(self) -> None:
+    def close(self) -> None:
         """Returns at once."""
 
 

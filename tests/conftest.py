@@ -1,10 +1,12 @@
 """Every test sees 8 virtual CPU devices; warnings and silent rank promotion are errors."""
 
+import gc
 import os
 from pathlib import Path
 
 import fast_compile
 import pytest
+import suite
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fast_compile.FLAGS}"
 
@@ -13,6 +15,12 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+gc.set_threshold(100_000, 20, 20)  # tracing makes many objects that stay; looking through them was a tenth of the time
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    suite.sort_and_mark(items)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An engine of engines.ray whose supervisors are told what happens to them: no Ray, no processes."""
+"""An engine of engines.ray whose agents are told what happens to them: no Ray, no processes."""
 
 import signal
 import time
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from engines import ray_train
+from engines.ray_agent import News
 from engines.ray_plan import Limits, Patience
-from engines.ray_supervisor import News
 from engines.ray_train import Engine
 from runtime.events import Event, EventLog
 
@@ -25,7 +25,7 @@ class Member:
     host: str
     cluster: "Members"
     answers: bool = True
-    has_begun: bool = True  # its supervisor has; else nothing is known of it
+    has_begun: bool = True  # its agent has; else nothing is known of it
     added_s: float = field(default_factory=time.monotonic)
     is_leaving: bool = False
     ignores: bool = False  # signals
@@ -85,7 +85,7 @@ class Member:
 
 
 class Members:
-    """Stands for `ray_members.Members`; the scenario goes on by one `yield` a turn."""
+    """Stands for `ray_members.Members`; the scenario goes on by one `yield` a turn. After it, all programs end."""
 
     def __init__(self, hosts: str, scenario: Scenario, workdir: Path) -> None:
         self.by_node: dict[str, Member] = {}
@@ -99,7 +99,7 @@ class Members:
         self._told = set[int]()  # the attempts that have said that they are ready
         for host in hosts:
             self.join(host)
-        self._scenario = scenario(self)
+        self._scenario, self._story_s = scenario(self), time.monotonic()  # when it last told something
 
     def join(self, host: str) -> None:
         self.by_node[host] = Member(host, self)
@@ -114,7 +114,12 @@ class Members:
             file.write(f'{{"step": {step}}}\n')
 
     def turn(self) -> list[Member]:
-        assert next(self._scenario, "over") != "over", "the engine goes on after the end of the scenario"
+        if next(self._scenario, "over") == "over":
+            assert time.monotonic() < self._story_s + 60, "the engine goes on after the end of the scenario"
+            self.end_all(0)
+            time.sleep(0.005)
+        else:
+            self._story_s = time.monotonic()
         for member in self.by_node.values():
             for attempt in member.ready - self._told:
                 self._told.add(attempt)

@@ -22,6 +22,7 @@ import train
 from configs.schema import CheckpointConfig, Config, EvalConfig
 from state import Checkpointer
 from training.experiment import Experiment, make_experiment
+from training.hooks import Hook
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "train.py"
@@ -57,42 +58,53 @@ def arguments(workdir: Path | str, config: str = "quickstart", **changes: Any) -
     return [f"--config={ROOT}/configs/{config}.py", f"--workdir={workdir}", *flags]
 
 
-def run_here(*args: str, compile_once: bool = True) -> int:
-    """Runs train.py in this process, where runs of the same program compile it once."""
-    sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
-    with pytest.MonkeyPatch.context() as patched:
-        if compile_once:
-            patched.setattr(train, "make_experiment", _make_experiment_once)
-        return train.main(["train.py", *args])
-
-
 @functools.cache
-def _compiled(config: Config) -> tuple[Any, Any, Any]:
+def _programs(config: Config) -> dict[str, Callable[[], Any]]:
+    """Returns what is made of a config, by its name in Experiment; each made once."""
     experiment = make_experiment(config)
-    state = experiment.init_state()
-    shardings = jax.tree.map(lambda x: x.sharding, state)
-    on_host = jax.tree.map(np.asarray, state)
-    return (
-        functools.cache(experiment.compile_train_step),
-        functools.cache(experiment.compile_eval_step),
-        lambda: jax.device_put(on_host, shardings),
-    )
+
+    @functools.cache
+    def on_host() -> tuple[Any, Any]:
+        state = experiment.init_state()
+        return jax.tree.map(np.asarray, state), jax.tree.map(lambda x: x.sharding, state)
+
+    return {
+        "compile_train_step": functools.cache(experiment.compile_train_step),
+        "compile_eval_step": functools.cache(experiment.compile_eval_step),
+        "init_state": lambda: jax.device_put(*on_host()),
+    }
 
 
-def _make_experiment_once(config: Config) -> Experiment:
+def compiled_once(config: Config) -> Experiment:
+    """Returns the parts of a run, whose programs are those of the run before that has the same."""
     experiment = make_experiment(config)
     program = replace(config, checkpoint=CheckpointConfig(), eval=EvalConfig(), log_every=1)  # which do not change it
-    names = ("compile_train_step", "compile_eval_step", "init_state")
-    vars(experiment).update(zip(names, _compiled(program), strict=True))
+    vars(experiment).update(_programs(program))
     return experiment
+
+
+def changed(**attributes: Any) -> Callable[[Config], Experiment]:
+    """Returns a maker of the parts of a run, of which some are others."""
+
+    def make(config: Config) -> Experiment:
+        experiment = make_experiment(config)
+        vars(experiment).update(attributes)
+        return experiment
+
+    return make
+
+
+def run_here(*args: str, hooks: Sequence[Hook] = (), make: Callable[[Config], Experiment] = compiled_once) -> int:
+    """Runs train.py in this process."""
+    return train.main(["train.py", *args], hooks=hooks, make=make)
 
 
 def start(
     args: Sequence[str], *, pause_s: float = 0.0, stop_after: int = 0, first: str = "", **environment: str
 ) -> subprocess.Popen[str]:
-    """Starts train.py in a process of its own; on request with a pause before each step, or stopping after one.
+    """Starts train.py in a process of its own; on request with a pause after each step, or stopping after one.
 
-    `first` is Python that runs before it, and finds the modules of the tests.
+    `first` is Python that runs before it, finds the modules of the tests, and may change the `parts` given to it.
     """
     program = [str(TRAIN)]
     if pause_s or stop_after or first:
@@ -182,35 +194,27 @@ def check_same_end(workdir: Path, other: Path) -> None:
     assert [name for name in one if one[name].tobytes() != two[name].tobytes()] == []
 
 
-def before_report(patch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
-    """Does something in this process' training loop when `step` is done but not logged: the next one is running."""
-    report = train.Reporter.report
-
-    def act_and_report(self: train.Reporter, pending: train.Pending) -> None:
-        if pending.step == step:
-            action()
-        report(self, pending)
-
-    patch.setattr(train.Reporter, "report", act_and_report)
+def at_step(step: int, action: Callable[[], object]) -> Hook:
+    """Returns a hook that does something after a step."""
+    return lambda now, state, metrics: now == step and action()
 
 
-def stop_after(patch: pytest.MonkeyPatch, step: int) -> None:
-    """Makes a run in this process stop after `step`, by a SIGTERM."""
-    before_report(patch, step - 1, lambda: signal.raise_signal(signal.SIGTERM))
+def stop_after(step: int, number: int = signal.SIGTERM) -> Hook:
+    """Returns a hook that stops a run after a step, by a signal."""
+    return at_step(step, lambda: signal.raise_signal(number))
 
 
-# Runs train.py with a pause before each step, or until a step; with neither of them as it is.
+def pause(seconds: float) -> Hook:
+    """Returns a hook that waits after each step."""
+    return lambda step, state, metrics: time.sleep(seconds)
+
+
+# Runs train.py with hooks, and what `first` makes of them.
 PROGRAM = """
-import signal, sys, time
+import sys, time
 sys.path.append("tests")
-import train
+import train, running
+parts = {{"hooks": [running.pause({pause_s}), running.stop_after({stop_after})]}}
 {first}
-next_batch = train.Batches.__next__
-def slow_next_batch(self):
-    time.sleep({pause_s})
-    if self.step + 1 == {stop_after}:
-        signal.raise_signal(signal.SIGTERM)
-    return next_batch(self)
-train.Batches.__next__ = slow_next_batch
-sys.exit(train.main(sys.argv))
+sys.exit(train.main(sys.argv, **parts))
 """

@@ -42,7 +42,7 @@ def test_without_xla_for_gpus_it_is_an_error_of_one_line(
 @IGNORED
 def test_the_configs_of_the_cases_are_accepted(case: Case) -> None:
     sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
-    config = command_line.parse(["x", *case.flags], command_line.new_flags(["x", *case.flags]))
+    config = command_line.parse(["x", *case.flags])
     assert config.sharding.overlap == ("auto" if case.overlap else "off")
     assert chosen(case, "=" + case.name) and not chosen(case, "=" + case.name[:-1])
 

@@ -19,7 +19,7 @@ from state import tree
 from training.experiment import make_experiment
 
 FILE = Path(__file__).parent / "data" / "checkpoint_arrays.json"
-SMALL_ENCODER = dict(base.encoder()) | {"num_layers": 2, "hidden": 32, "intermediate": 64, "num_heads": 2}
+SMALL_ENCODER = dict(base.model("encoder")) | {"num_layers": 2, "hidden": 32, "intermediate": 64, "num_heads": 2}
 CASES: dict[str, dict[str, Any]] = {
     "adamw, mics": {},
     "adamw, ddp": {"sharding.strategy": "ddp", "sharding.partition_size": 0},

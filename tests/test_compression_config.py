@@ -12,17 +12,16 @@ from compression.methods import METHODS
 from compression.one_bit_adam import OneBitAdamState
 from configs.base import typed
 from configs.schema.compression import HOP_TWO, WITH_WARMUP
-from optimizers import GuardState
 from training.experiment import make_experiment
 
 LOCAL = {"local_sgd.inner_steps": 2}
 ONE_BIT_ADAM = {"compression.hop_two": "one_bit_adam", "compression.warmup_steps": 2, "optimizer.clip_norm": 0.0}
 
 
-def state_of(changes: dict[str, Any]) -> GuardState:
+def states_of(changes: dict[str, Any]) -> tuple[Any, Any]:
     config = tiny_config(partition_size=2)
     config.update_from_flattened_dict(changes)
-    return make_experiment(typed(config)).state_shapes.opt_state
+    return make_experiment(typed(config)).state_shapes.chain
 
 
 def test_config_choices_of_hop_two_are_the_implemented_methods() -> None:
@@ -31,9 +30,9 @@ def test_config_choices_of_hop_two_are_the_implemented_methods() -> None:
 
 
 def test_config_keys_select_the_optimizer_state() -> None:
-    assert isinstance(state_of(LOCAL), LocalState)
-    assert isinstance(state_of(ONE_BIT_ADAM).exchange, OneBitAdamState)
-    late = state_of({"compression.delayed": True, "compression.hop_two": "int8"}).exchange
+    assert isinstance(states_of(LOCAL)[1], LocalState)
+    assert isinstance(states_of(ONE_BIT_ADAM)[0], OneBitAdamState)
+    late, _ = states_of({"compression.delayed": True, "compression.hop_two": "int8"})
     assert isinstance(late, DelayedState) and jax.tree.leaves(late.exchange.residual)
 
 
@@ -43,18 +42,18 @@ DGC = {"compression.hop_two": "dgc", "optimizer.name": "sgd"}
 @pytest.mark.parametrize(
     ("changes", "per_replica"),
     [
-        (LOCAL | {"compression.hop_two": "int8"}, (".inner", ".drift", ".exchange.residual")),
-        ({"compression.delayed": True}, (".exchange.waiting",)),
-        (ONE_BIT_ADAM, (".exchange.exchange.residual",)),
-        (DGC, (".exchange.unsent", ".exchange.velocity")),
-        ({"compression.hop_two": "power_sgd"}, (".exchange.residual",)),
+        (LOCAL | {"compression.hop_two": "int8"}, ("[1].inner", "[1].drift", "[0].residual")),
+        ({"compression.delayed": True}, ("[0].waiting",)),
+        (ONE_BIT_ADAM, ("[0].exchange.residual",)),
+        (DGC, ("[0].unsent", "[0].velocity")),
+        ({"compression.hop_two": "power_sgd"}, ("[0].residual",)),
     ],
 )
 def test_per_replica_state_is_sharded_over_the_replicas(changes: dict[str, Any], per_replica: tuple[str, ...]) -> None:
     """These fields hold arrays `[R, ...]` of which a device has one entry of R = 4; no other field does."""
     paths = [
         (jax.tree_util.keystr(path), x.shape, x.sharding.shard_shape(x.shape))
-        for path, x in jax.tree_util.tree_leaves_with_path(state_of(changes))
+        for path, x in jax.tree_util.tree_leaves_with_path(states_of(changes))
     ]
     for prefix in per_replica:
         arrays = [(whole, shard) for path, whole, shard in paths if path.startswith(prefix)]
@@ -102,5 +101,5 @@ def test_update_norm_is_logged_where_hop_two_returns_updates(changes: dict[str, 
 )
 def test_unsupported_combinations_are_rejected(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as error:
-        state_of(changes)
+        states_of(changes)
     assert said in str(error.value)

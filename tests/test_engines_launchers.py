@@ -6,7 +6,6 @@ import re
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,40 +102,24 @@ def test_sbatch_trains(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["processes"] == 2
 
 
-# The fields of a JobSet (jobset.x-k8s.io/v1alpha2) that may be used here; values are checked by `{...}`, None is any.
-JOBSET_FIELDS: dict[str, Any] = {
-    "apiVersion": {"jobset.x-k8s.io/v1alpha2"},
-    "kind": {"JobSet"},
-    "metadata": None,
-    "spec": {
-        "network": {"enableDNSHostnames": {True}, "publishNotReadyAddresses": {True}, "subdomain": None},
-        "coordinator": {"replicatedJob": None, "jobIndex": None, "podIndex": None},
-        "failurePolicy": {
-            "maxRestarts": None,
-            "rules": [
-                {
-                    "name": None,
-                    "action": {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"},
-                    "onJobFailureReasons": None,
-                }
-            ],
-        },
-        "replicatedJobs": [{"name": None, "replicas": None, "template": None}],
-    },
+# The fields of a JobSet (jobset.x-k8s.io/v1alpha2) that may be used here, outside the templates of its jobs.
+JOBSET_FIELDS = {
+    *("apiVersion", "kind", "metadata", "spec"),
+    *("network", "enableDNSHostnames", "publishNotReadyAddresses", "subdomain"),
+    *("coordinator", "replicatedJob", "jobIndex", "podIndex"),
+    *("failurePolicy", "maxRestarts", "rules", "name", "action", "onJobFailureReasons"),
+    *("replicatedJobs", "replicas", "template"),
 }
 
 
-def check_fields(value: Any, allowed: Any, path: str = "") -> None:
-    """Checks that a YAML value has only allowed fields and values."""
-    if isinstance(allowed, Mapping):
-        assert value.keys() <= allowed.keys(), f"{path}: {value.keys() - allowed.keys()}"
-        for key, inner in value.items():
-            check_fields(inner, allowed[key], f"{path}.{key}")
-    elif isinstance(allowed, list):
-        for inner in value:
-            check_fields(inner, allowed[0], f"{path}[]")
-    elif allowed is not None:
-        assert value in allowed, f"{path}: {value}"
+def fields(value: Any) -> set[str]:
+    """Returns the names of all fields of a YAML value, but of those in its metadata and templates."""
+    if isinstance(value, list):
+        return set().union(*map(fields, value))
+    if not isinstance(value, dict):
+        return set()
+    inner = [fields(part) for key, part in value.items() if key not in ("metadata", "template")]
+    return value.keys() | set().union(*inner)
 
 
 @pytest.fixture
@@ -145,7 +128,10 @@ def jobset() -> dict[str, Any]:
 
 
 def test_jobset_has_known_fields_only(jobset: dict[str, Any]) -> None:
-    check_fields(jobset, JOBSET_FIELDS)
+    assert fields(jobset) <= JOBSET_FIELDS
+    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2" and jobset["kind"] == "JobSet"
+    actions = {rule["action"] for rule in jobset["spec"]["failurePolicy"]["rules"]}
+    assert actions <= {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"}
     client.V1ObjectMeta.model_validate(jobset["metadata"])
     for job in jobset["spec"]["replicatedJobs"]:
         client.V1JobTemplateSpec.model_validate(job["template"])  # strict: types, required fields, none unknown
@@ -177,13 +163,3 @@ def test_jobset_fits_together(jobset: dict[str, Any]) -> None:
     assert (resumable["containerName"], resumable["values"], rules[0]["action"]) == (container["name"], [75], "FailJob")
     assert spec["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-
-
-def test_unknown_fields_are_found(jobset: dict[str, Any]) -> None:
-    jobset["spec"]["failurePolicy"]["maxRestart"] = 3
-    with pytest.raises(AssertionError, match="maxRestart"):
-        check_fields(jobset, JOBSET_FIELDS)
-    with pytest.raises(ValueError, match="imagePullPolice"):
-        client.V1Container.model_validate({"name": "a", "imagePullPolice": "Always"})
-    with pytest.raises(ValueError, match="action"):  # is missing
-        client.V1PodFailurePolicyRule.model_validate({"onExitCodes": {"operator": "In", "values": [75]}})

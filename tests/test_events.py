@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from running import IGNORED, ROOT, arguments, run_here
 
-from files import locks
-from runtime.events import FILE_NAME, Event, EventLog, EventReader
+from files import locks, run_directory
+from runtime.events import Event, EventLog, EventReader
 from runtime.exit_codes import ExitCode
 from runtime.heartbeat import Heartbeat, Verdict
 from runtime.preemption import PreemptionHandler
@@ -59,7 +59,7 @@ def test_a_reader_gets_whole_lines_once(tmp_path: Path) -> None:
     log.write(Event.FIRST_STEP, step=1)
     (event,) = reader.new()
     assert event["step"] == 1 and abs(event["time_s"] - time.time()) < 60
-    with (tmp_path / FILE_NAME).open("a") as file:
+    with (tmp_path / run_directory.EVENTS).open("a") as file:
         file.write('no event\n{"time": "2026-01-01T00:00:00+00:00", "event": "snapshot_be')
         file.flush()
         assert reader.new() == []
@@ -72,17 +72,17 @@ def test_a_reader_gets_whole_lines_once(tmp_path: Path) -> None:
 def test_a_torn_line_spoils_no_other(tmp_path: Path) -> None:
     """A machine died in the middle of a line, or the disk was full."""
     log, reader = EventLog(tmp_path), EventReader(tmp_path)
-    (tmp_path / FILE_NAME).write_text('{"time": "2026-01-01T00:00:00+00:00", "event": "read')
+    (tmp_path / run_directory.EVENTS).write_text('{"time": "2026-01-01T00:00:00+00:00", "event": "read')
     log.write(Event.READY, coordinator="a:1")
     assert [event["event"] for event in reader.new()] == ["ready"]
-    (tmp_path / FILE_NAME).unlink()  # and begins anew
+    (tmp_path / run_directory.EVENTS).unlink()  # and begins anew
     log.write(Event.READY, coordinator="b:1")
     (event,) = reader.new()
     assert event["coordinator"] == "b:1"
 
 
 def test_a_file_that_cannot_be_read_ends_no_engine(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).mkdir()
+    (tmp_path / run_directory.EVENTS).mkdir()
     reader = EventReader(tmp_path)
     reader.skip()
     assert reader.new() == []
@@ -102,7 +102,7 @@ def test_a_run_that_ends_twice_is_written_down_once(tmp_path: Path) -> None:
 
 def test_a_frozen_writer_holds_up_nobody(tmp_path: Path) -> None:
     EventLog(tmp_path).write(Event.FIRST_STEP, step=1)
-    descriptor = os.open(tmp_path / FILE_NAME, os.O_RDWR)
+    descriptor = os.open(tmp_path / run_directory.EVENTS, os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
         EventLog(tmp_path).write(Event.SNAPSHOT_BEGUN, step=1)
@@ -153,9 +153,9 @@ def test_what_a_run_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert {event["attempt_id"] for event in found} == {f"{socket.gethostname()}:{os.getpid()}"}
     restored = {"step": 0, "source": "nothing", "steps_again": 0}
     assert {key: value for key, value in found[1].items() if key in (*restored, "nodes", "source_nodes")} == restored
-    written = (tmp_path / "run" / FILE_NAME).read_text()
+    written = (tmp_path / "run" / run_directory.EVENTS).read_text()
     assert json.loads(written.splitlines()[-1])["code"] == 0
-    assert run_here(*args) == 0 and (tmp_path / "run" / FILE_NAME).read_text() == written
+    assert run_here(*args) == 0 and (tmp_path / "run" / run_directory.EVENTS).read_text() == written
 
 
 @IGNORED
@@ -164,5 +164,5 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     assert run_here(*arguments(tmp_path, optimizer__learning_rate=1e16, optimizer__max_skipped=3)) == 1
     *_, last = EventReader(tmp_path).new()
     assert (last["event"], last["code"]) == ("exited", 1) and last["why"].startswith("3 updates in a row were not")
-    written = (tmp_path / FILE_NAME).read_text()
-    assert run_here(*arguments(tmp_path)) == 2 and (tmp_path / FILE_NAME).read_text() == written
+    written = (tmp_path / run_directory.EVENTS).read_text()
+    assert run_here(*arguments(tmp_path)) == 2 and (tmp_path / run_directory.EVENTS).read_text() == written

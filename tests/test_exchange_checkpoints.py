@@ -22,7 +22,7 @@ from optimizers import guarded
 from sharding.plan import ShardingPlan
 from sharding.step import TrainState
 from state import Checkpointer
-from training.experiment import watch
+from training.optimizer_chain import watch
 
 CODEC = OneBit(block=32)
 
@@ -34,7 +34,7 @@ def first_state(nodes: int, make_chain: Callable[[ShardingPlan], Any]) -> TrainS
 
 
 def with_codec(plan: ShardingPlan) -> optax.GradientTransformation:
-    return guarded(exchange(plan, CODEC), workload.sgd())
+    return workload.chained(exchange(plan, CODEC), workload.sgd())
 
 
 def filled(state: TrainState) -> TrainState:
@@ -72,7 +72,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path) -> None:
     _, state, _ = workload.run_steps(step, state, data, 2)
     save(tmp_path, state, 2)
     again = restore(tmp_path, placed)
-    assert any(np.asarray(x).any() for x in jax.tree.leaves(again.opt_state.exchange.residual))
+    assert any(np.asarray(x).any() for x in jax.tree.leaves(again.hop_two.residual))
     jax.tree.map(np.testing.assert_array_equal, step(again, data), step(state, data))
 
 
@@ -81,7 +81,7 @@ def test_residuals_of_another_hop_two_are_rejected(tmp_path: Path) -> None:
 
     def with_dgc(plan: ShardingPlan) -> optax.GradientTransformation:
         config = DGCConfig(sparsity=0.9, warmup_steps=0, momentum=0.9, clip_norm=0.0)
-        return guarded(dgc(plan, config), workload.sgd())
+        return workload.chained(dgc(plan, config), workload.sgd())
 
     save(tmp_path, first_state(4, with_codec), 1)
     with pytest.raises(ValueError, match="opt_state.exchange.unsent.residual.* is absent in the checkpoint"):
@@ -93,7 +93,7 @@ def test_local_sgd_on_another_number_of_replicas_keeps_the_mean(tmp_path: Path) 
     settings = LocalSGDConfig(inner_steps=3, outer_learning_rate=0.7, outer_momentum=0.9)
 
     def with_local_sgd(plan: ShardingPlan) -> optax.GradientTransformation:
-        each = guarded(optax.identity(), optax.adamw(lambda step: 0.1))
+        each = guarded(optax.adamw(lambda step: 0.1))
         return local_sgd(exchange(plan), each, settings, plan.layout.num_replicas)
 
     state = filled(first_state(4, with_local_sgd))
@@ -103,7 +103,7 @@ def test_local_sgd_on_another_number_of_replicas_keeps_the_mean(tmp_path: Path) 
     state = replace(state, opt_state=state.opt_state._replace(inner=inner))
     save(tmp_path, state, 2)
     found = restore(tmp_path, shapes(first_state(2, with_local_sgd)))
-    assert [int(watch(x.opt_state)["skipped_steps"]) for x in (state, found)] == [1, 1]
+    assert [int(watch(x.chain)["skipped_steps"]) for x in (state, found)] == [1, 1]
 
     def check(x: jax.Array, y: jax.Array) -> None:
         assert (x.shape[0], y.shape[0]) == (4, 2)
@@ -127,7 +127,7 @@ def test_another_number_of_replicas_keeps_the_sum(before: int, after: int, tmp_p
         np.testing.assert_allclose(np.asarray(y).sum(0), np.asarray(x).sum(0), rtol=1e-6, atol=1e-6)
         assert y.addressable_shards[0].data.shape[0] == 1
 
-    jax.tree.map(check, state.opt_state.exchange.residual, found.opt_state.exchange.residual)
+    jax.tree.map(check, state.hop_two.residual, found.hop_two.residual)
     jax.tree.map(np.testing.assert_array_equal, found.params, state.params)
     jax.tree.map(np.testing.assert_array_equal, found.opt_state.inner, state.opt_state.inner)
 
@@ -176,23 +176,19 @@ def test_every_method_goes_on_with_what_all_replicas_owed(method: str, change: s
 
     def chain(plan: ShardingPlan) -> optax.GradientTransformation:
         setup = workload.setup(plan, method, block=32, delayed=late, **METHODS[method])
-        return guarded(method_named(method).transform(setup), optax.sgd(1.0))
+        return workload.chained(method_named(method).transform(setup), optax.sgd(1.0))
 
     state = workload.first_state("tensors", before, chain(before))
-    opt_state, update = state.opt_state, jax.jit(chain(before).update)
+    states, update = state.chain, jax.jit(chain(before).update)
     for step in range(DONE):
-        _, opt_state = update(gradients(before, step)[0], opt_state, state.params)
-    opt_state = jax.device_put(opt_state, jax.tree.map(lambda x: x.sharding, state.opt_state))
-    save(tmp_path, TrainState(step=state.step, params=state.params, opt_state=opt_state), DONE)
+        _, states = update(gradients(before, step)[0], states, state.params)
+    hop_two, opt_state = jax.device_put(states, jax.tree.map(lambda x: x.sharding, state.chain))
+    save(tmp_path, replace(state, hop_two=hop_two, opt_state=opt_state), DONE)
     found = restore(tmp_path, shapes(workload.first_state("tensors", after, chain(after))))
     came, whole = gradients(after, DONE)
-    moves, following = jax.jit(chain(after).update)(came, found.opt_state, found.params)
-
-    def method_state(opt_state: Any) -> Any:
-        return opt_state.exchange.exchange if late else opt_state.exchange
-
-    old, new = (method_state(x) for x in (opt_state, following))
-    mean = replicas(opt_state.exchange.waiting.tree if late else whole, lambda x_R: x_R.mean(0))
+    moves, (following, _) = jax.jit(chain(after).update)(came, found.chain, found.params)
+    old, new = (x.exchange if late else x for x in (hop_two, following))
+    mean = replicas(hop_two.waiting.tree if late else whole, lambda x_R: x_R.mean(0))
     handed_on = jax.tree.map(np.negative, moves)
     if method == "dgc":
         mean = jax.tree.map(lambda u, g: 0.9 * u + g, owed(old.velocity.tree), mean)
@@ -211,8 +207,8 @@ def with_overlap(nodes: int, late: bool) -> tuple[Any, ...]:
     """Returns a decoder's compiled step whose micro-steps run an int8 hop two, its first state and its batch."""
     plan = workload.plan("decoder", overlap=True, nodes=nodes, strategy="mics", partition_size=2)
     hop_two = method_named("int8").transform(workload.setup(plan, "int8", block=16, delayed=late))
-    beside = workload.hop_two_in_backward(plan, "int8", block=16, delayed=late)
-    return workload.compiled_step("decoder", plan, hop_two=hop_two, in_backward=beside, tx=optax.sgd(1.0))
+    beside = workload.early(plan, "int8", block=16, delayed=late)
+    return workload.compiled_step("decoder", plan, hop_two=hop_two, early=beside, tx=optax.sgd(1.0))
 
 
 @pytest.mark.slow
@@ -223,13 +219,13 @@ def test_so_does_hop_two_inside_the_backward_passes(late: bool, tmp_path: Path) 
     save(tmp_path, state, DONE)
     fewer, first, rows = with_overlap(2, late)
     found = restore(tmp_path, shapes(first))
-    before, exchange = jax.tree.map(np.array, (state.params, state.opt_state.exchange))
+    before, exchange = jax.tree.map(np.array, (state.params, state.hop_two))
     if late:
         came, exchange = replicas(exchange.waiting.tree, lambda x_R: x_R.mean(0)), exchange.exchange
     else:
         came = workload.value_and_grad("decoder")(before, np.arange(workload.ROWS))[1]
     found, _ = fewer(found, rows)
-    left = found.opt_state.exchange.exchange if late else found.opt_state.exchange
+    left = found.hop_two.exchange if late else found.hop_two
 
     def check(before: np.ndarray, now: jax.Array, came: np.ndarray, owed: np.ndarray, left: np.ndarray) -> None:
         np.testing.assert_allclose(before - np.asarray(now) + left, came + owed, atol=2e-6)

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import workload
 from dense_experts import dense_loop, plain_slots
@@ -170,7 +169,7 @@ def test_muon_orthogonalises_each_expert_by_itself() -> None:
 
     def updates(specs: Any, layers: Any) -> Any:
         params = jax.tree.map(lambda s: jnp.ones(s.shape), specs, is_leaf=lambda x: isinstance(x, ParamSpec))
-        tx = make_optimizer(config, 10, specs, optax.identity())
+        tx = make_optimizer(config, 10, specs)
         given = {"table": jnp.zeros(table.shape), "layers": layers}
         return jax.jit(lambda g, p: tx.update(g, tx.init(p), p)[0])(given, params)["layers"]
 

@@ -6,7 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,13 @@ from configs.schema.own import OWN
 from planner import __main__ as planner
 from planner import compile as compiling
 from sharding.scopes import make_layout
+from training.experiment import make_experiment
+from training.hooks import Hook
 
 pytestmark = IGNORED
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 LISTINGS = dict(re.findall(r"^## (.+)\n(?:(?!^## ).*\n)*?```python\n((?:.*\n)*?)```", PAGE, re.MULTILINE))
+LOOP = LISTINGS.pop("A loop of your own")
 RUN: dict[str, Any] = {
     "num_steps": 3,
     "data.seq_len": 16,
@@ -65,12 +68,13 @@ def flags(*, model: bool = True, **changes: Any) -> list[str]:
     return [f"--config.{key}={value}" for key, value in keys.items() if value is not None]
 
 
-def train(listing: str, workdir: Path | str, *more: str, **changes: Any) -> int:
+def train(listing: str, workdir: Path | str, *more: str, hooks: Sequence[Hook] = (), **changes: Any) -> int:
     """Runs a listing as a file of another folder, named relative to this one."""
     file = Path("elsewhere", "mine.py")
     file.parent.mkdir(exist_ok=True)
     file.write_text(listing)
-    return run_here(f"--config={file}", f"--workdir={workdir}", *flags(**changes), *more, compile_once=False)
+    args = [f"--config={file}", f"--workdir={workdir}", *flags(**changes), *more]
+    return run_here(*args, hooks=hooks, make=make_experiment)
 
 
 def tokens(cache: Path) -> list[bytes]:
@@ -222,9 +226,7 @@ def test_a_model_that_cannot_be_sampled_says_so(tmp_path: Path, capsys: pytest.C
 def test_a_run_resumes_with_the_file_and_names_what_is_missing_without_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        stop_after(patched, 2)
-        assert train(LION, "run") == 75
+    assert train(LION, "run", hooks=[stop_after(2)]) == 75
     OWN["optimizer"].clear()  # as in another process
     quickstart = f"--config={ROOT}/configs/quickstart.py"
     assert run_here(quickstart, "--workdir=run", *flags()) == 2

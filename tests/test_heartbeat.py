@@ -4,12 +4,10 @@ import faulthandler
 import os
 import queue
 import re
-import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -234,43 +232,6 @@ def test_what_breaks_the_watch_ends_the_program(
     assert f"a message of {pair[0]} is not JSON: Expecting value" in capfd.readouterr().err
 
 
-class Link(threading.Thread):
-    """Carries the bytes of one connection to `port`; once cut it carries none, and closes nothing."""
-
-    def __init__(self, port: int) -> None:
-        super().__init__(daemon=True)
-        self._to, self._listener = port, socket.create_server(("localhost", 0))
-        self.port = self._listener.getsockname()[1]
-        self.cut, self.over, self.carried = threading.Event(), threading.Event(), 0
-        self.start()
-
-    def run(self) -> None:
-        with self._listener, self._listener.accept()[0] as one:
-            while (other := socket.socket()).connect_ex(("localhost", self._to)):
-                other.close()  # process 0 does not listen yet
-                time.sleep(0.1)
-            with other:
-                while not self.cut.is_set():
-                    for source in select.select([one, other], [], [], 0.1)[0]:
-                        self.carried += (other if source is one else one).send(source.recv(1000))
-                self.over.wait(30)
-
-
-def test_a_link_is_cut() -> None:
-    """Each end notices by itself, though no connection closes; before that, beats are enough for more than 2.5 s."""
-    port = free_port()
-    link = Link(port)
-    players = play([port, link.port])
-    time.sleep(2.0)
-    assert link.carried > 100 and all(player.poll() is None for player in players)
-    link.cut.set()
-    outcomes = finish(*players)
-    for i in range(2):
-        check_ended([outcomes[i]], f"^error: process {1 - i} on {HOST}: silent for 2.5 s")
-    link.over.set()
-    link.join()
-
-
 @pytest.mark.parametrize("silence_s", [0.5, 90.0])
 def test_a_bound_that_cannot_be_kept(silence_s: float) -> None:
     with pytest.raises(ValueError, match="must be from 1 to 60"):
@@ -308,14 +269,17 @@ def test_a_real_run(tmp_path: Path, victim: int, number: int) -> None:
 
 
 HANGS = """
-import sys, time
-import train
-well = train.Batches.__next__
-def hang(self):
-    if self.step == 3 and "--process_id=1" in sys.argv:
-        time.sleep(1000)
-    return well(self)
-train.Batches.__next__ = hang
+def make(config):
+    ex = running.make_experiment(config)
+    well, number = ex.batches.to_devices, itertools.count()
+    def hang(rows):
+        if next(number) == 3 and "--process_id=1" in sys.argv:
+            time.sleep(1000)
+        return well(rows)
+    vars(ex.batches)["to_devices"] = hang
+    return ex
+import itertools
+parts["make"] = make
 """
 
 

@@ -18,7 +18,7 @@ from test_state_damage import NEWEST, check_falls_back, saved, undone  # noqa: F
 
 from configs import hugging_face
 from configs.schema import DataConfig
-from files import json_lines, json_objects
+from files import json_lines, json_objects, run_directory
 from input_pipeline.shard_index import Shard, ShardIndex
 from input_pipeline.shard_listing import list_shards
 from input_pipeline.store import open_store
@@ -179,10 +179,10 @@ ATTEMPTS = {"run_id": "0123456789abcdef", "folder": 0, "began_at": [0, 4], "save
 def test_attempts(folder: Path, data: st.DataObject) -> None:
     known = ATTEMPTS | {"folder": folder.stat().st_ino}
     content = data.draw(hostile(json.dumps(known).encode()))
-    (folder / attempts.FILE_NAME).write_bytes(content)
+    (folder / run_directory.ATTEMPTS).write_bytes(content)
     got, line = said(lambda: attempts.read_attempts(folder, lambda line: None), ValueError)
     if got is None:
-        assert line.startswith(f"{folder / attempts.FILE_NAME} is damaged (")
+        assert line.startswith(f"{folder / run_directory.ATTEMPTS} is damaged (")
     elif (written := json.loads(content))["folder"] == known["folder"]:
         assert json.loads(json.dumps(asdict(got))) == {"saved": 0} | written
     else:  # a copy of the folder is another run
@@ -286,6 +286,8 @@ def test_a_run_resumes_from_the_step_before_a_damaged_manifest(saved: Path, data
 
 
 def test_a_run_with_hostile_attempts_says_so_in_one_line(folder: Path) -> None:
-    (folder / attempts.FILE_NAME).write_bytes(DEEP)
-    line = f"{folder / attempts.FILE_NAME} is damaged (it is not JSON: it has more than 100 levels); remove it: the "
+    (folder / run_directory.ATTEMPTS).write_bytes(DEEP)
+    line = (
+        f"{folder / run_directory.ATTEMPTS} is damaged (it is not JSON: it has more than 100 levels); remove it: the "
+    )
     assert said(lambda: attempts.read_attempts(folder, pytest.fail), ValueError)[1].startswith(line)

@@ -153,7 +153,7 @@ def test_the_config_file_on_the_page_takes_the_sizes_of_a_checkpoint(tmp_path: P
     (tmp_path / "fine_tune.py").write_text(code)
     sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
     argv = ["train.py", f"--config={tmp_path / 'fine_tune.py'}:{FOLDER / 'llama'}", "--config.data.seq_len=8"]
-    config = command_line.parse(argv, command_line.new_flags(argv))
+    config = command_line.parse(argv)
     assert config.model == section(FOLDER / "llama")
     assert config.data.tokenizer_path == str(FOLDER / "llama" / "tokenizer.json")
 

@@ -108,7 +108,7 @@ def test_bad_weights_are_refused_before_anything_is_written(
     changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = flags("llama", **changes)
-    assert run_here(*args, f"--workdir={tmp_path / 'run'}", compile_once=False) == 2
+    assert run_here(*args, f"--workdir={tmp_path / 'run'}") == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
     assert not (tmp_path / "run" / "events.jsonl").exists() and not (tmp_path / "run" / "metrics.jsonl").exists()

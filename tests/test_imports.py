@@ -28,11 +28,12 @@ MAY_IMPORT = {
     "cluster": "configs runtime metrics sharding state palette files",
     "engines": "runtime",
     "sweeps": "configs metrics palette runtime files",
-    "paper": "configs palette files runtime",
+    "paper": "files palette planner runtime",
     "train": EVERYTHING,
-    "sweep": "cluster configs runtime sweeps",
+    "sweep": "configs runtime sweeps",
     "benchmarks": EVERYTHING,
 }
+LABORATORY = {"cluster", "paper", "benchmarks"}  # emulated nodes, probe, chaos, records: the product imports none of it
 PROGRAMS = {"train", "sweep", "benchmarks"}  # nothing imports them, but benchmarks; sweep and tests may start them
 # package: what of others' it must not import
 FORBIDDEN = {
@@ -77,6 +78,8 @@ def complaint(part: str, name: str) -> str | None:
     top = name.split(".")[0]
     if top in PROGRAMS and top != part and part != "benchmarks":
         return f"{top} is a program: start it, do not import it"
+    if top in LABORATORY and part not in LABORATORY:
+        return f"{top} is of the laboratory: {part} may start it, not import it"
     if top in FORBIDDEN.get(part, "").split():
         return f"{part} must not import {top}"
     allowed = MAY_IMPORT[part]
@@ -146,5 +149,6 @@ def test_forbidden_imports_are_found() -> None:
     assert complaint("optimizers", "compression.exchange") == "optimizers may import configs, sharding, not compression"
     assert complaint("training", "train.main") == "train is a program: start it, do not import it"
     assert complaint("sharding", "training.experiment") == "sharding may import configs, palette, not training"
+    assert complaint("train", "cluster.emulate") == "cluster is of the laboratory: train may start it, not import it"
     assert complaint("planner", "training.experiment.make_experiment") is None
     assert part_of(ROOT / "planner" / "table.py") == "planner" and part_of(ROOT / "train.py") == "train"

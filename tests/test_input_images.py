@@ -293,8 +293,8 @@ def test_checksum_blocks_are_spread_over_all_files(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_class", r"needs an image and a class: it has no label; its features are image \(Image\)"),
-        ("two", "2 features of that type, none of them called 'image'; its features are .*left"),
+        ("no_class", r"single one of type ClassLabel, but has 0 of that type; its features are image \(Image\)"),
+        ("two", "needs a feature 'image' .* has 2 of that type; its features are .*left"),
     ],
 )
 def test_bad_data_set_error_is_one_line(data_dir: str, name: str, message: str) -> None:

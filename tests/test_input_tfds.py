@@ -110,12 +110,12 @@ def test_prepared_files_suffice_without_builder_code(data_dir):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("input_tiny/ambiguous", r"2 text features, none of them called 'text'; its features are .*question \(Text\)"),
-        ("input_tiny/numbers", r"no text feature; its features are label \(Scalar\)"),
+        ("input_tiny/ambiguous", r"needs a feature 'text' .* has 2 of that type; its features are .*question \(Text\)"),
+        ("input_tiny/numbers", r"single one of type Text, but has 0 of that type; its features are label \(Scalar\)"),
         ("input_tiny/empty", "tfds:input_tiny/empty has no text"),
         ("input_tiny/untrained", "no split 'train', only test"),
         ("input_tiny/broken", r"TFDS cannot prepare it \(RuntimeError: the moon is in the way"),
-        ("input_tiny/binary", "record 0 of train is not UTF-8 text"),
+        ("input_tiny/binary", "record 0 of train cannot be read .it is not UTF-8 text"),
         ("input_tny", r"TFDS knows no such data set.*data.path.*Did you mean 'input_tiny'\?"),
     ],
 )

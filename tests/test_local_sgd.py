@@ -19,7 +19,8 @@ from configs.schema import LocalSGDConfig
 from optimizers import guarded
 from sharding import hlo
 from sharding.plan import ShardingPlan
-from training.experiment import watch
+from sharding.step import Chain
+from training.optimizer_chain import watch
 
 LAYOUTS = {"mics(2)": dict(strategy="mics", partition_size=2), "ddp": dict(nodes=2, strategy="ddp")}
 LEARNING_RATE = 0.3
@@ -39,7 +40,7 @@ def config(inner_steps: int, outer: str) -> LocalSGDConfig:
 
 
 def chain(plan: ShardingPlan, settings: LocalSGDConfig) -> optax.GradientTransformation:
-    each = guarded(optax.identity(), inner())
+    each = guarded(inner())
     return local_sgd(exchange(plan), each, settings, plan.layout.num_replicas)
 
 
@@ -47,7 +48,7 @@ def chain(plan: ShardingPlan, settings: LocalSGDConfig) -> optax.GradientTransfo
 def train(layout: str, settings: LocalSGDConfig) -> tuple[ShardingPlan, np.ndarray, Any, Any]:
     """Returns the losses of seven steps, the last state and the compiled step."""
     plan = workload.plan("decoder", **LAYOUTS[layout])
-    step, state, data = workload.compiled_step("decoder", plan, chain=chain(plan, settings), drift=drift)
+    step, state, data = workload.compiled_step("decoder", plan, chain=Chain(chain(plan, settings), drift=drift))
     losses, state, _ = workload.run_steps(step, state, data, 7)
     return plan, losses, state, step
 
@@ -133,13 +134,14 @@ def test_factored_moments_are_per_replica() -> None:
     """Those of Adafactor have no parameter's shape; between meetings only numbers cross nodes, as with Adam."""
     plan, params = workload.plan("tensors", **LAYOUTS["mics(2)"]), workload.params("tensors")
     factored = optax.adafactor(0.1, min_dim_size_to_factor=8)
-    tx = local_sgd(exchange(plan), guarded(optax.identity(), factored), config(3, "diloco"), 4)
-    state = workload.first_state("tensors", plan, tx).opt_state
+    tx = local_sgd(exchange(plan), guarded(factored), config(3, "diloco"), 4)
+    states = workload.first_state("tensors", plan, tx).chain
+    state = states[1]
     for x in jax.tree.leaves((state.inner, state.drift)):
         assert (x.shape[0], x.addressable_shards[0].data.shape[0]) == (4, 1)
     placed, _ = gradients(plan, 0)
-    step = jax.jit(tx.update, out_shardings=(None, jax.tree.map(lambda x: x.sharding, state)))
-    found = hlo.read_collectives(step.lower(placed, state, params).compile().as_text(), plan.layout.shape)
+    step = jax.jit(tx.update, out_shardings=(None, jax.tree.map(lambda x: x.sharding, states)))
+    found = hlo.read_collectives(step.lower(placed, states, params).compile().as_text(), plan.layout.shape)
     crossing = [c for c in found if c.inter_bytes and c.label != "hop_two"]
     assert all(c.num_elements <= 8 for c in crossing), crossing
 
@@ -148,13 +150,13 @@ def test_guard_skips_steps_of_single_replicas() -> None:
     """Its gradient is not finite; the others move, and all meet at the mean."""
     plan, settings = workload.plan("tensors", **LAYOUTS["mics(2)"]), config(1, "mean")
     params = workload.params("tensors")
-    tx = local_sgd(exchange(plan), guarded(optax.identity(), optax.sgd(1.0)), settings, 4)
+    tx = local_sgd(exchange(plan), guarded(optax.sgd(1.0)), settings, 4)
     good = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), params)
     bad = jax.tree.map(lambda g: g.at[2].set(jnp.nan), good)
-    moves, state = jax.jit(tx.update)(bad, tx.init(params), params)
+    moves, states = jax.jit(tx.update)(bad, tx.init(params), params)
     jax.tree.map(lambda x: np.testing.assert_allclose(x, -0.75, rtol=1e-5), moves)  # three of four
-    assert list(state.inner.tree.skipped) == [0, 0, 1, 0]
-    assert float(watch(state)["skipped_steps"]) == 1
+    assert list(states[1].inner.tree.skipped) == [0, 0, 1, 0]
+    assert float(watch(states)["skipped_steps"]) == 1
 
 
 def test_delayed_updates_use_the_previous_gradients() -> None:
@@ -173,12 +175,12 @@ def test_delayed_updates_use_the_previous_gradients() -> None:
 def test_waiting_gradients_survive_a_non_finite_step() -> None:
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     params = workload.params("tensors")
-    tx = guarded(delayed(exchange(plan), 4), optax.sgd(1.0))
+    tx = workload.chained(delayed(exchange(plan), 4), optax.sgd(1.0))
     good = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), params)
     bad = good | {"table": good["table"].at[2, 2, 2].set(jnp.inf)}
     update = jax.jit(tx.update)
     _, state = update(good, tx.init(params), params)
     moves, state = update(bad, state, params)
-    assert not any(np.asarray(x).any() for x in jax.tree.leaves(moves)) and int(state.skipped) == 1
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(moves)) and int(state[1].skipped) == 1
     moves, state = update(good, state, params)
-    assert all((np.asarray(x) == -1).all() for x in jax.tree.leaves(moves)) and int(state.skipped) == 1
+    assert all((np.asarray(x) == -1).all() for x in jax.tree.leaves(moves)) and int(state[1].skipped) == 1

@@ -132,10 +132,3 @@ def test_the_summary_says_what_is_known(tmp_path: Path) -> None:
     ):
         assert line in words
     assert "validation" not in file.getvalue()
-
-
-def test_the_summary_of_a_dict() -> None:
-    file = io.StringIO()
-    print_summary({"validation_loss": 1.25, "tokens_per_s": 2.5e6}, Console(file=file, width=80))
-    words = [" ".join(line.split()) for line in file.getvalue().splitlines()]
-    assert "validation loss 1.2500" in words and "tokens/s 2.50 M" in words

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from metrics.charts import nice_ticks
-from metrics.curves import Curve, curve_chart, thin_out, trend
+from metrics.charts import Curve, curve_chart, nice_ticks, thin_out, trend
 from metrics.report import write_report
 from metrics.run_files import read_run, results_of
 
@@ -277,22 +276,25 @@ def test_the_trend_is_the_median_of_each_interval() -> None:
 
 def test_a_curve_is_drawn_where_it_should_be_with_a_gap_at_nan() -> None:
     points = [(0.0, 0.0), (1.0, 10.0), (2.0, math.nan), (3.0, 5.0), (4.0, 10.0)]
-    page = Page(curve_chart([Curve(label="a", colour=0, points=points)], form="{:g}".format, label="a", zero=True))
-    assert len(page.curves) == 2
-    drawn = [[float(n) for n in pair.split()] for curve in page.curves for pair in curve[1:].split("L")]
-    x, y = np.array(drawn).T
+    chart = curve_chart([Curve(label="a", points=points)], form="{:g}".format, label="a", zero=True)
+    runs = list(chart.runs(chart.series[0]))
+    assert len(runs) == 2
+    x, y = np.array([[float(n) for n in place.split()] for run in runs for place in run]).T
     at_x, at_y = np.array([0, 1, 3, 4]), np.array([0, 10, 5, 10])
     np.testing.assert_allclose(np.interp(at_x, [0, 4], [x[0], x[-1]]), x, atol=0.1)  # step to the right
     np.testing.assert_allclose(y[0] + (y[1] - y[0]) * at_y / 10, y, atol=0.1)
     assert y[1] < y[0]  # greater values are higher up
+    tips = list(chart.dots(chart.series[0]))
+    assert [(x, y) for x, y, _ in tips] == [*zip(x, y, strict=True)] and tips[1][2] == "a, step 1: 10"
 
 
 def test_a_few_far_outliers_do_not_flatten_the_curve() -> None:
     points = [(float(i), 0.2) for i in range(200)]
     points[50], points[150] = (50.0, 30.0), (150.0, 40.0)
-    svg = curve_chart([Curve(label="a", colour=0, points=points)], form="{:g}".format, label="a", zero=True)
-    assert "2 values above" in svg
-    y = [float(pair.split()[1]) for pair in Page(svg).curves[0][1:].split("L")]
+    chart = curve_chart([Curve(label="a", points=points)], form="{:g}".format, label="a", zero=True)
+    assert "2 values above" in chart.note and chart.series[0].faint
+    (run,) = chart.runs(chart.series[0])
+    y = [float(place.split()[1]) for place in run]
     assert y[0] - y[50] > 20 and 226 - y[0] > 100  # the typical value is at about half the height
 
 

@@ -61,7 +61,7 @@ def test_a_missing_package_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("metrics.wandb_sink.importlib.util.find_spec", lambda name: None)
-    assert run_here(*arguments(tmp_path, sink="wandb"), compile_once=False) == 2
+    assert run_here(*arguments(tmp_path, sink="wandb")) == 2
     assert capsys.readouterr().err == (
         "error: sink=wandb needs wandb, which is not installed: make .venv/wandb-installed, or set sink=none\n"
     )

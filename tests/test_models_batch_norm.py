@@ -25,7 +25,7 @@ from sharding.averages import AVERAGES, part_averages
 from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica
 from sharding.spec import ParamSpec, place_all
-from training.optimizer_chain import make_tx, watch
+from training.optimizer_chain import make_chain, watch
 
 EPS, RATE = 1e-5, 0.1
 WEIGHTS = np.array([1, 2, 0, 0.5, 0, 0, 0, 3, 1, 0, 0, 0], np.float32)  # in ghost batches of 4: two rows; two; one
@@ -205,7 +205,7 @@ def test_losses_and_averages_do_not_depend_on_devices_or_micro_steps(
 @pytest.mark.slow
 def test_overlapped_hop_two_averages_too() -> None:
     plan = workload.plan(BATCH_NORM, overlap=True, strategy="mics", partition_size=2)
-    check_run(plan, rows=32, accumulation=2, in_backward=workload.hop_two_in_backward(plan, "none"))
+    check_run(plan, rows=32, accumulation=2, early=workload.early(plan, "none"))
 
 
 # -------------------------------------------------------------------------------------------- behind the gradients
@@ -281,12 +281,16 @@ def test_no_optimizer_moves_the_averages(name: str) -> None:
         lambda params: optax.EmptyState(),
         lambda updates, state, params=None: (jax.tree.map(lambda g: g.mean(0), updates), state),
     )
-    updates, state = run_chain(make_optimizer(c, 8, SPECS, mean), 3)
+    updates, state = run_chain(optax.chain(mean, make_optimizer(c, 8, SPECS)), 3)
     check_close(averages_after(updates), expected_averages(3), atol=1e-4)
-    others, _ = run_chain(make_optimizer(c, 8, SPECS, mean), 3, factor=0.0)
+    others, _ = run_chain(optax.chain(mean, make_optimizer(c, 8, SPECS)), 3, factor=0.0)
     check_close([part_averages(x)[0] for x in updates], [part_averages(x)[0] for x in others])
     trained = jax.tree.map(lambda g: g.mean(0), part_averages(gradients(2))[0])
-    np.testing.assert_allclose(state.grad_norm, optax.tree.norm(trained), rtol=1e-5)
+    np.testing.assert_allclose(state[1].grad_norm, optax.tree.norm(trained), rtol=1e-5)
+
+
+def make_tx(settings: Config) -> Any:
+    return make_chain(settings, four_replicas(), SPECS).tx
 
 
 HOP_TWO: dict[str, dict[str, Any]] = {
@@ -302,7 +306,7 @@ HOP_TWO: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("method", HOP_TWO)
 def test_hop_two_sends_averages_as_they_are(method: str) -> None:
     """No codec, no residual and no momentum: also where the method takes the optimizer's place."""
-    tx = make_tx(config(compression__hop_two=method, **HOP_TWO[method]), four_replicas(), SPECS)
+    tx = make_tx(config(compression__hop_two=method, **HOP_TWO[method]))
     updates, state = run_chain(tx, 3)
     check_close(averages_after(updates), expected_averages(3), atol=1e-4)
     assert float(watch(state)["skipped_steps"]) == 0
@@ -312,7 +316,7 @@ def test_hop_two_sends_averages_as_they_are(method: str) -> None:
 
 def test_delayed_averages_are_one_step_late() -> None:
     """And move towards zero in the first step, which has no values yet."""
-    tx = make_tx(config(compression__delayed=True), four_replicas(), SPECS)
+    tx = make_tx(config(compression__delayed=True))
     updates, _ = run_chain(tx, 3)
     averages = jax.tree.map(lambda a: 0.9 * a, FIRST[AVERAGES])
     for step in range(2):
@@ -333,14 +337,14 @@ def test_averages_of_local_sgd_are_the_mean_of_the_replicas(hop_two: str) -> Non
     settings = config(
         local_sgd__inner_steps=2, local_sgd__outer_momentum=0.9, compression__hop_two=hop_two, optimizer__name="adamw"
     )
-    updates, state = run_chain(make_tx(settings, four_replicas(), SPECS), 4)
+    updates, state = run_chain(make_tx(settings), 4)
     check_close(averages_after(updates), expected_averages(4), atol=1e-4)
     assert all(not x.any() for step in (0, 2) for x in jax.tree.leaves(updates[step]))
-    assert isinstance(state.drift, PerReplica)
+    assert isinstance(state[1].drift, PerReplica)
 
 
 def test_a_step_with_averages_that_are_not_finite_is_skipped() -> None:
-    updates, state = run_chain(make_tx(config(), four_replicas(), SPECS), 1, factor=float("inf"))
+    updates, state = run_chain(make_tx(config()), 1, factor=float("inf"))
     assert float(watch(state)["skipped_steps"]) == 1
     assert not any(x.any() for x in jax.tree.leaves(updates))
 

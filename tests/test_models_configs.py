@@ -11,7 +11,7 @@ import pytest
 import models
 from configs import base
 from configs.base import typed
-from configs.schema import Config, DecoderConfig, EncoderConfig, defaults
+from configs.schema import Config, DecoderConfig, EncoderConfig
 from sharding.scopes import make_layout
 from sharding.spec import ParamSpec, place_all
 
@@ -32,10 +32,6 @@ TABLE_1 = {
 
 def load(name: str) -> Any:
     return importlib.import_module(f"configs.{name}").get_config()
-
-
-def with_model(section: dict[str, Any]) -> Config:
-    return Config.from_dict(load("quickstart").to_dict() | {"model": section})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,55 +109,42 @@ def test_flops_exclude_lookup_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("name", "changes", "words"),
     [
-        ({"num_head": 4}, ["num_head ", "num_heads"]),
-        ({"kind": "decodr"}, ["model.kind=decodr", "decoder, moe, encoder, resnet, vit", "did you mean decoder?"]),
-        ({"num_heads": 5}, ["model.num_heads", "5", "128", "nearest divisor is 4"]),
-        ({"num_kv_heads": 3}, ["model.num_kv_heads", "3", "model.num_heads = 4"]),
-        ({"num_heads": 128, "num_kv_heads": 128}, ["model.num_heads", "128", "even"]),
-        ({"num_layers": 0}, ["model.num_layers=0", "at least 1"]),
-        ({"hidden": 128.0}, ["model.hidden", "128.0", "whole number"]),
-        ({"vocab_multiple": True}, ["model.vocab_multiple", "True", "whole number"]),
-        ({"positions": "alibi"}, ["model.positions=alibi", "learned, rotary"]),
-        ({"norm": "batch"}, ["model.norm=batch", "layer, rms"]),
-        ({"activation": "relu"}, ["model.activation=relu", "gelu, gelu_exact, swiglu"]),
-        ({"compute_dtype": "float16"}, ["model.compute_dtype=float16", "bfloat16"]),
-        ({"remat": "some"}, ["model.remat=some", "full, dots, none"]),
-        ({"attention": "flash"}, ["model.attention=flash", "auto, xla, cudnn"]),
-        ({"attention": "cudnn"}, ["model.attention", "'cudnn'", "bfloat16", "xla"]),
-        ({"tied_head": "no"}, ["model.tied_head", "'no'", "True or False"]),
-        ({"kind": "moe", "experts_per_token": 3}, ["model.experts_per_token=3", "1 or 2"]),
-        ({"kind": "moe", "num_experts": 1}, ["model.experts_per_token = 2", "model.num_experts = 1"]),
-        ({"kind": "moe", "moe_every": 2, "num_layers": 3}, ["model.moe_every = 2", "model.num_layers = 3"]),
-        ({"kind": "moe", "capacity_factor": 0.0}, ["model.capacity_factor=0.0", "above 0"]),
-        ({"kind": "moe", "max_dropped": 1.5}, ["model.max_dropped=1.5", "from 0 to 1"]),
-        ({"kind": "moe", "weights": "gpt2"}, ["model.weights = 'gpt2'", "experts"]),
+        ("quickstart", {"model.num_head": 4}, ["num_head ", "num_heads"]),
+        ("quickstart", {"model.num_heads": 5}, ["model.num_heads", "5", "128", "nearest divisor is 4"]),
+        ("quickstart", {"model.num_kv_heads": 3}, ["model.num_kv_heads", "3", "model.num_heads = 4"]),
+        ("quickstart", {"model.num_heads": 128, "model.num_kv_heads": 128}, ["model.num_heads", "128", "even"]),
+        ("quickstart", {"model.attention": "cudnn"}, ["model.attention", "'cudnn'", "bfloat16", "xla"]),
+        ("tiny_moe", {"model.num_experts": 1}, ["model.experts_per_token = 2", "model.num_experts = 1"]),
+        ("tiny_moe", {"model.num_layers": 3}, ["model.moe_every = 2", "model.num_layers = 3"]),
+        ("tiny_moe", {"model.weights": "gpt2"}, ["model.weights = 'gpt2'", "experts"]),
+        ("digits", {"model.stage_blocks": ()}, ["model.stage_blocks", "at least one stage"]),
+        ("digits", {"model.stage_blocks": (1, 0)}, ["model.stage_blocks", "0", "above zero"]),
+        ("digits", {"model.norm_groups": 5}, ["model.norm_groups", "5", "model.width = 16"]),
+        (
+            "digits",
+            {"model.widening": 10},
+            ["model.widening = 10: only bottlenecks", "set model.block="],
+        ),
+        ("digits", {"model.hidden": 3}, ["model.hidden is not a key of model.kind=resnet, but of decoder"]),
+        ("tiny_vit", {"model.patch_size": 3}, ["model.patch_size", "3", "model.image_size = 8"]),
+        ("tiny_vit", {"model.num_heads": 5}, ["model.num_heads", "5", "nearest divisor is 4"]),
+        ("tiny_vit", {"model.image_size": 16}, ["data.image_size=8", "model.image_size=16"]),
+        ("tiny_vit", {"data.channels": 3}, ["data.channels=3", "model.channels=1"]),
+        ("tiny_vit", {"data.objective": "causal", "data.source": "synthetic"}, ["model.kind=vit", "classify"]),
     ],
 )
-def test_bad_setting_error_names_key_value_and_fix(changes: dict[str, Any], words: list[str]) -> None:
-    section = base.moe() if changes.get("kind") == "moe" else base.decoder()
+def test_bad_setting_error_names_key_value_and_fix(name: str, changes: dict[str, Any], words: list[str]) -> None:
+    """What models check beyond the declarations of their keys, of which tests/test_schema.py tries every one."""
+    values = load(name).to_dict()
+    for key, value in changes.items():
+        part, _, last = key.partition(".")
+        values[part][last] = value
     with pytest.raises(ValueError) as error:
-        with_model(dict(section) | changes)
+        Config.from_dict(values)
     message = str(error.value)
     assert all(word in message for word in words) and "\n" not in message, message
-
-
-@pytest.mark.parametrize("kind", ["resnet", "moe"])
-def test_a_kind_beside_the_keys_of_another_is_told_so(kind: str) -> None:
-    values = defaults("decoder")
-    values["model"]["kind"] = kind
-    said = rf"^model.kind={kind} stands beside the keys of model.kind=decoder; .* base.model\('{kind}'\)$"
-    with pytest.raises(ValueError, match=said):
-        Config.from_dict(values)
-
-
-def test_missing_key_error_names_the_key() -> None:
-    for key in ("hidden", "kind"):
-        section = dict(base.encoder())
-        del section[key]
-        with pytest.raises(ValueError, match=f"model.{key} is missing"):
-            with_model(section)
 
 
 def test_sequence_longer_than_max_len_is_rejected() -> None:

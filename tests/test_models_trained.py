@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import test_models_forward
 import test_models_resnet
@@ -25,8 +26,7 @@ from configs.schema import EncoderConfig, OptimizerConfig, ResNetConfig, ViTConf
 from optimizers import is_matrix, make_optimizer
 from sharding.spec import ParamSpec, place_all
 from sharding.state import state_shardings
-from sharding.step import TrainState, build_train_step
-from training.experiment import watch
+from sharding.step import Chain, build_train_step, first_state
 
 STEPS = 3
 # wide enough for Adafactor to factor matrices and kernels
@@ -101,12 +101,12 @@ def train_on_mesh(kind: str, optimizer: OptimizerConfig, dtype: str, **how: Any)
     model = models.build(replace(CONFIGS[kind], compute_dtype=dtype))
     plan = workload.plan(BATCHES[kind], dtype=dtype, **how)
     plan = replace(plan, placements=place_all(model.param_specs(), plan.layout))
-    tx = make_optimizer(optimizer, STEPS, model.param_specs(), exchange(plan))
-    params = first_params(kind)
-    state = TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params))
+    tx = optax.chain(exchange(plan), make_optimizer(optimizer, STEPS, model.param_specs()))
+    beside = workload.early(plan, "none") if plan.overlap and plan.layout.replica_axes else None
+    chain = Chain(tx, early=beside)
+    state = first_state(chain, first_params(kind))
     state = jax.device_put(jax.tree.map(np.asarray, state), state_shardings(plan, state), may_alias=False)
-    beside = workload.hop_two_in_backward(plan, "none") if plan.overlap and plan.layout.replica_axes else None
-    step = jax.jit(build_train_step(model.objective, plan, tx, watch, hop_two=beside))
+    step = jax.jit(build_train_step(model.objective, plan, chain))
     return list(workload.run_steps(step, state, workload.put_batch(plan, 2, kind=BATCHES[kind]), STEPS)[0])
 
 

@@ -50,14 +50,6 @@ def optimizer_config(name: str, **changes: Any) -> OptimizerConfig:
     return OptimizerConfig(**{"name": name} | section)
 
 
-def no_exchange() -> optax.GradientTransformation:
-    """Stands where hop two does, for one replica: `[1, ...]` becomes `[...]`."""
-    return optax.GradientTransformation(
-        lambda params: optax.EmptyState(),
-        lambda updates, state, params=None: (jax.tree.map(lambda g: g[0], updates), state),
-    )
-
-
 def random_tree(seed: int, scale: Callable[[int], float] = lambda layer: 1.0) -> Any:
     """Values for SPECS, layer `i` multiplied by `scale(i)`."""
     rng = np.random.default_rng(seed)
@@ -86,10 +78,10 @@ def run(config: OptimizerConfig, grads: list[Any] = GRADS, num_steps: int = STEP
 @functools.cache
 def one_device(config: OptimizerConfig, num_steps: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns our chain's init and step on one device, compiled once for each config."""
-    tx = make_optimizer(config, num_steps, SPECS, no_exchange())
+    tx = make_optimizer(config, num_steps, SPECS)
 
     def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(jax.tree.map(lambda g: g[None], grads), state, params)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     return jax.jit(tx.init), jax.jit(step)
@@ -281,10 +273,10 @@ def test_muon_of_a_resnet_orthogonalises_its_convolutions() -> None:
         {name: rng.normal(size=s.shape).astype(np.float32) for name, s in specs.items()} for _ in range(4)
     ]
     c = optimizer_config("muon", clip_norm=0.0, weight_decay=0.0, warmup_steps=0, schedule="constant")
-    tx = make_optimizer(c, len(grads), specs, no_exchange())
+    tx = make_optimizer(c, len(grads), specs)
     state, updates = tx.init(params), {}
     for g in grads:
-        updates, state = jax.jit(tx.update)(jax.tree.map(lambda x: x[None], g), state, params)
+        updates, state = jax.jit(tx.update)(g, state, params)
     for name, spec in specs.items():
         seen = [g[name].astype(np.float64) for g in grads]
         if spec.dims == conv:

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
-from test_optimizers import GRADS, PARAMS, SPECS, STEPS, close, flat, no_exchange, optimizer_config, run
+from test_optimizers import GRADS, PARAMS, SPECS, STEPS, close, flat, optimizer_config, run
 
 from compression.exchange import exchange
 from configs import base
@@ -23,7 +23,7 @@ from sharding.redistribute import on_whole_tensors
 from sharding.scopes import make_layout
 from sharding.spec import is_placement, place_all
 from sharding.state import state_shardings
-from sharding.step import TrainState
+from sharding.step import Chain, TrainState, first_state
 from training.experiment import make_experiment
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -55,11 +55,11 @@ def test_sharded_updates_equal_one_device(name: str, layout_name: str) -> None:
     """Gradients `[R, ...]` that differ between replicas, through hop two and the optimizer, three steps."""
     plan = make_sharded(layout_name)
     config, replicas = optimizer_config(name), plan.layout.num_replicas
-    tx = make_optimizer(config, STEPS, SPECS, exchange(plan), partial(on_whole_tensors, plan))
-    shapes = jax.eval_shape(lambda p: TrainState(step=jnp.zeros((), jnp.int32), params=p, opt_state=tx.init(p)), PARAMS)
+    tx = optax.chain(exchange(plan), make_optimizer(config, STEPS, SPECS, partial(on_whole_tensors, plan)))
+    shapes = jax.eval_shape(partial(first_state, Chain(tx)), PARAMS)
     places = state_shardings(plan, shapes)
     scope = plan.shardings(plan.layout.optimizer)
-    state = jax.jit(tx.init, out_shardings=places.opt_state)(PARAMS)
+    state = jax.jit(tx.init, out_shardings=places.chain)(PARAMS)
     params = jax.device_put(PARAMS, scope)
     grad_places = jax.tree.map(lambda spec: NamedSharding(plan.mesh, spec), gradient_specs(plan))
 
@@ -67,7 +67,7 @@ def test_sharded_updates_equal_one_device(name: str, layout_name: str) -> None:
         updates, state = tx.update(grads_R, state, params)
         return optax.apply_updates(params, updates), state
 
-    jitted = jax.jit(step, out_shardings=(scope, places.opt_state))
+    jitted = jax.jit(step, out_shardings=(scope, places.chain))
     rng = np.random.default_rng(7)
     for grads in GRADS[:3]:
         noise_R = jax.tree.map(lambda g: rng.normal(size=(replicas, *g.shape)).astype(np.float32), grads)
@@ -75,8 +75,8 @@ def test_sharded_updates_equal_one_device(name: str, layout_name: str) -> None:
         params, state = jitted(jax.device_put(grads_R, grad_places), state, params)
     expected, one_device = run(config, GRADS[:3])
     close(params, flat(expected), rtol=2e-3 if name == "muon" else 2e-4)
-    assert float(state.grad_norm) == pytest.approx(float(one_device.grad_norm), rel=1e-5)
-    check_places(plan, shapes, state)
+    assert float(state[1].grad_norm) == pytest.approx(float(one_device.grad_norm), rel=1e-5)
+    check_places(plan, shapes, state[1])
 
 
 def check_places(plan: ShardingPlan, shapes: TrainState, opt_state: Any) -> None:
@@ -137,13 +137,13 @@ def test_sharded_training_equals_one_device(name: str, layout_name: str) -> None
         losses.append(float(metrics["loss"]))
 
     model = experiment.model
-    tx = make_optimizer(config.optimizer, config.num_steps, model.param_specs(), no_exchange())
+    tx = make_optimizer(config.optimizer, config.num_steps, model.param_specs())
 
     @jax.jit
     def plain(params: Any, opt_state: Any, batch: Any) -> Any:
         mean = lambda p: model.loss(p, batch, lambda _, tree: tree) / jnp.sum(batch["weights"])
         value, grads = jax.value_and_grad(mean)(params)
-        updates, opt_state = tx.update(jax.tree.map(lambda g: g[None], grads), opt_state, params)
+        updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
     opt_state, expected = tx.init(params), []

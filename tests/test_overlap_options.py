@@ -13,6 +13,7 @@ import pytest
 from running import IGNORED, arguments, run_here
 
 from planner.compile import WHEELS, compile_step
+from training.experiment import make_experiment
 from training.overlap import (
     ESTIMATE,
     OVERLAP,
@@ -119,7 +120,7 @@ def test_they_reach_the_compilation_and_the_record(
         return compile_lowered(self, compiler_options, **more)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_note)
-    assert run_here(*arguments(tmp_path / "run"), compile_once=False) == 0
+    assert run_here(*arguments(tmp_path / "run"), make=make_experiment) == 0
     wanted = list(on_gpus(known=is_known))[1:] if platform == "gpu" else []
     assert wanted in [list(options or {}) for options in asked]
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
@@ -131,7 +132,7 @@ def test_they_reach_the_compilation_and_the_record(
 def test_the_key_decides(overlap: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told: list[bool] = []
     monkeypatch.setattr("training.experiment.overlap_options", lambda _, wanted, **more: told.append(wanted) or {})
-    assert run_here(*arguments(tmp_path / "run", sharding__overlap=overlap), compile_once=False) == 0
+    assert run_here(*arguments(tmp_path / "run", sharding__overlap=overlap), make=make_experiment) == 0
     assert set(told) == {overlap != "off"}
 
 

@@ -12,7 +12,7 @@ from compression.methods import method_named
 from configs import base, tiny_gpt2
 from configs.schema import Config
 from sharding.accumulation import Accumulating, Rule, scan_layers
-from sharding.gradients import manual_gradients
+from sharding.gradients import accumulated, manual_gradients
 from sharding.hlo import Collective, read_collectives
 from sharding.mesh import INTER_AXES
 from training.experiment import make_experiment
@@ -37,8 +37,8 @@ CODEC = dict(block=16)  # small rows would mostly be filled up
 
 def losses(kind: str, strategy: str, accumulation: int) -> np.ndarray:
     plan = workload.plan(kind, overlap=True, **STRATEGIES[strategy])
-    in_backward = workload.hop_two_in_backward(plan, "none")
-    return workload.losses(kind, plan, accumulation=accumulation, in_backward=in_backward)
+    early = workload.early(plan, "none")
+    return workload.losses(kind, plan, accumulation=accumulation, early=early)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,8 @@ def test_hop_two_runs_once_per_layer_and_sends_no_more(method: str, strategy: st
     codec = CODEC if method == "int8" else {}
     tx = method_named(method).build(workload.setup(plan, method, **codec))
     counted = []
-    for in_backward in (None, workload.hop_two_in_backward(plan, method, **codec)):
-        step, *_ = workload.compiled_step(
-            "decoder", plan, num_layers=LAYERS, hop_two=tx, in_backward=in_backward, accumulation=2
-        )
+    for early in (None, workload.early(plan, method, **codec)):
+        step, *_ = workload.compiled_step("decoder", plan, num_layers=LAYERS, hop_two=tx, early=early, accumulation=2)
         counted.append(crossing(read_collectives(step.as_text() or "", plan.layout.shape)))
     after, inside = (sum(c.times * c.inter_bytes for c in found) for found in counted)
     looped = [c for c in counted[1] if c.loop_depth]
@@ -118,17 +116,17 @@ def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(method: str, 
     plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES[strategy])
     start = jax.tree.map(np.asarray, workload.params("decoder", LAYERS))
 
-    def steps(hop_two: str, in_backward: Any) -> Any:
+    def steps(hop_two: str, early: Any) -> Any:
         setup = workload.setup(plan, hop_two, delayed=late, **CODEC)
         chain = dict(hop_two=method_named(hop_two).transform(setup), tx=workload.optax.sgd(1.0))
         compiled, state, data = workload.compiled_step(
-            "decoder", plan, num_layers=LAYERS, accumulation=2, in_backward=in_backward, **chain
+            "decoder", plan, num_layers=LAYERS, accumulation=2, early=early, **chain
         )
         return workload.run_steps(compiled, state, data, 2 if late else 1)[1:]
 
     plain, _ = steps("none", None)
-    state, metrics = steps(method, workload.hop_two_in_backward(plan, method, delayed=late, **CODEC))
-    exchange = state.opt_state.exchange.exchange if late else state.opt_state.exchange
+    state, metrics = steps(method, workload.early(plan, method, delayed=late, **CODEC))
+    exchange = state.hop_two.exchange if late else state.hop_two
     residual = exchange.residual.tree
 
     def check(p: np.ndarray, whole: jax.Array, handed_on: jax.Array, kept_R: jax.Array) -> None:
@@ -144,8 +142,8 @@ def test_counts_equal_the_exchange_after_the_backward_pass_but_for_filling_up() 
     plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES["mics(2)"])
     tx = method_named("int8").build(workload.setup(plan, "int8", **CODEC))
     found = []
-    for in_backward in (None, workload.hop_two_in_backward(plan, "int8", **CODEC)):
-        step = workload.compiled_step("decoder", plan, num_layers=LAYERS, hop_two=tx, in_backward=in_backward)
+    for early in (None, workload.early(plan, "int8", **CODEC)):
+        step = workload.compiled_step("decoder", plan, num_layers=LAYERS, hop_two=tx, early=early)
         found.append(workload.run_steps(*step, 1)[2])
     after, inside = found
     assert float(inside["hop_two_fraction_sent"]) == float(after["hop_two_fraction_sent"]) == 1
@@ -172,9 +170,9 @@ def test_delayed_beside_the_micro_steps_equals_delayed_after_them(
     for overlap in (False, True):
         plan = workload.plan(kind, overlap=overlap, **STRATEGIES[strategy])
         hop_two = method_named(method).transform(workload.setup(plan, method, kind=kind, delayed=True))
-        beside = workload.hop_two_in_backward(plan, method, delayed=True) if overlap else None
+        beside = workload.early(plan, method, delayed=True) if overlap else None
         step = workload.compiled_step(
-            kind, plan, accumulation=accumulation, hop_two=hop_two, in_backward=beside, tx=workload.optax.sgd(0.5)
+            kind, plan, accumulation=accumulation, hop_two=hop_two, early=beside, tx=workload.optax.sgd(0.5)
         )
         found.append(workload.run_steps(*step, 4)[0])
     assert abs(found[0][0] - found[0][-1]) > 1e-3
@@ -187,9 +185,9 @@ def test_delayed_exchanges_a_piece_of_each_layer_in_every_micro_step_and_sends_n
     codec = CODEC if method == "int8" else {}
     hop_two = method_named(method).transform(workload.setup(plan, method, delayed=True, **codec))
     counted = []
-    for beside in (None, workload.hop_two_in_backward(plan, method, delayed=True, **codec)):
+    for beside in (None, workload.early(plan, method, delayed=True, **codec)):
         step, *_ = workload.compiled_step(
-            "decoder", plan, num_layers=LAYERS, hop_two=hop_two, in_backward=beside, accumulation=2
+            "decoder", plan, num_layers=LAYERS, hop_two=hop_two, early=beside, accumulation=2
         )
         counted.append(crossing(read_collectives(step.as_text() or "", plan.layout.shape)))
     after, inside = (sum(c.times * c.inter_bytes for c in found) for found in counted)
@@ -237,17 +235,17 @@ def test_a_gradient_that_overflows_in_some_layers_skips_the_step_and_empties_the
     """What follows is what would follow from the parameters before, with nothing left to send."""
     plan = workload.plan("decoder", overlap=True, **STRATEGIES[strategy])
     tx = method_named(method).build(workload.setup(plan, method, **CODEC))
-    in_backward = workload.hop_two_in_backward(plan, method, **CODEC)
+    early = workload.early(plan, method, **CODEC)
     step, state, data = workload.compiled_step(
-        "decoder", plan, hop_two=tx, in_backward=in_backward, loss=overflowing, accumulation=2
+        "decoder", plan, hop_two=tx, early=early, loss=overflowing, accumulation=2
     )
     state, first = step(state, data)
-    params, residual = jax.tree.map(np.array, (state.params, state.opt_state.exchange.residual.tree))
+    params, residual = jax.tree.map(np.array, (state.params, state.hop_two.residual.tree))
     assert any(x.any() for x in jax.tree.leaves(residual))
     state, skipped = step(state, {**data, "weights": data["weights"].at[-1, 0].set(OVERFLOW)})
     assert not np.isfinite(skipped["grad_norm"]) and int(state.opt_state.skipped) == 1
     jax.tree.map(np.testing.assert_array_equal, params, state.params)
-    assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.opt_state.exchange.residual.tree))
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.hop_two.residual.tree))
     for _ in range(2):
         state, metrics = step(state, data)
         assert 0.2 < float(metrics["grad_norm"]) / float(first["grad_norm"]) < 5
@@ -258,15 +256,15 @@ def test_values_that_are_not_finite_skip_the_step_and_lose_nothing_that_was_dela
     """The mean of what waits, and what the codec keeps, are together what they were."""
     plan = workload.plan("decoder", overlap=True, **STRATEGIES["mics(2)"])
     hop_two = method_named(method).transform(workload.setup(plan, method, delayed=True, **CODEC))
-    beside = workload.hop_two_in_backward(plan, method, delayed=True, **CODEC)
-    step, state, data = workload.compiled_step("decoder", plan, hop_two=hop_two, in_backward=beside)
+    beside = workload.early(plan, method, delayed=True, **CODEC)
+    step, state, data = workload.compiled_step("decoder", plan, hop_two=hop_two, early=beside)
     state, _ = step(state, data)
 
     def to_come(state: Any) -> Any:
-        found = jax.tree.map(lambda x: np.asarray(x).mean(0), state.opt_state.exchange.waiting.tree)
+        found = jax.tree.map(lambda x: np.asarray(x).mean(0), state.hop_two.waiting.tree)
         if method == "none":
             return found
-        kept_R = state.opt_state.exchange.exchange.residual.tree
+        kept_R = state.hop_two.exchange.residual.tree
         return jax.tree.map(lambda x, kept: x + np.asarray(kept).sum(0), found, kept_R)
 
     params, expected = jax.tree.map(np.array, state.params), to_come(state)
@@ -336,7 +334,7 @@ def test_a_group_that_is_gathered_twice_is_refused() -> None:
         return model.loss(params, batch, gather)
 
     with pytest.raises(ValueError, match="gathers embed twice"):
-        jax.eval_shape(lambda p: manual_gradients(loss, plan, p, batch), workload.params("decoder"))
+        jax.eval_shape(lambda p: manual_gradients(accumulated(loss), plan, p, batch), workload.params("decoder"))
 
 
 def test_what_is_passed_to_every_layer_gets_its_gradient() -> None:
@@ -410,4 +408,4 @@ def test_hop_two_comes_after_the_backward_pass_unless_it_can_take_each_layer_by_
     how: dict, compression: dict, method: str
 ) -> None:
     plan = workload.plan("decoder", overlap=True, **how)
-    assert method_named(method).overlapped(workload.setup(plan, method, kind="decoder", **compression)) is None
+    assert method_named(method).early(workload.setup(plan, method, kind="decoder", **compression)) is None

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.document
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if page.name != "README.md"]
-MARKDOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+MARKDOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -15,7 +15,6 @@ from compression.codecs import OneBit
 from compression.exchange import exchange
 from compression.statistics import statistics
 from configs.schema import CheckpointConfig
-from optimizers import guarded
 from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout
 from sharding.spec import ParamSpec, place_all
@@ -59,7 +58,7 @@ def plan_of(module: str) -> tuple[ShardingPlan, Any]:
 def test_factored_moments_are_replicated_for_any_module_name(module: str) -> None:
     plan, params = plan_of(module)
     tx = optax.adafactor(0.1, min_dim_size_to_factor=8)
-    state = TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params))
+    state = TrainState(step=jnp.zeros((), jnp.int32), params=params, hop_two=(), opt_state=tx.init(params))
     factored = state.opt_state[0]
     placed = state_shardings(plan, state).opt_state[0]
     for moments, shardings in ((factored.v_row, placed.v_row), (factored.v_col, placed.v_col)):
@@ -71,7 +70,7 @@ def test_factored_moments_are_replicated_for_any_module_name(module: str) -> Non
 def test_residual_norm_ignores_module_names(module: str) -> None:
     """Adam's moments of a module called `residual` are none, and a residual of one called `velocity` is one."""
     plan, params = plan_of(module)
-    tx = guarded(exchange(plan, OneBit(block=32)), optax.adam(0.1))
+    tx = workload.chained(exchange(plan, OneBit(block=32)), optax.adam(0.1))
     state = jax.tree.map(lambda x: jnp.full_like(x, 2), tx.init(params))
     sizes = 4 * (16 * 32 + 32)  # of four replicas
     np.testing.assert_allclose(statistics(state)["residual_norm"], 2 * sizes**0.5, rtol=1e-6)

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 import palette
@@ -174,23 +173,40 @@ def test_the_drawing_shows_the_optimizers_shards(experiment: Experiment, state: 
 
 
 def test_the_picture_names_every_device_and_has_the_colours_of_their_shards(experiment: Experiment) -> None:
-    layout, axes = experiment.plan.layout, Figure().add_subplot()
-    drawing._Picture(layout, max_nodes=16).draw(axes)
-    words = [text.get_text() for text in axes.texts]
+    layout = experiment.plan.layout
+    panels = drawing.mesh_figure(layout).axes
+    words = [text.get_text() for axes in panels for text in axes.texts]
     assert [word for word in words if word.startswith("device ")] == [f"device {i}" for i in range(8)]
     expected: Counter[str] = Counter()
-    for scope in drawing._distinct(layout).values():  # a band each
+    scopes = {"P": layout.parameters, "G": layout.gradients, "O": layout.optimizer}
+    for scope in scopes.values() if len({*scopes.values()}) > 1 else [layout.parameters]:  # a band each
         shards, held = layout.shape.size(scope), drawing.holdings(layout, scope)[..., 1].ravel()
         expected.update(palette.SERIES[shard] if shards > 1 else palette.FILL for shard in held)
-    drawn = Counter(to_hex(patch.get_facecolor()) for patch in axes.patches)
+    cells = np.concatenate([axes.collections[0].get_array().reshape(-1, 3) for axes in panels])
+    drawn = Counter(map(to_hex, cells))
     assert {colour: drawn[colour] for colour in (*palette.SERIES, palette.FILL) if drawn[colour]} == expected
+
+
+@pytest.mark.parametrize(("per_node", "group"), [(4, 2), (9, 3), (16, 16), (12, 4), (1, 2), (3, 6)])
+def test_frames_contain_their_devices(per_node: int, group: int) -> None:
+    layout = make_layout(ShardingConfig(partition_size=group), num_nodes=4, devices_per_node=per_node)
+    held = drawing.holdings(layout)
+    for node, axes in enumerate(drawing.mesh_figure(layout).axes[:4]):
+        names = {text.get_text(): text.get_position() for text in axes.texts}
+        frames = {}
+        for text, patch in zip([word for word in names if word.startswith("group")], axes.patches, strict=True):
+            frames[int(text.removeprefix("group "))] = patch.get_bbox()
+        assert [*frames] == [*dict.fromkeys(held[node, :, 0])]
+        for i in range(per_node):
+            inside = {g for g, box in frames.items() if box.contains(*names[f"device {node * per_node + i}"])}
+            assert inside == {held[node, i, 0]}
 
 
 def test_pictures_are_pngs_of_a_sane_size(experiment: Experiment) -> None:
     picture = drawing.mesh_png(experiment.plan.layout)
     assert picture[:8] == PNG and 4_000 < len(picture) < 60_000
     width, height = (int.from_bytes(picture[i : i + 4]) for i in (16, 20))
-    assert 400 < width < 1200 and 200 < height < 800
+    assert 400 < width < 1200 and 120 < height < 800
 
 
 # ------------------------------------------------------------------------------------------------- the program
@@ -293,17 +309,6 @@ def test_mistakes_found_before_any_device(capsys: pytest.CaptureFixture[str]) ->
         assert table.main(["table", *arguments]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and said in error
-
-
-# ------------------------------------------------------------------------------------------------ the pictures
-
-
-@pytest.mark.parametrize(
-    ("count", "group", "most", "wanted"),
-    [(4, 1, 4, 4), (8, 1, 4, 4), (8, 8, 4, 4), (6, 3, 4, 3), (16, 2, 4, 4), (1, 1, 4, 1), (9, 3, 4, 3)],
-)
-def test_groups_are_rectangles(count: int, group: int, most: int, wanted: int) -> None:
-    assert drawing._columns(count, group, most) == wanted
 
 
 def test_text_of_a_large_mesh_stays_narrow() -> None:

@@ -11,6 +11,7 @@ from test_exchange_codecs import CODECS, LAYOUTS
 
 from compression.exchange import exchange
 
+pytestmark = pytest.mark.release
 SEED = int(os.environ.get("MICS_JAX_SEED", "0"))
 RTOL = {"bf16": 1e-3, "int8": 2e-3, "int4": 0.05, "int4 stochastic": 0.05, "two_bit": 0.1, "one_bit": 0.1}
 ALL = [*itertools.product(LAYOUTS, ("layer", "micro_step", "step"), CODECS)]

@@ -36,8 +36,6 @@ def test_the_next_attempt_compiles_while_the_last_one_trains(
         assert standing_by(cluster, 3) == "bc" and cluster.sent[2:] == [("a", signal.SIGTERM)]
         cluster.by_node["b"].ready.add(3)
         yield from until(lambda: cluster.world() == "bc")
-        cluster.end_all(0)
-        yield
 
     assert run_scenario("ab", scenario, tmp_path, compile_ahead=True)[0] == 0
     said = capsys.readouterr().err
@@ -64,8 +62,6 @@ def test_an_attempt_that_cannot_take_its_turn_is_given_up(what: str, tmp_path: P
         killed = [("a", signal.SIGKILL), ("b", signal.SIGKILL), ("d", signal.SIGKILL)]
         assert [sent for sent in cluster.sent if sent[0] != "c"] == [*killed, ("a", signal.SIGTERM)]
         assert "--standby" not in cluster.by_node["a"].arguments[3]
-        cluster.end_all(0)
-        yield
 
     assert run_scenario("ab", scenario, tmp_path, compile_ahead=True)[0] == 0
 
@@ -86,8 +82,6 @@ def test_another_node_joins_after_one_was_lost(tmp_path: Path) -> None:
         yield from until(lambda: standing_by(cluster, 3) == "ac")
         cluster.by_node["a"].ready.add(3)
         yield from until(lambda: cluster.world() == "ac")
-        cluster.end_all(0)
-        yield
 
     assert run_scenario("a", scenario, tmp_path, compile_ahead=True)[0] == 0
 
@@ -101,8 +95,6 @@ def test_an_attempt_that_never_gets_ready_is_ended(tmp_path: Path) -> None:
         cluster.join("b")
         yield from until(lambda: cluster.training == 3)
         assert cluster.world() == "ab" and cluster.sent.count(("a", signal.SIGKILL)) == 1
-        cluster.end_all(0)
-        yield
 
     assert run_scenario("a", scenario, tmp_path, compile_ahead=True, JOINING_S=0.05)[0] == 0
 
@@ -120,14 +112,12 @@ def test_a_failure_while_the_next_attempt_compiles(tmp_path: Path) -> None:
         cluster.by_node["a"].ready.add(2)
         yield from until(lambda: cluster.world() == "a")
         assert cluster.sent == [("a", signal.SIGUSR1)]
-        cluster.end_all(0)
-        yield
 
     assert run_scenario("ab", scenario, tmp_path, compile_ahead=True)[0] == 0
 
 
 def test_an_idle_node_takes_the_place_of_a_node_that_goes(tmp_path: Path) -> None:
-    """Its supervisor is only just starting: the next attempt is not prepared without it."""
+    """Its agent is only just starting: the next attempt is not prepared without it."""
 
     def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "ab")
@@ -142,8 +132,6 @@ def test_an_idle_node_takes_the_place_of_a_node_that_goes(tmp_path: Path) -> Non
         yield from until(lambda: standing_by(cluster, 2) == "ac")
         cluster.by_node["a"].ready.add(2)
         yield from until(lambda: cluster.world() == "ac")
-        cluster.end_all(0)
-        yield
 
     assert (
         run_scenario("ab", scenario, tmp_path, least=2, most=2, compile_ahead=True, STARTING_S=60.0, NOTICE_S=0.5)[0]
@@ -151,7 +139,7 @@ def test_an_idle_node_takes_the_place_of_a_node_that_goes(tmp_path: Path) -> Non
     )
 
 
-def test_a_supervisor_is_silent_when_it_is_the_next_turn(tmp_path: Path) -> None:
+def test_a_agent_is_silent_when_it_is_the_next_turn(tmp_path: Path) -> None:
     """It was silent while it compiled too, which does not matter."""
 
     def scenario(cluster: Members) -> Iterator[object]:
@@ -165,8 +153,6 @@ def test_a_supervisor_is_silent_when_it_is_the_next_turn(tmp_path: Path) -> None
         cluster.by_node["a"].ready.add(2)
         yield from until(lambda: cluster.training == 3)
         assert cluster.world() == "a" and ("b", signal.SIGKILL) in cluster.sent
-        cluster.end_all(0)
-        yield
 
     assert run_scenario("a", scenario, tmp_path, compile_ahead=True)[0] == 0
 
@@ -184,8 +170,7 @@ def test_the_end_while_the_next_attempt_compiles(code: int, tmp_path: Path) -> N
             signal.raise_signal(signal.SIGTERM)
         else:
             cluster.by_node["a"].code = 0
-        while True:
-            yield
+        yield from until(lambda: not code or ("a", signal.SIGTERM) in cluster.sent)
 
     ended, cluster = run_scenario("a", scenario, tmp_path, compile_ahead=True)
     assert ended == code

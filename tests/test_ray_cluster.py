@@ -24,21 +24,19 @@ pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs Ray: make .venv/ray-installed"),
 ]
 WAIT_S = 300
-# train.py with a pause before each step; process 1 is killed once, some steps after the run has grown.
+# train.py with a pause after each step; process 1 is killed once, some steps after the run has grown.
 PROGRAM = """
 import itertools, os, signal, sys, time
 import train
-next_batch, steps = train.Batches.__next__, itertools.count()
-def slow_next_batch(self):
+steps = itertools.count(1)
+def hook(step, state, metrics):
     time.sleep(0.5)
     is_it = {{"--num_processes=3", "--process_id=1"}} <= set(sys.argv)
     if next(steps) >= 8 and is_it and not os.path.exists("{marker}"):
         open("{marker}", "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
-    return next_batch(self)
 if __name__ == "__main__":
-    train.Batches.__next__ = slow_next_batch
-    sys.exit(train.main(sys.argv))
+    sys.exit(train.main(sys.argv, hooks=[hook]))
 """
 CHANGES = {"num_steps": 160, "checkpoint__every": 4, "mesh__devices_per_node": 1, "sharding__partition_size": 1}
 

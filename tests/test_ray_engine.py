@@ -23,8 +23,6 @@ def test_a_node_joins_and_another_goes(tmp_path: Path, capsys: pytest.CaptureFix
         assert cluster.dropped == ["b"]
         cluster.by_node["a"].is_leaving = True
         yield from until(lambda: cluster.world() == "c")
-        cluster.end_all(0)
-        yield
 
     assert run_scenario("ab", scenario, tmp_path)[0] == 0
     said = capsys.readouterr().err
@@ -41,14 +39,12 @@ def test_a_lost_node_ends_the_attempt_and_an_idle_node_helps(tmp_path: Path) -> 
         cluster.by_node["a"].code, cluster.by_node["a"].ignores = (
             -9,
             False,
-        )  # d does not even answer: its supervisor ends
+        )  # d does not even answer: its agent ends
         yield from until(lambda: cluster.dropped == ["b", "d"])
         yield from until(lambda: cluster.world() == "ac")
         cluster.step(1)
         cluster.join("f")
         yield from until(lambda: cluster.world() == "acef")
-        cluster.end_all(0)
-        yield
 
     code, cluster = run_scenario("abcde", scenario, tmp_path, least=2, group=2)
     assert code == 0
@@ -56,7 +52,7 @@ def test_a_lost_node_ends_the_attempt_and_an_idle_node_helps(tmp_path: Path) -> 
 
 
 def test_a_cut_node_is_left_out(tmp_path: Path) -> None:
-    """Ray says that it is alive, but its supervisor is silent: the others go on, and it joins when it answers."""
+    """Ray says that it is alive, but its agent is silent: the others go on, and it joins when it answers."""
 
     def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "abc")
@@ -67,24 +63,20 @@ def test_a_cut_node_is_left_out(tmp_path: Path) -> None:
         cluster.step(1)
         cluster.join("b")
         yield from until(lambda: cluster.world() == "acb")
-        cluster.end_all(0)
-        yield
 
     assert run_scenario("abc", scenario, tmp_path)[0] == 0
 
 
-def test_a_silent_supervisor_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_silent_agent_is_not_waited_for(tmp_path: Path) -> None:
     def scenario(cluster: Members) -> Iterator[object]:
         cluster.by_node["b"].answers = False
         yield from until(lambda: cluster.world() == "ac")
-        cluster.end_all(0)
-        yield
 
     assert run_scenario("abc", scenario, tmp_path)[0] == 0
 
 
 def test_a_run_grows_beside_a_node_that_never_begins(tmp_path: Path) -> None:
-    """Another job holds its CPUs: its supervisor waits for them."""
+    """Another job holds its CPUs: its agent waits for them."""
 
     def scenario(cluster: Members) -> Iterator[object]:
         yield from until(lambda: cluster.world() == "a")
@@ -93,8 +85,6 @@ def test_a_run_grows_beside_a_node_that_never_begins(tmp_path: Path) -> None:
         cluster.by_node["b"].has_begun = cluster.by_node["b"].answers = False
         cluster.join("c")
         yield from until(lambda: cluster.world() == "ac")
-        cluster.end_all(0)
-        yield
 
     assert run_scenario("a", scenario, tmp_path)[0] == 0
 
@@ -109,8 +99,6 @@ def test_a_run_without_metrics_grows_too(tmp_path: Path, capsys: pytest.CaptureF
         yield from until(lambda: cluster.warmed > 2)  # both are settled
         cluster.step(1)
         yield
-        cluster.end_all(0)
-        yield
 
     assert run_scenario("a", scenario, tmp_path, SETTLED_S=0.05)[0] == 0
     assert "attempt 2: step 1 is done" in capsys.readouterr().err
@@ -122,8 +110,6 @@ def test_a_world_that_is_too_small_says_what_it_waits_for(tmp_path: Path, capsys
         assert cluster.world() == ""
         cluster.join("b")
         yield from until(lambda: cluster.world() == "ab")
-        cluster.end_all(0)
-        yield
 
     assert run_scenario("a", scenario, tmp_path, least=2, group=2)[0] == 0
     assert capsys.readouterr().err.count("waiting for 1 more nodes; there: a") == 1
@@ -184,8 +170,6 @@ def test_sigterm_stops_it_in_good_order(hangs: bool, tmp_path: Path) -> None:
         signal.raise_signal(signal.SIGTERM)
         yield from until(lambda: cluster.sent)
         yield from until(lambda: not hangs or cluster.dropped == ["b"])
-        while True:
-            yield
 
     code, cluster = run_scenario("ab", scenario, tmp_path)
     assert code == 75 and cluster.sent[0] == ("a", signal.SIGTERM)

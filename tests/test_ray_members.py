@@ -1,10 +1,10 @@
-"""Which nodes of a Ray cluster get a supervisor, with a Ray that says what the test wants."""
+"""Which nodes of a Ray cluster get an agent, with a Ray that says what the test wants."""
 
 from typing import Any
 
 import pytest
 
-from engines.ray_supervisor import STARTING_S, News
+from engines.ray_agent import STARTING_S, News
 
 ray_members = pytest.importorskip("engines.ray_members", reason="needs Ray: make .venv/ray-installed")
 
@@ -17,7 +17,7 @@ def members(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def add(node: Any) -> None:
         name = node["NodeID"]
-        members.by_node[name] = ray_members.Member(node=name, host=name, address=name, supervisor=None, asked=None)
+        members.by_node[name] = ray_members.Member(node=name, host=name, address=name, agent=None, asked=None)
 
     monkeypatch.setattr(ray_members.ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray_members.ray._private.state.state, "get_draining_nodes", lambda: members.drained)
@@ -34,7 +34,7 @@ def test_no_more_than_wanted(members: Any) -> None:
     assert (list(members.by_node), members.idle_hosts) == (["a", "b", "c"], [])
 
 
-def test_a_supervisor_that_never_begins_keeps_no_node_out(members: Any) -> None:
+def test_a_agent_that_never_begins_keeps_no_node_out(members: Any) -> None:
     members._look()
     members.by_node["a"].added_s -= STARTING_S + 1
     members.by_node["b"].news = News(codes={}, lines=[], is_leaving=False, is_warm=True, free_port=1)
@@ -44,7 +44,7 @@ def test_a_supervisor_that_never_begins_keeps_no_node_out(members: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["RayActorError", "RayTaskError", "ActorUnschedulableError"])
-def test_a_supervisor_that_fails_is_dropped(kind: str, members: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_agent_that_fails_is_dropped(kind: str, members: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = {
         "RayActorError": (),
         "RayTaskError": ("news", "no memory", OSError()),

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from engines.ray import main
-from engines.ray_attempt import how
-from engines.ray_plan import Limits, Patience, choose, judge
+from engines.ray_plan import Limits, Patience, choose, how, judge
 from runtime.progress import read_progress
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,7 +81,7 @@ def test_a_program_without_a_workdir_is_refused(capsys: pytest.CaptureFixture[st
 def test_ray_is_needed_to_run_and_not_to_import(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = "import sys, engines.ray, engines.ray_train, engines.ray_supervisor; sys.exit('ray' in sys.modules)"
+    program = "import sys, engines.ray, engines.ray_train, engines.ray_agent; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60).returncode == 0
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["ray", "--min_nodes=1", "--max_nodes=2", *PROGRAM]) == 2
@@ -103,11 +102,11 @@ def test_ray_is_needed_to_run_and_not_to_import(
     ],
 )
 def test_what_the_end_means(codes: list[int | None], code: int) -> None:
-    assert judge({str(i): c for i, c in enumerate(codes)}).code == code
+    assert judge({str(i): c for i, c in enumerate(codes)})[0] == code
 
 
 def test_the_node_of_an_error_is_named() -> None:
-    assert judge({"a": 75, "b": 1, "c": None}).node == "b"
+    assert judge({"a": 75, "b": 1, "c": None}) == (1, "b")
 
 
 def test_patience_counts_failures_without_a_new_step() -> None:

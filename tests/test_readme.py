@@ -16,7 +16,7 @@ from cluster import emulate
 from configs import command_line
 
 pytestmark = IGNORED
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -54,7 +54,7 @@ def test_the_config_of_a_run_is_accepted(page: Path, words: list[str]) -> None:
     sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
     ours = [word for word in words if word.startswith("--config")]
     if any(word.startswith("--config=") for word in ours):
-        command_line.parse([words[0], *ours], command_line.new_flags([words[0], *ours]))
+        command_line.parse([words[0], *ours])
 
 
 def test_commands_that_run_at_once() -> None:

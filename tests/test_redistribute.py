@@ -14,7 +14,7 @@ from compiling import HIDDEN, MLP
 from jax.sharding import NamedSharding
 from optax import contrib
 from test_gpu_overlap import compiled as compiled_for_h100
-from test_optimizers import no_exchange, optimizer_config
+from test_optimizers import optimizer_config
 
 from compression.exchange import exchange
 from configs.schema import OptimizerConfig, ShardingConfig
@@ -29,7 +29,7 @@ from sharding.redistribute import on_whole_tensors
 from sharding.scopes import make_layout
 from sharding.spec import ParamSpec, place_all
 from sharding.state import state_shardings
-from sharding.step import TrainState
+from sharding.step import Chain, first_state
 
 STEPS, LAYERS = 2, 3
 CONV = ("channels_out", "channels_in", "height", "width")
@@ -95,10 +95,9 @@ def compiled_update(
     plan: ShardingPlan, specs: Any, options: dict[str, Any] | None = None
 ) -> tuple[jax.stages.Compiled, Any, Any, Any]:
     """Returns `update(grads_R, state, params)`, the first state, the parameters, and where the gradients lie."""
-    tx = make_optimizer(muon_config(), STEPS, specs, exchange(plan), partial(on_whole_tensors, plan))
+    tx = optax.chain(exchange(plan), make_optimizer(muon_config(), STEPS, specs, partial(on_whole_tensors, plan)))
     params = values(0, specs)
-    shapes = jax.eval_shape(lambda p: TrainState(step=np.zeros((), np.int32), params=p, opt_state=tx.init(p)), params)
-    places = state_shardings(plan, shapes).opt_state
+    places = state_shardings(plan, jax.eval_shape(partial(first_state, Chain(tx)), params)).chain
     state = jax.jit(tx.init, out_shardings=places)(params)
     params = jax.device_put(params, plan.shardings(plan.layout.optimizer))
     grad_places = jax.tree.map(lambda spec: NamedSharding(plan.mesh, spec), gradient_specs(plan))
@@ -110,11 +109,11 @@ def compiled_update(
 @cache
 def on_one_device(replicas: int, bits: int) -> list[Any]:
     """The updates of one device of the means over so many replicas; floats of `bits`."""
-    tx = make_optimizer(muon_config(), STEPS, SPECS, no_exchange())
+    tx = make_optimizer(muon_config(), STEPS, SPECS)
     params, update, out = values(0), jax.jit(tx.update, compiler_options=OPTIMISED if bits == 32 else None), []
     state = tx.init(params)
     for step in range(STEPS):
-        means = jax.tree.map(lambda g: g.mean(axis=0, keepdims=True), values(1 + step, SPECS, replicas))
+        means = jax.tree.map(lambda g: g.mean(axis=0), values(1 + step, SPECS, replicas))
         updates, state = update(means, state, params)
         out.append(jax.tree.map(np.asarray, updates))
     return out
@@ -298,7 +297,7 @@ def test_states_are_those_of_optax_and_go_on_from_them() -> None:
         decay = optax.add_decayed_weights(lambda step: -config.weight_decay * schedule(step), matrices)
         return optax.chain(optax.partition({"muon": muon, "adam": adam}, labels), decay)
 
-    theirs, ours, params = per_layer(plain, SPECS), make_optimizer(config, STEPS, SPECS, no_exchange()), values(0)
+    theirs, ours, params = per_layer(plain, SPECS), make_optimizer(config, STEPS, SPECS), values(0)
     state = jax.jit(theirs.update)(values(1), theirs.init(params), params)[1]
     outer = ours.init(params)
     (own,) = outer.inner
@@ -306,7 +305,6 @@ def test_states_are_those_of_optax_and_go_on_from_them() -> None:
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(own)] == [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
     grads = values(2)
     expected, after = jax.jit(theirs.update)(grads, state, params)
-    grads_R = jax.tree.map(lambda g: g[None], grads)
-    got, last = jax.jit(ours.update)(grads_R, outer._replace(inner=(state,)), params)
+    got, last = jax.jit(ours.update)(grads, outer._replace(inner=(state,)), params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), last.inner, (after,))

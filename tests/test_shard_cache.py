@@ -167,4 +167,4 @@ def test_lock_that_a_process_waits_for_outlives_its_shard(texts, cache_folder):
             lock = cache.folder / f"{shard.sha256}.lock"
             before = lock.stat().st_ino
             cache._make_room(1)
-            assert not cache.has(shard) and lock.stat().st_ino == before
+            assert cache.content(shard) is None and lock.stat().st_ino == before

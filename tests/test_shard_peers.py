@@ -4,7 +4,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from stores import of_folder
 
 from configs.schema import DataConfig
 from input_pipeline import load, peers, prepare, shards
-from input_pipeline.peers import Member, PeerError, Peers, rendezvous
-from input_pipeline.shards import Group, ShardSet
-from runtime.handshake import introduce
+from input_pipeline.peers import Peers, rendezvous
+from input_pipeline.shards import ShardSet, World
+from runtime import blobs
+from runtime.blobs import Address, RefusedError
 
 TEXTS = {f"part{number:02d}.txt": f"shard {number}: the quick brown fox\n" * (20 + number) for number in range(16)}
 TOKEN = "a" * 64
@@ -38,7 +39,7 @@ class Meeting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThreadGroup(Group):
+class ThreadWorld(World):
     """A process that is a thread."""
 
     meeting: Any
@@ -79,7 +80,7 @@ def opened(config: DataConfig, caches: list[Path], monkeypatch: pytest.MonkeyPat
 
     def make(process: int) -> ShardSet:
         here.cache = caches[process]
-        return ShardSet(config, group=ThreadGroup(process=process, count=len(caches), token=TOKEN, meeting=meeting))
+        return ShardSet(config, world=ThreadWorld(process=process, count=len(caches), token=TOKEN, meeting=meeting))
 
     sets = in_threads([lambda process=process: make(process) for process in range(len(caches))])
     with ExitStack() as held:
@@ -195,11 +196,11 @@ def test_silent_node_is_passed_over_and_not_asked_again_at_once(web, tmp_path, m
         assert one.tiers.peers and other.tiers.peers
         asked = one.tiers.peers
         node = other.tiers.peers.node
-        (member,) = asked._members[node]
-        asked._members[node] = [replace(member, host="127.0.0.1", port=silent.getsockname()[1])]
+        address = Address(process=1, host="127.0.0.1", port=silent.getsockname()[1])
+        one.tiers.peers = Peers(0, [asked.node, node], [address, address], TOKEN)
         first, second = owned_by(one, node)[:2]
         assert len(one.tiers.get(first)) == first.num_tokens and one.tiers.counters.store_hits == 1
-        monkeypatch.setattr(peers, "introduce", lambda *_: pytest.fail("it is asked again"))
+        monkeypatch.setattr(peers, "Connection", lambda *_, **__: pytest.fail("it is asked again"))
         assert len(one.tiers.get(second)) == second.num_tokens and one.tiers.counters.store_hits == 2
 
 
@@ -218,28 +219,14 @@ def test_node_that_does_not_get_a_shard_is_passed_over(web, tmp_path, monkeypatc
 
         monkeypatch.setattr(other.tiers, "_get", lambda *_, **__: never())
         monkeypatch.setattr(peers, "PATIENCE_S", 0.0)
-        monkeypatch.setattr(peers, "_WAIT_S", 0.1)
+        monkeypatch.setattr(blobs, "WAIT_S", 0.1)
         first, second = owned_by(one, node)[:2]
         try:
             assert len(one.tiers.get(first)) == first.num_tokens and one.tiers.counters.store_hits == 1
-            monkeypatch.setattr(peers, "introduce", lambda *_: pytest.fail("it is asked again"))
+            monkeypatch.setattr(peers, "Connection", lambda *_, **__: pytest.fail("it is asked again"))
             assert len(one.tiers.get(second)) == second.num_tokens and one.tiers.counters.store_hits == 2
         finally:
             ended.set()
-
-
-def test_process_that_goes_before_its_answer_ends_its_connection_alone():
-    """Neither writing the answer nor closing the connection, which writes it once more, is an error of this node."""
-    service = peers.Service(0, 2, TOKEN, "node 0")
-    try:
-        service.serve([], lambda *_: None)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            theirs.sendall(b'{"shard": "unknown", "download": false}\n')
-        service._serve(ours, 1, "another host")
-        assert ours.fileno() == -1  # closed
-    finally:
-        service.close()
 
 
 def test_damaged_copy_of_a_peer_is_not_taken(web, tmp_path, monkeypatch):
@@ -268,24 +255,13 @@ def test_node_that_has_a_shard_is_asked_before_the_store(web, tmp_path, monkeypa
         assert web.gets[f"/{shard.file}"] == 1
 
 
-def test_strangers_get_nothing(web, tmp_path, monkeypatch):
-    with opened(settings(web.url), caches(tmp_path, 2), monkeypatch) as (one, _):
-        (member,) = {m for m in one._members if m.process == 1}
-        shard = one.index.shards[0]
-        stranger = Peers(0, one._members, "b" * 64)
-        with pytest.raises(PeerError, match="process 1 at"):
-            stranger.fetch(member.node, shard, tmp_path / "stolen", download=True)
+def test_a_process_of_the_run_gets_only_what_the_index_names(web, tmp_path, monkeypatch):
+    with opened(settings(web.url), caches(tmp_path, 2), monkeypatch) as (one, other):
+        assert one.tiers.peers and other.tiers.peers
+        outside = replace(one.index.shards[0], sha256="../node")
+        with pytest.raises(RefusedError, match=r"process 1 at .*KeyError: '../node'"):
+            one.tiers.peers.fetch(other.tiers.peers.node, outside, tmp_path / "stolen", download=True)
         assert (tmp_path / "stolen").read_bytes() == b""
-        with socket.create_connection((member.host, member.port), timeout=60) as connection:
-            with suppress(ConnectionError):
-                introduce(connection, "b" * 64, "shards", 0, 10)
-            with suppress(ConnectionError):  # it does not care what the other one knows
-                connection.sendall(f'{{"shard": "{shard.sha256}", "download": true}}\n'.encode())
-                assert connection.recv(1000) == b""
-        with socket.create_connection((member.host, member.port), timeout=60) as connection:
-            introduce(connection, TOKEN, "shards", 0, 10)
-            connection.sendall(b'{"shard": "../node", "download": true}\n')  # and a member only what the index names
-            assert b"absent" in connection.recv(1000)
 
 
 def test_rendezvous_spreads_shards_and_moves_few():
@@ -300,13 +276,14 @@ def test_rendezvous_spreads_shards_and_moves_few():
 
 def test_requests_to_download_go_up_the_order_alone():
     """So no two nodes wait for each other."""
-    members = [Member(process=n, node=f"n{n}", host="", port=0) for n in range(5)]
+    nodes = [f"n{n}" for n in range(5)]
+    addresses = [Address(process=n, host="", port=0) for n in range(5)]
     for key in map(str, range(50)):
         shard: Any = type("Shard", (), {"sha256": key})
-        order = rendezvous(key, [member.node for member in members])
-        for member in members:
-            asks = Peers(member.process, members, TOKEN).to_ask(shard, downloads=False)
-            mine = order.index(member.node)
+        order = rendezvous(key, nodes)
+        for me, node in enumerate(nodes):
+            one = Peers(me, nodes, addresses, TOKEN)
+            asks, mine = one.to_ask(shard, downloads=False), order.index(node)
             assert [node for node, download in asks if download] == order[:mine]
             assert [node for node, download in asks if not download] == order[mine + 1 :][: peers.ASKED]
-            assert not any(d for _, d in Peers(member.process, members, TOKEN).to_ask(shard, downloads=True))
+            assert not any(download for _, download in one.to_ask(shard, downloads=True))

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 from ports import free_port
-from running import IGNORED, arguments, rows, run_here
+from running import IGNORED, arguments, changed, rows, run_here
 from shard_texts import a_folder, own_cache  # noqa: F401 (fixtures)
 from stores import Server, of_folder
 
-import train
 from input_pipeline import prepare, store
 from input_pipeline.store import RemoteStore
 
@@ -67,12 +66,10 @@ def damage(server: Server, after: int = 0) -> None:
     server.answer = damaged
 
 
-def test_damage_in_the_first_batch_is_told_before_the_step_is_compiled(
-    web: Server, tmp_path: Path, monkeypatch: Any, capfd: Any
-) -> None:
+def test_damage_in_the_first_batch_is_told_before_the_step_is_compiled(web: Server, tmp_path: Path, capfd: Any) -> None:
     damage(web)
-    monkeypatch.setattr(train.Experiment, "compile_train_step", lambda _: pytest.fail("the step is compiled"))
-    assert run_here(*flags(tmp_path / "run", web.url), compile_once=False) == 2
+    compiles_nothing = changed(compile_train_step=lambda: pytest.fail("the step is compiled"))
+    assert run_here(*flags(tmp_path / "run", web.url), make=compiles_nothing) == 2
     said = error(capfd)
     named = [path for path in web.gets if f"{web.url}{path}: the tokens of part" in said]
     assert len(named) == 1 and f"bytes with {named[0][1:65]}, {store.FETCHES} times; restore" in said

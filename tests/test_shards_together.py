@@ -8,7 +8,7 @@ import pytest
 from running import IGNORED, arguments, finish, start_together
 from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
 from stores import Server, of_folder
-from test_shard_peers import TOKEN, Meeting, ThreadGroup, caches, here, in_threads
+from test_shard_peers import TOKEN, Meeting, ThreadWorld, caches, here, in_threads
 
 from input_pipeline import shards
 from input_pipeline.shard_cache import ShardCache
@@ -45,9 +45,9 @@ def opened_by(count: int, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def make(process: int) -> ShardSet | Exception:
         here.cache = caches(tmp_path, count)[process]
-        group = ThreadGroup(process=process, count=count, token=TOKEN, meeting=meeting)
+        world = ThreadWorld(process=process, count=count, token=TOKEN, meeting=meeting)
         try:
-            return ShardSet(settings(path), group=group)
+            return ShardSet(settings(path), world=world)
         except (OSError, RuntimeError) as error:
             return error
 

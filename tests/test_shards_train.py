@@ -84,9 +84,7 @@ def test_run_is_stopped_and_goes_on_elsewhere_with_the_same_losses(bucket, tmp_p
     assert row["data_memory_hits"] > row["data_store_hits"] > 0
     assert row["data_store_hits"] <= len(shards_read(bucket))
     assert 0 < row["data_store_bytes"] <= sum(size_of(path, tmp_path) for path in shards_read(bucket))
-    with pytest.MonkeyPatch.context() as patched:
-        stop_after(patched, 6)
-        assert run_here(*flags(parts, PREPARED)) == 75
+    assert run_here(*flags(parts, PREPARED), hooks=[stop_after(6)]) == 75
     monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "new node"))
     assert run_here(*flags(parts, PREPARED)) == 0
     assert losses(parts) == losses(whole)

@@ -28,7 +28,7 @@ from test_snapshots import files_no_larger_than
 from configs.schema import CheckpointConfig
 from runtime.consensus import barrier
 from sharding.replicas import PerReplica
-from state import Checkpointer, Restored, recovery, snapshots
+from state import Checkpointer, Restored, recovery, transfer
 from state.memory_files import MemoryFolder
 from state.snapshots import Snapshots
 
@@ -280,15 +280,15 @@ def a_fetch_that_fails(node: Node) -> None:
     with node.checkpoints() as checkpointer:
         checkpointer.save(1, place(values_of(1)), data={"step": 1}, config={})
     node.lost(1)
-    connection = recovery.Connection
+    connect = recovery.connect
 
     def refused(*_: object) -> None:
         raise OSError("a firewall")
 
     if node.rank == 1:
-        recovery.Connection = refused
+        recovery.connect = refused
     check(node.restore(), 1, "its checkpoint")
-    recovery.Connection = connection
+    recovery.connect = connect
     said = node.take_said()
     assert len(said) == (node.rank == 0) and all("process 1" in x and "a firewall" in x for x in said), said
     check(node.restore(), 2, "memory (1 of 2 nodes had it)")
@@ -306,17 +306,15 @@ def a_stranger(node: Node) -> None:
         assert told and not [key for key, value in told if token in value]
         for guessed, known in (("0" * 64, False), (token, True)):
             try:
-                connection = snapshots.Connection(memory_tier._addresses[node.rank], guessed, 1 - node.rank)
+                connection = transfer.connect(memory_tier._addresses[node.rank], guessed, 1 - node.rank)
             except OSError as error:
                 assert not known and "closed the connection" in str(error), error
                 continue
-            try:
-                part = next(k.region for k in memory_tier._kept if k.region.path == "t")
-                number = next(i for i, k in enumerate(memory_tier._kept) if k.region == part)
-                got = connection.get(f"0-{node.rank}-a", number, part, np.dtype(np.float32))
+            with connection:
+                own = next(x for x in memory_tier._folder.snapshots()[0] if x.owner == node.rank)
+                number, part = next((i, x.region) for i, x in enumerate(own.pieces) if x.region.path == "t")
+                got = transfer.fetch(connection, own, number, part)
                 assert known and np.array_equal(got, values_of(1)["t"][part.within(part)[0], part_columns(part)])
-            finally:
-                connection.close()
         barrier("asked")
 
 
@@ -333,15 +331,13 @@ def what_a_partner_may_send(node: Node) -> None:
         other, earlier = f"1-{1 - node.rank}-b", f"0-{node.rank}-b"
         wrong = [replace(own, name=other), replace(own, name=earlier, history=(0,)), replace(own, run_id="0" * 16)]
         for planted, me in [*((x, node.rank) for x in wrong), (replace(own, name=other), 1 - node.rank)]:
-            connection = snapshots.Connection(memory_tier._addresses[1 - node.rank], memory_tier._token, me)
-            try:
-                connection.put(memory_tier._folder, planted, [])
-            except OSError as error:
-                assert "closed the connection" in str(error), error
-            else:
-                raise AssertionError(planted.name)
-            finally:
-                connection.close()
+            with transfer.connect(memory_tier._addresses[1 - node.rank], memory_tier._token, me) as connection:
+                try:
+                    transfer.send_copy(connection, memory_tier._folder, planted, [])
+                except OSError as error:
+                    assert "closed the connection" in str(error), error
+                else:
+                    raise AssertionError(planted.name)
         barrier("planted")
         assert sorted(memory_tier._folder.names()) == before
         barrier("looked")

@@ -73,15 +73,11 @@ def test_killed_and_resumed_from_memory(tmp_path: Path, undisturbed: Path, capfd
     assert next(row["step"] for row in rows(run) if "snapshot_s" in row) == 4  # that of step 3
 
 
-def test_stopped_and_resumed_from_memory(
-    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stopped_and_resumed_from_memory(tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A step that no snapshot was due at; it is in a checkpoint too, should the node go away."""
     memory, run = tmp_path / "memory", tmp_path / "run"
     args = with_memory(run, memory, every=100)
-    stop_after(monkeypatch, 7)
-    assert run_here(*args) == RESUMABLE
-    monkeypatch.undo()
+    assert run_here(*args, hooks=[stop_after(7)]) == RESUMABLE
     done = len(losses(run))
     assert manifest(run, done)["step"] == done and files(memory) == [".data", ".json"]
     (run / "checkpoints" / str(done) / "data" / "metadata").unlink()  # it is not even looked at
@@ -91,14 +87,10 @@ def test_stopped_and_resumed_from_memory(
 
 
 @pytest.mark.slow
-def test_a_snapshot_of_another_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_snapshot_of_another_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing but the memory says what the run is."""
     args = with_memory(tmp_path / "run", tmp_path / "memory")
-    stop_after(monkeypatch, 4)
-    assert run_here(*args) == RESUMABLE
-    monkeypatch.undo()
+    assert run_here(*args, hooks=[stop_after(4)]) == RESUMABLE
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     for file in ("metrics.jsonl", "config.json", "summary.json"):
         (tmp_path / "run" / file).unlink()
@@ -112,15 +104,11 @@ def test_a_snapshot_of_another_config(
 
 
 @pytest.mark.slow
-def test_stopped_again_before_a_step(
-    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stopped_again_before_a_step(tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What was restored from memory gets its checkpoint then."""
     memory, run = tmp_path / "memory", tmp_path / "run"
     args = with_memory(run, memory)
-    stop_after(monkeypatch, 4)
-    assert run_here(*args) == RESUMABLE
-    monkeypatch.undo()
+    assert run_here(*args, hooks=[stop_after(4)]) == RESUMABLE
     done = len(losses(run))
     shutil.rmtree(run / "checkpoints")
     with pytest.MonkeyPatch.context() as patched:

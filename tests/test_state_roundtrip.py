@@ -209,8 +209,8 @@ def test_a_failing_commit_keeps_the_old_step_and_reaches_the_caller(
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(directory: Path, keep: str) -> None:
-        raise PermissionError(13, "Permission denied", str(directory / keep))
+    def refuse(directory: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(directory))
 
     monkeypatch.setattr(retention, "remove_unfinished", refuse)
     checkpointer = Checkpointer(tmp_path, KEEP_ALL)

@@ -20,7 +20,9 @@ from configs.schema import LocalSGDConfig
 from optimizers import guarded
 from sharding.hlo import read_collectives
 from sharding.plan import ShardingPlan
+from sharding.step import Chain
 from training.experiment import make_experiment
+from training.optimizer_chain import watch
 
 PARTS = 3  # divides neither matrices nor vectors
 STEPS = 7
@@ -43,10 +45,11 @@ def compiled(
 ) -> tuple[Any, Any, Any]:
     """Returns the compiled step, its first state and its batch."""
     setup = workload.setup(plan, method, kind="decoder", **codec)
-    each = guarded(optax.identity(), tx)
-    chain = local_sgd(method_named(method).build(setup), each, settings, plan.layout.num_replicas)
+    each = guarded(tx)
+    local = local_sgd(method_named(method).build(setup), each, settings, plan.layout.num_replicas)
     beside = streamed(method_named(method), setup, settings) if settings.streaming else None
-    return workload.compiled_step("decoder", plan, chain=chain, drift=drift, in_backward=beside, num_layers=num_layers)
+    chain = Chain(local, early=beside, drift=drift, watch=watch)
+    return workload.compiled_step("decoder", plan, chain=chain, num_layers=num_layers)
 
 
 def parts_of(x: jax.Array, *, stacked: bool, parts: int = PARTS) -> np.ndarray:
@@ -178,7 +181,7 @@ def drifted(state: Any) -> Any:
     opt_state = state.opt_state._replace(
         drift=jax.tree.map(fill, state.opt_state.drift), step=jax.device_put(np.int32(1), state.opt_state.step.sharding)
     )
-    return type(state)(step=state.step, params=state.params, opt_state=opt_state)
+    return replace(state, opt_state=opt_state)
 
 
 @pytest.mark.slow
@@ -211,7 +214,7 @@ def test_on_another_number_of_replicas_what_had_drifted_and_was_owed_arrives(
         return compiled(plan, settings, optax.sgd(rate), "int8", block=16)
 
     def together(state: Any) -> Any:
-        drift_R, residual_R = state.opt_state.drift.tree, state.opt_state.exchange.residual.tree
+        drift_R, residual_R = state.opt_state.drift.tree, state.hop_two.residual.tree
         return jax.tree.map(
             lambda p, d_R, owed_R: np.asarray(p) + np.asarray(d_R).mean(0) - np.asarray(owed_R).sum(0),
             state.params,
@@ -221,7 +224,7 @@ def test_on_another_number_of_replicas_what_had_drifted_and_was_owed_arrives(
 
     step, state, data = on_nodes(4, LEARNING_RATE)
     _, state, _ = workload.run_steps(step, state, data, PARTS + 1)  # one step past a meeting
-    for kept_R in (state.opt_state.drift, state.opt_state.exchange.residual):
+    for kept_R in (state.opt_state.drift, state.hop_two.residual):
         assert any(np.asarray(x).any() for x in jax.tree.leaves(kept_R))
     save(tmp_path, state, PARTS + 1)
     expected = together(state)
@@ -247,8 +250,8 @@ def test_with_a_codec_what_is_not_sent_is_kept(overlap: bool) -> None:
         np.testing.assert_allclose(now - p - kept, np.where(here, d_R.mean(0), 0), atol=1e-5)
         assert not kept[~here].any()
 
-    jax.tree.map(check, parts, *before, state.params, state.opt_state.exchange.residual.tree)
-    kept = jax.tree.leaves(state.opt_state.exchange.residual)
+    jax.tree.map(check, parts, *before, state.params, state.hop_two.residual.tree)
+    kept = jax.tree.leaves(state.hop_two.residual)
     assert sum(np.abs(np.asarray(x)).sum() for x in kept) > 0
     assert float(metrics["hop_two_ratio"]) > 2
 
@@ -257,7 +260,8 @@ def test_the_config_builds_it_with_and_without_overlap() -> None:
     for overlap in ("on", "off"):
         changes = {"sharding.overlap": overlap, "local_sgd.inner_steps": 4, "local_sgd.streaming": True}
         experiment = make_experiment(tiny_config(changes))
-        assert experiment.hop_two is not None and experiment.hop_two.parts == 4
+        assert experiment.chain.early is not None
+        assert experiment.chain.early(experiment.init_state().chain).parts == 4
         jax.eval_shape(experiment.train_step, experiment.state_shapes, experiment.batches.shapes)
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from running import IGNORED
 from sweeping import run_sweep, seeds, sweep_file
 
+from metrics.charts import Chart
 from metrics.units import UNKNOWN
 from sweeps.charts import Point, as_number, axis_of, log_spaced, sweep_chart
 from sweeps.live import Live
@@ -165,35 +166,39 @@ def test_rates_are_numbers_and_words_stand_side_by_side() -> None:
     assert [label for _, label in words.ticks] == ["zero3", "ddp"] and not words.numeric
 
 
-def circles(svg: str) -> list[tuple[float, float]]:
-    return [(float(x), float(y)) for x, y in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', svg)]
+def dots_of(chart: Chart) -> list[tuple[float, float]]:
+    return [(x, y) for one in chart.series for x, y, _ in chart.dots(one) if y is not None]
+
+
+def lines_of(chart: Chart) -> list[list[str]]:
+    return [run for one in chart.series for run in chart.runs(one)]
 
 
 def test_dots_and_lines_are_where_the_values_are() -> None:
     points = [Point(x=x, line=n, y=x * n, tip="") for n in (1, 3) for x in (1, 2, 3)]  # 1 2 3 and 3 6 9
-    svg = sweep_chart(points, x_name="x", line_name="n", metric="y")
-    dots = circles(svg)
+    chart = sweep_chart(points, x_name="x", line_name="n", metric="y")
+    dots = dots_of(chart)
     assert dots[1][0] - dots[0][0] == pytest.approx(dots[2][0] - dots[1][0], abs=0.2)
     heights = [y for _, y in dots]
     assert (heights[0] - heights[5]) == pytest.approx(8 * (heights[0] - heights[1]), abs=0.8)
-    paths = re.findall(r'd="M([^"]+)"', svg)
-    assert len(paths) == 2 and len(paths[0].split("L")) == 3
-    assert tuple(map(float, paths[0].split("L")[0].split())) == dots[0]
+    first, second = lines_of(chart)
+    assert len(first) == len(second) == 3
+    assert tuple(map(float, first[0].split())) == dots[0]
 
 
 def test_dots_over_words_stand_apart_and_are_not_joined() -> None:
     points = [Point(x=x, line=n, y=1.0, tip="") for n in "ab" for x in ("ddp", "zero3")]
-    svg = sweep_chart(points, x_name="x", line_name="n", metric="y")
-    assert len(set(circles(svg))) == 4 and "<path" not in svg
+    chart = sweep_chart(points, x_name="x", line_name="n", metric="y")
+    assert len(set(dots_of(chart))) == 4 and not lines_of(chart)
 
 
 def test_random_values_are_not_joined() -> None:
     """Two of them are equal by chance."""
     scattered = [Point(x=i + 0.01 * i * i, line=None, y=float(i), tip="") for i in (0, *range(20))]
-    svg = sweep_chart(scattered, x_name="x", line_name="", metric="y", over=["z"])
-    assert len(circles(svg)) == 21 and "<path" not in svg and "Lines" not in svg
+    chart = sweep_chart(scattered, x_name="x", line_name="", metric="y", over=["z"])
+    assert len(dots_of(chart)) == 21 and not lines_of(chart) and not chart.note
     few = [point for x in (1, 2) for point in (Point(x=x, line=None, y=y, tip="") for y in (1, 2, 3, 4, 5))]
-    assert "Lines: median over z." in sweep_chart(few, x_name="x", line_name="", metric="y", over=["z"])
+    assert sweep_chart(few, x_name="x", line_name="", metric="y", over=["z"]).note == "Lines: median over z."
 
 
 def test_the_live_table_shows_what_fits(grid: Path) -> None:

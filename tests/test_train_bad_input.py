@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from running import IGNORED, ROOT, SMALL, arguments, run_here
 
-import train
 from input_pipeline.tokenizers import Bytes
 from runtime import workdir_lock
 from runtime.heartbeat import Heartbeat
@@ -161,7 +160,7 @@ def test_a_vocabulary_too_small_is_told_before_anything_is_tokenised(
     data = {"data__source": source, "data__path": corpus} if source != "mixture" else {}
     data |= {} if data else {"data__mixture": f"1 folder:{corpus}, 1 shards:{corpus}"}
     args = arguments(tmp_path / "run", model__vocab_size=200, **data)
-    assert run_here(*args, compile_once=False) == 2
+    assert run_here(*args) == 2
     assert capsys.readouterr().err == (
         "error: model.vocab_size=200 is less than the 256 ids of data.tokenizer=bytes; set model.vocab_size=256\n"
     )
@@ -312,11 +311,8 @@ def test_long_error_is_shortened_in_the_middle(
     monkeypatch.setattr(Heartbeat, "end", lambda self, code, why="": failures.append(why) or end(self, code, why))
 
     def fail(error: Exception, *args: str) -> str:
-        with monkeypatch.context() as patched:
-            patched.setattr(train, "make_experiment", lambda config: (_ for _ in ()).throw(error))
-            assert run_here(*arguments(tmp_path), *args, compile_once=False) == (
-                2 if isinstance(error, ValueError) else 1
-            )
+        code = run_here(*arguments(tmp_path), *args, make=lambda config: (_ for _ in ()).throw(error))
+        assert code == (2 if isinstance(error, ValueError) else 1)
         return capsys.readouterr().err
 
     said = fail(ValueError(long))

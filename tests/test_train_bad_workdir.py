@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from running import IGNORED, arguments, before_report, losses, run_here, snapshot, stop_after
+from running import IGNORED, arguments, at_step, losses, run_here, snapshot, stop_after
 from test_train_bad_input import assert_matches, error_of
 
 import models
@@ -56,9 +56,7 @@ def test_unwritable_workdir_is_rejected(
 ) -> None:
     """Is refused before the step is compiled, unless there is nothing to do."""
     args = arguments(tmp_path)
-    with monkeypatch.context() as patched:
-        stop_after(patched, 3)
-        assert run_here(*args) == 75
+    assert run_here(*args, hooks=[stop_after(3)]) == 75
     with monkeypatch.context() as patched:  # as on a disk that is mounted read-only, where root cannot write either
         access = os.access
         patched.setattr(os, "access", lambda path, mode: path != tmp_path / name and access(path, mode))
@@ -82,16 +80,14 @@ def test_changed_validation_data_is_rejected(
     for name in names:
         (texts / name).write_text(f"{name} " * 1000)
     args = lambda path: arguments(workdir, data__source="folder", data__path=str(path))
-    with monkeypatch.context() as patched:
-        stop_after(patched, 3)
-        assert run_here(*args(texts)) == 75
+    assert run_here(*args(texts), hooks=[stop_after(3)]) == 75
     shutil.copytree(texts, moved)
     for changed, what in ((validation, "validated"), (next(name for name in names if name != validation), "trained")):
         text = (texts / changed).read_text()
         (texts / changed).write_text(text.upper())
         said = error_of(capsys, *args(texts))
         assert said == (
-            f"{workdir} was {what} on other data: data.source=folder has changed since step 2; choose another --workdir"
+            f"{workdir} was {what} on other data: data.source=folder has changed since step 3; choose another --workdir"
         )
         (texts / changed).write_text(text)
     assert run_here(*args(moved)) == 0
@@ -105,9 +101,7 @@ def test_a_key_that_an_older_version_did_not_have_counts_with_its_default() -> N
     assert changed_keys(older, packed) == {"data.packing": ("stream", "documents")}
 
 
-def test_workdir_of_another_run_is_rejected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workdir_of_another_run_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workdir = tmp_path / "run"
     assert run_here(*arguments(workdir)) == 0
     before = snapshot(workdir)
@@ -136,7 +130,7 @@ def test_checkpoint_of_another_model_is_rejected(tmp_path: Path, capsys: pytest.
 
 
 def test_workdir_without_checkpoint_still_identifies_its_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Crash(BaseException):
         pass
@@ -144,12 +138,10 @@ def test_workdir_without_checkpoint_still_identifies_its_run(
     def crash() -> None:
         raise Crash
 
-    with monkeypatch.context() as patched:
-        before_report(patched, 3, crash)
-        with pytest.raises(Crash):
-            run_here(*arguments(tmp_path))
+    with pytest.raises(Crash):
+        run_here(*arguments(tmp_path), hooks=[at_step(3, crash)])
     assert "seed was 0 and is 1" in error_of(capsys, *arguments(tmp_path, seed=1))
     lines = (tmp_path / "metrics.jsonl").read_bytes()
-    assert lines.count(b"\n") == 2
+    assert lines.count(b"\n") == 3
     assert run_here(*arguments(tmp_path)) == 0
     assert (tmp_path / "metrics.1.jsonl").read_bytes() == lines and len(losses(tmp_path)) == 10

@@ -9,27 +9,25 @@ import numpy as np
 import pytest
 from running import IGNORED, arguments, finish, run_here, start_together
 
-import train
-from configs.schema import DataConfig
+from configs.schema import Config, DataConfig
 from input_pipeline import load
 from runtime.consensus import barrier
 from runtime.exit_codes import ResumableError
-from training import resume
 from training.datasets import load_datasets
-from training.experiment import Experiment
+from training.experiment import Experiment, make_experiment
 
 pytestmark = IGNORED
 RESUMABLE = 75
 TIMES = ((0, 0), (0, 1), (1, 1))  # first step of the run (after a restart: 1), step
 
 
-def in_place_of_restoring(out: str) -> Callable[..., resume.Start]:
-    """Returns a `resume.restore` that writes this process' shards of the batches of `TIMES` into the folder `out`."""
+def writes_batches(out: str) -> Callable[[Config], Experiment]:
+    """Returns a maker that ends the run: it writes this process' shards of the batches of `TIMES` into `out`."""
 
-    def write_shards(ex: Experiment, *_: object) -> resume.Start:
-        found = {}
+    def write_shards(config: Config) -> Experiment:
+        ex, found = make_experiment(config), {}
         for first in (0, 1):
-            with train.make_batches(ex, load_datasets(ex, Path(out)).train, first) as batches:
+            with ex.batches.read(load_datasets(ex, Path(out)).train, first, prefetch=1) as batches:
                 for step in range(first, 2):
                     for name, x in ex.batches.to_devices(next(batches)).items():
                         for number, shard in enumerate(x.addressable_shards):
@@ -74,9 +72,8 @@ def check_batches(out: Path, num_processes: int, global_size: int, rows_wanted: 
         {"batch__global_size": 30, "mesh__tensor": 2, "sharding__partition_size": 4},
     ],
 )
-def test_batch_layout_of_one_process(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "restore", in_place_of_restoring(str(tmp_path)))
-    assert run_here(*arguments(tmp_path / "run", **changes), compile_once=False) == RESUMABLE
+def test_batch_layout_of_one_process(changes: dict[str, Any], tmp_path: Path) -> None:
+    assert run_here(*arguments(tmp_path / "run", **changes), make=writes_batches(str(tmp_path))) == RESUMABLE
     check_batches(tmp_path, 1, changes.get("batch__global_size", 16))
 
 
@@ -90,8 +87,7 @@ def test_batch_layout_of_one_process(changes: dict[str, Any], tmp_path: Path, mo
 )
 def test_batch_layout_of_several_processes(count: int, changes: dict[str, Any], tmp_path: Path) -> None:
     args = arguments(tmp_path / "run", **changes)
-    first = "import test_train_batches as here\n"
-    first += f"here.resume.restore = here.in_place_of_restoring({str(tmp_path)!r})"
+    first = f"import test_train_batches\nparts['make'] = test_train_batches.writes_batches({str(tmp_path)!r})"
     outcomes = finish(*start_together(args, count, devices=2, first=first))
     assert [code for code, _, _ in outcomes] == [RESUMABLE] * count, outcomes
     check_batches(tmp_path, count, changes.get("batch__global_size", 16))

@@ -15,6 +15,7 @@ import models
 from configs import digits
 from configs.schema import DataConfig, ResNetConfig
 from input_pipeline import load
+from training.experiment import make_experiment
 
 pytestmark = IGNORED
 SMALL: dict[str, Any] = {
@@ -48,7 +49,7 @@ def test_validation_covers_every_image_once(
 ) -> None:
     """360 images in batches of 64: the last is part padding."""
     monkeypatch.setattr(models.ResNet, "init", scattered)
-    assert run_here(*arguments(tmp_path), compile_once=False) == 0
+    assert run_here(*arguments(tmp_path), make=make_experiment) == 0
     config = json.loads((tmp_path / "config.json").read_text())
     model = models.build(ResNetConfig(**config["model"]))
     assert isinstance(model, models.ResNet)
@@ -101,7 +102,7 @@ def test_validation_covers_every_image_once(
 def test_bad_digits_settings_error_is_one_line(
     tmp_path: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_here(*arguments(tmp_path, **changes), compile_once=False) == 2
+    assert run_here(*arguments(tmp_path, **changes)) == 2
     err = capsys.readouterr().err
     assert re.search(message, err) and err.startswith("error: ") and err.count("\n") == 1, err
 

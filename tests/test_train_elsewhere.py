@@ -24,19 +24,15 @@ def resume_elsewhere(workdir: Path, step: int, **changes: object) -> None:
     assert code == (0 if step == 10 else 75), err
 
 
-def test_run_resumes_on_fewer_devices(tmp_path: Path, on_eight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        stop_after(patched, 4)
-        assert run_here(*arguments(tmp_path)) == 75
+def test_run_resumes_on_fewer_devices(tmp_path: Path, on_eight: Path) -> None:
+    assert run_here(*arguments(tmp_path), hooks=[stop_after(4)]) == 75
     resume_elsewhere(tmp_path, 7, mesh__num_cpu_devices=4)
     resume_elsewhere(tmp_path, 10, mesh__num_cpu_devices=2)
     np.testing.assert_allclose(losses(tmp_path), losses(on_eight), **SAME)
 
 
-def test_run_resumes_with_another_strategy(tmp_path: Path, on_eight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        stop_after(patched, 5)
-        assert run_here(*arguments(tmp_path)) == 75
+def test_run_resumes_with_another_strategy(tmp_path: Path, on_eight: Path) -> None:
+    assert run_here(*arguments(tmp_path), hooks=[stop_after(5)]) == 75
     zero3 = {"sharding__strategy": "zero3", "sharding__partition_size": 0}
     assert run_here(*arguments(tmp_path, **zero3)) == 0
     np.testing.assert_allclose(losses(tmp_path), losses(on_eight), **SAME)

@@ -2,40 +2,32 @@
 
 import json
 import resource
+import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from running import IGNORED, arguments, arrays, before_report, check_same_end, losses, rows, run_here
-
-import train
-from training.experiment import Experiment
+from running import IGNORED, arguments, arrays, at_step, changed, check_same_end, losses, rows, run_here
 
 pytestmark = IGNORED
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorBoard's file stays open
 @pytest.mark.parametrize("room", [20_000, pytest.param(100, marks=pytest.mark.slow)])
-def test_full_disk_ends_the_run_with_one_line(
-    tmp_path: Path, room: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """From the last checkpoint on no file may be larger than `room`; with 100 the report cannot be written either."""
+def test_full_disk_ends_the_run_with_one_line(tmp_path: Path, room: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """From step 9 on no file may be larger than `room`; with 100 the report cannot be written either."""
     undisturbed, workdir = tmp_path / "undisturbed", tmp_path / "run"
     assert run_here(*arguments(undisturbed)) == 0
-    save = train.Keeper.save
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def save_without_room(self: train.Keeper, step: int, *rest: Any) -> None:
-        if step == 10:
-            self._checkpointer.wait()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-        save(self, step, *rest)
+    def fill_disk() -> None:
+        while not (workdir / "checkpoints" / "5").exists():  # it is saved in a thread
+            time.sleep(0.01)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
 
-    monkeypatch.setattr(train.Keeper, "save", save_without_room)
     capsys.readouterr()
     try:
-        code = run_here(*arguments(workdir))
+        code = run_here(*arguments(workdir), hooks=[at_step(9, fill_disk)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     err = capsys.readouterr().err
@@ -47,7 +39,6 @@ def test_full_disk_ends_the_run_with_one_line(
         assert "saving step 10" in err and "newest: 5" in err and "File too large" in err
     assert not (workdir / "checkpoints" / "10").exists()
 
-    monkeypatch.undo()
     assert run_here(*arguments(workdir)) == 0
     check_same_end(workdir, undisturbed)
 
@@ -69,29 +60,25 @@ def test_too_many_non_finite_updates_end_the_run(tmp_path: Path, capsys: pytest.
     assert all(np.isfinite(x).all() for name, x in saved.items() if name.startswith("params"))
 
 
-def test_unexpected_error_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unexpected_error_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise ValueError("out of the blue")
 
-    before_report(monkeypatch, 3, fail)
-    assert run_here(*arguments(tmp_path)) == 1
+    assert run_here(*arguments(tmp_path), hooks=[at_step(3, fail)]) == 1
     err = capsys.readouterr().err
     assert "Traceback" in err and err.splitlines()[-1] == "error: out of the blue"
-    assert len(losses(tmp_path)) == 2
+    assert len(losses(tmp_path)) == 3
     assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == "failed: out of the blue"
 
 
 @pytest.mark.parametrize("name", ["compile_train_step", "init_state"])
 def test_unexpected_error_before_step_1_is_not_bad_input(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail() -> None:
         raise ValueError("out of the blue")
 
-    monkeypatch.setattr(Experiment, name, fail)
-    assert run_here(*arguments(tmp_path), compile_once=False) == 1
+    assert run_here(*arguments(tmp_path), make=changed(**{name: fail})) == 1
     err = capsys.readouterr().err
     assert "Traceback" in err and err.splitlines()[-1] == "error: out of the blue"
 

@@ -200,25 +200,29 @@ def test_processes_that_cannot_connect_exit_with_75(tmp_path: Path) -> None:
     assert (code, err) == (75, "error: process 1 did not connect to process 0 for heartbeats; a firewall?\n")
 
 
-@pytest.mark.parametrize("given", [["JAX_NUM_PROCESSES"], ["JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS"]])
-def test_incomplete_variables_are_rejected(
-    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+TOGETHER = f"{', '.join(launch.VARIABLES)} belong together; set all three"
+RIGHT = {"JAX_COORDINATOR_ADDRESS": "localhost:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"JAX_NUM_PROCESSES": "1"}, f"JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID missing: {TOGETHER}"),
+        ({"JAX_PROCESS_ID": "1", "JAX_COORDINATOR_ADDRESS": "1"}, f"JAX_NUM_PROCESSES missing: {TOGETHER}"),
+        (RIGHT | {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES='two' must be a number"),
+        (RIGHT | {"JAX_PROCESS_ID": "two"}, "JAX_PROCESS_ID='two' must be a number"),
+        (RIGHT | {"JAX_NUM_CPU_DEVICES": "two"}, "JAX_NUM_CPU_DEVICES='two' must be a number"),
+    ],
+)
+def test_variables_that_cannot_join_are_rejected(
+    variables: dict[str, str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The processes would all train alone, in one directory."""
-    for name in given:
-        monkeypatch.setenv(name, "1")
-    missing = " and ".join(name for name in launch.VARIABLES if name not in given)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     assert run_here(*arguments(tmp_path)) == 2
-    together = ", ".join(launch.VARIABLES)
-    assert capsys.readouterr().err == f"error: {missing} missing: {together} belong together; set all three\n"
-
-
-@pytest.mark.parametrize("name", ["JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_NUM_CPU_DEVICES"])
-def test_non_numeric_variables_are_rejected(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    right = {"JAX_COORDINATOR_ADDRESS": "localhost:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
-    for key, value in (right | {name: "two"}).items():
-        monkeypatch.setenv(key, value)
-    assert run_here(*arguments(tmp_path)) == 2
-    assert capsys.readouterr().err == f"error: {name}='two' must be a number\n"
+    assert capsys.readouterr().err == f"error: {said}\n"

@@ -6,28 +6,27 @@ from pathlib import Path
 
 import jax
 import pytest
-from running import IGNORED, arguments, run_here, stop_after
+from running import IGNORED, arguments, changed, run_here, stop_after
 
 from configs import command_line
 from planner import table
 from runtime.exit_codes import ExitCode
 from training import memory
-from training.experiment import Experiment, make_experiment
+from training.experiment import make_experiment
 
 pytestmark = IGNORED
 HIDDEN, LAYERS, INTERMEDIATE, VOCAB = 8192, 40, 64, 256
 HUGE = {"model__hidden": HIDDEN, "model__num_layers": LAYERS, "model__num_heads": 64, "model__num_kv_heads": 64}
 
 
-@pytest.fixture
-def makes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("init_state", "compile_train_step"):
-        monkeypatch.setattr(Experiment, name, lambda *_: pytest.fail("something is made"))
+MAKES_NOTHING = changed(
+    **{name: lambda: pytest.fail("something is made") for name in ("init_state", "compile_train_step")}
+)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     capsys.readouterr()
-    assert run_here(*args, compile_once=False) == 2
+    assert run_here(*args, make=MAKES_NOTHING) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1, err
     return err.strip()
@@ -38,7 +37,6 @@ def in_gb(text: str) -> float:
     return float(value) * {"kB": 1e-6, "MB": 1e-3, "GB": 1, "TB": 1e3}[unit]
 
 
-@pytest.mark.usefixtures("makes_nothing")
 def test_a_state_that_cannot_fit_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """More than any machine has: 16 bytes a parameter, of parameters in two; the planner's command says the same."""
     said = refused(capsys, *arguments(tmp_path / "run", **HUGE))
@@ -54,21 +52,20 @@ def test_a_state_that_cannot_fit_is_one_line(tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.usefixtures("makes_nothing")
 def test_what_would_fit_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory between the state's quarter and its half: a group of four is named, and is accepted."""
     args = arguments(tmp_path / "run", model__hidden=128)
     argv = ["train.py", *command_line.words_of_config(["train.py", *args])]
-    config = command_line.parse(argv, command_line.new_flags(argv))
+    config = command_line.parse(argv)
     whole = sum(memory.state_bytes(make_experiment(config)))
     monkeypatch.setattr(memory, "_free_bytes", lambda: 8 * 0.6 * whole)  # of 8 devices, by groups of two
     found = re.search(r"; (sharding\S+) and (sharding\S+) take (\S+ \SB), which fit; `", refused(capsys, *args))
     assert found and found[2] == "sharding.partition_size=4"
     assert in_gb(found[3]) == pytest.approx(whole / 2 / 1e9, rel=0.01)
     with pytest.raises(pytest.fail.Exception, match="something is made"):
-        run_here(*args, *(f"--config.{word}" for word in found.groups()[:2]), compile_once=False)
+        run_here(*args, *(f"--config.{word}" for word in found.groups()[:2]), make=MAKES_NOTHING)
     monkeypatch.setattr(memory, "_free_bytes", lambda: 8 * 0.2 * whole)
     said = refused(capsys, *args)
     sizes = re.search(r"no strategy on these devices holds its (\S+) parameters, but about (\S+) would fit", said)
@@ -80,9 +77,7 @@ def test_what_would_fit_fits(
 def test_a_run_that_has_begun_waits_for_more_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        stop_after(patched, 2)
-        assert run_here(*arguments(tmp_path / "run")) == ExitCode.RESUMABLE
+    assert run_here(*arguments(tmp_path / "run"), hooks=[stop_after(2)]) == ExitCode.RESUMABLE
     monkeypatch.setattr(memory, "_free_bytes", lambda: 1000)
     capsys.readouterr()
     assert run_here(*arguments(tmp_path / "run")) == ExitCode.RESUMABLE

@@ -13,10 +13,9 @@ from planning import WORDS
 from running import IGNORED, ROOT, SMALL, arguments, finish, losses, rows, run_here, start_together, stop_after
 from test_readme import commands
 from test_train_bad_input import error_of
-from test_train_batches import RESUMABLE, check_batches, in_place_of_restoring
+from test_train_batches import RESUMABLE, check_batches, writes_batches
 
 from planner import __main__ as planner
-from training import resume
 
 pytestmark = IGNORED
 LENGTH = 12
@@ -38,19 +37,15 @@ def mixture(folders: list[Path], *weights: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("count", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4))])
-def test_batches_equal_plain_python(
-    count: int, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_equal_plain_python(count: int, folders: list[Path], tmp_path: Path) -> None:
     """In one to four real processes, and after a restart at step 1."""
     size = 30 if count % 2 else 16
     changes = mixture(folders, "2", "1", "0.5") | {"batch__global_size": str(size)}
     args = arguments(tmp_path / "run", **changes)
     if count == 1:
-        monkeypatch.setattr(resume, "restore", in_place_of_restoring(str(tmp_path)))
-        assert run_here(*args, compile_once=False) == RESUMABLE
+        assert run_here(*args, make=writes_batches(str(tmp_path))) == RESUMABLE
     else:
-        first = "import test_train_batches as here\n"
-        first += f"here.resume.restore = here.in_place_of_restoring({str(tmp_path)!r})"
+        first = f"import test_train_batches\nparts['make'] = test_train_batches.writes_batches({str(tmp_path)!r})"
         outcomes = finish(*start_together(args, count, devices=2, first=first))
         assert [code for code, _, _ in outcomes] == [RESUMABLE] * count, outcomes
     wanted = plain_data.mixed_rows(folders, [Fraction(2), Fraction(1), Fraction(1, 2)], LENGTH, 0, 2 * size)
@@ -58,7 +53,7 @@ def test_batches_equal_plain_python(
 
 
 def test_a_run_resumes_and_says_what_it_mixes(
-    folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = mixture(folders, "3", "1") | {"eval__every": "5", "sample__length": "3"}
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -74,9 +69,7 @@ def test_a_run_resumes_and_says_what_it_mixes(
     assert last["validation_loss"] == pytest.approx(0.75 * by_source[0] + 0.25 * by_source[1])
     assert f"folder:{folders[0]} {by_source[0]:.4f}, folder:{folders[1]} {by_source[1]:.4f}" in said
 
-    with monkeypatch.context() as patched:
-        stop_after(patched, 4)
-        assert run_here(*arguments(stopped, **changes)) == RESUMABLE
+    assert run_here(*arguments(stopped, **changes), hooks=[stop_after(4)]) == RESUMABLE
     other = arguments(stopped, **changes | mixture(folders, "1", "1"))
     assert "holds a run of another config: data.mixture was '3 folder:" in error_of(capsys, *other)
     file = folders[1] / "3.txt"

@@ -76,9 +76,7 @@ def test_a_run_goes_on_with_another_scope(tmp_path: Path) -> None:
     """Three steps with experts divided over a node, three with all gathered: as if nothing had changed."""
     changes = MOE | {"num_steps": 6, "checkpoint__every": 3}
     assert run_here(*arguments(tmp_path / "whole", **changes)) == 0
-    with pytest.MonkeyPatch.context() as patched:
-        stop_after(patched, 3)
-        assert run_here(*arguments(tmp_path / "part", **changes)) == ExitCode.RESUMABLE
+    assert run_here(*arguments(tmp_path / "part", **changes), hooks=[stop_after(3)]) == ExitCode.RESUMABLE
     other = {"sharding__strategy": "zero3", "sharding__partition_size": 0, "sharding__experts": 4}
     assert run_here(*arguments(tmp_path / "part", **changes | other)) == 0
     np.testing.assert_allclose(losses(tmp_path / "part"), losses(tmp_path / "whole"), rtol=1e-5)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from running import (
     ROOT,
     arguments,
     arrays,
-    before_report,
+    at_step,
     check_same_end,
     finish,
     losses,
@@ -32,12 +33,11 @@ from running import (
     wait_until,
 )
 
-import train
-from configs.schema import ShardingConfig
+from configs.schema import Config, ShardingConfig
 from sharding import drawing
 from sharding.scopes import make_layout
 from state.checkpointer import Checkpointer
-from training.experiment import Experiment
+from training.experiment import Experiment, make_experiment
 
 pytestmark = IGNORED
 RESUMABLE = 75
@@ -171,14 +171,11 @@ def test_signal_stops_and_the_same_command_resumes(
     tmp_path: Path,
     undisturbed: Path,
     number: signal.Signals,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     args = arguments(tmp_path)
     handler = signal.getsignal(number)
-    with monkeypatch.context() as patched:
-        before_report(patched, 6, lambda: signal.raise_signal(number))
-        assert run_here(*args) == RESUMABLE
+    assert run_here(*args, hooks=[stop_after(6, number)]) == RESUMABLE
     assert signal.getsignal(number) == handler
     assert "stopped at step 6; run the same command again to go on" in capsys.readouterr().out
     assert len(losses(tmp_path)) == 6
@@ -188,13 +185,9 @@ def test_signal_stops_and_the_same_command_resumes(
     check_same_end(tmp_path, undisturbed)
 
 
-def test_second_ctrl_c_stops_immediately(
-    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_second_ctrl_c_stops_immediately(tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = arguments(tmp_path)
-    with monkeypatch.context() as patched:
-        before_report(patched, 6, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
-        assert run_here(*args) == RESUMABLE
+    assert run_here(*args, hooks=[stop_after(6, signal.SIGINT)] * 2) == RESUMABLE
     assert capsys.readouterr().err.startswith("stopped at once; run the same command again")
     assert run_here(*args) == 0
     assert "resumed at step 5 of 10" in capsys.readouterr().out
@@ -203,10 +196,9 @@ def test_second_ctrl_c_stops_immediately(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_before_the_first_step_stops_the_run(
-    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "load_datasets", lambda *_: signal.raise_signal(number))
-    assert run_here(*arguments(tmp_path)) == RESUMABLE
+    assert run_here(*arguments(tmp_path), make=lambda config: signal.raise_signal(number)) == RESUMABLE
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1 and captured.err.startswith("stopped at once")
 
@@ -224,13 +216,9 @@ def test_killed_and_resumed_run_equals_uninterrupted_run(tmp_path: Path, undistu
     check_same_end(tmp_path, undisturbed)
 
 
-def test_restart_without_checkpoint_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_restart_without_checkpoint_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its steps are done again, from the first on."""
-    with monkeypatch.context() as patched:
-        stop_after(patched, 4)
-        assert run_here(*arguments(tmp_path)) == RESUMABLE
+    assert run_here(*arguments(tmp_path), hooks=[stop_after(4)]) == RESUMABLE
     done = losses(tmp_path)
     shutil.rmtree(tmp_path / "checkpoints")
     assert run_here(*arguments(tmp_path)) == 0
@@ -274,27 +262,24 @@ def test_damaged_newest_checkpoint_falls_back_to_the_previous(
 
 
 def test_checkpoint_of_a_frozen_attempt_is_not_overwritten(
-    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Process 0 of the one before goes on in its commit while this one, on other settings, has not come to the step."""
     saved = tmp_path / "checkpoints" / "5"
-    before_report(monkeypatch, 3, lambda: shutil.copytree(undisturbed / "checkpoints" / "5", saved))
-    assert run_here(*arguments(tmp_path, eval__num_batches=2)) == 0
+    commits = at_step(3, lambda: shutil.copytree(undisturbed / "checkpoints" / "5", saved))
+    assert run_here(*arguments(tmp_path, eval__num_batches=2), hooks=[commits]) == 0
     assert f"{saved} was saved by an earlier attempt of this run and verifies: it stays" in capsys.readouterr().err
     assert snapshot(saved) == snapshot(undisturbed / "checkpoints" / "5")
     check_same_end(tmp_path, undisturbed)
 
 
-# Steps may run ahead, as on GPUs; says, for each step that is logged, up to which step the batches were taken.
+# Steps may run ahead, as on GPUs; says how many rows are written after each step that is dispatched.
 RUNS_AHEAD = """
 from training.experiment import Experiment
 Experiment.dispatches_asynchronously = property(lambda self: True)
-taken, report, make_batches = [], train.Reporter.report, train.make_batches
-train.make_batches = lambda *args: taken.append(make_batches(*args)) or taken[0]
-def report_and_say(self, pending):
-    print("logged", pending.step, "after", taken[0].step)
-    report(self, pending)
-train.Reporter.report = report_and_say
+def say(step, *_):
+    print("written", running.steps_logged(running.Path({workdir!r})), "after", step)
+parts["hooks"].append(say)
 """
 
 
@@ -304,12 +289,13 @@ def test_delayed_logging_changes_no_row(tmp_path: Path) -> None:
     changes = {"mesh__num_cpu_devices": 1, "mesh__devices_per_node": 1, "sharding__partition_size": 1}
     changes |= {"eval__every": 3, "log_every": 1}
     late, direct = tmp_path / "late", tmp_path / "direct"
-    one = start(arguments(late, **changes), stop_after=8, first=RUNS_AHEAD)
+    one = start(arguments(late, **changes), stop_after=8, first=RUNS_AHEAD.format(workdir=str(late)))
     other = start(arguments(direct, **changes), stop_after=8)
     (code, out, err), (other_code, _, other_err) = finish(one, other)
     assert (code, other_code) == (RESUMABLE, RESUMABLE), (err, other_err)
-    said = [tuple(map(int, line.split()[1::2])) for line in out.splitlines() if line.startswith("logged ")]
-    assert said == [(1, 2), (2, 3), (3, 3), (4, 5), (5, 5), (6, 6), (7, 8), (8, 8)]
+    said = [tuple(map(int, line.split()[1::2])) for line in out.splitlines() if line.startswith("written ")]
+    # after a validation (3, 6) the row of its step waits for the step time; before a checkpoint (5) it is written
+    assert said == [(0, 1), (0, 2), (2, 3), (2, 4), (5, 5), (5, 6), (5, 7), (6, 8)]
     keys = ("step", "loss", "grad_norm", "learning_rate", "skipped_steps", "validation_loss")
     assert [[row.get(key) for key in keys] for row in rows(late)] == [
         [row.get(key) for key in keys] for row in rows(direct)
@@ -323,20 +309,18 @@ def test_what_compiles_is_said_before_it_begins(tmp_path: Path, capsys: pytest.C
     """Without a terminal too; and afterwards how long it took."""
     before: dict[str, str] = {}
 
-    def first(name: str) -> Callable[[Experiment], object]:
-        original = getattr(Experiment, name)
+    def first(name: str, original: Callable[[], object]) -> object:
+        before[name] = capsys.readouterr().out
+        return original()
 
-        def told(self: Experiment) -> object:
-            before[name] = capsys.readouterr().out
-            return original(self)
-
-        return told
-
-    with pytest.MonkeyPatch.context() as patched:
+    def make(config: Config) -> Experiment:
+        ex = make_experiment(config)
         for name in ("compile_train_step", "init_state", "compile_eval_step"):
-            patched.setattr(Experiment, name, first(name))
-        changes = dict(num_steps=2, eval__every=2, checkpoint__every=2, sample__length=4, sample__prompt="def ")
-        assert run_here(*arguments(tmp_path / "run", **changes), compile_once=False) == 0
+            vars(ex)[name] = partial(first, name, getattr(ex, name))
+        return ex
+
+    changes = dict(num_steps=2, eval__every=2, checkpoint__every=2, sample__length=4, sample__prompt="def ")
+    assert run_here(*arguments(tmp_path / "run", **changes), make=make) == 0
     step, state, validation = before.values()
     assert step.endswith("compiling the step ...\n")
     assert re.search(r"^compiling the step: done after \S+ \S*s\nmaking the initial state \.\.\.\n$", state)

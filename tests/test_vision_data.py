@@ -141,7 +141,7 @@ def test_a_run_of_the_config_trains_and_validates(
     name: str, changes: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     """Smaller, with all else as the config has it: 30 rows on 8 devices, so that some rows are padding."""
-    assert run_here(*arguments(name, folder, tmp_path, **changes), compile_once=False) == 0
+    assert run_here(*arguments(name, folder, tmp_path, **changes)) == 0
     found = rows(tmp_path)
     assert [row["step"] for row in found] == [1, 2, 3]
     assert all(np.isfinite(row["loss"]) and row["skipped_steps"] == 0 for row in found)

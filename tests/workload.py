@@ -12,21 +12,21 @@ import optax
 import models
 from compression.by_config import CompressionConfig
 from compression.exchange import exchange
-from compression.hop_two import Setup
+from compression.hop_two import Setup, unless_not_finite
 from compression.methods import method_named
 from configs import base
 from configs.schema import MODELS, ResNetConfig, ShardingConfig, ViTConfig
 from optimizers import OptimizerConfig, beside_averages, guarded, move_averages
 from sharding.averages import part_averages
 from sharding.collectives import PLAIN, LevelCodecs
-from sharding.hop_two_in_backward import HopTwoInBackward
 from sharding.mesh import find_nodes, make_mesh
 from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout
 from sharding.spec import ParamSpec, place_all
 from sharding.state import state_shardings
-from sharding.step import TrainState, build_train_step
-from training.experiment import watch
+from sharding.step import Chain, TrainState, build_train_step
+from sharding.step import first_state as begin
+from training.optimizer_chain import watch
 
 ROWS, SEQ_LEN, NUM_STEPS = 16, 8, 5
 PACKED = " packed"  # of a kind of model: its rows are several documents
@@ -203,11 +203,16 @@ def setup(plan: ShardingPlan, hop_two: str, *, kind: str = "tensors", **compress
     )
 
 
-def hop_two_in_backward(plan: ShardingPlan, hop_two: str, **compression: Any) -> HopTwoInBackward:
-    """Hop two inside the backward pass, for a guarded chain."""
-    found = method_named(hop_two).overlapped(setup(plan, hop_two, **compression))
+def early(plan: ShardingPlan, hop_two: str, **compression: Any) -> Callable[[Any], Any]:
+    """Hop two in the micro-steps, of the states of a chain."""
+    found = method_named(hop_two).early(setup(plan, hop_two, **compression))
     assert found is not None
-    return found.within(lambda opt_state: opt_state.exchange)
+    return lambda states: found(states[0])
+
+
+def chained(hop_two: optax.GradientTransformation, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Hop two and an optimizer as a run has them: neither state changes in a step that is skipped."""
+    return optax.chain(unless_not_finite(hop_two), guarded(tx))
 
 
 def put_batch(sh: ShardingPlan, accumulation: int, rows: int = ROWS, kind: str = "decoder") -> Any:
@@ -233,20 +238,19 @@ def compiled_step(
     rows: int = ROWS,
     tx: Any = None,
     hop_two: Any = None,
-    chain: Any = None,
-    drift: Any = lambda opt_state: None,
+    chain: Chain | None = None,
     num_layers: int = 2,
-    in_backward: HopTwoInBackward | None = None,
+    early: Any = None,
     loss: Any = None,
 ):
     """Returns the compiled step, its first state and its batch; `loss` in the place of the model's objective."""
-    tx = chain or guarded(hop_two or exchange(sh), tx or sgd())
-    state = first_state(kind, sh, tx, num_layers)
+    chain = chain or Chain(chained(hop_two or exchange(sh), tx or sgd()), early=early, watch=watch)
+    state = first_state(kind, sh, chain.tx, num_layers)
     data = put_batch(sh, accumulation, rows, kind)
     built = model(kind, num_layers)
     loss = loss or (built.staged_loss() if sh.layout.shape.stage > 1 else built.objective)
     step = jax.jit(
-        build_train_step(loss, sh, tx, watch, drift, in_backward),
+        build_train_step(loss, sh, chain),
         donate_argnums=0,
         out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),
     )
@@ -254,9 +258,8 @@ def compiled_step(
 
 
 def first_state(kind: str, sh: ShardingPlan, tx: Any, num_layers: int = 2) -> TrainState:
-    """The state before the first step, where it belongs; copied, because the step donates it."""
-    p = params(kind, num_layers)
-    state = TrainState(step=jnp.zeros((), jnp.int32), params=p, opt_state=tx.init(p))
+    """The state before the first step of a chain, where it belongs; copied, because the step donates it."""
+    state = begin(Chain(tx), params(kind, num_layers))
     return jax.device_put(jax.tree.map(np.asarray, state), state_shardings(sh, state), may_alias=False)
 
 

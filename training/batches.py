@@ -1,5 +1,6 @@
 """The layout of a batch: how the rows of the global batch are distributed over devices, `[accum, rows, ...]`."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from configs.schema import BatchConfig
+from input_pipeline import Batches, Dataset
 from input_pipeline.rows import RowArray
 from sharding.plan import ShardingPlan
 
@@ -68,6 +70,17 @@ class BatchLayout:
             name: jax.ShapeDtypeStruct(rows + array.shape, array.dtype, sharding=self.sharding)
             for name, array in self.row_arrays.items()
         }
+
+    def read(self, dataset: Dataset, start_step: int, *, prefetch: int, end: int = sys.maxsize) -> Batches:
+        """Returns this process' rows of the batches from a step on; rows of examples from `end` on are padding."""
+        return Batches(
+            dataset,
+            global_size=self.global_size,
+            rows=self.local_rows,
+            start_step=start_step,
+            prefetch=prefetch,
+            end=end,
+        )
 
     def to_devices(self, rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """Returns global arrays `[accum, rows, ...]` from this process' rows (those of `local_rows`)."""

@@ -31,7 +31,7 @@ def main() -> int:
 def _config(request: Mapping[str, Any]) -> Config:
     """Returns the config of a request, with its devices in the section `mesh`."""
     argv = ["train.py", *request["argv"]]
-    config = command_line.parse(argv, command_line.new_flags(argv))
+    config = command_line.parse(argv)
     if not request["nodes"]:
         return config
     nodes, local = request["nodes"], request["devices_per_node"]

@@ -21,6 +21,7 @@ from absl import flags
 import models
 from configs import command_line
 from configs.schema import MODELS, Config, TransformerConfig, with_defaults
+from files import run_directory
 from input_pipeline import tokenizers
 from models import hugging_face
 from runtime.command_line import complain, make_folder, prepare_output
@@ -37,7 +38,7 @@ MAX_FILE_GB = 5.0
 def main(argv: Sequence[str]) -> int:
     """Runs the program and returns its exit code; a user's mistake is one line."""
     prepare_output()
-    values = command_line.new_flags(argv)
+    values = command_line.new_flags()
     flags.DEFINE_string("from_hugging_face", None, "folder of the checkpoint to read", flag_values=values)
     flags.DEFINE_string("out", None, "the new run's directory", flag_values=values)
     flags.DEFINE_string("to_hugging_face", None, "folder of the checkpoint to write", flag_values=values)
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 def import_run(config: Config, folder: Path, workdir: Path) -> None:
     """Writes step 0 of a run whose parameters come from `folder`. ValueError if it does not fit the config."""
     check_path(workdir)
-    directory = workdir / "checkpoints"
+    directory = workdir / run_directory.CHECKPOINTS
     if directory.exists() and any(directory.iterdir()):
         raise ValueError(f"{directory} holds checkpoints already; choose another --out")
     if not isinstance(config.model, TransformerConfig):
@@ -93,7 +94,7 @@ def export_run(workdir: Path, folder: Path, *, step: int | None, max_file_bytes:
 
     ValueError if there is no such step, or if no architecture of transformers computes what the model does.
     """
-    saved = SavedParameters(workdir / "checkpoints", step)
+    saved = SavedParameters(workdir / run_directory.CHECKPOINTS, step)
     # these two sections alone: another may have names that the run's own --config registers
     config = with_defaults(saved.config)
     section, data = MODELS.get(kind := config["model"]["kind"]), config["data"]

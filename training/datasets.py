@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from configs.schema import Config
 from input_pipeline import Dataset, ImageDataset, MixedDataset, load
-from input_pipeline.shards import Group, ShardSet, check_room
+from input_pipeline.shards import ShardSet, World, check_room
 from input_pipeline.tokenizers import Tokenizer, make_tokenizer
 from runtime.handshake import shared_token
 from training.experiment import Experiment
@@ -75,9 +75,9 @@ def load_datasets(experiment: Experiment, workdir: Path) -> Datasets:
         if stored := [data for data in sources if data.source == "shards"]:
             count = jax.process_count()
             token = shared_token(workdir) if count > 1 else ""
-            group = Group(process=jax.process_index(), count=count, token=token)
+            world = World(process=jax.process_index(), count=count, token=token)
             begun = has_begun(workdir)
-            shards = [held.enter_context(ShardSet(data, group=group, was_reached=begun)) for data in stored]
+            shards = [held.enter_context(ShardSet(data, world=world, was_reached=begun)) for data in stored]
         train, validation = (load(config.data, split, config.seed, shards) for split in ("train", "validation"))
         if shards:
             check_room(shards)

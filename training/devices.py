@@ -2,12 +2,28 @@
 
 import ctypes
 import os
-from pathlib import Path
+from dataclasses import replace
 
 import jax
 
+from configs.schema import Config
+from files.cache import cache_dir
+from runtime import launch
+from training.overlap import add_estimate, installed_plugins
+
 MOST_CPU_DEVICES = 1024  # of a process: jax starts threads for each, and 100,000 leave a machine without an answer
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
+
+
+def use_devices(config: Config) -> Config:
+    """Prepares this process for the devices of a config, before jax initialises them; returns it for the launcher."""
+    if devices := launch.virtual_devices():  # a launcher starts one process of several: none plays several nodes
+        config = replace(config, mesh=replace(config.mesh, num_cpu_devices=devices, devices_per_node=0))
+    if config.mesh.num_cpu_devices:
+        use_cpu_devices(config.mesh.num_cpu_devices)
+    elif config.sharding.overlap != "off":
+        add_estimate(os.environ, installed_plugins())
+    return config
 
 
 def use_cpu_devices(count: int) -> None:
@@ -32,8 +48,7 @@ def use_compilation_cache() -> None:
     in jax 0.10.2), so that devices enter different collectives and deadlock.
     """
     if jax.default_backend() != "cpu" or jax.device_count() == 1:
-        cache = Path(os.environ.get("MICS_JAX_CACHE") or Path.home() / ".cache" / "mics-jax")
-        jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 

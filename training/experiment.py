@@ -10,28 +10,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import models
 from compression.by_config import make_codecs
-from compression.local_sgd import drift
-from compression.methods import method_named
 from configs.schema import Config, ModelConfig, TransformerConfig
 from input_pipeline import row_arrays
 from metrics import wandb_sink
 from models.hugging_face import Weights
 from optimizers import follows_schedule, make_schedule
-from sharding.hop_two_in_backward import HopTwoInBackward
 from sharding.mesh import find_nodes, make_mesh
 from sharding.pipeline import StagedLoss
 from sharding.plan import ShardingPlan
 from sharding.scopes import Layout, make_layout
 from sharding.spec import EXPERTS_DIM, TENSOR_DIMS, has_dims, place_all
 from sharding.state import state_shardings
-from sharding.step import TrainState, build_eval_step, build_train_step
+from sharding.step import Chain, TrainState, build_eval_step, build_train_step, first_state
 from training.batches import BatchLayout, accumulation
-from training.optimizer_chain import make_tx, overlapped_hop_two, watch
+from training.optimizer_chain import cut_of, make_chain
 from training.overlap import Value, overlap_options, users_xla_flags
 
 
@@ -42,8 +40,7 @@ class Experiment:
     config: Config
     model: models.Model
     plan: ShardingPlan
-    tx: optax.GradientTransformation
-    hop_two: HopTwoInBackward | None  # inside the backward pass; None: `tx` does it
+    chain: Chain  # hop two and the optimizer
     schedule: optax.Schedule | None  # of the learning rate; None: the optimizer has its own
     batches: BatchLayout
 
@@ -54,7 +51,7 @@ class Experiment:
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             shapes,
-            state_shardings(self.plan, shapes),
+            state_shardings(self.plan, shapes, cut_of(self.config.optimizer.name)),
         )
 
     def init_state(self) -> TrainState:
@@ -65,7 +62,8 @@ class Experiment:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
         if weights := self.open_weights():
             params = weights.load(self.state_shapes.params)
-            return self.block(jax.jit(self._state_of, out_shardings=shardings, donate_argnums=0)(params))
+            begin = jax.jit(partial(first_state, self.chain), out_shardings=shardings, donate_argnums=0)
+            return self.block(begin(params))
         return self.block(jax.jit(self._new_state, out_shardings=shardings)(jax.random.key(self.config.seed)))
 
     def open_weights(self) -> Weights | None:
@@ -78,22 +76,14 @@ class Experiment:
     @property
     def train_step(self) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
         """The function `step(state, batch) -> (state, metrics)`."""
-        hands_on = method_named(self.config.compression.hop_two).hands_on
-        return build_train_step(
-            self._staged or self.model.objective,
-            self.plan,
-            self.tx,
-            partial(watch, hands_on=hands_on),
-            drift,
-            self.hop_two,
-        )
+        return build_train_step(self._staged or self.model.objective, self.plan, self.chain)
 
     def compile_train_step(self) -> jax.stages.Compiled:
         """Returns the compiled `step(state, batch) -> (state, metrics)`, which donates the state; compiled once."""
-        return self._train_step
+        return self._compiled_train_step
 
     @cached_property
-    def _train_step(self) -> jax.stages.Compiled:
+    def _compiled_train_step(self) -> jax.stages.Compiled:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
         jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.replicated))
         lowered = jitted.lower(self.state_shapes, self.batches.shapes)
@@ -117,6 +107,10 @@ class Experiment:
         jitted = jax.jit(step, out_shardings=self.replicated)
         lowered = jitted.lower(self.state_shapes.params, self.batches.shapes)
         return lowered.compile(compiler_options={**self.compiler_options(pipelined=False)})
+
+    def learning_rates(self) -> np.ndarray | None:
+        """Returns the learning rate of each step, [num_steps]; None if the optimizer has its own."""
+        return self.schedule and np.asarray(jax.jit(jax.vmap(self.schedule))(np.arange(self.config.num_steps)))
 
     @property
     def _staged(self) -> StagedLoss | None:
@@ -142,10 +136,7 @@ class Experiment:
         return NamedSharding(self.plan.mesh, PartitionSpec())
 
     def _new_state(self, key: jax.Array) -> TrainState:
-        return self._state_of(self.model.init(key))
-
-    def _state_of(self, params: models.Params) -> TrainState:
-        return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=self.tx.init(params))
+        return first_state(self.chain, self.model.init(key))
 
 
 def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
@@ -199,8 +190,7 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
         config=config,
         model=model,
         plan=plan,
-        tx=make_tx(config, plan, specs),
-        hop_two=overlapped_hop_two(config, plan, specs),
+        chain=make_chain(config, plan, specs),
         schedule=make_schedule(config.optimizer, config.num_steps)
         if follows_schedule(config.optimizer, specs)
         else None,

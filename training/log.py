@@ -1,15 +1,20 @@
 """Creates the log of a run, with the facts about the experiment that metrics and report need."""
 
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from files import run_directory
 from input_pipeline import Dataset, ImageDataset
 from metrics.environment import environment
 from metrics.run_log import RunLog
 from metrics.throughput import StepTimer, peak_flops
+from metrics.units import format_seconds
 from sharding import hlo
 from sharding.mesh import MeshShape
 from training.experiment import Experiment
@@ -46,8 +51,8 @@ def make_log(
             peak and peak * shape.num_devices,
         ),
         files={
-            "config": config.to_dict(),
-            "environment": environment(
+            run_directory.CONFIG: config.to_dict(),
+            run_directory.ENVIRONMENT: environment(
                 {
                     "devices": f"{shape.num_devices} x {device.device_kind}",
                     "processes": jax.process_count(),
@@ -57,7 +62,7 @@ def make_log(
                     "xla_options": experiment.compiler_options(pipelined=experiment.plan.overlap),
                 }
             ),
-            "collectives": collectives,
+            run_directory.COLLECTIVES: collectives,
         },
         constants=sent,
         count_wire=jax.process_count() > 1,
@@ -78,3 +83,18 @@ def _collectives(step_fn: jax.stages.Compiled, shape: MeshShape) -> tuple[dict[s
         if jax.process_index() == 0:
             print(f"warning: {why}", file=sys.stderr)
         return {"problem": why}, {}
+
+
+def say(text: str) -> None:
+    """Prints a line in process 0."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+@contextmanager
+def announced(what: str, tell: Callable[[str], None]) -> Iterator[None]:
+    """Tells what begins, which may take minutes and prints nothing itself, and then how long it took."""
+    before = time.perf_counter()
+    tell(f"{what} ...")
+    yield
+    tell(f"{what}: done after {format_seconds(time.perf_counter() - before)}")

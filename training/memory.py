@@ -5,7 +5,6 @@ import shlex
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import jax
@@ -14,16 +13,12 @@ from jax.sharding import Sharding
 from metrics.units import format_bytes, format_count
 from runtime.consensus import all_gather, new_key
 from sharding.scopes import WorldTooSmallError
+from sharding.spec import nbytes
 from sharding.state import by_name, owner
 from training.experiment import Experiment, make_experiment
 
 REST = "(counters and the like)"  # of the optimizer's state: what belongs to no parameter
 MEMINFO, BOOT_ID = Path("/proc/meminfo"), Path("/proc/sys/kernel/random/boot_id")
-
-
-def nbytes(x: jax.ShapeDtypeStruct, sharding: Sharding | None = None) -> int:
-    """Returns the bytes of an array, of one device's shard of it if a sharding is given."""
-    return prod(sharding.shard_shape(x.shape) if sharding else x.shape) * x.dtype.itemsize
 
 
 def bytes_by_name(experiment: Experiment) -> dict[str, tuple[int, int, int]]:
@@ -32,7 +27,7 @@ def bytes_by_name(experiment: Experiment) -> dict[str, tuple[int, int, int]]:
     params: dict[str, jax.ShapeDtypeStruct] = by_name(shapes.params)
     gradients: dict[str, Sharding] = by_name(plan.shardings(plan.layout.gradients))
     optimizer = dict.fromkeys([*params, REST], 0)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes.opt_state):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes.chain):
         optimizer[owner(path, leaf, params) or REST] += nbytes(leaf, leaf.sharding)
     held = {name: (nbytes(x, x.sharding), nbytes(x, gradients[name]), optimizer[name]) for name, x in params.items()}
     return held | {REST: (0, 0, optimizer[REST])}

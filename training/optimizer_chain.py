@@ -10,26 +10,30 @@ import optax
 
 from compression.exchange import exchange
 from compression.hop_two import HopTwo, Setup
-from compression.local_sgd import LocalState, check_local_sgd, local_sgd, streamed
+from compression.local_sgd import LocalState, check_local_sgd, drift, local_sgd, streamed
 from compression.methods import method_named
 from compression.statistics import statistics
 from configs.schema import Config
+from configs.schema.own import OWN
 from optimizers import beside_averages, make_optimizer, watched
 from sharding.averages import part_averages
-from sharding.hop_two_in_backward import HopTwoInBackward
 from sharding.plan import ShardingPlan
 from sharding.redistribute import on_whole_tensors
+from sharding.state import Cut
+from sharding.step import Chain, States
 
 
-def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTransformation:
+def make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
     """Returns hop two and the downstream optimizer, or local SGD around both. ValueError for bad combinations."""
     compression, optimizer, local = config.compression, config.optimizer, config.local_sgd
-    setup = _setup(config, plan, specs)
+    setup = Setup(compression=compression, optimizer=optimizer, plan=plan, specs=specs)
     method = method_named(compression.hop_two)
     hop_two, downstream = _hop_two(method, setup), method.downstream(optimizer)
-    make = partial(make_optimizer, downstream, config.num_steps, specs, on_whole=partial(on_whole_tensors, plan))
+    inner = make_optimizer(downstream, config.num_steps, specs, on_whole=partial(on_whole_tensors, plan))
+    watching = partial(watch, hands_on=method.hands_on)
     if not local.inner_steps:
-        return make(hop_two)
+        early = method.early(setup)
+        return Chain(optax.chain(hop_two, inner), early=early and (lambda states: early(states[0])), watch=watching)
     check_local_sgd(local, plan.layout, config.num_steps)
     for refused, setting, fix in (
         (method.takes_over, f"compression.hop_two={compression.hop_two}", "none or a codec"),
@@ -40,7 +44,27 @@ def make_tx(config: Config, plan: ShardingPlan, specs: Any) -> optax.GradientTra
             raise ValueError(
                 f"{setting} does not go with local_sgd, which has an optimizer in each replica; set it to {fix}"
             )
-    return local_sgd(hop_two, make(optax.identity()), local, plan.layout.num_replicas)
+    tx = local_sgd(hop_two, inner, local, plan.layout.num_replicas)
+    early = streamed(method, setup, local) if local.streaming else None
+    return Chain(tx, early=early, drift=drift, watch=watching)
+
+
+def cut_of(name: str) -> Cut:
+    """Returns how what the optimizer `name` keeps besides arrays of the parameters' shapes is cut.
+
+    Of the built-in ones that is small, and whole on every device (Adafactor's factors); a registered one declares it,
+    or gets a ValueError.
+    """
+    if name not in OWN["optimizer"]:
+        return lambda path, shape: None
+
+    def refuse(path: str, shape: tuple[int, ...]) -> int | None:
+        raise ValueError(
+            f"optimizer.name={name} keeps {path} {list(shape)}, which has no parameter's shape and would lie whole on "
+            f"every device; declare how it is cut: {name}.cut = lambda path, shape: dim (None: whole)"
+        )
+
+    return getattr(OWN["optimizer"][name], "cut", refuse)
 
 
 def _hop_two(method: HopTwo, setup: Setup) -> optax.GradientTransformation:
@@ -57,26 +81,11 @@ def _hop_two(method: HopTwo, setup: Setup) -> optax.GradientTransformation:
     return beside_averages(hop_two, lambda updates, params: plain.update(updates, optax.EmptyState())[0])
 
 
-def overlapped_hop_two(config: Config, plan: ShardingPlan, specs: Any) -> HopTwoInBackward | None:
-    """Returns hop two as the backward passes run it; None if it comes after them, as part of the chain.
-
-    ValueError for a method that streaming local SGD cannot use.
-    """
-    method, setup = method_named(config.compression.hop_two), _setup(config, plan, specs)
-    if config.local_sgd.inner_steps:
-        return streamed(method, setup, config.local_sgd) if config.local_sgd.streaming else None
-    found = method.overlapped(setup)
-    return found and found.within(lambda opt_state: opt_state.exchange)
-
-
-def _setup(config: Config, plan: ShardingPlan, specs: Any) -> Setup:
-    return Setup(compression=config.compression, optimizer=config.optimizer, plan=plan, specs=specs)
-
-
-def watch(opt_state: Any, *, hands_on: str = "grad") -> dict[str, jax.Array]:
-    """Returns the logged scalars of the optimizer's state; with local SGD the maximum over the replicas.
+def watch(states: States, *, hands_on: str = "grad") -> dict[str, jax.Array]:
+    """Returns the logged scalars of the states of hop two and the optimizer; with local SGD the maximum over replicas.
 
     `hands_on`: what hop two returns, and the guard computes the norm of: `grad` or `update`.
     """
+    hop_two, opt_state = states
     guard = opt_state.inner.tree if isinstance(opt_state, LocalState) else opt_state
-    return {name: jnp.max(x) for name, x in watched(guard, hands_on=hands_on).items()} | statistics(opt_state)
+    return {name: jnp.max(x) for name, x in watched(guard, hands_on=hands_on).items()} | statistics(hop_two)

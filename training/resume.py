@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from configs.schema import Config, flat, known_keys, may_change, with_defaults
+from files import run_directory
 from metrics.run_files import RunFiles, read_run
-from metrics.writer import METRICS_FILE
 from runtime.consensus import broadcast, new_key
 from state import Checkpointer, Restored, latest_config
 from state.checkpointer import Source
@@ -58,14 +58,15 @@ class Start:
 
 def has_begun(workdir: Path) -> bool:
     """Whether a run has logged a step in `workdir`."""
-    return (workdir / METRICS_FILE).exists()
+    return (workdir / run_directory.METRICS).exists()
 
 
 def is_finished(config: Config, workdir: Path) -> bool:
     """Whether `workdir` holds this run, finished; prints so. ValueError if it holds another run."""
     done = broadcast(new_key("finished"), lambda: _says_finished(config, workdir))
     if done:  # not if the last checkpoint is damaged: `restore` reports it and uses an older one
-        done = damage(workdir / "checkpoints" / str(config.num_steps), new_key("finished-checkpoint")) is None
+        last = workdir / run_directory.CHECKPOINTS / str(config.num_steps)
+        done = damage(last, new_key("finished-checkpoint")) is None
     if done and jax.process_index() == 0:
         print(f"{workdir} is finished: {config.num_steps} steps are done")
     return done
@@ -73,11 +74,12 @@ def is_finished(config: Config, workdir: Path) -> bool:
 
 def _says_finished(config: Config, workdir: Path) -> bool:
     files = read_run(workdir) if has_begun(workdir) else RunFiles(run_dir=workdir)
-    saved = latest_config(workdir / "checkpoints") or files.config  # there is no checkpoint if it stopped early
+    checkpoints = workdir / run_directory.CHECKPOINTS
+    saved = latest_config(checkpoints) or files.config  # there is no checkpoint if it stopped early
     if not saved:
         return False
     check_same_run(saved, config, workdir)
-    last = workdir / "checkpoints" / str(config.num_steps)
+    last = checkpoints / str(config.num_steps)
     return files.summary.get("exit_reason") == "finished" and last.exists()
 
 

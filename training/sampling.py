@@ -17,16 +17,17 @@ from training.experiment import Experiment
 class Sampler:
     """Continues the prompt of the config. The constructor raises ValueError for a bad prompt.
 
-    `warning` is what to tell the user whose model writes text, but is no decoder of ours; "" if there is nothing.
+    `warnings` are lines for the user whose model writes text, but is no decoder of ours.
     """
 
     def __init__(self, experiment: Experiment, data: Dataset, config: SampleConfig) -> None:
-        self._experiment, self._config, self.warning = experiment, config, ""
+        self._experiment, self._config = experiment, config
+        self.warnings: list[str] = []
         self.wanted = isinstance(experiment.model, models.Decoder) and config.length > 0
         if not self.wanted:
             kind, objective = experiment.config.model.kind, experiment.config.data.objective
             if config.length and objective == "causal":
-                self.warning = f"no sample: model.kind={kind} cannot be sampled; set sample.length=0"
+                self.warnings.append(f"warning: no sample: model.kind={kind} cannot be sampled; set sample.length=0")
             return
         assert isinstance(experiment.model, models.Decoder) and not isinstance(data, ImageDataset)
         self._tokenizer = data.tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from input_pipeline import Batches, Dataset, ImageDataset, MixedDataset, TextDataset
+from input_pipeline import Dataset, ImageDataset, MixedDataset, TextDataset
 from training.experiment import Experiment
 
 
@@ -91,9 +91,7 @@ class Validator:
         ex = self._experiment
         size, end = ex.batches.global_size, len(source)  # rows beyond the split are padding, not the next epoch's
         count = min(self._num_batches, -(-end // size))
-        with Batches(
-            source, global_size=size, rows=ex.batches.local_rows, start_step=0, prefetch=1, end=end
-        ) as batches:
+        with ex.batches.read(source, 0, prefetch=1, end=end) as batches:
             return [ex.batches.to_devices(next(batches)) for _ in range(count)]
 
 

@@ -62,8 +62,7 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns the options and, after `--`, changes of the config; ValueError says what is wrong."""
     ours, changes = split(argv)
-    parser = OneLineParser(prog="python -m cluster.chaos", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(prog="python -m cluster.chaos", description=__doc__)
     parser.add_argument("--config", default="configs/elastic.py:tiny", help="of the run (default: %(default)s)")
     parser.add_argument("--events", type=int, default=30, help="how many are drawn (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the drawn events (default: %(default)s)")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cluster.chaos.plan import Fault
 from cluster.chaos.run import NOTICED, ElasticRun
+from files import run_directory
 from runtime.events import Event
 
 RECOVERY_S = 300.0
@@ -85,43 +86,16 @@ def settle(run: ElasticRun) -> None:
 # ------------------------------------------------------------------------------------------------------ kinds
 
 
-def sigterm(run: ElasticRun, node: int) -> None:
-    """Asks one process to stop, and so the whole run."""
-    os.kill(run.program(node), signal.SIGTERM)
-
-
-def preempt(run: ElasticRun, node: int) -> None:
-    """Announces that a node leaves, as a cloud does: SIGTERM to its Ray."""
-    run.alive.discard(node)
-    os.kill(run.launcher(node), signal.SIGTERM)
-
-
-def kill_process(run: ElasticRun, node: int) -> None:
-    """Ends a process of the run."""
-    os.kill(run.program(node), signal.SIGKILL)
-
-
 def kill_node(run: ElasticRun, node: int) -> None:
     """Ends a node with all its processes and its memory."""
     run.alive.discard(node)
     run.tell("kill", node)
 
 
-def cut(run: ElasticRun, node: int) -> None:
-    """Cuts a node's link, and restores it later; then the node joins again."""
-    run.tell("cut", node)
-    run.later(AWAY_S, lambda: run.tell("heal", node))
-
-
-def freeze_process(run: ElasticRun, node: int) -> None:
-    """Stops a process of the run, for good."""
-    os.kill(run.program(node), signal.SIGSTOP)
-
-
-def freeze_node(run: ElasticRun, node: int) -> None:
-    """Stops all processes of a node, and continues them later; then the node joins again."""
-    run.tell("stop", node)
-    run.later(AWAY_S, lambda: run.tell("cont", node) if node in run.alive else None)
+def preempt(run: ElasticRun, node: int) -> None:
+    """Announces that a node leaves, as a cloud does: SIGTERM to its Ray."""
+    run.alive.discard(node)
+    os.kill(run.launcher(node), signal.SIGTERM)
 
 
 def kill_all(run: ElasticRun, node: int) -> None:
@@ -134,24 +108,33 @@ def kill_all(run: ElasticRun, node: int) -> None:
         run.add()
 
 
-def join(run: ElasticRun, node: int) -> None:
-    """Brings up one more node."""
-    del node
-    run.add()
+def signalled(number: int) -> Callable[[ElasticRun, int], None]:
+    """Returns the event that sends a signal to the process of the run on a node."""
+    return lambda run, node: os.kill(run.program(node), number)
 
 
-KINDS: dict[str, Callable[[ElasticRun, int], None]] = {
-    "sigterm": sigterm,
+def for_a_while(verb: str, undo: str) -> Callable[[ElasticRun, int], None]:
+    """Returns the event that tells the emulator something about a node, and undoes it later: the node joins again."""
+
+    def act(run: ElasticRun, node: int) -> None:
+        run.tell(verb, node)
+        run.later(AWAY_S, lambda: run.tell(undo, node) if node in run.alive else None)
+
+    return act
+
+
+KINDS: dict[str, Callable[[ElasticRun, int], object]] = {
+    "sigterm": signalled(signal.SIGTERM),
     "preempt": preempt,
-    "kill_process": kill_process,
+    "kill_process": signalled(signal.SIGKILL),
     "kill_node": kill_node,
-    "cut": cut,
-    "freeze_process": freeze_process,
-    "freeze_node": freeze_node,
-    "kill_in_snapshot": kill_process,
-    "kill_in_checkpoint": kill_process,
+    "cut": for_a_while("cut", "heal"),
+    "freeze_process": signalled(signal.SIGSTOP),
+    "freeze_node": for_a_while("stop", "cont"),
+    "kill_in_snapshot": signalled(signal.SIGKILL),
+    "kill_in_checkpoint": signalled(signal.SIGKILL),
     "kill_all": kill_all,
-    "join": join,
+    "join": lambda run, node: run.add(),
 }
 
 
@@ -210,4 +193,4 @@ def _open_slots(memory: Path) -> Callable[[], bool]:
 
 
 def _unfinished(run: ElasticRun) -> set[Path]:
-    return {*(run.workdir / "checkpoints" / "unfinished").glob("*/*")}
+    return {*(run.workdir / run_directory.CHECKPOINTS / "unfinished").glob("*/*")}

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from cluster.control import ask
+from cluster.namespaces import namespace_of, processes, processes_in
 from runtime.events import Event, EventReader
 from runtime.progress import read_progress
 
@@ -193,8 +194,8 @@ class ElasticRun:
         return Path(f"/proc/{self._inits()[node]}/root/dev/shm")
 
     def _processes(self, node: int, word: str) -> list[int]:
-        namespace = _namespace(init := self._inits()[node], "pid")
-        found = [pid for pid in _pids() if pid != init and _namespace(pid, "pid") == namespace]
+        init = self._inits()[node]
+        found = [pid for pid in processes_in(namespace_of(init, "pid")) if pid != init]
         found = [pid for pid in found if any(word in text for text in _arguments(pid))]
         if not found:
             raise RunError(f"no process with {word} in node{node}; the run said:\n{self._last_lines()}")
@@ -203,7 +204,7 @@ class ElasticRun:
     def _inits(self) -> dict[int, int]:
         """Returns process 1 of each node (-1: the switch), and records their namespaces, for `left`."""
         hosts, inits = str((self.folder / "nodes" / "hosts").resolve()), {}
-        for pid in _pids():
+        for pid in processes():
             words = _arguments(pid)
             if hosts in words and any(word.endswith("node_init.py") for word in words):
                 name = words[words.index(hosts) - 1]
@@ -213,8 +214,8 @@ class ElasticRun:
 
     def _hold(self, pid: int) -> None:
         for kind in NAMESPACES:
-            name = _namespace(pid, kind)
-            if name not in ("", _namespace(os.getpid(), kind), *self._namespaces):
+            name = namespace_of(pid, kind)
+            if name not in ("", namespace_of(os.getpid(), kind), *self._namespaces):
                 with contextlib.suppress(OSError):  # it has ended in the meantime
                     self._namespaces[name] = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
 
@@ -229,21 +230,11 @@ class ElasticRun:
         return left
 
     def _left(self) -> Iterator[str]:
-        for pid in _pids():
+        for pid in processes():
             words = _arguments(pid)
-            namespaces = {_namespace(pid, kind) for kind in NAMESPACES}
+            namespaces = {namespace_of(pid, kind) for kind in NAMESPACES}
             if pid != os.getpid() and (namespaces & self._namespaces.keys() or f"--name={self._name}" in words):
                 yield f"process {pid}: {' '.join(words)[:120]}"
-
-
-def _pids() -> list[int]:
-    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
-
-
-def _namespace(pid: int, kind: str) -> str:
-    with contextlib.suppress(OSError):  # gone in between, or another user's
-        return os.readlink(f"/proc/{pid}/ns/{kind}")
-    return ""
 
 
 def _arguments(pid: int) -> list[str]:

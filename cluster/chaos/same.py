@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from configs.schema import CheckpointConfig
+from files import run_directory
 from metrics.run_files import read_run, series
 from state import Checkpointer, manifest
 
@@ -40,7 +41,7 @@ def compare_losses(run: Path, reference: Path) -> Largest:
 
 def compare_parameters(run: Path, reference: Path) -> Largest:
     """Returns the largest difference of a parameter array: of one value, as a share of the array's largest value."""
-    ours, theirs = (_parameters(folder / "checkpoints") for folder in (run, reference))
+    ours, theirs = (_parameters(folder / run_directory.CHECKPOINTS) for folder in (run, reference))
     if ours.keys() != theirs.keys():
         raise ValueError(f"{run} and {reference} hold different models, or different steps")
     apart = {name: float(np.abs(x - theirs[name]).max() / np.abs(theirs[name]).max()) for name, x in ours.items()}

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Returns the options of the command line. ValueError for a mistake in them."""
-    parser = OneLineParser(prog="python -m cluster.probe", description="Measures the links.", allow_abbrev=False)
+    parser = OneLineParser(prog="python -m cluster.probe", description="Measures the links.")
     parser.add_argument(
         "--out", type=named_path, default=Path("runs/probe"), help="directory for probe.json and probe.png"
     )

@@ -4,8 +4,8 @@
     config.optimizer.learning_rate
     config.to_dict()                        # as in `config.json` and in checkpoints
 
-Each section is in the file of its name; `python -m configs.schema` prints docs/config.md. Imports the standard library
-only.
+The larger sections are in files of their names; `python -m configs.schema` prints docs/config.md. Imports the standard
+library only.
 """
 
 import functools
@@ -13,16 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from configs.schema.batch import BatchConfig
-from configs.schema.checkpoint import CheckpointConfig
 from configs.schema.compression import WITH_WARMUP, CompressionConfig
 from configs.schema.data import DataConfig
-from configs.schema.elastic import ElasticConfig
-from configs.schema.eval import EvalConfig
-from configs.schema.keys import Key, Section, abbreviates, flat, key, keys_of, nearest
-from configs.schema.local_sgd import LocalSGDConfig
-from configs.schema.mesh import MeshConfig
-from configs.schema.model import (
+from configs.schema.keys import Key, Section, abbreviates, flat, key, keys_of, nearest  # noqa: F401
+from configs.schema.model import (  # noqa: F401
     MODELS,
     DecoderConfig,
     EncoderConfig,
@@ -35,45 +29,17 @@ from configs.schema.model import (
     model_sections,
 )
 from configs.schema.optimizer import OptimizerConfig
-from configs.schema.sample import SampleConfig
+from configs.schema.sections import (
+    BatchConfig,
+    CheckpointConfig,
+    ElasticConfig,
+    EvalConfig,
+    LocalSGDConfig,
+    MeshConfig,
+    SampleConfig,
+)
 from configs.schema.sharding import ShardingConfig
 from configs.schema.stages import refuse
-
-__all__ = [
-    "MODELS",
-    "BatchConfig",
-    "CheckpointConfig",
-    "CompressionConfig",
-    "Config",
-    "DataConfig",
-    "DecoderConfig",
-    "ElasticConfig",
-    "EncoderConfig",
-    "EvalConfig",
-    "ImageConfig",
-    "Key",
-    "LocalSGDConfig",
-    "MeshConfig",
-    "ModelConfig",
-    "MoeConfig",
-    "OptimizerConfig",
-    "ResNetConfig",
-    "SampleConfig",
-    "Section",
-    "ShardingConfig",
-    "TransformerConfig",
-    "ViTConfig",
-    "abbreviates",
-    "check_names",
-    "defaults",
-    "flat",
-    "key",
-    "known_keys",
-    "may_change",
-    "model_sections",
-    "nearest",
-    "sections",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +153,7 @@ def check_names(values: Mapping[str, Any]) -> str:
             )
     for name in given:
         if name not in known:
-            fix = key_of_others(name, kind) or f"is not a key; the nearest is {nearest(name, list(known))}"
-            raise ValueError(f"{name} {fix}")
+            raise ValueError(unknown_key(name, kind))
     for name, declared in known.items():
         if name not in given:
             raise ValueError(f"{name} is missing from the config; its default is {declared.default!r}")
@@ -199,13 +164,13 @@ def _of_model(names: Iterable[str]) -> set[str]:
     return {name for name in names if name.startswith("model.")}
 
 
-def key_of_others(name: str, kind: str) -> str:
-    """Returns what is wrong with a key that model.kind=`kind` does not have, but others do; "" if none has it."""
+def unknown_key(name: str, kind: str) -> str:
+    """Returns what is wrong with a key that model.kind=`kind` does not have: others may have it."""
     others = [other for other in model_sections() if name in known_keys(other)]
     if kind not in model_sections() or not others:
-        return ""
+        return f"{name} is not a key; the nearest is {nearest(name, [*known_keys(kind)])}"
     return (
-        f"is not a key of model.kind={kind}, but of {', '.join(others)}; a config file chooses the kind, "
+        f"{name} is not a key of model.kind={kind}, but of {', '.join(others)}; a config file chooses the kind, "
         f"by config.model = base.model({others[0]!r})"
     )
 

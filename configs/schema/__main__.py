@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from configs.schema import MODELS, Config, Key, Section, keys_of, sections
+from configs.schema import MODELS, Config, Key, Section, TransformerConfig, keys_of, sections
+from configs.schema.model import ImageConfig, ModelConfig
 
 HEAD = """# Config
 
@@ -11,35 +12,47 @@ This is one of [its pages](README.md), listed there in the order in which to rea
 
 Every key of a config with its default and its meaning, written by `python -m configs.schema > docs/config.md` from
 `configs/schema/`. An experiment changes keys in its file (`config.batch.global_size = 64`), a command line with
-`--config.batch.global_size=64`. "resumable": a resumed run may change the value
-([Training](training.md#a-run)). NaN is never allowed.
+`--config.batch.global_size=64`. A star: a resumed run may change the value ([Training](training.md#a-run)). NaN is
+never allowed.
 """
 
 
 def page() -> str:
-    """Returns the page: one table per section, and one per kind of model."""
+    """Returns the page: one table per section; of the models, keys that several have in common stand once."""
     parts = [HEAD, table("Keys without a section", "", keys_of(Config))]
     for name, section in sections("").items():
-        if name != "model":
-            parts.append(_section(f"`{name}`", section))
-            continue
-        parts += [_section(f"`model` with `kind={kind}`", model) for kind, model in MODELS.items()]
+        parts += _models() if name == "model" else [table(f"`{name}`", _about(section), keys_of(section))]
     return "\n".join(parts)
 
 
-def _section(title: str, section: type[Section]) -> str:
-    return table(title, (section.__doc__ or "").partition("\n")[0], keys_of(section))
+def _models() -> list[str]:
+    titles = {ModelConfig: "`model`", TransformerConfig: "`model` of text", ImageConfig: "`model` of images"}
+    titles |= {model: f"`model` with `kind={kind}`" for kind, model in MODELS.items()}
+    parts = []
+    for model, title in titles.items():
+        (base,) = model.__bases__
+        known = keys_of(base) if base in titles else {}
+        own = {name: key for name, key in keys_of(model).items() if name not in known or _differ(key, known[name])}
+        parts.append(table(title, _about(model) + f" Further keys: {titles.get(base)}." * bool(known), own))
+    return parts
+
+
+def _differ(key: Key, known: Key) -> bool:
+    return key != known and "model" not in key.topics  # each has its own model.kind
+
+
+def _about(section: type[Section]) -> str:
+    return (section.__doc__ or "").partition("\n")[0]
 
 
 def table(title: str, about: str, keys: Mapping[str, Key]) -> str:
     """Returns a heading, a description, and a table with one row per key."""
     lines = [f"## {title}\n", *([f"{about}\n"] if about else [])]
-    lines += ["| key | type | default | allowed | meaning | resumable |", "|---|---|---|---|---|---|"]
+    lines += ["| key | default | allowed | meaning |", "|---|---|---|---|"]
     for name, key in keys.items():
-        kind = f"{key.type_name} ({key.unit})" if key.unit else key.type_name
-        allowed = ", ".join(f"`{choice}`" for choice in key.choices) or key.range
-        cells = (f"`{name}`", kind, f"`{key.default!r}`", allowed, key.meaning, "yes" if key.resumable else "")
-        lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in cells))
+        allowed = ", ".join(f"`{choice}`" for choice in key.choices) or f"{key.type_name} {key.range}".strip()
+        meaning = f"{key.meaning} ({key.unit})" if key.unit else key.meaning
+        lines.append(f"| `{name}`{'*' * key.resumable} | `{key.default!r}` | {allowed} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 

@@ -11,10 +11,8 @@ HOP_TWO = (*CODECS, "two_bit", "one_bit", *METHODS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressionConfig(Section):
+class CompressionConfig(Section, name="compression"):
     """The method of hop two, and the codecs of the gathers and of hop one."""
-
-    SECTION = "compression"
 
     hop_two: str = key("none", "method for gradients between replicas", choices=HOP_TWO, topics=("hop_two", "codec"))
     gather_inter: str = key("none", "codec of parameters gathered between nodes", choices=CODECS, topics=("codec",))

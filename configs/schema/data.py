@@ -12,10 +12,8 @@ SOURCES = ("stdlib_text", "folder", "shards", "synthetic", "digits", TFDS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(Section):
+class DataConfig(Section, name="data"):
     """The source of the examples, and their preparation."""
-
-    SECTION = "data"
 
     source: str = key(
         "stdlib_text",

@@ -1,23 +1,26 @@
 """Declaration of config keys: default, meaning, allowed values, unit, and whether a resumed run may change them."""
 
+import ast
 import difflib
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 from configs.schema.own import OWN
 
 Value = TypeVar("Value")
-TYPES: Mapping[Any, tuple[str, str]] = {  # their names in the documentation and in errors
-    bool: ("bool", "True or False"),
-    int: ("int", "a whole number"),
-    float: ("float", "a number"),
-    str: ("str", "a string"),
-    str | int: ("str", "a string or a whole number"),
-    tuple[int, ...]: ("tuple of int", "a tuple of whole numbers"),
+BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
+# the name in the documentation, that in errors, and the value of a text; KeyError, ValueError or SyntaxError for others
+TYPES: Mapping[Any, tuple[str, str, Callable[[str], Any]]] = {
+    bool: ("bool", "True or False", lambda text: BOOLS[text.lower()]),
+    int: ("int", "a whole number", int),
+    float: ("float", "a number", float),
+    str: ("str", "a string", str),
+    str | int: ("str", "a string or a whole number", str),
+    tuple[int, ...]: ("tuple of int", "a tuple of whole numbers", ast.literal_eval),
 }
 NAME = ":NAME"  # suffix of a choice that allows any name: `tfds:NAME` allows `tfds:lm1b`
 
@@ -28,15 +31,15 @@ class Key:
 
     default: Any
     meaning: str
-    type: Any
-    choices: tuple[str | int, ...]
-    topics: tuple[str, ...]  # of `register`, whose names are choices too
-    least: float | None
-    above: float | None
-    most: float | None
-    below: float | None
-    unit: str
-    resumable: bool
+    type: Any = None  # the annotation, which `keys_of` adds
+    choices: Sequence[str | int] = ()
+    topics: Sequence[str] = ()  # of `register`, whose names are choices too
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    unit: str = ""
+    resumable: bool = False  # whether a resumed run may change it
 
     @property
     def type_name(self) -> str:
@@ -63,6 +66,13 @@ class Key:
         """The allowed choices, with commas; "" if any value is allowed."""
         return ", ".join(map(str, self.every_choice))
 
+    def parse(self, text: str) -> Any:
+        """Returns the value that a text on the command line means; other text as it is, which `check` refuses."""
+        try:
+            return TYPES[self.type][2](text)
+        except (KeyError, ValueError, SyntaxError):
+            return text
+
     def check(self, name: str, value: Any) -> None:
         """Raises ValueError if `value` is not allowed for the key, whose full name is `name`."""
         if not _has_type(value, self.type):
@@ -86,34 +96,9 @@ class Key:
         )
 
 
-def key(
-    default: Value,
-    meaning: str,
-    *,
-    choices: Sequence[str | int] = (),
-    topics: Sequence[str] = (),
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-    unit: str = "",
-    resumable: bool = False,
-) -> Value:
-    """Declares a key as a field of a section. `topics`: of `register`; `resumable`: a resumed run may change it."""
-    declared = Key(
-        default=default,
-        meaning=meaning,
-        type=None,  # the annotation, which `keys_of` adds
-        choices=tuple(choices),
-        topics=tuple(topics),
-        least=least,
-        above=above,
-        most=most,
-        below=below,
-        unit=unit,
-        resumable=resumable,
-    )
-    return field(default=default, metadata={"key": declared})
+def key(default: Value, meaning: str, **facts: Any) -> Value:
+    """Declares a key as a field of a section; `facts` are further fields of `Key`."""
+    return field(default=default, metadata={"key": Key(default=default, meaning=meaning, **facts)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +107,10 @@ class Section:
 
     SECTION: ClassVar[str] = ""  # its name in the config
     RESUMABLE: ClassVar[bool] = False  # whether a resumed run may change all of its keys
+
+    def __init_subclass__(cls, name: str = "", *, resumable: bool = False) -> None:
+        if name:
+            cls.SECTION, cls.RESUMABLE = name, resumable
 
     def __post_init__(self) -> None:
         for name, declared in keys_of(type(self)).items():

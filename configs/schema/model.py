@@ -14,10 +14,9 @@ ACTIVATION = "activation of the MLP; gelu is the tanh approximation"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Section):
+class ModelConfig(Section, name="model"):
     """The keys of all models."""
 
-    SECTION = "model"
     OBJECTIVE: ClassVar[str] = "causal"  # the value of data.objective that the model learns
 
     kind: str = key("decoder", KIND, choices=KINDS, topics=("model",))

@@ -9,10 +9,8 @@ NAMES = ("adamw", "sgd", "lamb", "lars", "adafactor", "muon")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Section):
+class OptimizerConfig(Section, name="optimizer"):
     """The optimizer, its schedule, clipping, and the guard against non-finite updates."""
-
-    SECTION = "optimizer"
 
     name: str = key("adamw", "optimizer", choices=NAMES, topics=("optimizer",))
     learning_rate: float = key(1e-3, "peak learning rate", above=0, below=math.inf)

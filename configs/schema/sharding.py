@@ -6,11 +6,8 @@ from configs.schema.keys import Section, key
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardingConfig(Section):
+class ShardingConfig(Section, name="sharding", resumable=True):
     """A strategy or three custom scopes, and the collectives over them."""
-
-    SECTION = "sharding"
-    RESUMABLE = True
 
     strategy: str = key(
         "mics",

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 
 from ml_collections import ConfigDict
 
-from configs import base
 from configs.overrides import Overrides, over
 from configs.sweeps import partition_size_by_rate
 
@@ -21,9 +20,8 @@ EMULATE = "--nodes=4 --devices_per_node=2"
 sweep_rate = partition_size_by_rate.sweep_rate
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config that the runs share: that of partition_size_by_rate, with a group in each node."""
-    base.no_argument(arg, __file__)
     config = partition_size_by_rate.get_config()
     config.num_steps = 10
     config.sharding.partition_size = 2

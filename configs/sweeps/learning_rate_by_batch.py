@@ -16,9 +16,8 @@ from configs.overrides import Overrides, over, zip_
 METRIC = "validation_loss"
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config that the runs share."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.mesh.num_cpu_devices = 1
     config.sharding.strategy = "ddp"

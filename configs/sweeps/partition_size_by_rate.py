@@ -18,19 +18,16 @@ METRIC = "step_time_s"
 EMULATE = "--nodes=4 --devices_per_node=2"
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config that the runs share: 8 devices, 2.1 M parameters, a micro-step of one row per device."""
-    base.no_argument(arg, __file__)
     config = base.get_config()
     config.num_steps = 5
     config.model.update({"hidden": 256, "intermediate": 1024, "num_layers": 2})
     config.data.update({"source": "synthetic", "seq_len": 64})
     config.batch.update({"global_size": 16, "micro_size": 1})
     config.optimizer.warmup_steps = 0
-    config.checkpoint.every = 0
     config.elastic.snapshot_every = 0  # a snapshot's copies cross the same links during the first steps
-    config.eval.update({"every": 0, "num_batches": 1})
-    config.sample.length = 0
+    base.for_timing(config)
     return config
 
 

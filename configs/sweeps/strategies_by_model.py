@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from ml_collections import ConfigDict
 
-from configs import tiny_bert, tiny_gpt2, tiny_llama
+from configs import base, tiny_bert, tiny_gpt2, tiny_llama
 from configs.overrides import Overrides, over
 
 METRIC = "inter_bytes"
@@ -30,9 +30,7 @@ def get_config(arg: str = "gpt2") -> ConfigDict:
     config.data.seq_len = 64
     config.batch.update({"global_size": 16, "micro_size": 1})
     config.optimizer.warmup_steps = 0
-    config.checkpoint.every = 0
-    config.eval.update({"every": 0, "num_batches": 1})
-    config.sample.length = 0
+    base.for_timing(config)
     return config
 
 

@@ -51,7 +51,7 @@ class Weights:
         unused = {name for name in self._files if not ignored(model, architecture, name)}
         for path, tensor in self._tensors.items():
             for layer in tensor.layers:
-                wanted = tensor.match.name_in(layer)
+                wanted = tensor.name_in(layer)
                 name = next((x for x in spellings(architecture, wanted) if x in self._files), None)
                 if name is None:
                     raise ValueError(f"{self.folder} has no tensor {wanted}, of shape {_times(tensor.their_shape)}")
@@ -95,18 +95,17 @@ class Weights:
 
     def _fill(self, out: np.ndarray, tensor: Tensor, layer: int | None, bounds: list[tuple[int, int]]) -> None:
         """Copies the region `bounds` of one layer into `out`, as far as it is no padding."""
-        match = tensor.match
         stops = [min(stop, size) for (_, stop), size in zip(bounds, tensor.shape, strict=True)]
         wanted = [slice(start, max(start, stop)) for (start, _), stop in zip(bounds, stops, strict=True)]
         inside = tuple(slice(0, part.stop - part.start) for part in wanted)
         if any(part.start == part.stop for part in wanted):
             return  # padding alone
-        first = match.part * tensor.shape[-1]
+        first = tensor.part * tensor.shape[-1]
         wanted[-1] = slice(wanted[-1].start + first, wanted[-1].stop + first)
-        name = self._names[match.path, layer]
-        theirs = self._slice(name)[tuple(wanted[::-1] if match.transposed else wanted)]
+        name = self._names[tensor.path, layer]
+        theirs = self._slice(name)[tuple(wanted[::-1] if tensor.transposed else wanted)]
         with np.errstate(over="ignore"):  # a float64 may become infinite
-            out[inside] = theirs.T if match.transposed else theirs
+            out[inside] = theirs.T if tensor.transposed else theirs
         if not (np.isfinite(out[inside].min()) and np.isfinite(out[inside].max())):  # no array of booleans
             what = "a NaN or an infinity" if not np.isfinite(theirs).all() else "a number beyond float32"
             raise ValueError(f"{self._files[name].path}: {name} has {what}, with which no model can be trained")

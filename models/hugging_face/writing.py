@@ -79,14 +79,12 @@ def write(
     total = sum(prod(shape) * ITEM_BYTES for _, shape in _theirs(found))
     opened = {path: _File(path, shapes) for path, shapes in files.items()}
     place = {name: opened[path] for path, shapes in files.items() for name in shapes}
-    for _, group in groupby(found, key=lambda tensor: tensor.match.name):
+    for _, group in groupby(found, key=lambda tensor: tensor.name):
         parts, values = [*group], []  # without those of the parameter before
-        values = [read(tensor.match.path) for tensor in parts]
+        values = [read(tensor.path) for tensor in parts]
         for layer in parts[0].layers:
             whole = np.concatenate([_one(t, value, layer) for t, value in zip(parts, values, strict=True)], axis=-1)
-            place[parts[0].match.name_in(layer)].write(
-                parts[0].match.name_in(layer), whole.T if parts[0].match.transposed else whole
-            )
+            place[parts[0].name_in(layer)].write(parts[0].name_in(layer), whole.T if parts[0].transposed else whole)
     for file in opened.values():
         file.close()
         os.replace(f"{file.path}{UNFINISHED}", file.path)
@@ -106,14 +104,14 @@ def _one(tensor: Tensor, value: np.ndarray, layer: int | None) -> np.ndarray:
 def _theirs(found: list[Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields name and shape of each of their tensors: layer by layer, between embedding and head."""
     stacked = [tensor for tensor in found if tensor.layers != (None,)]
-    before = [tensor for tensor in found if tensor.match.path.startswith("embed/")]
+    before = [tensor for tensor in found if tensor.path.startswith("embed/")]
     after = [tensor for tensor in found if tensor not in stacked and tensor not in before]
     order = [(tensor, None) for tensor in before]
     order += [(tensor, layer) for layer in (stacked[0].layers if stacked else ()) for tensor in stacked]
     order += [(tensor, None) for tensor in after]
     for tensor, layer in order:
-        if tensor.match.part == 0:
-            yield tensor.match.name_in(layer), tensor.their_shape
+        if tensor.part == 0:
+            yield tensor.name_in(layer), tensor.their_shape
 
 
 def _files(folder: Path, found: list[Tensor], max_bytes: int) -> dict[Path, dict[str, tuple[int, ...]]]:

@@ -1,0 +1,88 @@
+"""Examples of text by index: windows of tokens, as inputs, targets and weights."""
+
+import hashlib
+import json
+
+import numpy as np
+
+from configs.schema import DataConfig
+from input_pipeline import index, packing, streams
+from input_pipeline.rows import row_arrays
+from input_pipeline.tokenizers import Tokenizer
+
+
+class StreamWindows(index.Windows):
+    """Windows of a token stream: tokens `[i * T, i * T + T + 1)` if causal, `[i * T, i * T + T)` if masked."""
+
+    def __init__(self, stream: streams.Stream, seq_len: int, objective: str) -> None:
+        self.content, self.bytes_per_token = stream.sha256, stream.bytes_per_token
+        self._tokens, self._seq_len = np.asarray(stream.tokens), seq_len
+        self._overlap = int(objective == "causal")
+        self._length = index.num_windows(len(stream.tokens), seq_len, objective)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, window: int) -> np.ndarray:
+        start = window * self._seq_len
+        return np.asarray(self._tokens[start : start + self._seq_len + self._overlap], np.int32)
+
+
+class TextDataset:
+    """Examples `dataset[i]` for every i >= 0, an endless sequence of epochs, each of which visits every window once.
+
+    An example holds the arrays of `row_arrays` and is a pure function of (seed, i):
+    {"tokens": int32 [T], "targets": int32 [T], "weights": float32 [T]}.
+    Causal: targets are the next tokens, weights are 1. Masked: targets are the original tokens, weights are 1
+    where the model must predict them and 0 elsewhere. With a `data.packing` of documents, `segments` int32 [T] numbers
+    the documents, and weights are 0 where the target is not of the same document.
+    """
+
+    threads = 1  # that prepare batches; cutting windows is cheap
+
+    def __init__(self, windows: index.Windows, tokenizer: Tokenizer, config: DataConfig, seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.seq_len = config.seq_len
+        self.row_arrays = row_arrays(config)
+        self.vocab_size = tokenizer.vocab_size(config.objective)
+        self.bytes_per_token = windows.bytes_per_token  # average over the split, for bits per byte
+        self._windows, self._objective, self._mask_rate = windows, config.objective, config.mask_rate
+        self._packs, self._pads = config.packing != "stream", config.packing == "whole"
+        self.filled = windows.filled
+        settings = {
+            "content": windows.content,
+            "tokenizer": tokenizer.identity,
+            "seq_len": config.seq_len,
+            "objective": config.objective,
+            "mask_rate": config.mask_rate if config.objective == "masked" else None,
+        }
+        settings |= {"packing": config.packing} if self._packs else {}
+        # Equal fingerprints and seeds mean equal examples.
+        self.fingerprint = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        """Returns the number of windows in an epoch."""
+        return len(self._windows)
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        if i < 0:
+            raise IndexError(f"example {i}: examples are numbered from 0")
+        window = self._windows[self._windows.window_of(int(i), self.seed)]
+        separator = self.tokenizer.separator
+        segments = {"segments": packing.segments(window[: self.seq_len], separator)} if self._packs else {}
+        if self._objective == "causal":
+            tokens, weights = window[:-1], np.ones(self.seq_len, np.float32)
+            if self._packs:
+                weights[tokens == separator] = 0
+            return {"tokens": tokens, "targets": window[1:].copy(), "weights": weights} | segments
+        tokens, weights = index.mask_tokens(
+            window,
+            key=(self.seed, int(i)),
+            rate=self._mask_rate,
+            mask_id=self.tokenizer.mask_id,
+            num_ids=self.tokenizer.num_ids,
+        )
+        if self._pads:
+            weights[packing.is_padding(window, separator)] = 0
+        return {"tokens": tokens, "targets": window, "weights": weights} | segments

@@ -1,0 +1,139 @@
+"""The tables and pictures of the papers' pages: Markdown written by hand, with marked tables that are filled here."""
+
+import re
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from paper import ablations, compression, gemini, mics, model_state, network, pipelines, throughput, traffic, zeropp
+from paper.plots import Bars, draw_bars, exactly
+from paper.records import Records
+from paper.scores import Comparison, mean_off, orders, percent, table
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+TABLES: Mapping[str, Callable[[Records], Comparison | str]] = {
+    "mics-volumes": lambda records: traffic.volumes(records, "mics"),
+    "mics-savings": traffic.savings,
+    "mics-two-hops": traffic.two_hops,
+    "mics-sizes": mics.sizes,
+    "mics-network": network.fits,
+    "mics-2": lambda _: Comparison(title="GB/s", cells=network.figure_2(network.fitted())),
+    "mics-13a": lambda _: Comparison(title="times", cells=network.figure_13a(network.fitted())),
+    "mics-7": throughput.sequences,
+    "mics-7-ratios": throughput.over_zero3,
+    "mics-7-means": throughput.means,
+    "mics-7-memory": throughput.memory,
+    "mics-9": throughput.contradiction,
+    "mics-scale-model": ablations.scale_model,
+    "mics-12-to-15": ablations.full_size,
+    "mics-12-to-15-means": ablations.means,
+    "mics-14": ablations.two_hops,
+    "mics-predictions": ablations.predictions,
+    "mics-text": ablations.in_the_text,
+    "mics-16": mics.losses,
+    "mics-megatron": pipelines.megatron,
+    "mics-pipelines": pipelines.formulas,
+    "zero-table-1": model_state.zero_table_1,
+    "zero-table-2": model_state.zero_table_2,
+    "zero-volumes": lambda records: traffic.volumes(records, "zero"),
+    "scopes-memory": model_state.scopes,
+    "scopes-volumes": lambda records: traffic.volumes(records, "amsp"),
+    "calls": traffic.calls,
+    "zeropp-volumes": lambda records: traffic.volumes(records, "zeropp"),
+    "zeropp-in-all": zeropp.in_all,
+    "zeropp-throughput": zeropp.throughput,
+    "zeropp-speed-up": zeropp.speed_up,
+    "compression-ratios": compression.ratios,
+    "compression-power-sgd": compression.power_sgd,
+    "compression-costs": compression.costs,
+    "compression-diloco": compression.diloco,
+    "gemini": gemini.recovery,
+    "summary": lambda records: summary(records),
+}
+# what the front page sums up, and how often our systems come in the published order
+SUMMARY: Mapping[str, tuple[str, Callable[[Records], tuple[int, int]] | None]] = {
+    "mics-volumes": ("MiCS, section 3: bytes by formula", None),
+    "mics-sizes": ("MiCS, table 1: parameters", None),
+    "mics-7": ("MiCS, figure 7: sequences/s", throughput.same_order),
+    "mics-7-ratios": ("MiCS, figure 7: MiCS over ZeRO-3", None),
+    "mics-12-to-15": ("MiCS, figures 12 to 15 at full size", ablations.same_order),
+    "mics-scale-model": ("MiCS, figures 12 to 15 on the scale model", None),
+    "zero-table-1": ("ZeRO, table 1: model state", None),
+    "zero-table-2": ("ZeRO, table 2: largest model", None),
+    "zero-volumes": ("ZeRO and FSDP: bytes by formula", None),
+    "scopes-memory": ("AMSP and PaRO: model state", None),
+    "scopes-volumes": ("AMSP: bytes by formula", None),
+    "zeropp-volumes": ("ZeRO++: bytes by formula", None),
+    "zeropp-throughput": ("ZeRO++: TFLOP/s of a GPU", lambda records: orders(zeropp.throughput(records).cells)),
+    "zeropp-speed-up": ("ZeRO++ over ZeRO-3", None),
+    "compression-ratios": ("DGC, MXNet, 1-bit Adam, DiLoCo: times smaller", None),
+    "compression-power-sgd": ("PowerSGD: MiB an epoch", None),
+}
+
+
+def pages() -> list[Path]:
+    """Returns the pages whose tables are filled."""
+    return [DOCS / "paper_tables.md", *sorted((DOCS / "papers").glob("*.md"))]
+
+
+def filled(text: str, records: Records) -> str:
+    """Returns a page with its marked tables as the records have them. ValueError for a mark of no table."""
+
+    def fill(mark: re.Match[str]) -> str:
+        return f"{mark[1]}\n{table_named(mark[2], records)}\n\n{mark[4]}"
+
+    return MARK.sub(fill, text)
+
+
+def table_named(name: str, records: Records) -> str:
+    """Returns a table as Markdown. ValueError with the nearest names if there is none of this name."""
+    if name not in TABLES:
+        near = get_close_matches(name, TABLES, n=3, cutoff=0)
+        raise ValueError(f"there is no table {name}; did you mean {' or '.join(near)}?")
+    found = TABLES[name](records)
+    return found if isinstance(found, str) else found.markdown()
+
+
+def summary(records: Records) -> str:
+    """Returns how far ours are from each paper's numbers: how many, mean and largest difference, and who wins."""
+    rows = []
+    for name, (title, order) in SUMMARY.items():
+        found = TABLES[name](records)
+        assert isinstance(found, Comparison)
+        cells = [cell for cell in found.cells if cell.off is not None]
+        worst = max((cell.off or 0.0 for cell in cells), key=abs)
+        in_order = " of ".join(map(str, order(records))) if order else ""
+        rows.append([title, f"{len(cells)}", f"{100 * mean_off(cells):.1f}%", percent(worst), in_order])
+    return table(["", "numbers", "mean difference", "largest", "in the published order"], rows)
+
+
+def bars(found: Comparison, title: str, *, is_logarithmic: bool = False) -> Figure:
+    """Returns the chart of a comparison: a bar for each published number, and one for ours."""
+    labels = [cell.name for cell in found.cells]
+    series = {
+        "published": [exactly(cell.published) for cell in found.cells],
+        "ours": [exactly(cell.ours) for cell in found.cells],
+    }
+    return draw_bars(Bars(labels=labels, series=series, title=title, line=1.0, is_logarithmic=is_logarithmic))
+
+
+PICTURES: Mapping[str, Callable[[Records], Figure]] = {
+    "paper_figure_7.png": lambda records: bars(
+        throughput.of_a_gpu(records),
+        "MiCS figure 7: sequences a second of a V100\n(ours: calculated from compiled programs; nothing ran on a GPU)",
+    ),
+    "paper_figures_12_to_15.png": lambda records: bars(
+        ablations.scale_model(records), "Throughput over that of the other; ours: measured on the scale model"
+    ),
+    "paper_figure_16.png": mics.plot,
+    "paper_zeropp.png": lambda records: bars(
+        zeropp.speed_up(records), "Throughput of ZeRO++ over ZeRO-3, 18 B on 384 V100; ours: replayed by the planner"
+    ),
+    "paper_compression.png": lambda records: bars(
+        compression.ratios(records), "Times smaller than uncompressed gradients (logarithmic)", is_logarithmic=True
+    ),
+}

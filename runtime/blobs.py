@@ -1,0 +1,191 @@
+"""Bytes on request between the processes of a run: parts of snapshots, and token shards.
+
+A process serves each connection that `handshake.py` has authenticated in a thread of its own. A request is a line of
+JSON, and bytes may follow it. The answer is {"wait": true} for every second that it takes, then {"size": N,
+"crc32": C} and N bytes, or {"error": WHY}. A malformed request closes the connection.
+"""
+
+import json
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import inf
+from typing import Any, BinaryIO, Self
+
+from files import json_objects
+from runtime.addresses import listen, own_address
+from runtime.handshake import Acceptor, introduce
+
+WAIT_S = 1.0
+_BLOCK_BYTES = 1 << 20
+
+# from a request, the process that makes it, and a stream of what follows the request, to the bytes of the answer
+Answer = Callable[[dict[str, Any], int, BinaryIO], memoryview]
+
+
+class PeerError(OSError):
+    """Another process, which the text names, does not give or take what it should."""
+
+
+class RefusedError(PeerError):
+    """It answers that it cannot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """The address at which a process serves."""
+
+    process: int
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"process {self.process} at {self.host}:{self.port}"
+
+
+class BlobService:
+    """Answers the requests of the other processes until it is closed."""
+
+    def __init__(self, purpose: str, answer: Answer, *, process: int, count: int, token: str) -> None:
+        """Listens for `count` processes at a port that the system chooses.
+
+        An OSError, LookupError or RuntimeError of `answer` is sent; any other exception closes the connection.
+        """
+        host = own_address()
+        listener = listen(host, count)
+        self.address = Address(process=process, host=host, port=listener.getsockname()[1])
+        self._answer = answer
+        self._acceptor = Acceptor(listener, token, purpose, count, self.serve)
+
+    def close(self) -> None:
+        """Stops the service."""
+        self._acceptor.close()
+
+    def serve(self, connection: socket.socket, process: int, host: str) -> None:
+        """Answers the requests of a process on `host` until the connection is closed."""
+        del host
+        # The errors of the closing are suppressed too: it sends what the other process no longer reads.
+        with suppress(OSError, ValueError, LookupError, TypeError), connection, connection.makefile("rwb") as stream:
+            while line := stream.readline():
+                request = json_objects.parse(line, "the request", lenient=True)
+                header, content = self._answered(request, process, stream)
+                _say(stream, header)
+                stream.write(content)
+                stream.flush()
+
+    def _answered(self, request: dict[str, Any], process: int, stream: Any) -> tuple[dict[str, Any], memoryview]:
+        """Returns the answer and its bytes; says every second that it takes long."""
+        result: list[tuple[dict[str, Any], memoryview] | Exception] = []
+
+        def work() -> None:
+            try:
+                content = self._answer(request, process, stream)
+                result.append(({"size": content.nbytes, "crc32": zlib.crc32(content)}, content))
+            except (OSError, LookupError, RuntimeError) as error:
+                result.append(({"error": f"{type(error).__name__}: {error}"}, memoryview(b"")))
+            except Exception as error:
+                result.append(error)
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(WAIT_S)
+        while thread.is_alive():
+            _say(stream, {"wait": True})
+            thread.join(WAIT_S)
+        if isinstance(result[0], Exception):
+            raise result[0]
+        return result[0]
+
+
+class Connection:
+    """A connection to another process' service; a context manager."""
+
+    def __init__(self, address: Address, token: str, purpose: str, me: int, *, silence_s: float) -> None:
+        """Connects as process `me`. PeerError if the other process is not there; it may be silent for `silence_s`."""
+        self._address, self._silence_s = address, silence_s
+        with self._explained():
+            self._socket = socket.create_connection((address.host, address.port), timeout=silence_s)
+            try:
+                introduce(self._socket, token, purpose, me, silence_s)
+            except OSError:
+                self._socket.close()
+                raise
+            self._socket.settimeout(silence_s)
+            self._stream = self._socket.makefile("rwb")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self.close()
+
+    def get(
+        self, request: Mapping[str, Any], size: int, *, wait_s: float = inf, receive_s: float = inf
+    ) -> Iterator[bytes]:
+        """Yields the `size` bytes asked for, in blocks. PeerError if that fails, or takes longer than it may.
+
+        `wait_s` is for the beginning of the answer, `receive_s` for the bytes.
+        """
+        with self._explained():
+            _say(self._stream, request)
+            answer = self._answer(wait_s)
+            if answer["size"] != size:
+                raise ConnectionError(f"it announces {answer['size']} bytes of {size}")
+            left, crc32, until_s = size, 0, time.monotonic() + receive_s
+            while left:
+                block = self._stream.read1(min(left, _BLOCK_BYTES))
+                if not block:
+                    raise ConnectionError("it closed the connection")
+                left, crc32 = left - len(block), zlib.crc32(block, crc32)
+                yield block
+                if time.monotonic() > until_s:
+                    raise TimeoutError("it sends too slowly")
+            if crc32 != answer["crc32"]:
+                raise ConnectionError("the bytes that came do not match their hash")
+
+    def put(self, request: Mapping[str, Any], contents: Iterable[memoryview]) -> None:
+        """Sends bytes behind a request, and returns when the other process has taken them. PeerError if that fails."""
+        with self._explained():
+            _say(self._stream, request)
+            for content in contents:
+                self._stream.write(content)
+            self._stream.flush()
+            self._answer()
+
+    def close(self) -> None:
+        """Closes the connection, even if the other process no longer reads what was to be sent."""
+        with self._socket, suppress(OSError):
+            self._stream.close()
+
+    def _answer(self, wait_s: float = inf) -> dict[str, Any]:
+        until_s = time.monotonic() + wait_s
+        while "wait" in (answer := self._read_line()):
+            if time.monotonic() > until_s:
+                raise TimeoutError("it has not answered in time")
+        if "error" in answer:
+            raise RefusedError(str(answer["error"]))
+        return answer
+
+    def _read_line(self) -> dict[str, Any]:
+        line = self._stream.readline()
+        try:
+            return json_objects.parse(line, "its answer")
+        except ValueError as error:
+            raise ConnectionError(str(error) if line else "it closed the connection") from None
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            kind = RefusedError if isinstance(error, RefusedError) else PeerError
+            raise kind(f"{self._address}: {error}") from error
+
+
+def _say(stream: Any, message: Mapping[str, Any]) -> None:
+    stream.write(json.dumps(message).encode() + b"\n")
+    stream.flush()

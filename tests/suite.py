@@ -1,0 +1,49 @@
+"""Which tests run when, and on which worker: derived from each file, so that a new one needs no line here.
+
+Two workers compute; the tests of `WAITING` share a third one, because they wait for time limits and other processes
+rather than use a core. All other tests of a file run on one worker, which compiles the programs they share once.
+"""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WAITING = frozenset(
+    f"test_{name}.py"
+    for name in (
+        *("chaos", "emulate", "emulate_nodes", "emulate_training", "handshake", "heartbeat", "joining", "probe"),
+        *("ray_ahead", "ray_cluster", "ray_engine", "ray_members", "ray_agent", "standby", "wire_bytes"),
+    )
+)
+JAX = {"jax", "optax", "flax", "workload"}  # `workload` is the models and steps that tests of strategies share
+
+
+def depends_on_jax(file: Path) -> bool:
+    """Whether a test file itself imports jax, or what stands for it: then it runs with every tested version of jax."""
+    tree = ast.parse(file.read_text())
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return any(name.split(".")[0] in JAX for name in names)
+
+
+def is_for_releases(item: Any) -> bool:
+    """Whether a test is of a page or record, or of one of the slow combinations beyond those that run every time."""
+    if item.get_closest_marker("document"):
+        return True
+    marks = item.callspec.marks if hasattr(item, "callspec") else ()
+    return item.path.name not in WAITING and any(mark.name == "slow" for mark in marks)
+
+
+def sort_and_mark(items: list[pytest.Item]) -> None:
+    """Gives every test its markers and its worker; long files come first, so that the workers end together."""
+    with_jax = {path: depends_on_jax(path) for path in {item.path for item in items}}
+    for item in items:
+        waits = item.path.name in WAITING
+        item.add_marker(pytest.mark.xdist_group("waiting" if waits else item.path.stem))
+        if with_jax[item.path]:
+            item.add_marker(pytest.mark.jax)
+        if is_for_releases(item):
+            item.add_marker(pytest.mark.release)
+    items.sort(key=lambda item: (item.path.name not in WAITING, not with_jax[item.path]))

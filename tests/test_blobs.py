@@ -1,0 +1,131 @@
+"""Bytes on request between processes: whole or an error that names the other process, and nothing for strangers."""
+
+import json
+import socket
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+import pytest
+
+from runtime import blobs
+from runtime.blobs import Address, BlobService, Connection, PeerError, RefusedError
+from runtime.handshake import admit
+
+TOKEN = "a" * 64
+CONTENT = bytes(range(256)) * 10
+
+
+def answer(request: dict[str, Any], process: int, content: BinaryIO) -> memoryview:
+    """Gives CONTENT after a while, takes what is put if it is CONTENT of process 1."""
+    if "put" in request:
+        if process != 1:
+            raise ValueError("it may not")
+        if content.read(request["put"]) != CONTENT:
+            raise OSError("no room")
+        return memoryview(b"")
+    threading.Event().wait(request.get("after_s", 0.0))
+    return memoryview({"a": CONTENT}[request["get"]])
+
+
+@pytest.fixture
+def service() -> Iterator[BlobService]:
+    found = BlobService("tests", answer, process=0, count=2, token=TOKEN)
+    yield found
+    found.close()
+
+
+def connect(address: Address, *, token: str = TOKEN, me: int = 1) -> Connection:
+    return Connection(address, token, "tests", me, silence_s=20)
+
+
+def test_bytes_come_and_go_on_one_connection(service: BlobService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blobs, "WAIT_S", 0.05)
+    with connect(service.address) as connection:
+        for after_s in (0.0, 0.3):
+            assert b"".join(connection.get({"get": "a", "after_s": after_s}, len(CONTENT))) == CONTENT
+        connection.put({"put": len(CONTENT)}, [memoryview(CONTENT[:7]), memoryview(CONTENT[7:])])
+        with pytest.raises(RefusedError, match="OSError: no room"):
+            connection.put({"put": 3}, [memoryview(b"abc")])
+        assert b"".join(connection.get({"get": "a"}, len(CONTENT))) == CONTENT
+        with pytest.raises(PeerError, match="it has not answered in time"):
+            next(connection.get({"get": "a", "after_s": 5.0}, len(CONTENT), wait_s=0.1))
+
+
+def test_an_error_names_the_other_process_and_closing_adds_none(service: BlobService) -> None:
+    connection = connect(service.address)
+    with pytest.raises(RefusedError, match=rf"^process 0 at .*:{service.address.port}: KeyError: 'unknown'$"):
+        next(connection.get({"get": "unknown"}, 1))
+    with pytest.raises(PeerError, match=f"it announces {len(CONTENT)} bytes of 1"):
+        next(connection.get({"get": "a"}, 1))
+    connection.close()
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        nobody = Address(process=5, host="127.0.0.1", port=gone.getsockname()[1])
+    with pytest.raises(PeerError, match=rf"^process 5 at 127.0.0.1:{nobody.port}: .*refused$"):
+        connect(nobody)
+
+
+@pytest.mark.parametrize("request_line", [{"put": 1}, {"other": 1, "get": []}])
+def test_what_may_not_be_asked_closes_the_connection(service: BlobService, request_line: dict[str, Any]) -> None:
+    with connect(service.address, me=2) as connection, pytest.raises(PeerError, match="it closed the connection"):
+        next(connection.get(request_line, 1))
+
+
+def test_strangers_get_nothing(service: BlobService) -> None:
+    with pytest.raises(PeerError, match="it closed the connection"):
+        connect(service.address, token="b" * 64)
+    with socket.create_connection((service.address.host, service.address.port), timeout=60) as stranger:
+        stranger.sendall(b'1 host challenge proof\n{"get": "a"}\n')
+        received = b""
+        with suppress(ConnectionResetError):
+            while block := stranger.recv(1000):
+                received += block
+        assert received.count(b"\n") <= 1  # the challenge alone
+
+
+def test_process_that_goes_before_its_answer_ends_its_connection_alone(service: BlobService) -> None:
+    """Neither writing the answer nor closing the connection, which writes it once more, is an error of this node."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(b'{"get": "unknown"}\n')
+    service.serve(ours, 1, "another host")
+    assert ours.fileno() == -1  # closed
+
+
+def closes_early(stream: Any) -> None:
+    stream.write(json.dumps({"size": 4, "crc32": 0}).encode() + b"\nab")
+
+
+def damages(stream: Any) -> None:
+    stream.write(json.dumps({"size": 4, "crc32": zlib.crc32(b"abcd")}).encode() + b"\nabCd")
+
+
+def dawdles(stream: Any) -> None:
+    stream.write(json.dumps({"size": 4, "crc32": zlib.crc32(b"abcd")}).encode() + b"\n")
+    for byte in (b"a", b"b", b"c", b"d"):
+        stream.write(byte)
+        stream.flush()
+        threading.Event().wait(0.2)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error"),
+    [(closes_early, "closed the connection"), (damages, "do not match their hash"), (dawdles, "sends too slowly")],
+)
+def test_half_damaged_or_slow_answers_are_errors(behaviour: Callable[[Any], None], error: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            accepted, _ = listener.accept()
+            with accepted:
+                admit(accepted, TOKEN, "tests")
+                with accepted.makefile("rwb") as stream:
+                    stream.readline()
+                    behaviour(stream)
+
+        threading.Thread(target=serve, daemon=True).start()
+        address = Address(process=3, host="127.0.0.1", port=listener.getsockname()[1])
+        with connect(address) as connection, pytest.raises(PeerError, match=f"process 3 at .*{error}"):
+            b"".join(connection.get({"get": "a"}, 4, receive_s=0.3))

@@ -1,0 +1,194 @@
+"""What happens between two steps: hooks, called after each step with its number, the state and the metrics.
+
+    hooks = [every(1, report), every(40, validate, at_end=True), every(80, keeper.save, at_end=True, at_stop=True)]
+
+The first reports the step: the others find its row in the log. One of your own: docs/training.md.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+
+from metrics.run_log import RunLog
+from runtime.consensus import broadcast, new_key
+from runtime.events import Event
+from runtime.phases import Phase
+from runtime.supervisor import Supervisor
+from sharding.step import TrainState
+from state import Checkpointer
+from state.snapshots import Snapshots
+from training.experiment import Experiment
+from training.log import announced
+from training.validation import Validator
+
+Metrics = dict[str, jax.Array | float]
+
+
+class NonFiniteError(RuntimeError):
+    """Too many non-finite updates in a row."""
+
+
+class Hook(Protocol):
+    """Something between two steps."""
+
+    def __call__(self, step: int, state: TrainState, metrics: Metrics) -> object:
+        """Is called when `step` was dispatched; `metrics` are on the devices, and may not be there yet.
+
+        A hook may add numbers to them for those after it.
+        """
+        ...
+
+
+@dataclass
+class Periodic:
+    """A hook that calls another after some of the steps, and if wanted after the one at which the run ends."""
+
+    hook: Hook
+    due: Callable[[int], bool]
+    at_end: bool = False  # also after the last step of the run
+    at_stop: bool = False  # also before the run stops because it was asked to
+    done: int = 0  # the newest step that called the hook, or need not
+
+    def __call__(self, step: int, state: TrainState, metrics: Metrics, *, is_last: bool = False) -> None:
+        """Calls the hook if `step` is due."""
+        if self.due(step) or (is_last and self.at_end):
+            self._call(step, state, metrics)
+
+    def close(self, step: int, state: TrainState, metrics: Metrics, *, finished: bool) -> None:
+        """Calls the hook when no step follows: the run is finished or asked to stop, maybe before its first step."""
+        if step != self.done and (self.at_end if finished else self.at_stop):
+            self._call(step, state, metrics)
+
+    def _call(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        self.hook(step, state, metrics)
+        self.done = step
+
+
+def every(steps: int, hook: Hook, *, at_end: bool = False, at_stop: bool = False, done: int = 0) -> Periodic:
+    """Returns the hook after every `steps`-th step (0: none), and at the end or where the run stops, if wanted."""
+    due = lambda step: steps > 0 and step % steps == 0
+    return Periodic(hook, due, at_end, at_stop, done)
+
+
+class Report:
+    """Logs every step, one step late where steps are dispatched asynchronously: nothing waits for numbers."""
+
+    def __init__(
+        self, ex: Experiment, log: RunLog, supervisor: Supervisor, counters: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """`counters`: what else is logged of a step."""
+        self._ex, self._log, self._supervisor, self._counters = ex, log, supervisor, counters
+        self._rates = ex.learning_rates()
+        self._pending: tuple[int, Metrics, Mapping[str, float]] | None = None
+        self._warned = self._reported = 0  # steps
+
+    def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Takes a step that was dispatched, and reports the one before it."""
+        self.flush()
+        self._pending = step, metrics, self._counters()
+        if not self._ex.dispatches_asynchronously:
+            self.flush()
+
+    def flush(self) -> None:
+        """Reports what was not reported yet; called before what needs the row of its own step."""
+        pending, self._pending = self._pending, None
+        if pending:
+            self._supervisor.enter(Phase.STEPPING)  # in which its numbers are waited for
+            self._report(*pending)
+            self._supervisor.enter(Phase.RECORDING)
+
+    def close(self) -> None:
+        """Reports what was not reported yet, and how often the model's warning applied."""
+        self.flush()
+        if self._warned > 1:
+            self._log.say(f"the warning above applied to {self._warned} of {self._reported} steps")
+
+    def _report(self, step: int, metrics: Metrics, counters: Mapping[str, float]) -> None:
+        """Waits for a step and logs its numbers. NonFiniteError after too many non-finite updates in a row."""
+        scalars = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        self._supervisor.completed(step)
+        in_a_row = scalars.pop("skipped_in_a_row")
+        updates = step - int(scalars["skipped_steps"])  # a skipped step does not move the schedule
+        if self._rates is not None:
+            scalars["learning_rate"] = float(self._rates[max(updates, 1) - 1])
+        self._log.step(step, {**scalars, **counters})
+        self._reported += 1
+        if warning := self._ex.model.warning(scalars):
+            self._warned += 1
+            if self._warned == 1:
+                self._log.say(f"step {step}: {warning}; said once, counted at the end")
+        if self._reported == 1:
+            self._supervisor.events.write(Event.FIRST_STEP, step=step)
+        if in_a_row >= self._ex.config.optimizer.max_skipped:
+            raise NonFiniteError(
+                f"{in_a_row:.0f} updates in a row were not finite, the last at step {step}; the parameters "
+                f"are as before them. Lower optimizer.learning_rate or set optimizer.clip_norm, in another --workdir"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validate:
+    """Measures and logs how good the model is on the validation data, and adds it to the metrics."""
+
+    validator: Validator
+    log: RunLog
+    report: Report
+
+    def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        self.report.flush()
+        with spent(self.log, "validation_s"):
+            if not self.validator.is_compiled:
+                with announced("compiling the validation", self.log.say):
+                    self.validator.compiled()
+            validation = self.validator(state.params)
+            self.log.validation(step, validation.scalars(), validation.message)
+        metrics |= validation.scalars()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeper:
+    """Keeps the state of a step, in the nodes' memories or in a checkpoint, after the rows up to it are written."""
+
+    log: RunLog
+    report: Report
+    checkpointer: Checkpointer
+    snapshots: Snapshots
+    supervisor: Supervisor
+    config: dict[str, Any]
+    position: Mapping[str, Any]  # in the data, besides the step
+
+    def saved(self) -> int:
+        """Returns the newest step with a checkpoint, 0 if there is none."""
+        return broadcast(new_key("saved"), lambda: self.checkpointer.latest_step() or 0)
+
+    def snapshot(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Keeps a state in memory."""
+        self._write_rows()
+        with spent(self.log, "snapshot_s"):
+            if self.snapshots.save(step, state, data={"step": step, **self.position}, config=self.config):
+                self.supervisor.events.write(Event.SNAPSHOT_BEGUN, step=step)
+
+    def save(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Starts saving a checkpoint."""
+        self._write_rows()
+        with spent(self.log, "checkpoint_s"):
+            data = {"step": step, **self.position}
+            best = {name: float(metrics[name]) for name in ("validation_loss",) if name in metrics}
+            self.checkpointer.save(step, state, data=data, config=self.config, metrics=best)
+            self.supervisor.events.write(Event.CHECKPOINT_BEGUN, step=step)
+
+    def _write_rows(self) -> None:
+        self.report.flush()
+        self.log.flush()
+
+
+@contextmanager
+def spent(log: RunLog, key: str) -> Iterator[None]:
+    """Logs the seconds of its body apart from those of training."""
+    before = time.perf_counter()
+    yield
+    log.spent(key, time.perf_counter() - before)
