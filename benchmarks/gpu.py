@@ -55,7 +55,7 @@ class Device:
 def main(argv: Sequence[str]) -> int:
     """Runs all repetitions and prints the table; returns the exit code."""
     parser = argparse.ArgumentParser(description="Tokens per second and MFU on GPUs.", allow_abbrev=False)
-    parser.add_argument("--pytorch", default="", help="a Python that has torch, to run it beside ours")
+    parser.add_argument("--pytorch", default="", help="a Python that has torch, to compare with")
     parser.add_argument("--sizes", default="124m,350m,1.3b", help=f"of {', '.join(gpu_decoder.SIZES)}, with commas")
     parser.add_argument("--repetitions", type=int, default=3, help="of each side, in turn, at least 1")
     parser.add_argument("--steps", type=int, default=40, help="of each repetition")

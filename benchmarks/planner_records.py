@@ -4,9 +4,9 @@
 
 `example` and `spot`: BERT 10B on p4d.24xlarge, a search and a run on spot nodes. `curves`: a model of about 10 B
 parameters on 8 to 4096 A100s with several strategies. They are in results/derived/planner_*.json. XLA for GPUs is
-needed (`make .venv/h100/installed`). Programs are taken from the planner's cache if they are there; the example says how many
-were. The curves' nineteen take minutes to compile on 2 cores. Without its search for tiles of a fused softmax XLA
-compiles them faster; their compute is slower, all alike.
+needed (`make .venv/h100/installed`). Programs are taken from the planner's cache if they are there; the example says
+how many were. The curves' nineteen take minutes to compile on 2 cores. Without its search for tiles of a fused softmax
+XLA compiles them faster; their compute is slower, all alike.
 """
 
 import argparse

@@ -70,8 +70,8 @@ def timed_steps() -> Iterator[dict[str, Any]]:
         if optimizer := method_named(line["codec"]).takes_over:
             keys[name]["optimizer.name"] = optimizer
         runs[line["commit"] == session, name, line["rate"]].append(line["step_time_s"])
-    for (beside, name, rate), seconds in runs.items():
-        found = {"name": name, "rate": rate, "keys": keys[name], "beside_the_rates": beside}
+    for (with_rates, name, rate), seconds in runs.items():
+        found = {"name": name, "rate": rate, "keys": keys[name], "beside_the_rates": with_rates}
         yield {**found, "runs": len(seconds), "measured_s": median(seconds)}
 
 

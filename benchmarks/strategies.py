@@ -54,7 +54,7 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--only", default="", help="names of strategies, with commas")
     parser.add_argument("--scale_model", action="store_true")
-    parser.add_argument("--pytorch", default="", help="a Python that has torch, to run it beside ours")
+    parser.add_argument("--pytorch", default="", help="a Python that has torch, to compare with")
     return parser.parse_args(words)
 
 
