@@ -1,7 +1,8 @@
 """The pages of the docs: their head, and the tables that a program fills from records."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 
 BACK = (
     "[mics-jax](../README.md) trains large sharded models on clusters with a slow network.\n"
@@ -18,18 +19,19 @@ def head(title: str) -> str:
 def filled(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
     """Returns a page with the text of `tables` between `<!-- table: NAME -->` and `<!-- end -->`.
 
-    ValueError if there is no table of such a name.
+    ValueError with the nearest names if there is no table of such a name.
     """
 
     def table(found: re.Match[str]) -> str:
         if found[2] not in tables:
-            raise ValueError(f"<!-- table: {found[2]} --> is none of {', '.join(tables)}")
+            near = get_close_matches(found[2], tables, n=3, cutoff=0)
+            raise ValueError(f"there is no table {found[2]}; did you mean {' or '.join(near)}?")
         return f"{found[1]}\n{tables[found[2]]()}\n\n{found[3]}"
 
     return TABLE.sub(table, text)
 
 
-def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns a Markdown table."""
     return "\n".join(
         [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {' | '.join(row)} |" for row in rows)]

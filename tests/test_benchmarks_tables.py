@@ -63,7 +63,7 @@ def test_only_the_text_between_the_marks_is_written() -> None:
     text = filled(page, {"a": lambda: "| x |", "b": lambda: "| y |"})
     assert filled(text, {"a": lambda: "| x |", "b": lambda: "| y |"}) == text
     assert re.sub(r"<!--.*?-->\n", "", text) == "before\n\n| x |\n\nbetween\n\n| y |\n\nafter\n"
-    with pytest.raises(ValueError, match="<!-- table: a --> is none of b"):
+    with pytest.raises(ValueError, match="there is no table a; did you mean b?"):
         filled(page, {"b": str})
 
 
