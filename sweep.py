@@ -98,7 +98,7 @@ def run(
 
 def parser() -> OneLineParser:
     """Returns the parser of the flags."""
-    flags = OneLineParser(prog="sweep.py", description="Runs the configs of a sweep file.", allow_abbrev=False)
+    flags = OneLineParser(prog="sweep.py", description="Runs the configs of a sweep file.")
     flags.add_argument("--config", required=True, help="configs/sweeps/X.py")
     flags.add_argument("--sweep", default="", help="names of the file's sweeps to combine (default: all)")
     flags.add_argument(

@@ -20,7 +20,7 @@ from typing import Any
 
 from cluster import namespaces
 from cluster.control import Control, ask, check_name
-from cluster.job import Job, Outcome
+from cluster.job import Job
 from cluster.links import Links
 from cluster.nodes import Cluster, check_count
 from cluster.table import Monitor, shown
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         if missing := namespaces.missing_tool():
             raise ValueError(missing)
         namespaces.become_privileged([sys.executable, "-m", "cluster.emulate", *argv[1:]])
-        return run(options, links, [program, *command[1:]]).exit_code
+        return run(options, links, [program, *command[1:]])
     except (ValueError, OSError) as error:
         return complain(error)
     except KeyboardInterrupt:  # before the program ran
@@ -124,8 +124,8 @@ def control(argv: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------------ running
 
 
-def run(options: argparse.Namespace, links: Links, command: Sequence[str]) -> Outcome:
-    """Runs a program on an emulated cluster of its own, until all its processes have ended."""
+def run(options: argparse.Namespace, links: Links, command: Sequence[str]) -> int:
+    """Runs a program on an emulated cluster of its own until all its processes have ended; returns the exit code."""
     with (
         Control(options.name) as requests,
         Cluster(options.nodes, links, options.workdir, named_paths(command)) as cluster,
@@ -146,10 +146,9 @@ def run(options: argparse.Namespace, links: Links, command: Sequence[str]) -> Ou
                 requests.answer(lambda request: perform(request, job, monitor))
                 show()
                 time.sleep(POLL_S)
-        outcome = job.outcome()
-        traffic = {"links": asdict(links), "nodes": [asdict(node) for node in outcome.traffic]}
+        traffic = {"links": asdict(links), "nodes": [asdict(node) for node in cluster.traffic()]}
         (options.workdir / "traffic.json").write_text(json.dumps(traffic, indent=2) + "\n")
-    return outcome
+    return job.exit_code()
 
 
 def named_paths(command: Sequence[str]) -> list[Path]:

@@ -12,22 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from cluster.nodes import Cluster, Traffic
+from cluster.nodes import Cluster
 from runtime.exit_codes import ExitCode
 
 KILLED = 137
 COORDINATOR_PORT = 29400  # every port is free: the network is new
 TORCH_PORT = 29500
 TERM_S = 10.0  # between SIGTERM and SIGKILL
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a job ended: its exit code, those of its processes, and what the nodes sent and received."""
-
-    exit_code: int
-    exit_codes: list[int]
-    traffic: list[Traffic]
 
 
 @dataclass(kw_only=True)
@@ -115,14 +106,11 @@ class Job:
         self._send(signal.SIGKILL if self._interrupted else number)
         self._interrupted = True
 
-    def outcome(self) -> Outcome:
-        """Returns how the job ended: with the exit code of the process that failed first, if one did."""
-        codes = [process.code or 0 for process in self.processes]
+    def exit_code(self) -> int:
+        """Returns the exit code of the process that failed first; if none did, 0 unless all were killed with nodes."""
         if self._failure:
-            code = self._failure.code or 0
-        else:
-            code = KILLED if all(codes) else 0  # if all processes were killed with their nodes
-        return Outcome(exit_code=code, exit_codes=codes, traffic=self.cluster.traffic())
+            return self._failure.code or 0
+        return KILLED if all(process.code for process in self.processes) else 0
 
     def _start(self, node: int, command: Sequence[str], values: dict[str, int]) -> None:
         first = self.cluster.address(0)

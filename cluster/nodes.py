@@ -179,18 +179,11 @@ class Cluster:
             ports[name.strip()] = [int(counter) for counter in counters.split()]
         found = []
         for node in self.nodes:
-            counters = ports[f"p{node.number}"]  # received: bytes, packets, 6 others; then sent
-            tx, rx = counters[:2], counters[8:10]
-            found.append(
-                Traffic(
-                    node=node.number,
-                    rate=node.links.rate,
-                    tx_bytes=tx[0],
-                    rx_bytes=rx[0],
-                    tx_packets=tx[1],
-                    rx_packets=rx[1],
-                )
-            )
+            tx_bytes, tx_packets, *_ = ports[f"p{node.number}"]  # received: bytes, packets, 6 others; then sent
+            rx_bytes, rx_packets = ports[f"p{node.number}"][8:10]
+            sent = {"tx_bytes": tx_bytes, "tx_packets": tx_packets}
+            received = {"rx_bytes": rx_bytes, "rx_packets": rx_packets}
+            found.append(Traffic(node=node.number, rate=node.links.rate, **sent, **received))
         return found
 
     @property

@@ -4,7 +4,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from cluster.job import Job
@@ -14,12 +13,7 @@ HEADER = ("node", "host", "link", "state", "step", "sent MB/s", "received MB/s")
 SAMPLE_S = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """The traffic of all nodes so far: [sent, received] bytes."""
-
-    at_s: float
-    counts: list[tuple[int, int]]
+Sample = tuple[float, list[tuple[int, int]]]  # when, and the bytes that each node has sent and received so far
 
 
 class Monitor:
@@ -33,7 +27,7 @@ class Monitor:
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns one row per node, with the columns of `HEADER`; speeds are over a second or more."""
-        if time.monotonic() - self._now.at_s >= SAMPLE_S:
+        if time.monotonic() - self._now[0] >= SAMPLE_S:
             self._before, self._now = self._now, self._sample()
             self._step = self._newest_step()
         rows = []
@@ -53,15 +47,15 @@ class Monitor:
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
 
     def _sample(self) -> Sample:
-        counts = [(traffic.tx_bytes, traffic.rx_bytes) for traffic in self._job.cluster.traffic()]
-        return Sample(at_s=time.monotonic(), counts=counts)
+        return time.monotonic(), [(traffic.tx_bytes, traffic.rx_bytes) for traffic in self._job.cluster.traffic()]
 
     def _speeds(self, node: int) -> tuple[float, float]:
         """Returns bytes per second [sent, received]; 0 for a new node."""
-        if node >= len(self._before.counts) or self._now is self._before:
+        (now_s, now), (before_s, before) = self._now, self._before
+        if node >= len(before) or self._now is self._before:
             return 0.0, 0.0
-        (tx, rx), (tx_before, rx_before) = self._now.counts[node], self._before.counts[node]
-        took_s = self._now.at_s - self._before.at_s
+        (tx, rx), (tx_before, rx_before) = now[node], before[node]
+        took_s = now_s - before_s
         return (tx - tx_before) / took_s, (rx - rx_before) / took_s
 
     def _newest_step(self) -> str:

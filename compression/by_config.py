@@ -3,7 +3,7 @@
 from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
 from configs.schema import CompressionConfig
 from configs.schema.own import OWN
-from sharding.collectives import Codec, LevelCodecs, levels
+from sharding.coded import Codec, LevelCodecs, levels
 from sharding.mesh import inter_part
 from sharding.scopes import Layout
 

@@ -1,4 +1,4 @@
-"""Codecs: they encode values as the bytes that cross the slow network. sharding/collectives.py defines the interface.
+"""Codecs: they encode values as the bytes that cross the slow network. sharding/coded.py defines the interface.
 
 Payloads are byte arrays rather than arrays of a narrow dtype: XLA may widen the latter (a bf16 sum on CPUs) or move the
 conversion across a collective, but it leaves bytes as they are. The bytes sent are therefore the payload's size, and
@@ -25,7 +25,7 @@ class BFloat16:
     sparse: bool = False
 
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Returns two bytes per value."""
+        """Returns `uint8 [..., 2 N]` of `f32 [..., N]`: two bytes per value."""
         del key, real
         largest = float(jnp.finfo(jnp.bfloat16).max)
         x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
@@ -33,7 +33,7 @@ class BFloat16:
         return _to_bytes((bits >> 16).astype(jnp.uint16))  # XLA would materialise a bf16 array first
 
     def decode(self, payload: jax.Array) -> jax.Array:
-        """Returns the values."""
+        """Returns the values `f32 [..., N]` of `uint8 [..., payload_bytes(N)]`."""
         return _from_bytes(payload, jnp.bfloat16).astype(jnp.float32)
 
     def payload_bytes(self, size: int) -> int:
@@ -60,7 +60,7 @@ class Blockwise:
         return self.block
 
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Returns the integers, then the scales."""
+        """Returns `uint8 [..., payload_bytes(N)]` of `f32 [..., N]`: the integers, then the scales."""
         del real  # padding is zero, which does not change the maximum
         most = 2 ** (self.bits - 1) - 1
         blocks = _blocks(x, self.block)
@@ -74,7 +74,7 @@ class Blockwise:
         return jnp.concatenate([self._pack(integers), _to_bytes(scales[..., 0])], axis=-1)
 
     def decode(self, payload: jax.Array) -> jax.Array:
-        """Returns the values."""
+        """Returns the values `f32 [..., N]` of `uint8 [..., payload_bytes(N)]`."""
         blocks = payload.shape[-1] // self.payload_bytes(self.block)
         packed, scales = jnp.split(payload, [blocks * self.block * self.bits // 8], axis=-1)
         integers = self._unpack(packed).reshape(*payload.shape[:-1], blocks, self.block)
@@ -111,13 +111,13 @@ class TwoBit:
     sparse: bool = True
 
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Returns four values per byte, the first in the highest bits: 11 is plus, 10 is minus, 00 is zero."""
+        """Returns `uint8 [..., N / 4]` of `f32 [..., N]`, the first value highest: 11 is plus, 10 minus, 00 zero."""
         del key, real
         codes = jnp.where(x >= self.threshold, 3, jnp.where(x <= -self.threshold, 2, 0)).astype(jnp.uint8)
         return _pack_bits(codes, bits=2)
 
     def decode(self, payload: jax.Array) -> jax.Array:
-        """Returns the values."""
+        """Returns the values `f32 [..., N]` of `uint8 [..., payload_bytes(N)]`."""
         codes = _unpack_bits(payload, bits=2)
         return jnp.where(codes == 3, self.threshold, jnp.where(codes == 2, -self.threshold, 0.0)).astype(jnp.float32)
 
@@ -143,7 +143,7 @@ class OneBit:
         return self.block
 
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Returns eight signs per byte, the first in the highest bit, then the scales."""
+        """Returns `uint8 [..., payload_bytes(N)]` of `f32 [..., N]`: signs, the first highest, then scales."""
         del key
         sizes = jnp.abs(_blocks(x, self.block))
         if real is None:
@@ -155,7 +155,7 @@ class OneBit:
         return jnp.concatenate([_pack_bits((x >= 0).astype(jnp.uint8), bits=1), _to_bytes(scales)], axis=-1)
 
     def decode(self, payload: jax.Array) -> jax.Array:
-        """Returns the values."""
+        """Returns the values `f32 [..., N]` of `uint8 [..., payload_bytes(N)]`."""
         blocks = payload.shape[-1] // self.payload_bytes(self.block)
         signs, scales = jnp.split(payload, [blocks * self.block // 8], axis=-1)
         positive = _unpack_bits(signs, bits=1).reshape(*payload.shape[:-1], blocks, self.block)
@@ -182,18 +182,18 @@ def _to_bytes(x: jax.Array) -> jax.Array:
 
 
 def _from_bytes(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Undoes `_to_bytes`."""
+    """Undoes `_to_bytes`: `[..., N * itemsize]` becomes `[..., N]`."""
     return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, jnp.dtype(dtype).itemsize), dtype)
 
 
 def _pack_bits(codes: jax.Array, *, bits: int) -> jax.Array:
-    """Packs codes of `bits` bits into bytes, the first in the highest bits."""
+    """Packs codes `uint8 [..., N]` of `bits` bits into bytes `[..., N bits / 8]`, the first in the highest bits."""
     parts = codes.reshape(*codes.shape[:-1], -1, 8 // bits)
     return jnp.sum(parts << _shifts(parts.shape, bits), axis=-1, dtype=jnp.uint8)
 
 
 def _unpack_bits(packed: jax.Array, *, bits: int) -> jax.Array:
-    """Undoes `_pack_bits`."""
+    """Undoes `_pack_bits`: `[..., N bits / 8]` becomes `[..., N]`."""
     shape = (*packed.shape, 8 // bits)
     codes = (jnp.broadcast_to(packed[..., None], shape) >> _shifts(shape, bits)) & (2**bits - 1)
     return codes.reshape(*packed.shape[:-1], -1)

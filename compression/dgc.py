@@ -71,7 +71,7 @@ class DGCConfig:
         return (*before, self.sparsity)
 
     def stage(self, step: jax.Array) -> jax.Array:
-        """Returns the index of a step's stage."""
+        """Returns the index, int32 [], of a step's stage."""
         parts = len(self.stages) - 1
         return jnp.minimum(step * parts // self.warmup_steps, parts) if parts else jnp.zeros((), jnp.int32)
 
@@ -152,7 +152,7 @@ def _exchange_shards(
     unsent_R: Shards,
     velocity_R: Shards,
 ) -> tuple[Shards, Shards, Shards, Sent]:
-    """Exchanges this device's shards: vectors without compression, of all others the largest values."""
+    """Exchanges this device's shards `[1, ...]`: vectors without compression, of all others the largest values."""
     layout = plan.layout
     out, unsent, velocity, counts = [], [], [], []
     scale = _clip_scale(plan, [g[0] for g in grads_R], config.clip_norm) / layout.num_replicas
@@ -177,7 +177,7 @@ def _exchange_shards(
 
 
 def _poisons(placements: Sequence[Placement], grads: list[jax.Array], axes: Axes) -> list[jax.Array]:
-    """Returns NaN or 0 per tensor: one value for all tensors sharded over the same axes, so that copies stay equal."""
+    """Returns NaN or 0, f32 [], per tensor: one for all that the same axes shard, so that copies stay equal."""
     kinds = [(p.dim is None, p.tensor_dim is None, p.held) for p in placements]
     found = {
         kind: not_finite([g for g, other in zip(grads, kinds, strict=True) if other == kind], axes)
@@ -206,7 +206,7 @@ def _exchange_sparse(
 
 
 def _clip_scale(plan: ShardingPlan, grads: list[jax.Array], clip_norm: float) -> jax.Array:
-    """Returns the factor by which a replica clips its gradient, before accumulation.
+    """Returns the factor, f32 [], by which a replica clips its gradient, before accumulation.
 
     The paper (section 3.2, appendix C) clips a worker's share of the mean, G_k = g_k / R, to clip_norm / sqrt(R): a sum
     of R independent shares of norm x has the norm sqrt(R) x. So |g_k| / R is at most clip_norm / sqrt(R), and the
@@ -289,7 +289,7 @@ def _part(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _whole(part: jax.Array, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the tensor of `shape`, all-gathered from the parts of the devices of `axes`."""
+    """Returns the tensor of `shape`, all-gathered from the parts `[layers, n]` of the devices of `axes`."""
     parts = part[None]
     if axes:
         parts = all_gather_chunks(part.reshape(-1), axes, hierarchical=True, to="invarying").reshape(-1, *part.shape)
@@ -297,7 +297,7 @@ def _whole(part: jax.Array, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _placed(part: jax.Array, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
-    """Returns a tensor of `shape` that holds this device's part, and zeros elsewhere."""
+    """Returns a tensor of `shape` that holds this device's part `[layers, n]`, and zeros elsewhere."""
     devices = lax.axis_size(axes)
     mine = lax.axis_index(axes) if axes else 0
     return _joined(jnp.zeros((devices, *part.shape), part.dtype).at[mine].set(part), shape)

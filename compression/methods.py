@@ -1,13 +1,41 @@
 """All methods of hop two."""
 
+from collections.abc import Callable
+from typing import Any
+
+from compression.by_config import make_codec
 from compression.dgc import DGC
-from compression.exchange import EXCHANGES, with_codec
-from compression.hop_two import HopTwo
+from compression.encoded import encoded
+from compression.exchange import exchange, refuse_nothing_to_encode
+from compression.hop_two import HopTwo, Setup
 from compression.one_bit_adam import ONE_BIT_ADAM
 from compression.power_sgd import POWER_SGD
+from compression.summed import summed
 from configs.schema.own import OWN
 
-METHODS: tuple[HopTwo, ...] = (*EXCHANGES, ONE_BIT_ADAM, DGC, POWER_SGD)
+
+def with_codec(name: str) -> HopTwo:
+    """Returns the method that exchanges gradients with the codec called `name`."""
+
+    def of(function: Callable[..., Any]) -> Callable[[Setup], Any]:
+        def made(setup: Setup) -> Any:
+            codec = make_codec(name, setup.compression, rounding=setup.compression.rounding)
+            assert codec is not None
+            return function(setup.plan, codec, error_feedback=setup.compression.error_feedback)
+
+        return made
+
+    return HopTwo(name=name, build=of(exchange), refuse=refuse_nothing_to_encode, primitive=of(encoded))
+
+
+NONE = HopTwo(
+    name="none",
+    build=lambda setup: exchange(setup.plan),
+    refuse=lambda setup: None,
+    primitive=lambda setup: summed(setup.plan, packed=True),
+)
+CODECS = map(with_codec, ("bf16", "int8", "int4", "two_bit", "one_bit"))
+METHODS: tuple[HopTwo, ...] = (NONE, *CODECS, ONE_BIT_ADAM, DGC, POWER_SGD)
 
 
 def method_named(name: str) -> HopTwo:

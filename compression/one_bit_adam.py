@@ -23,7 +23,7 @@ from compression.exchange import exchange, refuse_nothing_to_encode
 from compression.hop_two import HopTwo, Setup
 from compression.statistics import dense_sent
 from configs.schema import OptimizerConfig
-from sharding.collectives import Codec
+from sharding.coded import Codec
 from sharding.plan import ShardingPlan
 
 PyTree = Any

@@ -71,7 +71,7 @@ class Matrix:
         return lax.psum(lax.dynamic_update_slice(whole, x, (*starts, 0)), self.axes)
 
     def approximate(self, block: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns this device's block of the rank-r sum of `block` over the replicas, and the new Q."""
+        """Returns this device's block `[layers, ...]` of the rank-r sum of `block` over the replicas, and the new Q."""
         rows, columns = (0, 1), (0, *range(2, len(self.shape)))
         m = block.reshape(*block.shape[:2], -1)
         local_q = self.local(q, columns)
@@ -163,7 +163,7 @@ def _exchange_shards(
     grads_R: Shards,
     residual_R: Shards,
 ) -> tuple[Shards, Shards, tuple[list[Any], Sent]]:
-    """Exchanges this device's shards: matrices by their factors, other parameters without compression."""
+    """Exchanges this device's shards `[1, ...]`: matrices by their factors, other parameters without compression."""
     layout = plan.layout
     out, kept, new_factors, counts = [], [], [], []
     for matrix, grad, residual, q in zip(matrices, grads_R, residual_R, factors, strict=True):

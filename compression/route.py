@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from compression.statistics import Sent
-from sharding.collectives import Codec, all_gather_chunks, all_to_all_rows, reduce_scatter_chunks
+from sharding.coded import Codec, all_to_all_rows
+from sharding.collectives import all_gather_chunks, reduce_scatter_chunks
 from sharding.mesh import inter_part, intra_part
 
 Axes = tuple[str, ...]

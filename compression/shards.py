@@ -57,6 +57,6 @@ def to_optimizer_scope(plan: ShardingPlan, shards: Shards) -> Shards:
 
 
 def not_finite(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> jax.Array:
-    """Returns NaN if a value on any device of `axes` is not finite, else 0: codecs would encode it as a number."""
+    """Returns f32 []: NaN if a value on a device of `axes` is not finite, else 0; a codec would send a number."""
     bad = sum(jnp.sum(~jnp.isfinite(x), dtype=jnp.float32) for x in xs)
     return jnp.where(lax.psum(bad, axes) > 0, jnp.nan, 0.0)

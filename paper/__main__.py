@@ -18,9 +18,7 @@ from runtime.command_line import OneLineParser
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fills or checks the pages; returns the exit code."""
-    parser = OneLineParser(
-        prog="python -m paper", description="Fills the papers' pages from the records.", allow_abbrev=False
-    )
+    parser = OneLineParser(prog="python -m paper", description="Fills the papers' pages from the records.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is stale")
     try:
         options = parser.parse_args(argv)

@@ -18,14 +18,8 @@ FIRST, LAST = 600, 300  # characters of a long error that are shown
 class OneLineParser(argparse.ArgumentParser):
     """A parser that raises ValueError for a user's mistake, as our own checks do; no abbreviations, help as written."""
 
-    def __init__(
-        self,
-        *,
-        allow_abbrev: bool = False,
-        formatter_class: Any = argparse.RawDescriptionHelpFormatter,
-        **options: Any,
-    ) -> None:
-        super().__init__(allow_abbrev=allow_abbrev, formatter_class=formatter_class, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         """Raises ValueError, with the nearest option for an unknown one."""

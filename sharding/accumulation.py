@@ -113,7 +113,7 @@ def scan_layers(
 
 
 def _scan_adding(run: Body, x: PyTree, stack: Accumulating) -> PyTree:
-    """Runs the layers; backwards, each adds its gradients to the sums."""
+    """Runs the layers of a stack `[L, ...]`; backwards, each adds its gradients to the sums `[L, ...]`."""
 
     def finish(i: jax.Array, grads: PyTree, sums: PyTree) -> tuple[None, PyTree]:
         return None, put(sums, stack.rule.finish(at(sums, i), grads, i), i)
@@ -131,7 +131,7 @@ def _scan_adding(run: Body, x: PyTree, stack: Accumulating) -> PyTree:
 def _scan_pipelined(
     body: Body, x: PyTree, stack: Accumulating, args: tuple[PyTree, ...], gather: Callable[[PyTree], PyTree]
 ) -> PyTree:
-    """Runs the layers with the communication of their neighbours beside them.
+    """Runs the layers of a stack `[L, ...]` while their neighbours communicate.
 
     The last layer stays out of both loops, and its gathered parameters are kept from the forward to the backward pass.
     The backward loop's last iteration gathers the first layer once more, in vain: the number of gathers is the same as
@@ -221,15 +221,15 @@ def _start_backwards(x: PyTree, carried: PyTree, first: PyTree) -> PyTree:
 
 
 def length(stack: PyTree) -> int:
-    """Returns the length of the first dim, which all tensors of a stack share."""
+    """Returns L of a stack `[L, ...]`."""
     return jax.tree.leaves(stack)[0].shape[0]
 
 
 def at(stack: PyTree, i: Index) -> PyTree:
-    """Returns entry `i` of each tensor."""
+    """Returns entry `i`, `[...]`, of each tensor `[L, ...]`."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), stack)
 
 
 def put(stack: PyTree, layer: PyTree, i: Index) -> PyTree:
-    """Returns the stack with its entries `i` replaced."""
+    """Returns the stack `[L, ...]` with its entries `i` replaced by `[...]`."""
     return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), stack, layer)

@@ -7,87 +7,21 @@ arrays. Everything here runs inside a `shard_map` whose data axes are manual. Wh
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from itertools import accumulate
 from math import lcm, prod
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.mesh import inter_part, intra_part
+from sharding.coded import PLAIN, LevelCodecs, coded_all_gather, coded_reduce_scatter, filled, levels
 from sharding.spec import Placement
 
 Collective = Callable[[jax.Array], jax.Array]  # packed shards to packed chunks, or back
 
 BUCKET_BYTES = 512 * 2**20  # tensors packed into one collective: bounds the memory that packing takes
 ALONE_BYTES = 3 * 2**19  # over gloo, from here on a call costs less than the copies of packing
-
-
-class Codec(Protocol):
-    """How values become the bytes that cross a network level (compression/codecs.py).
-
-    It works on rows: `encode` turns `f32 [..., N]` into `uint8 [..., payload_bytes(N)]`, `decode` turns those into
-    values again; N is a multiple of `multiple`.
-    """
-
-    @property
-    def multiple(self) -> int:
-        """The length of a row is a multiple of this."""
-        ...
-
-    @property
-    def sparse(self) -> bool:
-        """Whether it leaves values out, which are then decoded as zeros."""
-        ...
-
-    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Returns the payload of rows of values; `key` is for random rounding, `real` tells values from padding."""
-        ...
-
-    def decode(self, payload: jax.Array) -> jax.Array:
-        """Returns the values of a payload."""
-        ...
-
-    def payload_bytes(self, size: int) -> int:
-        """Returns the bytes of a row of `size` values."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class LevelCodecs:
-    """The codecs of a hop at its two network levels, between and inside nodes; None: values travel as they are."""
-
-    inter: Codec | None = None
-    intra: Codec | None = None
-
-    def over(self, axes: Sequence[str]) -> Codec | None:
-        """Returns the codec of a collective over `axes`."""
-        return self.inter if inter_part(axes) else self.intra
-
-    def used(self, scope: Sequence[str], *, hierarchical: bool) -> list[Codec]:
-        """Returns the codecs that a gather over `scope` uses, in the order of its levels."""
-        return [codec for axes in levels(scope, hierarchical=hierarchical) if (codec := self.over(axes))]
-
-
-PLAIN = LevelCodecs()
-
-
-def levels(scope: Sequence[str], *, hierarchical: bool) -> list[tuple[str, ...]]:
-    """Returns the axes that each collective of a gather crosses, in order.
-
-    Hierarchical (MiCS section 3.3): between nodes first, then inside the node. Flat: all at once.
-    """
-    inter, intra = inter_part(scope), intra_part(scope)
-    if hierarchical:
-        return [axes for axes in (inter, intra) if axes]
-    return [inter[::-1] + intra[::-1]] if scope else []
-
-
-def all_to_all_levels(scope: Sequence[str], *, hierarchical: bool) -> list[tuple[str, ...]]:
-    """Returns the axes of each all-to-all over a scope, on the way there: inside the node first, or all at once."""
-    return levels(scope, hierarchical=True)[::-1] if hierarchical else [tuple(scope)] if scope else []
 
 
 def all_gather_chunks(
@@ -97,7 +31,7 @@ def all_gather_chunks(
     size = x.size
     for axes in levels(scope, hierarchical=hierarchical):
         codec = codecs.over(axes)
-        x = _coded_all_gather(x, axes, codec, to) if codec else _all_gather(x, axes, to)
+        x = coded_all_gather(x, axes, codec, to) if codec else _all_gather(x, axes, to)
     if not hierarchical and len(scope) > 1:  # devices' order, outermost first: turn it into CHUNK_ORDER
         x = x.reshape(*(lax.axis_size(axis) for axis in reversed(scope)), size).transpose(
             *reversed(range(len(scope))), -1
@@ -115,50 +49,6 @@ def _all_gather(x: jax.Array, axes: tuple[str, ...], to: str) -> jax.Array:
     return lax.all_gather(x, axes, to=to)
 
 
-def _coded_all_gather(x: jax.Array, axes: tuple[str, ...], codec: Codec, to: str) -> jax.Array:
-    """Gathers what `[...]` becomes by encoding into `[n, ...]` (qwZ, ZeRO++ section 3.1); all get the same."""
-    values = _filled(x.reshape(1, -1).astype(jnp.float32), codec.multiple)
-    gathered = codec.decode(lax.all_gather(codec.encode(values, _no_key())[0], axes, to=to))
-    return gathered[:, : x.size].astype(x.dtype).reshape(-1, *x.shape)
-
-
-def _coded_reduce_scatter(rows: jax.Array, axes: tuple[str, ...], codec: Codec) -> jax.Array:
-    """Sums rows `[n, N]` over `axes` in f32, each encoded once; returns this device's (qgZ, ZeRO++ section 3.3)."""
-    sent = codec.encode(_filled(rows.astype(jnp.float32), codec.multiple), _no_key())
-    received = all_to_all_rows(sent, axes)
-    total = reduce(jnp.add, [codec.decode(row) for row in received])  # a reduction would write all rows out
-    return total[: rows.shape[-1]].astype(rows.dtype)
-
-
-def all_to_all_rows(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Sends row i of `[n, N]` to device i of `axes`; returns the rows `[n, N]` of all devices for this one."""
-    return lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
-
-
-def coded_all_to_all_rows(rows: jax.Array, axes: tuple[str, ...], codec: Codec | None) -> jax.Array:
-    """Sends row i of `[n, N]` floats to device i of `axes`, encoded by `codec`; returns those of all devices.
-
-    Sixteen-bit floats travel as integers.
-    """
-    if codec:
-        values = _filled(rows.astype(jnp.float32), codec.multiple)
-        received = codec.decode(all_to_all_rows(codec.encode(values, _no_key()), axes))
-        return received[:, : rows.shape[-1]].astype(rows.dtype)
-    if rows.dtype == jnp.bfloat16:
-        return lax.bitcast_convert_type(all_to_all_rows(lax.bitcast_convert_type(rows, jnp.uint16), axes), rows.dtype)
-    return all_to_all_rows(rows, axes)
-
-
-def _no_key() -> jax.Array:
-    """Gathers, hop one and tokens have no residuals that would need unbiased rounding: they round to the nearest."""
-    return jax.random.key(0)
-
-
-def _filled(rows: jax.Array, multiple: int) -> jax.Array:
-    """Returns rows `[n, N]` with zeros behind them, to a length that is a multiple of `multiple`."""
-    return jnp.pad(rows, ((0, 0), (0, -rows.shape[-1] % multiple)))
-
-
 def reduce_scatter_chunks(
     x: jax.Array, scope: Sequence[str], *, hierarchical: bool, by_ring: bool = False, codecs: LevelCodecs = PLAIN
 ) -> jax.Array:
@@ -170,7 +60,7 @@ def reduce_scatter_chunks(
     for axes in reversed(levels(scope, hierarchical=hierarchical)):
         rows = x.reshape(lax.axis_size(axes), -1)
         if codec := codecs.over(axes):
-            x = _coded_reduce_scatter(rows, axes, codec)
+            x = coded_reduce_scatter(rows, axes, codec)
         else:
             x = ring_reduce_scatter(rows, axes) if by_ring else lax.psum_scatter(rows, axes)
     return x.reshape(size)
@@ -213,7 +103,7 @@ class Group:
     tensor_is_manual: bool = False
 
     def gather(self, shards: Sequence[jax.Array], *, to: str = "varying") -> list[jax.Array]:
-        """Returns the full tensors of local `shards`; those without a partitioned dim come back as they are."""
+        """Returns the full tensors of local `shards` `[...]`; those without a partitioned dim come back as they are."""
         collective = partial(all_gather_chunks, hierarchical=self.hierarchical, to=to)
         return self._exchange(_gather_packed, collective, self.gather_codecs, shards)
 
@@ -241,7 +131,7 @@ class Group:
         return self.slice(summed)
 
     def slice(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns this device's shards of full `tensors`, without communication."""
+        """Returns this device's shards `[...]` of full `tensors`, without communication."""
         return [
             split(x, p.dim, lax.axis_size(axes))[lax.axis_index(axes)]
             if p.dim is not None and (axes := p.not_held(self.scope))
@@ -333,7 +223,7 @@ def _scatter_packed(
 
 def _pack(rows: Sequence[jax.Array], multiple: int) -> jax.Array:
     """Puts rows `[n, N_i]` side by side, each from a multiple of `multiple` on."""
-    return jnp.concatenate([_filled(row, multiple) for row in rows], axis=1)
+    return jnp.concatenate([filled(row, multiple) for row in rows], axis=1)
 
 
 def slice_apart(packed: jax.Array, shapes: Sequence[tuple[int, ...]], multiple: int = 1) -> list[jax.Array]:

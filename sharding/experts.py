@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from sharding.collectives import PLAIN, LevelCodecs, all_to_all_levels, coded_all_to_all_rows
+from sharding.coded import PLAIN, LevelCodecs, all_to_all_levels, coded_all_to_all_rows
 
 PyTree = Any
 Gather = Callable[[str, PyTree], PyTree]

@@ -48,7 +48,7 @@ def auto_gather(plan: ShardingPlan) -> Gather:
 
 
 def gather_tree(plan: ShardingPlan, placements: PyTree, shards: PyTree, scope: tuple[str, ...] | None = None) -> PyTree:
-    """Gathers local shards in one collective a network level, in the compute dtype; backwards it is hop one.
+    """Gathers local shards `[...]` in one collective a network level, in the compute dtype; backwards it is hop one.
 
     Over the parameters' scope, or over `scope`, the last axes by which the shards are cut.
     """
@@ -69,7 +69,7 @@ def gather_tree(plan: ShardingPlan, placements: PyTree, shards: PyTree, scope: t
 
 
 def hop_one(plan: ShardingPlan, placements: PyTree, grads: PyTree) -> PyTree:
-    """Reduce-scatters full gradients inside each partition group (MiCS section 3.4)."""
+    """Reduce-scatters full gradients `[...]` inside each partition group (MiCS section 3.4)."""
     leaves, tree = jax.tree.flatten(grads)
     group = plan.group(placements, plan.layout.parameters, coded=True)
     return tree.unflatten(_hop_one_leaves(plan, group, leaves))

@@ -101,7 +101,7 @@ def manual_gradients(
 
 
 def replica_parameters(plan: ShardingPlan, params: PyTree, drift_R: PyTree | None) -> PyTree:
-    """Returns this device's shards of its replica's parameters.
+    """Returns this device's shards `[...]` of its replica's parameters.
 
     With two hops their types differ between replicas, so that autodiff sums nothing over them: hop two is deferred.
     """
@@ -220,7 +220,7 @@ def _gather_for_micro_step(plan: ShardingPlan, placements: PyTree, shards: PyTre
 
 
 def same_on_all(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns `x`, equal on all devices of `axes`, with a type that says so; it is small where there is an axis."""
+    """Returns `x` `[...]`, equal on all devices of `axes`, with a type that says so; small where there is an axis."""
     return lax.pmean(vary(x, axes), axes) if axes else x
 
 

@@ -94,7 +94,7 @@ class Sums(NamedTuple):
 def in_last_micro_step(
     plan: ShardingPlan, early: Early, micro_step: MicroStep, carry: Carry, items: tuple[jax.Array, PyTree]
 ) -> tuple[Carry, Any]:
-    """Runs the micro-steps, and hop two of the sums inside the last one's backward pass."""
+    """Runs the micro-steps on `items` `[accum, ...]`, and hop two of the sums inside the last one's backward pass."""
     (sums, value), aux = lax.scan(micro_step, carry, jax.tree.map(lambda x: x[:-1], items))
     sums = _first_sums(plan, early, sums.grads, early.kept)
     # after the others: its forward pass needs nothing of them, and run before them it would hold its layers' inputs
@@ -106,7 +106,7 @@ def in_last_micro_step(
 def beside_micro_steps(
     plan: ShardingPlan, early: Early, micro_step: MicroStep, carry: Carry, items: tuple[jax.Array, PyTree]
 ) -> tuple[Carry, Any]:
-    """Runs the micro-steps, and hop two of that part of what waits whose turn it is.
+    """Runs the micro-steps on `items` `[accum, ...]`, and hop two of that part of what waits whose turn it is.
 
     A piece of it beside each of them, or without `sharding.overlap` all of it after them.
     """

@@ -18,12 +18,12 @@ Stacks = Collection[str]  # names of groups
 
 
 def cut(stacks: Stacks, tree: PyTree, count: int) -> PyTree:
-    """Returns the tensors as `count` rows each."""
+    """Returns the tensors as `count` rows each: `[count, N]`, of a stack `[L, count, N]`."""
     return _by_group(stacks, partial(_cut, count=count), tree)
 
 
 def joined(stacks: Stacks, rows: PyTree, like: PyTree) -> PyTree:
-    """Undoes `cut`, for tensors `like` these."""
+    """Undoes `cut`: `[count, N]` becomes tensors `like` these."""
     return _by_group(stacks, lambda x, like, axis: _joined(x, like.shape, axis), rows, like)
 
 
@@ -37,7 +37,7 @@ def part_of(stacks: Stacks, tree: PyTree, i: jax.Array, parts: int) -> PyTree:
 
 
 def with_part(stacks: Stacks, tree: PyTree, part: PyTree, i: jax.Array, parts: int) -> PyTree:
-    """Returns the tensors with their part `i` replaced."""
+    """Returns the tensors with their part `i`, `[N]` or `[L, N]`, replaced."""
 
     def put(x: jax.Array, part: jax.Array, axis: int) -> jax.Array:
         rows = jnp.expand_dims(part, axis)
@@ -50,7 +50,7 @@ def with_part(stacks: Stacks, tree: PyTree, part: PyTree, i: jax.Array, parts: i
 
 
 def is_in_part(stacks: Stacks, tree: PyTree, i: jax.Array, parts: int) -> PyTree:
-    """Returns which elements are in part `i`, as bools."""
+    """Returns which elements are in part `i`: bools like the tensors `[...]`."""
     nowhere = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), tree)
     here = jax.tree.map(jnp.ones_like, part_of(stacks, nowhere, i, parts))
     return with_part(stacks, nowhere, here, i, parts)

@@ -48,11 +48,11 @@ class StagedLoss:
     loss: Callable[[Mapping[str, PyTree], jax.Array, Batch], jax.Array]  # (gathered groups of `last`, output, rows)
 
     def forward(self, params: PyTree, x: jax.Array, rows: Batch, gather: Gather) -> jax.Array:
-        """Returns a stage's output."""
+        """Returns a stage's output, like its input `[rows, ...]`."""
         return self._output({name: gather(name, params[name]) for name in self.first}, params, x, rows, gather)
 
     def with_loss(self, params: PyTree, x: jax.Array, rows: Batch, gather: Gather) -> tuple[jax.Array, jax.Array]:
-        """Returns a stage's output and the loss, on all but the last stage 0."""
+        """Returns a stage's output `[rows, ...]` and the loss, f32 [], on all but the last stage 0."""
         gathered = {name: gather(name, params[name]) for name in dict.fromkeys(self.first + self.last)}
         y = self._output({name: gathered[name] for name in self.first}, params, x, rows, gather)
         last = {name: gathered[name] for name in self.last}
@@ -78,7 +78,7 @@ class StagedLoss:
 def forward_and_backward(
     forward: Forward, backward: Backward, sums: PyTree, batch: Batch, zeros: jax.Array
 ) -> tuple[PyTree, jax.Array]:
-    """Runs the micro-batches through the stages and back; returns the sums and the loss, which the last stage knows.
+    """Runs micro-batches `[accum, rows, ...]` through the stages and back; returns the sums, and the loss on the last.
 
     `zeros` are like what the stages hand on.
     """
@@ -123,7 +123,7 @@ def forward_and_backward(
 def only_forward(
     forward: Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array]], batch: Batch, zeros: jax.Array
 ) -> jax.Array:
-    """Runs the micro-batches through the stages; returns the sum of the losses, which the last stage knows."""
+    """Runs micro-batches `[accum, rows, ...]` through the stages; returns the losses' sum on the last stage."""
     num_stages, count = lax.axis_size(STAGE), batch["weights"].shape[0]
 
     def run(carry: tuple[jax.Array, jax.Array], tick: jax.Array) -> tuple[Any, None]:
@@ -137,7 +137,7 @@ def only_forward(
 
 
 def rows_of(batch: Batch, i: jax.Array) -> Batch:
-    """Returns micro-batch `i`, or the nearest that there is."""
+    """Returns micro-batch `i`, `[rows, ...]`, or the nearest that there is."""
     last = batch["weights"].shape[0] - 1
     return {name: lax.dynamic_index_in_dim(x, jnp.clip(i, 0, last), keepdims=False) for name, x in batch.items()}
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharding.collectives import PLAIN, Group, LevelCodecs
+from sharding.coded import PLAIN, LevelCodecs
+from sharding.collectives import Group
 from sharding.experts import Exchange
 from sharding.scopes import Layout
 from sharding.spec import is_placement, is_stack, pspecs

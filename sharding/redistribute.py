@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sharding.collectives import all_to_all_levels, buckets, join, slice_apart, split
+from sharding.coded import all_to_all_levels
+from sharding.collectives import buckets, join, slice_apart, split
 from sharding.mesh import AXES, STAGE, intra_part
 from sharding.plan import ShardingPlan
 from sharding.spec import ParamSpec, Placement, place

@@ -9,7 +9,7 @@ from compression.by_config import make_codec
 from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
 from configs import base
 from configs.schema import CompressionConfig
-from sharding.collectives import Codec
+from sharding.coded import Codec
 
 BLOCK = 32
 CODECS = {

@@ -14,7 +14,8 @@ from compression.codecs import Blockwise
 from configs import base
 from configs.schema import CompressionConfig
 from sharding import hlo
-from sharding.collectives import Group, LevelCodecs, all_gather_chunks, reduce_scatter_chunks
+from sharding.coded import LevelCodecs
+from sharding.collectives import Group, all_gather_chunks, reduce_scatter_chunks
 from sharding.mesh import INTER_AXES
 from sharding.plan import ShardingPlan
 from sharding.spec import Placement
@@ -211,7 +212,7 @@ def test_a_rematerialised_layer_takes_codecs(name: str, bits: int) -> None:
 def test_validation_is_of_the_parameters_as_they_are_stored() -> None:
     """Those of a checkpoint, not what a coded gather makes of them."""
     sharding = plan(dict(gather_codecs=LevelCodecs(inter=INT4, intra=INT4)))
-    state = workload.first_state("decoder", sharding, optax.identity())
+    state = workload.first_state("decoder", sharding, optax.chain(optax.identity(), optax.identity()))
     evaluate = jax.jit(build_eval_step(workload.model("decoder").evaluate, sharding))
     sums = evaluate(state.params, workload.put_batch(sharding, 1))
     np.testing.assert_allclose(sums["loss"] / sums["weight"], single_device_loss(workload.params("decoder")), rtol=1e-6)

@@ -14,7 +14,7 @@ from test_codecs_in_steps import BLOCK, rounded
 
 import models
 from compression.codecs import Blockwise
-from sharding.collectives import LevelCodecs, levels
+from sharding.coded import LevelCodecs, levels
 from sharding.gradients import accumulated, manual_gradients
 from sharding.mesh import inter_part, intra_part
 from sharding.plan import ShardingPlan
@@ -175,7 +175,7 @@ def test_gradients_are_those_of_numpy(name: str) -> None:
         return manual_gradients(accumulated(model.objective), plan, params, data)[0]
 
     data = heavier(workload.put_batch(plan, MICRO_STEPS, kind=kind))
-    state = workload.first_state(kind, plan, optax.identity(), LAYERS)
+    state = workload.first_state(kind, plan, optax.chain(optax.identity(), optax.identity()), LAYERS)
     found_R = jax.jit(gradients_R, compiler_options=AS_WRITTEN)(state.params, data)
     largest = max(np.linalg.norm(x) for x in jax.tree.leaves(wanted))
 

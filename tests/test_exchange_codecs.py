@@ -20,7 +20,7 @@ from compression.one_bit_adam import one_bit_adam
 from compression.power_sgd import power_sgd
 from compression.statistics import statistics
 from sharding import hlo
-from sharding.collectives import Codec
+from sharding.coded import Codec
 from sharding.mesh import INTER_AXES
 from sharding.plan import ShardingPlan, gradient_specs
 from sharding.spec import ParamSpec
@@ -317,7 +317,7 @@ def test_non_finite_values_do_not_enter_the_residual(name: str) -> None:
         jax.tree.map(np.testing.assert_array_equal, after[0], before[0])
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_hop_two_runs_or_is_rejected_in_every_layout(layout: str) -> None:
     """Three steps: means of the parameters' shapes in the optimizer's scope, off by what is kept, if that is linear."""

@@ -15,7 +15,7 @@ from compression.codecs import Blockwise
 from compression.dgc import DGCConfig, dgc
 from compression.exchange import exchange
 from compression.power_sgd import power_sgd
-from sharding.collectives import LevelCodecs
+from sharding.coded import LevelCodecs
 from sharding.hlo import Collective, read_collectives
 
 ZERO3 = {"strategy": "zero3"}

@@ -70,7 +70,7 @@ def test_numbers_are_those_of_no_pipeline(kind: str, stages: int, accumulation: 
     check(kind, stages, accumulation, case)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(("kind", "stages", "accumulation", "case"), MORE)
 def test_numbers_under_every_strategy(kind: str, stages: int, accumulation: int, case: str) -> None:
     check(kind, stages, accumulation, case)

@@ -80,7 +80,7 @@ def test_losses_equal_a_single_device(case: dict) -> None:
     check(case)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("case", [case for case in TRIPLES if case not in PAIRS], ids=name)
 def test_losses_equal_a_single_device_in_every_combination_of_three_values(case: dict) -> None:
     check(case)

@@ -10,7 +10,7 @@ from workload import BATCH_NORM
 
 from compression.codecs import Blockwise
 from compression.exchange import exchange
-from sharding.collectives import LevelCodecs
+from sharding.coded import LevelCodecs
 
 ROWS = {"resnet": 16, BATCH_NORM: 32, "vit": 16}  # ghost batches have two rows, a device one in two micro-steps of 16
 ALL = [(kind, strategy, {}) for kind in ROWS for strategy in STRATEGIES]
@@ -36,7 +36,7 @@ def test_losses_equal_a_single_device(kind: str, strategy: str, how: dict[str, A
     assert expected[-1] < expected[0] - 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["resnet", BATCH_NORM, "vit"])
 @pytest.mark.parametrize("hop", ["gather", "hop one", "hop two"])
 def test_losses_with_a_codec_stay_near(kind: str, hop: str) -> None:

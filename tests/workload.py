@@ -18,7 +18,7 @@ from configs import base
 from configs.schema import MODELS, ResNetConfig, ShardingConfig, ViTConfig
 from optimizers import OptimizerConfig, beside_averages, guarded, move_averages
 from sharding.averages import part_averages
-from sharding.collectives import PLAIN, LevelCodecs
+from sharding.coded import PLAIN, LevelCodecs
 from sharding.mesh import find_nodes, make_mesh
 from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout

@@ -1,0 +1,124 @@
+"""The network levels of a collective, and collectives whose values are encoded on a level: qwZ and qgZ of ZeRO++.
+
+Everything here runs inside a `shard_map` whose data axes are manual.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharding.mesh import inter_part, intra_part
+
+
+class Codec(Protocol):
+    """How values become the bytes that cross a network level (compression/codecs.py).
+
+    It works on rows: `encode` turns `f32 [..., N]` into `uint8 [..., payload_bytes(N)]`, `decode` turns those into
+    values again; N is a multiple of `multiple`.
+    """
+
+    @property
+    def multiple(self) -> int:
+        """The length of a row is a multiple of this."""
+        ...
+
+    @property
+    def sparse(self) -> bool:
+        """Whether it leaves values out, which are then decoded as zeros."""
+        ...
+
+    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
+        """Returns the payload of rows `[..., N]`; `key` is for random rounding, `real` is False for padding."""
+        ...
+
+    def decode(self, payload: jax.Array) -> jax.Array:
+        """Returns the values `f32 [..., N]` of a payload `uint8 [..., payload_bytes(N)]`."""
+        ...
+
+    def payload_bytes(self, size: int) -> int:
+        """Returns the bytes of a row of `size` values."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelCodecs:
+    """The codecs of a hop at its two network levels, between and inside nodes; None: values travel as they are."""
+
+    inter: Codec | None = None
+    intra: Codec | None = None
+
+    def over(self, axes: Sequence[str]) -> Codec | None:
+        """Returns the codec of a collective over `axes`."""
+        return self.inter if inter_part(axes) else self.intra
+
+    def used(self, scope: Sequence[str], *, hierarchical: bool) -> list[Codec]:
+        """Returns the codecs that a gather over `scope` uses, in the order of its levels."""
+        return [codec for axes in levels(scope, hierarchical=hierarchical) if (codec := self.over(axes))]
+
+
+PLAIN = LevelCodecs()
+
+
+def levels(scope: Sequence[str], *, hierarchical: bool) -> list[tuple[str, ...]]:
+    """Returns the axes that each collective of a gather crosses, in order.
+
+    Hierarchical (MiCS section 3.3): between nodes first, then inside the node. Flat: all at once.
+    """
+    inter, intra = inter_part(scope), intra_part(scope)
+    if hierarchical:
+        return [axes for axes in (inter, intra) if axes]
+    return [inter[::-1] + intra[::-1]] if scope else []
+
+
+def all_to_all_levels(scope: Sequence[str], *, hierarchical: bool) -> list[tuple[str, ...]]:
+    """Returns the axes of each all-to-all over a scope, on the way there: inside the node first, or all at once."""
+    return levels(scope, hierarchical=True)[::-1] if hierarchical else [tuple(scope)] if scope else []
+
+
+def coded_all_gather(x: jax.Array, axes: tuple[str, ...], codec: Codec, to: str) -> jax.Array:
+    """Gathers what `[...]` becomes by encoding into `[n, ...]` (qwZ, ZeRO++ section 3.1); all get the same."""
+    values = filled(x.reshape(1, -1).astype(jnp.float32), codec.multiple)
+    gathered = codec.decode(lax.all_gather(codec.encode(values, _no_key())[0], axes, to=to))
+    return gathered[:, : x.size].astype(x.dtype).reshape(-1, *x.shape)
+
+
+def coded_reduce_scatter(rows: jax.Array, axes: tuple[str, ...], codec: Codec) -> jax.Array:
+    """Sums rows `[n, N]` over `axes` in f32, each encoded once; returns this device's (qgZ, ZeRO++ section 3.3)."""
+    sent = codec.encode(filled(rows.astype(jnp.float32), codec.multiple), _no_key())
+    received = all_to_all_rows(sent, axes)
+    total = reduce(jnp.add, [codec.decode(row) for row in received])  # a reduction would write all rows out
+    return total[: rows.shape[-1]].astype(rows.dtype)
+
+
+def all_to_all_rows(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Sends row i of `[n, N]` to device i of `axes`; returns the rows `[n, N]` of all devices for this one."""
+    return lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
+
+
+def coded_all_to_all_rows(rows: jax.Array, axes: tuple[str, ...], codec: Codec | None) -> jax.Array:
+    """Sends row i of `[n, N]` floats to device i of `axes`, encoded by `codec`; returns those of all devices.
+
+    Sixteen-bit floats travel as integers.
+    """
+    if codec:
+        values = filled(rows.astype(jnp.float32), codec.multiple)
+        received = codec.decode(all_to_all_rows(codec.encode(values, _no_key()), axes))
+        return received[:, : rows.shape[-1]].astype(rows.dtype)
+    if rows.dtype == jnp.bfloat16:
+        return lax.bitcast_convert_type(all_to_all_rows(lax.bitcast_convert_type(rows, jnp.uint16), axes), rows.dtype)
+    return all_to_all_rows(rows, axes)
+
+
+def _no_key() -> jax.Array:
+    """Gathers, hop one and tokens have no residuals that would need unbiased rounding: they round to the nearest."""
+    return jax.random.key(0)
+
+
+def filled(rows: jax.Array, multiple: int) -> jax.Array:
+    """Returns rows `[n, N]` with zeros behind them, to a length that is a multiple of `multiple`."""
+    return jnp.pad(rows, ((0, 0), (0, -rows.shape[-1] % multiple)))
