@@ -6,13 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.names import sharding_of
+from paper import published
+from paper.replays import P3DN, P4D
 
 PER_NODE = 8
-# the paper ran it without hierarchical communication, for the memory
-IN_FIGURE_7 = {"bert_20b, mics(16), 16 GPUs of p3dn.24xlarge": "mics(16) flat"}
-P3DN, P4D = "p3dn.24xlarge", "p4d.24xlarge"
-V100_GPUS, A100_GPUS = (16, 32, 64, 128), (16, 32, 64)
-GROUPS = {"bert_10b": 8, "bert_15b": 16, "bert_20b": 16, "bert_50b": 64}  # MiCS, table 1
+A100_GPUS = (16, 32, 64)
+FIGURES = ("figure 7", "figure 12", "figure 13b", "figure 14", "figure 15")  # on V100
 WIDE = {"model.num_layers": 80, "model.intermediate": 20480}  # figure 11b: ffn of 8 x hidden
 WIDE_RESNET = "WideResNet 3B"
 BERT_LARGE = "BERT large"
@@ -62,31 +61,18 @@ class Cell:
 
 def cells() -> list[Cell]:
     """Returns all cells, those of figures 7, 9 and 12 to 15 first."""
-    return [*figures_7_and_9(), *figures_12_to_15(), *too_large(), *predictions(), *wide_resnet(), one_gpu()]
+    return [*of_figures(), *predictions(), *wide_resnet(), one_gpu()]
 
 
-def figures_7_and_9() -> list[Cell]:
-    """Returns MiCS and flat ZeRO-3 wherever the paper has a value, and ZeRO-2 of BERT 10B."""
-    found = []
-    for model, group in GROUPS.items():
-        for gpus in (n for n in V100_GPUS if n >= group):
-            found += [_bert(model, gpus, f"mics({group})"), _bert(model, gpus, "zero3 flat")]
-    found = [replace(cell, strategy=IN_FIGURE_7.get(cell.name, cell.strategy)) for cell in found]
-    return found + [_bert("bert_10b", gpus, "zero2 flat", micro_size=4) for gpus in V100_GPUS[1:]]
-
-
-def figures_12_to_15() -> list[Cell]:
-    """Returns the ablations; what they share with figure 7 is there."""
-    found = [_bert("bert_10b", 64, strategy) for strategy in ("mics(16)", "mics(32)", "zero3")]
-    for gpus in V100_GPUS:
-        found.append(_bert("bert_15b", gpus, "mics(16) flat"))
-        found.append(_bert("bert_10b", gpus, "mics(8) two-hop off"))
-    return found
-
-
-def too_large() -> list[Cell]:
-    """Returns BERT 50B where the paper had no room for it: one group of all GPUs."""
-    return [_bert("bert_50b", gpus, "zero3") for gpus in (16, 32)]
+def of_figures() -> list[Cell]:
+    """Returns the steps that the bars of the paper's figures are compared with; of MiCS also where it had no room."""
+    found: dict[str, Cell] = {}
+    for bar in (bar for figure in FIGURES for bar in published.find("MiCS", figure)):
+        if bar.value is not None or bar.system == "MiCS":
+            micro_size = 4 if bar.system == "ZeRO-2" else 8
+            cell = Cell(model=bar.config, config=bar.config, gpus=bar.at, strategy=bar.ours, micro_size=micro_size)
+            found[cell.name] = cell
+    return [*found.values()]
 
 
 def predictions() -> list[Cell]:
@@ -107,9 +93,13 @@ def predictions() -> list[Cell]:
             )  # fmt: skip
     for model in ("roberta_20b", "gpt2_20b"):
         found += [Cell(model=model, config=model, gpus=gpus, strategy="mics(16)", cluster=P4D) for gpus in A100_GPUS]
-    for model, group in GROUPS.items():
+    for one in published.find("MiCS", "table 1", system="GPUs of a group"):
+        group = int(one.value or 0)
         sizes = [gpus for gpus in A100_GPUS if gpus >= group]
-        found += [Cell(model=model, config=model, gpus=gpus, strategy=f"mics({group})", cluster=P4D) for gpus in sizes]
+        strategy = f"mics({group})"
+        found += [
+            Cell(model=one.config, config=one.config, gpus=gpus, strategy=strategy, cluster=P4D) for gpus in sizes
+        ]
     return found
 
 
@@ -127,7 +117,3 @@ def one_gpu() -> Cell:
         model=BERT_LARGE, config="bert_10b", gpus=1, strategy="mics(1)", micro_size=16, global_size=16,
         keys=BERT_LARGE_KEYS,
     )  # fmt: skip
-
-
-def _bert(model: str, gpus: int, strategy: str, micro_size: int = 8) -> Cell:
-    return Cell(model=model, config=model, gpus=gpus, strategy=strategy, micro_size=micro_size)

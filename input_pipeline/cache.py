@@ -1,42 +1,78 @@
 """Folders that are prepared once, atomically: safe against killed and against concurrent processes."""
 
 import contextlib
+import hashlib
 import logging
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from files import atomic, locks
 from files.cache import ENVIRONMENT_KEY, cache_dir
 
+BLOCK_BYTES = 1 << 20
+CHECKED_BLOCKS = 256  # folders of up to 256 MiB are fully verified at every start, larger ones in 256 blocks
+_CHECKSUM = "checksum"  # the file with that of the others
 
-def prepared(name: str, *, build: Callable[[Path], None], defect: Callable[[Path], str]) -> Path:
-    """Returns the folder `name` of the cache, built if absent, rebuilt with a warning if it is damaged.
 
-    Args:
-        name: path inside the cache; different content needs a different name.
-        build: fills an empty folder, which is then renamed to `name`.
-        defect: checks a built folder and returns what is wrong with it, "" if nothing.
+def prepared(name: str, build: Callable[[Path], None]) -> Path:
+    """Returns the folder `name` of the cache, built if absent, rebuilt with a warning if its content has changed.
 
+    `build` writes files into an empty folder, which is then renamed to `name`; other content needs another name.
     Raises ValueError if the cache cannot be written. Reading needs no write permission.
     """
     path = cache_dir() / name
-    if path.is_dir() and not defect(path):
+    if _is_whole(path):
         return path
     with _writing_errors(), lock(path.with_name(f".{path.name}.lock")) as locked:
         if locked:  # nobody else is building, so scratch folders are left over from killed processes
             for left in path.parent.glob(f".{path.name}.tmp-*"):
                 shutil.rmtree(left, ignore_errors=True)
-        reason = defect(path) if path.is_dir() else ""
-        if path.is_dir() and not reason:
-            return path  # another process prepared it meanwhile
-        if reason:
-            logging.getLogger(__name__).warning("%s is damaged (%s): preparing it again", path, reason)
+        if _is_whole(path):  # another process prepared it meanwhile
+            return path
+        if path.is_dir():
+            logging.getLogger(__name__).warning("%s is damaged: preparing it again", path)
             _remove(path)
         _build_and_rename(path, build)
-    assert not defect(path), defect(path)
+    assert _is_whole(path), path
     return path
+
+
+def checksum(paths: Sequence[Path]) -> str:
+    """Returns a hash of the concatenated files: of their total size and of up to CHECKED_BLOCKS blocks.
+
+    The blocks are evenly spaced and include the first and the last bytes.
+    """
+    ends = list(accumulate((path.stat().st_size for path in paths), initial=0))
+    size = ends[-1]
+    digest = hashlib.sha256(str(size).encode())
+    count = min(CHECKED_BLOCKS, -(-size // BLOCK_BYTES))
+    starts = (
+        range(0, size, BLOCK_BYTES)
+        if count < CHECKED_BLOCKS
+        else [(size - BLOCK_BYTES) * block // (count - 1) for block in range(count)]
+    )
+    for start in starts:
+        for path, begin, end in zip(paths, ends, ends[1:], strict=False):
+            low, high = max(start, begin), min(start + BLOCK_BYTES, end)
+            if low < high:
+                with open(path, "rb") as file:
+                    file.seek(low - begin)
+                    digest.update(file.read(high - low))
+    return digest.hexdigest()
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        return (folder / _CHECKSUM).read_text() == _checksum_of(folder)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _checksum_of(folder: Path) -> str:
+    return checksum(sorted(file for file in folder.iterdir() if file.name != _CHECKSUM))
 
 
 def _build_and_rename(path: Path, build: Callable[[Path], None]) -> None:
@@ -44,6 +80,7 @@ def _build_and_rename(path: Path, build: Callable[[Path], None]) -> None:
     scratch.mkdir()
     try:
         build(scratch)
+        (scratch / _CHECKSUM).write_text(_checksum_of(scratch))
         for file in scratch.rglob("*"):
             atomic.sync(file)
         try:

@@ -40,7 +40,7 @@ class WholeDocuments(index.Windows):
         self._step, self._length = seq_len, seq_len + (objective == "causal")
         rule = f"{FORMAT} {stream.sha256} {tokenizer.identity} {self._step} {self._length}"
         self.content, self.bytes_per_token = hashlib.sha256(rule.encode()).hexdigest(), stream.bytes_per_token
-        folder = cache.prepared(f"rows/{self.content[:32]}", build=self._write, defect=_defect)
+        folder = cache.prepared(f"rows/{self.content[:32]}", self._write)
         self._pieces = np.load(folder / "pieces.npy", mmap_mode="r")  # int64 [P, 2]: first token, end; row by row
         self._first = np.load(folder / "rows.npy", mmap_mode="r")  # int64 [rows + 1]: each row's first piece
         self.filled = float(np.diff(self._pieces).sum()) / (len(self) * self._length)  # share that is not filled up
@@ -68,7 +68,6 @@ class WholeDocuments(index.Windows):
         rows = best_fit(np.diff(pieces)[:, 0], self._length)
         np.save(folder / "pieces.npy", pieces[np.argsort(rows, kind="stable")])
         np.save(folder / "rows.npy", np.append(0, np.cumsum(np.bincount(rows))))
-        (folder / "checksum").write_text(_checksum(folder))
 
 
 def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
@@ -88,14 +87,3 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
         with_room[room - length].append(row)
         rooms |= 1 << (room - length)
     return rows
-
-
-def _checksum(folder: Path) -> str:
-    return streams.checksum([folder / "pieces.npy", folder / "rows.npy"])
-
-
-def _defect(folder: Path) -> str:
-    try:
-        return "" if (folder / "checksum").read_text() == _checksum(folder) else "the rows have changed"
-    except (OSError, UnicodeDecodeError) as error:
-        return str(error)

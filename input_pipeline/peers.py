@@ -4,7 +4,6 @@ A peer that is dead or slow is passed over, and not asked again for a while.
 """
 
 import hashlib
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,29 +28,20 @@ def rendezvous(key: str, among: Sequence[Any]) -> list[Any]:
     return sorted(among, key=lambda one: hashlib.sha256(f"{key} {one}".encode()).digest(), reverse=True)
 
 
-class ShardService:
-    """Serves the token shards of this node to the other processes, until it is closed."""
+def serve(content_of: Callable[[str, bool], memoryview | None], **of_run: Any) -> BlobService:
+    """Starts a service that gives the other processes the bytes of shards; `of_run` is what BlobService needs.
 
-    def __init__(self, process: int, count: int, token: str) -> None:
-        """Listens for `count` processes at a port that the system chooses."""
-        self._shards: Mapping[str, Shard] = {}
-        self._content_of: Callable[[Shard, bool], memoryview | None] = lambda *_: None
-        self._is_ready = threading.Event()
-        self._blobs = BlobService(PURPOSE, self._answer, process=process, count=count, token=token)
-        self.address, self.close = self._blobs.address, self._blobs.close
+    `content_of` returns those of a hash; its second argument says whether to download them first.
+    """
 
-    def serve(self, shards: Sequence[Shard], content_of: Callable[[Shard, bool], memoryview | None]) -> None:
-        """Sets the shards, and what gives the bytes of one; its second argument: whether to download it first."""
-        self._shards, self._content_of = {shard.sha256: shard for shard in shards}, content_of
-        self._is_ready.set()
-
-    def _answer(self, request: Mapping[str, Any], process: int, content: BinaryIO) -> memoryview:
+    def answer(request: Mapping[str, Any], process: int, content: BinaryIO) -> memoryview:
         del process, content
-        self._is_ready.wait()  # the other process may have opened the set before this one
-        found = self._content_of(self._shards[request["shard"]], bool(request["download"]))
+        found = content_of(request["shard"], bool(request["download"]))
         if found is None:
             raise LookupError("it is not here")
         return found
+
+    return BlobService(PURPOSE, answer, **of_run)
 
 
 class Peers:

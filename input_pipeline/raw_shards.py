@@ -52,8 +52,8 @@ class RawShards:
         rows = self._read(self.key)
         return None if rows is None else ShardIndex(tokenizer=self._tokenizer.identity, shards=rows)
 
-    def keep_index(self, shards: Sequence[Shard]) -> None:
-        """Keeps the index of all files in the cache."""
+    def write_index(self, shards: Sequence[Shard]) -> None:
+        """Writes the index of all files to the cache."""
         with self._cache.locked(self.key):
             self._write(self.key, shards)
 
@@ -68,7 +68,7 @@ class RawShards:
                 return known
             with self._cache.scratch(key) as path:
                 shard, _ = self._tokenise(name, path)
-                (take or self._cache.keep)(path, shard)
+                (take or self._cache.commit)(path, shard)
             self._write(key, [shard])
         return shard
 

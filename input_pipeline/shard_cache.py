@@ -13,13 +13,13 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Container, Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from files import atomic, locks
 from files.cache import ENVIRONMENT_KEY
+from input_pipeline.cache import lock
 from input_pipeline.shard_index import Shard
 from input_pipeline.store import sha256
 
@@ -109,10 +109,10 @@ class ShardCache:
                         f"{path.stat().st_size} bytes with the SHA-256 {sha256(path)}, not {shard.size_bytes} bytes "
                         f"with {shard.sha256}"
                     )
-                self.keep(path, shard)
+                self.commit(path, shard)
         return tokens
 
-    def keep(self, path: Path, shard: Shard) -> None:
+    def commit(self, path: Path, shard: Shard) -> None:
         """Makes a scratch file, which is whole, the file of a shard."""
         with self._explained():
             atomic.sync(path)
@@ -138,13 +138,9 @@ class ShardCache:
         """
         with contextlib.ExitStack() as held:
             with self._explained():
-                remove = partial(Path.unlink, missing_ok=True)
-                try:
-                    held.enter_context(locks.locked(self.folder / f"{key}.lock"))
-                except locks.NoLocksError:
-                    remove = _remove_if_old
+                is_locked = held.enter_context(lock(self.folder / f"{key}.lock"))
                 for left in self.folder.glob(f"{key}.*.partial"):
-                    remove(left)
+                    left.unlink(missing_ok=True) if is_locked else _remove_if_old(left)
             yield
 
     def _make_room(self, size: int) -> None:

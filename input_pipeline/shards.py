@@ -5,34 +5,25 @@ all of them end with the same index. After that nothing is agreed on: shards com
 in an order that the index and the seed decide (shard_order.py).
 """
 
-import json
 import logging
+import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from hashlib import sha256
-from itertools import accumulate
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
-
-import numpy as np
 
 from configs.schema import DataConfig
 from files.cache import ENVIRONMENT_KEY, cache_dir
-from input_pipeline import index
-from input_pipeline.folder import VALIDATION_SHARE, validation_names
-from input_pipeline.peers import Peers, ShardService, rendezvous
+from input_pipeline.peers import Peers, rendezvous, serve
 from input_pipeline.progress import Progress
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache
 from input_pipeline.shard_index import Shard, ShardIndex
 from input_pipeline.shard_listing import Listing, list_shards, read_index, split_file
-from input_pipeline.shard_order import ShardOrder
 from input_pipeline.shard_tiers import OpenShards, Tiers
+from input_pipeline.shard_windows import ShardWindows, parts
 from input_pipeline.store import Item, StoreAwayError, StoreError, open_store
 from input_pipeline.tokenizers import Tokenizer, make_tokenizer
 from runtime.blobs import Address
@@ -92,9 +83,7 @@ class ShardSet:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._held.close()
 
     def _open(self) -> None:
@@ -105,7 +94,8 @@ class ShardSet:
         if self._was_reached:
             self._store.assume_reached()
         self._held.callback(self._store.close)
-        self._nodes, addresses, service = self._meet()
+        self._is_open = threading.Event()
+        self._nodes, addresses = self._meet()
         listing = self._list()
         if listing.index is None:
             self._raw = RawShards(self._store, listing.items, self._tokenizer, config.text_field, self.cache)
@@ -115,19 +105,24 @@ class ShardSet:
             self._raw = None
             self.tiers = Tiers(self.cache, self._download, lambda shard: f"{self._store.url}/{shard.file}")
             self.index = listing.index
-        if service:
+        self._by_hash = {shard.sha256: shard for shard in self.index.shards}
+        if world.count > 1:
             self.tiers.peers = Peers(world.process, self._nodes, addresses, world.token)
-            service.serve(self.index.shards, self.tiers.content)
+        self._is_open.set()
 
-    def _meet(self) -> tuple[list[str], list[Address], ShardService | None]:
-        """Starts the service for the other processes; returns the node and the address of each process, and it."""
+    def _meet(self) -> tuple[list[str], list[Address]]:
+        """Starts the service for the other processes; returns the node and the address of each process."""
         world, node = self._world, self.cache.node()
         if world.count == 1:
-            return [node], [], None
-        service = ShardService(world.process, world.count, world.token)
+            return [node], []
+        service = serve(self._content_of, process=world.process, count=world.count, token=world.token)
         self._held.callback(service.close)
         told = world.all_gather("shard-members", [node, vars(service.address)])
-        return [node for node, _ in told], [Address(**address) for _, address in told], service
+        return [node for node, _ in told], [Address(**address) for _, address in told]
+
+    def _content_of(self, sha256: str, download: bool) -> memoryview | None:
+        self._is_open.wait()  # the other process may have opened the set before this one
+        return self.tiers.content(self._by_hash[sha256], download)
 
     def _list(self) -> Listing:
         """Returns what the store has, the same in every process: each reads an index itself, process 0 lists files."""
@@ -161,7 +156,7 @@ class ShardSet:
         else:
             found = ShardIndex(tokenizer=self._tokenizer.identity, shards=self._tokenised(raw))
         if mine is None:
-            raw.keep_index(found.shards)
+            raw.write_index(found.shards)
         return found
 
     def _tokenised(self, raw: RawShards) -> tuple[Shard, ...]:
@@ -198,7 +193,7 @@ class ShardSet:
         node = rendezvous(name, sorted({*self._nodes}))[0]
         return rendezvous(name, [process for process, other in enumerate(self._nodes) if other == node])[0]
 
-    def windows(self, split: str) -> "ShardWindows":
+    def windows(self, split: str) -> ShardWindows:
         """Returns the windows of a split. ValueError if there is none, or if the cache cannot hold those of a step."""
         config = self.config
         windows = ShardWindows(parts(self.index.shards, split), config.seq_len, config.objective, config.shuffle_shards)
@@ -236,78 +231,3 @@ def check_room(sets: Sequence[ShardSet]) -> None:
             f"{needed / _GB:.3g} GB that {of}: set {ENVIRONMENT_KEY} to a folder with free space, or lower "
             "data.shuffle_shards"
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """The tokens [start, stop) of a shard."""
-
-    shard: Shard
-    start: int
-    stop: int
-
-
-def parts(shards: tuple[Shard, ...], split: str) -> list[Part]:
-    """Returns what belongs to a split: whole shards by name, or of a single shard the first 95 % or the last 5 %."""
-    whole = [Part(shard=shard, start=0, stop=shard.num_tokens) for shard in shards]
-    if len(whole) == 1:
-        (only,) = whole
-        cut = round(only.stop * (1 - VALIDATION_SHARE))
-        return [replace(only, stop=cut) if split == "train" else replace(only, start=cut)]
-    held_out = validation_names([shard.name for shard in shards])
-    return [part for part in whole if (part.shard.name in held_out) == (split == "validation")]
-
-
-class ShardWindows(index.Windows):
-    """Windows of `seq_len` tokens (and one more if causal), of which none reaches into the next shard."""
-
-    def __init__(self, of: list[Part], seq_len: int, objective: str, shards_per_block: int) -> None:
-        counts = [max(0, index.num_windows(part.stop - part.start, seq_len, objective)) for part in of]
-        self._parts = [part for part, count in zip(of, counts, strict=True) if count]
-        self._counts = [count for count in counts if count]
-        self._ends = list(accumulate(self._counts))  # of the windows of each shard, numbered in the order of names
-        self._seq_len, self._overlap = seq_len, int(objective == "causal")
-        self._per_block = shards_per_block
-        content = [[part.shard.sha256, part.start, part.stop] for part in self._parts]
-        self.content = sha256(json.dumps([content, shards_per_block]).encode()).hexdigest()
-        tokens = sum(part.shard.num_tokens for part in self._parts)
-        self.bytes_per_token = sum(part.shard.text_bytes for part in self._parts) / max(1, tokens)
-        self._order = lru_cache(maxsize=4)(lambda seed: ShardOrder(self._counts, seed, shards_per_block))
-        self._block = (-1, -1)  # seed and number of the one that is read
-        self._open: OpenShards | None = None
-
-    @property
-    def needed_bytes(self) -> int:
-        """The most bytes that the shards of two blocks may have."""
-        sizes = sorted((part.shard.size_bytes for part in self._parts), reverse=True)
-        return sum(sizes[: 2 * self._per_block])
-
-    @property
-    def shuffled_together(self) -> int:
-        return sum(sorted(self._counts, reverse=True)[: self._per_block])
-
-    def read_from(self, opened: OpenShards) -> None:
-        """Sets where the shards come from."""
-        self._open = opened
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def window_of(self, i: int, seed: int) -> int:
-        """Returns the window of example `i`, and has the shards of its block and of the next one read ahead."""
-        order = self._order(seed)
-        at = (seed, order.block_of(i))
-        if at != self._block and self._open:
-            self._block = at
-            now, later = (order.shards_of(block) for block in (at[1], at[1] + 1))
-            self._open.read_ahead(*([self._parts[shard].shard for shard in shards] for shards in (now, later)))
-        shard, window = order(i)
-        return self._ends[shard] - self._counts[shard] + window
-
-    def __getitem__(self, window: int) -> np.ndarray:
-        at = bisect_right(self._ends, window)
-        part = self._parts[at]
-        assert self._open
-        start = part.start + (window - self._ends[at] + self._counts[at]) * self._seq_len
-        tokens = self._open.get(part.shard)[start : start + self._seq_len + self._overlap]
-        return np.asarray(tokens, np.int32)

@@ -3,9 +3,8 @@
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,8 @@ from input_pipeline import cache
 from input_pipeline.progress import Progress
 from input_pipeline.tokenizers import Tokenizer
 
-FORMAT = 1  # version of the file format; part of the folder's name
-BLOCK_BYTES = 1 << 20
+FORMAT = 2  # version of the file format; part of the folder's name
 ANNOUNCED_BYTES = 1 << 20  # of text, which may take seconds to tokenise; a single document of it shows no progress
-CHECKED_BLOCKS = 256  # streams of up to 256 MiB are fully verified at every start, larger ones in 256 blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +43,7 @@ def tokenised(source: TextSource, tokenizer: Tokenizer) -> Stream:
     Raises ValueError for a source without text, and for a cache that cannot be written.
     """
     key = hashlib.sha256(f"{FORMAT}\n{source.signature}\n{tokenizer.identity}".encode()).hexdigest()[:32]
-    path = cache.prepared(f"streams/{key}", build=lambda folder: _write(folder, source, tokenizer), defect=_defect)
+    path = cache.prepared(f"streams/{key}", lambda folder: _write(folder, source, tokenizer))
     meta = json_objects.read(path / "meta.json")
     return Stream(
         tokens=np.memmap(path / "tokens.bin", dtype=meta["dtype"], mode="r"),
@@ -95,53 +92,5 @@ def _write(folder: Path, source: TextSource, tokenizer: Tokenizer) -> None:
     written = write_tokens(source.documents(), tokenizer, folder / "tokens.bin", source.name, source.size_bytes)
     if written.num_tokens == 0:
         raise ValueError(f"{source.name} has no text")
-    meta = {
-        "source": source.name,
-        "tokenizer": tokenizer.identity,
-        **asdict(written),
-        "checksum": checksum([folder / "tokens.bin"]),
-    }
-    body = json.dumps(meta, indent=1)
-    (folder / "meta.json").write_text(body)
-    (folder / "meta.sha256").write_text(hashlib.sha256(body.encode()).hexdigest())
-
-
-def _defect(folder: Path) -> str:
-    """Returns what is wrong with a stream in the cache, "" if nothing."""
-    try:
-        body = (folder / "meta.json").read_bytes()
-        if hashlib.sha256(body).hexdigest() != (folder / "meta.sha256").read_text():
-            return "meta.json has changed"
-        meta = json_objects.parse(body, "meta.json")
-        size = (folder / "tokens.bin").stat().st_size
-        if size != meta["num_tokens"] * np.dtype(meta["dtype"]).itemsize:
-            return f"tokens.bin has {size} bytes for {meta['num_tokens']} tokens"
-        if checksum([folder / "tokens.bin"]) != meta["checksum"]:
-            return "the content of tokens.bin has changed"
-    except (OSError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-def checksum(paths: Sequence[Path]) -> str:
-    """Returns a hash of the concatenated files: of their total size and of up to CHECKED_BLOCKS blocks.
-
-    The blocks are evenly spaced and include the first and the last bytes.
-    """
-    ends = list(accumulate(path.stat().st_size for path in paths))
-    size = ends[-1]
-    digest = hashlib.sha256(str(size).encode())
-    count = min(CHECKED_BLOCKS, -(-size // BLOCK_BYTES))
-    starts = (
-        range(0, size, BLOCK_BYTES)
-        if count < CHECKED_BLOCKS
-        else [(size - BLOCK_BYTES) * block // (count - 1) for block in range(count)]
-    )
-    for start in starts:
-        for path, begin, end in zip(paths, [0, *ends], ends):
-            low, high = max(start, begin), min(start + BLOCK_BYTES, end)
-            if low < high:
-                with open(path, "rb") as file:
-                    file.seek(low - begin)
-                    digest.update(file.read(high - low))
-    return digest.hexdigest()
+    meta = {"source": source.name, "tokenizer": tokenizer.identity, **asdict(written)}
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1))

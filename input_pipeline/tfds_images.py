@@ -5,7 +5,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from input_pipeline import streams, tfds_records
+from input_pipeline import cache, tfds_records
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,7 +35,7 @@ class TfdsImages:
         decoders = {self._image: tfds.decode.SkipDecoding()}  # images are cropped before they are converted to arrays
         self._records = tfds_records.data_source(name, builder, self._split, decoders)
         here = builder.info.splits[self._split]
-        bytes_there = streams.checksum([Path(str(path)) for path in here.filepaths])
+        bytes_there = cache.checksum([Path(str(path)) for path in here.filepaths])
         rule = f"{builder.info.full_name} {self._image} {self._label} {split} {here.shard_lengths} {bytes_there}"
         self.content = hashlib.sha256(rule.encode()).hexdigest()
 

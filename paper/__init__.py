@@ -1,1 +1,1 @@
-"""Compares the papers' published numbers with ours: `python -m paper` writes docs/paper_tables.md from the records."""
+"""Compares the papers' published numbers with ours: `python -m paper` fills the tables of their pages from records."""

@@ -4,21 +4,13 @@ from math import log
 from statistics import fmean
 
 from paper import published
-from paper.records import PARAMETER_BYTES, Line, Records, Step
+from paper.records import PARAMETER_BYTES, Line, Records
 from paper.scores import Cell, Comparison, table
 
 NODES = 4  # of the recorded runs
 MIB = 2**20
 DGC_SHARE = 0.001  # of the values that are sent
 EPOCH_STEPS = 50_000 // (16 * 128)  # PowerSGD: whole batches of 128 images on each of 16 GPUs
-# our method: the paper, its case, and the systems with and without compression
-COSTS = {
-    "dgc, 99.9 %, SGD": ("DGC", "ResNet-50 on ImageNet", "with DGC"),
-    "dgc, 99 %, SGD": ("DGC", "ResNet-110 on CIFAR-10, 4 GPUs", "with DGC"),
-    "one_bit_adam, AdamW": ("1-bit Adam", "BERT-Base on MNLI", "with 1-bit Adam"),
-    "power_sgd, rank 4, SGD": ("PowerSGD", "ResNet-18 on CIFAR-10", "with rank 4"),
-    "two_bit, SGD": None,
-}
 
 
 def _run(records: Records, codec: str) -> Line:
@@ -36,15 +28,15 @@ def on_wire(records: Records, codec: str) -> float:
     return _run(records, "none")["wire_tx_bytes"] / _run(records, codec)["wire_tx_bytes"]
 
 
-def sparse_on_wire(records: Records) -> float:
-    """Returns the bytes of the gradients over those of one node's encoded values, which go to all other nodes."""
+def _dgc(records: Records) -> list[Cell]:
+    """Returns DGC's ratios: bytes of the gradients over those of one node's values, which go to all other nodes."""
     gradients = _run(records, "none")["compiled_inter_bytes"] / (2 * (NODES - 1) / NODES)
-    return gradients / (_run(records, "dgc")["wire_tx_bytes"] / (NODES - 1))
-
-
-def dgc_is_superseded(records: Records) -> bool:
-    """Returns whether DGC was not measured again since it was rewritten."""
-    return "superseded" in _run(records, "dgc")
+    run = _run(records, "dgc")
+    ours = gradients / (run["wire_tx_bytes"] / (NODES - 1))
+    name = "DGC 99.9 %, before its rewrite" if "superseded" in run else "DGC 99.9 %"
+    bound = PARAMETER_BYTES / (published.value("DGC", "encoding") * DGC_SHARE)
+    papers = {"by the formula": bound} | {one.case: one.value for one in published.find("DGC", "tables 3 to 5")}
+    return [Cell(row=f"{name}: {case}", published=theirs, ours=ours) for case, theirs in papers.items()]
 
 
 def _encoded(records: Records, codec: str) -> float:
@@ -58,14 +50,10 @@ def _encoded(records: Records, codec: str) -> float:
 
 def ratios(records: Records) -> Comparison:
     """Returns how many times smaller each method makes the gradients."""
-    sparse, old = sparse_on_wire(records), ", before its rewrite" if dgc_is_superseded(records) else ""
-    bound = PARAMETER_BYTES / (published.value("DGC", "encoding") * DGC_SHARE)
-    cells = [Cell(row=f"DGC 99.9 %{old}: by the formula", published=bound, ours=sparse)]
-    for one in published.find("DGC", "tables 3 to 5"):
-        cells.append(Cell(row=f"DGC 99.9 %{old}: {one.case}", published=one.value, ours=sparse))
     two_bit, one_bit = published.value("MXNet", "2 bits"), published.value("1-bit Adam", "after the warm-up")
     adam = on_wire(records, "one_bit") / 2  # against fp16
-    cells += [
+    cells = [
+        *_dgc(records),
         Cell(row="MXNet, 2 bits: encoded values", published=two_bit, ours=_encoded(records, "two_bit")),
         Cell(row="MXNet, 2 bits: on the wire", published=two_bit, ours=on_wire(records, "two_bit")),
         Cell(row="1-bit Adam over fp16: encoded values", published=one_bit, ours=_encoded(records, "one_bit") / 2),
@@ -80,20 +68,14 @@ def ratios(records: Records) -> Comparison:
     return Comparison(title="times smaller", cells=cells, form="{:.1f}")
 
 
-def epoch_mib(step: Step) -> float:
-    """Returns what a device hands to the collectives of hop two in an epoch, in MiB."""
-    return EPOCH_STEPS * sum(c["payload_bytes"] * c["times"] for c in step.collectives if c["name"] == "hop two") / MIB
-
-
 def power_sgd(records: Records) -> Comparison:
-    """Returns MiB of gradients in an epoch of ResNet-18, and the size of ResNet-50's."""
+    """Returns MiB that a device hands to hop two in an epoch of ResNet-18, and the size of ResNet-50's gradients."""
     cells = []
     for one in published.find("PowerSGD", "data an epoch"):
-        step = records.paper_step(
-            f"ResNet-18 power_sgd {one.system.removeprefix('rank ') if one.system != 'SGD' else 1}"
-        )
-        ours = EPOCH_STEPS * step.model_bytes / MIB if one.system == "SGD" else epoch_mib(step)
-        cells.append(Cell(row=f"ResNet-18, an epoch, {one.system}", published=one.value, ours=ours))
+        step = records.paper_step(one.ours)
+        hop_two = sum(c["payload_bytes"] * c["times"] for c in step.collectives if c["name"] == "hop two")
+        sent = step.model_bytes if one.system == "SGD" else hop_two
+        cells.append(Cell(row=f"{one.case}, {one.system}", published=one.value, ours=EPOCH_STEPS * sent / MIB))
     whole = PARAMETER_BYTES * records.state_bytes("ResNet-50", "ddp", NODES)[0] / MIB
     cells.append(Cell(row="ResNet-50, all gradients", published=published.value("DGC", "table 3"), ours=whole))
     return Comparison(title="MiB", cells=cells, form="{:,.1f}")
@@ -114,16 +96,17 @@ def change(records: Records, method: str) -> float:
 
 
 def costs(records: Records) -> Comparison:
-    """Returns by how many points the accuracy changes, published and on the digits."""
+    """Returns by how many points the accuracy changes, published and on the digits; MXNet published none."""
     cells = []
-    for method, paper in COSTS.items():
-        row, theirs = f"MXNet: not measured; ours {method}", None
-        if paper:
-            name, case, system = paper
-            row = f"{name}, {case}; ours {method}"
-            theirs = published.value(name, "accuracy", case=case, system=system)
-            theirs -= published.value(name, "accuracy", case=case, system="without")
-        cells.append(Cell(row=row, published=theirs, ours=change(records, method)))
+    for paper in ("DGC", "1-bit Adam", "PowerSGD"):
+        bars = published.find(paper, "accuracy")
+        without = {bar.case: bar.value or 0.0 for bar in bars if bar.system == "without"}
+        for bar in bars:
+            if bar.ours:
+                row = f"{paper}, {bar.case}; ours {bar.ours}"
+                theirs = (bar.value or 0.0) - without[bar.case]
+                cells.append(Cell(row=row, published=theirs, ours=change(records, bar.ours)))
+    cells.append(Cell(row="MXNet; ours two_bit, SGD", published=None, ours=change(records, "two_bit, SGD")))
     return Comparison(title="points", cells=cells, points=True)
 
 

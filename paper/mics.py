@@ -28,7 +28,7 @@ def sizes(records: Records) -> Comparison:
 def models() -> dict[str, str]:
     """Returns the models of table 1 and our configs of them."""
     found = published.find("MiCS", "table 1", system="parameters")
-    return {one.case: one.case.lower().replace(" ", "_") for one in found}
+    return {one.case: one.config for one in found}
 
 
 def curves(records: Records) -> list[Line]:

@@ -4,7 +4,6 @@ from paper import published
 from paper.records import Records
 from paper.scores import Cell, Comparison
 
-STAGES = {"ddp": "no partitioning", "zero1": "P_os", "zero2": "P_os+g", "zero3": "P_os+g+p"}
 GPUS = 1024  # of AMSP's and PaRO's plans, 8 in a node
 BYTES = {"parameters": 2, "gradients": 2, "optimizer": 12}  # AMSP's, of a parameter: fp16, fp16, and all that is f32
 # PaRO's nested plans for parameters, gradients, optimizer state: N not cut, I inside a node, G over all GPUs
@@ -18,9 +17,9 @@ def zero_table_1(records: Records) -> Comparison:
     cells = []
     for one in published.find("ZeRO", "table 1"):
         if one.case == "7.5 B" or one.at == 1024:
-            _, held = records.state_bytes(f"ZeRO {one.case}", one.system, one.at)
+            _, held = records.state_bytes(f"ZeRO {one.case}", one.ours, one.at)
             row = f"{one.case}, N = {one.at}"
-            cells.append(Cell(row=row, column=STAGES[one.system], published=one.value, ours=held / 1e9))
+            cells.append(Cell(row=row, column=one.system, published=one.value, ours=held / 1e9))
     return Comparison(title="GB", cells=cells, form="{:,.4g}")
 
 
@@ -28,8 +27,8 @@ def zero_table_2(records: Records) -> Comparison:
     """Returns billions of parameters of the largest model that fits, by model state alone."""
     cells = []
     for one in published.find("ZeRO", "table 2", case="largest model"):
-        found = records.line("papers", kind="largest", name="ZeRO table 2", strategy=one.system)
-        cells.append(Cell(row=STAGES[one.system], published=one.value, ours=found["num_params"] / 1e9))
+        found = records.line("papers", kind="largest", name="ZeRO table 2", strategy=one.ours)
+        cells.append(Cell(row=one.system, published=one.value, ours=found["num_params"] / 1e9))
     return Comparison(title="billions", cells=cells, form="{:.1f}")
 
 

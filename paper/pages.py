@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from paper import ablations, compression, gemini, mics, model_state, network, pipelines, throughput, traffic, zeropp
+from paper import compression, gemini, mics, model_state, network, pipelines, predictions, throughput, traffic, zeropp
 from paper.plots import Bars, draw_bars, exactly
 from paper.records import Records
 from paper.scores import Comparison, mean_off, orders, percent, table
@@ -21,22 +21,18 @@ TABLES: Mapping[str, Callable[[Records], Comparison | str]] = {
     "mics-two-hops": traffic.two_hops,
     "mics-sizes": mics.sizes,
     "mics-network": network.fits,
-    "mics-2": lambda _: Comparison(title="GB/s", cells=network.figure_2(network.fitted())),
-    "mics-13a": lambda _: Comparison(title="times", cells=network.figure_13a(network.fitted())),
     "mics-7": throughput.sequences,
     "mics-7-ratios": throughput.over_zero3,
     "mics-7-means": throughput.means,
     "mics-7-memory": throughput.memory,
     "mics-9": throughput.contradiction,
-    "mics-scale-model": ablations.scale_model,
-    "mics-12-to-15": ablations.full_size,
-    "mics-12-to-15-means": ablations.means,
-    "mics-14": ablations.two_hops,
-    "mics-predictions": ablations.predictions,
-    "mics-text": ablations.in_the_text,
+    "mics-scale-model": predictions.scale_model,
+    "mics-12-to-15": throughput.ablations,
+    "mics-12-to-15-means": throughput.ablation_means,
+    "mics-predictions": predictions.predictions,
+    "mics-text": predictions.in_the_text,
     "mics-16": mics.losses,
-    "mics-megatron": pipelines.megatron,
-    "mics-pipelines": pipelines.formulas,
+    "pipelines": pipelines.formulas,
     "zero-table-1": model_state.zero_table_1,
     "zero-table-2": model_state.zero_table_2,
     "zero-volumes": lambda records: traffic.volumes(records, "zero"),
@@ -58,9 +54,9 @@ TABLES: Mapping[str, Callable[[Records], Comparison | str]] = {
 SUMMARY: Mapping[str, tuple[str, Callable[[Records], tuple[int, int]] | None]] = {
     "mics-volumes": ("MiCS, section 3: bytes by formula", None),
     "mics-sizes": ("MiCS, table 1: parameters", None),
-    "mics-7": ("MiCS, figure 7: sequences/s", throughput.same_order),
+    "mics-7": ("MiCS, figure 7: sequences/s", throughput.order_in_figure_7),
     "mics-7-ratios": ("MiCS, figure 7: MiCS over ZeRO-3", None),
-    "mics-12-to-15": ("MiCS, figures 12 to 15 at full size", ablations.same_order),
+    "mics-12-to-15": ("MiCS, figures 12 to 15 at full size", throughput.order_in_ablations),
     "mics-scale-model": ("MiCS, figures 12 to 15 on the scale model", None),
     "zero-table-1": ("ZeRO, table 1: model state", None),
     "zero-table-2": ("ZeRO, table 2: largest model", None),
@@ -111,23 +107,29 @@ def summary(records: Records) -> str:
     return table(["", "numbers", "mean difference", "largest", "in the published order"], rows)
 
 
-def bars(found: Comparison, title: str, *, is_logarithmic: bool = False) -> Figure:
-    """Returns the chart of a comparison: a bar for each published number, and one for ours."""
-    labels = [cell.name for cell in found.cells]
-    series = {
-        "published": [exactly(cell.published) for cell in found.cells],
-        "ours": [exactly(cell.ours) for cell in found.cells],
-    }
-    return draw_bars(Bars(labels=labels, series=series, title=title, line=1.0, is_logarithmic=is_logarithmic))
+def bars(found: Comparison, title: str, *, line: float = 1.0, is_logarithmic: bool = False) -> Figure:
+    """Returns the chart of a comparison: in each column, or of one column for each row, what is published and ours."""
+    columns = list(dict.fromkeys(cell.column for cell in found.cells))
+    rows = list(dict.fromkeys(cell.row for cell in found.cells))
+    is_crossed = len(columns) > 1
+    series = {}
+    for row in rows if is_crossed else [""]:
+        cells = [cell for cell in found.cells if cell.row == row] if is_crossed else found.cells
+        name = f"{row}, " if is_crossed else ""
+        series[f"{name}published"] = [exactly(cell.published) for cell in cells]
+        series[f"{name}ours"] = [exactly(cell.ours) for cell in cells]
+    labels = columns if is_crossed else rows
+    return draw_bars(Bars(labels=labels, series=series, title=title, line=line, is_logarithmic=is_logarithmic))
 
 
 PICTURES: Mapping[str, Callable[[Records], Figure]] = {
     "paper_figure_7.png": lambda records: bars(
         throughput.of_a_gpu(records),
         "MiCS figure 7: sequences a second of a V100\n(ours: calculated from compiled programs; nothing ran on a GPU)",
+        line=0.0,
     ),
     "paper_figures_12_to_15.png": lambda records: bars(
-        ablations.scale_model(records), "Throughput over that of the other; ours: measured on the scale model"
+        predictions.scale_model(records), "Throughput over that of the other; ours: measured on the scale model"
     ),
     "paper_figure_16.png": mics.plot,
     "paper_zeropp.png": lambda records: bars(

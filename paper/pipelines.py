@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paper import published
 from paper.records import Records
 from paper.replays import HALF, Shape, shape_of
-from paper.scores import NONE, percent, table
+from paper.scores import NONE, table
 
 NODES, K = 8, 8  # p3dn.24xlarge: 8 V100
-LINK_BYTES_PER_S = 100e9 / 8
 GLOBAL_BATCH, ROWS = 8192, 8
 FULL = 4  # bytes of a value in hop two and in the optimizer's state
 STATE = 16  # bytes a parameter: parameter, gradient and two moments, all f32
@@ -38,11 +36,6 @@ class Run:
     def ticks(self) -> int:
         """The times that a stage runs forward, and backward, in a step."""
         return self.accum + self.stages - 1
-
-    @property
-    def bubble(self) -> float:
-        """The share of a step in which a stage has no micro-batch: (S-1)/(A+S-1)."""
-        return (self.stages - 1) / self.ticks
 
     @property
     def work(self) -> float:
@@ -116,25 +109,11 @@ def run_of(model: str, stages: int, group: int) -> Run:
     )
 
 
-def megatron(records: Records) -> str:
-    """Returns figure 11's throughput of Megatron-LM-3D and MiCS, as published."""
-    del records  # the paper's numbers alone
-    rows: dict[str, dict[str, float]] = {}
-    for one in published.find("MiCS", "figure 11", unit="sequences/s"):
-        rows.setdefault(f"{one.case}, {one.at} GPUs", {})[one.system.removeprefix("Megatron-LM ")] = one.value or 0.0
-    ways = [name for name in next(iter(rows.values())) if name != "MiCS"]
-    lines = []
-    for name, row in rows.items():
-        gain = row["MiCS"] / max(row[way] for way in ways) - 1
-        lines.append([name, *(f"{row[way]:.2f}" for way in (*ways, "MiCS")), percent(gain)])
-    return table(["sequences/s", *ways, "MiCS", "over the best"], lines)
-
-
 def formulas(records: Records) -> str:
     """Returns what a node sends per step with and without a pipeline, and what that costs and keeps."""
     del records  # formulas alone
     rows = [_line(model, run_of(model, *way)) for model, ways in COMPARED.items() for way in ways]
-    head = ["GB per step", "gathers, hop one", "hop two", "between stages", "all", "s at 100 Gbit/s", "bubble", "work"]
+    head = ["GB", "gathers, hop one", "hop two", "between stages", "all", "work"]
     return table([*head, "GB of state", "GB kept"], rows)
 
 
@@ -145,8 +124,6 @@ def _line(model: str, run: Run) -> Sequence[str]:
         f"{model}: {name}",
         *(f"{count / 1e9:,.1f}" if count else NONE for count in sent),
         f"{run.link_bytes / 1e9:,.1f}",
-        f"{run.link_bytes / LINK_BYTES_PER_S:.1f}",
-        f"{100 * run.bubble:.1f} %" if run.stages > 1 else NONE,
         f"{run.work:.2f}",
         f"{run.state_bytes / 1e9:.1f}",
         f"{run.kept_bytes / 1e9:.2f}",

@@ -21,7 +21,13 @@ class Published:
     at: int
     value: float | None
     unit: str
+    ours: str  # what of ours it is compared with: a strategy, or a name in the records
     source: str
+
+    @property
+    def config(self) -> str:
+        """The name of our config of the model that is the case."""
+        return self.case.lower().replace(" ", "_")
 
 
 @cache

@@ -27,11 +27,6 @@ class Step:
     collectives: Sequence[Mapping[str, Any]]
 
     @property
-    def num_devices(self) -> int:
-        """The devices of all nodes."""
-        return self.nodes * self.devices_per_node
-
-    @property
     def model_bytes(self) -> int:
         """The bytes of the parameters."""
         return PARAMETER_BYTES * self.num_params
@@ -88,11 +83,6 @@ class Records:
         """Returns the parameters of a model, and the bytes of its state on each device."""
         found = self.line("papers", kind="state", name=name, strategy=strategy, devices=devices)
         return found["num_params"], sum(found["state_bytes"].values())
-
-    def wire_bytes(self, strategy: str) -> float | None:
-        """Returns the mean bytes that a node sent per step of the standard workload; None if none was measured."""
-        sent = [line["wire_tx_bytes"] for line in self.lines("strategies", strategy=strategy) if line["wire_tx_bytes"]]
-        return sum(sent) / len(sent) if sent else None
 
 
 def read_records(folder: Path = RESULTS) -> Records:

@@ -4,7 +4,7 @@ Our programs overlap traffic with compute; DeepSpeed's did not, or did so in par
 to replays of our programs. The network is fitted to the paper's all-gathers (network.py), nothing to a training step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ BUCKET = 5e8  # values: DeepSpeed's reduce_bucket_size and allgather_bucket_size
 LIVE = 1e9  # values: DeepSpeed's stage3_max_live_parameters
 HALF = 2  # bytes of fp16
 V100 = CLUSTERS[P3DN].device
+USABLE_BYTES = CLUSTERS[P3DN].usable_bytes(16)  # of a V100, by a program
 PRODUCTS = V100.matmul_fraction * V100.peak_flops["bf16"] / 1e12  # TFLOP/s that its matrix products are taken to reach
 FAST_PRODUCTS = round(H100.matmul_fraction * V100.peak_flops["bf16"] / 1e12)  # the same at the share of an H100
 
@@ -93,12 +94,14 @@ class Replay:
 
     def busy_s(self, *labels: str) -> float:
         """Returns how long the network is busy with collectives of these labels, all if none is given."""
-        return sum(use["busy_s"] for key, use in self.uses.items() if not labels or key.partition(",")[0] in labels)
+        return self._sum("busy_s", labels)
 
     def hidden_s(self, *labels: str) -> float:
         """Returns what of that the compute hides."""
-        exposed = (use["exposed_s"] for key, use in self.uses.items() if key.partition(",")[0] in labels)
-        return self.busy_s(*labels) - sum(exposed)
+        return self._sum("busy_s", labels) - self._sum("exposed_s", labels)
+
+    def _sum(self, what: str, labels: Sequence[str]) -> float:
+        return sum(use[what] for key, use in self.uses.items() if not labels or key.partition(",")[0] in labels)
 
     def buckets_s(self, kind: str) -> float:
         """Returns how long all gradients take in buckets of `BUCKET` values, once in each micro-step."""
@@ -111,12 +114,22 @@ class Replay:
     @property
     def total_bytes(self) -> float:
         """What the program needs of a device."""
-        return sum(self.memory[part] for part in ("parameters", "gradients", "optimizer", "batch", "temporaries"))
+        return needs(self.memory)
 
     @property
     def fits(self) -> bool:
         """Whether a device can have so much."""
-        return self.total_bytes <= self.memory["capacity"]
+        return fits(self.memory)
+
+
+def needs(memory: Mapping[str, float]) -> float:
+    """Returns the bytes that a program needs of a device."""
+    return sum(count for part, count in memory.items() if part != "capacity")
+
+
+def fits(memory: Mapping[str, float]) -> bool:
+    """Returns whether a device can have so much."""
+    return needs(memory) <= memory["capacity"]
 
 
 def find(
@@ -151,11 +164,6 @@ def zero2_s(flat: Replay) -> float:
     return flat.compute_s + flat.busy_s() - flat.busy_s("parameter_scope") / 2
 
 
-def zero2_in_buckets_s(flat: Replay) -> float:
-    """Returns the same with gradients summed in buckets of `BUCKET` values."""
-    return zero2_s(flat) - flat.busy_s("gradient_scope") + flat.buckets_s("reduce-scatter")
-
-
 def nothing_hidden_s(mics: Replay) -> float:
     """Returns the step of a program if nothing overlapped."""
     return mics.compute_s + mics.busy_s()
@@ -164,20 +172,6 @@ def nothing_hidden_s(mics: Replay) -> float:
 def gradients_exposed_s(mics: Replay) -> float:
     """Returns the step of a MiCS that hides gathers like ours, but no sum of gradients (AMSP, section 9)."""
     return mics.step_s + mics.hidden_s("hop_one", "hop_two")
-
-
-def in_buckets_s(mics: Replay) -> float:
-    """Returns the step of a MiCS without two hops whose gradients are all-reduced in buckets.
-
-    As much of them is hidden as ours hides of its all-reduces of single tensors.
-    """
-    hidden_s = mics.hidden_s("hop_one")
-    return mics.step_s - mics.busy_s("hop_one") + hidden_s + max(0.0, mics.buckets_s("all-reduce") - hidden_s)
-
-
-def buckets_exposed_s(mics: Replay) -> float:
-    """Returns the same if nothing were hidden."""
-    return nothing_hidden_s(mics) - mics.busy_s("hop_one") + mics.buckets_s("all-reduce")
 
 
 def slowdown(records: Records, program: str) -> float:

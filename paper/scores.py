@@ -105,7 +105,8 @@ def _first_number(text: str) -> int:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns a markdown table."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows))
+    first, *others = ("| " + " | ".join(line) + " |" for line in (head, *rows))
+    return "\n".join([first, "|" + "---|" * len(head), *others])
 
 
 def percent(value: float | None) -> str:

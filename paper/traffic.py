@@ -4,7 +4,7 @@ import csv
 from pathlib import Path
 
 from paper.records import Records
-from paper.scores import NONE, Cell, Comparison, table
+from paper.scores import Cell, Comparison, table
 
 FILE = Path(__file__).parent / "traffic.csv"
 NODES, N, K, ACCUM = 8, 64, 8, 4  # of the cluster that MiCS's formulas are compared on: n devices, k of a node
@@ -38,7 +38,7 @@ def savings(records: Records) -> Comparison:
         hierarchical, flat = (records.step(f"mics({p}){how}", nodes=NODES, accum=ACCUM) for how in ("", " flat"))
         for name in ("gather", "hop one"):
             saved = 100 * (1 - hierarchical.link(name) / flat.link(name))
-            cells.append(Cell(row=name, column=f"p = {p}", published=100 * (K - 1) / (p - 1), ours=saved))
+            cells.append(Cell(row=f"p = {p}", column=name, published=100 * (K - 1) / (p - 1), ours=saved))
     return Comparison(title="% saved", cells=cells, form="{:.1f}", points=True)
 
 
@@ -56,13 +56,11 @@ def two_hops(records: Records) -> Comparison:
 
 
 def calls(records: Records) -> str:
-    """Returns each strategy's collectives a step, and bytes of a device and of a node in MB and over those of ddp."""
+    """Returns each strategy's collectives a step, and bytes of a device and of a node over those of ddp."""
     steps = [records.step(name, nodes=4, accum=4) for name in STRATEGIES]
     rows = []
     for step in steps:
-        sent, link, wire = step.sent(), step.link(), records.wire_bytes(step.strategy)
         times = [f"{step.calls(kind)}" for kind in KINDS]
-        device = [f"{sent / 1e6:.1f}", f"{sent / steps[0].sent():.2f}"]
-        node = [f"{link / 1e6:.1f}", f"{link / steps[0].link():.2f}"]
-        rows.append([step.strategy, *times, *device, *node, f"{wire / link:.3f}" if wire else NONE])
-    return table(["", *KINDS, "MB of a device", "over ddp", "MB of a node", "over ddp", "wire over compiled"], rows)
+        over_ddp = (step.sent() / steps[0].sent(), step.link() / steps[0].link())
+        rows.append([step.strategy, *times, *(f"{ratio:.2f}" for ratio in over_ddp)])
+    return table(["", *KINDS, "bytes of a device over ddp", "of a node"], rows)

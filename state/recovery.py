@@ -1,8 +1,10 @@
 """Finds the newest step that is complete across the memories of the nodes, and restores it onto any mesh."""
 
+import contextlib
+import functools
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +41,7 @@ class Found:
     """A step that is complete across the nodes."""
 
     snapshot: SnapshotManifest  # one of the snapshots of this step
-    copies: Mapping[str, tuple[Copy, ...]]  # by path
+    copies: Mapping[str, Sequence[Copy]]  # by path
 
     @property
     def processes(self) -> set[int]:
@@ -79,7 +81,7 @@ def find(
         elif _is_complete(copies):
             copies = _without_damaged(folder, copies, [said["host"] for said in everyone], report)
             if _is_complete(copies):
-                return _found(copies)
+                return Found(snapshot=copies[0].snapshot, copies=_by_path(copies))
     return None
 
 
@@ -93,21 +95,12 @@ def load(
     """
     wanted = tree.flatten_abstract(abstract_state)
     saved = {leaf.path: leaf for leaf in found.snapshot.tree}
-    reading = _Reader(folder, reader, addresses, token)
-    try:
-        arrays = []
-        for path, asked in wanted.items():
-            if not asked.abstract.size:
-                arrays.append(tree.empty(asked.abstract))
-                continue
-            as_saved = tree.as_saved(asked.abstract, saved[path].shape)
-            assert as_saved.sharding is not None
-            put_together = _once_each(saved[path], lambda region, path=path: reading.region(region, found.copies[path]))
-            array = jax.make_array_from_callback(as_saved.shape, as_saved.sharding, put_together)
-            arrays.append(tree.shared_out(array, asked))
+    with contextlib.closing(_Reader(folder, reader, addresses, token)) as reading:
+        arrays = [
+            reading.array(asked, saved[path], found.copies[path]) if asked.abstract.size else tree.empty(asked.abstract)
+            for path, asked in wanted.items()
+        ]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), jax.block_until_ready(arrays))
-    finally:
-        reading.close()
 
 
 class _Reader:
@@ -116,6 +109,15 @@ class _Reader:
     def __init__(self, folder: MemoryFolder, reader: int, addresses: list[Address], token: str) -> None:
         self._folder, self._reader, self._addresses, self._token = folder, reader, addresses, token
         self._connections: dict[int, Connection] = {}
+
+    def array(self, wanted: tree.Wanted, saved: Leaf, copies: Sequence[Copy]) -> jax.Array:
+        """Returns an array with its wanted sharding; a region that several devices hold is read once."""
+        as_saved = tree.as_saved(wanted.abstract, saved.shape)
+        assert as_saved.sharding is not None
+        content = functools.cache(lambda region: self.region(region, copies))
+        of_index = lambda index: content(region_of(saved, index))
+        array = jax.make_array_from_callback(as_saved.shape, as_saved.sharding, of_index)
+        return tree.shared_out(array, wanted)
 
     def region(self, wanted: Region, copies: Iterable[Copy]) -> np.ndarray:
         """Returns the array of a region, assembled from the pieces that overlap with it."""
@@ -153,24 +155,18 @@ class _Reader:
         return fetch(self._connections[copy.process], copy.snapshot, copy.number, part)
 
 
-def _once_each(leaf: Leaf, make: Callable[[Region], np.ndarray]) -> Callable[[Any], np.ndarray]:
-    """Returns a callback from an index to its array, which is made only once for all devices with the same index."""
-    made: dict[Region, np.ndarray] = {}
-
-    def callback(index: tuple[slice, ...]) -> np.ndarray:
-        region = region_of(leaf, index)
-        if region not in made:
-            made[region] = make(region)
-        return made[region]
-
-    return callback
-
-
-def _is_complete(copies: list[Copy]) -> bool:
-    regions: dict[str, set[Region]] = defaultdict(set)
+def _by_path(copies: Sequence[Copy]) -> dict[str, list[Copy]]:
+    by_path: dict[str, list[Copy]] = defaultdict(list)
     for copy in copies:
-        regions[copy.piece.region.path].add(copy.piece.region)
-    return bool(copies) and all(covers(regions[leaf.path], leaf) for leaf in copies[0].snapshot.tree)
+        by_path[copy.piece.region.path].append(copy)
+    return by_path
+
+
+def _is_complete(copies: Sequence[Copy]) -> bool:
+    by_path = _by_path(copies)
+    return bool(copies) and all(
+        covers((copy.piece.region for copy in by_path[leaf.path]), leaf) for leaf in copies[0].snapshot.tree
+    )
 
 
 def _set_back(step: int, saved: int, known: int) -> str:
@@ -231,13 +227,6 @@ def _without_damaged(folder: MemoryFolder, copies: list[Copy], hosts: list[str],
                     "are not used"
                 )
     return good
-
-
-def _found(copies: list[Copy]) -> Found:
-    by_path: dict[str, list[Copy]] = defaultdict(list)
-    for copy in copies:
-        by_path[copy.piece.region.path].append(copy)
-    return Found(snapshot=copies[0].snapshot, copies={path: tuple(found) for path, found in by_path.items()})
 
 
 def _silently(line: str) -> None:

@@ -78,28 +78,21 @@ def test_what_is_durable_is_on_the_disk_before_and_after_the_rename(
 ) -> None:
     """First the content, then the move, then the name in the folder."""
     file, done, rename = tmp_path / "a.json", [], Path.rename
-    monkeypatch.setattr("os.fsync", lambda descriptor: done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
-    sizes = []
+
+    def force(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        done.append((path, path.stat().st_size if path.is_file() else 0))
 
     def move(path: Path, target: Path) -> Path:
-        sizes.append(path.stat().st_size)
-        done.append("moved")
+        done.append(("moved", path.stat().st_size))
         return rename(path, target)
 
+    monkeypatch.setattr("os.fsync", force)
     monkeypatch.setattr(Path, "rename", move)
     atomic.replace(file, "content")
-    assert done == ["moved"]
+    assert done == [("moved", 7)]
     atomic.replace(file, "content", durable=True)
-    assert done[1:] == [tmp_path / "a.partial", "moved", tmp_path] and sizes == [7, 7]
-
-
-def test_content_is_handed_to_the_system_before_it_is_forced_to_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = []
-    monkeypatch.setattr("os.fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
-    atomic.replace(tmp_path / "a", "content", durable=True)
-    assert sizes[0] == 7
+    assert done[1:] == [(tmp_path / "a.partial", 7), ("moved", 7), (tmp_path, 0)]
 
 
 def test_a_private_file_is_new_and_follows_no_link(tmp_path: Path) -> None:

@@ -101,27 +101,6 @@ def test_the_reader_gives_back_what_json_writes(wanted: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        (DEEP, "not JSON: it has more than 100 levels"),
-        (b'{"a":' * 101 + b"1" + b"}" * 101, "not JSON: it has more than 100 levels"),
-        (b'{"a": NaN}', "not JSON: NaN is no number of JSON"),
-        (b'{"a": -1e999}', "not JSON: -1e999 is too large for a float"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON: an integer has 5000 digits"),
-        (b'{"a": 1, "b": 2, "a": 1}', "not JSON: the key 'a' is there twice"),
-        (b'{"a": "\\ud800"}', "not JSON: it is not UTF-8"),
-        (b'{"a": "\xff"}', "not JSON: it is not UTF-8"),
-        (b"", "not JSON: Expecting value: line 1 column 1 (char 0)"),
-        (b"[1]", "not a JSON object, but of type list"),
-        (b"null", "not a JSON object, but of type NoneType"),
-    ],
-)
-def test_each_refusal_names_the_file_and_the_reason(content: bytes, why: str, tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_bytes(content)
-    assert said(lambda: json_objects.read(tmp_path / "x.json"), ValueError) == (None, f"{tmp_path}/x.json is {why}")
-
-
 def test_a_file_beyond_the_bound_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / "x.json", "wb") as file:
         file.truncate(1 << 40)  # a hole
@@ -283,11 +262,3 @@ def test_a_run_resumes_from_the_step_before_a_damaged_manifest(saved: Path, data
         damage = data.draw(hostile(content).filter(lambda x: x != content)) if data else DEEP
         (newest / manifest.FILE_NAME).write_bytes(damage)
         check_falls_back(saved, manifest.FILE_NAME)
-
-
-def test_a_run_with_hostile_attempts_says_so_in_one_line(folder: Path) -> None:
-    (folder / run_directory.ATTEMPTS).write_bytes(DEEP)
-    line = (
-        f"{folder / run_directory.ATTEMPTS} is damaged (it is not JSON: it has more than 100 levels); remove it: the "
-    )
-    assert said(lambda: attempts.read_attempts(folder, pytest.fail), ValueError)[1].startswith(line)

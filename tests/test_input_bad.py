@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shard_texts import own_cache  # noqa: F401 (a fixture)
 
 from configs import base
 from configs.schema import Config, DataConfig
@@ -12,17 +13,12 @@ from input_pipeline import load
 from input_pipeline.dataset import Split
 
 BYTES = b"".join(b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte in range(256))
+IMAGES = {"source": "digits", "objective": "classify"}
 DEFAULTS: dict[str, Any] = dict(base.get_config().to_dict()["data"])
 
 
 def settings(**changes: Any) -> DataConfig:
     return DataConfig(**{**DEFAULTS, **changes})
-
-
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def one_line(message: str):
@@ -61,6 +57,20 @@ def test_the_defaults_are_accepted_and_every_key_is_needed():
         ({"mask_rate": 0.0}, "data.mask_rate=0.0 must be above 0 and at most 1"),
         ({"mask_rate": 15.0}, "data.mask_rate=15.0 must be above 0 and at most 1"),
         ({"prefetch": -1}, "data.prefetch=-1 must be at least 0"),
+        (
+            IMAGES | {"objective": "causal"},
+            "data.objective='causal' does not fit data.source='digits'; set data.objective to 'classify'",
+        ),
+        ({"objective": "classify"}, "'classify' does not fit data.source='stdlib_text'; .* to 'causal' or"),
+        (
+            IMAGES | {"augment": "crop"},
+            r"data.augment=crop is not known; one of none, crop_flip, shift_flip; did you mean crop_flip\?",
+        ),
+        (IMAGES | {"image_size": 0}, "data.image_size=0 must be at least 1"),
+        (IMAGES | {"channels": 4}, "data.channels=4 must be 1 or 3"),
+        (IMAGES | {"path": "images"}, "data.path is 'images' but data.source='digits' reads no path"),
+        (IMAGES | {"mixture": "1 stdlib_text"}, "data.mixture is of text"),
+        (IMAGES | {"packing": "documents"}, "data.packing='documents': images are no documents"),
     ],
 )
 def test_bad_data_settings_are_rejected(changes, message):

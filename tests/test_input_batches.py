@@ -2,9 +2,11 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from shard_texts import wait_for
 
 from configs.schema import DataConfig
 from input_pipeline import Batches, Dataset, load
@@ -14,20 +16,7 @@ GLOBAL_SIZE = 10
 
 @pytest.fixture(scope="module")
 def dataset() -> Dataset:
-    config = DataConfig(
-        source="synthetic",
-        path="",
-        tokenizer="bytes",
-        tokenizer_path="",
-        seq_len=8,
-        objective="masked",
-        mask_rate=0.3,
-        image_size=8,
-        channels=1,
-        augment="none",
-        prefetch=2,
-    )
-    return load(config, "train", seed=4)
+    return load(DataConfig(source="synthetic", seq_len=8, objective="masked", mask_rate=0.3), "train", seed=4)
 
 
 def steps_of(dataset, rows, start, count, prefetch=2, global_size=GLOBAL_SIZE):
@@ -115,35 +104,13 @@ def test_prefetch_prepares_at_most_the_requested_batches(dataset):
         assert sorted(read) == [(6, False), (7, False), (8, False), (9, False)]
 
 
-def wait_for(condition, limit_s=20.0):
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < limit_s
-        time.sleep(0.005)
-
-
-def test_wait_time_is_that_of_the_last_next(dataset):
-    gate = threading.Event()
-
-    class Slow:
-        row_arrays, threads = dataset.row_arrays, 1
-
-        def __getitem__(self, i):
-            if i == 1:
-                gate.wait(20)
-            return dataset[i]
-
-    with Batches(Slow(), global_size=1, rows=[0], start_step=0, prefetch=1) as batches:  # pyright: ignore
-        next(batches)
-        assert batches.step == 1
-        threading.Timer(0.5, gate.set).start()
-        next(batches)
-        waited_s = batches.wait_s
-        assert 0.1 < waited_s < 10
-        wait_for(lambda: batches._iterator._buffer[0].done())  # pyright: ignore
-        next(batches)
-        assert batches.wait_s < waited_s / 2
-        assert batches.step == 3
+def test_wait_time_is_that_of_the_last_next(dataset, monkeypatch):
+    clock = iter([10.0, 13.0, 20.0, 20.5])
+    monkeypatch.setattr("input_pipeline.batches.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    with Batches(dataset, global_size=1, rows=[0], start_step=0, prefetch=1) as batches:
+        for step, wait_s in ((1, 3.0), (2, 0.5)):
+            next(batches)
+            assert (batches.step, batches.wait_s) == (step, wait_s)
 
 
 def test_close_ends_the_background_thread(dataset):

@@ -25,9 +25,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def settings(corpus: Path | str, **changes: Any) -> DataConfig:
-    base = {"source": "folder", "path": str(corpus), "tokenizer": "bytes", "tokenizer_path": "", "seq_len": 16}
-    base |= {"image_size": 8, "channels": 1, "augment": "none"}
-    return DataConfig(**{**base, "objective": "causal", "mask_rate": 0.15, "prefetch": 2, **changes})
+    return DataConfig(**{"source": "folder", "path": str(corpus), "seq_len": 16} | changes)
 
 
 def train_bytes(corpus: Path) -> bytes:

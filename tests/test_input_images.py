@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 
 from configs import base
 from configs.schema import DataConfig
-from input_pipeline import Batches, load, streams
+from input_pipeline import Batches, cache, load
 from input_pipeline.dataset import SPLITS
 from input_pipeline.images import centre_box, moved, pixels, random_box, random_moves
 
@@ -282,12 +282,12 @@ def test_checksum_blocks_are_spread_over_all_files(tmp_path: Path, monkeypatch: 
     files = [tmp_path / str(i) for i in range(4)]
     for file, part in zip(files, (content[:5], content[5:400], b"", content[400:]), strict=True):
         file.write_bytes(part)
-    monkeypatch.setattr(streams, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(cache, "BLOCK_BYTES", 10)
     whole = hashlib.sha256(b"1000" + content).hexdigest()
-    assert streams.checksum(files) == whole
-    monkeypatch.setattr(streams, "CHECKED_BLOCKS", 4)
+    assert cache.checksum(files) == whole
+    monkeypatch.setattr(cache, "CHECKED_BLOCKS", 4)
     blocks = b"".join(content[start : start + 10] for start in (0, 330, 660, 990))
-    assert streams.checksum(files) == hashlib.sha256(b"1000" + blocks).hexdigest()
+    assert cache.checksum(files) == hashlib.sha256(b"1000" + blocks).hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -313,31 +313,3 @@ def test_damaged_record_raises_with_its_index(data_dir: str) -> None:
     dataset = load(config, "train", 0)
     with one_line("tfds:input_pictures/split: record . of train cannot be read"):
         [dataset[i] for i in range(6)]
-
-
-# ------------------------------------------------------------------------------------------------- bad settings
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"objective": "causal"},
-            "data.objective='causal' does not fit data.source='digits'; set data.objective to 'classify'",
-        ),
-        (
-            {"source": "stdlib_text"},
-            "data.objective='classify' does not fit data.source='stdlib_text'; .* to 'causal' or",
-        ),
-        (
-            {"augment": "crop"},
-            r"data.augment=crop is not known; one of none, crop_flip, shift_flip; did you mean crop_flip\?",
-        ),
-        ({"image_size": 0}, "data.image_size=0 must be at least 1"),
-        ({"channels": 4}, "data.channels=4 must be 1 or 3"),
-        ({"path": "images"}, "data.path is 'images' but data.source='digits' reads no path"),
-    ],
-)
-def test_bad_image_settings_are_rejected(changes: dict[str, Any], message: str) -> None:
-    with one_line(message):
-        settings(**changes)

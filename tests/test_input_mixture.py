@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import plain_data
 import pytest
+from shard_texts import own_cache  # noqa: F401 (a fixture)
 
 from configs.schema import DataConfig
 from input_pipeline import Batches, MixedDataset, load
@@ -21,11 +22,6 @@ WEIGHTS = [[1, 1], [3, 1], ["0.7", "0.29", "0.01"], [1, 1, 1], ["1/3", "1/7", "5
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return plain_data.write_folders(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
 
 
 def settings(mixture: str, **changes: Any) -> DataConfig:
@@ -171,11 +167,6 @@ def test_fingerprint_covers_components_and_weights(folders: list[Path]) -> None:
 def test_mistakes_are_one_line(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message + r"[^\n]*\Z"):
         settings(text)
-
-
-def test_images_are_not_mixed() -> None:
-    with pytest.raises(ValueError, match="data.mixture is of text"):
-        DataConfig(source="digits", objective="classify", mixture="1 stdlib_text")
 
 
 def test_components_are_read_as_written() -> None:

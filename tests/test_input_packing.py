@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import plain_data
 import pytest
+from shard_texts import own_cache  # noqa: F401 (a fixture)
 
 from configs.schema import Config, DataConfig, defaults
 from input_pipeline import TextDataset, load
@@ -18,12 +19,6 @@ LENGTH = 24
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return plain_data.write_folders(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def dataset(folder: Path, packing: str, **changes: Any) -> TextDataset:
@@ -126,9 +121,9 @@ def test_best_fit_equals_the_rule_written_out() -> None:
         assert used.max() <= size and sorted(size - used) == rooms(lengths.tolist(), size)
 
 
-def test_index_of_rows_is_kept_and_verified(folders: list[Path], cache: Path) -> None:
+def test_index_of_rows_is_kept_and_verified(folders: list[Path], cache_folder: Path) -> None:
     first = epoch(dataset(folders[0], "whole"))
-    (folder,) = [path for path in (cache / "rows").iterdir() if path.is_dir()]
+    (folder,) = [path for path in (cache_folder / "rows").iterdir() if path.is_dir()]
     before = (folder / "pieces.npy").stat().st_mtime_ns
     again = epoch(dataset(folders[0], "whole"))
     assert (folder / "pieces.npy").stat().st_mtime_ns == before
@@ -179,8 +174,3 @@ def test_mistakes_are_one_line(changes: dict[str, str], message: str) -> None:
         values[section][key] = value
     with pytest.raises(ValueError, match=message + r"[^\n]*\Z"):
         Config.from_dict(values)
-
-
-def test_images_are_not_packed() -> None:
-    with pytest.raises(ValueError, match="data.packing='documents': images are no documents"):
-        DataConfig(source="digits", objective="classify", packing="documents")

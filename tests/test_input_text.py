@@ -5,16 +5,15 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from shard_texts import own_cache  # noqa: F401 (a fixture)
 
 from configs.schema import DataConfig
-from files import locks
 from input_pipeline import cache, load, progress, stdlib_text, streams
 from input_pipeline.dataset import SPLITS, Split
 from input_pipeline.tokenizers import Bytes
@@ -26,16 +25,8 @@ ROOT = Path(__file__).parents[1]
 HELD_OUT_NAMES = [name for name in map(str, range(99)) if hashlib.sha256(name.encode()).hexdigest() < "0c"][:2]
 
 
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def settings(corpus: Path | str, **changes: Any) -> DataConfig:
-    base = {"source": "folder", "path": str(corpus), "tokenizer": "bytes", "tokenizer_path": "", "seq_len": 1}
-    base |= {"image_size": 8, "channels": 1, "augment": "none"}
-    return DataConfig(**{**base, "objective": "masked", "mask_rate": 0.15, "prefetch": 2, **changes})
+    return DataConfig(**{"source": "folder", "path": str(corpus), "seq_len": 1, "objective": "masked"} | changes)
 
 
 def ids_of(config: DataConfig, split: Split) -> np.ndarray:
@@ -116,8 +107,7 @@ def test_concurrent_processes_prepare_equal_streams(cache_folder):
     """Without TFDS, whose import takes long."""
     program = (
         "import sys; from configs.schema import DataConfig; from input_pipeline import *;"
-        "print(*(load(DataConfig(source='stdlib_text', path='', tokenizer='bytes', tokenizer_path='', seq_len=64,"
-        "image_size=8, channels=1, augment='none', objective='causal', mask_rate=0.15, prefetch=2), split, 0)"
+        "print(*(load(DataConfig(source='stdlib_text', seq_len=64), split, 0)"
         ".fingerprint for split in ('train', 'validation')), 'tensorflow_datasets' in sys.modules)"
     )
     processes = [
@@ -165,9 +155,9 @@ def test_without_locks_the_first_rename_wins(cache_folder, monkeypatch):
     def build(folder: Path, text: str) -> None:
         (folder / "file").write_text(text)
         if text == "outer":
-            cache.prepared("a/b", build=lambda folder: build(folder, "inner"), defect=lambda folder: "")
+            cache.prepared("a/b", build=lambda folder: build(folder, "inner"))
 
-    path = cache.prepared("a/b", build=lambda folder: build(folder, "outer"), defect=lambda folder: "")
+    path = cache.prepared("a/b", build=lambda folder: build(folder, "outer"))
     assert (path / "file").read_text() == "inner"
     assert [entry.name for entry in path.parent.iterdir() if "tmp" in entry.name] == []
 
@@ -178,48 +168,28 @@ def test_killed_builder_leaves_no_valid_folder(cache_folder):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cache.prepared("a/b", build=killed, defect=lambda folder: "")
+        cache.prepared("a/b", build=killed)
     assert not (cache_folder / "a" / "b").exists()
 
     program = (
         "import os; from input_pipeline import cache;"
-        "cache.prepared('a/b', build=lambda f: ((f / 'file').write_text('half'), os._exit(9)), defect=lambda f: '')"
+        "cache.prepared('a/b', build=lambda f: ((f / 'file').write_text('half'), os._exit(9)))"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 9
     assert list((cache_folder / "a").glob(".b.tmp-*")) and not (cache_folder / "a" / "b").exists()
-    path = cache.prepared("a/b", build=lambda folder: None, defect=lambda folder: "")
-    assert not list(path.iterdir()) and not list((cache_folder / "a").glob(".b.tmp-*"))
-
-
-def test_prepared_folder_appears_atomically(cache_folder):
-    """Whoever sees it sees all of it, from the first moment on."""
-    seen: list[int] = []
-
-    def watch() -> None:
-        while not (cache_folder / "a" / "b").is_dir():
-            time.sleep(0.0002)
-        seen.append(len(os.listdir(cache_folder / "a" / "b")))
-
-    def build(folder: Path) -> None:
-        for number in range(500):
-            (folder / str(number)).touch()
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    cache.prepared("a/b", build=build, defect=lambda folder: "")
-    watcher.join()
-    assert seen == [500]
+    path = cache.prepared("a/b", build=lambda folder: None)
+    assert not (path / "file").exists() and not list((cache_folder / "a").glob(".b.tmp-*"))
 
 
 def test_second_builder_waits_for_the_first(cache_folder):
     program = (
         "import time; from input_pipeline import cache;"
         "cache.prepared('a/b', build=lambda f: (print('building', flush=True), time.sleep(1),"
-        "(f / 'file').write_text('first')), defect=lambda f: '')"
+        "(f / 'file').write_text('first')))"
     )
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stdout.readline() == "building\n"
-        path = cache.prepared("a/b", build=lambda folder: pytest.fail("built twice"), defect=lambda folder: "")
+        path = cache.prepared("a/b", build=lambda folder: pytest.fail("built twice"))
         assert (path / "file").read_text() == "first"
 
 
@@ -252,27 +222,6 @@ def test_damaged_stream_is_rebuilt_with_a_warning(corpus, cache_folder, caplog, 
     assert "is damaged" in caplog.text
 
 
-def test_large_streams_are_verified_in_spread_blocks(tmp_path, monkeypatch):
-    from input_pipeline import streams
-
-    monkeypatch.setattr(streams, "BLOCK_BYTES", 10)
-    monkeypatch.setattr(streams, "CHECKED_BLOCKS", 5)
-    file = tmp_path / "file"
-
-    def noticed(size: int) -> np.ndarray:
-        file.write_bytes(bytes(size))
-        whole = streams.checksum([file])
-        found = []
-        for place in range(size):
-            file.write_bytes(bytes(place) + b"\1" + bytes(size - place - 1))
-            found.append(streams.checksum([file]) != whole)
-        return np.array(found)
-
-    assert noticed(7).all() and noticed(41).all() and noticed(50).all()
-    large = noticed(200)
-    assert large.sum() == 50 and large[:10].all() and large[-10:].all() and large[90:110].any()
-
-
 def test_only_changed_files_are_tokenised_again(corpus, cache_folder):
     old = text_of(settings(corpus), "train")
     assert b"file 0:" in old and b"cat" not in old
@@ -297,9 +246,3 @@ def test_read_only_cache_is_readable(corpus, cache_folder, monkeypatch):
             ValueError, match=r"cannot write the data cache .*Permission denied.*: set MICS_JAX_CACHE to"
         ):
             load(settings(corpus), "validation", 0)
-
-
-def test_locks_are_released(corpus, cache_folder):
-    load(settings(corpus), "train", 0)
-    files = [*cache_folder.rglob(".*.lock")]
-    assert files and not any(map(locks.is_held, files))

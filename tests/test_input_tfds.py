@@ -69,9 +69,8 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def settings(name: str, data_dir: Path, **changes: Any) -> DataConfig:
-    base = {"source": f"tfds:{name}", "path": str(data_dir), "tokenizer": "bytes", "tokenizer_path": "", "seq_len": 1}
-    base |= {"image_size": 8, "channels": 1, "augment": "none"}
-    return DataConfig(**{**base, "objective": "masked", "mask_rate": 0.15, "prefetch": 2, **changes})
+    base = {"source": f"tfds:{name}", "path": str(data_dir), "seq_len": 1, "objective": "masked"}
+    return DataConfig(**base | changes)
 
 
 def documents(name: str, data_dir: Path, split: Split) -> list[str]:

@@ -12,15 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from shard_texts import own_cache  # noqa: F401 (a fixture)
 from test_input_text import ids_of, settings, text_of
 
 from input_pipeline import load
 from input_pipeline.tokenizers import MAX_IDS, Bytes, make_tokenizer
-
-
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
 
 
 def test_bytes_tokenizer_round_trips():

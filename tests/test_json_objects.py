@@ -1,7 +1,6 @@
 """JSON from outside the process: what is accepted, and the one line that is said of the rest."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -54,13 +53,3 @@ def test_what_is_refused_is_one_line(lenient: bool) -> None:
         json_objects.value(b'{"a": "\xff"}', "here", lenient=lenient)
     with pytest.raises(ValueError, match="^here is not a JSON object, but of type list$"):
         json_objects.parse("[]", "here", lenient=lenient)
-
-
-def test_a_file_is_not_read_if_it_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "a.json"
-    file.write_text('{"a": 1}')
-    monkeypatch.setattr(json_objects, "_MOST_BYTES", 8)
-    assert json_objects.read(file) == {"a": 1}
-    file.write_text('{"a": 12}')
-    with pytest.raises(ValueError, match=r"a\.json has 9 bytes: too large for JSON"):
-        json_objects.read(file)

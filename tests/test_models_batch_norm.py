@@ -325,9 +325,7 @@ def test_delayed_averages_are_one_step_late() -> None:
 
 
 def test_averages_beside_a_method_that_takes_the_optimizers_place_are_not_delayed() -> None:
-    tx = make_tx(
-        config(compression__delayed=True, compression__hop_two="dgc", **HOP_TWO["dgc"]), four_replicas(), SPECS
-    )
+    tx = make_tx(config(compression__delayed=True, compression__hop_two="dgc", **HOP_TWO["dgc"]))
     check_close(averages_after(run_chain(tx, 3)[0]), expected_averages(3), atol=1e-4)
 
 

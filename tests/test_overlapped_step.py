@@ -368,13 +368,13 @@ def test_on_says_what_it_needs(changes: dict[str, Any], words: str) -> None:
 
 def test_the_config_decides_where_hop_two_runs() -> None:
     inside = {"sharding.overlap": "on", "compression.hop_two": "int8"}
-    assert make_experiment(tiny_config(inside)).hop_two is not None
+    assert make_experiment(tiny_config(inside)).chain.early is not None
     beside = make_experiment(tiny_config({"sharding.overlap": "on", "compression.delayed": True})).hop_two
     assert beside is not None and beside.waiting is not None
     encoded = make_experiment(tiny_config(inside | {"compression.delayed": True})).hop_two
     assert encoded is not None and encoded.waiting is not None
     for after in ({}, inside | {"local_sgd.inner_steps": 2}):
-        assert make_experiment(tiny_config(after)).hop_two is None
+        assert make_experiment(tiny_config(after)).chain.early is None
 
 
 def tiny_config(changes: dict[str, Any]) -> Config:

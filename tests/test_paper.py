@@ -106,6 +106,17 @@ def test_a_number_that_is_not_there_is_one_line() -> None:
         published.value("MiCS", "figure 7", case="BERT 10B")
 
 
+def test_megatron_is_as_the_page_says() -> None:
+    """30 to 33 % slower than MiCS with 128 layers, up to 1.4 % faster with 80 wide ones."""
+    gains: dict[str, list[float]] = {}
+    for mics_bar in published.find("MiCS", "figure 11", system="MiCS"):
+        bars = published.find("MiCS", "figure 11", case=mics_bar.case, at=mics_bar.at)
+        best = max(bar.value or 0 for bar in bars if bar.system != "MiCS")
+        gains.setdefault(mics_bar.case, []).append(100 * ((mics_bar.value or 0) / best - 1))
+    deep, wide = gains.values()
+    assert (round(min(deep)), round(max(deep)), round(min(wide), 1)) == (30, 33, -1.4)
+
+
 def test_our_configs_have_the_structure_of_table_1() -> None:
     """But for the heads of BERT 50B, whose printed 40 do not divide 8192."""
     import importlib
@@ -179,9 +190,9 @@ def test_compiled_bytes_match_the_formulas(name: str, rel: float, but: dict[str,
 def test_hierarchical_savings_match_published_ones(records: Records) -> None:
     printed = {f"p = {one.at}": one.value for one in published.find("MiCS", "section 3.3")}
     found = traffic.savings(records).cells
-    assert len(found) == 6 and printed.keys() <= {cell.column for cell in found}
+    assert len(found) == 6 and printed.keys() <= {cell.row for cell in found}
     for cell in found:
-        assert cell.ours == pytest.approx(printed.get(cell.column, cell.published), abs=0.1), cell.name
+        assert cell.ours == pytest.approx(printed.get(cell.row, cell.published), abs=0.1), cell.name
 
 
 def test_two_hop_ratio_stays_above_the_bound(records: Records) -> None:
@@ -199,10 +210,10 @@ def test_three_calls_counts_collectives_per_micro_step(records: Records) -> None
     assert [steps["ddp"].calls(kind) for kind in traffic.KINDS] == [0, 0, 1]
     # 8 layers gathered twice, embedding and head once, in each of 4 micro-steps; scattered once each
     assert [steps["zero3 flat"].calls(kind) for kind in traffic.KINDS] == [4 * 18, 4 * 10, 0]
-    run = {"strategy": "mics(2)", "wire_tx_bytes": 3e8}
-    lines = traffic.calls(Records({**records.files, "strategies": [run]})).splitlines()
-    assert lines[-3].startswith("| mics(2) |") and lines[-3].endswith(f"| {3e8 / steps['mics(2)'].link():.3f} |")
-    assert lines[2].startswith("| ddp |") and lines[2].endswith("| - |")
+    lines = traffic.calls(records).splitlines()
+    assert lines[2] == "| ddp | 0 | 0 | 1 | 1.00 | 1.00 |"
+    sent = steps["mics(2)"].sent() / steps["ddp"].sent()
+    assert lines[9] == f"| mics(2) | 72 | 40 | 1 | {sent:.2f} | 0.86 |"  # of a node: 2 x 3/4 of the halves over 7/4
 
 
 # ------------------------------------------------------------------------------------------------------- the losses
@@ -263,7 +274,9 @@ def test_check_writes_nothing_and_names_the_stale_page(
 def test_charts_have_published_and_ours(name: str, records: Records) -> None:
     (axes,) = PICTURES[name](records).axes
     labels = [text.get_text() for text in axes.get_yticklabels()]
-    assert len(axes.patches) == 2 * len(labels) > 0
+    series = [text.get_text() for text in axes.figure.legends[0].get_texts()]
+    assert len(axes.patches) == len(series) * len(labels) > 0
+    assert [name.rpartition(", ")[2] for name in series] == ["published", "ours"] * (len(series) // 2)
     assert axes.get_xscale() == ("log" if name == "paper_compression.png" else "linear")  # its bars are 3 to 667
 
 

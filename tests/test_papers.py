@@ -101,13 +101,14 @@ def test_zero_table_1_has_our_bytes_a_parameter(records: Records) -> None:
 
 def test_zero_table_2_is_the_deepest_that_fits(records: Records) -> None:
     """By hand, 64 devices of 32 GB: 16, 8 + 8/64, 4 + 12/64 and 16/64 bytes a parameter."""
+    stages = {bar.ours: bar.system for bar in published.find("ZeRO", "table 2", case="largest model")}
     for stage, held in {"ddp": 16, "zero1": 8.125, "zero2": 4.1875, "zero3": 0.25}.items():
         found = records.line("papers", kind="largest", name="ZeRO table 2", strategy=stage)
         size, most = sum(found["state_bytes"].values()), 32e9
         layer = 12 * 2048**2
         assert size <= most < size + layer * held * 1.01, stage
         assert most / held - 1.01 * layer < found["num_params"] <= most / held, stage
-        ours = row(model_state.zero_table_2(records), model_state.STAGES[stage]).ours
+        ours = next(c.ours for c in model_state.zero_table_2(records).cells if c.row == stages[stage])
         assert ours == pytest.approx(found["num_params"] / 1e9)
 
 
@@ -126,7 +127,7 @@ def test_zeropp_bytes_are_those_of_its_codecs(records: Records) -> None:
 
 
 def test_zeropp_speed_up_is_the_ratio_of_replayed_steps(records: Records) -> None:
-    names = {name: f"18B {ours}, 1K" for name, ours in zeropp.OURS.items()}
+    names = {"ZeRO-3": "18B zero3 flat, 1K", "ZeRO++": "18B ZeRO++, 1K"}
     lines = {name: records.line("papers", kind="prediction", name=of) for name, of in names.items()}
     seconds = {name: one["rates"]["100"]["step_s"] for name, one in lines.items()}
     ratio = row(zeropp.speed_up(records), "ZeRO++ over ZeRO-3, 100 Gbit/s, 1K")
@@ -175,7 +176,7 @@ def test_a_newer_run_of_dgc_counts_and_is_not_called_old(records: Records) -> No
 
 
 def test_what_a_documentation_claims_at_best_is_not_compared(records: Records) -> None:
-    (found,) = [one for one in compression.costs(records).cells if one.row.startswith("MXNet: not measured")]
+    (found,) = [one for one in compression.costs(records).cells if one.row.startswith("MXNet")]
     assert found.published is None and compression.costs(records).difference(found) == "-"
 
 
@@ -194,7 +195,7 @@ def test_power_sgd_epoch_is_the_factors_of_resnet_18(rank: int, records: Records
     whole = values + 10
     assert whole + sum(a * b for a, b in shapes) == records.paper_step("ResNet-18 power_sgd 1").num_params
     factors = sum(min(rank * (a + b), a * b) for a, b in shapes)
-    ours = row(compression.power_sgd(records), f"ResNet-18, an epoch, rank {rank}").ours
+    ours = row(compression.power_sgd(records), f"ResNet-18 on CIFAR-10, rank {rank}").ours
     assert ours == pytest.approx(24 * 4 * (whole + factors) / 2**20, rel=1e-3)
 
 

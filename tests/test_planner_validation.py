@@ -8,7 +8,7 @@ from benchmarks import planner_validation
 from benchmarks.records import recorded
 from paper.records import read_records
 from paper.replays import PLANNER
-from paper.throughput import figure_7
+from paper.throughput import runs
 from planner import clusters
 
 
@@ -30,7 +30,7 @@ def test_error_bars_are_those_of_the_comparisons() -> None:
     """Of the emulated cluster, and of the MiCS paper's steps by the planner's own figures."""
     beside = [line for line in recorded(planner_validation.RESULTS) if line["beside_the_rates"]]
     errors = {"cpu": [planner_validation.error(line) for line in beside]}
-    cells = [cell for cell in figure_7(read_records(), PLANNER) if cell.system == "MiCS"]
+    cells = [run.cell() for run in runs(read_records(), "figure 7", PLANNER) if run.bar.system == "MiCS"]
     errors["gpu"] = [cell.published / cell.ours - 1 for cell in cells if cell.published and cell.ours]  # of seconds
     for kind, bar in clusters.ERROR_BARS.items():
         assert "the planner was built with" in str(bar)  # not held back

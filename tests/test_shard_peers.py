@@ -15,6 +15,7 @@ from stores import of_folder
 from configs.schema import DataConfig
 from input_pipeline import load, peers, prepare, shards
 from input_pipeline.peers import Peers, rendezvous
+from input_pipeline.shard_windows import parts
 from input_pipeline.shards import ShardSet, World
 from runtime import blobs
 from runtime.blobs import Address, RefusedError
@@ -72,21 +73,26 @@ def in_threads(actions: list[Callable[[], Any]]) -> list[Any]:
     return found
 
 
-@contextmanager
-def opened(config: DataConfig, caches: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ShardSet]]:
-    """Gives the set as each of several processes opens it, with a cache folder each."""
+def open_together(config: DataConfig, caches: list[Path], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Returns the set, or the error, of each of several processes with a cache folder each."""
     monkeypatch.setattr(shards, "cache_dir", lambda: here.cache)
     meeting = Meeting(len(caches))
 
-    def make(process: int) -> ShardSet:
+    def make(process: int) -> ShardSet | Exception:
         here.cache = caches[process]
-        return ShardSet(config, world=ThreadWorld(process=process, count=len(caches), token=TOKEN, meeting=meeting))
+        try:
+            return ShardSet(config, world=ThreadWorld(process=process, count=len(caches), token=TOKEN, meeting=meeting))
+        except (OSError, RuntimeError) as error:
+            return error
 
-    sets = in_threads([lambda process=process: make(process) for process in range(len(caches))])
+    return in_threads([lambda process=process: make(process) for process in range(len(caches))])
+
+
+@contextmanager
+def opened(config: DataConfig, caches: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ShardSet]]:
+    """Gives the sets, open."""
     with ExitStack() as held:
-        for one in sets:
-            held.enter_context(one)
-        yield sets
+        yield [held.enter_context(one) for one in open_together(config, caches, monkeypatch)]
 
 
 def settings(path: str) -> DataConfig:
@@ -126,16 +132,16 @@ def test_shards_leave_the_store_once_for_four_nodes(web, tmp_path, monkeypatch):
         assert web.gets == {"/index.json": 4}
         epochs = in_threads([lambda one=one: epoch_of(one, config) for one in sets])
         assert epochs[1:] == epochs[:1] * 3
-        used = {part.shard.file for part in shards.parts(sets[0].index.shards, "train")}
+        used = {part.shard.file for part in parts(sets[0].index.shards, "train")}
         assert {path: n for path, n in web.gets.items() if path != "/index.json"} == {f"/{file}": 1 for file in used}
         total = Counter()
         for one in sets:
             total.update(one.tiers.counters.scalars())
         assert total["data_store_hits"] == len(used) and total["data_peer_hits"] == 3 * len(used)
-        size = sum(part.shard.size_bytes for part in shards.parts(sets[0].index.shards, "train"))
+        size = sum(part.shard.size_bytes for part in parts(sets[0].index.shards, "train"))
         assert total["data_store_bytes"] == size and total["data_peer_bytes"] == 3 * size
         nodes = [(folder / "shards" / "node").read_text() for folder in caches(tmp_path, 4)]
-        hashes = {part.shard.sha256 for part in shards.parts(sets[0].index.shards, "train")}
+        hashes = {part.shard.sha256 for part in parts(sets[0].index.shards, "train")}
         downloads = Counter(rendezvous(key, nodes)[0] for key in hashes)
         assert [one.tiers.counters.store_hits for one in sets] == [downloads[node] for node in nodes]
     assert len(set(nodes)) == 4

@@ -3,11 +3,11 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from shard_texts import wait_for
 
 from input_pipeline.shard_index import Shard
 from input_pipeline.shard_tiers import Counters, DamagedObjectError, OpenShards
@@ -31,13 +31,6 @@ class Tiers:
         if not self.events[of.name].wait(60):
             raise TimeoutError
         return np.array([ord(of.name)])
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < 60
-        time.sleep(0.005)
 
 
 def names(text: str) -> list[Shard]:

@@ -16,7 +16,6 @@ from input_pipeline import Batches, load, prepare
 from input_pipeline.folder import validation_names
 from input_pipeline.mixture import Order
 from input_pipeline.shards import ShardSet
-from input_pipeline.store import LocalStore
 
 
 def windows_written_out(texts: dict[str, str], split: str, seq_len: int = 16) -> list[bytes]:
@@ -86,9 +85,6 @@ def test_a_mixture_may_have_several_sets_of_shards(texts: Path, tmp_path: Path) 
         assert example(dataset, i) == example(alone[component], number)
     with pytest.raises(ValueError, match=r"data\.packing='whole' needs all text at once"):
         settings(texts, packing="whole")
-    with pytest.raises(ValueError, match=r"^data\.mixture: the path of a component is a URL with a query") as e:
-        settings("", mixture="1 shards:https://host/set?token=secret", **changes)
-    assert "secret" not in str(e.value)
 
 
 def test_single_shard_is_split_at_its_last_five_percent(tmp_path):
@@ -168,7 +164,6 @@ def test_pattern_chooses_files_of_shards_and_of_folder(texts):
     [
         ({"pattern": "*.csv"}, r"data.path .*texts has no file that matches data.pattern='\*.csv' among 12"),
         ({"seq_len": 10_000}, "lower data.seq_len or add text"),
-        ({"cache_gb": 1e-6}, "data.cache_gb=1e-06 is less than the .* GB that two blocks"),
     ],
 )
 def test_settings_that_cannot_work_are_one_line(texts, changes, message):
@@ -202,11 +197,15 @@ def test_unknown_format_that_matches_the_pattern_is_named(texts):
         ShardSet(settings(texts, pattern="*"))
 
 
-@pytest.mark.parametrize("path", ["https://host/a?sig=abcd", "s3://user:pwd7@bucket/a", "https://k3y@host/x"])
-def test_secrets_in_the_path_are_refused_and_not_shown(path):
+@pytest.mark.parametrize("path", ["https://host/a?s3cret", "s3://user:s3cret@bucket/a", "https://s3cret@host/x"])
+def test_secrets_in_the_path_are_refused_and_not_shown(path, capsys):
     with pytest.raises(ValueError, match="would be saved in config.json") as caught:
         settings(path)
-    assert not any(secret in str(caught.value) for secret in ("abcd", "pwd7", "k3y"))
+    assert "s3cret" not in str(caught.value)
+    for what, words in (("--path", ["--path", path, "--out=/a"]), ("--out", ["--path=/a", "--out", path])):
+        assert prepare.main(words) == 2
+        shown = "".join(capsys.readouterr())
+        assert f"error: {what} is a URL with a query" in shown and "s3cret" not in shown
 
 
 @pytest.mark.parametrize(
@@ -225,13 +224,6 @@ def test_secrets_in_a_mixture_are_refused_before_anything_of_it_is_shown(mixture
     assert "s3cret" not in str(caught.value)
     fine = settings("", source="stdlib_text", mixture="1 shards:s3://bucket/x, 2 folder:/data/a@b?#")
     assert [component.path for component in fine.components] == ["s3://bucket/x", "/data/a@b?#"]
-
-
-@pytest.mark.parametrize(("path", "out", "what"), [("/a", "s3://k3y@b/x", "--out"), ("http://b?k3y", "/a", "--path")])
-def test_secrets_are_refused_and_not_shown_when_a_set_is_prepared(path, out, what, capsys):
-    assert prepare.main(["--path", path, "--out", out]) == 2
-    shown = "".join(capsys.readouterr())
-    assert f"error: {what} is a URL with a query" in shown and "k3y" not in shown
 
 
 def test_second_start_reads_no_file_of_documents(texts, monkeypatch, caplog):
@@ -284,20 +276,6 @@ def test_prepared_set_gives_the_same_examples_and_needs_no_tokenising(texts, tmp
         datasets.append(load(settings(tmp_path / "set"), "train", 0, [shards]))
         assert [example(datasets[1], i) for i in range(100)] == examples
     assert datasets[0].fingerprint == datasets[1].fingerprint
-
-
-def test_second_call_of_prepare_stores_what_is_left_alone(texts, tmp_path, monkeypatch):
-    arguments, stored, put = ["--path", str(texts), "--out", str(tmp_path / "set")], [], LocalStore.put
-    assert prepare.main(arguments) == 0
-    first, second, *_ = sorted((tmp_path / "set").glob("*.tokens"))
-    whole = {file: file.read_bytes() for file in (tmp_path / "set").iterdir()}
-    first.unlink()
-    second.write_bytes(b"part")
-    (tmp_path / "set" / "index.json").unlink()
-    monkeypatch.setattr(LocalStore, "put", lambda self, name, content: (stored.append(name), put(self, name, content)))
-    assert prepare.main(arguments) == 0
-    assert sorted(stored) == sorted([first.name, second.name, "index.json"]) and stored[-1] == "index.json"
-    assert {file: file.read_bytes() for file in (tmp_path / "set").iterdir()} == whole
 
 
 def test_folder_may_have_a_name_like_a_server_s(texts, tmp_path, monkeypatch):

@@ -8,9 +8,8 @@ import pytest
 from running import IGNORED, arguments, finish, start_together
 from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
 from stores import Server, of_folder
-from test_shard_peers import TOKEN, Meeting, ThreadWorld, caches, here, in_threads
+from test_shard_peers import Meeting, caches, in_threads, open_together
 
-from input_pipeline import shards
 from input_pipeline.shard_cache import ShardCache
 from input_pipeline.shard_index import Shard, ShardIndex
 from input_pipeline.shards import ShardSet
@@ -26,7 +25,7 @@ def test_processes_of_a_node_keep_the_index_at_the_same_time(texts: Path) -> Non
         raw, found = one._raw, one.index.shards
         assert raw is not None
         for _ in range(50):
-            in_threads([lambda: raw.keep_index(found), lambda: ShardCache(one.cache.folder, 0)] * 2)
+            in_threads([lambda: raw.write_index(found), lambda: ShardCache(one.cache.folder, 0)] * 2)
         assert raw.index() == one.index
 
 
@@ -39,22 +38,11 @@ def a_server(texts: Path) -> Any:
 
 
 def opened_by(count: int, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Returns the set or the error of each of several processes, which are threads, and closes the sets."""
-    monkeypatch.setattr(shards, "cache_dir", lambda: here.cache)
-    meeting = Meeting(count)
-
-    def make(process: int) -> ShardSet | Exception:
-        here.cache = caches(tmp_path, count)[process]
-        world = ThreadWorld(process=process, count=count, token=TOKEN, meeting=meeting)
-        try:
-            return ShardSet(settings(path), world=world)
-        except (OSError, RuntimeError) as error:
-            return error
-
-    found = in_threads([lambda process=process: make(process) for process in range(count)])
+    """Returns the set, which is closed, or the error of each of several processes, which are threads."""
+    found = open_together(settings(path), caches(tmp_path, count), monkeypatch)
     for one in found:
         if isinstance(one, ShardSet):
-            one.__exit__(None, None, None)
+            one.__exit__()
     return found
 
 

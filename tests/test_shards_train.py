@@ -17,7 +17,6 @@ from running import (
     rows,
     run_here,
     start,
-    start_together,
     steps_logged,
     stop_after,
     wait_until,
@@ -110,13 +109,6 @@ def test_refusal_is_one_line_and_exit_code_2(bucket, tmp_path, capfd, path, faul
     check_no_secret(tmp_path, *said)
 
 
-def test_refusal_in_the_middle_is_one_line_and_exit_code_1(bucket, tmp_path, capfd):
-    bucket.fault = lambda path: 403 if len(shards_read(bucket)) > 8 else None
-    assert run_here(*flags(tmp_path / "run", PREPARED)) == 1
-    err = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error")]
-    assert len(err) == 1 and "the store refuses access (403)" in err[0] and PREPARED in err[0]
-
-
 @pytest.mark.slow
 def test_store_that_is_away_for_20_s_costs_no_step(bucket, tmp_path):
     assert run_here(*flags(tmp_path / "undisturbed", PREPARED)) == 0
@@ -159,15 +151,3 @@ def split(args: list[str], count: int) -> list[list[str]]:
 
     here = [*args, "--config.mesh.num_cpu_devices=1", f"--coordinator=localhost:{free_port()}"]
     return [[*here, f"--num_processes={count}", f"--process_id={i}"] for i in range(count)]
-
-
-@pytest.mark.slow
-def test_two_processes_with_one_cache_tokenise_together(bucket, tmp_path):
-    assert run_here(*flags(tmp_path / "one", RAW)) == 0
-    bucket.gets.clear()
-    shared = {"MICS_JAX_CACHE": str(tmp_path / "shared")}
-    outcomes = finish(*start_together(flags(tmp_path / "two", RAW), 2, devices=2, **shared))
-    assert [code for code, _, _ in outcomes] == [0, 0], outcomes
-    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
-    raw = {path: n for path, n in bucket.gets.items() if path.endswith(".txt")}
-    assert len(raw) == 48 and set(raw.values()) == {1}

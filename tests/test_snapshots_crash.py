@@ -4,7 +4,6 @@ Run as a program (`python tests/test_snapshots_crash.py DIR MOMENT`) this file i
 """
 
 import random
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpointing import start
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import CheckpointConfig
 from state import Checkpointer, memory_files
 from state.snapshots import Snapshots
 
-ROOT = Path(__file__).resolve().parent.parent
 SIZE = 1 << 22  # numbers: it takes about as long to write as to hash
 KILLED_AT = 4
 
@@ -48,15 +47,9 @@ def restored_step(snapshots: Snapshots, directory: Path) -> int:
     return restored.step
 
 
-def start(directory: Path, moment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, str(directory), moment]
-    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": ""}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
 @pytest.mark.parametrize("moment", ["data", "description"])
 def test_killed_in_the_middle(tmp_path: Path, moment: str) -> None:
-    with start(tmp_path, moment) as victim:
+    with start(__file__, tmp_path, moment) as victim:
         assert victim.stdout
         assert f"in the middle of {KILLED_AT}\n" in iter(victim.stdout.readline, "")
         victim.kill()
@@ -71,7 +64,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     """What was committed is never lost."""
     chance = random.Random(0)
     for _ in range(8):
-        with start(tmp_path, "any") as victim:
+        with start(__file__, tmp_path, "any") as victim:
             assert victim.stdout
             lines = [victim.stdout.readline() for _ in range(3)]
             time.sleep(chance.uniform(0, 0.03))

@@ -5,15 +5,12 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from running import (
     IGNORED,
-    ROOT,
     arguments,
     check_same_end,
     finish,
@@ -151,27 +148,6 @@ def test_two_in_one_directory(
         pass
 
 
-def test_a_name_that_any_user_can_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Abstract names of sockets have no owner and no mode."""
-    monkeypatch.setattr(workdir_lock, "_WAIT_S", 0.3)
-    found = tmp_path.stat()
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.bind(f"\0mics-jax/{found.st_dev}/{found.st_ino}")
-        with workdir_lock.workdir_lock(tmp_path):
-            pass
-
-
-def test_one_that_ends_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """However it ends."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, **pipes) as first:
-        assert first.stdout and first.stdout.readline() == b"held\n"
-        threading.Timer(2.0, first.kill).start()
-        with workdir_lock.workdir_lock(tmp_path):
-            assert first.wait(60) == -signal.SIGKILL
-    assert "waiting" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_second_start_of_a_run_that_finishes_meanwhile(tmp_path: Path) -> None:
     """It finds the run finished, and touches nothing; one of another config is refused without waiting."""
@@ -221,13 +197,4 @@ OWN_MEMORY = """
 for flag in sys.argv:
     if flag.startswith("--process_id="):
         sys.argv.append("--config.elastic.memory_dir={tmp_path}/memory" + flag[-1])
-"""
-
-HOLD = """
-import sys
-from pathlib import Path
-from runtime.workdir_lock import workdir_lock
-with workdir_lock(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
 """

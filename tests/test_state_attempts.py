@@ -3,38 +3,15 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
+from checkpointing import KEEP_ALL, check_restores, save_small, small_state, start
 
 import state.checkpointer
 from configs.schema import CheckpointConfig
 from state import Checkpointer, CheckpointError, manifest
-
-ROOT = Path(__file__).resolve().parent.parent
-KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)
-
-
-def small_state(step: int) -> dict[str, jax.Array]:
-    return {"w": jnp.arange(64.0) + step, "b": jnp.full((3,), step, jnp.int32)}
-
-
-def save_small(checkpointer: Checkpointer, *steps: int) -> None:
-    for step in steps:
-        checkpointer.save(step, small_state(step), data={"step": step}, config={"seed": 1})
-
-
-def check_restores(checkpointer: Checkpointer, step: int) -> None:
-    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), small_state(0))
-    restored = checkpointer.restore(wanted)
-    assert restored is not None and restored.step == step and restored.data == {"step": step}
-    expected = small_state(step)
-    assert all(np.array_equal(np.asarray(restored.state[name]), np.asarray(expected[name])) for name in expected)
 
 
 def files_in(folder: Path) -> dict[Path, tuple[int, bytes]]:
@@ -105,27 +82,13 @@ def test_a_damaged_step_of_an_earlier_attempt_is_set_aside_and_saved(tmp_path: P
     assert (tmp_path / manifest.SET_ASIDE / "1-1").is_dir()
 
 
-def test_the_reason_of_tensorstore_is_not_lost_in_its_specifications(tmp_path: Path) -> None:
-    """As tensorstore 0.1 says it on a full disk: the annotations behind the reason are kilobytes."""
-    place = f'local file "{tmp_path}/unfinished/{"0" * 16}/1.orbax-checkpoint-tmp/state.orbax-checkpoint-tmp/'
-    spec = '{\\"context\\":{\\"cache_pool\\":{}},\\"path\\":\\"it\\\'s\\"}' * 20
-    error = ValueError(
-        f'RESOURCE_EXHAUSTED: Error opening "zarr" driver: Error writing "w/.zarray" in {place}": Failed writing: '
-        f'{place}d/2007": Failed to write 45530 bytes to file 14: No space left on device'
-        f" [tensorstore_spec='{spec}'] [tensorstore_spec[1]='{spec}'] [os_error_code='28']"
-    )
-    with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
-        message = str(checkpointer._failed(1, error))
-    assert "No space left on device; the checkpoints before it are unharmed" in message and "spec" not in message
-
-
 def test_a_save_that_was_killed_before_its_rename_is_in_nobodys_way(tmp_path: Path) -> None:
     """Not even if the next attempt has the same process id, as in a pod, and the first one's step is complete."""
 
     def attempt(then: str) -> int:
-        command = [sys.executable, __file__, str(tmp_path), then]
-        environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": ""}
-        return subprocess.run(command, capture_output=True, timeout=120, env=environment).returncode
+        process = start(__file__, tmp_path, then)
+        process.communicate(timeout=120)
+        return process.returncode
 
     assert attempt("is killed") == -signal.SIGKILL
     left = [path.parent.name for path in (tmp_path / manifest.UNFINISHED).glob(f"*/*/{manifest.STATE_FILE}")]

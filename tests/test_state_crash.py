@@ -5,26 +5,21 @@ Run as a program (`python tests/test_state_crash.py save|restore DIR`) this file
 
 import gc
 import random
-import resource
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpointing import abstract, check_equal, files_no_larger_than, start
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import CheckpointConfig
 from state import Checkpointer, CheckpointError, manifest
 
-ROOT = Path(__file__).resolve().parent.parent
 KEEP_TWO = CheckpointConfig(every=1, keep_last=2)
 BIG_LAYERS, BIG_SHAPE = 16, (3200, 1024)  # 16 times 12.5 MiB
 MOST_COPIES = 2.0  # the state itself, and one more
@@ -39,30 +34,14 @@ def state_of(step: int, size: int = 1 << 16) -> dict[str, jax.Array]:
     return {"w": jax.device_put(w, sharding(8)), "step": jnp.int32(step)}
 
 
-def abstract(state: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-
-
 def check_restores(directory: Path) -> int:
     """Returns the step that a restore gives, after checking its content; nothing may be found damaged."""
     with Checkpointer(directory, KEEP_TWO, report=pytest.fail) as checkpointer:
         restored = checkpointer.restore(abstract(state_of(0)))
         assert restored is not None and restored.step == checkpointer.latest_step()
-    expected = state_of(restored.step)
-    assert all(np.array_equal(np.asarray(restored.state[name]), np.asarray(expected[name])) for name in expected)
+    check_equal(restored.state, state_of(restored.step))
     assert restored.data == {"step": restored.step}
     return restored.step
-
-
-@contextmanager
-def files_no_larger_than(num_bytes: int) -> Iterator[None]:
-    """Makes every write beyond `num_bytes` of a file fail in this process, as on a disk without room."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # writes that Orbax drops
@@ -81,7 +60,7 @@ def test_no_room_while_saving(tmp_path: Path, room: int, capfd: pytest.CaptureFi
     failed_in = {*(tmp_path / manifest.UNFINISHED).iterdir()}
     checkpointer.save(2, state_of(2), data={"step": 2}, config={})  # there is room again
     now_in = {*(tmp_path / manifest.UNFINISHED).iterdir()}
-    assert not failed_in & now_in, "late writes of the failed save would land in this one"
+    assert now_in - failed_in, "late writes of the failed save would land in this one"
     checkpointer.close()
     assert check_restores(tmp_path) == 2
     assert "Traceback" not in capfd.readouterr().err  # they say nothing that the message does not
@@ -89,18 +68,12 @@ def test_no_room_while_saving(tmp_path: Path, room: int, capfd: pytest.CaptureFi
     gc.collect()  # the dropped writes must not be reported in a later test
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, *map(str, arguments)]
-    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": ""}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-
-
 def test_killed_while_saving(tmp_path: Path) -> None:
     """The victim saves without pause and prints each step that it knows to be committed."""
     generator = random.Random(0)
     committed, in_the_middle = 0, 0
     for _ in range(4):
-        with start("save", tmp_path) as victim:
+        with start(__file__, "save", tmp_path) as victim:
             assert victim.stdout is not None
             output = [victim.stdout.readline()]
             time.sleep(generator.uniform(0.0, 0.7))
@@ -125,7 +98,7 @@ def test_a_restore_holds_at_most_one_extra_copy(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, KEEP_TWO) as checkpointer:
         checkpointer.save(1, state, data={}, config={})
     del state
-    with start("restore", tmp_path) as process:
+    with start(__file__, "restore", tmp_path) as process:
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     once, twice = map(float, output.split())

@@ -7,24 +7,20 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from checkpointing import KEEP_ALL, abstract, as_one_of_two, run_two
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
-from ports import free_port
 
 from configs.schema import CheckpointConfig
 from runtime.consensus import barrier
 from state import Checkpointer, CheckpointError, latest_config, manifest
 
-ROOT = Path(__file__).resolve().parent.parent
-KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)
 SPECS = {"w": PartitionSpec("a"), "b": PartitionSpec(), "t": PartitionSpec(None, "a")}
 
 
@@ -41,10 +37,6 @@ def place(values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         return jax.make_array_from_callback(value.shape, NamedSharding(mesh, SPECS[name]), lambda index: value[index])
 
     return {name: put(name, value) for name, value in values.items()}
-
-
-def abstract(state: dict[str, jax.Array]) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
 def save(checkpointer: Checkpointer, *steps: int) -> None:
@@ -68,23 +60,8 @@ def test_two_processes_and_one(tmp_path: Path) -> None:
     for directory in (by_one, hopeless):
         (directory / "3" / "data" / "metadata").write_text("{}")
 
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    environment["XLA_FLAGS"] = "--xla_cpu_collective_timeout_seconds=60"
-    arguments = [sys.executable, __file__, str(free_port())]
-    folders = [str(folder) for folder in (by_one, by_two, hopeless, broken)]
-    processes = [
-        subprocess.Popen(
-            [*arguments, rank, *folders], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    reports = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    outputs = run_two(__file__, by_one, by_two, hopeless, broken)
+    reports = [json.loads(out.splitlines()[-1]) for out in outputs]
     assert len(reports[0]) == 2 and "step 2 is used instead" in reports[0][0] and "/2 was saved by" in reports[0][1]
     assert reports[1] == []
     assert (by_one / manifest.SET_ASIDE / "3-1").is_dir()
@@ -116,9 +93,7 @@ def read_by_process_one(step: Path) -> str:
     return manifest._share(manifest.read(step).files, 1, 2)[0].path
 
 
-def one_of_two(port: str, rank: int, by_one: Path, by_two: Path, hopeless: Path, broken: Path) -> None:
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank, initialization_timeout=60)
+def one_of_two(rank: int, by_one: Path, by_two: Path, hopeless: Path, broken: Path) -> None:
     lines: list[str] = []
     with Checkpointer(by_one, KEEP_ALL, report=lines.append) as checkpointer:
         check_restores(checkpointer, 2)
@@ -174,8 +149,7 @@ def one_of_two(port: str, rank: int, by_one: Path, by_two: Path, hopeless: Path,
     assert len(torn_lines) == 1 - rank  # process 0 says what process 1 found
     assert all(f"{read_by_process_one(by_two / '6')} does not match its hash" in line for line in torn_lines)
     print(json.dumps(lines), flush=True)
-    jax.distributed.shutdown()
 
 
 if __name__ == "__main__":
-    one_of_two(sys.argv[1], int(sys.argv[2]), *map(Path, sys.argv[3:]))
+    as_one_of_two(one_of_two)

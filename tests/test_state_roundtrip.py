@@ -3,7 +3,6 @@
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpointing import KEEP_ALL, abstract, save_small, small_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import CheckpointConfig
 from state import Checkpointer, CheckpointError, latest_config, manifest, retention, tree
-
-KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)
 
 
 @jax.tree_util.register_dataclass
@@ -48,22 +46,6 @@ def numbers(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
 
 def bits(tree: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
-
-
-def abstract(tree: Any, sharding: Callable[[Any], NamedSharding] | None = None) -> Any:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x) if sharding else x.sharding), tree
-    )
-
-
-def small_state(step: int) -> dict[str, jax.Array]:
-    return {"w": jnp.arange(64.0) + step, "b": jnp.full((3,), step, jnp.int32)}
-
-
-def save_small(checkpointer: Checkpointer, *steps: int, losses: dict[int, float] | None = None) -> None:
-    for step in steps:
-        metrics = {"validation_loss": losses[step]} if losses and step in losses else None
-        checkpointer.save(step, small_state(step), data={"step": step}, config={"seed": 1}, metrics=metrics)
 
 
 def test_any_pytree_comes_back_with_its_structure_and_bits(tmp_path: Path) -> None:
@@ -186,9 +168,11 @@ def test_old_steps_go_only_after_the_new_one_is_committed(tmp_path: Path, monkey
     assert seen == [[1], [1, 2], [2, 3]]
 
 
-def test_a_failing_commit_keeps_the_old_step_and_reaches_the_caller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failing", [(manifest, "write"), (retention, "remove_unfinished")])
+def test_a_failing_save_keeps_the_old_step_and_reaches_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: tuple[Any, str]
 ) -> None:
+    """In the background, and before anything is written."""
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(every=1, keep_last=1))
     save_small(checkpointer, 1)
     checkpointer.wait()
@@ -197,25 +181,15 @@ def test_a_failing_commit_keeps_the_old_step_and_reaches_the_caller(
         def no_space(*_: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        patch.setattr(manifest, "write", no_space)
-        save_small(checkpointer, 2)
+        patch.setattr(*failing, no_space)
         with pytest.raises(CheckpointError, match=r"saving step 2 to .*No space left.*newest: 1") as failure:
+            save_small(checkpointer, 2)
             save_small(checkpointer, 3)
     assert "\n" not in str(failure.value)
     assert checkpointer.steps() == [1]
     save_small(checkpointer, 2)  # after the user made room
     checkpointer.close()
     assert checkpointer.steps() == [2]
-
-
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(directory: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(directory))
-
-    monkeypatch.setattr(retention, "remove_unfinished", refuse)
-    checkpointer = Checkpointer(tmp_path, KEEP_ALL)
-    with pytest.raises(CheckpointError, match=r"saving step 1 to .*Permission denied"):
-        save_small(checkpointer, 1)
 
 
 def test_an_error_of_the_last_save_does_not_hide_why_the_program_stops(

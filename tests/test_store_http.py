@@ -70,6 +70,11 @@ def say(answer: bytes, what: str = "") -> Answer:
     return lambda request: answer if what in request.path else b""
 
 
+def then(get: bytes, head: bytes = b"") -> Answer:
+    """Answers so to HEAD (without one as the folder does), and then to GET."""
+    return lambda request: get if request.command == "GET" else head
+
+
 def opened(url: str) -> list[str]:
     """Opens a set and reads all of it; returns the names of its files."""
     with ShardSet(settings(url)) as shards:
@@ -78,6 +83,9 @@ def opened(url: str) -> list[str]:
         return [shard.name for shard in shards.index.shards]
 
 
+ONE = "texts/part01.txt"
+TEXT = TEXTS["part01.txt"].encode()
+LISTED = ok(TEXT, ETag='"1"')
 PAGE = b"<html>Not what you want</html>"
 EVERYBODY = "HTTP servers are read without credentials: let it give this to everybody, or use s3:// or gs://"
 MAKE_ONE = "make it a JSON list of file names, prepare the set, or set data.path to the URL of one file"
@@ -93,6 +101,8 @@ LENGTH = "the server does not say how long it is (Content-Length); let another o
         ("texts", say(b""), f"/texts/index.json does not exist (404), and an HTTP .* listed: {MAKE_ONE}"),
         ("set", say(ok(PAGE), "json"), f"{NEITHER}'<html>Not what you want</html>'; {MAKE_ONE}"),
         ("set", say(ok(b"[]"), "json"), f"{NEITHER}'[]'; {MAKE_ONE}"),
+        ("set", say(ok(b'["/etc/passwd"]'), "json"), "json lists '/etc/passwd', which is no file below .*/set"),
+        (ONE, say(ok()), "/texts/part01.txt is empty: the store answers with 0 bytes, or with a status"),
         ("set", say(ok(b'["../a.txt"]'), "json"), "json lists '../a.txt', which is no file below .*/set"),
         ("set", say(ok(b'["http://a/b.txt"]'), "json"), "lists 'http://a/b.txt', which is no file below"),
         (
@@ -121,16 +131,11 @@ LENGTH = "the server does not say how long it is (Content-Length); let another o
         ),
         (
             "set",
-            say(ok(PAGE), ".tokens"),
-            ".tokens: the tokens of part.* are damaged: 30 bytes with the SHA",
-        ),
-        (
-            "set",
             say(ok(b"x", Content_Length=9)),
             "json: the store has been away for 0 s (half an answer);",
         ),
         ("set", say(ok(b"x", Content_Length=None)), f"/set/index.json: {LENGTH}"),
-        ("texts/part01.txt", say(ok(b"x", Content_Length=None)), f"/texts/part01.txt: {LENGTH}"),
+        (ONE, say(ok(b"x", Content_Length=None)), f"/{ONE}: {LENGTH}"),
         (
             "set",
             say(ok(b"1\r\nx\r\n0\r\n\r\n", Content_Length=None, Transfer_Encoding="chunked")),
@@ -146,6 +151,10 @@ LENGTH = "the server does not say how long it is (Content-Length); let another o
             say(b"SSH-2.0-server\r\n\r\n"),
             "/set/index.json: what answers there speaks no HTTP; check data.path",
         ),
+        (ONE, then(ok(b"x")), f"{ONE}: the store announces {len(TEXT)} bytes (HEAD) and gives 1 (GET); restore the"),
+        (ONE, then(ok(b"x", ETag='"1"'), LISTED), f"{ONE} came with 1 bytes, 3 times, but had {len(TEXT)} when it was"),
+        (ONE, then(ok(TEXT, ETag='"2"'), LISTED), f"{ONE} came as version '2', 3 times, but had version '1' when it"),
+        (ONE, then(ok(TEXT), LISTED), f"{ONE} came as version 'sha256 .*', 3 times, but had version '1' when it was"),
         ("set?key=1", say(b""), "data.path is a URL with a query, or with a user name or password"),
     ],
 )

@@ -1,0 +1,91 @@
+"""Windows of tokens that lie in shards: which of them a split has, their order, and the shards that they need."""
+
+import json
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import sha256
+from itertools import accumulate
+
+import numpy as np
+
+from input_pipeline import index
+from input_pipeline.folder import VALIDATION_SHARE, validation_names
+from input_pipeline.shard_index import Shard
+from input_pipeline.shard_order import ShardOrder
+from input_pipeline.shard_tiers import OpenShards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The tokens [start, stop) of a shard."""
+
+    shard: Shard
+    start: int
+    stop: int
+
+
+def parts(shards: tuple[Shard, ...], split: str) -> list[Part]:
+    """Returns what belongs to a split: whole shards by name, or of a single shard the first 95 % or the last 5 %."""
+    whole = [Part(shard=shard, start=0, stop=shard.num_tokens) for shard in shards]
+    if len(whole) == 1:
+        (only,) = whole
+        cut = round(only.stop * (1 - VALIDATION_SHARE))
+        return [replace(only, stop=cut) if split == "train" else replace(only, start=cut)]
+    held_out = validation_names([shard.name for shard in shards])
+    return [part for part in whole if (part.shard.name in held_out) == (split == "validation")]
+
+
+class ShardWindows(index.Windows):
+    """Windows of `seq_len` tokens (and one more if causal), of which none reaches into the next shard."""
+
+    def __init__(self, of: list[Part], seq_len: int, objective: str, shards_per_block: int) -> None:
+        counts = [max(0, index.num_windows(part.stop - part.start, seq_len, objective)) for part in of]
+        self._parts = [part for part, count in zip(of, counts, strict=True) if count]
+        self._counts = [count for count in counts if count]
+        self._ends = list(accumulate(self._counts))  # of the windows of each shard, numbered in the order of names
+        self._seq_len, self._overlap = seq_len, int(objective == "causal")
+        self._per_block = shards_per_block
+        content = [[part.shard.sha256, part.start, part.stop] for part in self._parts]
+        self.content = sha256(json.dumps([content, shards_per_block]).encode()).hexdigest()
+        tokens = sum(part.shard.num_tokens for part in self._parts)
+        self.bytes_per_token = sum(part.shard.text_bytes for part in self._parts) / max(1, tokens)
+        self._order = lru_cache(maxsize=4)(lambda seed: ShardOrder(self._counts, seed, shards_per_block))
+        self._block = (-1, -1)  # seed and number of the one that is read
+        self._open: OpenShards | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        """The most bytes that the shards of two blocks may have."""
+        sizes = sorted((part.shard.size_bytes for part in self._parts), reverse=True)
+        return sum(sizes[: 2 * self._per_block])
+
+    @property
+    def shuffled_together(self) -> int:
+        return sum(sorted(self._counts, reverse=True)[: self._per_block])
+
+    def read_from(self, opened: OpenShards) -> None:
+        """Sets where the shards come from."""
+        self._open = opened
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def window_of(self, i: int, seed: int) -> int:
+        """Returns the window of example `i`, and has the shards of its block and of the next one read ahead."""
+        order = self._order(seed)
+        at = (seed, order.block_of(i))
+        if at != self._block and self._open:
+            self._block = at
+            now, later = (order.shards_of(block) for block in (at[1], at[1] + 1))
+            self._open.read_ahead(*([self._parts[shard].shard for shard in shards] for shards in (now, later)))
+        shard, window = order(i)
+        return self._ends[shard] - self._counts[shard] + window
+
+    def __getitem__(self, window: int) -> np.ndarray:
+        at = bisect_right(self._ends, window)
+        part = self._parts[at]
+        assert self._open
+        start = part.start + (window - self._ends[at] + self._counts[at]) * self._seq_len
+        tokens = self._open.get(part.shard)[start : start + self._seq_len + self._overlap]
+        return np.asarray(tokens, np.int32)
