@@ -15,9 +15,10 @@ import importlib.util
 import shlex
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from configs.overrides import Overrides
@@ -26,7 +27,7 @@ from runtime.exit_codes import ExitCode
 from sweeps import slurm
 from sweeps.check import check_runs
 from sweeps.live import Live
-from sweeps.plan import Run, SweepFile, load_file, plan, points
+from sweeps.plan import PROGRAM, Run, SweepFile, load_file, plan, points
 from sweeps.pool import OUTPUT_FILE, Job, Launcher, last_error, run_all, start_here
 from sweeps.records import Record, State, best, is_finished, metric_text, record
 from sweeps.report import write_report
@@ -38,17 +39,16 @@ class Sweep:
 
     file: SweepFile
     runs: list[Run]
+    plan: Callable[[Iterable[Overrides]], list[Run]]  # further runs
     workdir: Path
     workers: int | None
     slurm: str | None
     ray: str | None
     search: int | None  # trials
-    config: str  # as on the command line
-    emulate: str
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the program and returns its exit code; a user's mistake is one line."""
+def main(argv: Sequence[str], *, program: str = PROGRAM) -> int:
+    """Runs the program, whose runs are each a `program`, and returns its exit code; a user's mistake is one line."""
     prepare_output()
     for number in (signal.SIGINT, signal.SIGTERM):  # both like Ctrl-C, also where a shell has it ignored
         signal.signal(number, signal.default_int_handler)
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         if any(word.startswith("--config.") for word in argv):
             raise ValueError("sweep.py takes no --config.KEY; put it into the sweep file's get_config()")
         options = parser().parse_args(argv[1:])
-        sweep = make_sweep(options)
+        sweep = make_sweep(options, program)
         if options.dry_run:
             return show_plan(sweep)
         make_folder(sweep.workdir, "--workdir")
@@ -78,13 +78,14 @@ def run(
     workers: int = 1,
     emulate: str = "",
     metric: str = "validation_loss",
+    program: str = PROGRAM,
 ) -> list[Record]:
     """Runs a config file with each of the overrides in the order given, and returns what came out.
 
     `repetition` in the overrides makes runs of the same config different ones. Runs that are finished are not run
     again. Raises ValueError for a mistake in them, KeyboardInterrupt if it was interrupted.
     """
-    runs = plan(config, overrides, workdir=workdir, emulate=emulate)
+    runs = plan(config, overrides, workdir=workdir, emulate=emulate, program=program)
     check_runs(runs)
     with Live(metric) as live:
         jobs = run_all(runs, workers=workers, workdir=workdir, show=live.show)
@@ -113,7 +114,7 @@ def parser() -> OneLineParser:
     return flags
 
 
-def make_sweep(options: argparse.Namespace) -> Sweep:
+def make_sweep(options: argparse.Namespace, program: str) -> Sweep:
     """Checks everything that can be wrong before a run starts, and says which runs there are."""
     file = load_file(options.config)
     if options.workers is not None and options.workers < 1:
@@ -124,7 +125,8 @@ def make_sweep(options: argparse.Namespace) -> Sweep:
         wanted = points_of_search(file, options)
     workdir = options.workdir or Path("runs/sweeps") / file.path.stem
     emulate = f"{file.emulate} {options.emulate or ''}"
-    runs = plan(options.config, wanted, workdir=workdir, emulate=emulate)
+    planned = partial(plan, options.config, workdir=workdir, emulate=emulate, program=program)
+    runs = planned(wanted)
     if options.slurm is not None and any(run.emulate for run in runs):
         raise ValueError("--slurm and the emulated cluster exclude each other; the sweep sets options of the latter")
     if options.ray is not None and (options.slurm is not None or any(run.emulate for run in runs)):
@@ -135,13 +137,12 @@ def make_sweep(options: argparse.Namespace) -> Sweep:
     return Sweep(
         file=file,
         runs=runs,
+        plan=planned,
         workdir=workdir,
         workers=options.workers,
         slurm=options.slurm,
         ray=options.ray,
         search=options.search,
-        config=options.config,
-        emulate=emulate,
     )
 
 
@@ -204,15 +205,12 @@ def run_search(sweep: Sweep, launch: Launcher, workers: int) -> int:
     """Runs trials until there are enough, writes the report and returns the exit code."""
     from sweeps.search import search
 
-    def planned(overrides: Overrides) -> Run:
-        return plan(sweep.config, [overrides], workdir=sweep.workdir, emulate=sweep.emulate)[0]
-
     assert sweep.search is not None
     with Live(sweep.file.metric) as live:
         enough, records = search(
             sweep.file,
             sweep.search,
-            plan=planned,
+            plan=lambda overrides: sweep.plan([overrides])[0],
             workers=workers,
             workdir=sweep.workdir,
             launch=launch,

@@ -163,7 +163,7 @@ def run(
         # ------------------------------------------------------------------------------------- loop, with its hooks
         step, last = start.step, config.num_steps
         metrics: Metrics = {}
-        report = Report(ex, log, supervisor, lambda: {"data_wait_s": batches.wait_s, **data.counters()})
+        report = Report(ex, log, supervisor, batches, data)
         validate = Validate(validator=validator, log=log, report=report)
         keeper = Keeper(
             log=log,

@@ -3,9 +3,7 @@
 from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
 from configs.schema import CompressionConfig
 from configs.schema.own import OWN
-from sharding.coded import Codec, LevelCodecs, levels
-from sharding.mesh import inter_part
-from sharding.scopes import Layout
+from sharding.coded import Codec, LevelCodecs
 
 
 def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest") -> Codec | None:
@@ -24,25 +22,10 @@ def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest
     return OWN["codec"][name](config)
 
 
-def make_codecs(config: CompressionConfig, layout: Layout) -> tuple[LevelCodecs, LevelCodecs, LevelCodecs]:
-    """Returns the codecs of gathers and of hop one (qwZ and qgZ of ZeRO++, arXiv 2306.10209), and of experts' tokens.
-
-    ValueError for a codec on a level (inter- or intra-node) where the hop communicates nothing.
-    """
+def make_codecs(config: CompressionConfig) -> tuple[LevelCodecs, LevelCodecs, LevelCodecs]:
+    """Returns the codecs of gathers, of hop one (qwZ, qgZ of ZeRO++, arXiv 2306.10209) and of experts' tokens."""
     found = {}
-    hops = (("gather", layout.gather_scopes), ("hop_one", layout.hop_one_scopes), ("experts", (layout.experts,)))
-    for hop, scopes in hops:
-        crossed = [axes for scope in scopes for axes in levels(scope, hierarchical=layout.hierarchical)]
-        there = {"inter" if inter_part(axes) else "intra" for axes in crossed}
-        codecs = {}
-        for level in ("inter", "intra"):
-            name = getattr(config, f"{hop}_{level}")
-            if name != "none" and level not in there:
-                where = "between nodes" if level == "inter" else "inside nodes only"
-                raise ValueError(
-                    f"compression.{hop}_{level}={name} has nothing to encode: with this sharding, that hop has no "
-                    f"collective {where}; set it to none"
-                )
-            codecs[level] = make_codec(name, config)
-        found[hop] = LevelCodecs(**codecs)
+    for hop in ("gather", "hop_one", "experts"):
+        names = {level: getattr(config, f"{hop}_{level}") for level in ("inter", "intra")}
+        found[hop] = LevelCodecs(**{level: make_codec(name, config) for level, name in names.items()})
     return found["gather"], found["hop_one"], found["experts"]

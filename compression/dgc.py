@@ -120,11 +120,6 @@ def _build(setup: Setup) -> optax.GradientTransformation:
     return dgc(setup.plan, config)
 
 
-def _refuse(setup: Setup) -> None:
-    if not setup.plan.layout.replicas_cross_nodes:
-        raise ValueError("compression.hop_two=dgc has nothing to send: no two replicas are on different nodes")
-
-
 def _downstream(optimizer: OptimizerConfig) -> OptimizerConfig:
     """Returns plain SGD: momentum and clipping are part of DGC.
 
@@ -138,7 +133,6 @@ def _downstream(optimizer: OptimizerConfig) -> OptimizerConfig:
 DGC = HopTwo(
     name="dgc",
     build=_build,
-    refuse=_refuse,
     takes_over="sgd",
     downstream=_downstream,
 )

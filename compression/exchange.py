@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 
 from compression.encoded import encoded
-from compression.hop_two import Setup
 from compression.shards import Shards, on_shards, own_copies
 from compression.statistics import Sent, added, nothing_sent
 from compression.summed import summed
@@ -87,12 +86,3 @@ def exchange(
         return out, following(state, kept[0] if kept else None, sent)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def refuse_nothing_to_encode(setup: Setup) -> None:
-    """Raises ValueError if no two replicas are on different nodes."""
-    if not setup.plan.layout.replicas_cross_nodes:
-        raise ValueError(
-            "compression.hop_two has nothing to encode: no two replicas are on different nodes; set it to none, or "
-            "choose a smaller partition group (with sharding.two_hop, and sharding.partitioner=manual)"
-        )

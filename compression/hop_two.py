@@ -1,4 +1,4 @@
-"""`HopTwo`: a method of hop two, with what it builds, which settings it rejects and which optimizer it replaces.
+"""`HopTwo`: a method of hop two, with what it builds, and which optimizer it replaces.
 
 Each method's module defines its `HopTwo`; compression/methods.py lists them all. A method is an optax transform from
 gradients `[R, ...]` to their mean, the first of the chain. Most are no more than a `Primitive`, the exchange of one
@@ -54,8 +54,6 @@ class HopTwo:
     name: str
     # the transform: takes gradients `[R, ...]` and returns one gradient, or update, in the optimizer's scope
     build: Callable[[Setup], optax.GradientTransformation]
-    # raises ValueError for a layout or config value that the method does not support
-    refuse: Callable[[Setup], None]
     # the optimizer that the method implements itself: it then returns that optimizer's update, not a gradient
     takes_over: Literal["sgd", "adamw"] | None = None
     # the settings of the downstream optimizer, without the parts that the method implements itself
@@ -69,21 +67,8 @@ class HopTwo:
         """What the method passes to the next transform, whose norm the guard computes: `grad` or `update`."""
         return "update" if self.takes_over else "grad"
 
-    def check(self, setup: Setup) -> None:
-        """Raises ValueError if the method does not work with the other settings of the run."""
-        compression, optimizer = setup.compression, setup.optimizer
-        if self.takes_over and optimizer.name != self.takes_over:
-            raise ValueError(
-                f"compression.hop_two={self.name} replaces optimizer.name={self.takes_over}, not "
-                f"{optimizer.name}; set optimizer.name={self.takes_over}"
-            )
-        self.refuse(setup)
-        if compression.delayed and not setup.plan.layout.replica_axes:
-            raise ValueError("compression.delayed has nothing to delay: there is only one partition group")
-
     def transform(self, setup: Setup) -> optax.GradientTransformationExtraArgs:
-        """Returns the hop-two transform of a run. ValueError as in `check`."""
-        self.check(setup)
+        """Returns the hop-two transform of a run."""
         hop_two = self.build(setup)
         if setup.compression.delayed:
             hop_two = delayed(hop_two, setup.plan.layout.num_replicas)

@@ -29,33 +29,8 @@ from configs.schema import LocalSGDConfig
 from sharding.averages import part_averages
 from sharding.hop_two import Early, Exchanged
 from sharding.replicas import PerReplica
-from sharding.scopes import Layout
 
 PyTree = Any
-
-
-def check_local_sgd(config: LocalSGDConfig, layout: Layout, num_steps: int) -> None:
-    """Raises ValueError if local SGD does not work with this layout or number of steps."""
-    if not layout.replica_axes:
-        raise ValueError(
-            "local_sgd needs several replicas, but there is only one partition group; set local_sgd.inner_steps=0, or "
-            "choose a smaller group (with sharding.partitioner=manual)"
-        )
-    if not layout.parameters == layout.gradients == layout.optimizer:
-        raise ValueError(
-            "local_sgd needs a whole optimizer in each replica: sharding.strategy=ddp, hsdp or mics (one scope for "
-            "parameters, gradients and optimizer state)"
-        )
-    if config.streaming and layout.shape.tensor > 1:
-        raise ValueError(
-            f"local_sgd.streaming cuts tensors into parts, but mesh.tensor={layout.shape.tensor} has cut them already; "
-            "set mesh.tensor=1"
-        )
-    if num_steps % config.inner_steps and not config.streaming:
-        raise ValueError(
-            f"num_steps={num_steps} must be a multiple of local_sgd.inner_steps={config.inner_steps}, or the "
-            "updates of the last steps would be lost"
-        )
 
 
 class LocalState(NamedTuple):
@@ -76,12 +51,8 @@ def drift(states: States) -> PyTree:
 
 
 def streamed(method: HopTwo, setup: Setup, config: LocalSGDConfig) -> Callable[[States], Early]:
-    """Returns what the micro-steps need to exchange the drifts' parts. ValueError if the method takes no parts."""
-    if method.primitive is None:
-        raise ValueError(
-            f"local_sgd.streaming exchanges parts of tensors, and compression.hop_two={method.name} needs them whole; "
-            "choose none, bf16, int8, int4, two_bit or one_bit"
-        )
+    """Returns what the micro-steps need to exchange the drifts' parts, by a method that takes parts."""
+    assert method.primitive
     primitive = method.primitive(setup)
 
     def early(states: States) -> Early:

@@ -6,7 +6,7 @@ from typing import Any
 from compression.by_config import make_codec
 from compression.dgc import DGC
 from compression.encoded import encoded
-from compression.exchange import exchange, refuse_nothing_to_encode
+from compression.exchange import exchange
 from compression.hop_two import HopTwo, Setup
 from compression.one_bit_adam import ONE_BIT_ADAM
 from compression.power_sgd import POWER_SGD
@@ -25,13 +25,12 @@ def with_codec(name: str) -> HopTwo:
 
         return made
 
-    return HopTwo(name=name, build=of(exchange), refuse=refuse_nothing_to_encode, primitive=of(encoded))
+    return HopTwo(name=name, build=of(exchange), primitive=of(encoded))
 
 
 NONE = HopTwo(
     name="none",
     build=lambda setup: exchange(setup.plan),
-    refuse=lambda setup: None,
     primitive=lambda setup: summed(setup.plan, packed=True),
 )
 CODECS = map(with_codec, ("bf16", "int8", "int4", "two_bit", "one_bit"))

@@ -19,7 +19,7 @@ import optax
 from jax import lax
 
 from compression.by_config import make_codec
-from compression.exchange import exchange, refuse_nothing_to_encode
+from compression.exchange import exchange
 from compression.hop_two import HopTwo, Setup
 from compression.statistics import dense_sent
 from configs.schema import OptimizerConfig
@@ -85,27 +85,6 @@ def _build(setup: Setup) -> optax.GradientTransformation:
     )
 
 
-def _refuse(setup: Setup) -> None:
-    """Raises ValueError without a warm-up, with clipping, and if a replica holds only part of its momentum."""
-    layout, warmup_steps = setup.plan.layout, setup.compression.warmup_steps
-    if warmup_steps < 1:
-        raise ValueError(
-            f"compression.warmup_steps={warmup_steps}: one_bit_adam needs its variances from a warm-up; 15 to 20 % of "
-            "num_steps (1-bit Adam's advice)"
-        )
-    if layout.optimizer != layout.gradients:
-        raise ValueError(
-            "compression.hop_two=one_bit_adam needs the optimizer state and the gradients in the same scope: "
-            "sharding.strategy=ddp, hsdp or mics"
-        )
-    if setup.optimizer.clip_norm:
-        raise ValueError(
-            f"compression.hop_two=one_bit_adam averages momenta instead of gradients, so it cannot clip "
-            f"gradients to optimizer.clip_norm={setup.optimizer.clip_norm}; set that to 0"
-        )
-    refuse_nothing_to_encode(setup)
-
-
 def _downstream(optimizer: OptimizerConfig) -> OptimizerConfig:
     """Returns the parts of AdamW that remain: the learning rate and weight decay."""
     return replace(optimizer, name="sgd", momentum=0.0)
@@ -114,7 +93,6 @@ def _downstream(optimizer: OptimizerConfig) -> OptimizerConfig:
 ONE_BIT_ADAM = HopTwo(
     name="one_bit_adam",
     build=_build,
-    refuse=_refuse,
     takes_over="adamw",
     downstream=_downstream,
 )

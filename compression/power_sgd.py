@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from compression.hop_two import HopTwo, Setup
+from compression.hop_two import HopTwo
 from compression.shards import Shards, on_shards, to_optimizer_scope
 from compression.statistics import Sent, added, nothing_sent
 from sharding.plan import ShardingPlan
@@ -143,15 +143,9 @@ def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int) -> optax.GradientTra
     return optax.GradientTransformation(init, update)
 
 
-def _refuse(setup: Setup) -> None:
-    if not setup.plan.layout.replica_axes:
-        raise ValueError("compression.hop_two=power_sgd has nothing to send: there is only one replica")
-
-
 POWER_SGD = HopTwo(
     name="power_sgd",
     build=lambda setup: power_sgd(setup.plan, setup.specs, setup.compression.rank),
-    refuse=_refuse,
 )
 
 

@@ -92,8 +92,7 @@ def _read(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any]:
     try:
         rest = values(others)[1:]
     except flags.Error as error:
-        _refuse_key_for_flag(error)
-        raise ValueError(_one_line(error)) from error
+        raise ValueError(_about_flag(error)) from error
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; flags are written --name=value")
     values.config = given
@@ -184,13 +183,16 @@ def _is_experiment(path: Path) -> bool:
     return "\ndef get_config(" in path.read_text() and path.stem != "base"
 
 
-def _refuse_key_for_flag(error: flags.Error) -> None:
-    """Raises ValueError for an unknown flag that is a key of the config without `--config.`, or an abbreviation."""
+def _about_flag(error: flags.Error) -> str:
+    """Returns what is wrong with a flag, as one line; an unknown one may be a key of the config, or abbreviate one."""
     if isinstance(error, flags.UnrecognizedFlagError) and "Did you mean" not in str(error):
         known = [*dict.fromkeys(name for kind in model_sections() for name in known_keys(kind))]
         if error.flagname in known or any(abbreviates(error.flagname, name) for name in known):
             key = error.flagname if error.flagname in known else nearest(error.flagname, known)
-            raise ValueError(f"--{error.flagname} is not a flag; did you mean --config.{key}?") from error
+            return f"--{error.flagname} is not a flag; did you mean --config.{key}?"
+    said = " ".join(str(error).split())
+    number = re.fullmatch(r"flag (--\w+=.*): invalid literal for int.*", said)
+    return f"{number[1]}: give a whole number" if number else said
 
 
 def with_line(error: BaseException, file: str) -> str:

@@ -80,22 +80,35 @@ def _activation(theirs: str, default: str) -> Field:
     return _field("activation", theirs, read=read, write=write)
 
 
-def _rope(values: Values) -> Values:
-    return values.get("rope_parameters") or values.get("rope_scaling") or {}
+def _number(values: Values, name: str, default: Any = None, *, least: int = 1, kind: Any = int) -> Any:
+    """Returns a value to compute with, before our own keys are checked; null is as good as absent."""
+    value = default if values.get(name) is None else values[name]
+    if value is None:
+        raise KeyError(name)
+    if not isinstance(value, kind) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}, not {'an integer' if kind is int else 'a number'} from {least} on")
+    return value
 
 
 def _rotary_base(values: Values) -> float:
-    kind = _rope(values).get("rope_type", _rope(values).get("type", "default"))
+    rope: Any = {}
+    for name in ("rope_scaling", "rope_parameters"):  # the latter counts
+        rope = values.get(name) or rope
+        if not isinstance(rope, dict):
+            raise ValueError(f"{name} is {rope!r}, not an object")
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ValueError(f"rotary positions of rope_type {kind!r} are not supported; those of type 'default' are")
-    return float(_rope(values).get("rope_theta", values.get("rope_theta", 10_000.0)))
+    base = _number(values, "rope_theta", 10_000.0, least=0, kind=(int, float))
+    return float(_number(rope, "rope_theta", base, least=0, kind=(int, float)))
 
 
 def _num_kv_heads(values: Values) -> Any:
-    head_dim = values["hidden_size"] // values["num_attention_heads"]
-    if (values.get("head_dim") or head_dim) != head_dim:
+    num_heads = _number(values, "num_attention_heads")
+    head_dim = _number(values, "hidden_size") // num_heads
+    if _number(values, "head_dim", head_dim, least=0) != head_dim:
         raise ValueError(f"head_dim={values['head_dim']} is not hidden_size / num_attention_heads={head_dim}")
-    return values.get("num_key_value_heads") or values["num_attention_heads"]
+    return _number(values, "num_key_value_heads", num_heads)
 
 
 def _use_bias(values: Values) -> Any:
@@ -105,7 +118,8 @@ def _use_bias(values: Values) -> Any:
 
 
 def _offset(values: Values) -> int:
-    return values.get("pad_token_id", 1) + 1  # RoBERTa: the first token's position follows that of padding
+    """Returns the row of RoBERTa's first position, which follows that of padding."""
+    return _number(values, "pad_token_id", 1, least=0) + 1
 
 
 _SIZES = (
@@ -143,7 +157,9 @@ ARCHITECTURES = (
             _field("num_heads", "n_head"),
             _field("max_len", "n_positions"),
             _field("norm_eps", "layer_norm_epsilon"),
-            _field("intermediate", "n_inner", read=lambda values: values.get("n_inner") or 4 * values["n_embd"]),
+            _field(
+                "intermediate", "n_inner", read=lambda values: _number(values, "n_inner", 4 * _number(values, "n_embd"))
+            ),
             _activation("activation_function", "gelu_new"),
             _field("tied_head", "tie_word_embeddings", True),
             _field("num_kv_heads", "n_head", write=lambda c: c.num_heads),
@@ -233,7 +249,7 @@ ARCHITECTURES = (
             _field(
                 "max_len",
                 "max_position_embeddings",
-                read=lambda values: values["max_position_embeddings"] - _offset(values),
+                read=lambda values: _number(values, "max_position_embeddings") - _offset(values),
                 write=lambda c: c.max_len + max(c.position_offset, 1),
             ),
             _field("position_offset", "pad_token_id", read=_offset, write=lambda c: max(c.position_offset, 1) - 1),
@@ -247,31 +263,6 @@ ARCHITECTURES = (
         ignored=r"(roberta\.)?(pooler\..*|embeddings\.position_ids)|lm_head\.decoder\..*",
     ),
 )
-
-
-# the types of what is computed with before our own keys are checked; null is as good as absent
-_TYPES: dict[str, tuple[type | tuple[type, ...], float, str]] = {
-    "n_embd n_head n_inner hidden_size num_attention_heads num_key_value_heads head_dim max_position_embeddings": (
-        int,
-        1,
-        "a positive integer",
-    ),
-    "pad_token_id": (int, 0, "an integer that is not negative"),
-    "rope_theta": ((int, float), 0, "a number that is not negative"),
-}
-
-
-def _check_types(values: Values) -> None:
-    """Raises ValueError for a value of another type than we compute with."""
-    rope = {name: values.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
-    for name, found in rope.items():
-        if not isinstance(found, dict):
-            raise ValueError(f"{name} is {found!r}, not an object")
-    for names, (kind, least, what) in _TYPES.items():
-        for name in names.split():
-            for value in (part.get(name) for part in (values, *rope.values())):
-                if value is not None and (not isinstance(value, kind) or isinstance(value, bool) or value < least):
-                    raise ValueError(f"{name} is {value!r}, not {what}")
 
 
 def read(folder: str | Path) -> tuple[Architecture, dict[str, Any]]:
@@ -290,7 +281,6 @@ def read(folder: str | Path) -> tuple[Architecture, dict[str, Any]]:
         known = ", ".join(x.model_type for x in ARCHITECTURES)
         raise ValueError(f"{path}: model_type {model_type!r} is not supported; one of {known} is")
     try:
-        _check_types(values)
         section = _section(architecture, values)
         for name, declared in keys_of(MODELS[architecture.kind]).items():
             if name in section:

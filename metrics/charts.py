@@ -109,15 +109,16 @@ def number_axis(
     `margin` widens the range at both ends, as a fraction of it. Values outside the range are drawn at its ends.
     """
     scale = math.log10 if log else float
-    low, high = scale(low), scale(high)
-    if low == high:
-        low, high = low - (abs(low) * 0.1 or 1.0), high + (abs(high) * 0.1 or 1.0)
-    low, high = low - margin * (high - low), high + margin * (high - low)
+    first, last = scale(low), scale(high)
+    if first == last:
+        first, last = first - (abs(first) * 0.1 or 1.0), last + (abs(last) * 0.1 or 1.0)
+    first, last = first - margin * (last - first), last + margin * (last - first)
     if labels is None:
-        labels = {value: form(value) for value in (_log_ticks(low, high) if log else nice_ticks(low, high))}
+        ends = (10**first, 10**last) if log else (first, last)
+        labels = {value: form(value) for value in round_ticks(*ends, log=log)}
 
     def position(value: float) -> float:
-        return min(max((scale(value) - low) / (high - low), 0.0), 1.0)
+        return min(max((scale(value) - first) / (last - first), 0.0), 1.0)
 
     return Axis(position=position, ticks=[(position(value), label) for value, label in labels.items()])
 
@@ -128,21 +129,15 @@ def word_axis(words: Sequence[str]) -> Axis:
     return Axis(position=positions.__getitem__, ticks=[(positions[word], word) for word in words], numeric=False)
 
 
-def nice_ticks(low: float, high: float, count: int = TICKS) -> list[float]:
-    """Returns about `count` round numbers (1, 2 or 5 times a power of ten apart) in [low, high]."""
-    rough = (high - low) / max(1, count - 1)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.75)
-    first = math.ceil(low / step - 1e-9)
-    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)] or [low]
+def round_ticks(low: float, high: float, *, log: bool = False, integer: bool = False) -> list[float]:
+    """Returns the round numbers in [low, high], some TICKS of them; or its ends, if there are fewer than two."""
+    from matplotlib.ticker import LogLocator, MaxNLocator  # imported late: it delays startup
 
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Returns round numbers between 10**low and 10**high: 1, 2 and 5 of each decade, or only 1 of many decades."""
-    factors = (1, 2, 5) if high - low < 2.5 else (1,)
-    ticks = [factor * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for factor in factors]
-    inside = [tick for tick in ticks if low <= math.log10(tick) <= high]
-    return inside if len(inside) > 1 else [10**low, 10**high]
+    few_decades = log and high < 300 * low
+    linear = MaxNLocator(TICKS - 1, steps=(1, 2, 5, 10), integer=integer)
+    locator = LogLocator(subs=(1, 2, 5) if few_decades else (1,)) if log else linear
+    inside = [float(tick) for tick in locator.tick_values(low, high) if low <= tick * (1 + 1e-9) and tick <= high]
+    return inside if len(inside) > 1 else [low, high]
 
 
 # ----------------------------------------------------------------------------------------- curves over steps
@@ -167,11 +162,11 @@ def curve_chart(curves: Sequence[Curve], *, form: Callable[[float], str], label:
         return Chart(note="No finite value was measured.")
     steps, values = [step for step, _ in finite], [value for _, value in finite]
     low, high, cut = _value_range(values, zero)
-    x_ticks = nice_ticks(min(steps), max(steps)) if min(steps) < max(steps) else [min(steps)]
-    x = number_axis(min(steps), max(steps), "{:,.0f}".format, labels={t: f"{t:,.0f}" for t in x_ticks if t == int(t)})
+    first, last = min(steps), max(steps)
+    x_ticks = round_ticks(first, last, integer=True) if first < last else [first]
     return Chart(
         series=[one for colour, curve in enumerate(curves) for one in _series(curve, colour, form)],
-        x=x,
+        x=number_axis(first, last, str, labels={tick: f"{tick:,.0f}" for tick in x_ticks}),
         y=number_axis(low, high, form),
         x_name="step",
         label=label,

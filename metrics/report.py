@@ -15,8 +15,8 @@ from metrics.attempts import Attempt, attempts_of, attempts_rows, goodput, nodes
 from metrics.charts import Chart, Curve, curve_chart
 from metrics.page import render
 from metrics.report_tables import collective_table, collectives_note, config_facts, strategy_facts
-from metrics.run_files import Results, RunFiles, read_run, results_of, series
-from metrics.units import UNKNOWN, format_bytes, format_count, format_loss, format_percent, format_seconds
+from metrics.run_files import Results, RunFiles, headline, read_run, results_of, series
+from metrics.units import format_bytes, format_count, format_percent, format_seconds
 from runtime.command_line import prepare_output
 
 
@@ -80,7 +80,7 @@ def run_page(run: RunFiles) -> str:
         facts=_tiles(run, results, attempts),
         nodes=nodes_chart(attempts) if attempts else None,
         attempts=attempts_rows(attempts) if attempts else None,
-        charts=_charts(run),
+        charts=charts_of(run),
         strategy=strategy_facts(run),
         mesh_png=run.mesh_png,
         collectives=collective_table(run),
@@ -114,32 +114,15 @@ def _about(run: RunFiles) -> str:
 
 
 def _tiles(run: RunFiles, results: Results, attempts: Sequence[Attempt]) -> list[tuple[str, str, str]]:
-    speed_detail = "median" if results.mfu is None else f"median; MFU {format_percent(results.mfu)}"
-    skipped = f"{format_count(results.skipped_steps)} skipped" if results.skipped_steps else ""
-    quality = ("Bits per byte", results.validation_bits_per_byte, format_loss, "validation")
-    if results.validation_accuracy is not None:
-        quality = ("Accuracy", results.validation_accuracy, format_percent, "validation")
-    time = ("Wall time", results.wall_time_s, format_seconds, "of the last attempt")
+    """Returns the headline numbers, and the goodput of a run of several attempts if it is known."""
+    tiles = [(label[0].upper() + label[1:], value, detail) for label, value, detail in headline(results)]
     if (share := goodput(attempts, run.rows)) is not None:
-        time = ("Goodput", share, format_percent, f"of {format_seconds(span_s(attempts))} went into steps that count")
-    facts = (
-        ("Training loss", results.loss, format_loss, "at the last step"),
-        ("Validation loss", results.validation_loss, format_loss, ""),
-        quality,
-        (results.speed_unit.capitalize(), results.speed, format_count, speed_detail),
-        ("Step time", results.step_time_s, format_seconds, "median"),
-        ("Data wait", results.data_wait_s, format_seconds, "median per step"),
-        ("Inside nodes", results.intra_bytes, format_bytes, "per device and step"),
-        ("Between nodes", results.inter_bytes, format_bytes, "per device and step"),
-        ("Steps", results.steps, format_count, skipped),
-        time,
-    )
-    return [
-        (label, UNKNOWN, "") if value is None else (label, form(value), detail) for label, value, form, detail in facts
-    ]
+        whole = f"of {format_seconds(span_s(attempts))} went into steps that count"
+        tiles.append(("Goodput", format_percent(share), whole))
+    return tiles
 
 
-def _charts(run: RunFiles) -> dict[str, Chart]:
+def charts_of(run: RunFiles) -> dict[str, Chart]:
     """Returns the charts of which the run has values, by title; that of the loss says why there is none."""
     charts = {}
     for panel in PANELS:

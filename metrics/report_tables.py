@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, prod
+from math import isfinite
 from statistics import median
 from typing import Any
 
 from metrics.run_files import RunFiles, number, series
 from metrics.units import UNKNOWN, format_bytes, format_count
 
-AXES = ("stage", "replica_inter", "shard_inter", "replica_intra", "shard_intra", "tensor", "expert")
 WIRE_KEYS = ("wire_tx_bytes", "wire_rx_bytes")
 Fact = tuple[str, str]
 
@@ -27,34 +26,10 @@ def config_facts(values: Mapping[str, Any], prefix: str = "") -> list[Fact]:
 
 
 def strategy_facts(run: RunFiles) -> list[Fact]:
-    """Returns the facts about the strategy: scopes, mesh, nodes, replicas, batch and optimizer."""
-    sharding, batch, optimizer = (_section(run.config, key) for key in ("sharding", "batch", "optimizer"))
-    facts: list[Fact] = []
-    if sharding:
-        facts.append(("strategy", _strategy_name(sharding)))
-        facts += [
-            (name.replace("_", " "), _text(sharding[name]))
-            for name in ("hierarchical", "two_hop", "gather", "partitioner")
-            if name in sharding
-        ]
-        scopes = [
-            f"{name} {_text(sharding[name])}" for name in ("parameters", "gradients", "optimizer") if sharding.get(name)
-        ]
-        facts += [("scopes", ", ".join(scopes))] if scopes else []
-    mesh = _section(run.environment, "mesh")
-    if sizes := {axis: mesh[axis] for axis in AXES if isinstance(mesh.get(axis), int)}:
-        facts.append(("mesh", ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"))
-        size = {axis: sizes.get(axis, 1) for axis in AXES}
-        facts.append(("devices", format_count(prod(size.values()))))
-        facts.append(("nodes", format_count(size["stage"] * size["replica_inter"] * size["shard_inter"])))
-        facts.append(("replicas", format_count(size["replica_inter"] * size["replica_intra"])))
-    if "global_size" in batch:
-        micro = f", {_text(batch['micro_size'])} per device and micro-step" if "micro_size" in batch else ""
-        facts.append(("batch", f"{_text(batch['global_size'])} rows{micro}"))
-    if "name" in optimizer:
-        rate = f", learning rate {_text(optimizer['learning_rate'])}" if "learning_rate" in optimizer else ""
-        facts.append(("optimizer", f"{_text(optimizer['name'])}{rate}"))
-    return facts
+    """Returns what was set of the sharding and the batch, with the devices and the mesh that it gave."""
+    known = {key: run.config.get(key) for key in ("sharding", "batch")}
+    known |= {key: run.environment.get(key) for key in ("devices", "mesh")}
+    return [(name, text) for name, text in config_facts(known) if text != UNKNOWN]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,17 +100,6 @@ def _sum(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def _bytes_cells(counts: Mapping[str, float]) -> list[str]:
     return [format_bytes(counts[key]) if counts[key] else UNKNOWN for key in ("intra_bytes", "inter_bytes")]
-
-
-def _strategy_name(sharding: Mapping[str, Any]) -> str:
-    name = _text(sharding.get("strategy", UNKNOWN))
-    size = sharding.get("partition_size")
-    return f"{name}, partition groups of {_text(size)} devices" if size else name
-
-
-def _section(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = values.get(key)
-    return value if isinstance(value, Mapping) else {}
 
 
 def _text(value: Any) -> str:

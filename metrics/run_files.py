@@ -3,13 +3,14 @@
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from files import json_lines, run_directory
+from metrics.units import format_bytes, format_count, format_loss, format_percent, format_seconds
 from runtime.command_line import one_line
 from runtime.events import EventReader
 
@@ -120,6 +121,26 @@ def results_of(run: RunFiles) -> Results:
         skipped_steps=last("skipped_steps"),
         exit_reason=None if reason is None else one_line(str(reason), "summary.json has"),
     )
+
+
+def headline(results: Results) -> list[tuple[str, str, str]]:
+    """Returns the label, the text and a detail of each known number, the important ones first."""
+    numbers: list[tuple[str, float | None, Callable[[float], str], str]] = [
+        ("training loss", results.loss, format_loss, "at the last step"),
+        ("validation loss", results.validation_loss, format_loss, ""),
+        ("bits per byte", results.validation_bits_per_byte, format_loss, "validation"),
+        ("accuracy", results.validation_accuracy, format_percent, "validation"),
+        ("steps", results.steps, format_count, ""),
+        ("skipped steps", results.skipped_steps or None, format_count, "gradients were not finite"),
+        (results.speed_unit, results.speed, format_count, "median"),
+        ("step time", results.step_time_s, format_seconds, "median"),
+        ("data wait", results.data_wait_s, format_seconds, "median per step"),
+        ("MFU", results.mfu, format_percent, "model FLOP/s utilisation, median"),
+        ("inside nodes", results.intra_bytes, format_bytes, "per device and step"),
+        ("between nodes", results.inter_bytes, format_bytes, "per device and step"),
+        ("wall time", results.wall_time_s, format_seconds, "of the last attempt"),
+    ]
+    return [(label, form(value), detail) for label, value, form, detail in numbers if value is not None]
 
 
 def number(value: Any) -> float | None:

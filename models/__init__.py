@@ -2,28 +2,14 @@
 
 from configs.schema import ModelConfig
 from configs.schema.own import OWN
-from models.classifier import Classifier
+from models.classifier import Classifier  # noqa: F401
 from models.decoder import Decoder
 from models.encoder import Encoder
-from models.model import Gather, Model, Params
+from models.model import Gather, Model, Params  # noqa: F401
 from models.moe import Moe
 from models.resnet import ResNet
-from models.transformer import Transformer
+from models.transformer import Transformer  # noqa: F401
 from models.vit import ViT
-
-__all__ = [
-    "Classifier",
-    "Decoder",
-    "Encoder",
-    "Gather",
-    "Model",
-    "Moe",
-    "Params",
-    "ResNet",
-    "Transformer",
-    "ViT",
-    "build",
-]
 
 KINDS = {"decoder": Decoder, "moe": Moe, "encoder": Encoder, "resnet": ResNet, "vit": ViT}
 

@@ -156,16 +156,12 @@ class Attention(nnx.Module):
         c = config
         self.config = c
         kv_size = c.num_kv_heads * (c.hidden // c.num_heads)
-        std = initial_std(c.hidden)
-
-        def linear(sizes: tuple[int, int], dims: tuple[str, str], std: float) -> Linear:
-            return Linear(next(keys), sizes, dims, std, use_bias=c.use_bias or c.attention_bias)
-
+        std, use_bias = initial_std(c.hidden), c.use_bias or c.attention_bias
         self.attention_norm = Norm(c.hidden, c.norm, c.norm_eps, use_bias=c.use_bias)
-        self.query = linear((c.hidden, c.hidden), ("embed", "heads"), std)
-        self.key = linear((c.hidden, kv_size), ("embed", "kv_heads"), std)
-        self.value = linear((c.hidden, kv_size), ("embed", "kv_heads"), std)
-        self.out = linear((c.hidden, c.hidden), ("heads", "embed"), residual_std(c))
+        self.query = Linear(next(keys), (c.hidden, c.hidden), ("embed", "heads"), std, use_bias=use_bias)
+        self.key = Linear(next(keys), (c.hidden, kv_size), ("embed", "kv_heads"), std, use_bias=use_bias)
+        self.value = Linear(next(keys), (c.hidden, kv_size), ("embed", "kv_heads"), std, use_bias=use_bias)
+        self.out = Linear(next(keys), (c.hidden, c.hidden), ("heads", "embed"), residual_std(c), use_bias=use_bias)
         self.mlp_norm = Norm(c.hidden, c.norm, c.norm_eps, use_bias=c.use_bias)
 
     def mix(self, x_BTD: Array, angles_BTH: Array | None, segments_BT: Array | None) -> Array:
@@ -201,14 +197,10 @@ class Block(Attention):
     def __init__(self, config: BlockConfig, key: Array) -> None:
         c, keys = config, iter(jax.random.split(key, 7))
         super().__init__(c, keys)
-
-        def linear(sizes: tuple[int, int], dims: tuple[str, str], std: float) -> Linear:
-            return Linear(next(keys), sizes, dims, std, use_bias=c.use_bias)
-
-        std = initial_std(c.hidden)
-        self.up = linear((c.hidden, c.intermediate), ("embed", "mlp"), std)
-        self.gate = linear((c.hidden, c.intermediate), ("embed", "mlp"), std) if c.activation == "swiglu" else None
-        self.down = linear((c.intermediate, c.hidden), ("mlp", "embed"), residual_std(c))
+        sizes, dims, std, bias = (c.hidden, c.intermediate), ("embed", "mlp"), initial_std(c.hidden), c.use_bias
+        self.up = Linear(next(keys), sizes, dims, std, use_bias=bias)
+        self.gate = Linear(next(keys), sizes, dims, std, use_bias=bias) if c.activation == "swiglu" else None
+        self.down = Linear(next(keys), (c.intermediate, c.hidden), ("mlp", "embed"), residual_std(c), use_bias=bias)
 
     def __call__(self, x_BTD: Array, angles_BTH: Array | None = None, segments_BT: Array | None = None) -> Array:
         return self.finish(x_BTD, self.mix(x_BTD, angles_BTH, segments_BT))

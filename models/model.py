@@ -116,18 +116,16 @@ class Model(ABC):
         """Returns the weighted sums for a validation, by name: `loss`, and further metrics of the model."""
         return {"loss": self.loss(params, batch, gather)}
 
-    def staged_loss(self) -> StagedLoss:
-        """Returns the loss in pieces for the stages of a pipeline. ValueError for a model that has no such pieces."""
-        raise ValueError(
-            f"mesh.stages needs a loss in pieces around a stack of equal layers, and model.kind={self.config.kind} has "
-            "none; set mesh.stages=1"
-        )
+    def staged_loss(self) -> StagedLoss | None:
+        """Returns the loss in pieces for the stages of a pipeline; None for a model that has no such pieces."""
+        return None
 
     @abstractmethod
     def flops_per_row(self, shape: tuple[int, ...]) -> float:
         """Returns the floating-point operations per row, forward and backward; `shape` is that of a row's input.
 
-        Recomputation by rematerialisation does not count.
+        6 per multiplication: with its addition 2 forward, and 4 backward. Norms, activations and recomputation do not
+        count.
         """
 
     def param_specs(self) -> Params:

@@ -155,10 +155,8 @@ class ConvNorm(nnx.Module):
 
     def __call__(self, x_BHWC: Array, norms: Norms) -> Array:
         c = self.config
-        padding = ((c.kernel // 2, c.kernel // 2),) * 2
-        y_BHWC = lax.conv_general_dilated(
-            x_BHWC, self.weight[...], (c.stride, c.stride), padding, dimension_numbers=LAYOUT
-        )
+        padding, strides = ((c.kernel // 2, c.kernel // 2),) * 2, (c.stride, c.stride)
+        y_BHWC = lax.conv_general_dilated(x_BHWC, self.weight[...], strides, padding, dimension_numbers=LAYOUT)
         y_BHWC = norms(self.name, y_BHWC).astype(x_BHWC.dtype)
         return y_BHWC * self.scale[None, None, None] + self.bias[None, None, None]
 
@@ -267,11 +265,7 @@ class ResNet(Classifier):
         return mask_padding(x, self.config.num_classes), seen
 
     def flops_per_row(self, shape: tuple[int, ...]) -> float:
-        """Returns the floating-point operations per image `[H, W, C]`, forward and backward.
-
-        6 per multiplication: with its addition 2 forward, and 4 backward. Norms, activations and recomputation do not
-        count.
-        """
+        """Returns the floating-point operations per image `[H, W, C]`, forward and backward."""
         c, size = self.config, shape[0]
         total = stem_conv(c).products(size)
         size = stem_conv(c).size_after(size)

@@ -79,11 +79,7 @@ class ViT(Stack, Classifier):
         return mask_padding(head(x_BTD), self.config.num_classes)
 
     def flops_per_row(self, shape: tuple[int, ...]) -> float:
-        """Returns the floating-point operations per image `[H, W, C]`, forward and backward.
-
-        6 per multiplication: with its addition 2 forward, and 4 backward. Norms, activations and recomputation do not
-        count.
-        """
+        """Returns the floating-point operations per image `[H, W, C]`, forward and backward."""
         del shape  # the config's
         c = self.config
         positions = 1 + c.num_patches

@@ -101,11 +101,6 @@ def of_strategies(words: Sequence[str], config: Config) -> list[Candidate]:
                     f"{', '.join(SCOPES)}; such as mics(8)+hop_two=int8 or "
                     "custom+parameters=node+gradients=node+optimizer=all"
                 )
-            if word == "zero3" and key == "hop_two" and value != "none":
-                raise ValueError(
-                    f"--strategy={whole}: zero3 has no hop two between nodes, being one group of all devices; "
-                    f"mics(P)+{extra} has one between smaller groups, zero3+hop_one_inter=int8 encodes hop one"
-                )
         names = {*STRATEGIES, "custom"} if extras else {*STRATEGIES}
         match = re.fullmatch(r"(\w+?)(?:\((\d+)\))?", word)
         known = match and ((match[1] in names and not match[2]) or (match[1] == "mics" and match[2]))

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,7 @@ class CompiledStep:
     shape: MeshShape
     argument_bytes: int  # state and batch
     temporary_bytes: int
+    from_cache: bool = field(default=False, compare=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -72,11 +73,13 @@ def compile_step(
     """
     if target != CPU and not WHEELS.exists():
         raise RuntimeError("XLA for GPUs is not installed: make .venv/h100/installed")
-    words = _words(config, nodes, devices_per_node, target, memory_bytes)
+    words = [*config, f"--nodes={nodes}", f"--devices_per_node={devices_per_node}"]
+    words += [f"--target={target}", f"--memory_bytes={round(memory_bytes)}"]
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     stem = _key([*words, xla_flags])
-    if not (folder / f"{stem}.json").exists():
+    from_cache = (folder / f"{stem}.json").exists()
+    if not from_cache:
         # a process that XLA started may still write there when the folder is removed
         with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as out:
             paths = [*([] if target == CPU else [WHEELS]), ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -96,27 +99,7 @@ def compile_step(
                 os.replace(Path(out) / f"step.{name}", folder / f"{stem}.{name}")
     about = json_objects.read(folder / f"{stem}.json")
     shape = MeshShape(**about.pop("mesh"))
-    return CompiledStep(text=(folder / f"{stem}.txt").read_text(), shape=shape, **about)
-
-
-def is_compiled(
-    config: Sequence[str],
-    *,
-    nodes: int,
-    devices_per_node: int,
-    xla_flags: str = "",
-    target: str = "h100",
-    memory_bytes: float = 0,
-) -> bool:
-    """Whether the step is in the cache."""
-    words = _words(config, nodes, devices_per_node, target, memory_bytes)
-    return (cache_folder() / f"{_key([*words, xla_flags])}.json").exists()
-
-
-def _words(config: Sequence[str], nodes: int, devices_per_node: int, target: str, memory_bytes: float) -> list[str]:
-    """Returns the arguments of the process that compiles."""
-    cluster = [f"--nodes={nodes}", f"--devices_per_node={devices_per_node}"]
-    return [*config, *cluster, f"--target={target}", f"--memory_bytes={round(memory_bytes)}"]
+    return CompiledStep(text=(folder / f"{stem}.txt").read_text(), shape=shape, from_cache=from_cache, **about)
 
 
 def cache_folder() -> Path:

@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from metrics.charts import Axis, Chart, Series, number_axis, word_axis
+from metrics.charts import Axis, Chart, Series, number_axis
 from metrics.page import render
 from metrics.units import format_bytes, format_count, format_percent, format_seconds
-from planner.curves import Curves, curves_of
+from planner.curves import curves_of
 from planner.picture import colour_of
 from planner.predict import Prediction
 from planner.report import (
@@ -80,34 +80,25 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _charts(plans: Sequence[Plan], nodes: Sequence[int]) -> dict[str, Chart]:
-    """Returns throughput and cost: against devices, or of the candidates side by side if all have the same devices."""
+    """Returns throughput and cost against devices, a line for each strategy; none of a single number of devices."""
     charts = {}
     for label, curves in curves_of(plans, nodes).items():
         devices = sorted({x for points in curves.values() for x, _ in points})
-        if len(devices) == 1 and len(curves) == 1:  # a dot says no more than its tile
-            continue
-        values = [y for points in curves.values() for _, y in points if math.isfinite(y)]
-        y = number_axis(0.0, max(values), format_count, margin=0.02)
-        across = len(devices) > 1
-        x = _devices_axis(devices) if across else word_axis([*curves])
-        x_name = "devices" if across else "strategy"
-        series = _series(curves, across)
-        charts[f"{label[0].upper()}{label[1:]}"] = Chart(series=series, x=x, y=y, x_name=x_name, label=label)
+        if len(devices) > 1:
+            most = max(y for points in curves.values() for _, y in points if math.isfinite(y))
+            charts[f"{label[0].upper()}{label[1:]}"] = Chart(
+                series=[_line(name, points, n) for n, (name, points) in enumerate(curves.items())],
+                x=_devices_axis(devices),
+                y=number_axis(0.0, most, format_count, margin=0.02),
+                x_name="devices",
+                label=label,
+            )
     return charts
 
 
-def _series(curves: Curves, across: bool) -> list[Series]:
-    """Returns a line with dots for each strategy, or a dot each."""
-    return [
-        Series(
-            label=name,
-            colour=n,
-            line=points if across else (),
-            dots=[(x if across else name, y, f"{name}: {format_count(y)}") for x, y in points if math.isfinite(y)],
-            faint=not across,  # the axis names it
-        )
-        for n, (name, points) in enumerate(curves.items())
-    ]
+def _line(name: str, points: Sequence[tuple[int, float]], colour: int) -> Series:
+    dots = [(x, y, f"{name}: {format_count(y)}") for x, y in points if math.isfinite(y)]
+    return Series(label=name, colour=colour, line=points, dots=dots)
 
 
 def _devices_axis(devices: Sequence[int]) -> Axis:

@@ -4,7 +4,7 @@ The program is compiled for the cluster's devices and its schedule replayed. Wit
 steps counts as an H-th of it in each.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -152,6 +152,11 @@ class Step:
     machine: Machine
     compiled: compiling.CompiledStep
 
+    @property
+    def from_cache(self) -> bool:
+        """Whether the program had been compiled before."""
+        return self.compiled.from_cache
+
     @cached_property
     def program(self) -> Program:
         """The compiled program, read once."""
@@ -237,29 +242,19 @@ def compiled_step(candidate: Candidate, experiment: Experiment, machine: Machine
 def what_helps(step: Step) -> dict[str, float]:
     """Returns the seconds of the step with better hardware, one change at a time, the most helpful first."""
     network, device = step.machine.cluster.network(), step.machine.device(step.experiment.config)
-    changes: dict[str, Callable[[], Timeline]] = {}
+    changes: dict[str, Any] = {}  # arguments of `Step.timeline`
     if step.machine.nodes > 1:
-        faster = {"a node link twice as fast": 2.0, "a node link without limit": float("inf")}
-        for name, factor in faster.items():
-            changes[name] = lambda factor=factor: step.timeline(
-                network=replace(network, node_bandwidth=factor * network.node_bandwidth)
-            )
+        for name, factor in {"a node link twice as fast": 2.0, "a node link without limit": float("inf")}.items():
+            changes[name] = {"network": replace(network, node_bandwidth=factor * network.node_bandwidth)}
     if step.machine.cluster.devices_per_node > 1:
-        changes["links inside the nodes twice as fast"] = lambda: step.timeline(
-            network=replace(network, intra_bandwidth=2 * network.intra_bandwidth)
-        )
+        faster = replace(network, intra_bandwidth=2 * network.intra_bandwidth)
+        changes["links inside the nodes twice as fast"] = {"network": faster}
     if step.machine.num_devices > 1:
-        changes["links without latency"] = lambda: step.timeline(
-            network=replace(network, intra_latency_s=0.0, inter_latency_s=0.0)
-        )
-    changes["devices twice as fast"] = lambda: step.timeline(
-        device=replace(
-            device,
-            peak_flops={dtype: 2 * flops for dtype, flops in device.peak_flops.items()},
-            memory_bandwidth=2 * device.memory_bandwidth,
-        )
-    )
-    seconds = {name: step.seconds(replayed()) for name, replayed in changes.items()}
+        changes["links without latency"] = {"network": replace(network, intra_latency_s=0.0, inter_latency_s=0.0)}
+    peak = {dtype: 2 * flops for dtype, flops in device.peak_flops.items()}
+    faster = replace(device, peak_flops=peak, memory_bandwidth=2 * device.memory_bandwidth)
+    changes["devices twice as fast"] = {"device": faster}
+    seconds = {name: step.seconds(step.timeline(**change)) for name, change in changes.items()}
     return dict(sorted(seconds.items(), key=lambda item: item[1]))
 
 

@@ -4,7 +4,6 @@ import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from metrics.units import UNKNOWN, format_bytes, format_count, format_percent, format_seconds
 from planner.clusters import Cluster
@@ -52,29 +51,22 @@ class Plan:
         """The fastest."""
         return self.predictions[0]
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the JSON form."""
-        return {**asdict(self), "notes": list(self.notes), "predictions": [p.to_dict() for p in self.predictions]}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Plan":
-        """Returns the plan of a JSON form."""
-        parts = {
-            "predictions": tuple(Prediction.from_dict(p) for p in values["predictions"]),
-            "counts": Counts(**values["counts"]) if values["counts"] else None,
-            "notes": tuple(values["notes"]),
-        }
-        return cls(**{**values, **parts})
-
 
 def to_json(plans: Sequence[Plan]) -> str:
     """Returns plans as JSON text."""
-    return json.dumps({"plans": [plan.to_json() for plan in plans]}, indent=1)
+    return json.dumps(
+        {"plans": [asdict(plan) | {"predictions": [p.to_dict() for p in plan.predictions]} for plan in plans]}, indent=1
+    )
 
 
 def from_json(text: str) -> list[Plan]:
     """Returns the plans of JSON text."""
-    return [Plan.from_json(values) for values in json.loads(text)["plans"]]
+    plans = []
+    for values in json.loads(text)["plans"]:
+        predictions = tuple(Prediction.from_dict(p) for p in values["predictions"])
+        counts = Counts(**values["counts"]) if values["counts"] else None
+        plans.append(Plan(**{**values, "predictions": predictions, "counts": counts, "notes": tuple(values["notes"])}))
+    return plans
 
 
 def plan_text(plan: Plan) -> str:

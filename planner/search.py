@@ -13,7 +13,6 @@ from typing import Any
 
 from configs.schema import Config
 from metrics.units import format_bytes, format_seconds
-from planner import compile as compiling
 from planner.bounds import SLACK, Bounds, bounds
 from planner.candidates import Candidate, all_candidates, legal_groups, of_config
 from planner.predict import Machine, Memory, Prediction, Step, compiled_step
@@ -101,8 +100,6 @@ def search(
                 seen["not_looked_at"] += 1
             else:
                 chosen.append(option)
-        requests = [machine.request(option.candidate, option.experiment.config) for option in chosen]
-        seen["from_cache"] += sum(compiling.is_compiled(**request) for request in requests)
         seen["compiled"] += len(chosen)
         with ThreadPoolExecutor(AT_ONCE) as pool:
             running = [pool.submit(compile_one, o.candidate, o.experiment, machine) for o in chosen]
@@ -114,6 +111,7 @@ def search(
                 seen["compiled"] -= 1
                 continue
             step = done.result()
+            seen["from_cache"] += step.from_cache
             memory = step.memory()
             looked_at.append((option, memory))
             if memory.fits:

@@ -2,12 +2,11 @@
 
 import io
 import textwrap
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from palette import FILL, INK, SERIES, SOFT
+from palette import FILL, INK, LINE, SERIES, SOFT
 from sharding.scopes import Layout
 
 if TYPE_CHECKING:
@@ -15,10 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TEXT_WIDTH = 100
-MOST_ACROSS = 8  # devices in a line of a node's panel
-CELL_INCHES = (0.82, 0.24)
+CELL_INCHES = (0.85, 0.21)
 NO_BREAK = "\N{NO-BREAK SPACE}"
-TENSOR = "tensor "
 
 
 def holdings(layout: Layout, scope: tuple[str, ...] | None = None) -> np.ndarray:
@@ -74,103 +71,90 @@ def mesh_text(layout: Layout, max_nodes: int = 16) -> str:
     return "\n".join(lines).replace(NO_BREAK, " ")
 
 
-def mesh_png(layout: Layout, max_nodes: int = 16) -> bytes:
+def mesh_png(layout: Layout) -> bytes:
     """Returns `mesh_figure` as a PNG."""
     from PIL import Image  # matplotlib writes its PNGs with it
 
     full, small = io.BytesIO(), io.BytesIO()
-    mesh_figure(layout, max_nodes).savefig(full, format="png", dpi=110, facecolor="white")
+    mesh_figure(layout).savefig(full, format="png", dpi=110, facecolor="white")
     Image.open(full).convert("RGB").quantize(128).save(small, "png", optimize=True)  # a quarter of the bytes
     return small.getvalue()
 
 
-def mesh_figure(layout: Layout, max_nodes: int = 16) -> "Figure":
-    """Returns a panel for each node: its devices in the colours of their shards, framed by partition group.
+def mesh_figure(layout: Layout, max_nodes: int = 16, max_devices: int = 16) -> "Figure":
+    """Returns a line of devices for each node, in the colours of their shards, with a frame around partition groups.
 
     Where the three scopes differ a device shows its shard of each: P(arameters), G(radients), O(ptimizer state).
     """
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    shape, group = layout.shape, layout.partition_size
-    nodes, per_node = min(shape.num_nodes, max_nodes), shape.devices_per_node
-    across = max(n for n in range(1, min(per_node, MOST_ACROSS) + 1) if n % group == 0 or group % n == 0)
-    columns = max(n for n in range(1, 5) if n == 1 or (n <= nodes and n * across <= 2 * MOST_ACROSS))
-    rows, lines = -(-nodes // columns), -(-per_node // across)
-    bands, caption = _bands(layout), _caption(layout, nodes)
+    groups = holdings(layout)[:max_nodes, :max_devices, 0]
+    nodes, across = groups.shape
+    words, colours = _cells(layout, nodes, across)
+    tall = len(words) // nodes
+    caption = _caption(layout, nodes, across)
     width, height = CELL_INCHES
-    tall = rows * (0.4 + height * lines * (1 + (group > 1) + len(bands))) + 0.4 + 0.16 * len(caption)
-    figure = Figure(
-        figsize=(max(5.5, columns * (across * width + 0.2)), tall), layout=ConstrainedLayoutEngine(wspace=0.04)
-    )
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
-    for node, axes in enumerate(panels[:nodes]):
-        _draw_node(axes, layout, node, across, bands)
-    for axes in panels[nodes:]:
-        axes.axis("off")
+    size = max(5.5, across * width + 0.6), len(colours) * height + 0.5 + 0.16 * len(caption)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.add_subplot()
+    for row, i in np.ndindex(len(words), across):
+        ink = _ink(colours[row, i])
+        axes.text(i + 0.5, row + 0.5, words[row][i], fontsize=7.5, color=ink, ha="center", va="center")
+    axes.pcolormesh(colours, edgecolor="white", linewidth=1)
+    axes.hlines(np.arange(1, nodes) * tall, 0, across, color=LINE, linewidth=0.8)
+    if layout.partition_size > 1:  # a frame around every device would say nothing
+        _frame_groups(axes, groups, tall)
+    names = [f"node {node}" for node in range(nodes)]
+    axes.set(ylim=(len(colours), 0), xlim=(0, across), xticks=())
+    axes.set_yticks((np.arange(nodes) + 0.5) * tall, names, fontsize=8.5, color=SOFT)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
     figure.suptitle(_groups(layout), fontsize=11.5, weight="bold", color=INK, x=0.01, ha="left")
     figure.supxlabel("\n".join(caption), fontsize=8, color=INK, x=0.01, ha="left")
     return figure
 
 
-Band = tuple[np.ndarray, int, str]  # `[nodes, devices_per_node]` numbers of shards, of how many, the words before them
+def _cells(layout: Layout, nodes: int, across: int) -> tuple[list[list[str]], np.ndarray]:
+    """Returns the words of each row of cells, and their colours `[rows, devices, 3]`; every node has as many rows.
 
+    They are its devices, their groups, their shards under each of the distinct scopes, and their tensor slices.
+    """
+    from matplotlib.colors import to_rgb
 
-def _bands(layout: Layout) -> list[Band]:
-    """Returns what a device shows: its shard under each of the distinct scopes, and its tensor slice."""
-    shape, scopes = layout.shape, _distinct(layout)
-    bands = []
+    shape, scopes, held = layout.shape, _distinct(layout), holdings(layout)
+    devices = np.arange(shape.num_devices).reshape(held.shape[:2])
+    rows = [(devices, "device {}", 0)]  # numbers, their words, how many shards there are
+    if layout.partition_size > 1:
+        rows.append((held[..., 0], "group {}", 0))
     for name, scope in scopes.items():
         shards = shape.size(scope)
         lead = f"{name} " if len(scopes) > 1 else "shard " if 1 < shards < 100 else ""
-        bands.append((holdings(layout, scope)[..., 1], shards, lead))
-    return bands + ([(holdings(layout)[..., 2], shape.tensor, TENSOR)] if shape.tensor > 1 else [])
+        rows.append((holdings(layout, scope)[..., 1], lead + (f"{{}}/{shards}" if shards > 1 else "whole"), shards))
+    if shape.tensor > 1:
+        rows.append((held[..., 2], f"tensor {{}}/{shape.tensor}", 0))
+    lines = [(numbers[node, :across], text, shards) for node in range(nodes) for numbers, text, shards in rows]
+    words = [[text.format(number) for number in numbers] for numbers, text, _ in lines]
+    return words, np.array([[to_rgb(_colour(number, shards)) for number in numbers] for numbers, _, shards in lines])
 
 
-def _draw_node(axes: "Axes", layout: Layout, node: int, across: int, bands: Sequence[Band]) -> None:
-    """Draws a node's devices in lines of `across`: the group's name, the device's, and a cell for each band."""
-    from matplotlib.colors import to_rgb
-
-    per_node, framed = layout.shape.devices_per_node, layout.partition_size > 1
-    tall = framed + 1 + len(bands)
-    colours = np.ones((-(-per_node // across) * tall, across, 3))
-    for i in range(per_node):
-        row, column = i // across * tall + framed, i % across
-        words = [f"device {node * per_node + i}"]
-        for band, (numbers, count, lead) in enumerate(bands, 1):
-            shard = int(numbers[node, i])
-            words.append(lead + _fraction(shard, count))
-            colours[row + band, column] = to_rgb("white" if lead == TENSOR else _colour(shard, count))
-        for line, text in enumerate(words, row):
-            colour = _ink(colours[line, column])
-            axes.text(column + 0.5, line + 0.5, text, fontsize=7.5, color=colour, ha="center", va="center")
-    axes.pcolormesh(colours, edgecolor="white", linewidth=1)
-    if framed:
-        _frame_groups(axes, holdings(layout)[node, :, 0], across, tall)
-    axes.set(ylim=(len(colours), 0), xlim=(0, across), xticks=(), yticks=())
-    axes.set_title(f"node {node}", fontsize=8.5, color=SOFT, loc="left", pad=4)
-    axes.spines[:].set_visible(False)
-
-
-def _frame_groups(axes: "Axes", groups: np.ndarray, across: int, tall: int) -> None:
-    """Frames and names the groups of a node's devices (`[devices_per_node]`), in lines that are `tall` rows high."""
+def _frame_groups(axes: "Axes", groups: np.ndarray, tall: int) -> None:
+    """Frames each group (`[nodes, devices]`); a node is `tall` rows high."""
     from matplotlib.patches import Rectangle
 
-    for group in dict.fromkeys(groups):
-        first, last = np.flatnonzero(groups == group)[[0, -1]]
-        left, right = (0, across) if last - first >= across else (first % across, last % across + 1)
-        top, bottom = first // across * tall, (last // across + 1) * tall
-        frame = Rectangle((left, top), right - left, bottom - top, fill=False, ec=INK, lw=1.6, zorder=3, clip_on=False)
-        axes.add_patch(frame)
-        axes.text((left + right) / 2, top + 0.5, f"group {group}", fontsize=8, color=INK, ha="center", va="center")
+    for group in np.unique(groups):
+        where = np.argwhere(groups == group)
+        (top, left), (bottom, right) = where.min(0), where.max(0) + 1
+        box = (left, top * tall), right - left, (bottom - top) * tall
+        axes.add_patch(Rectangle(*box, fill=False, ec=INK, lw=1.8, zorder=3, clip_on=False, label=f"{group}"))
 
 
-def _caption(layout: Layout, shown: int) -> list[str]:
+def _caption(layout: Layout, nodes: int, across: int) -> list[str]:
     """Returns the lines below the picture."""
     shape, several = layout.shape, len(_distinct(layout)) > 1
     axes = " x ".join(f"{axis} {size}" for axis, size in shape.sizes.items() if size > 1) or "one device"
-    more = f" (the first {shown} shown)" if shown < shape.num_nodes else ""
-    lines = [f"{_count(shape.num_nodes, 'node')}{more}, {axes}; the network is fast inside nodes, slow between them"]
+    lines = [f"{_count(shape.num_nodes, 'node')}, {axes}", "the network is fast inside nodes, slow between them"]
+    if (nodes, across) < (shape.num_nodes, shape.devices_per_node):
+        lines.append(f"only the first {nodes} nodes and {across} devices of each are shown")
     if layout.partition_size > 1:
         whole = "parameters" if several else "model state"
         lines.append(f"a partition group (framed) holds one copy of the {whole}")
@@ -212,7 +196,9 @@ def _count(n: int, what: str) -> str:
 
 
 def _colour(shard: int, shards: int) -> Any:
-    """Returns the colour of a shard: from a palette if few, along a scale if many."""
+    """Returns the colour of a shard: from a palette if few, along a scale if many; white for what is no shard."""
+    if shards == 0:
+        return "white"
     if shards <= len(SERIES):
         return SERIES[shard] if shards > 1 else FILL
     import matplotlib

@@ -38,14 +38,6 @@ class GatherPolicy:
         parts = (self.each_step, self.each_micro_step, self.each_use)
         return tuple(part(parameters) for part in parts if part)
 
-    def refuse_remat(self, remat: str, parameters: Axes) -> None:
-        """Raises ValueError if the backward pass would find all that was gathered for the forward pass."""
-        if self.each_use and parameters and remat == "none":
-            raise ValueError(
-                f"sharding.gather={self.name} with model.remat=none would keep every gathered layer for the backward "
-                "pass; use model.remat=full or dots, or sharding.gather=micro_step"
-            )
-
 
 LAYER = GatherPolicy(name="layer", each_use=whole)
 NODE = GatherPolicy(name="node", each_micro_step=inter_part, each_use=intra_part)  # hpZ of ZeRO++, arXiv 2306.10209

@@ -105,7 +105,9 @@ def points(file: SweepFile, names: Sequence[str]) -> list[Overrides]:
     return [*product(*parts)]
 
 
-def plan(config: str, overrides: Iterable[Overrides], *, workdir: Path, emulate: str = "") -> list[Run]:
+def plan(
+    config: str, overrides: Iterable[Overrides], *, workdir: Path, emulate: str = "", program: str = PROGRAM
+) -> list[Run]:
     """Returns the distinct runs of a config file, in order; ValueError for unknown keys and invalid values.
 
     `emulate` holds default options of `cluster.emulate`; the overrides' `emulate.` keys take precedence.
@@ -114,16 +116,17 @@ def plan(config: str, overrides: Iterable[Overrides], *, workdir: Path, emulate:
     runs: dict[str, Run] = {}
     for point in overrides:
         try:
-            run = _resolve(config, point, workdir, common)
+            run = _resolve(config, point, workdir, common, program)
         except ValueError as error:
             raise ValueError(f"{describe(point) or 'the base config'}: {error}") from error
         runs.setdefault(run.name, run)
     return list(runs.values())
 
 
-def _resolve(config: str, overrides: Overrides, workdir: Path, common: Mapping[str, str]) -> Run:
+def _resolve(config: str, overrides: Overrides, workdir: Path, common: Mapping[str, str], program: str) -> Run:
     file, _, argument = config.partition(":")
     argument = str(overrides.get("config", argument))
+    chosen = {"config": argument} if "config" in overrides else {}
     emulate = dict(common)
     flags = []
     extra = {}
@@ -140,8 +143,8 @@ def _resolve(config: str, overrides: Overrides, workdir: Path, common: Mapping[s
             extra[key] = value
         elif key != "config":
             flags.append(f"--config.{key}={value}")
-    base = _short(Path(file).resolve()) + (f":{argument}" if argument else "")
-    argv = ["sweep.py", f"--config={file}" + (f":{argument}" if argument else ""), *flags]
+    argument = f":{argument}" if argument else ""
+    argv = ["sweep.py", f"--config={file}{argument}", *flags]
     values = flat(command_line.parse(argv).to_dict())
     others = {f"emulate.{key}": value for key, value in sorted(emulate.items())} | extra
     digest = hashlib.sha256(json.dumps(_own(values) | others, sort_keys=True).encode()).hexdigest()[:8]
@@ -150,11 +153,12 @@ def _resolve(config: str, overrides: Overrides, workdir: Path, common: Mapping[s
     known = sorted(workdir.glob(f"*-{digest}"))
     name = known[0].name if known else f"{_file_name(describe(overrides)) or Path(file).stem}-{digest}"
     run_dir = (workdir / name).resolve()
-    command = (sys.executable, PROGRAM, f"--config={base}", f"--workdir={_short(run_dir)}", *flags)
+    base = f"{_short(Path(file).resolve())}{argument}"
+    command = (sys.executable, program, f"--config={base}", f"--workdir={_short(run_dir)}", *flags)
     return Run(
         name=name,
         overrides=dict(overrides),
-        values=values | ({"config": argument} if "config" in overrides else {}),
+        values=values | chosen,
         run_dir=run_dir,
         train_command=command,
         emulate=emulate,

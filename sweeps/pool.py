@@ -112,21 +112,27 @@ def run_all(
     On Ctrl-C, running ones save and stop, and the others stay waiting.
     """
     jobs = [Job(run=run, state=State.FINISHED if is_finished(run) else State.WAITING) for run in runs]
-    with claimed(workdir) as lock:
-        try:
-            while any(job.state in (State.WAITING, State.RUNNING) for job in jobs):
-                for job in running(jobs):
-                    job.look()
-                waiting = [job for job in jobs if job.state == State.WAITING]
-                for job in waiting[: workers - len(running(jobs))]:
-                    job.start(launch, lock)
-                show(jobs)
-                time.sleep(POLL_EVERY_S)
-        except KeyboardInterrupt:
-            pass  # the states show which runs are left
-        finally:
-            stop(jobs, show)
+    with claimed(workdir) as lock, stopped_at_end(jobs, show):
+        while any(job.state in (State.WAITING, State.RUNNING) for job in jobs):
+            for job in running(jobs):
+                job.look()
+            waiting = [job for job in jobs if job.state == State.WAITING]
+            for job in waiting[: workers - len(running(jobs))]:
+                job.start(launch, lock)
+            show(jobs)
+            time.sleep(POLL_EVERY_S)
     return jobs
+
+
+@contextmanager
+def stopped_at_end(jobs: Sequence[Job], show: Callable[[Sequence[Job]], None]) -> Iterator[None]:
+    """Stops the runs when its body ends; Ctrl-C ends it quietly, since the states show which runs are left."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        stop(jobs, show)
 
 
 def running(jobs: Sequence[Job]) -> list[Job]:

@@ -26,7 +26,7 @@ from configs.overrides import Overrides, Range, three_digits
 from files import run_directory
 from metrics.run_files import read_run, series
 from sweeps.plan import Run, SweepFile
-from sweeps.pool import POLL_EVERY_S, Job, Launcher, claimed, running, stop
+from sweeps.pool import POLL_EVERY_S, Job, Launcher, claimed, running, stopped_at_end
 from sweeps.records import Record, State, is_finished, record
 
 STUDY_FILE = "optuna.log"
@@ -149,7 +149,7 @@ def search(
     """
     with claimed(workdir) as lock:
         going = Search(file=file, study=_study(file, workdir), plan=plan)
-        try:
+        with stopped_at_end(going.jobs, show):
             while going.done() < count or running(going.jobs):
                 for job in running(going.jobs):
                     going.watch(job, launch, lock)
@@ -157,10 +157,6 @@ def search(
                     going.begin(launch, lock)
                 show(going.jobs)
                 time.sleep(POLL_EVERY_S)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            stop(going.jobs, show)
         return going.done() >= count, _records(going)
 
 

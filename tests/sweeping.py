@@ -1,13 +1,9 @@
 """Sweeps for the tests: sweep files, and a short program that runs instead of train.py."""
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
-
 import sweep
-from sweeps import plan
 
 BASE = """
 '''A sweep of the tests.
@@ -79,12 +75,10 @@ def program(folder: Path, pause_s: float = 0.0) -> str:
     return str(path)
 
 
-def run_sweep(folder: Path, config: str, *flags: str, pause_s: float = 0.0) -> int:
-    """Runs sweep.py in this process into folder/runs, with the tests' program instead of train.py."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plan, "PROGRAM", program(folder, pause_s))
-        sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
-        return sweep.main(["sweep.py", f"--config={config}", f"--workdir={folder / 'runs'}", *flags])
+def run_sweep(folder: Path, config: str, *flags: str, pause_s: float = 0.0, script: str = "") -> int:
+    """Runs sweep.py in this process into folder/runs, with `script` or the tests' program instead of train.py."""
+    argv = ["sweep.py", f"--config={config}", f"--workdir={folder / 'runs'}", *flags]
+    return sweep.main(argv, program=script or program(folder, pause_s))
 
 
 def events(folder: Path) -> list[tuple[str, int, float]]:

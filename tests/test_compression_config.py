@@ -1,4 +1,4 @@
-"""The sections `compression` and `local_sgd` of a config: what they build, and what cannot be together."""
+"""The sections `compression` and `local_sgd` of a config: what they build, and which values are refused."""
 
 from typing import Any
 
@@ -74,32 +74,14 @@ def test_update_norm_is_logged_where_hop_two_returns_updates(changes: dict[str, 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (LOCAL | {"sharding.strategy": "zero3", "sharding.partition_size": 0}, "local_sgd needs several replicas"),
-        (LOCAL | {"sharding.strategy": "zero1", "sharding.partition_size": 0}, "a whole optimizer in each replica"),
         (LOCAL | {"num_steps": 11}, "num_steps=11 must be a multiple of local_sgd.inner_steps=2"),
-        (
-            LOCAL | {"compression.delayed": True},
-            "optimizer in each replica; set it to False",
-        ),
-        (LOCAL | {"optimizer.name": "muon"}, "optimizer.name=muon does not go with local_sgd"),
-        (
-            LOCAL | ONE_BIT_ADAM,
-            "compression.hop_two=one_bit_adam does not go with local_sgd",
-        ),
         (LOCAL | {"local_sgd.outer_learning_rate": 0.0}, "local_sgd.outer_learning_rate=0.0 must be above 0"),
         (LOCAL | {"local_sgd.outer_momentum": 1.0}, "local_sgd.outer_momentum=1.0 must be at least 0 and below 1"),
         ({"local_sgd.inner_steps": -1}, "local_sgd.inner_steps=-1 must be at least 0"),
-        (ONE_BIT_ADAM | {"optimizer.name": "lamb"}, "replaces optimizer.name=adamw, not lamb"),
-        (ONE_BIT_ADAM | {"optimizer.clip_norm": 1.0}, "optimizer.clip_norm=1.0; set that to 0"),
-        ({"compression.hop_two": "dgc"}, "replaces optimizer.name=sgd, not adamw"),
         ({"compression.sampled": 0.0}, "compression.sampled=0.0 must be above 0 and at most 1"),
-        (
-            {"compression.delayed": True, "sharding.strategy": "zero3", "sharding.partition_size": 0},
-            "compression.delayed has nothing to delay",
-        ),
     ],
 )
-def test_unsupported_combinations_are_rejected(changes: dict[str, Any], said: str) -> None:
+def test_bad_values_are_rejected(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as error:
         states_of(changes)
     assert said in str(error.value)

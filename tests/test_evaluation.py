@@ -1,5 +1,6 @@
 """What a validation says, given the sums of its batches."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,16 @@ def test_bits_per_byte_are_those_of_a_model_that_predicts_every_token(objective:
     """Bytes are the tokens here; a masked model's loss is of the masked ones alone, and says nothing of the text."""
     section = base.get_config().data.to_dict() | dict(source="synthetic", seq_len=16, objective=objective)
     data = load(config := DataConfig(**section), "validation", 0)
-    run = {"batches": SimpleNamespace(global_size=4), "config": SimpleNamespace(data=config)}
-    experiment: Any = SimpleNamespace(**run, block=lambda sums: sums)
-    validate = Validator(experiment, data, 2)
     sums = [{"loss": np.float32(6), "weight": np.float32(4)}, {"loss": np.float32(2), "weight": np.float32(1)}]
-    validate._evaluate, validate._batches = lambda params, batch: batch, [sums]  # pyright: ignore[reportAttributeAccessIssue]
-    result = validate({})
+    same = lambda sums: sums
+    read = lambda *_, **__: nullcontext(iter(sums))
+    experiment: Any = SimpleNamespace(
+        batches=SimpleNamespace(global_size=4, read=read, to_devices=same),
+        config=SimpleNamespace(data=config),
+        block=same,
+        compile_eval_step=lambda: lambda params, batch: batch,
+    )
+    result = Validator(experiment, data, 2)({})
     assert result.loss == pytest.approx(8 / 5)
     bits = 8 / 5 / np.log(2)
     if objective == "causal":

@@ -319,7 +319,7 @@ def test_non_finite_values_do_not_enter_the_residual(name: str) -> None:
 
 @pytest.mark.release
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_hop_two_runs_or_is_rejected_in_every_layout(layout: str) -> None:
+def test_every_hop_two_runs_in_every_layout(layout: str) -> None:
     """Three steps: means of the parameters' shapes in the optimizer's scope, off by what is kept, if that is linear."""
     plan = workload.plan("tensors", **LAYOUTS[layout])
     wanted = plan.shardings(plan.layout.optimizer)
@@ -327,9 +327,7 @@ def test_every_hop_two_runs_or_is_rejected_in_every_layout(layout: str) -> None:
     others = {name: HOPS[name] for name in ("dgc", "power_sgd", "one_bit_adam", "delayed")}
     for name, make in ({name: partial(exchange, codec=codec) for name, codec in CODECS.items()} | others).items():
         if name.startswith("one_bit_adam") and plan.layout.optimizer != plan.layout.gradients:
-            with pytest.raises(ValueError, match="one_bit_adam needs the optimizer state and the gradients"):
-                workload.refusal(plan, "one_bit_adam", warmup_steps=1)
-            continue
+            continue  # configs/schema/combinations.py refuses it
         tx = make(plan)
         state, update = tx.init(params), jax.jit(tx.update)
         handed_on, came = [], []
@@ -345,14 +343,3 @@ def test_every_hop_two_runs_or_is_rejected_in_every_layout(layout: str) -> None:
             kept = jax.tree.map(lambda r: np.asarray(r).sum(0), state.residual.tree)
             sums = [jax.tree.map(lambda *xs: sum(xs), *trees) for trees in (handed_on, came)]
             jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a + b, c, atol=1e-5), sums[0], kept, sums[1])
-
-
-@pytest.mark.parametrize("how", [dict(strategy="zero3"), dict(strategy="mics", partition_size=8)])
-def test_codec_is_rejected_without_replicas_on_several_nodes(how: dict) -> None:
-    with pytest.raises(ValueError, match="compression.hop_two has nothing to encode"):
-        workload.refusal(workload.plan("tensors", **how), "bf16")
-
-
-def test_codec_is_rejected_on_one_node() -> None:
-    with pytest.raises(ValueError, match="compression.hop_two has nothing to encode"):
-        workload.refusal(workload.plan("tensors", nodes=1, per_node=8, strategy="ddp"), "bf16")

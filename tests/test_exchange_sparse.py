@@ -311,14 +311,3 @@ def test_dgc_and_power_sgd_stay_close_to_dense_losses(layout: str, method: str) 
     if method == "dgc":
         for residual in jax.tree.leaves((state.hop_two.unsent, state.hop_two.velocity)):
             assert residual.addressable_shards[0].data.shape[0] == 1
-
-
-@pytest.mark.parametrize("how", [dict(strategy="zero3"), dict(nodes=1, per_node=8, strategy="ddp")])
-def test_dgc_is_rejected_without_replicas_on_several_nodes(how: dict) -> None:
-    with pytest.raises(ValueError, match="compression.hop_two=dgc has nothing to send"):
-        workload.refusal(workload.plan("tensors", **how), "dgc")
-
-
-def test_power_sgd_is_rejected_without_replicas() -> None:
-    with pytest.raises(ValueError, match="compression.hop_two=power_sgd has nothing to send"):
-        workload.refusal(workload.plan("tensors", strategy="zero3"), "power_sgd")

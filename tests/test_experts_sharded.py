@@ -50,6 +50,10 @@ SLOW = {
     "node/node/all, node": {"parameters": "node", "gradients": "node", "optimizer": "all", "experts": "node"},
     "node/4/all, node": {"parameters": "node", "gradients": 4, "optimizer": 4, "experts": "node"},
     "auto": ZERO3 | {"partitioner": "auto"},
+    "hsdp, node, a tensor split": HSDP | {"experts": "node", "nodes": 2, "per_node": 4, "tensor": 2},
+    "hsdp, node, one micro-step": HSDP | {"experts": "node", "accumulation": 1},
+    "mics(4), 4, dots": MICS4 | {"experts": 4, "kind": workload.MOE_DOTS},
+    "zero3, none, dots": ZERO3 | {"kind": workload.MOE_DOTS},
 }
 ALL = [*(pytest.param(how, id=name) for name, how in QUICK.items())]
 ALL += [pytest.param(how, id=name, marks=pytest.mark.slow) for name, how in SLOW.items()]
@@ -63,28 +67,10 @@ def dense_losses() -> np.ndarray:
 
 @pytest.mark.parametrize("how", ALL)
 def test_every_strategy_trains_like_the_dense_loop(how: dict[str, Any], dense_losses: np.ndarray) -> None:
-    """Five steps of two micro-steps; what finds no room is the same everywhere."""
-    sh = workload.plan("moe", **how)
-    np.testing.assert_allclose(workload.losses("moe", sh), dense_losses, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_tensor_split_trains_like_the_dense_loop(dense_losses: np.ndarray) -> None:
-    sh = workload.plan("moe", nodes=2, per_node=4, tensor=2, experts="node", **HSDP)
-    np.testing.assert_allclose(workload.losses("moe", sh), dense_losses, rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [MICS4 | {"experts": 4}, ZERO3], ids=["mics(4), 4", "zero3, none"])
-def test_what_is_kept_for_the_backward_pass_changes_nothing(how: dict[str, Any], dense_losses: np.ndarray) -> None:
-    sh = workload.plan(workload.MOE_DOTS, **how)
-    np.testing.assert_allclose(workload.losses(workload.MOE_DOTS, sh), dense_losses, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_micro_steps_change_nothing(dense_losses: np.ndarray) -> None:
-    sh = workload.plan("moe", experts="node", **HSDP)
-    np.testing.assert_allclose(workload.losses("moe", sh, accumulation=1), dense_losses, rtol=1e-5)
+    """Five steps of two micro-steps, or one; what finds no room, or is kept for the backward pass, is the same."""
+    kind, accumulation = how.get("kind", "moe"), how.get("accumulation", 2)
+    sh = workload.plan(kind, **{key: how[key] for key in how.keys() - {"kind", "accumulation"}})
+    np.testing.assert_allclose(workload.losses(kind, sh, accumulation=accumulation), dense_losses, rtol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------ bytes
@@ -208,14 +194,6 @@ def test_tokens_reach_the_devices_of_their_experts_and_come_back(hierarchical: b
 
 
 @pytest.mark.slow
-def test_training_with_a_codec_stays_near(dense_losses: np.ndarray) -> None:
-    sh = workload.plan("moe", experts=4, expert_codecs=LevelCodecs(inter=Blockwise(bits=8, block=64)), **MICS4)
-    found = workload.losses("moe", sh)
-    np.testing.assert_allclose(found, dense_losses, rtol=2e-2)
-    assert not np.allclose(found, dense_losses, rtol=1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("how", [HSDP | {"experts": "node"}, MICS4 | {"experts": "node"}], ids=["hsdp", "mics(4)"])
 @pytest.mark.parametrize("method", ["power_sgd", "dgc"])
 def test_hop_two_does_not_depend_on_where_experts_are(how: dict[str, Any], method: str) -> None:
@@ -232,9 +210,12 @@ def test_hop_two_does_not_depend_on_where_experts_are(how: dict[str, Any], metho
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sent", ["tokens", "hop two"])
 @pytest.mark.parametrize("how", [HSDP | {"experts": "node"}, MICS4 | {"experts": 4}], ids=["hsdp", "mics(4)"])
-def test_hop_two_with_a_codec_stays_near(how: dict[str, Any], dense_losses: np.ndarray) -> None:
-    sh = workload.plan("moe", **how)
-    found = workload.losses("moe", sh, hop_two=exchange(sh, Blockwise(bits=8, block=64)))
+def test_training_with_a_codec_stays_near(how: dict[str, Any], sent: str, dense_losses: np.ndarray) -> None:
+    codec = Blockwise(bits=8, block=64)
+    of_tokens = codec if sent == "tokens" else None
+    sh = workload.plan("moe", **how, expert_codecs=LevelCodecs(intra=of_tokens, inter=of_tokens))
+    found = workload.losses("moe", sh, hop_two=exchange(sh, codec) if sent == "hop two" else None)
     np.testing.assert_allclose(found, dense_losses, rtol=2e-2)
     assert not np.allclose(found, dense_losses, rtol=1e-7)

@@ -1,8 +1,12 @@
 """After which steps a hook is called."""
 
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from running import IGNORED, ROOT, arguments, arrays
 
 from training.hooks import every
 
@@ -37,3 +41,14 @@ def called(wanted: dict[str, Any], *, steps: int, begin: int = 0, last: int = 10
 )
 def test_a_hook_is_called_when_it_is_due(wanted: dict[str, Any], run: dict[str, int], steps: list[int]) -> None:
     assert called(wanted, **run) == steps
+
+
+@IGNORED
+def test_the_hook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """After the last step of 10, since none is a hundredth."""
+    monkeypatch.setattr(sys, "argv", ["mine.py", *arguments(tmp_path)])
+    (listing,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
+    with pytest.raises(SystemExit, match="0"):
+        exec(listing, {})
+    params = [x for name, x in arrays(tmp_path, 10).items() if name.startswith("params")]
+    assert f"\n10 {max(abs(x).max() for x in params)}\n" in capsys.readouterr().out

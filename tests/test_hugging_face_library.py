@@ -13,12 +13,12 @@ import hugging_face_reference
 import numpy as np
 import pytest
 from hugging_face_reference import FOLDER, MODELS, batch_loss, example, make
-from running import IGNORED, ROOT, run_here
+from running import ROOT, run_here
 from test_hugging_face_files import tensors_of
 from test_hugging_face_models import our_logits
 from test_hugging_face_runs import flags, run_convert
 
-pytestmark = [IGNORED, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 if not importlib.util.find_spec("transformers"):
     pytest.skip("make .venv/hugging-face-installed", allow_module_level=True)

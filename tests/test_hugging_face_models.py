@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hugging_face_reference import FOLDER, MODELS, VOCAB
-from running import IGNORED, ROOT
+from running import ROOT
 from safetensors.numpy import load_file, save_file
 
 import models
@@ -30,7 +29,6 @@ from models.hugging_face import Weights
 from models.model import Params
 from optimizers import is_matrix
 
-pytestmark = IGNORED
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
@@ -151,7 +149,6 @@ def test_config_json_goes_both_ways(name: str) -> None:
 def test_the_config_file_on_the_page_takes_the_sizes_of_a_checkpoint(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "weights.md").read_text(), re.DOTALL)
     (tmp_path / "fine_tune.py").write_text(code)
-    sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
     argv = ["train.py", f"--config={tmp_path / 'fine_tune.py'}:{FOLDER / 'llama'}", "--config.data.seq_len=8"]
     config = command_line.parse(argv)
     assert config.model == section(FOLDER / "llama")
@@ -175,8 +172,8 @@ def test_config_json_of_older_versions(tmp_path: Path) -> None:
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type 'llama3' are not supported"),
         ("llama", {"mlp_bias": True}, "mlp_bias without attention_bias is not supported"),
         ("llama", {"hidden_size": None}, "config.json has no hidden_size"),
-        ("llama", {"hidden_size": [1, 2]}, r"hidden_size is \[1, 2\], not a positive integer"),
-        ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0, not a positive integer"),
+        ("llama", {"hidden_size": [1, 2]}, r"hidden_size is \[1, 2\], not an integer from 1 on"),
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0, not an integer from 1 on"),
         ("llama", {"rope_scaling": ["x"], "rope_parameters": None}, r"rope_scaling is \['x'\], not an object"),
         ("llama", {"rope_parameters": {"rope_theta": {}}}, r"rope_theta is \{\}, not a number"),
         ("roberta", {"pad_token_id": "1"}, "pad_token_id is '1', not an integer"),

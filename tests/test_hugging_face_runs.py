@@ -14,14 +14,13 @@ import jax
 import numpy as np
 import pytest
 from hugging_face_reference import FOLDER
-from running import IGNORED, ROOT, SMALL, arrays, finish, losses, run_here, start_together
+from running import ROOT, SMALL, arrays, finish, losses, run_here, start_together
 from test_hugging_face_files import tensors_of
 from test_hugging_face_models import changed, section
 
 from configs.schema import may_change
 from training import convert
 
-pytestmark = IGNORED
 SAME = {"rtol": 1e-5}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "zero3": {"sharding.strategy": "zero3", "sharding.partition_size": 0},
@@ -43,7 +42,6 @@ def flags(name: str, folder: Path | None = None, **changes: Any) -> list[str]:
 
 
 def run_convert(*args: str) -> int:
-    sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
     return convert.main(args)
 
 

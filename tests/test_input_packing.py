@@ -160,10 +160,6 @@ def test_fingerprints_of_packings_differ(folders: list[Path]) -> None:
             {"data.packing": "whole", "data.mixture": "1 synthetic"},
             "component synthetic: data.packing='whole': the tokens",
         ),
-        (
-            {"data.packing": "documents", "model.attention": "cudnn", "model.compute_dtype": "bfloat16"},
-            "attention=xla or",
-        ),
     ],
 )
 def test_mistakes_are_one_line(changes: dict[str, str], message: str) -> None:

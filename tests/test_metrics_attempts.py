@@ -83,7 +83,7 @@ def test_only_a_run_of_several_attempts_shows_them(elastic: Path) -> None:
     assert texts[2] == ["15m 00s", "3", "55", "6m 00s", "5", "memory", "finished"]
     (elastic / "events.jsonl").write_text("\n".join(EVENTS[:5]) + "\n")
     page = write_report(elastic).read_text()
-    assert "Nodes over time" not in page and "Wall time" in page
+    assert "Nodes over time" not in page and "Goodput" not in page
 
 
 def test_the_report_of_an_attempt_that_has_not_recorded_its_end_has_its_outcome(elastic: Path) -> None:

@@ -125,10 +125,10 @@ def test_the_summary_says_what_is_known(tmp_path: Path) -> None:
     for line in (
         "[red]small",
         "outcome finished",
-        "training loss 1.5000",
+        "training loss 1.5000 at the last step",
         "steps 3",
-        "median step time 500 ms",
-        "wall time of the last attempt 1h 05m",
+        "step time 500 ms median",
+        "wall time 1h 05m of the last attempt",
     ):
         assert line in words
     assert "validation" not in file.getvalue()

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from metrics.charts import Curve, curve_chart, nice_ticks, thin_out, trend
-from metrics.report import write_report
+from metrics.charts import Chart, Curve, curve_chart, round_ticks, thin_out, trend
+from metrics.report import charts_of, write_report
 from metrics.run_files import read_run, results_of
 
 UNKNOWN = "\N{EN DASH}"
@@ -114,7 +114,6 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.addresses: list[str] = []
         self.words: list[str] = []
-        self.curves: list[str] = []
         self.feed(html)
         self.close()
         assert self.open == []
@@ -137,7 +136,6 @@ class Page(HTMLParser):
     def _note(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
-        self.curves += [value or "" for name, value in attrs if name == "d"]
 
     @property
     def text(self) -> str:
@@ -168,10 +166,9 @@ def test_the_page_has_the_numbers_of_the_run(tmp_path: Path) -> None:
         "Between nodes | 1.65 MB",
         "Steps | 120",
         "Wall time | 2m 13s | of the last attempt",
-        "strategy | mics, partition groups of 2 devices",
-        "two hop | no",
-        "mesh | replica_inter 4, shard_intra 2",
-        "devices | 8 | nodes | 4 | replicas | 4",
+        "sharding.strategy | mics | sharding.partition_size | 2",
+        "sharding.two_hop | no",
+        "mesh.replica_inter | 4 | mesh.shard_inter | 1",
         f"replica_inter | {UNKNOWN} | 1.65 MB | hop two | all-reduce | f32 | 1.10 MB | 1 | {UNKNOWN} | 1.65 MB",
         f"shard_intra | 4.43 MB | {UNKNOWN} | hop one | reduce-scatter | f32 | 1.10 MB | 4 | 2.22 MB",
         "Sum | 4.43 MB | 1.65 MB",
@@ -300,7 +297,7 @@ def test_a_few_far_outliers_do_not_flatten_the_curve() -> None:
 
 @pytest.mark.parametrize("low, high", [(0, 1), (0.001, 0.0013), (1.7, 5.8), (-3, 1e6), (599, 600)])
 def test_ticks_are_round_and_inside(low: float, high: float) -> None:
-    ticks = nice_ticks(low, high, 5)
+    ticks = round_ticks(low, high)
     assert 3 <= len(ticks) <= 8 and min(ticks) >= low - 1e-9 and max(ticks) <= high * (1 + 1e-9)
     step = ticks[1] - ticks[0]
     mantissa = step / 10 ** math.floor(math.log10(step) + 1e-9)
@@ -327,20 +324,18 @@ def test_dropped_choices_have_a_chart_of_models_with_experts_alone(tmp_path: Pat
     assert "Dropped choices" in report(run)[0]
 
 
-def charts(folder: Path, **values: float) -> dict[str, tuple[list[float], str]]:
-    """Returns the charts of a run of two steps: each curve's height at the second, where values double, and words."""
+def charts(folder: Path, **values: float) -> dict[str, tuple[list[float], Chart]]:
+    """Returns the charts of a run of two steps, where values double: each curve's height at the second."""
     rows = [{"step": 1} | {key: value / 2 for key, value in values.items()}, {"step": 2} | values]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = {}
-    for section in report(folder)[0].split("<h2>")[1:]:
-        title, _, rest = section.partition("</h2>")
-        page = Page(rest.partition("</section>")[0])
-        curves = [np.array([pair.split() for pair in curve[1:].split("L")], float) for curve in page.curves]
-        heights = [278 - 52 - curve[:, 1] for curve in curves]  # above the axis, which is zero
+    for title, chart in charts_of(read_run(folder)).items():
+        runs = [run for one in chart.series for run in chart.runs(one)]
+        heights = [[chart.bottom - float(place.split()[1]) for place in run] for run in runs]  # above zero
         for first, second in heights:
             assert second == pytest.approx(2 * first, abs=0.2) and second > 20
-        if curves:
-            found[title] = [second for _, second in heights], page.text
+        if heights:
+            found[title] = [second for _, second in heights], chart
     return found
 
 
@@ -349,7 +344,7 @@ def test_the_bytes_the_learning_rate_and_the_norm_have_curves(tmp_path: Path) ->
     sent = {"collective_inter_bytes": 4e6, "collective_intra_bytes": 2e6, "wire_tx_bytes": 3e6, "wire_rx_bytes": 1e6}
     found = charts(run, learning_rate=3e-4, grad_norm=1.5, **sent)
     assert list(found) == ["Learning rate", "Gradient norm", "Bytes per step"]
-    heights, words = found["Bytes per step"]
+    heights, chart = found["Bytes per step"]
     np.testing.assert_allclose(np.array(heights) / heights[0], [1, 0.5, 0.75, 0.25], atol=0.01)
-    assert "a device sends between nodes" in words and "4.00 MB" in words
+    assert chart.series[0].label == "a device sends between nodes" and "4.00 MB" in [text for _, text in chart.y.ticks]
     assert list(charts(run, update_norm=1.5)) == ["Update norm"]

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import workload
 from jax.extend.core import jaxprs_in_params
-from test_strategies import STRATEGIES
 
 import models
 from configs import base, resnet50, resnet50_lars, resnet110, wide_resnet_3b
 from configs.base import typed
 from configs.schema import ResNetConfig
+from configs.schema.combinations import refuse
 from models.model import Params
 from models.resnet import norm_channels
 from sharding.averages import part_averages
@@ -238,7 +238,7 @@ def test_large_configs_fit_their_hardware(config: Any, nodes: int, per_node: int
     """The scopes cut every parameter, the gathers allow what is kept, and no micro-step has rows of padding."""
     settings = typed(config.get_config())
     layout = make_layout(settings.sharding, num_nodes=nodes, devices_per_node=per_node)
-    layout.gather.refuse_remat(settings.model.remat, layout.parameters)
+    refuse(settings.values | {"parameters_are_cut": bool(layout.parameters)})
     place_all(models.build(settings.model).param_specs(), layout)
     rows = nodes * per_node * settings.batch.micro_size
     assert rows * accumulation(settings.batch, nodes * per_node) == settings.batch.global_size
@@ -289,19 +289,3 @@ def test_zero3_gathers_each_block_and_matches_one_device() -> None:
     losses = workload.run_steps(step, state, data, workload.NUM_STEPS)[0]
     np.testing.assert_allclose(losses, workload.single_device_losses("resnet"), rtol=1e-5)
     assert losses[-1] < losses[0] - 0.1
-
-
-@pytest.mark.parametrize(
-    ("strategy", "how"),
-    [
-        ("mics4", {"rows": 13, "gather": "node"}),
-        pytest.param("zero2", {"two_hop": False}, marks=pytest.mark.slow),
-        pytest.param("node-node-all", {"gather": "step"}, marks=pytest.mark.slow),
-        pytest.param("hsdp", {"partitioner": "auto"}, marks=pytest.mark.slow),
-    ],
-)
-def test_sharded_losses_equal_one_device(strategy: str, how: dict[str, Any]) -> None:
-    rows = how.get("rows", workload.ROWS)
-    sh = workload.plan("resnet", **STRATEGIES[strategy], **{key: how[key] for key in how if key != "rows"})
-    got = workload.losses("resnet", sh, rows=rows)
-    np.testing.assert_allclose(got, workload.single_device_losses("resnet", rows), rtol=1e-5)

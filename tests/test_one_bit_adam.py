@@ -95,16 +95,3 @@ def test_non_finite_gradients_without_variance_are_skipped(steps: int) -> None:
     moves, after = update(bad, state, params)
     assert int(after[1].skipped) == 1 and not any(np.asarray(x).any() for x in jax.tree.leaves(moves))
     jax.tree.map(np.testing.assert_array_equal, after[0], state[0])
-
-
-@pytest.mark.parametrize(
-    ("layout", "warmup_steps", "message"),
-    [
-        (dict(strategy="zero1"), 3, "needs the optimizer state and the gradients in the same scope"),
-        (dict(strategy="mics", partition_size=2), 0, "needs its variances from a warm-up"),
-        (dict(strategy="zero3"), 3, "nothing to encode"),
-    ],
-)
-def test_bad_one_bit_adam_settings_are_rejected(layout: dict[str, Any], warmup_steps: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        workload.refusal(workload.plan("tensors", **layout), "one_bit_adam", warmup_steps=warmup_steps)

@@ -15,7 +15,6 @@ from running import IGNORED, SMALL, arguments, losses, run_here, stop_after
 from compression.methods import method_named
 from configs import base
 from configs.schema import Config
-from models.decoder import Decoder
 from paper import pipelines
 from paper.replays import Shape
 from planner import __main__ as planner
@@ -271,16 +270,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"sharding__strategy": "mics", "sharding__partition_size": 8},
         "needs 4 nodes of 2 in each of the 2 stages, 4 more than are here",
     ),
-    "partitioner": ({"sharding__partitioner": "auto"}, "mesh.stages=2: .* set sharding.partitioner=manual$"),
-    "one hop": ({"sharding__two_hop": False}, "mesh.stages=2: .*; set sharding.two_hop=True$"),
-    "overlap": (
-        {"sharding__overlap": "on"},
-        "^sharding.overlap=on needs mesh.stages=1: .*, or set sharding.overlap=auto$",
-    ),
-    "delayed": ({"compression__delayed": True}, "mesh.stages=2: .*; set compression.delayed=False$"),
-    "local SGD": ({"local_sgd__inner_steps": 2}, "mesh.stages=2: .*; set local_sgd.inner_steps=0$"),
-    "sample": ({"sample__length": 5}, "mesh.stages=2: .*; set sample.length=0$"),
-    "dgc": ({"compression__hop_two": "dgc"}, "^compression.hop_two=dgc .* set it to none or to a codec$"),
 }
 
 
@@ -290,27 +279,6 @@ def test_what_is_not_supported_is_refused_in_one_line(case: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
         make_experiment(config(**changes))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("kind", ["resnet", "vit"])
-def test_model_without_a_loss_in_pieces_is_refused(kind: str) -> None:
-    """A vision transformer has a stack of layers: what it lacks are the pieces."""
-    with pytest.raises(ValueError, match=rf"a loss in pieces around .*model.kind={kind} has none; set mesh.stages=1"):
-        workload.model(kind).staged_loss()
-
-
-class WithPenalty(Decoder):
-    """A model that minimises more than its loss, as docs/extending.md says."""
-
-    def objective(self, params: Any, batch: Any, gather: Any) -> Any:
-        return 2 * self.loss(params, batch, gather), {}
-
-
-def test_a_model_with_an_objective_of_its_own_is_refused() -> None:
-    """The stages would train its loss alone, and say nothing."""
-    for model in (workload.model("moe"), WithPenalty(workload.model("decoder").config)):
-        with pytest.raises(ValueError, match=r"^mesh.stages trains the loss alone, .* own; set mesh.stages=1$"):
-            model.staged_loss()
 
 
 def test_planner_refuses_pipelines(capsys: pytest.CaptureFixture[str]) -> None:

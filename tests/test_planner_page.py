@@ -33,7 +33,7 @@ def test_a_plan_of_several_candidates() -> None:
     for name in MEMORY_PARTS:
         assert f"{name} {format_bytes(getattr(plan.best.memory, name))}" in page.text
     assert plan.counts and f"{plan.counts.candidates} candidates" in page.text and plan.error_bar in page.text
-    assert page.tags.count("svg") == 2 and page.tags.count("img") == 1  # throughput and cost; the timeline
+    assert page.tags.count("svg") == 0 and page.tags.count("img") == 1  # the timeline
     assert "Scaling with nodes" not in page.text
 
 

@@ -25,6 +25,8 @@ pytestmark = IGNORED
 class Made:
     """A compiled step of made-up memory and time."""
 
+    from_cache = False
+
     def __init__(self, candidate: Candidate, total: float, capacity: float, seconds: float, like: Step) -> None:
         memory = dict.fromkeys(("parameters", "gradients", "optimizer", "batch"), 0.0)
         self._memory = Memory(**memory, temporaries=total, capacity=capacity)
@@ -43,7 +45,6 @@ def test_a_search_proposes_only_what_fits(seed: int, step: Step, monkeypatch: py
     device = replace(clusters.CPU, memory_bytes=8 * 10 ** draw.uniform(5, 6.5))
     here = machine(replace(clusters.EMULATED, device=device))
     needs = {c: 10 ** draw.uniform(4.5, 6.5) for c in all_candidates(small(), 4, 2)}
-    monkeypatch.setattr(compiling, "is_compiled", lambda **request: False)
     made: list[Candidate] = []
 
     def compile_one(candidate: Candidate, *_: Any) -> Any:
@@ -73,7 +74,6 @@ def test_what_did_not_fit_tells_what_fewer_rows_need(step: Step, monkeypatch: py
     config = small(batch__global_size=64, sharding__strategy="zero3", sharding__partition_size=0)
     device = replace(clusters.CPU, memory_bytes=78e6 / 0.9, is_shared=False)
     needs = {8: 105e6, 4: 89e6, 2: 81e6, 1: 77e6}
-    monkeypatch.setattr(compiling, "is_compiled", lambda **request: False)
     monkeypatch.setattr("planner.search.all_candidates", lambda *_: [replace(own, micro_size=m) for m in needs])
     own, made = replace(of_config(config), micro_size=8), []
 
@@ -95,7 +95,6 @@ def test_what_should_fit_is_compiled_first(step: Step, monkeypatch: pytest.Monke
         bytes_of[candidate] = bounds(make_experiment(candidate.applied(config)), clusters.EMULATED).estimate_bytes
     middle = sorted(bytes_of.values())[len(bytes_of) // 2]
     device = replace(clusters.CPU, memory_bytes=middle / 0.9, is_shared=False)
-    monkeypatch.setattr(compiling, "is_compiled", lambda **request: False)
     made: list[Candidate] = []
 
     def compile_one(candidate: Candidate, *_: Any) -> Any:

@@ -189,6 +189,27 @@ def test_config_files_reject_unknown_arguments(file: str) -> None:
         command_line.parse(["train.py", f"--config={ROOT / file}:nonsense"])
 
 
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["--config.compression.delayed"], "compression.delayed", True),
+        (["--config.compression.delayed", "--config.seed=1"], "compression.delayed", True),
+        (["--noconfig.sharding.two_hop"], "sharding.two_hop", False),
+        (["-config.sharding.two_hop=f"], "sharding.two_hop", False),
+        (["--config.seed", "3"], "seed", 3),
+        (["--config.optimizer.learning_rate=1"], "optimizer.learning_rate", 1.0),
+        (["--config.elastic.stall_s=inf"], "elastic.stall_s", float("inf")),
+        (["--config.sharding.experts=2"], "sharding.experts", "2"),
+        (["--config.sample.prompt=a=b, c"], "sample.prompt", "a=b, c"),
+        (["--config.model.stage_blocks=(2, 1, 1)"], "model.stage_blocks", [2, 1, 1]),
+    ],
+)
+def test_the_command_line_sets_a_value_of_the_key_s_type(words: list[str], name: str, value: Any) -> None:
+    file = "digits" if name.startswith("model.") else "quickstart"
+    found = flat(command_line.parse(["train.py", *words, f"--config={ROOT}/configs/{file}.py"]).to_dict())[name]
+    assert (found, type(found)) == (value, type(value))
+
+
 def test_typed_config_is_frozen() -> None:
     section = base.get_config()
     section.sharding.update(strategy="ddp")

@@ -150,25 +150,6 @@ def test_bad_sharding_settings_are_rejected(changes: dict[str, Any], said: str) 
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (
-            {"gather": "node", "two_hop": False},
-            "sharding.gather=node splits hop one into two levels; set sharding.two_hop=True",
-        ),
-        ({"partitioner": "auto", "hierarchical": False}, "sharding.hierarchical=False has no effect"),
-        ({"partitioner": "auto", "two_hop": False}, "set sharding.two_hop=True, or sharding.partitioner=manual"),
-        ({"partitioner": "auto", "gather": "step"}, "sharding.gather=step has no effect"),
-        ({"partitioner": "auto", "gather": "node"}, "set sharding.gather=layer"),
-    ],
-)
-def test_incompatible_sharding_settings_are_rejected(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError) as error:
-        layout_of("zero3", 4, 2, **changes)
-    assert said in str(error.value) and "\n" not in str(error.value)
-
-
 def test_difference_of_scopes_has_the_added_axes() -> None:
     """On 4 nodes of 2: parameters by the node, gradients by two nodes, optimizer state by all."""
     layout = layout_of("custom", 4, 2, parameters="node", gradients=4, optimizer=4)

@@ -263,16 +263,3 @@ def test_the_config_builds_it_with_and_without_overlap() -> None:
         assert experiment.chain.early is not None
         assert experiment.chain.early(experiment.init_state().chain).parts == 4
         jax.eval_shape(experiment.train_step, experiment.state_shapes, experiment.batches.shapes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"local_sgd.inner_steps": 0}, "local_sgd.streaming=True needs local_sgd.inner_steps above 0"),
-        ({"compression.hop_two": "power_sgd"}, "compression.hop_two=power_sgd needs them whole"),
-        ({"mesh.tensor": 2}, "mesh.tensor=2 has cut them already"),
-    ],
-)
-def test_what_it_cannot_do_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        make_experiment(tiny_config({"local_sgd.inner_steps": 4, "local_sgd.streaming": True} | changes))

@@ -29,29 +29,9 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "an empty sweep": ("def sweep_lr(): return []", [], r"sweep_lr\(\) of mine.py returns no runs"),
     "no sweep": ("", [], "mine.py is not a sweep file: it needs .* sweep_NAME"),
     "an unknown key": (
-        "def sweep_lr(): return over('optimizer.learning_rat', (1, 2))",
-        [],
-        "learning_rat=1: optimizer.learning_rat is not a key; the nearest is optimizer.learning_rate",
-    ),
-    "an unknown key in the last run": (
         RATES + "def sweep_x(): return chain(over('seed', (1,)), over('sed', (1,)))",
         [],
         "sed is not a key",
-    ),
-    "a word for a number": (
-        "def sweep_x(): return over('seed', ('many',))",
-        [],
-        "seed=many: seed='many' must be a whole number",
-    ),
-    "a rate that is no number": (
-        "def sweep_x(): return over('optimizer.learning_rate', (1e-3, float('nan')))",
-        [],
-        "learning_rate=nan: optimizer.learning_rate=nan must be above 0 and finite",
-    ),
-    "a rate below zero": (
-        "def sweep_x(): return over('optimizer.learning_rate', (-1e-3,))",
-        [],
-        "learning_rate=-0.001: optimizer.learning_rate=-0.001 must be above 0 and finite",
     ),
     "an unknown word": (
         "def sweep_x(): return over('optimizer.name', ('adamw', 'adm'))",
@@ -68,13 +48,6 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         ["--emulate=--nodes=2 --devices_per_node=2"],
         "rate=-5mbit: --rate=-5mbit: give a number and its unit",
     ),
-    "too many nodes": (RATES, ["--emulate=--nodes=300 --devices_per_node=2"], "--nodes=300: from 1 to 254"),
-    "nodes without devices": (RATES, ["--emulate=--nodes=2"], "devices_per_node"),
-    "processes that share no devices": (
-        RATES,
-        ["--emulate=--nodes=2 --devices_per_node=2 --processes_per_node=3"],
-        "--devices_per_node=2 must be a multiple of --processes_per_node=3",
-    ),
     "an unknown option of the emulator": (
         "def sweep_x(): return over('emulate.rat', ('1gbit',))",
         [],
@@ -88,20 +61,13 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         [],
         "repetition=0: repetition=.* must be an int, float or str",
     ),
-    "a sweep that raises": (
-        "def sweep_x(): return over('seed', range('a'))",
-        [],
-        r"sweep_x\(\) of mine.py: .*TypeError",
-    ),
     "a sweep that is no overrides": ("def sweep_x(): return [3]", [], r"sweep_x\(\) of mine.py: .*TypeError"),
     "two sweeps of one key": (
         seeds(1) + "def sweep_again(): return over('seed', (2,))",
         [],
         "two of the combined sweeps set seed",
     ),
-    "a file that raises": ("import missing_module", [], r"mine.py, line \d+, `.*`: .*missing_module"),
     "no workers": (RATES, ["--workers=0"], "--workers=0 must be at least 1"),
-    "workers that are no number": (RATES, ["--workers=two"], "--workers.*two"),
     "a key of the config": (
         RATES,
         ["--config.num_steps=5"],

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from emulating import EMULATED
@@ -24,9 +25,7 @@ from sweeps.records import State
 pytestmark = IGNORED
 TIMEOUT_S = 240
 # sweep.py in its own process, with the tests' program instead of train.py
-PROGRAM = (
-    "import sys; from sweeps import plan; plan.PROGRAM = sys.argv.pop(1); import sweep; sys.exit(sweep.main(sys.argv))"
-)
+PROGRAM = "import sys; import sweep; sys.exit(sweep.main(sys.argv[1:], program=sys.argv[1]))"
 
 
 def start_sweep(folder: Path, config: str, *flags: str) -> subprocess.Popen[str]:
@@ -129,9 +128,7 @@ def test_the_signal_that_killed_a_program_is_named(number: int, name: str, tmp_p
     """Python has no name for most real-time signals."""
     script = tmp_path / "killed.py"
     script.write_text(f"import os; print('half way', flush=True); os.kill(os.getpid(), {number})")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plan, "PROGRAM", str(script))
-        records = sweep.run(sweep_file(tmp_path, ""), [{"seed": 0}], workdir=tmp_path / "runs")
+    records = sweep.run(sweep_file(tmp_path, ""), [{"seed": 0}], workdir=tmp_path / "runs", program=str(script))
     assert [(r.state, r.error) for r in records] == [(State.FAILED, f"killed by {name}: half way")]
 
 
@@ -152,25 +149,22 @@ def test_a_malformed_summary_does_not_count_as_finished(tmp_path: Path) -> None:
 
 def test_a_run_that_writes_a_malformed_summary(tmp_path: Path) -> None:
     """Its exit code says that it finished, and its results come from metrics.jsonl."""
-    script = tmp_path / "odd.py"
+    script, config = tmp_path / "odd.py", sweep_file(tmp_path, "")
+    how: dict[str, Any] = {"workdir": tmp_path / "runs", "metric": "loss", "program": str(script)}
     for text in SUMMARIES:
         script.write_text(
             "import pathlib, sys\nfolder = pathlib.Path(sys.argv[2].partition('=')[2])\n"
             f"(folder / 'summary.json').write_text({text!r}, encoding='latin-1')\n"
             "(folder / 'metrics.jsonl').write_text('{\"step\": 1, \"loss\": 2.5}\\n')"
         )
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(plan, "PROGRAM", str(script))
-            (record,) = sweep.run(sweep_file(tmp_path, ""), [{"seed": 0}], workdir=tmp_path / "runs", metric="loss")
+        (record,) = sweep.run(config, [{"seed": 0}], **how)
         assert (record.state, record.metric) == (State.FINISHED, 2.5)
 
 
 def test_programs_get_records_in_their_order(tmp_path: Path) -> None:
     config = sweep_file(tmp_path, "")
     wanted = [{"seed": s, "repetition": r} for r in (0, 1) for s in (8, 7)]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plan, "PROGRAM", program(tmp_path))
-        records = sweep.run(config, wanted, workdir=tmp_path / "runs", metric="gib")
+    records = sweep.run(config, wanted, workdir=tmp_path / "runs", metric="gib", program=program(tmp_path))
     assert [dict(r.run.overrides) for r in records] == wanted
     assert started(tmp_path) == [8, 7, 8, 7]
     assert {r.metric for r in records} == {6.0}  # the median of 4, 6, 50
@@ -197,10 +191,10 @@ def test_each_run_has_its_own_emulated_cluster(tmp_path: Path) -> None:
 
 def test_train_py_runs_as_planned(tmp_path: Path) -> None:
     """The real program uses the planned directory and resolves overrides of every type as planned."""
-    small = {**SMALL, "num_steps": 2, "eval.num_batches": 1, "mesh.num_cpu_devices": 1, "optimizer.warmup_steps": 0}
+    small = {**SMALL, "num_steps": 2, "mesh.num_cpu_devices": 1, "optimizer.warmup_steps": 0}
     small |= {"sharding.strategy": "ddp", "sharding.partition_size": 0, "sharding.two_hop": False}
     config = sweep_file(tmp_path, f"def sweep_all(): return [{small!r}]")
-    assert sweep.main(["sweep.py", f"--config={config}", f"--workdir={tmp_path / 'runs'}"]) == 0
+    assert run_sweep(tmp_path, config, script="train.py") == 0
     (run,) = plan.plan(config, [small], workdir=tmp_path / "runs")
     resolved = json.loads((run.run_dir / "config.json").read_text())
     assert flat(resolved) == run.values and resolved["sharding"]["two_hop"] is False

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import re
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import pytest
 from running import IGNORED, SMALL
 from sweeping import run_sweep, seeds, started, sweep_file
 from test_sweep_run import TIMEOUT_S, start_sweep, wait_for
-
-import sweep
 
 pytestmark = [
     IGNORED,
@@ -74,17 +71,14 @@ row(2)
 """
 
 
-def test_bad_runs_are_pruned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_runs_are_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run whose first validation is worse than the median of six earlier ones is stopped, and has not failed."""
-    (tmp_path / "prunable.py").write_text(PRUNABLE)
-    monkeypatch.setattr("sweeps.plan.PROGRAM", str(tmp_path / "prunable.py"))
+    script = tmp_path / "prunable.py"
+    script.write_text(PRUNABLE)
 
     def search(low: float, high: float, count: int) -> int:
         config = sweep_file(tmp_path, f"SEARCH = {{'optimizer.learning_rate': uniform({low}, {high})}}\n")
-        sys.modules.pop("config_config", None)
-        return sweep.main(["sweep.py", f"--config={config}", f"--workdir={tmp_path / 'runs'}", f"--search={count}"])
+        return run_sweep(tmp_path, config, f"--search={count}", script=str(script))
 
     assert search(0.001, 0.01, 6) == 0 and set(states(tmp_path)) == {"finished"}
     assert search(0.05, 0.1, 7) == 0 and sorted(states(tmp_path)) == ["finished"] * 6 + ["pruned"]
@@ -164,13 +158,11 @@ for step in (1, 2):
 def test_metrics_are_read_only_when_there_are_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sweeps.search
 
-    (tmp_path / "slow.py").write_text(SLOW_METRICS)
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_METRICS)
     read, reads = sweeps.search.read_run, []
-    monkeypatch.setattr("sweeps.plan.PROGRAM", str(tmp_path / "slow.py"))
     monkeypatch.setattr(sweeps.search, "read_run", lambda folder: reads.append(folder) or read(folder))
-    config = sweep_file(tmp_path, RATES)
-    sys.modules.pop("config_config", None)
-    assert sweep.main(["sweep.py", f"--config={config}", f"--workdir={tmp_path / 'runs'}", "--search=1"]) == 0
+    assert run_sweep(tmp_path, sweep_file(tmp_path, RATES), "--search=1", script=str(script)) == 0
     assert 1 <= len(reads) <= 2
     (trial,) = study(tmp_path).trials
     assert trial.intermediate_values == {1: 1.0, 2: 1.0}
@@ -211,6 +203,5 @@ def test_a_search_of_real_runs(tmp_path: Path) -> None:
     config = sweep_file(tmp_path, RATES)
     text = Path(config).read_text().replace("    return config\n", "".join(lines) + "    return config\n")
     Path(config).write_text(text)
-    sys.modules.pop("config_config", None)
-    assert sweep.main(["sweep.py", f"--config={config}", f"--workdir={tmp_path / 'runs'}", "--search=2"]) == 0
+    assert run_sweep(tmp_path, config, "--search=2", script="train.py") == 0
     assert states(tmp_path) == ["finished"] * 2

@@ -95,18 +95,12 @@ def test_an_array_is_submitted_run_and_reported(
     assert run_task(tmp_path, 1) == 1 and started(tmp_path)[-1] == 1
 
 
-def test_requeuing_is_limited(slurm: Path, tmp_path: Path) -> None:
-    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(3)), "--slurm=") == 0
-    assert "--array=1-1" in options_of(tmp_path / "runs")
+def test_a_dry_run_submits_nothing_and_requeuing_is_limited(slurm: Path, tmp_path: Path) -> None:
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(3)), "--slurm=--time=1:00:00", "--dry_run") == 0
+    assert not slurm.exists()
+    assert {"--array=1-1", "--time=1:00:00"} <= {*options_of(tmp_path / "runs")}
     assert run_task(tmp_path, 1, SLURM_RESTART_COUNT="3") == 75
     assert "scontrol" not in slurm.read_text()
-
-
-def test_a_dry_run_writes_the_script_and_submits_nothing(slurm: Path, tmp_path: Path) -> None:
-    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0, 6)), "--slurm=--time=1:00:00", "--dry_run") == 0
-    assert not slurm.exists()
-    assert len((tmp_path / "runs" / "runs.txt").read_text().splitlines()) == 2
-    assert "--time=1:00:00" in options_of(tmp_path / "runs")
 
 
 def test_missing_slurm_commands_are_an_error(

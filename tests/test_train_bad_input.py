@@ -27,10 +27,8 @@ def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown key": ({"modell__hidden": 3}, r"model"),
     "a nested unknown key": ({"model__hiden": 3}, "model.hiden is not a key; the nearest is model.hidden$"),
     "a word for a number": ({"model__hidden": "many"}, "^model.hidden='many' must be a whole number, like"),
-    "a fraction for a count": ({"model__hidden": 3.5}, "^model.hidden='3.5' must be a whole number, like"),
     "p does not divide": (
         {"sharding__partition_size": 3},
         "^sharding.partition_size=3: .* of 3 devices does not fit 4 nodes of 2; sizes that divide: 1, 2, 4, 8$",
@@ -41,7 +39,6 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         "on 8 devices .*; set it to 1 at most; so small a batch occupies 4 devices at most$",
     ),
     "a micro-batch too large": ({"batch__micro_size": 3}, "micro_size=3 on 8 devices .* set it to 2 at most$"),
-    "no rows": ({"batch__global_size": 0}, "at least 1"),
     "scopes that contradict each other": (
         {
             "sharding__strategy": "custom",
@@ -70,11 +67,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an objective of another model": ({"data__objective": "masked"}, "must be causal"),
     "a long warm-up": ({"optimizer__warmup_steps": 11}, "warmup_steps=11.*num_steps=10"),
-    "an unknown optimizer": ({"optimizer__name": "adam"}, "adamw"),
-    "more steps than a state counts": ({"num_steps": 2**31}, "^num_steps=2147483648 must be from 1 to 2147483647"),
     "no steps": ({"num_steps": 0}, "num_steps=0"),
-    "no logging": ({"log_every": 0}, "log_every=0"),
-    "checkpoints of none": ({"checkpoint__keep_last": 0}, "keep_last"),
     "the best of none that are validated": (
         {"checkpoint__keep_best": 2},
         "keep_best=2 needs a validation .* eval.every=0 and checkpoint.every=5; set eval.every=5",
@@ -83,15 +76,10 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         {"checkpoint__keep_best": 1, "eval__every": 2},
         "keep_best=1 needs a validation .* eval.every=2 and checkpoint.every=5; set eval.every=5",
     ),
-    "negative devices": ({"mesh__num_cpu_devices": -1}, "num_cpu_devices"),
     "devices that no machine can play": (
         {"mesh__num_cpu_devices": 100_000},
         "^mesh.num_cpu_devices=100000 is more than a process can run; set it to 1024 at most",
     ),
-    "evaluations below zero": ({"eval__every": -1}, "eval.every=-1"),
-    "an evaluation of nothing": ({"eval__num_batches": 0}, "eval.num_batches=0"),
-    "a sample below zero": ({"sample__length": -1}, "sample.length=-1"),
-    "a negative seed": ({"seed": -1}, "seed"),
 }
 
 
@@ -127,10 +115,7 @@ def config_file(folder: Path, body: str) -> str:
         ("    raise SystemExit(3)", r"^/\S+mine.py, line 6, `raise SystemExit\(3\)`: 3 \(SystemExit\)$"),
         ("del get_config", r"^/\S+mine.py: it lacks get_config\(\), which returns the config$"),
         ("    config.model.hiden = 3\n    return config", "model.hiden.*the nearest is model.hidden$"),
-        ("    config.optimizer.beta1 = 3\n    return config", "optimizer.beta1.*optimizer"),
-        ("    config.modell = {}\n    return config", "modell.*model"),
         ("    del config.model.hidden\n    return config", "model.hidden is missing"),
-        ("    del config.log_every\n    return config", "log_every is missing"),
         ("    config.batch.global_size = '16'\n    return config", "batch.global_size"),
         ("    return None", "mine.py: get_config must return the config"),
         ("    return 1 / 0", "mine.py.*division"),
@@ -141,7 +126,6 @@ def config_file(folder: Path, body: str) -> str:
         ),
         ("    raise ValueError(f'mine.py:{arg}: there is none')", "^mine.py:: there is none$"),
         ("    raise ValueError('choose one')", r"^/\S+mine.py, line 6, `raise .*`: choose one \(ValueError\)$"),
-        ("    return config + 1", r"^/\S+mine.py, line 6, `.*`: unsupported operand .* \(TypeError\)$"),
     ],
 )
 def test_config_file_error_names_file_and_cause(

@@ -90,10 +90,6 @@ def test_validation_covers_every_image_once(
         ({"data__objective": "causal", "data__source": "synthetic"}, "model.kind=resnet; it must be classify"),
         ({"data__channels": 3}, "data.channels=3 differs from model.channels=1"),
         ({"model__num_classes": 9}, "model.num_classes=9 is less than the 10 classes .* set model.num_classes=10"),
-        (
-            {"mesh__tensor": 2, "mesh__devices_per_node": 2},
-            "mesh.tensor=2 cannot split model.kind=resnet; set mesh.tensor=1",
-        ),
         ({"model__widht": 64}, "model.widht is not a key; the nearest is model.width"),
         ({"model__width": 12, "model__norm_groups": 5}, "model.norm_groups = 5"),
         ({"model__norm_groups": 0}, "model.norm_groups=0 must be at least 1"),

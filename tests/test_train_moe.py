@@ -102,18 +102,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "sharding.experts=3: a scope of 3 devices .* sizes that divide: 1, 2, 4, 8",
     ),
     "a word": ({"sharding__experts": "some"}, "sharding.experts=some: a scope is none, node, all or a number"),
-    "XLA's partitioner": (
-        {"sharding__partitioner": "auto"},
-        "sharding.experts=node has no effect with sharding.partitioner=auto",
-    ),
-    "a codec where no token goes": (
-        {"compression__experts_inter": "int8"},
-        "compression.experts_inter=int8 has nothing to encode: .* no collective between nodes",
-    ),
-    "no experts": (
-        {"config": "quickstart", "sharding__experts": "node"},
-        "sharding.experts=node has nothing to divide: model.kind=decoder has no experts; set it to none",
-    ),
 }
 
 

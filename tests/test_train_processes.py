@@ -6,7 +6,6 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -77,18 +76,11 @@ def test_two_processes_stop_together_and_resume_as_one(tmp_path: Path, by_one: P
 
 
 @pytest.mark.slow
-def test_two_processes_match_one_process(tmp_path: Path, by_one: Path) -> None:
-    outcomes = finish(*start_together(arguments(tmp_path), 2, devices=2))
-    check_all_done(tmp_path, by_one, outcomes)
-    metrics = (tmp_path / "metrics.jsonl").read_text()
-    assert "wire_tx_bytes" in metrics
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "p"), [(3, 1), (4, 2)])
-def test_processes_of_one_device_match_one_process(tmp_path: Path, by_one: Path, count: int, p: int) -> None:
-    changes: dict[str, Any] = {"mesh__devices_per_node": 1, "sharding__partition_size": p}
-    check_all_done(tmp_path, by_one, finish(*start_together(arguments(tmp_path, **changes), count, devices=1)))
+@pytest.mark.parametrize(("count", "devices", "p"), [(2, 2, 2), (3, 1, 1), (4, 1, 2)])
+def test_processes_match_one_process(tmp_path: Path, by_one: Path, count: int, devices: int, p: int) -> None:
+    args = arguments(tmp_path, mesh__devices_per_node=devices, sharding__partition_size=p)
+    check_all_done(tmp_path, by_one, finish(*start_together(args, count, devices=devices)))
+    assert "wire_tx_bytes" in (tmp_path / "metrics.jsonl").read_text()
 
 
 @pytest.mark.slow

@@ -227,18 +227,6 @@ def test_restart_without_checkpoint_is_reported(tmp_path: Path, capsys: pytest.C
     assert losses(tmp_path)[: len(done)] == done
 
 
-def test_sigterm_ends_with_the_resumable_exit_code(tmp_path: Path) -> None:
-    process = start(arguments(tmp_path), pause_s=0.5)
-    wait_until(lambda: steps_logged(tmp_path) >= 2, process)
-    process.terminate()
-    code, out, err = finish(process)[0]
-    assert code == RESUMABLE, err
-    assert "Traceback" not in err
-    step = len(losses(tmp_path))
-    assert f"stopped at step {step}; run the same command again" in out
-    assert arrays(tmp_path, step)["step"] == step
-
-
 @pytest.mark.parametrize("was_killed", [True, False])
 def test_damaged_newest_checkpoint_falls_back_to_the_previous(
     was_killed: bool, tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]

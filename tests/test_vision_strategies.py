@@ -20,19 +20,18 @@ ALL += [
 ALL += [(kind, "hsdp", {"partitioner": "auto"}) for kind in (BATCH_NORM, "vit")]
 ALL += [(BATCH_NORM, "mics2", {"two_hop": False}), ("vit", "mics2", {"tensor": 2})]
 ALL += [("vit", "mics2", {"overlap": True}), ("vit", "mics4", {"gather": "node", "overlap": True})]
-QUICK = ((BATCH_NORM, "zero3"), ("vit", "mics4"))
-CASES = [
-    pytest.param(*case, marks=() if case[:2] in QUICK and not case[2] else pytest.mark.slow, id=f"{case[0]}-{case[1]}")
-    for case in ALL
-]
+ALL += [("resnet", "zero2", {"two_hop": False}), ("resnet", "node-node-all", {"gather": "step"})]
+ALL += [("resnet", "hsdp", {"partitioner": "auto"})]
+QUICK = [(BATCH_NORM, "zero3", {}), ("vit", "mics4", {}), ("resnet", "mics4", {"rows": 13, "gather": "node"})]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK)]
 
 
 @pytest.mark.parametrize(("kind", "strategy", "how"), CASES)
 def test_losses_equal_a_single_device(kind: str, strategy: str, how: dict[str, Any]) -> None:
-    plan = workload.plan(kind, **STRATEGIES[strategy], **how)
-    expected = workload.single_device_losses(kind, ROWS[kind])
-    got = workload.losses(kind, plan, rows=ROWS[kind])
-    np.testing.assert_allclose(got, expected, rtol=2e-5)
+    rows = how.get("rows", ROWS[kind])
+    plan = workload.plan(kind, **STRATEGIES[strategy], **{key: how[key] for key in how.keys() - {"rows"}})
+    expected = workload.single_device_losses(kind, rows)
+    np.testing.assert_allclose(workload.losses(kind, plan, rows=rows), expected, rtol=2e-5)
     assert expected[-1] < expected[0] - 0.1
 
 

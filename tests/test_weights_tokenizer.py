@@ -14,15 +14,13 @@ import sentencepiece
 import tokenizers
 from hugging_face_reference import FOLDER
 from planning import small
-from running import IGNORED, run_here
+from running import run_here
 from test_hugging_face_runs import flags, run_convert
 from test_input_tokenizers import tokenizer_json, word_level
 
 from configs.schema import DataConfig, TransformerConfig
 from input_pipeline.tokenizers import make_tokenizer
 from training.weights_tokenizer import PROBE, check_tokenizer
-
-pytestmark = IGNORED
 
 
 def check(folder: Path, kind: str, path: Path | str = "", vocab_size: int = 260) -> None:

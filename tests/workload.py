@@ -185,11 +185,6 @@ def plan(
     )
 
 
-def refusal(plan: ShardingPlan, hop_two: str, *, kind: str = "tensors", **compression: Any) -> None:
-    """Raises the ValueError, if any, by which a method of hop two refuses a plan."""
-    method_named(hop_two).check(setup(plan, hop_two, kind=kind, **compression))
-
-
 def setup(plan: ShardingPlan, hop_two: str, *, kind: str = "tensors", **compression: Any) -> Setup:
     """What a method of hop two is built for."""
     config, method = base.get_config(), method_named(hop_two)

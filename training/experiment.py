@@ -4,7 +4,7 @@ Used by train.py and planner/table.py; the code is the same for one process and 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,7 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import models
 from compression.by_config import make_codecs
+from compression.methods import method_named
 from configs.schema import Config, ModelConfig, TransformerConfig
+from configs.schema.combinations import complaint, refuse
 from input_pipeline import row_arrays
 from metrics import wandb_sink
 from models.hugging_face import Weights
@@ -24,11 +26,12 @@ from optimizers import follows_schedule, make_schedule
 from sharding.mesh import find_nodes, make_mesh
 from sharding.pipeline import StagedLoss
 from sharding.plan import ShardingPlan
-from sharding.scopes import Layout, make_layout
-from sharding.spec import EXPERTS_DIM, TENSOR_DIMS, has_dims, place_all
+from sharding.scopes import make_layout
+from sharding.spec import place_all
 from sharding.state import state_shardings
 from sharding.step import Chain, TrainState, build_eval_step, build_train_step, first_state
 from training.batches import BatchLayout, accumulation
+from training.facts import facts
 from training.optimizer_chain import cut_of, make_chain
 from training.overlap import Value, overlap_options, users_xla_flags
 
@@ -155,20 +158,9 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
         tensor=config.mesh.tensor,
         stages=config.mesh.stages,
     )
-    if config.mesh.stages > 1:
-        model.staged_loss()
-    layout.gather.refuse_remat(model.config.remat, layout.parameters)
+    refuse(config.values | asdict(facts(layout, model, method_named(config.compression.hop_two))))
     specs = model.param_specs()
-    if config.mesh.tensor > 1 and not has_dims(specs, TENSOR_DIMS):
-        raise ValueError(
-            f"mesh.tensor={config.mesh.tensor} cannot split model.kind={model.config.kind}; set mesh.tensor=1"
-        )
-    if layout.experts and not has_dims(specs, [EXPERTS_DIM]):
-        raise ValueError(
-            f"sharding.experts={config.sharding.experts} has nothing to divide: model.kind={model.config.kind} has no "
-            "experts; set it to none"
-        )
-    gather_codecs, hop_one_codecs, expert_codecs = make_codecs(config.compression, layout)
+    gather_codecs, hop_one_codecs, expert_codecs = make_codecs(config.compression)
     plan = ShardingPlan(
         mesh=make_mesh(layout.shape, nodes),
         layout=layout,
@@ -178,7 +170,7 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
         gather_codecs=gather_codecs,
         hop_one_codecs=hop_one_codecs,
         expert_codecs=expert_codecs,
-        overlap=_overlaps(config, layout, model.config.remat, nodes[0][0].platform),
+        overlap=_overlaps(config, nodes[0][0].platform),
     )
     batches = BatchLayout(
         config=config.batch,
@@ -209,18 +201,8 @@ def _resolved(model: ModelConfig, *, packs: bool) -> ModelConfig:
     return replace(model, attention="cudnn" if fused else "xla")
 
 
-def _overlaps(config: Config, layout: Layout, remat: str, platform: str) -> bool:
-    """Whether the step's loops over layers are pipelined. ValueError if they are to be and cannot."""
-    obstacle = ""
-    if config.mesh.stages > 1:
-        obstacle = "mesh.stages=1: the stages' loops over layers are not pipelined"
-    elif layout.is_automatic:
-        obstacle = "sharding.partitioner=manual: otherwise XLA chooses where to communicate"
-    elif not layout.gather.by_layer:
-        obstacle = f"sharding.gather=layer or node: with {layout.gather.name} all layers are gathered together"
-    elif remat != "full":
-        obstacle = f"model.remat=full, not {remat}: its backward pass computes each layer again from its input"
-    choice = config.sharding.overlap
-    if obstacle and choice == "on":
-        raise ValueError(f"sharding.overlap=on needs {obstacle}; change that, or set sharding.overlap=auto")
-    return not obstacle and (choice == "on" or (choice == "auto" and platform != "cpu"))
+def _overlaps(config: Config, platform: str) -> bool:
+    """Whether the step's loops over layers are pipelined."""
+    if config.sharding.overlap != "auto":
+        return config.sharding.overlap == "on"
+    return platform != "cpu" and not complaint(config.values | {"sharding.overlap": "on"})

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import jax
 
+from input_pipeline import Batches
 from metrics.run_log import RunLog
 from runtime.consensus import broadcast, new_key
 from runtime.events import Event
@@ -21,8 +22,8 @@ from runtime.supervisor import Supervisor
 from sharding.step import TrainState
 from state import Checkpointer
 from state.snapshots import Snapshots
+from training.datasets import Datasets
 from training.experiment import Experiment
-from training.log import announced
 from training.validation import Validator
 
 Metrics = dict[str, jax.Array | float]
@@ -77,11 +78,8 @@ def every(steps: int, hook: Hook, *, at_end: bool = False, at_stop: bool = False
 class Report:
     """Logs every step, one step late where steps are dispatched asynchronously: nothing waits for numbers."""
 
-    def __init__(
-        self, ex: Experiment, log: RunLog, supervisor: Supervisor, counters: Callable[[], Mapping[str, float]]
-    ) -> None:
-        """`counters`: what else is logged of a step."""
-        self._ex, self._log, self._supervisor, self._counters = ex, log, supervisor, counters
+    def __init__(self, ex: Experiment, log: RunLog, supervisor: Supervisor, batches: Batches, data: Datasets) -> None:
+        self._ex, self._log, self._supervisor, self._batches, self._data = ex, log, supervisor, batches, data
         self._rates = ex.learning_rates()
         self._pending: tuple[int, Metrics, Mapping[str, float]] | None = None
         self._warned = self._reported = 0  # steps
@@ -89,7 +87,7 @@ class Report:
     def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Takes a step that was dispatched, and reports the one before it."""
         self.flush()
-        self._pending = step, metrics, self._counters()
+        self._pending = step, metrics, {"data_wait_s": self._batches.wait_s, **self._data.counters()}
         if not self._ex.dispatches_asynchronously:
             self.flush()
 
@@ -97,9 +95,7 @@ class Report:
         """Reports what was not reported yet; called before what needs the row of its own step."""
         pending, self._pending = self._pending, None
         if pending:
-            self._supervisor.enter(Phase.STEPPING)  # in which its numbers are waited for
             self._report(*pending)
-            self._supervisor.enter(Phase.RECORDING)
 
     def close(self) -> None:
         """Reports what was not reported yet, and how often the model's warning applied."""
@@ -109,7 +105,9 @@ class Report:
 
     def _report(self, step: int, metrics: Metrics, counters: Mapping[str, float]) -> None:
         """Waits for a step and logs its numbers. NonFiniteError after too many non-finite updates in a row."""
+        self._supervisor.enter(Phase.STEPPING)
         scalars = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        self._supervisor.enter(Phase.RECORDING)
         self._supervisor.completed(step)
         in_a_row = scalars.pop("skipped_in_a_row")
         updates = step - int(scalars["skipped_steps"])  # a skipped step does not move the schedule
@@ -141,10 +139,7 @@ class Validate:
     def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
         self.report.flush()
         with spent(self.log, "validation_s"):
-            if not self.validator.is_compiled:
-                with announced("compiling the validation", self.log.say):
-                    self.validator.compiled()
-            validation = self.validator(state.params)
+            validation = self.validator(state.params, self.log.say)
             self.log.validation(step, validation.scalars(), validation.message)
         metrics |= validation.scalars()
 

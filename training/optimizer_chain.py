@@ -10,7 +10,7 @@ import optax
 
 from compression.exchange import exchange
 from compression.hop_two import HopTwo, Setup
-from compression.local_sgd import LocalState, check_local_sgd, drift, local_sgd, streamed
+from compression.local_sgd import LocalState, drift, local_sgd, streamed
 from compression.methods import method_named
 from compression.statistics import statistics
 from configs.schema import Config
@@ -24,7 +24,7 @@ from sharding.step import Chain, States
 
 
 def make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
-    """Returns hop two and the downstream optimizer, or local SGD around both. ValueError for bad combinations."""
+    """Returns hop two and the downstream optimizer, or local SGD around both."""
     compression, optimizer, local = config.compression, config.optimizer, config.local_sgd
     setup = Setup(compression=compression, optimizer=optimizer, plan=plan, specs=specs)
     method = method_named(compression.hop_two)
@@ -34,16 +34,6 @@ def make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
     if not local.inner_steps:
         early = method.early(setup)
         return Chain(optax.chain(hop_two, inner), early=early and (lambda states: early(states[0])), watch=watching)
-    check_local_sgd(local, plan.layout, config.num_steps)
-    for refused, setting, fix in (
-        (method.takes_over, f"compression.hop_two={compression.hop_two}", "none or a codec"),
-        (compression.delayed, "compression.delayed=True", "False"),
-        (optimizer.name == "muon", "optimizer.name=muon", "adamw, say"),
-    ):
-        if refused:
-            raise ValueError(
-                f"{setting} does not go with local_sgd, which has an optimizer in each replica; set it to {fix}"
-            )
     tx = local_sgd(hop_two, inner, local, plan.layout.num_replicas)
     early = streamed(method, setup, local) if local.streaming else None
     return Chain(tx, early=early, drift=drift, watch=watching)

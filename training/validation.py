@@ -1,7 +1,7 @@
 """Measures a model on validation data."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ import jax
 
 from input_pipeline import Dataset, ImageDataset, MixedDataset, TextDataset
 from training.experiment import Experiment
+from training.log import announced, say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +56,13 @@ class Validator:
         self._evaluate: jax.stages.Compiled | None = None
         self._batches: list[list[dict[str, jax.Array]]] = []  # of each source
 
-    def __call__(self, params: object) -> Validation:
+    def __call__(self, params: object, say: Callable[[str], None] = say) -> Validation:
         """Returns the result for `params`, sharded like the training state's."""
-        evaluate, ex, data = self.compiled(), self._experiment, self._data
+        ex, data = self._experiment, self._data
+        if self._evaluate is None:
+            with announced("compiling the validation", say):
+                self._evaluate = ex.compile_eval_step()
+        evaluate = self._evaluate
         if not self._batches:
             sources = [part.examples for part in data.parts] if isinstance(data, MixedDataset) else [data]
             self._batches = [self._load(source) for source in sources]
@@ -76,16 +81,6 @@ class Validator:
             dropped_share=sum(share * means[name]["dropped_share"] for name, share in shares) if drops else None,
             by_source={name: mean["loss"] for name, mean in means.items() if name},
         )
-
-    @property
-    def is_compiled(self) -> bool:
-        return self._evaluate is not None
-
-    def compiled(self) -> jax.stages.Compiled:
-        """Returns the program that evaluates a batch, compiled at the first call."""
-        if self._evaluate is None:
-            self._evaluate = self._experiment.compile_eval_step()
-        return self._evaluate
 
     def _load(self, source: TextDataset | ImageDataset) -> list[dict[str, jax.Array]]:
         ex = self._experiment

@@ -13,6 +13,7 @@ from cluster.probe.model import RING_PASSES, LinkFit, Measurement, fit
 from metrics.units import UNKNOWN, format_bytes, format_percent, format_seconds
 from palette import SERIES
 
+COLUMNS = "{:5}  {:14}  {:>8}  {:>8}  {:>11}  {:>12}"
 COLOURS = dict(zip(RING_PASSES, SERIES))
 
 Fits = Mapping[tuple[str, str], LinkFit]  # by level and collective
@@ -61,22 +62,21 @@ def record(measured: Sequence[Measurement], fits: Fits, environment: Mapping[str
 
 def header(num_devices: int, device_kind: str) -> str:
     """Returns the heading of the table."""
-    columns = f"{'level':5}  {'collective':14}  {'size':>8}  {'time':>8}  {'bandwidth':>11}  wire/payload"
-    return f"{num_devices} devices ({device_kind}); bandwidth is payload on the link over time\n{columns}"
+    about = f"{num_devices} devices ({device_kind}); bandwidth is payload on the link over time"
+    return f"{about}\n{COLUMNS.format('level', 'collective', 'size', 'time', 'bandwidth', 'wire/payload')}"
 
 
 def row(m: Measurement) -> str:
     """Returns a line of the table."""
     wire = UNKNOWN if m.wire_tx_bytes is None else f"{m.wire_tx_bytes / m.link_bytes:.3f}"
-    return (
-        f"{m.level:5}  {m.collective:14}  {format_bytes(m.size_bytes):>8}  {format_seconds(m.time_s):>8}  "
-        f"{format_bytes(m.bandwidth_bytes_per_s):>9}/s  {wire:>12}"
-    )
+    bandwidth = f"{format_bytes(m.bandwidth_bytes_per_s)}/s"
+    return COLUMNS.format(m.level, m.collective, format_bytes(m.size_bytes), format_seconds(m.time_s), bandwidth, wire)
 
 
 def left_out(level: str, collective: str, size_bytes: int) -> str:
     """Returns the line for the sizes that are not measured."""
-    return f"{level:5}  {collective:14}  {format_bytes(size_bytes):>8}  and more left out: they would take too long"
+    start = COLUMNS.format(level, collective, format_bytes(size_bytes), "", "", "").rstrip()
+    return f"{start}  and more left out: they would take too long"
 
 
 def draw(measured: Sequence[Measurement], fits: Fits) -> Figure:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from configs.schema.combinations import refuse
 from configs.schema.compression import WITH_WARMUP, CompressionConfig
 from configs.schema.data import DataConfig
 from configs.schema.keys import Key, Section, abbreviates, flat, key, keys_of, nearest  # noqa: F401
@@ -39,7 +40,6 @@ from configs.schema.sections import (
     SampleConfig,
 )
 from configs.schema.sharding import ShardingConfig
-from configs.schema.stages import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +86,6 @@ class Config(Section):
                 f"data.seq_len={data.seq_len} is longer than model.max_len={model.max_len}; raise model.max_len, "
                 f"or set data.seq_len to {model.max_len} at most"
             )
-        if isinstance(model, TransformerConfig) and model.attention == "cudnn" and data.packing != "stream":
-            raise ValueError(
-                f"data.packing={data.packing} needs model.attention=xla or auto: attention inside documents was not "
-                "tried with cudnn"
-            )
         if isinstance(model, ImageConfig) and data.channels != model.channels:
             raise ValueError(f"data.channels={data.channels} differs from model.channels={model.channels}")
         if isinstance(model, ViTConfig) and data.image_size != model.image_size:
@@ -101,8 +96,6 @@ class Config(Section):
                 f"model.norm_rows={model.norm_rows} must divide batch.micro_size={micro_size}, because rows that are "
                 f"normalised together are on one device; set batch.micro_size to a multiple of {model.norm_rows}"
             )
-        if self.mesh.stages > 1:
-            refuse(flat(asdict(self)))
         if self.optimizer.warmup_steps > self.num_steps:
             raise ValueError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than num_steps={self.num_steps}; "
@@ -114,6 +107,12 @@ class Config(Section):
                 f"compression.warmup_steps={warmup_steps} must be less than num_steps={self.num_steps}: the warm-up of "
                 f"compression.hop_two={hop_two} would never end"
             )
+        inner_steps = self.local_sgd.inner_steps
+        if inner_steps and not self.local_sgd.streaming and self.num_steps % inner_steps:
+            raise ValueError(
+                f"num_steps={self.num_steps} must be a multiple of local_sgd.inner_steps={inner_steps}, or the updates "
+                "of the last steps would be lost"
+            )
         every, eval_every = self.checkpoint.every, self.eval.every
         if self.checkpoint.keep_best and (not eval_every or every % eval_every):
             fix = f"set eval.every={every} or a divisor of it" if every else "set both above 0"
@@ -121,6 +120,12 @@ class Config(Section):
                 f"checkpoint.keep_best={self.checkpoint.keep_best} needs a validation at every checkpoint, but "
                 f"eval.every={eval_every} and checkpoint.every={every}; {fix}, or checkpoint.keep_best=0"
             )
+        refuse(self.values)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The value of every key, by its full name."""
+        return flat(asdict(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Config":

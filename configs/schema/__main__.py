@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from configs.schema import MODELS, Config, Key, Section, TransformerConfig, keys_of, sections
+from configs.schema import MODELS, Config, Key, Section, TransformerConfig, combinations, keys_of, sections
 from configs.schema.model import ImageConfig, ModelConfig
 
 HEAD = """# Config
@@ -16,13 +16,19 @@ Every key of a config with its default and its meaning, written by `python -m co
 never allowed.
 """
 
+COMBINATIONS = """## What does not go together
+
+Each pair is refused in one line, with the reason and what would work. All others can be combined, if sizes divide.
+One replica: `zero2`, `zero3`, a group of all devices, `sharding.partitioner=auto`, `sharding.two_hop=False`.
+"""
+
 
 def page() -> str:
     """Returns the page: one table per section; of the models, keys that several have in common stand once."""
     parts = [HEAD, table("Keys without a section", "", keys_of(Config))]
     for name, section in sections("").items():
         parts += _models() if name == "model" else [table(f"`{name}`", _about(section), keys_of(section))]
-    return "\n".join(parts)
+    return "\n".join([*parts, COMBINATIONS, combinations.table(), ""])
 
 
 def _models() -> list[str]:

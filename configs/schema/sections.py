@@ -50,13 +50,6 @@ class LocalSGDConfig(Section, name="local_sgd"):
         False, "synchronise 1/inner_steps of each tensor in every step, beside the compute (Streaming DiLoCo)"
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.streaming and not self.inner_steps:
-            raise ValueError(
-                "local_sgd.streaming=True needs local_sgd.inner_steps above 0: the steps in which all synchronises once"
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section, name="checkpoint", resumable=True):

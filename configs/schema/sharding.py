@@ -45,21 +45,6 @@ class ShardingConfig(Section, name="sharding", resumable=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gather == "node" and not self.two_hop:
-            raise ValueError("sharding.gather=node splits hop one into two levels; set sharding.two_hop=True")
-        chosen = (
-            ("experts", "none"),
-            ("hierarchical", True),
-            ("two_hop", True),
-            ("gather", "layer"),
-            ("reduce_dtype", "compute"),
-        )
-        for name, default in chosen:
-            if self.partitioner == "auto" and getattr(self, name) != default:
-                raise ValueError(
-                    f"sharding.{name}={getattr(self, name)} has no effect with sharding.partitioner=auto, because "
-                    f"XLA chooses the collectives; set sharding.{name}={default}, or sharding.partitioner=manual"
-                )
         by_hand = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer")}
         if self.strategy == "mics" and self.partition_size < 1:
             raise ValueError(

@@ -43,7 +43,7 @@ class Tensor:
 
     def name_in(self, layer: int | None) -> str:
         """Returns the name of the tensor that holds a layer."""
-        return self.name if layer is None else self.name.format(layer)
+        return self.name.format(layer)
 
 
 def tensors(model: Model, architecture: Architecture) -> dict[str, Tensor]:

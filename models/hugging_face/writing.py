@@ -15,6 +15,7 @@ import numpy as np
 
 from configs.hugging_face import CONFIG_FILE, architecture_of, config_json
 from configs.schema import TransformerConfig
+from files import atomic
 from models.hugging_face.names import Tensor, tensors
 from models.hugging_face.reading import INDEX_FILE, SINGLE_FILE
 from models.model import Model
@@ -80,36 +81,35 @@ def write(
     opened = {path: _File(path, shapes) for path, shapes in files.items()}
     place = {name: opened[path] for path, shapes in files.items() for name in shapes}
     for _, group in groupby(found, key=lambda tensor: tensor.name):
-        parts, values = [*group], []  # without those of the parameter before
-        values = [read(tensor.path) for tensor in parts]
-        for layer in parts[0].layers:
-            whole = np.concatenate([_one(t, value, layer) for t, value in zip(parts, values, strict=True)], axis=-1)
-            place[parts[0].name_in(layer)].write(parts[0].name_in(layer), whole.T if parts[0].transposed else whole)
+        _write_tensors([*group], read, place)
     for file in opened.values():
         file.close()
         os.replace(f"{file.path}{UNFINISHED}", file.path)
     if len(files) > 1:
         places = {name: path.name for path, shapes in files.items() for name in shapes}
-        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": places})
-    _write_json(folder / CONFIG_FILE, config_json(model.config, architecture) | dict(token_ids or {}))
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        atomic.replace(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+    config = config_json(model.config, architecture) | dict(token_ids or {})
+    atomic.replace(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
     return [*files]
 
 
-def _one(tensor: Tensor, value: np.ndarray, layer: int | None) -> np.ndarray:
-    """Returns one layer of a parameter, without the padding of the vocabulary."""
-    part = value if layer is None else value[layer]
-    return part[tuple(slice(size) for size in tensor.shape)]
+def _write_tensors(parts: list[Tensor], read: Callable[[str], np.ndarray], place: Mapping[str, _File]) -> None:
+    """Writes the tensors, one per layer, that hold some of our parameters side by side."""
+    values = [read(tensor.path) for tensor in parts]
+    used = tuple(slice(size) for size in parts[0].shape)  # without the padding of the vocabulary
+    for layer in parts[0].layers:
+        of_layer = values if layer is None else [value[layer] for value in values]
+        whole = np.concatenate([value[used] for value in of_layer], axis=-1)
+        name = parts[0].name_in(layer)
+        place[name].write(name, whole.T if parts[0].transposed else whole)
 
 
 def _theirs(found: list[Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields name and shape of each of their tensors: layer by layer, between embedding and head."""
-    stacked = [tensor for tensor in found if tensor.layers != (None,)]
-    before = [tensor for tensor in found if tensor.path.startswith("embed/")]
-    after = [tensor for tensor in found if tensor not in stacked and tensor not in before]
-    order = [(tensor, None) for tensor in before]
-    order += [(tensor, layer) for layer in (stacked[0].layers if stacked else ()) for tensor in stacked]
-    order += [(tensor, None) for tensor in after]
-    for tensor, layer in order:
+    rank = {"embed": 0, "layers": 1, "head": 2}
+    at = [(rank[tensor.path.partition("/")[0]], layer or 0, tensor) for tensor in found for layer in tensor.layers]
+    for _, layer, tensor in sorted(at, key=lambda place: place[:2]):
         if tensor.part == 0:
             yield tensor.name_in(layer), tensor.their_shape
 
@@ -131,9 +131,3 @@ def _files(folder: Path, found: list[Tensor], max_bytes: int) -> dict[Path, dict
         folder / f"model-{number:05}-of-{len(files):05}.safetensors": shapes
         for number, shapes in enumerate(files, start=1)
     }
-
-
-def _write_json(path: Path, content: object) -> None:
-    unfinished = Path(f"{path}{UNFINISHED}")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(unfinished, path)

@@ -1,0 +1,259 @@
+"""What goes with what: the features of a run, and the pairs of them that are refused, as data.
+
+    refuse(values)  # ValueError in one line for the first pair of RULES that a config has
+
+A feature is read from keys of the config, and from facts that only devices, model and method of hop two tell. Without
+those, `Config` refuses what its keys alone show; `training.experiment.make_experiment` refuses the rest.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from configs.schema.compression import METHODS
+from configs.schema.own import OWN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What devices, model and method of hop two say about a config, by the names that features read."""
+
+    has_replicas: bool  # hop two has several gradients to average
+    replicas_cross_nodes: bool  # and sends between nodes
+    parameters_are_cut: bool
+    in_one_scope: bool  # parameters, gradients and optimizer state
+    optimizer_like_gradients: bool  # those two in one scope
+    crossed: frozenset[str]  # the hops and levels that communicate, such as gather_inter
+    takes_over: str | None  # the optimizer that the method of hop two replaces
+    goes_by_group: bool  # the method needs no more than the gradients of one layer, or a piece of them
+    model_splits: bool  # the model names dims for mesh.tensor
+    model_has_experts: bool
+    model_has_pieces: bool  # its loss is all that it minimises, in pieces around a stack of equal layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """Something that a config has or not."""
+
+    keys: tuple[str, ...]  # full names of keys, and of facts
+    has: Callable[..., bool]  # of their values
+    shown: str  # in the documentation
+    said: str = ""  # in errors; "": the first key and its value
+    instead: str = ""  # what does without it
+
+    def is_in(self, values: Mapping[str, Any]) -> bool:
+        """Whether a config has it; not, if a fact is not known."""
+        return all(key in values for key in self.keys) and self.has(*(values[key] for key in self.keys))
+
+    def in_words(self, values: Mapping[str, Any]) -> str:
+        """Returns its name in an error."""
+        return self.said or f"{self.keys[0]}={values[self.keys[0]]}"
+
+
+def _of(key: str, value: object, off: object) -> Feature:
+    """Returns the feature of a key that has one value, and does without it by another."""
+    return Feature(keys=(key,), has=lambda v: v == value, shown=f"`{key}={value}`", instead=f"set {key}={off}")
+
+
+def _other_than(key: str, value: object, shown: str = "") -> Feature:
+    """Returns the feature of a key that has another value."""
+    shown = shown or f"`{key}` other than `{value}`"
+    return Feature(keys=(key,), has=lambda v: v != value, shown=shown, instead=f"set {key}={value}")
+
+
+def _hop_two(shown: str, has: Callable[..., bool], instead: str, *facts: str) -> Feature:
+    """Returns the feature of some methods of hop two, by their names and facts."""
+    return Feature(
+        keys=("compression.hop_two", *facts), has=has, shown=shown, instead=f"set compression.hop_two={instead}"
+    )
+
+
+def _where(fact: str, value: object, said: str, instead: str, shown: str = "") -> Feature:
+    """Returns the feature of a fact that has one value."""
+    return Feature(keys=(fact,), has=lambda v: v == value, shown=shown or said, said=said, instead=instead)
+
+
+LEVELS = {"inter": "between nodes", "intra": "inside nodes only"}
+HOPS = {"gather": "gathers", "hop_one": "hop one", "experts": "tokens sent to experts"}
+WIDER = "choose a smaller partition group, with sharding.two_hop=True and sharding.partitioner=manual"
+FEATURES: dict[str, Feature] = {
+    "stages": _other_than("mesh.stages", 1, "`mesh.stages` above 1"),
+    "tensor": _other_than("mesh.tensor", 1, "`mesh.tensor` above 1"),
+    "auto": _of("sharding.partitioner", "auto", "manual"),
+    "overlap": _of("sharding.overlap", "on", "auto"),
+    "one hop": _of("sharding.two_hop", False, True),
+    "flat": _of("sharding.hierarchical", False, True),
+    "float32 sums": _of("sharding.reduce_dtype", "float32", "compute"),
+    "experts": _other_than("sharding.experts", "none"),
+    "other gather": _other_than("sharding.gather", "layer"),
+    "node gather": _of("sharding.gather", "node", "layer"),
+    "whole gather": Feature(
+        keys=("sharding.gather",),
+        has=lambda gather: gather in ("micro_step", "step"),
+        shown="`sharding.gather=micro_step` or `step`",
+        instead="set sharding.gather=layer or node",
+    ),
+    "layer gather": Feature(
+        keys=("sharding.gather", "parameters_are_cut"),
+        has=lambda gather, cut: gather in ("layer", "node") and cut,
+        shown="`sharding.gather=layer` or `node` of parameters that are cut",
+        instead="set sharding.gather=micro_step",
+    ),
+    "no remat": _of("model.remat", "none", "full or dots"),
+    "other remat": _other_than("model.remat", "full"),
+    "packing": _other_than("data.packing", "stream"),
+    "cudnn": _of("model.attention", "cudnn", "xla or auto"),
+    "sample": _other_than("sample.length", 0, "`sample.length` above 0"),
+    "delayed": _of("compression.delayed", True, False),
+    "local SGD": _other_than("local_sgd.inner_steps", 0, "`local_sgd`"),
+    "no local SGD": _of("local_sgd.inner_steps", 0, "a number above 0"),
+    "streaming": _of("local_sgd.streaming", True, False),
+    "muon": _of("optimizer.name", "muon", "adamw"),
+    "clipping": _other_than("optimizer.clip_norm", 0, "`optimizer.clip_norm` above 0"),
+    "no warm-up": _of("compression.warmup_steps", 0, "15 to 20 % of num_steps"),
+    "one_bit_adam": _of("compression.hop_two", "one_bit_adam", "none"),
+    "method": _hop_two(
+        "`power_sgd`, `dgc`, `one_bit_adam`, or a method of your own",
+        lambda name: name in METHODS or name in OWN["hop_two"],
+        "none or a codec",
+    ),
+    "codec": _hop_two(
+        "hop two by a codec, `dgc` or `one_bit_adam`",
+        lambda name: name not in ("none", "power_sgd") and name not in OWN["hop_two"],
+        "none",
+    ),
+    "linear method": _hop_two(
+        "`power_sgd`, or a method of your own", lambda name: name == "power_sgd" or name in OWN["hop_two"], "none"
+    ),
+    "replacing method": _hop_two(
+        "`dgc` or `one_bit_adam`", lambda _, optimizer: optimizer is not None, "none or a codec", "takes_over"
+    ),
+    "whole method": _hop_two(
+        "`power_sgd`, `dgc` or `one_bit_adam`", lambda _, by_group: not by_group, "none or a codec", "goes_by_group"
+    ),
+    "other optimizer": Feature(
+        keys=("optimizer.name", "takes_over"),
+        has=lambda name, replaced: replaced not in (None, name),
+        shown="another optimizer than `sgd` for `dgc`, `adamw` for `one_bit_adam`",
+        instead="set optimizer.name={takes_over}",
+    ),
+    "one replica": _where("has_replicas", False, "one partition group of all devices", WIDER, "one replica"),
+    "replicas in a node": _where("replicas_cross_nodes", False, "replicas none of which are on different nodes", WIDER),
+    "several scopes": _where(
+        "in_one_scope",
+        False,
+        "parameters, gradients and optimizer state in different scopes",
+        "set sharding.strategy=ddp, hsdp or mics",
+        "different scopes (`zero1`, node/node/all)",
+    ),
+    "wider optimizer": _where(
+        "optimizer_like_gradients",
+        False,
+        "an optimizer state in another scope than the gradients",
+        "set sharding.strategy=ddp, hsdp or mics",
+    ),
+    "undivided model": _where("model_splits", False, "a model without dims to split", "", "`model.kind=resnet`"),
+    "no experts": _where("model_has_experts", False, "a model without experts", "", "another `model.kind` than `moe`"),
+    "no pieces": _where(
+        "model_has_pieces",
+        False,
+        "a model whose objective is more than a loss in pieces around a stack of equal layers",
+        "",
+        "`model.kind=resnet`, `vit` or `moe`",
+    ),
+}
+for _hop, _what in HOPS.items():
+    for _level, _words in LEVELS.items():
+        _name = f"{_hop}_{_level}"
+        FEATURES[_name] = _other_than(f"compression.{_name}", "none", "a codec of gathers, of hop one or of tokens")
+        FEATURES[f"no {_name}"] = Feature(
+            keys=("crossed",),
+            has=lambda crossed, name=_name: name not in crossed,
+            shown="scopes in which these are not sent over that link",
+            said=f"scopes in which there are no {_what} {_words}",
+        )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Two features that a run cannot have together, and why."""
+
+    one: str
+    other: str
+    why: str
+
+    @property
+    def features(self) -> tuple[Feature, Feature]:
+        """Both."""
+        return FEATURES[self.one], FEATURES[self.other]
+
+    def complaint(self, values: Mapping[str, Any]) -> str:
+        """Returns the line for a config that has both; "" for others."""
+        if not all(feature.is_in(values) for feature in self.features):
+            return ""
+        one, other = (feature.in_words(values) for feature in self.features)
+        fixes = [feature.instead.format_map(values) for feature in self.features if feature.instead]
+        return f"{one} does not go with {other}: {self.why}; {', or '.join(fixes)}"
+
+
+CHOSEN = "XLA chooses the collectives"
+EMPTY = "there is nothing to encode"
+RULES: tuple[Rule, ...] = (
+    Rule("auto", "experts", CHOSEN),
+    Rule("auto", "flat", CHOSEN),
+    Rule("auto", "one hop", CHOSEN),
+    Rule("auto", "other gather", CHOSEN),
+    Rule("auto", "float32 sums", CHOSEN),
+    Rule("node gather", "one hop", "it splits hop one into two levels"),
+    Rule("layer gather", "no remat", "the backward pass would keep every gathered layer"),
+    Rule("overlap", "stages", "the stages' loops over layers are not pipelined"),
+    Rule("overlap", "auto", CHOSEN),
+    Rule("overlap", "whole gather", "all layers are gathered together"),
+    Rule("overlap", "other remat", "the pipelined backward pass computes each layer again from its input"),
+    Rule("stages", "auto", "the schedule is not XLA's to choose"),
+    Rule("stages", "one hop", "it was not tried"),
+    Rule("stages", "delayed", "hop two begins when the pipeline is empty"),
+    Rule("stages", "local SGD", "it was not tried"),
+    Rule("stages", "sample", "sampling runs all layers on every device"),
+    Rule("stages", "method", "it was not tried on layers that are cut over stages"),
+    Rule("stages", "no pieces", "stages train the loss alone, and cut that stack"),
+    Rule("packing", "cudnn", "attention inside documents was not tried with it"),
+    Rule("tensor", "undivided model", "there is nothing to split"),
+    Rule("experts", "no experts", "there is nothing to divide"),
+    Rule("local SGD", "delayed", "each replica has an optimizer of its own"),
+    Rule("local SGD", "muon", "each replica has an optimizer of its own"),
+    Rule("local SGD", "replacing method", "each replica has an optimizer of its own"),
+    Rule("local SGD", "one replica", "it needs several replicas"),
+    Rule("local SGD", "several scopes", "it needs a whole optimizer in each replica"),
+    Rule("streaming", "no local SGD", "those are the steps in which all synchronises once"),
+    Rule("streaming", "tensor", "it cuts tensors into parts, and they are cut already"),
+    Rule("streaming", "whole method", "it exchanges parts of tensors, and this method needs them whole"),
+    Rule("replacing method", "other optimizer", "the method takes the place of one optimizer"),
+    Rule("one_bit_adam", "no warm-up", "it needs its variances from a warm-up"),
+    Rule("one_bit_adam", "clipping", "it averages momenta instead of gradients, so it cannot clip those"),
+    Rule("one_bit_adam", "wider optimizer", "it needs them in the same scope"),
+    Rule("linear method", "one replica", EMPTY),
+    Rule("codec", "replicas in a node", EMPTY),
+    Rule("delayed", "one replica", "there is nothing to delay"),
+    *(Rule(name, f"no {name}", EMPTY) for name in (f"{hop}_{level}" for hop in HOPS for level in LEVELS)),
+)
+
+
+def complaint(values: Mapping[str, Any]) -> str:
+    """Returns the line of the first rule that a config breaks, its values and facts by name; "" if it breaks none."""
+    return next((line for line in (rule.complaint(values) for rule in RULES) if line), "")
+
+
+def refuse(values: Mapping[str, Any]) -> None:
+    """Raises ValueError for a config, its values and facts by name, that breaks a rule."""
+    if line := complaint(values):
+        raise ValueError(line)
+
+
+def table() -> str:
+    """Returns the rules as a Markdown table: a line for each first feature."""
+    found: dict[str, dict[str, None]] = {}
+    for one, other in (rule.features for rule in RULES):
+        found.setdefault(one.shown, {})[other.shown] = None
+    rows = [f"| {one} | {'; '.join(others)} |" for one, others in found.items()]
+    return "\n".join(["| | does not go with |", "|---|---|", *rows])

@@ -1,0 +1,220 @@
+"""Every pair of features: either its rule refuses it in one line, or its step can be built."""
+
+from itertools import combinations
+from typing import Any
+
+import jax
+import pytest
+from ml_collections import ConfigDict
+
+from configs import base, digits
+from configs.base import typed
+from configs.schema import Config, DecoderConfig, defaults, flat
+from configs.schema.combinations import FEATURES, HOPS, RULES, Rule
+from configs.schema.own import OWN
+from models import Decoder
+from training.experiment import make_experiment
+
+BASE: dict[str, Any] = {  # 4 nodes of 2 devices, each a replica
+    "model.num_layers": 2,
+    "model.hidden": 32,
+    "model.intermediate": 64,
+    "model.vocab_multiple": 32,
+    "data.seq_len": 16,
+    "batch.global_size": 32,
+    "mesh.num_cpu_devices": 8,
+    "mesh.devices_per_node": 2,
+    "sharding.partition_size": 2,
+    "optimizer.clip_norm": 0.0,
+    "compression.warmup_steps": 1,
+    "batch.micro_size": 2,
+    "sample.length": 0,
+}
+STRATEGY = {"sharding.partition_size": 0, "sharding.strategy": "zero3"}
+DGC = {"compression.hop_two": "dgc", "optimizer.name": "sgd"}
+SPLIT = {"mesh.tensor": 2, "mesh.devices_per_node": 4, "sharding.partition_size": 4}
+# a config that has the feature; of values that a choice needs besides, those that a feature is about win
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "stages": {"mesh.stages": 2},
+    "tensor": SPLIT,
+    "auto": {"sharding.partitioner": "auto"},
+    "overlap": {"sharding.overlap": "on"},
+    "one hop": {"sharding.two_hop": False},
+    "flat": {"sharding.hierarchical": False},
+    "float32 sums": {"sharding.reduce_dtype": "float32"},
+    "experts": {"sharding.experts": "node", "model.kind": "moe"},
+    "other gather": {"sharding.gather": "step"},
+    "node gather": {"sharding.gather": "node"},
+    "whole gather": {"sharding.gather": "micro_step"},
+    "layer gather": {"sharding.gather": "layer"},
+    "no remat": {"model.remat": "none"},
+    "other remat": {"model.remat": "dots"},
+    "packing": {"data.packing": "documents"},
+    "cudnn": {"model.attention": "cudnn", "model.compute_dtype": "bfloat16"},
+    "sample": {"sample.length": 4},
+    "delayed": {"compression.delayed": True},
+    "local SGD": {"local_sgd.inner_steps": 2},
+    "no local SGD": {"local_sgd.inner_steps": 0},
+    "streaming": {"local_sgd.streaming": True, "local_sgd.inner_steps": 2},
+    "muon": {"optimizer.name": "muon"},
+    "clipping": {"optimizer.clip_norm": 1.0},
+    "no warm-up": {"compression.warmup_steps": 0},
+    "one_bit_adam": {"compression.hop_two": "one_bit_adam"},
+    "method": {"compression.hop_two": "power_sgd"},
+    "codec": {"compression.hop_two": "int8"},
+    "linear method": {"compression.hop_two": "power_sgd"},
+    "replacing method": DGC,
+    "whole method": {"compression.hop_two": "power_sgd"},
+    "other optimizer": {"optimizer.name": "lamb"},
+    "one replica": STRATEGY,
+    "replicas in a node": {"mesh.devices_per_node": 8},
+    "several scopes": {"sharding.partition_size": 0, "sharding.strategy": "zero1"},
+    "wider optimizer": {"sharding.partition_size": 0, "sharding.strategy": "zero1"},
+    "undivided model": {"model.kind": "resnet"},
+    "no experts": {"model.kind": "decoder"},
+    "no pieces": {"model.kind": "moe"},
+    "gather_inter": {"compression.gather_inter": "int8", "sharding.partition_size": 4},
+    "gather_intra": {"compression.gather_intra": "int8"},
+    "hop_one_inter": {"compression.hop_one_inter": "int8", "sharding.partition_size": 4},
+    "hop_one_intra": {"compression.hop_one_intra": "int8"},
+    "experts_inter": {"compression.experts_inter": "int8", "model.kind": "moe", "sharding.experts": "all"} | STRATEGY,
+    "experts_intra": {"compression.experts_intra": "int8", "model.kind": "moe", "sharding.experts": "node"},
+    "no gather_inter": {"sharding.partition_size": 2},
+    "no gather_intra": {"sharding.partition_size": 1},
+    "no hop_one_inter": {"sharding.partition_size": 2},
+    "no hop_one_intra": {"sharding.partition_size": 1},
+    "no experts_inter": {"sharding.experts": "node"},
+    "no experts_intra": {"sharding.experts": "none"},
+}
+
+
+ALIKE = {*(f"{hop}_intra" for hop in HOPS), "clipping", "flat", "float32 sums", "sample", "cudnn", "layer gather"}
+DISTINCT = {
+    str(sorted(changes.items())): name
+    for name, changes in EXAMPLES.items()
+    if name not in ALIKE and not name.startswith("no ")
+}
+PAIRS = [
+    pair
+    for pair in combinations(DISTINCT.values(), 2)
+    if all(EXAMPLES[pair[0]].get(key, value) == value for key, value in EXAMPLES[pair[1]].items())
+]
+
+SIZES = (
+    "must lie within the scope",
+    "does not divide the 1 node",
+    "images are no documents",
+)  # what examples lack that were made for other pairs
+
+
+def config(changes: dict[str, Any]) -> Config:
+    """A config of 4 nodes of 2 devices with these changes; a key of the model's kind chooses its section."""
+    kind = changes.get("model.kind", "decoder")
+    made = digits.get_config() if kind in ("resnet", "vit") else base.get_config()
+    made.model = base.model(kind)
+    if kind == "resnet":
+        made.model.update(digits.get_config().model)
+    known = ConfigDict(made).to_dict()
+    for key, value in (BASE | changes).items():
+        section, _, name = key.rpartition(".")
+        if name in known.get(section, known):
+            (made[section] if section else made)[name] = value
+    return typed(made)
+
+
+def error_of(changes: dict[str, Any]) -> str:
+    """What refuses a config, as a config or when its experiment is built; "" if nothing does."""
+    try:
+        make_experiment(config(changes))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_every_feature_has_an_example() -> None:
+    assert EXAMPLES.keys() == FEATURES.keys()
+    assert {name for rule in RULES for name in (rule.one, rule.other)} == FEATURES.keys()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.one} x {rule.other}")
+def test_a_pair_that_a_rule_names_is_refused_in_its_line(rule: Rule) -> None:
+    changes = EXAMPLES[rule.one] | EXAMPLES[rule.other]
+    error = error_of(changes)
+    assert f": {rule.why}; " in error and "\n" not in error and "{" not in error
+    for feature in rule.features:
+        assert feature.said in error and feature.instead.partition("{")[0] in error
+        key = feature.keys[0]
+        assert feature.said or f"{key}={config_value(key, changes)}" in error
+
+
+def config_value(key: str, changes: dict[str, Any]) -> Any:
+    """The value of a key in the config with these changes."""
+    return changes.get(key, BASE.get(key, flat(defaults(changes.get("model.kind", "decoder")))[key]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS, ids=" x ".join)
+def test_a_pair_is_refused_by_a_rule_or_its_step_can_be_built(pair: tuple[str, str]) -> None:
+    changes = EXAMPLES[pair[0]] | EXAMPLES[pair[1]]
+    try:
+        experiment = make_experiment(config(changes))
+    except ValueError as error:
+        assert any(f": {rule.why}; " in str(error) for rule in RULES) or any(words in str(error) for words in SIZES)
+        return
+    jax.eval_shape(experiment.train_step, experiment.state_shapes, experiment.batches.shapes)
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "zero3 has one replica": ({"compression.hop_two": "bf16"} | STRATEGY, "different nodes"),
+    "so has one group": ({"compression.hop_two": "bf16", "sharding.partition_size": 8}, "different nodes"),
+    "and XLA's partitioner": ({"compression.delayed": True, "sharding.partitioner": "auto"}, "one partition group"),
+    "and synchronising always": ({"local_sgd.inner_steps": 2, "sharding.two_hop": False}, "one partition group"),
+    "dgc on one node": (DGC | {"mesh.devices_per_node": 8}, "different nodes"),
+    "1-bit Adam under zero3": ({"compression.hop_two": "one_bit_adam"} | STRATEGY, "different nodes"),
+    "a group in a node": ({"compression.gather_inter": "int8"}, "gathers between nodes"),
+    "one flat gather": (
+        {"compression.gather_intra": "int8", "sharding.hierarchical": False} | STRATEGY,
+        "gathers inside nodes only",
+    ),
+    "hop one in a node": ({"compression.hop_one_inter": "int4"}, "hop one between nodes"),
+    "all-reduces alone": ({"compression.hop_one_intra": "int4", "sharding.two_hop": False}, "hop one inside nodes"),
+    "XLA's hop one": (
+        {"compression.hop_one_intra": "int4", "sharding.partitioner": "auto"} | STRATEGY,
+        "hop one inside nodes",
+    ),
+    "tokens in a node": (
+        {"compression.experts_inter": "int4", "sharding.experts": "node", "model.kind": "moe"},
+        "tokens sent to experts between nodes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_layout_tells_what_has_nothing_to_send(case: str) -> None:
+    changes, words = LAYOUTS[case]
+    assert words in error_of(changes)
+
+
+def test_one_line_names_what_would_do() -> None:
+    assert error_of({"optimizer.name": "muon", "local_sgd.inner_steps": 2}) == (
+        "local_sgd.inner_steps=2 does not go with optimizer.name=muon: each replica has an optimizer of its own; set "
+        "local_sgd.inner_steps=0, or set optimizer.name=adamw"
+    )
+    assert error_of({"compression.hop_two": "dgc"}) == (
+        "compression.hop_two=dgc does not go with optimizer.name=adamw: the method takes the place of one optimizer; "
+        "set compression.hop_two=none or a codec, or set optimizer.name=sgd"
+    )
+    assert error_of({"local_sgd.inner_steps": 3, "num_steps": 11}).startswith("num_steps=11 must be a multiple of")
+
+
+def test_a_model_with_an_objective_of_its_own_has_no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stages would train its loss alone, and say nothing."""
+
+    class WithPenalty(Decoder):
+        config: DecoderConfig
+
+        def objective(self, params: Any, batch: Any, gather: Any) -> Any:
+            return 2 * self.loss(params, batch, gather), {}
+
+    monkeypatch.setitem(OWN["model"], "penalised", WithPenalty)
+    assert "stages train the loss alone" in error_of({"mesh.stages": 2, "model.kind": "penalised"})
