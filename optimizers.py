@@ -299,7 +299,7 @@ def guarded(inner: Transform) -> Transform:
     """Runs `inner`; a step whose gradient is not finite only counts as skipped.
 
     The gradient alone decides: to look at the update too, new moments would be kept beside the old ones until all
-    updates are there, for half as much temporary memory again (docs/performance.md).
+    updates are there, for half as much temporary memory again.
     """
 
     def init(params: PyTree) -> GuardState:

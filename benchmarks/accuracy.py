@@ -1,23 +1,21 @@
 """Measures the accuracy of codecs: a decoder on text and a classifier of images, 4 devices, several seeds.
 
     python -m benchmarks.accuracy [--tasks=text,digits] [--seeds=3]
-    python -m benchmarks.accuracy --seeds=0         # only writes the tables
 
 Trains the runs that are not recorded yet, in this process (with the parts of train.py; each of 4 virtual devices is a
-node), adds one line per run to results/measured/accuracy.jsonl and writes the tables of
-docs/compression_accuracy.md.
+node), and adds one line per run to results/measured/accuracy.jsonl.
 """
 
 import argparse
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
-from benchmarks.records import MEASURED, add, machine, recorded, spread
+from benchmarks.records import MEASURED
+from benchmarks.runner import Key, run_missing
 from configs import base
 from configs import digits as digits_config
 from configs.schema import Config
@@ -26,10 +24,7 @@ from runtime.command_line import prepare_output
 from training.experiment import make_experiment
 from training.validation import Validator
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = MEASURED / "accuracy.jsonl"
-PAGE = ROOT / "docs" / "compression_accuracy.md"
-BEGIN, END = "<!-- benchmarks/accuracy.py writes from here -->", "<!-- to here -->"
 REPLICAS = 4
 WARM_UP = 0.2  # of one_bit_adam, as a share of the steps
 TASKS = ("text", "digits")
@@ -159,7 +154,7 @@ def train(config: Config) -> dict[str, float]:
 
 
 def main() -> int:
-    """Trains the missing runs and writes the tables."""
+    """Trains the missing runs; returns 1 if one failed."""
     parser = argparse.ArgumentParser(description="Measures what codecs cost in accuracy.", allow_abbrev=False)
     parser.add_argument("--tasks", default=",".join(TASKS), help="the tasks to run (default: %(default)s)")
     parser.add_argument(
@@ -169,50 +164,21 @@ def main() -> int:
     prepare_output()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", REPLICAS)
-    about = machine()  # before training, because commits may be made during the runs
-    for seed in range(options.seeds):
-        for task in options.tasks.split(","):
-            for name, method in methods(task).items():
-                key = {"task": task, "method": name, "seed": seed}
-                if any(key.items() <= line.items() for line in recorded(RESULTS)):
-                    continue
-                line = key | train(config_of(task, method.overrides, seed)) | {"overrides": method.overrides} | about
-                add(RESULTS, line)
-                print(f"{task}, {name}, seed {seed}: {line['validation_loss']:.4f}", flush=True)
-                jax.clear_caches()
-    write_tables(recorded(RESULTS))
-    return 0
+    tasks = options.tasks.split(",")
+    keys = [
+        {"task": task, "method": name, "seed": seed}
+        for seed in range(options.seeds)
+        for task in tasks
+        for name in methods(task)
+    ]
+    return run_missing(RESULTS, keys, measured)
 
 
-def write_tables(lines: list[dict[str, Any]]) -> None:
-    """Writes the tables into docs/compression_accuracy.md, between its two markers."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    tables = "\n\n".join(table(task, [line for line in lines if line["task"] == task]) for task in TASKS)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}")
-
-
-def table(task: str, lines: list[dict[str, Any]]) -> str:
-    """Returns the table of a task: one row per method, with differences from the dense runs of the same seed."""
-    classifies = task == "digits"
-    heads = [task, "times smaller", "validation loss", *(["accuracy"] if classifies else []), "minus dense, by seed"]
-    out = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    runs = {name: [line for line in lines if line["method"] == name] for name in methods(task)}
-    for name, method in methods(task).items():
-        if not runs[name] or not runs[method.against]:
-            continue
-        ratio = method.times_smaller(runs[name][-1].get("hop_two_ratio", 1.0))
-        cells = [name, f"{ratio:.3g}", spread([line["validation_loss"] for line in runs[name]], ".3f")]
-        cells += [spread([line["validation_accuracy"] for line in runs[name]], ".1%")] if classifies else []
-        differences = "" if name == method.against else spread(paired(runs[name], runs[method.against]), "+z.3f")
-        out.append(f"| {' | '.join([*cells, differences])} |")
-    return "\n".join(out)
-
-
-def paired(runs: list[dict[str, Any]], dense: list[dict[str, Any]]) -> list[float]:
-    """Returns the validation losses of a method minus those of the dense runs with the same seed and batches."""
-    of_dense = {line["seed"]: line["validation_loss"] for line in dense}
-    return [line["validation_loss"] - of_dense[line["seed"]] for line in runs if line["seed"] in of_dense]
+def measured(key: Key) -> dict[str, Any]:
+    """Returns what the line of a run says."""
+    overrides = methods(key["task"])[key["method"]].overrides
+    jax.clear_caches()
+    return train(config_of(key["task"], overrides, key["seed"])) | {"overrides": overrides}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ import jax
 import models
 from benchmarks.names import sharding_of
 from benchmarks.records import DERIVED, replace
+from benchmarks.runner import ROOT
 from configs import base
 from configs.schema import Config
 from metrics.environment import environment
@@ -30,7 +30,6 @@ from sharding import hlo
 from training.experiment import make_experiment
 from training.memory import state_bytes
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = DERIVED / "compiled.jsonl"
 PAPER_MODELS = ("bert_10b", "bert_15b", "bert_20b", "bert_50b", "roberta_20b", "gpt2_20b")
 XLA_FLAGS = "--xla_backend_optimization_level=0"  # LLVM's optimisation takes most of the compile time

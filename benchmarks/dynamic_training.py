@@ -1,12 +1,12 @@
-"""Dynamic Training: compares a classifier trained on a changing number of nodes with fixed nodes; simulates prices.
+"""Dynamic Training: compares a classifier trained on a changing number of nodes with fixed nodes.
 
-    python -m benchmarks.dynamic_training [--seeds=3] [--steps=300] [--report]
+    python -m benchmarks.dynamic_training [--seeds=3] [--steps=300]
 
 Per seed it trains configs/digits.py three times: on 4 nodes of 2 devices; in phases on 1 to 4 nodes; and on 4 nodes
 with smaller micro-batches, a control that differs from the first run only by rounding. At the end of a phase the run
 gets a SIGTERM, stops after a step with exit code 75, and is restarted in the same directory with another number of
-devices. One process simulates all nodes. Adds one line per run to results/measured/dynamic_training.jsonl (recorded
-runs are not repeated), simulates the prices (benchmarks/dynamic_training_cost.py) and writes docs/dynamic_training.md.
+devices. One process simulates all nodes. Adds one line per run to results/measured/dynamic_training.jsonl; recorded
+runs are not repeated. benchmarks/dynamic_training_cost.py has the prices.
 """
 
 import argparse
@@ -22,17 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import dynamic_training_report
 from benchmarks.dynamic_training_cost import NODES
-from benchmarks.records import MEASURED, add, machine, recorded
+from benchmarks.records import MEASURED
+from benchmarks.runner import ROOT, FailedRunError, Key, run_missing
 from files import json_lines
 from runtime.command_line import prepare_output
 from runtime.events import Event, EventReader
 from runtime.exit_codes import ExitCode
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = MEASURED / "dynamic_training.jsonl"
 CONFIG = "configs/digits.py"
+KINDS = ("fixed", "fluctuating", "control")
 DEVICES_PER_NODE = 2
 PHASES = 8
 EXTRA = {"control": ("--config.batch.micro_size=4",)}  # 2 micro-steps per step instead of 1
@@ -63,41 +63,27 @@ def fluctuating(seed: int, steps: int) -> list[Phase]:
 
 
 def main() -> int:
-    """Trains the missing runs and writes the page; returns 1 if a run failed."""
+    """Trains the missing runs; returns 1 if one failed."""
     parser = argparse.ArgumentParser(description="Reproduces Dynamic Training on the digits.", allow_abbrev=False)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--report", action="store_true", help="only write the page, from the record")
     options = parser.parse_args()
     prepare_output()
-    for seed in range(0 if options.report else options.seeds):
-        for kind in dynamic_training_report.KINDS:
-            if failed(kind, seed, options.steps):
-                return 1
-    dynamic_training_report.write(recorded(RESULTS))
-    return 0
+    keys = [{"kind": kind, "seed": seed, "steps": options.steps} for seed in range(options.seeds) for kind in KINDS]
+    return run_missing(RESULTS, keys, measured)
 
 
-def failed(kind: str, seed: int, steps: int) -> bool:
-    """Trains and records a run, unless recorded; returns whether it failed."""
-    key = {"kind": kind, "seed": seed, "steps": steps}
-    if any(key.items() <= line.items() for line in recorded(RESULTS)):
-        return False
-    phases = fluctuating(seed, steps) if kind == "fluctuating" else fixed(steps)
-    flags = [f"--config.seed={seed}", f"--config.num_steps={steps}", *EXTRA.get(kind, ())]
+def measured(key: Key) -> dict[str, Any]:
+    """Trains a run through its phases; returns what its line says."""
+    seed, steps = key["seed"], key["steps"]
+    phases = fluctuating(seed, steps) if key["kind"] == "fluctuating" else fixed(steps)
+    flags = [f"--config.seed={seed}", f"--config.num_steps={steps}", *EXTRA.get(key["kind"], ())]
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            line = key | train(Path(folder) / "run", flags, phases) | machine()
-        except RuntimeError as error:
-            print(f"{kind}, seed {seed}: {error}", file=sys.stderr)
-            return True
-    add(RESULTS, line)
-    print(f"{kind}, seed {seed}: {line['validations'][-1]}", flush=True)
-    return False
+        return train(Path(folder) / "run", flags, phases)
 
 
 def train(workdir: Path, overrides: Sequence[str], phases: Sequence[Phase]) -> dict[str, Any]:
-    """Trains through all phases; returns phases and losses. RuntimeError if a phase ends unexpectedly."""
+    """Trains through all phases; returns phases and losses. FailedRunError if a phase ends unexpectedly."""
     flags = [f"--config={CONFIG}", *overrides, "--config.checkpoint.every=0"]  # phases end with one
     attempts: list[dict[str, Any]] = []
     for phase in phases:
@@ -135,29 +121,29 @@ def run_phase(workdir: Path, flags: Sequence[str], phase: Phase, *, last: bool) 
                     process.send_signal(signal.SIGTERM)  # while the last step of the phase runs
                 code = process.wait(timeout=PHASE_S)
             except subprocess.TimeoutExpired as error:
-                raise RuntimeError(str(error)) from error
+                raise FailedRunError(str(error)) from error
             finally:
                 process.kill()
         output.seek(0)
         text = output.read()
     if code != (0 if last else ExitCode.RESUMABLE):
-        raise RuntimeError(f"exit code {code}: {text[-1000:]}")
+        raise FailedRunError(f"exit code {code}: {text[-1000:]}")
 
 
 def wait_for_rows(workdir: Path, count: int, process: subprocess.Popen[bytes]) -> None:
-    """Waits until `count` steps are logged or the process has ended. RuntimeError after half an hour."""
+    """Waits until `count` steps are logged or the process has ended. FailedRunError after half an hour."""
     file, deadline = workdir / "metrics.jsonl", time.monotonic() + PHASE_S
     while process.poll() is None and (not file.exists() or file.read_bytes().count(b"\n") < count):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"step {count} was not reached in {PHASE_S} s")
+            raise FailedRunError(f"step {count} was not reached in {PHASE_S} s")
         time.sleep(0.02)
 
 
 def rows(workdir: Path) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl, one per step. RuntimeError if a step is missing or duplicated."""
+    """Returns the lines of metrics.jsonl, one per step. FailedRunError if a step is missing or duplicated."""
     found = json_lines.read(workdir / "metrics.jsonl")
     if [row["step"] for row in found] != list(range(1, len(found) + 1)):
-        raise RuntimeError(f"{workdir / 'metrics.jsonl'} does not have every step exactly once")
+        raise FailedRunError(f"{workdir / 'metrics.jsonl'} does not have every step exactly once")
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 NODES = 4  # of the fixed cluster
 RUN_S = 24 * 3600.0  # of the run on the fixed cluster
 SEEDS = 20
-# Assumed of a step on 4 nodes: mics(2) at 1gbit beside `compute only` in docs/strategies.md, where all devices shared
+# Assumed of a step on 4 nodes: mics(2) at 1gbit and `compute only` in docs/strategies.md, where all devices shared
 # two cores. So neither is the time of separate nodes, and no speed on 1, 2 or 8 nodes was measured.
 STEP_S, COMPUTE_S = 15.4, 12.8
 # Pauses of training. Assumed; the page compares them with measured ones.
@@ -17,6 +17,12 @@ JOINED_S = 40.0
 ANNOUNCED_S = 25.0
 KILLED_S = 40.0
 FROM_CHECKPOINT_S = 40.0  # after a time without nodes
+PAUSES = (  # what pauses training, for how long by assumption, and the kinds of recorded events
+    ("a node joined", JOINED_S, ("join",)),
+    ("one left with notice", ANNOUNCED_S, ("preempt", "sigterm")),
+    ("one was killed", KILLED_S, ("kill_node",)),
+    ("all were killed", FROM_CHECKPOINT_S, ("kill_all",)),
+)
 UNANNOUNCED = 0.1  # share of preemptions without a notice (missed, or the machine died). Assumed
 
 

@@ -1,22 +1,24 @@
 """Replays the MiCS paper's throughput figures at their full size: its models, its clusters, its batches.
 
-    python -m benchmarks.full_scale [--only=bert_10b]
+    python -m benchmarks.full_scale [--only=bert_10b] [--again]
 
 Each step is compiled for an A100 of the cluster's memory and replayed with a V100's or an A100's figures, on two
 networks: that of planner/clusters.py, and that of the paper's own measurements (its figure 2, B_part of section 3).
 A program with many equal partition groups is compiled for two of them (benchmarks/resized.py).
 results/derived/full_scale.jsonl has a line a step and network; what is there with the same inputs is not
-compiled again. `--only` takes the steps whose name contains it. A step takes about a minute on 2 cores; no GPU is
+compiled again, but with `--again`, which also looks for no program in the planner's cache. `--only` takes the steps
+whose name contains it. There are 77 steps of 50 programs, of which each takes about a minute on 2 cores; no GPU is
 needed, but XLA for GPUs is (`make .venv/h100/installed`). Exit codes: 0 done; 2 a step could not be compiled or read.
 """
 
 import argparse
 import hashlib
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +26,7 @@ import jax
 from benchmarks.full_scale_cells import PER_NODE, Cell, cells
 from benchmarks.records import DERIVED, machine, put, recorded
 from benchmarks.resized import resized
+from benchmarks.runner import ROOT
 from configs import command_line
 from paper.network import b_part, fitted
 from paper.replays import BUCKET
@@ -38,7 +41,6 @@ from runtime.exit_codes import ExitCode
 from sharding.hlo import Collective
 from training.experiment import Experiment, make_experiment
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = DERIVED / "full_scale.jsonl"
 PLANNER, PAPER = "planner", "figure 2"  # networks
 KEY = ("model", "config", "keys", "cluster", "gpus", "strategy", "micro_size", "global_size", "network")  # of a line
@@ -53,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
     """Compiles, replays and records the steps; returns the exit code."""
     parser = argparse.ArgumentParser(description="Replays the MiCS paper's figures at full size.", allow_abbrev=False)
     parser.add_argument("--only", default="", help="only steps whose name contains this")
+    parser.add_argument("--again", action="store_true", help="compile what is recorded too, and take no cached program")
     options = parser.parse_args(argv[1:])
     chosen = [cell for cell in cells() if options.only in cell.name]
     if not chosen:
@@ -60,9 +63,17 @@ def main(argv: Sequence[str]) -> int:
         return ExitCode.BAD_INPUT
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max((cell.gpus for cell in chosen), default=1))
+    with tempfile.TemporaryDirectory() as empty:
+        if options.again:
+            os.environ["MICS_JAX_CACHE"] = empty
+        return record(chosen, again=options.again)
+
+
+def record(chosen: Sequence[Cell], *, again: bool) -> int:
+    """Compiles, replays and records those of the steps whose inputs changed, or all; returns the exit code."""
     failed = 0
     for cell in chosen:
-        done = {line["inputs"] for line in recorded(RESULTS)}
+        done = set() if again else {line["inputs"] for line in recorded(RESULTS)}
         wanted = {name: inputs(cell, network) for name, network in networks(cell).items()}
         if set(wanted.values()) <= done:
             continue

@@ -9,37 +9,31 @@ nodes, and needs root (docs/emulation.md). `prediction` compiles for GPUs and ne
 """
 
 import argparse
-import json
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import jax
 
-import sweep
 from benchmarks import compiled
 from benchmarks.names import sharding_of
 from benchmarks.papers_cells import KINDS, MEMORY_BYTES, RATES_GBIT, Cell, cells
-from benchmarks.records import DERIVED, MEASURED, add, machine, recorded
+from benchmarks.records import DERIVED, MEASURED, add, is_recorded, machine
+from benchmarks.runner import ROOT, steps_of, train
 from configs import command_line
 from planner.candidates import of_config
 from planner.clusters import GBIT, find_cluster, with_rate
 from planner.predict import Machine, Step, compiled_step
 from runtime.command_line import complain, prepare_output
-from sweeps.records import State
 from training.experiment import Experiment, make_experiment
 from training.memory import state_bytes
 
-ROOT = Path(__file__).resolve().parent.parent
 COMPILED, WIRE = DERIVED / "papers.jsonl", MEASURED / "papers.jsonl"
 # XLA's Triton kernels fail to compile for 2048 tokens ("Couldn't find output tile sizes"), without a GPU to tune them
 XLA_FLAGS = "--xla_gpu_enable_triton_gemm=false"
 WIRE_RATE = "1gbit"
-WORKDIR = Path("runs/benchmarks/papers")
 MOST_LAYERS = 1 << 14  # of a model that is made larger until it no longer fits
 
 
@@ -53,7 +47,7 @@ def main() -> int:
     kinds = options.kinds.split(",")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         return complain(ValueError(f"--kinds={unknown[0]} is not one of {', '.join(KINDS)}"))
-    missing = [cell for cell in cells() if cell.kind in kinds and not is_recorded(cell)]
+    missing = [cell for cell in cells() if cell.kind in kinds and not is_recorded(record_of(cell), cell.key)]
     if options.devices:
         compiled.start_devices(options.devices)
         for cell in missing:
@@ -71,12 +65,6 @@ def main() -> int:
 def record_of(cell: Cell) -> Path:
     """Returns the record of a cell: what was on the wire is measured."""
     return WIRE if cell.kind == "wire" else COMPILED
-
-
-def is_recorded(cell: Cell) -> bool:
-    """Whether its record has a line of the cell."""
-    key = json.loads(json.dumps(cell.key))  # as it was written: tuples are lists
-    return any(key.items() <= line.items() for line in recorded(record_of(cell)))
 
 
 def measured(cell: Cell) -> dict[str, Any]:
@@ -124,20 +112,15 @@ def largest(cell: Cell) -> dict[str, Any]:
 def on_wire(cell: Cell) -> dict[str, Any]:
     """Trains three steps on emulated nodes; returns the bytes that node 0 sent in a step, the median without the first.
 
-    RuntimeError if the run failed.
+    FailedRunError if the run failed.
     """
     case = cell.case
     overrides: dict[str, Any] = {f"sharding.{key}": value for key, value in sharding_of(case.strategy).items()}
     overrides |= {**cell.changes, "batch.global_size": cell.num_devices * case.accum, "emulate.rate": WIRE_RATE}
     overrides |= {"emulate.nodes": case.nodes, "emulate.devices_per_node": case.devices_per_node}
-    (record,) = sweep.run(f"configs/{case.config}.py", [overrides], workdir=WORKDIR, metric="step_time_s")
-    if record.state != State.FINISHED:
-        raise RuntimeError(f"{cell.name} on the emulated cluster: {record.error}")
-    rows = [row for row in record.files.rows if "loss" in row]
-    about = json.loads((record.run.run_dir / "environment.json").read_text())
-    sent = median(row["wire_tx_bytes"] for row in rows[1:])
-    shutil.rmtree(record.run.run_dir)  # else the next sweep would find it finished
-    return {"rate": WIRE_RATE, "num_params": about["num_params"], "wire_tx_bytes": sent}
+    run = train("papers", f"configs/{case.config}.py", overrides)
+    sent = steps_of(run)["wire_tx_bytes"]
+    return {"rate": WIRE_RATE, "num_params": run.files.environment["num_params"], "wire_tx_bytes": sent}
 
 
 def predicted(cell: Cell) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Measures the bubble of a pipeline: the time of a step by its number of micro-batches, with and without stages.
 
-    python -m benchmarks.pipelines [--stages=4] [--steps=3] [--rounds=3] [--report] [--config.a.b=value ...]
+    python -m benchmarks.pipelines [--stages=4] [--steps=3] [--rounds=3] [--config.a.b=value ...]
 
 Eight virtual devices in four nodes, mics(2) in each; A = S, 2S and 4S micro-batches for S stages. The programs take
 turns, in blocks of `--steps` steps; a round is a block of each, and the first is a warm-up. The devices share the cores
 of the machine, and a stage without a micro-batch computes all the same: the CPU time of the process tells the ticks,
-whatever else the machine does. A line is added to results/measured/pipelines.jsonl; without changed keys the table in
-docs/pipelines.md is written from the newest one. `--report` only writes that. Exit codes: 0 done; 2 bad configuration.
+whatever else the machine does. A line is added to results/measured/pipelines.jsonl; docs/pipelines.md has the newest
+one without changed keys. Exit codes: 0 done; 2 bad configuration.
 """
 
 import argparse
@@ -14,20 +14,20 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from benchmarks.records import MEASURED, add, machine, recorded, spread
+from benchmarks.records import MEASURED, add, machine, spread
+from benchmarks.runner import ROOT
 from configs import command_line
+from files.pages import markdown
 from input_pipeline import Batches, load
+from runtime.command_line import complain
 from runtime.exit_codes import ExitCode
 from training.experiment import Experiment, make_experiment
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE = MEASURED / "pipelines.jsonl", ROOT / "docs" / "pipelines.md"
-BEGIN, END = "<!-- benchmarks/pipelines.py writes from here -->", "<!-- to here -->"
+RESULTS = MEASURED / "pipelines.jsonl"
 DEVICES, DEVICES_PER_NODE, GROUP = 8, 2, 2
 KEYS = {
     "model.num_layers": 8,
@@ -102,12 +102,11 @@ def measured(stages: int, steps: int, rounds: int, overrides: Sequence[str]) -> 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, records and writes the table; returns the exit code."""
+    """Measures, records and prints the table; returns the exit code."""
     parser = argparse.ArgumentParser(description="Measures the bubble of a pipeline.", allow_abbrev=False)
     parser.add_argument("--stages", type=int, choices=(2, 4), default=4)
     parser.add_argument("--steps", type=int, default=3, help="steps of a block")
     parser.add_argument("--rounds", type=int, default=3, help="blocks of each program, after a warm-up")
-    parser.add_argument("--report", action="store_true", help="only write the table from what is recorded")
     options, overrides = parser.parse_known_args(argv[1:])
     if unknown := [word for word in overrides if not word.startswith("--config.")]:
         parser.error(f"unknown argument {unknown[0]}")
@@ -115,29 +114,19 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"{ours[0]} is what this benchmark varies; use --stages")
     if min(options.steps, options.rounds) < 1:
         parser.error("--steps and --rounds are 1 at least")
-    if not options.report:
-        jax.config.update("jax_num_cpu_devices", DEVICES)
-        try:
-            line = measured(options.stages, options.steps, options.rounds, overrides)
-        except ValueError as error:
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-            return ExitCode.BAD_INPUT
-        print(table(line))
-        add(RESULTS, line | machine())
-    write(recorded(RESULTS))
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    try:
+        line = measured(options.stages, options.steps, options.rounds, overrides)
+    except ValueError as error:
+        return complain(error)
+    print(table(line))
+    add(RESULTS, line | machine())
     return ExitCode.FINISHED
 
 
-def write(lines: Sequence[Mapping[str, Any]]) -> None:
-    """Writes the newest line with 4 stages and without changed keys, if there is one, into docs/pipelines.md."""
-    standard = [line for line in lines if line["stages"] == 4 and not line["keys"]]
-    if not standard:
-        return
-    line = standard[-1]
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    origin = f"Commit {line['commit']}, {line['machine']}, jax {line['jax']}."
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(line)}\n\n{origin}\n\n{END}{after}")
+def standard(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Returns the newest line with 4 stages and without changed keys."""
+    return [line for line in lines if line["stages"] == 4 and not line["keys"]][-1]
 
 
 def table(line: Mapping[str, Any]) -> str:
@@ -146,20 +135,17 @@ def table(line: Mapping[str, Any]) -> str:
     most = max(found)
     each = {a: [seconds / a for seconds in runs["stages"]["cpu_seconds"]] for a, runs in found.items()}
     ticks = {a: (a + stages - 1) / a for a in found}
-    rows = [
-        f"| A | bubble (S-1)/(A+S-1) | step, {len(each[most])} rounds | "
-        f"CPU time a micro-batch, over that of A = {most} | (A+S-1)/A, over that of A = {most} | "
-        "CPU time, over no pipeline |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for a, runs in found.items():
         seconds = runs["stages"]["seconds"]
         slower = [one / other for one, other in zip(each[a], each[most], strict=True)]
         over = [one * a / other for one, other in zip(each[a], runs["none"]["cpu_seconds"], strict=True)]
         cells = [f"{a}", f"{(stages - 1) / (a + stages - 1):.1%}", f"{min(seconds):.2f} to {max(seconds):.2f} s"]
         cells += [spread(slower) if a < most else "1", f"{ticks[a] / ticks[most]:.2f}", spread(over)]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+        rows.append(cells)
+    over_most = f"over that of A = {most}"
+    heads = ["A", "bubble (S-1)/(A+S-1)", f"step, {len(each[most])} rounds", f"CPU time a micro-batch, {over_most}"]
+    return markdown([*heads, f"(A+S-1)/A, {over_most}", "CPU time, over no pipeline"], rows)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ and replaced.
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from files import atomic, json_lines
@@ -26,6 +27,12 @@ def recorded(file: Path, *, superseded: bool = False) -> list[dict[str, Any]]:
     """Returns the lines of a record, those marked `superseded` only if asked for; none if there is no file yet."""
     lines = json_lines.read(file) if file.exists() else []
     return [line for line in lines if superseded or "superseded" not in line]
+
+
+def is_recorded(file: Path, key: Mapping[str, Any]) -> bool:
+    """Whether a record has a line with these values."""
+    written = json.loads(json.dumps(key))  # as it was written: tuples are lists
+    return any(written.items() <= line.items() for line in recorded(file))
 
 
 def replace(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -45,6 +52,27 @@ def machine() -> dict[str, str]:
     """Returns commit, machine and jax version of a measurement."""
     about = environment({})
     return {"commit": about["git_commit"], "machine": f"{os.cpu_count()} CPU cores", "jax": about["versions"]["jax"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """A value, and between what it lay."""
+
+    value: float
+    low: float
+    high: float
+
+    def text(self, digits: int = 1) -> str:
+        """Returns `13.1 (12.8 to 13.4)`."""
+        return f"{self.value:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+
+def middle(values: Sequence[float | None]) -> str:
+    """Returns the median of what was measured, with the range if that is more than one value; `-` of nothing."""
+    known = [value for value in values if value is not None]
+    if len(known) == 1:
+        return f"{known[0]:.1f}"
+    return Range(value=median(known), low=min(known), high=max(known)).text() if known else "-"
 
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:

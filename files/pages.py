@@ -1,11 +1,38 @@
-"""The head of a page of the docs: its title, and two lines that lead back."""
+"""The pages of the docs: their head, and the tables that a program fills from records."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 
 BACK = (
     "[mics-jax](../README.md) trains large sharded models on clusters with a slow network.\n"
     "This is one of [its pages](README.md), listed there in the order in which to read them."
 )
+TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def head(title: str) -> str:
     """Returns the title and the lines below it, with a newline at the end."""
     return f"# {title}\n\n{BACK}\n"
+
+
+def filled(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    """Returns a page with the text of `tables` between `<!-- table: NAME -->` and `<!-- end -->`.
+
+    ValueError with the nearest names if there is no table of such a name.
+    """
+
+    def table(found: re.Match[str]) -> str:
+        if found[2] not in tables:
+            near = get_close_matches(found[2], tables, n=3, cutoff=0)
+            raise ValueError(f"there is no table {found[2]}; did you mean {' or '.join(near)}?")
+        return f"{found[1]}\n{tables[found[2]]()}\n\n{found[3]}"
+
+    return TABLE.sub(table, text)
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a Markdown table."""
+    return "\n".join(
+        [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import inf
 
+from metrics.throughput import peak_flops
 from planner.hardware import Device, Network
 
 GBIT = 1e9 / 8  # bytes/s
@@ -188,24 +189,24 @@ TREES = tuple(
 )  # fmt: skip
 
 
-PRODUCTS = {  # TFLOP/s measured in half-precision matrix products of the best shapes, of the peak
-    "V100": (83, 125, "up to 83 TFLOP/s in mixed precision (Markidis et al. 2018, doi 10.1109/IPDPSW.2018.00091)"),
-    "A100": (271, 312, "271 TFLOP/s in bf16 (stas00/ml-engineering, compute/accelerator)"),
-    "H100": (795, 989, "795 TFLOP/s in bf16 (stas00/ml-engineering, compute/accelerator)"),
-    "H200": (795, 989, "795 TFLOP/s in bf16 (stas00/ml-engineering, compute/accelerator)"),
+PRODUCTS = {  # TFLOP/s measured in half-precision matrix products of the best shapes
+    "V100": (83, "up to 83 TFLOP/s in mixed precision (Markidis et al. 2018, doi 10.1109/IPDPSW.2018.00091)"),
+    "A100": (271, "271 TFLOP/s in bf16 (stas00/ml-engineering, compute/accelerator)"),
+    "H100": (795, "795 TFLOP/s in bf16 (stas00/ml-engineering, compute/accelerator)"),
+    "H200": (795, "795 TFLOP/s in bf16 (stas00/ml-engineering, compute/accelerator)"),
 }
 
 
-def _gpu(
-    name: str, target: str, half: float, single: float, memory: float, bandwidth: float, note: str, **sources: str
-):
+def _gpu(name: str, target: str, single: float, memory: float, bandwidth: float, note: str, **sources: str):
     """Returns a GPU; products of f32 reach the same fraction as those of half precision."""
-    reached, peak, source = PRODUCTS[name.split("-")[0]]
+    reached, source = PRODUCTS[name.split("-")[0]]
+    half = peak_flops(name)
+    assert half
     return Accelerator(
         name=name,
         target=target,
         peak_flops={"bf16": half, "f16": half, "f32": single},
-        matmul_fraction=reached / peak,
+        matmul_fraction=1e12 * reached / half,
         memory_bytes=memory,
         memory_bandwidth=bandwidth,
         note=note,
@@ -219,31 +220,31 @@ V100_NOTE = (
 )
 TF32 = "f32 is TF32, which XLA uses for products by default"
 V100 = _gpu(
-    "V100", "a100", 125e12, 15.7e12, 32 * 2**30, 900e9, V100_NOTE,
+    "V100", "a100", 15.7e12, 32 * 2**30, 900e9, V100_NOTE,
     peak_flops="NVIDIA, V100 SXM2 data sheet: 125 (tensor cores), 15.7 TFLOP/s",
     memory_bytes="NVIDIA, V100 data sheet: 32 GB",
     memory_bandwidth="NVIDIA, V100 data sheet: 900 GB/s",
 )  # fmt: skip
 A100_40 = _gpu(
-    "A100-40GB", "a100", 312e12, 156e12, 42331013120, 1555e9, "",
+    "A100-40GB", "a100", 156e12, 42331013120, 1555e9, "",
     peak_flops=f"NVIDIA, A100 data sheet, dense; {TF32}",
     memory_bytes=f"{XLA_SPECS}/a100_sxm_40.txtpb",
     memory_bandwidth=f"{XLA_SPECS}/a100_sxm_40.txtpb",
 )  # fmt: skip
 A100_80 = _gpu(
-    "A100-80GB", "a100", 312e12, 156e12, 85100068864, 2039e9, "",
+    "A100-80GB", "a100", 156e12, 85100068864, 2039e9, "",
     peak_flops=f"NVIDIA, A100 data sheet, dense; {TF32}",
     memory_bytes=f"{XLA_SPECS}/a100_sxm_80.txtpb",
     memory_bandwidth=f"{XLA_SPECS}/a100_sxm_80.txtpb",
 )  # fmt: skip
 H100 = _gpu(
-    "H100", "h100", 989e12, 495e12, 84942979072, 3352e9, "",
+    "H100", "h100", 495e12, 84942979072, 3352e9, "",
     peak_flops=f"NVIDIA, H100 SXM data sheet, dense; {TF32}",
     memory_bytes=f"{XLA_SPECS}/h100_sxm.txtpb",
     memory_bandwidth=f"{XLA_SPECS}/h100_sxm.txtpb",
 )  # fmt: skip
 H200 = _gpu(
-    "H200", "h100", 989e12, 495e12, 151397597184, 4800e9, "",
+    "H200", "h100", 495e12, 151397597184, 4800e9, "",
     peak_flops=f"NVIDIA, H200 SXM data sheet, dense; {TF32}",
     memory_bytes=f"{XLA_SPECS}/h200.txtpb",
     memory_bandwidth=f"{XLA_SPECS}/h200.txtpb",
@@ -261,8 +262,8 @@ CPU = Accelerator(
     note="emulated: all devices of all nodes share one machine's 2 cores, so more nodes compute no faster",
     sources={
         "matmul_fraction": "the FLOP/s are measured ones",
-        "peak_flops": "python -m benchmarks.cpu_rates: 4 processes of 2 devices at once, a transformer's shapes",
-        "memory_bytes": "the machine of docs/performance.md",
+        "peak_flops": "measured (cpu_rates.jsonl): 4 processes of 2 devices at once, a transformer's shapes",
+        "memory_bytes": "the machine of the measurements: 2 cores of a shared x86-64 host, 24 GiB",
         "memory_bandwidth": "the same, as many bytes of four kinds of kernels",
         "functions_per_s": "the same, exp and tanh",
     },

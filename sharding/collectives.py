@@ -71,7 +71,7 @@ def ring_reduce_scatter(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
     What `lax.psum_scatter` should be. Gloo's (CPUs of several processes) halves and doubles: two nodes of four send a
     third more than the formula, the link is idle while it adds, and inside a node it takes ten times as long
-    (docs/performance.md).
+    (docs/emulation.md).
     """
     size, index = lax.axis_size(axes), lax.axis_index(axes)
     ring = [(i, (i + 1) % size) for i in range(size)]

@@ -6,10 +6,9 @@ import sys
 
 import jax
 import pytest
+from agreeing import FILE_BYTES, FILES
 from running import ROOT
 
-from benchmarks import agreement
-from benchmarks.records import recorded
 from input_pipeline.store import StoreAwayError
 from runtime import consensus
 from runtime.exit_codes import ResumableError
@@ -58,23 +57,16 @@ def test_an_error_of_process_0_is_one_of_the_same_kind_in_the_others(
 
 def test_four_processes_agree_in_few_calls_and_share_the_hashing() -> None:
     """At most 3 calls per process to gather; each file is hashed once when saved, and once when restored."""
-    program = "import json; from benchmarks.agreement import measure; print(json.dumps(measure(4)))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    program = (
+        "import json; from tests.agreeing import measure; print(json.dumps(measure(4)))"  # it forks: without threads
+    )
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     most = {"broadcast": 1, "all_gather": 3, "gather": 3, "commit": 5, "restore": 4}
     assert {key: max(calls) for key, calls in found["calls"].items()} == most
-    own, of_all = agreement.FILES * agreement.FILE_BYTES, 3 * len("{}")
+    own, of_all = FILES * FILE_BYTES, 3 * len("{}")
     assert found["hashed_bytes"]["commit"] == [own + of_all, own, own, own]
     restored = found["hashed_bytes"]["restore"]
     assert sum(restored) == 4 * own + of_all and max(restored) <= own + of_all
-
-
-@pytest.mark.document
-def test_the_page_is_what_the_record_gives() -> None:
-    lines = recorded(agreement.RESULTS)
-    assert agreement.PAGE.read_text() == agreement.page(lines), "run: python -m benchmarks.agreement --report"
-    for line in lines:  # O(n): no process makes more calls in a large run than in a small one
-        assert {key: max(calls) for key, calls in line["calls"].items()} == {
-            key: max(calls) for key, calls in lines[0]["calls"].items()
-        }

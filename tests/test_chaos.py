@@ -15,7 +15,6 @@ from emulating import EMULATED
 from running import ROOT, XLA_FLAGS
 
 from benchmarks import elastic as benchmark
-from benchmarks.records import recorded
 from cluster.chaos.faults import KINDS, MOMENTS, _open_slots
 from cluster.chaos.plan import NODES_AFTER, Fault, make_plan
 from cluster.chaos.run import NOTICED, ElasticRun
@@ -162,14 +161,6 @@ def chaos(*args: str) -> subprocess.CompletedProcess[str]:
         timeout=TIMEOUT_S,
         env={**os.environ, "XLA_FLAGS": XLA_FLAGS},
     )
-
-
-@pytest.mark.document
-def test_the_page_is_what_the_record_gives() -> None:
-    page = benchmark.page(recorded(benchmark.RESULTS))
-    assert benchmark.PAGE.read_text() == page, "run: python -m benchmarks.elastic --report"
-    for command in {line["command"] for line in recorded(benchmark.RESULTS) if line["title"] != benchmark.CHAOS}:
-        assert f"\n    {command}\n" in page
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:

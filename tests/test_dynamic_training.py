@@ -1,12 +1,10 @@
-"""The prices of benchmarks/dynamic_training_cost.py against sums by hand, the phases of its runs, and the page."""
+"""The prices of benchmarks/dynamic_training_cost.py against sums by hand, and the phases of its runs."""
 
 import itertools
-import json
 from statistics import mean
 
 import pytest
 
-from benchmarks import dynamic_training_report as report
 from benchmarks.dynamic_training import PHASES, RESULTS, fluctuating
 from benchmarks.dynamic_training_cost import (
     ANNOUNCED_S,
@@ -22,6 +20,9 @@ from benchmarks.dynamic_training_cost import (
     trace,
 )
 from benchmarks.records import recorded
+from benchmarks.runner import ROOT
+from benchmarks.scores import same_until
+from benchmarks.tables import SAME
 
 HOUR_S = 3600.0
 PRICE = Price(on_demand=10.0, spot=3.0, zone="")
@@ -115,12 +116,6 @@ def test_the_phases_change_between_one_and_four_nodes(seed: int) -> None:
     assert ends[-1] == 300 and all(b - a in (37, 38) for a, b in itertools.pairwise(ends))
 
 
-def test_losses_are_the_same_until_a_step() -> None:
-    assert report.same_until([2.0, 4.0, 8.0, 1.0], [2.0, 4.00002, 8.8, 1.0]) == (3, pytest.approx(5e-6))
-    assert report.same_until([2.0, 4.0], [2.0, 4.0]) == (None, 0.0)
-    assert report.same_until([2.0], [3.0]) == (1, 0.0)
-
-
 @pytest.mark.document
 def test_what_is_recorded_lost_nothing() -> None:
     """Fluctuating runs had 1 to 4 nodes and did no step again; for two phases they had the fixed ones' losses."""
@@ -137,64 +132,10 @@ def test_what_is_recorded_lost_nothing() -> None:
         assert ends[0] == pytest.approx(ends[1], abs=0.015) and min(ends) > 0.97
 
 
-# --------------------------------------------------------------------------------------- the page and its picture
-
-EVENTS = [json.loads(line) for line in report.EVENTS.read_text().splitlines()]
-
-
-@pytest.mark.document
-def test_the_page_is_what_the_records_give() -> None:
-    text = report.page(recorded(RESULTS), EVENTS)
-    assert report.PAGE.read_text() == text, "run: python -m benchmarks.dynamic_training --report"
-    assert "\n    python -m benchmarks.dynamic_training --seeds=3 --steps=300\n" in text
-    assert "`python -m benchmarks.dynamic_training --report`" in text
-
-
-def test_what_was_measured_of_a_standstill_has_every_event_but_those_compiled_ahead() -> None:
-    lines = [
-        {"kind": "join", "next_step_s": 30.0},
-        {"kind": "join", "next_step_s": 70.0, "compile_ahead": True},
-        {"events": [{"kind": "join", "next_step_s": 50.0}, {"kind": "sigterm", "next_step_s": 9.0}]},
-    ]
-    said = report.measured(lines)
-    assert "30 to 50 s after a node joined (2 events, median 40 s), 9 to 9 s after one left with notice (1" in said
-    assert "killed" not in said and report.measured([]) == "No event is recorded."
-
-
-@pytest.mark.document
-def test_the_assumed_standstills_are_not_called_the_slowest() -> None:
-    """The longest join of the record took 65 s; the simulation assumes 40 s."""
-    events = [e for line in EVENTS if not line.get("compile_ahead") for e in line.get("events", [line])]
-    joins = [event["next_step_s"] for event in events if event["kind"] == "join"]
-    assert max(joins) > JOINED_S
-    text = report.PAGE.read_text()
-    said = f"{min(joins):.0f} to {max(joins):.0f} s after a node joined ({len(joins)} events"
-    assert "slowest" not in text and said in text
-
-
-@pytest.mark.document
-def test_nodes_and_accuracies_of_every_seed_are_drawn() -> None:
-    seeds = report.whole_seeds(recorded(RESULTS))
-    figure = report.draw(seeds)
-    assert len(seeds) == 3 and len(figure.axes) == 6
-    for above, below, runs in zip(figure.axes[:3], figure.axes[3:], seeds, strict=True):
-        (nodes,) = above.patches
-        assert list(nodes.get_data().values) == [start["nodes"] for start in runs["fluctuating"]["starts"]]
-        lines = {line.get_label(): line for line in below.lines if not str(line.get_label()).startswith("_")}
-        assert list(lines) == list(report.KINDS)
-        for kind, line in lines.items():
-            found = runs[kind]["validations"]
-            assert list(line.get_xdata()) == [row["step"] for row in found]
-            assert list(line.get_ydata()) == [100 * row["validation_accuracy"] for row in found]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(report.LEGEND.values())
-    assert figure.axes[3].get_ylim()[0] == 85
-    assert figure.axes[3].get_ylabel().endswith("(the axis starts at 85)")
-
-
 @pytest.mark.document
 def test_concepts_say_when_losses_on_changing_nodes_leave_each_other() -> None:
-    seeds = report.whole_seeds(recorded(RESULTS))
-    first = [report.same_until(runs["fixed"]["losses"], runs["fluctuating"]["losses"])[0] for runs in seeds]
+    losses = {(line["kind"], line["seed"]): line["losses"] for line in recorded(RESULTS)}
+    first = [same_until(losses["fixed", seed], losses["fluctuating", seed], SAME)[0] for seed in range(3)]
     assert first == [83, 95, 118]
-    text = " ".join((report.ROOT / "docs" / "concepts.md").read_text().split())
+    text = " ".join((ROOT / "docs" / "concepts.md").read_text().split())
     assert "on changing nodes from step 83, 95 and 118 on" in text

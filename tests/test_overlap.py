@@ -1,22 +1,21 @@
-"""The program that says what is hidden: it compiles once, replays at any rate, and refuses in one line."""
+"""A step compiled for devices that are not here: once, replayed at any rate, and refused in one line."""
 
 import errno
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from compiling import SMALL
 from running import IGNORED
 
-from benchmarks import overlap
+from benchmarks.overlap_table import replayed
 from planner import compile as compiler
 from sharding.hlo import bytes_per_step, read_collectives
+from sharding.hlo_program import parse_program
 
 pytestmark = IGNORED
 needs_wheels = pytest.mark.skipif(not compiler.WHEELS.exists(), reason="make .venv/h100/installed")
-CLUSTER = ["--nodes=4", "--devices_per_node=2"]
 CONFIG = ["--config=configs/quickstart.py", *(f"--config.{key}={value}" for key, value in SMALL.items())]
 
 
@@ -26,24 +25,18 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(compiler.ROOT)
 
 
-def run(*words: str) -> int:
-    sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
-    return overlap.main(["overlap", *CONFIG, *CLUSTER, *words])
+def compiled(*words: str, xla_flags: str = "") -> compiler.CompiledStep:
+    return compiler.compile_step([*CONFIG, *words], nodes=4, devices_per_node=2, xla_flags=xla_flags)
 
 
 @pytest.mark.slow
 @needs_wheels
-def test_a_step_is_compiled_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--rate=1gbit,100gbit") == 0
-    lines = capsys.readouterr().out.splitlines()
-    titles = [f"{rate}, {tflops} TFLOP/s: compute 0." for rate in ("1gbit", "100gbit") for tflops in (795, 450)]
-    assert all(line.startswith(title) for line, title in zip(lines, titles, strict=True))
+def test_a_step_is_compiled_once_and_replayed_at_any_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = compiled()
     monkeypatch.setattr(subprocess, "run", None)
-    assert run("--rate=100gbit") == 0
-    assert capsys.readouterr().out.splitlines() == lines[2:]
-    step = compiler.compile_step(CONFIG, nodes=4, devices_per_node=2)
-    program = overlap.parse_program(step.text)
-    timeline, slow = (overlap.replayed(program, step, 1e6, tflops) for tflops in (795, 0.001))
+    assert compiled() == step
+    program = parse_program(step.text)
+    timeline, slow = (replayed(program, step, 1e6, tflops) for tflops in (795, 0.001))
     assert slow.compute_s > timeline.compute_s and slow.use().busy_s == timeline.use().busy_s
     # with a link of 1 Mbit/s latencies do not count: two devices, 86 % of the link; trees are no faster than rings
     sent = bytes_per_step(read_collectives(step.text, step.shape))["collective_inter_bytes"]
@@ -74,41 +67,13 @@ def test_folder_that_cannot_be_removed_yet_costs_no_program(monkeypatch: pytest.
 @pytest.mark.slow
 @needs_wheels
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "xla_flags", "said"),
     [
-        (["--config.sharding.partition_size=3"], "partition_size=3"),
-        (["--xla_flags=--xla_gpu_no_such_flag=true"], "--xla_flags: XLA knows no flag --xla_gpu_no_such_flag=true"),
+        (["--config.sharding.partition_size=3"], "", "partition_size=3"),
+        ([], "--xla_gpu_no_such_flag=true", "--xla_flags: XLA knows no flag --xla_gpu_no_such_flag=true"),
     ],
 )
-def test_what_cannot_be_compiled_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*words) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: ") and said in lines[0]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--rate=fast"], "rate"),
-        (["--nodes=0"], "nodes"),
-        (["--config.model.layers=3"], "model.layers is not a key"),
-        (["--config.model.num_experts=4"], "model.num_experts is not a key of model.kind="),
-    ],
-)
-def test_bad_flags_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*words) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: ") and said in lines[0]
-
-
-def test_without_xla_for_gpus_it_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(compiler, "WHEELS", tmp_path / "none")
-    assert run() == 2
-    assert capsys.readouterr().err == "error: XLA for GPUs is not installed: make .venv/h100/installed\n"
-
-
-def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    assert overlap.main(["overlap", "--help"]) == 0
-    assert "--rate" in capsys.readouterr().out
+def test_what_cannot_be_compiled_is_one_line(words: list[str], xla_flags: str, said: str) -> None:
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        compiled(*words, xla_flags=xla_flags)
+    assert said in str(error.value) and "\n" not in str(error.value)

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import papers
 from benchmarks.papers_cells import Cell, cells
+from benchmarks.records import is_recorded, recorded
 from paper import compression, gemini, model_state, published, scores, traffic, zeropp
 from paper.records import Records, read_records
 from state.snapshots import Snapshots
@@ -36,7 +37,7 @@ def cell(kind: str, name: str, strategy: str = "") -> Cell:
 
 def line(about: Cell) -> dict[str, Any]:
     key = json.loads(json.dumps(about.key))
-    return next(x for x in papers.recorded(papers.record_of(about)) if key.items() <= x.items())
+    return next(x for x in recorded(papers.record_of(about)) if key.items() <= x.items())
 
 
 def row(found: scores.Comparison, name: str) -> scores.Cell:
@@ -52,7 +53,7 @@ def changed(records: Records, name: str, lines: list[dict[str, Any]]) -> Records
 
 
 def test_record_has_every_cell_and_no_other(records: Records) -> None:
-    assert all(papers.is_recorded(c) for c in cells())
+    assert all(is_recorded(papers.record_of(c), c.key) for c in cells())
     assert len(records.lines("papers")) == len(list(cells()))
 
 

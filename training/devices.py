@@ -53,7 +53,7 @@ def use_compilation_cache() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Makes glibc keep freed memory, because XLA:CPU allocates the same in the next step (docs/performance.md)."""
+    """Makes glibc keep freed memory, because XLA:CPU allocates the same in the next step: half of its system time."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_ARENA_MAX, 1)):

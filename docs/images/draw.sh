@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Draws every picture of this folder again, from configs and from the records in benchmarks/results; nothing is trained.
-# The pages that the pictures of records belong to are written with them.
+# The tables of the pages are written with them.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python="${PYTHON:-.venv/bin/python}"
@@ -16,8 +16,5 @@ draw node_node_all --config.sharding.strategy=custom --config.sharding.partition
   --config.sharding.parameters=node --config.sharding.gradients=node --config.sharding.optimizer=all
 "$python" -m planner --config=configs/quickstart.py --cluster=emulated --nodes=4 \
   --png=docs/images/timeline.png >/dev/null
-"$python" -m benchmarks.planner_curves --report
-for page in strategies compression dynamic_training; do
-  "$python" -m "benchmarks.$page" --report
-done
+"$python" -m benchmarks.pages
 "$python" -m paper

@@ -1,0 +1,254 @@
+"""The tables and charts of the measured pages: what is compared with what, and that pages say what the records say."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
+
+from benchmarks import accuracy, charts, overlap_table, pages, pipelines, planner_validation, scores, tables
+from benchmarks.records import Range
+from files.pages import TABLE, filled
+
+PAGES = [page for page in pages.PAGES if "<!-- table: " in page.read_text()]
+
+
+def step(strategy: str, rate: str, times: list[float], commit: str = "a") -> dict[str, Any]:
+    """A line of strategies.jsonl, as far as tables and charts read it; 8 MB on the wire."""
+    sizes = dict.fromkeys(("formula_inter_bytes", "compiled_inter_bytes", "compiled_intra_bytes", "wire_tx_bytes"), 8e6)
+    seconds = {"step_time_s": float(np.median(times)), "step_times_s": times}
+    return {"mode": "standard", "strategy": strategy, "rate": rate, "commit": commit, **seconds, **sizes}
+
+
+def coded(codec: str, times: list[float], command: str = "", loss: float = 4.0, commit: str = "a") -> dict[str, Any]:
+    """A line of compression.jsonl at 1 Gbit/s; it sends 10 bytes, without a codec 40."""
+    seconds = {"step_time_s": sum(times) / len(times), "step_times_s": times}
+    about = {"kind": "step", "codec": codec, "rate": "1gbit", "command": command, "commit": commit}
+    return {**about, **seconds, "wire_tx_bytes": 40.0 if codec == "none" else 10.0, "losses": [5.0, loss]}
+
+
+def trained(method: str, seed: int, loss: float) -> dict[str, Any]:
+    return {"task": "text", "method": method, "seed": seed, "validation_loss": loss, "hop_two_ratio": 4.0}
+
+
+def drawn(figure: Figure) -> tuple[list[str], list[float], list[str], list[tuple[float, float]]]:
+    """The names of the rows, the bars, the words next to them, and from where to where each error bar goes."""
+    (axes,) = figure.axes
+    bars = [c for c in axes.containers if isinstance(c, ErrorbarContainer)]
+    ranges = [(segment[0][0], segment[1][0]) for c in bars for segment in c.lines[2][0].get_segments()]
+    words = [text.get_text().strip() for text in axes.texts]
+    return [x.get_text() for x in axes.get_yticklabels()], [bar.get_width() for bar in axes.patches], words, ranges
+
+
+# --------------------------------------------------------------------------------------------------------- pages
+
+
+@pytest.mark.document
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_tables_of_a_page_are_what_the_records_give(page: Path) -> None:
+    assert filled(page.read_text(), tables.TABLES) == page.read_text(), "run: python -m benchmarks.pages"
+
+
+@pytest.mark.document
+def test_every_table_is_on_one_page() -> None:
+    shown = [found[2] for page in PAGES for found in TABLE.finditer(page.read_text())]
+    assert sorted(shown) == sorted(tables.TABLES)
+
+
+def test_only_the_text_between_the_marks_is_written() -> None:
+    page = "before\n<!-- table: a -->\nold\n<!-- end -->\nbetween\n<!-- table: b -->\n<!-- end -->\nafter\n"
+    text = filled(page, {"a": lambda: "| x |", "b": lambda: "| y |"})
+    assert filled(text, {"a": lambda: "| x |", "b": lambda: "| y |"}) == text
+    assert re.sub(r"<!--.*?-->\n", "", text) == "before\n\n| x |\n\nbetween\n\n| y |\n\nafter\n"
+    with pytest.raises(ValueError, match="there is no table a; did you mean b?"):
+        filled(page, {"b": str})
+
+
+# ---------------------------------------------------------------------------------------------------- strategies
+
+
+def test_a_step_time_is_the_median_of_runs_within_its_steps() -> None:
+    runs = [step("ddp", "1gbit", [1.0, 3.0]), step("ddp", "1gbit", [5.0, 7.0]), step("ddp", "1gbit", [4.0, 4.0])]
+    assert scores.step_time(runs) == Range(value=4.0, low=1.0, high=7.0)
+    assert scores.step_time([]) is None
+
+
+def test_nothing_is_taken_from_a_step_that_computes_something_else() -> None:
+    lines = [step("compute only", "1gbit", [3.0]), step("ddp", "1gbit", [5.0]), step("ddp dots", "1gbit", [4.0])]
+    assert scores.above_compute_s(lines, "ddp", "1gbit") == Range(value=2.0, low=2.0, high=2.0)
+    assert scores.above_compute_s(lines, "ddp dots", "1gbit") is None
+    assert "| ddp dots | 1 | a | 4.0 (4.0 to 4.0) | - | - | 0.1 |" in tables.step_times(lines, "1gbit")
+
+
+def test_ratios_and_differences_have_the_range_of_their_steps_and_rows_their_commits() -> None:
+    lines = [step("compute only", "1gbit", [3.0, 5.0]), step("zero3 flat", "1gbit", [8.0, 12.0])]
+    lines += [step("ddp", "1gbit", [4.0, 6.0]), step("ddp", "1gbit", [5.0, 8.0], commit="b")]
+    table = tables.step_times(lines, "1gbit")
+    assert "| ddp | 2 | a, b | 5.8 (4.0 to 8.0) | 1.74 (1.00 to 3.00) | 1.8 (-1.0 to 5.0) | 0.1 |" in table
+
+
+def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> None:
+    lines = [step("compute only", "1gbit", [1.5]), step("ddp", "1gbit", [2.0, 3.0]), step("zero3", "200mbit", [9.0])]
+    names, bars, words, ranges = drawn(charts.draw_step_times(lines))
+    assert (names, bars) == (["ddp", "zero3"], [2.5, 0.0, 0.0, 9.0])  # at 1gbit, at 200mbit
+    assert words == ["2.5", "not measured", "not measured", "9.0"] and ranges == [(2.0, 3.0)]
+
+
+def test_bytes_are_drawn_between_nodes_first() -> None:
+    lines = [step("ddp", "1gbit", [1.0]), step("zero3", "1gbit", [1.0]) | {"compiled_inter_bytes": 2e6}]
+    between, inside = charts.draw_bytes(lines).axes[0].containers
+    assert [bar.get_width() for bar in between] == [bar.get_x() for bar in inside] == [8.0, 2.0]
+    assert [bar.get_width() for bar in inside] == [8.0, 8.0]
+
+
+# -------------------------------------------------------------------------------------------------------- codecs
+
+
+def test_times_of_codecs_are_compared_at_the_same_commits_with_the_same_optimizer() -> None:
+    """Of another day the machine may have been slower; bytes do not depend on that."""
+    lines = [coded("none", [4.0]), coded("none", [8.0], commit="b"), coded("int8", [2.0, 6.0], commit="b")]
+    lines += [coded("int4", [1.0], commit="c"), coded("dgc", [1.0], "train.py --config.optimizer.name=sgd", 6.0)]
+    text = tables.codec_steps(lines)
+    assert "| int8 | 1 | b | adamw | 0.00 | 4.00 | 4.00 (2.00 to 6.00) | 2.00 (1.33 to 4.00) | 5.000, 4.000 |" in text
+    assert "| int4 | 1 | c | adamw | 0.00 | 4.00 | 1.00 (1.00 to 1.00) | - | 5.000, 4.000 |" in text
+    assert "| dgc | 1 | a | sgd | 0.00 | 4.00 | 1.00 (1.00 to 1.00) | - | 5.000, 6.000 |" in text
+
+
+def test_the_chart_of_codecs_marks_bars_that_are_not_to_be_compared() -> None:
+    lines = [coded("none", [4.0]), coded("int8", [1.0, 3.0])]
+    lines += [coded("int4", [1.0], commit="b") | {"superseded": "measured before a change"}]
+    names, bars, _, ranges = drawn(charts.draw_codecs([*lines, coded("dgc", [1.0], "--config.optimizer.name=sgd")]))
+    assert names == ["none", "int8", "int4\n(another commit, superseded)", "dgc\n(sgd)"]
+    assert bars == [4.0, 2.0, 1.0, 1.0] and ranges == [(1.0, 3.0)]
+
+
+def test_a_superseded_line_is_shown_until_there_is_a_newer_one() -> None:
+    old = coded("dgc", [1.0]) | {"superseded": "measured before a change"}
+    lines = [coded("none", [4.0]), old]
+    assert scores.newest(lines) == lines
+    newer = coded("dgc", [2.0])
+    assert scores.newest([*lines, newer]) == [lines[0], newer]
+
+
+def test_differences_of_losses_are_those_of_the_same_seed() -> None:
+    """Dense runs from 1.4 to 1.9, in another order: int8 is 0.01 to 0.03 above the one of its own seed."""
+    dense = [trained("dense, AdamW", seed, loss) for seed, loss in ((2, 1.9), (0, 1.4), (1, 1.5))]
+    lines = [trained("int8, AdamW", seed, loss) for seed, loss in ((0, 1.41), (1, 1.52), (2, 1.93))]
+    header, _, of_dense, of_int8 = tables.codec_accuracy("text", dense + lines).splitlines()
+    assert header == "| text | times smaller | validation loss | minus dense, by seed |"
+    assert of_dense == "| dense, AdamW | 4 | 1.600 (1.400 to 1.900) |  |"
+    assert of_int8 == "| int8, AdamW | 4 | 1.620 (1.410 to 1.930) | +0.020 (+0.010 to +0.030) |"
+    alone = [trained("dense, AdamW", 0, 1.4), trained("int8, AdamW", 0, 1.3), trained("int8, AdamW", 1, 9.0)]
+    assert tables.codec_accuracy("text", alone).endswith("| -0.100 (-0.100 to -0.100) |")
+
+
+def test_how_many_times_fewer_bytes_a_run_sends() -> None:
+    """Of 4 replicas, by hand: a fifth of 1-bit Adam's steps is dense; DGC's payload is gathered, not reduced."""
+    claimed = {name: method.times_smaller(30.0) for name, method in accuracy.methods("text").items()}
+    assert claimed["int8, AdamW"] == 30 and claimed["dense, SGD"] == 30
+    assert claimed["one_bit_adam, AdamW"] == pytest.approx(1 / (0.2 + 0.8 / 30))
+    assert claimed["dgc, 99 %, SGD"] == 15 and claimed["DiLoCo, 10 steps, AdamW"] == 300
+    assert claimed["DiLoCo, 10 steps, streaming, AdamW"] == 300
+
+
+# ---------------------------------------------------------------------------------------------------- elasticity
+
+
+def test_events_are_told_by_title_and_by_whether_the_next_attempt_was_compiled_ahead() -> None:
+    phases = {"noticed": 1.0, "stopped": None, "started": 2.0, "restored": 3.0}
+    killed = {"title": "SIGKILL of a node", "lost_steps": 1, "phases": phases, "source": "memory (3 of 3)"}
+    text = tables.kill_matrix([{**killed, "next_step_s": 20.0}, {**killed, "next_step_s": 21.0}])
+    assert "| 1, 30 s | 2 | 1 | 20.5 (20.0 to 21.0) | 1.0 (1.0 to 1.0) | - | 2.0 (2.0 to 2.0) |" in text
+    assert "| a node joins | 0, 20 s | 0 | not measured |  |  |  |  |  |  |" in text
+    phases = {**phases, "stopped": 9.0}
+    joined = {**killed, "title": "a node joins", "phases": phases, "next_step_s": 30.0, "pause_s": 20.0}
+    lines = [{**joined, "compile_ahead": False}]
+    lines += [{**joined, "next_step_s": 40.0, "pause_s": 5.0, "compile_ahead": True}]
+    assert "| a node joins | 0, 20 s | 1 | 1 | 30.0 | 1.0 |" in tables.kill_matrix(lines)
+    row = "| a node joins | 20 s | {} | 1 | {} | 9.0 | {} | 1 |"
+    wanted = [row.format("no", 20.0, 30.0), row.format("yes", 5.0, 40.0)]
+    assert tables.compiled_ahead(lines).splitlines()[2:] == wanted
+
+
+def test_every_run_of_chaos_is_shown() -> None:
+    def event(seconds: float, lost: int) -> dict[str, Any]:
+        return {"kind": "cut", "next_step_s": seconds, "lost_steps": lost, "load": seconds}
+
+    about = {"title": "chaos", "steps": 50, "parameter_difference": 5e-7, "commit": "abcdef0123"}
+    lines = [{**about, "loss_difference": 2.3e-7, "events": [event(9.0, 2), event(10.0, 0)]}]
+    lines += [{**about, "loss_difference": 1e-9, "events": [event(3.0, 2)], "compile_ahead": True, "seed": 7}]
+    assert tables.chaos_runs(lines).splitlines()[2:] == [
+        "| `--events=2 --seed=0` | 50 | 2e-07 | 5e-07 | 9 to 10 | abcdef0 |",
+        "| `--compile_ahead --events=1 --seed=7` | 50 | 1e-09 | 5e-07 | 3 to 3 | abcdef0 |",
+    ]
+    assert tables.chaos_events(lines).endswith("| `cut` | 2 | 9.5 (9.0 to 10.0) | 2, 0 | 1 | 3.0 | 2 |")
+
+
+def test_pauses_have_every_event_but_those_compiled_ahead() -> None:
+    lines = [
+        {"kind": "join", "next_step_s": 30.0},
+        {"kind": "join", "next_step_s": 70.0, "compile_ahead": True},
+        {"events": [{"kind": "join", "next_step_s": 50.0}, {"kind": "sigterm", "next_step_s": 9.0}]},
+    ]
+    rows = tables.pauses(lines).splitlines()
+    assert "| a node joined | 40 s | 30 to 50 s, median 40 s | 2 |" in rows
+    assert "| one left with notice | 25 s | 9 to 9 s, median 9 s | 1 |" in rows
+    assert "| one was killed | 40 s | - | 0 |" in rows
+
+
+def test_losses_are_the_same_until_a_step() -> None:
+    assert scores.same_until([2.0, 4.0, 8.0, 1.0], [2.0, 4.00002, 8.8, 1.0], 1e-5) == (3, pytest.approx(5e-6))
+    assert scores.same_until([2.0, 4.0], [2.0, 4.0], 1e-5) == (None, 0.0)
+    assert scores.same_until([2.0], [3.0], 1e-5) == (1, 0.0)
+
+
+# -------------------------------------------------------------------------------- pipelines, overlap, the planner
+
+
+def test_a_ratio_of_pipelines_compares_what_was_measured_in_the_same_round() -> None:
+    """Of two stages: (2 + 1)/2 ticks a micro-batch against (8 + 1)/8."""
+
+    def clocks(*cpu_seconds: float) -> dict[str, list[float]]:
+        return {"seconds": [value / 2 for value in cpu_seconds], "cpu_seconds": list(cpu_seconds)}
+
+    found = {"2": {"stages": clocks(0.3, 0.5), "none": clocks(0.1, 0.25)}}
+    found |= {"8": {"stages": clocks(0.8, 2.0), "none": clocks(0.8, 1.0)}}
+    line = {"stages": 2, "keys": [], "by_micro_batches": found}
+    assert pipelines.table(line).splitlines()[2:] == [
+        "| 2 | 33.3% | 0.15 to 0.25 s | 1.25 (1.00 to 1.50) | 1.33 | 2.50 (2.00 to 3.00) |",
+        "| 8 | 11.1% | 0.40 to 1.00 s | 1 | 1.00 | 1.50 (1.00 to 2.00) |",
+    ]
+    newest = line | {"stages": 4}
+    assert pipelines.standard([line | {"stages": 4, "a": 1}, newest, newest | {"keys": ["a"]}, line]) is newest
+
+
+def test_a_row_of_overlap_has_both_speeds_of_kernels_and_the_step_without() -> None:
+    hops = {"hop_two_s": 6.049, "hop_two_exposed_s": 5.0, "gathers_hop_one_s": 1.0, "gathers_hop_one_exposed_s": 0.25}
+    times = {"compute_s": 14.4, "step_s": 20.0, "slow_compute_s": 24.0, "slow_step_s": 25.0}
+    on = {"case": "zero3", "rate": "100gbit", **hops, **times, "temporary_bytes": 17_900_000_000}
+    off = {"step_s": 21.0, "temporary_bytes": 1e9}
+    wanted = "zero3 | 100 | 14.40 | 6.05 (5.00) | 1.00 (0.25) | 20.00 (21.00) | 28.0 % | 4.0 % | 17.9 (1.0) GB"
+    assert " | ".join(overlap_table.row(on, off)) == wanted
+
+
+def predicted(name: str, rate: str, measured_s: float, predicted_s: float) -> dict[str, Any]:
+    about = {"name": name, "rate": rate, "runs": 1, "beside_the_rates": True}
+    return {**about, "measured_s": measured_s, "predicted_s": predicted_s}
+
+
+def test_errors_are_those_of_the_predictions() -> None:
+    lines = [predicted("ddp", "1gbit", 10.0, 9.0), predicted("zero3", "1gbit", 20.0, 23.0)]
+    lines += [predicted("ddp", "200mbit", 10.0, 9.9), predicted("mics(2)", "200mbit", 9.8, 10.0)]
+    lines += [predicted("zero3", "100mbit", 30.0, 10.0), predicted("mics(2)", "100mbit", 12.0, 12.0)]
+    assert planner_validation.summary({"now": lines}).endswith("| now | 6 | 4 | 67% | -10.1% | -67% to +15% |")
+    assert planner_validation.bests({"now": lines}).splitlines()[2:] == [
+        "| now | 1gbit | 2 | ddp | ddp | 0.0% |",
+        "| now | 200mbit | 2 | ddp | mics(2) | 2.0% |",
+        "| now | 100mbit | 2 | zero3 | mics(2) | 150.0% |",
+    ]
+    errors = [(-1) ** n * n / 100 for n in range(1, 11)]
+    assert planner_validation.quantile(errors, 0.9) == pytest.approx(0.09)
+    assert planner_validation.quantile(errors, 1.0) == pytest.approx(0.10)
