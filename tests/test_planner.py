@@ -329,7 +329,7 @@ BAD = {
     "--xla_flags=--nonsense": "^error: --xla_flags: XLA knows no flag --nonsense$",
     "--strategy=mics(0)": r"^error: --strategy=mics\(0\): groups have .*; sizes that divide: 1, 2, 4, 8$",
     "--strategy=zero3+hop_two=int8": "hop_two=int8 does not go with replicas none of which are on different nodes",
-    "--devices_per_node=x": "^error: flag --devices_per_node=x: invalid literal for int",
+    "--devices_per_node=x": "^error: --devices_per_node=x: give a whole number",
     "--spot_trace=nothere.csv": r"--spot_trace=nothere\.csv cannot be read \(No such file or directory\); give a CSV",
     "--config=bert_10bb.py": r"^error: --config=bert_10bb.py: .* no such file; did you mean configs/bert_10b.py\?$",
 }
