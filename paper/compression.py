@@ -3,9 +3,10 @@
 from math import log
 from statistics import fmean
 
+from files.pages import markdown
 from paper import published
 from paper.records import PARAMETER_BYTES, Line, Records
-from paper.scores import Cell, Comparison, table
+from paper.scores import Cell, Comparison
 
 NODES = 4  # of the recorded runs
 MIB = 2**20
@@ -120,4 +121,4 @@ def diloco(records: Records) -> str:
         ["published: 150 M parameters, C4, 8 workers, 500 steps apart", f"{log(theirs / dense):+.3f}"],
         ["ours: 0.1 M parameters, source text, 4 replicas, 10 steps apart, 3 seeds", f"{loss - without:+.3f}"],
     ]
-    return table(["", "change of the loss"], rows)
+    return markdown(["", "change of the loss"], rows)

@@ -4,11 +4,12 @@ from collections.abc import Iterable
 
 from matplotlib.figure import Figure
 
+from files.pages import markdown
 from paper import published
 from paper.plots import Curves, draw_curves
 from paper.records import Line, Records
 from paper.replays import table_1
-from paper.scores import NONE, Cell, Comparison, table
+from paper.scores import NONE, Cell, Comparison
 
 OURS = ("zero3", "mics(2)")  # of the loss curves
 SAME = 1e-5  # losses with a smaller relative difference count as equal
@@ -57,7 +58,7 @@ def losses(records: Records) -> str:
         ["the paper's tenths", f"{paper:.2f}", NONE, NONE],
         [f"our {len(zero3)} steps", f"{most:.1e}", f"{relative:.1e}", f"{first}" if first else "none"],
     ]
-    return table(["largest difference", "loss", "relative", f"first step above {SAME:.0e}"], rows)
+    return markdown(["largest difference", "loss", "relative", f"first step above {SAME:.0e}"], rows)
 
 
 def plot(records: Records) -> Figure:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from scipy.optimize import least_squares
 
+from files.pages import markdown
 from paper import published
 from paper.records import Records
-from paper.scores import Cell, mean_off, table
+from paper.scores import Cell, mean_off
 from planner.clusters import CLUSTERS
 
 P3DN = CLUSTERS["p3dn.24xlarge"]
@@ -120,7 +121,7 @@ def fits(records: Records) -> str:
         off = [f"{100 * mean_off(cells):.0f} %" for cells in (figure_2(found), figure_13a(found))]
         rows.append([name, *figures, *off])
     head = ["latency", "µs", "GB/s", "mean difference from figure 2", "from figure 13a, not fitted to"]
-    return table(head, rows)
+    return markdown(head, rows)
 
 
 def _megabytes(case: str) -> int:

@@ -1,19 +1,19 @@
 """The tables and pictures of the papers' pages: Markdown written by hand, with marked tables that are filled here."""
 
-import re
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from files import pages as pages_of_docs
+from files.pages import markdown
 from paper import compression, gemini, mics, model_state, network, pipelines, predictions, throughput, traffic, zeropp
 from paper.plots import Bars, draw_bars, exactly
 from paper.records import Records
-from paper.scores import Comparison, mean_off, orders, percent, table
+from paper.scores import Comparison, mean_off, orders, percent
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 TABLES: Mapping[str, Callable[[Records], Comparison | str]] = {
     "mics-volumes": lambda records: traffic.volumes(records, "mics"),
@@ -78,18 +78,11 @@ def pages() -> list[Path]:
 
 def filled(text: str, records: Records) -> str:
     """Returns a page with its marked tables as the records have them. ValueError for a mark of no table."""
-
-    def fill(mark: re.Match[str]) -> str:
-        return f"{mark[1]}\n{table_named(mark[2], records)}\n\n{mark[4]}"
-
-    return MARK.sub(fill, text)
+    return pages_of_docs.filled(text, {name: partial(table_named, name, records) for name in TABLES})
 
 
 def table_named(name: str, records: Records) -> str:
-    """Returns a table as Markdown. ValueError with the nearest names if there is none of this name."""
-    if name not in TABLES:
-        near = get_close_matches(name, TABLES, n=3, cutoff=0)
-        raise ValueError(f"there is no table {name}; did you mean {' or '.join(near)}?")
+    """Returns a table as Markdown."""
     found = TABLES[name](records)
     return found if isinstance(found, str) else found.markdown()
 
@@ -104,7 +97,7 @@ def summary(records: Records) -> str:
         worst = max((cell.off or 0.0 for cell in cells), key=abs)
         in_order = " of ".join(map(str, order(records))) if order else ""
         rows.append([title, f"{len(cells)}", f"{100 * mean_off(cells):.1f}%", percent(worst), in_order])
-    return table(["", "numbers", "mean difference", "largest", "in the published order"], rows)
+    return markdown(["", "numbers", "mean difference", "largest", "in the published order"], rows)
 
 
 def bars(found: Comparison, title: str, *, line: float = 1.0, is_logarithmic: bool = False) -> Figure:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from files.pages import markdown
 from paper.records import Records
 from paper.replays import HALF, Shape, shape_of
-from paper.scores import NONE, table
+from paper.scores import NONE
 
 NODES, K = 8, 8  # p3dn.24xlarge: 8 V100
 GLOBAL_BATCH, ROWS = 8192, 8
@@ -114,7 +115,7 @@ def formulas(records: Records) -> str:
     del records  # formulas alone
     rows = [_line(model, run_of(model, *way)) for model, ways in COMPARED.items() for way in ways]
     head = ["GB", "gathers, hop one", "hop two", "between stages", "all", "work"]
-    return table([*head, "GB of state", "GB kept"], rows)
+    return markdown([*head, "GB of state", "GB kept"], rows)
 
 
 def _line(model: str, run: Run) -> Sequence[str]:

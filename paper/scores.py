@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from files.pages import markdown
+
 NONE, NOT_MEASURED = "-", "not measured"
 
 
@@ -57,13 +59,13 @@ class Comparison:
                 [cell.row, self.number(cell.published), self.number(cell.ours, NOT_MEASURED), self.difference(cell)]
                 for cell in self.cells
             ]
-            return table([self.title, "published", "ours", "difference"], rows)
+            return markdown([self.title, "published", "ours", "difference"], rows)
         lines: dict[str, dict[str, str]] = {}
         for cell in self.cells:
             ours = self.number(cell.ours)
             pair = f"{self.number(cell.published)}, {ours} ({self.difference(cell)})"
             lines.setdefault(cell.row, {})[cell.column] = ours if cell.published is None else pair
-        return table(
+        return markdown(
             [self.title, *columns],
             [[name, *(line.get(column, "") for column in columns)] for name, line in lines.items()],
         )
@@ -101,12 +103,6 @@ def orders(cells: Iterable[Cell]) -> tuple[int, int]:
 def _first_number(text: str) -> int:
     found = re.search(r"\d+", text)
     return int(found[0]) if found else 0
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a markdown table."""
-    first, *others = ("| " + " | ".join(line) + " |" for line in (head, *rows))
-    return "\n".join([first, "|" + "---|" * len(head), *others])
 
 
 def percent(value: float | None) -> str:

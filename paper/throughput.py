@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from files.pages import markdown
 from paper import published, replays
 from paper.published import Published
 from paper.records import Records
 from paper.replays import FAST_PRODUCTS, PAPER, PLANNER, PRODUCTS, Replay, find, shape_of
-from paper.scores import Cell, Comparison, mean_off, orders, over, percent, table
+from paper.scores import Cell, Comparison, mean_off, orders, over, percent
 
 ODD = "BERT 20B"  # the paper's figures 7 and 9 contradict each other there
 # figure: what the other systems are divided by
@@ -143,7 +144,7 @@ def means(records: Records) -> str:
         by_system = [[cell for cell in cells if cell.row.endswith(system)] for system in ("MiCS", "ZeRO-3", "ZeRO-2")]
         but_odd = [cell for cell in by_system[0] if not cell.row.startswith(ODD)]
         rows.append([name, *_means(by_system[0], but_odd, *by_system[1:], _over_zero3(cells))])
-    return table(["mean difference", "MiCS", f"MiCS but {ODD}", "ZeRO-3", "ZeRO-2", "MiCS over ZeRO-3"], rows)
+    return markdown(["mean difference", "MiCS", f"MiCS but {ODD}", "ZeRO-3", "ZeRO-2", "MiCS over ZeRO-3"], rows)
 
 
 def _means(*groups: Iterable[Cell]) -> list[str]:
@@ -157,7 +158,9 @@ def memory(records: Records) -> str:
         text = f"{run.needs_bytes / 1e9:.1f}{'' if run.replay else ', OOM'}"
         wrong = (run.replay is None) != (run.bar.value is None)
         rows.setdefault(f"{run.bar.case}, {run.bar.system}", []).append(f"{text}, the paper not" if wrong else text)
-    return table(["GB", *(f"{gpus} GPUs" for gpus in (16, 32, 64, 128))], [[name, *row] for name, row in rows.items()])
+    return markdown(
+        ["GB", *(f"{gpus} GPUs" for gpus in (16, 32, 64, 128))], [[name, *row] for name, row in rows.items()]
+    )
 
 
 def contradiction(records: Records) -> str:
@@ -169,7 +172,7 @@ def contradiction(records: Records) -> str:
             rates = (run.cell().published, run.cell().ours)
             found = [shape_of(ODD).tflops(rate or 0.0, run.bar.at) for rate in rates]
             rows.append([f"{run.bar.at} GPUs", f"{nine:.2f}", *(f"{x:.2f} ({percent(x / nine - 1)})" for x in found)])
-    return table(["TFLOP/s", "figure 9", "by figure 7", "ours"], rows)
+    return markdown(["TFLOP/s", "figure 9", "by figure 7", "ours"], rows)
 
 
 def ablation(
@@ -208,4 +211,4 @@ def ablation_means(records: Records) -> str:
     ):
         groups = [ratios(ablation(records, figure, network, seconds), figure) for figure in ABLATIONS]
         rows.append([name, *_means(*groups, [cell for group in groups for cell in group])])
-    return table(["mean difference", *(figure.removeprefix("figure ") for figure in ABLATIONS), "all"], rows)
+    return markdown(["mean difference", *(figure.removeprefix("figure ") for figure in ABLATIONS), "all"], rows)

@@ -3,8 +3,9 @@
 import csv
 from pathlib import Path
 
+from files.pages import markdown
 from paper.records import Records
-from paper.scores import Cell, Comparison, table
+from paper.scores import Cell, Comparison
 
 FILE = Path(__file__).parent / "traffic.csv"
 NODES, N, K, ACCUM = 8, 64, 8, 4  # of the cluster that MiCS's formulas are compared on: n devices, k of a node
@@ -63,4 +64,4 @@ def calls(records: Records) -> str:
         times = [f"{step.calls(kind)}" for kind in KINDS]
         over_ddp = (step.sent() / steps[0].sent(), step.link() / steps[0].link())
         rows.append([step.strategy, *times, *(f"{ratio:.2f}" for ratio in over_ddp)])
-    return table(["", *KINDS, "bytes of a device over ddp", "of a node"], rows)
+    return markdown(["", *KINDS, "bytes of a device over ddp", "of a node"], rows)
