@@ -252,7 +252,7 @@ def per_layer(make: Callable[[PyTree], Transform], specs: PyTree) -> Transform:
     `make` builds the optimizer of a part of the parameters from its specs. LAMB's and LARS's trust ratios, Adafactor's
     factors and Muon's orthogonalisation belong to one layer's tensor.
     """
-    stacks = {name: make(group) for name, group in specs.items() if is_stack(group)}
+    stacks = {name: make(group) for name, group in specs.items() if is_stack(group) and name != "rest"}
     if not stacks:
         return make(specs)
 

@@ -39,9 +39,9 @@ def exchange(
     A codec encodes what crosses nodes (compression/route.py), except parameters with one dim per layer. Those are
     small, and their gradients differ in magnitude from those of matrices, with which they must not share a scale.
     `error_feedback` adds the encoding error to the next step's gradients (arXiv 1901.09847): the sum of all results,
-    plus the residuals, is the sum of all gradients. A non-finite value makes the whole result non-finite: the step is
-    skipped, and the residuals stay. Those of an exchange in the micro-steps have taken in the skipped gradients by
-    then, and become zero.
+    plus the residuals, is the sum of all gradients. A non-finite value makes the whole result non-finite, and
+    `unless_not_finite` restores the state. The residuals of an exchange in the micro-steps have taken in the skipped
+    gradients by then, and become zero.
     """
     layout, with_state = plan.layout, codec is not None
     primitive = encoded(plan, codec, error_feedback=error_feedback) if codec else summed(plan)
@@ -61,7 +61,8 @@ def exchange(
 
     def exchange_shards(done: jax.Array, grads_R: Shards, *kept_R: Shards) -> tuple[Any, ...]:
         # this replica's share of the mean
-        shares = [x_R[0].astype(jnp.float32) / layout.num_replicas for x_R in grads_R]
+        dtype = jnp.float32 if codec else None  # codecs take f32
+        shares = [x_R[0].astype(dtype or x_R.dtype) / layout.num_replicas for x_R in grads_R]
         kept = [x_R[0] for x_R in kept_R[0]] if kept_R else None
         key = jax.random.fold_in(jax.random.key(0), done)
         totals, kept, counts = primitive.exchange(plan.group(plan.placements, ()).placements, shares, kept, key)

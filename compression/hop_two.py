@@ -72,7 +72,7 @@ class HopTwo:
         hop_two = self.build(setup)
         if setup.compression.delayed:
             hop_two = delayed(hop_two, setup.plan.layout.num_replicas)
-        return unless_not_finite(hop_two)
+        return optax.with_extra_args_support(hop_two)
 
     def early(self, setup: Setup) -> Callable[[State], Early] | None:
         """Returns what the micro-steps need to do hop two, of the transform's state.

@@ -129,7 +129,7 @@ def _split(argv: Sequence[str]) -> tuple[str, list[tuple[str, str]], list[str]]:
             others.append(word)
             continue
         off, name, value = found.groups()
-        if value is None and words and not off and not words[0].startswith("--"):
+        if value is None and words and not off and not (words[0].startswith("--") or _OF_CONFIG.fullmatch(words[0])):
             value = words.pop(0)
         if name is None:
             files.append(value or "")

@@ -39,24 +39,26 @@ def state_shardings(plan: ShardingPlan, shapes: TrainState, cut: Cut = lambda na
     """Returns the NamedSharding of every array of a state, given the tree of its shapes.
 
     An array of hop two's or the optimizer's state that belongs to a parameter is cut like it, over the optimizer's
-    scope; counters are on every device, and all others (factored moments) as `cut` says. What each replica has for
-    itself (PerReplica, `[R, ...]`) is on its devices alone: cut like its gradient where it belongs to a parameter,
-    whole on each device where not. ValueError for a dim that the scope does not divide.
+    scope. Counters are on every device, and so are all others (PowerSGD's factors, factored moments) unless `cut` cuts
+    them, those of the optimizer. What each replica has for itself (PerReplica, `[R, ...]`) is on its devices alone: cut
+    like its gradient where it belongs to a parameter, whole on each device where not. ValueError for a dim that the
+    scope does not divide.
     """
     layout = plan.layout
     placements, params = by_name(plan.placements, is_leaf=is_placement), by_name(shapes.params)
     gradients = by_name(gradient_specs(plan))
     degree = layout.shape.size(layout.optimizer)
 
-    def spec_of(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> PartitionSpec:
+    def spec_of(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, cut: Cut) -> PartitionSpec:
         name = owner(path, x, params)
         if replica_key(path):
             return gradients[name] if name else PartitionSpec(layout.replica_axes)
         if name:
             return placements[name].pspec(layout.optimizer)
         in_stack = any(isinstance(key, jax.tree_util.DictKey) and key.key in plan.stacks for key in path)
-        dim = cut(path_name(path), x.shape) if x.ndim > in_stack else None  # else a counter, in a stack one a layer
-        if dim is None or degree == 1:
+        if degree == 1 or x.ndim <= in_stack:  # a counter, in a stack one a layer
+            return REPLICATED
+        if (dim := cut(path_name(path), x.shape)) is None:
             return REPLICATED
         if x.shape[dim] % degree:
             raise ValueError(
@@ -65,12 +67,12 @@ def state_shardings(plan: ShardingPlan, shapes: TrainState, cut: Cut = lambda na
             )
         return PartitionSpec(*[None] * dim, layout.optimizer)
 
-    def place(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
-        return NamedSharding(plan.mesh, spec_of(path, x))
+    def placed(tree: PyTree, cut: Cut) -> PyTree:
+        return jax.tree_util.tree_map_with_path(lambda path, x: NamedSharding(plan.mesh, spec_of(path, x, cut)), tree)
 
     return dataclasses.replace(
         jax.tree.map(lambda _: NamedSharding(plan.mesh, REPLICATED), shapes),
         params=plan.shardings(plan.layout.parameters),
-        hop_two=jax.tree_util.tree_map_with_path(place, shapes.hop_two),
-        opt_state=jax.tree_util.tree_map_with_path(place, shapes.opt_state),
+        hop_two=placed(shapes.hop_two, lambda name, shape: None),
+        opt_state=placed(shapes.opt_state, cut),
     )

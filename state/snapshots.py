@@ -62,7 +62,7 @@ class Snapshots:
         fallback = broadcast(new_key("fallback"), lambda: secrets.token_hex(8))
         self._folder = MemoryFolder(memory_dir, self._attempts.run_id, fallback)
         self._attempt = self._attempts.next
-        self._slot, self._other_slot = "a", "b"  # to be written next; the newest snapshot that all processes have
+        self._slot = "a"  # to be written next: the other has the newest snapshot that all processes have
         self._meet()
 
     def __enter__(self) -> Self:
@@ -161,7 +161,7 @@ class Snapshots:
         self._attempts = replace(self._attempts, saved=max([self._attempts.saved, *(saved for _, saved in said)]))
         if any(failed for failed, _ in said):
             return  # the next snapshot overwrites this one, and not the previous one, which is complete
-        self._slot, self._other_slot = self._other_slot, self._slot
+        self._slot = "b" if self._slot == "a" else "a"
         if self._reader == self._me:  # snapshots of earlier attempts are older
             ours = f"{self._attempt}-"
             self._folder.remove(name for name in self._folder.names() if not name.startswith(ours))

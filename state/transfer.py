@@ -24,8 +24,11 @@ def fetch(connection: Connection, snapshot: SnapshotManifest, number: int, regio
     """Returns `region`, a part of piece `number` of a snapshot. OSError if the transfer fails."""
     result = np.empty(region.shape, snapshot.dtypes[region.path])
     request = {"get": snapshot.name, "number": number, "start": region.start, "shape": region.shape}
-    content = b"".join(connection.get(request, result.nbytes))
-    return np.frombuffer(content, result.dtype).reshape(region.shape)
+    room, filled = as_bytes(result), 0
+    for block in connection.get(request, result.nbytes):
+        room[filled : filled + len(block)] = block
+        filled += len(block)
+    return result
 
 
 def send_copy(connection: Connection, folder: MemoryFolder, snapshot: SnapshotManifest, numbers: list[int]) -> None:

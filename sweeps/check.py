@@ -46,7 +46,7 @@ def _check_emulated(run: Run) -> None:
     options = run.command[: run.command.index("--")]
     done = subprocess.run([*options, "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip().removeprefix("error: ")
+        said = (done.stderr.strip() or "no output").splitlines()[-1].removeprefix("error: ")
         raise ValueError(f"{describe(run.overrides) or 'the base config'}: {said}")
 
 

@@ -17,7 +17,8 @@ WAITING = frozenset(
         *("ray_ahead", "ray_cluster", "ray_engine", "ray_members", "ray_agent", "standby", "wire_bytes"),
     )
 )
-JAX = {"jax", "optax", "flax", "workload"}  # `workload` is the models and steps that tests of strategies share
+# `workload` is the models and steps that tests of strategies share, `running` runs train.py
+JAX = {"jax", "optax", "flax", "workload", "running"}
 
 
 def depends_on_jax(file: Path) -> bool:

@@ -347,6 +347,21 @@ def test_a_step_with_averages_that_are_not_finite_is_skipped() -> None:
     assert not any(x.any() for x in jax.tree.leaves(updates))
 
 
+@pytest.mark.parametrize("method", ["int8", "power_sgd", "dgc", "one_bit_adam"])
+def test_a_skipped_step_leaves_what_hop_two_keeps_as_it_was(method: str) -> None:
+    """As a run has it: also where only an average is not finite, which goes past dgc and 1-bit Adam."""
+    tx = make_tx(config(compression__hop_two=method, **HOP_TWO[method]))
+    params = jax.tree.map(jnp.asarray, FIRST)
+    good = gradients(0)
+    bad = good | {AVERAGES: jax.tree.map(lambda g: np.full_like(g, np.inf), good[AVERAGES])}
+    update = jax.jit(tx.update)
+    _, before = update(good, tx.init(params), params)
+    moves, after = update(bad, before, params)
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(moves)) and int(after[1].skipped) == 1
+    jax.tree.map(np.testing.assert_array_equal, after[0], before[0])
+    assert any(np.asarray(x).any() for x in jax.tree.leaves(before[0]))
+
+
 # --------------------------------------------------------------------------------------------------- bad settings
 
 

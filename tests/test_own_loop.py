@@ -96,3 +96,5 @@ def test_what_a_registered_optimizer_keeps_is_cut_as_it_declares_or_refused() ->
     register("optimizer", "squares", keeps_squares(lambda path, shape: len(shape) - 1))
     kept = [x for x in jax.tree.leaves(small({"optimizer.name": "squares"}).state_shapes.opt_state) if x.ndim > 1]
     assert kept and all(x.sharding.shard_shape(x.shape)[-1] == x.shape[-1] // 2 for x in kept)
+    hop_two = small({"optimizer.name": "squares", "compression.hop_two": "power_sgd"}).state_shapes.hop_two
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(hop_two.factors))

@@ -87,7 +87,7 @@ class Report:
     def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Takes a step that was dispatched, and reports the one before it."""
         self.flush()
-        self._pending = step, metrics, {"data_wait_s": self._batches.wait_s, **self._data.counters()}
+        self._pending = step, dict(metrics), {"data_wait_s": self._batches.wait_s, **self._data.counters()}
         if not self._ex.dispatches_asynchronously:
             self.flush()
 

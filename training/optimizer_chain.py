@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from compression.exchange import exchange
-from compression.hop_two import HopTwo, Setup
+from compression.hop_two import HopTwo, Setup, unless_not_finite
 from compression.local_sgd import LocalState, drift, local_sgd, streamed
 from compression.methods import method_named
 from compression.statistics import statistics
@@ -58,17 +58,20 @@ def cut_of(name: str) -> Cut:
 
 
 def _hop_two(method: HopTwo, setup: Setup) -> optax.GradientTransformation:
-    """Returns the method's transform; running averages go past one that takes the optimizer's place.
+    """Returns the method's transform, as a run has it; running averages go past one that takes the optimizer's place.
 
     It would give them a momentum. All other methods take their mean as it is, because they are vectors.
     """
     placements, averages = part_averages(setup.plan.placements)
     if not (averages and method.takes_over):
-        return method.transform(setup)
+        return unless_not_finite(method.transform(setup))
     specs, _ = part_averages(setup.specs)
     hop_two = method.transform(replace(setup, plan=replace(setup.plan, placements=placements), specs=specs))
     plain = exchange(replace(setup.plan, placements=averages))
-    return beside_averages(hop_two, lambda updates, params: plain.update(updates, optax.EmptyState())[0])
+    # around both: a step is skipped for an average that is not finite too
+    return unless_not_finite(
+        beside_averages(hop_two, lambda updates, params: plain.update(updates, optax.EmptyState())[0])
+    )
 
 
 def watch(states: States, *, hands_on: str = "grad") -> dict[str, jax.Array]:

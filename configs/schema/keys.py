@@ -70,7 +70,7 @@ class Key:
         """Returns the value that a text on the command line means; other text as it is, which `check` refuses."""
         try:
             return TYPES[self.type][2](text)
-        except (KeyError, ValueError, SyntaxError):
+        except (KeyError, ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             return text
 
     def check(self, name: str, value: Any) -> None:
