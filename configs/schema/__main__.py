@@ -60,12 +60,12 @@ def _signs(words: str) -> str:
 def table(title: str, about: str, keys: Mapping[str, Key]) -> str:
     """Returns a heading, a description, and a table with one row per key."""
     lines = [f"## {title}\n", *([f"{about}\n"] if about else [])]
-    lines += ["| key | default | allowed | meaning |", "|---|---|---|---|"]
+    lines += ["| key=default | allowed | meaning |", "|---|---|---|"]
     for name, key in keys.items():
         allowed = ", ".join(f"`{choice}`" for choice in key.choices) or _signs(key.range) or key.type_name
         # a meaning names its unit, or the name ends in _s
         meaning = key.meaning if key.unit.rstrip("s") in key.meaning else f"{key.meaning} ({key.unit})"
-        lines.append(f"| `{name}`{'*' * key.resumable} | `{key.default!r}` | {allowed} | {meaning} |")
+        lines.append(f"| `{name}={key.default!r}`{'*' * key.resumable} | {allowed} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
