@@ -10,7 +10,7 @@ HEAD = """# Config
 Part of [mics-jax](../README.md); [all pages](README.md).
 
 Every key, written by `python -m configs.schema > docs/config.md`. A config file sets `config.batch.global_size = 64`,
-the command line `--config.batch.global_size=64`. A number has the default's type and is never NaN. Starred keys may
+the command line `--config.batch.global_size=64`. A value has the default's type, and is never NaN. Starred keys may
 change when a run [resumes](training.md#a-run).
 """
 
@@ -62,7 +62,7 @@ def table(title: str, about: str, keys: Mapping[str, Key]) -> str:
     lines = [f"## {title}\n", *([f"{about}\n"] if about else [])]
     lines += ["| key=default | allowed | meaning |", "|---|---|---|"]
     for name, key in keys.items():
-        allowed = ", ".join(f"`{choice}`" for choice in key.choices) or _signs(key.range) or key.type_name
+        allowed = ", ".join(f"`{choice}`" for choice in key.choices) or _signs(key.range)
         # a meaning names its unit, or the name ends in _s
         meaning = key.meaning if key.unit.rstrip("s") in key.meaning else f"{key.meaning} ({key.unit})"
         lines.append(f"| `{name}={key.default!r}`{'*' * key.resumable} | {allowed} | {meaning} |")
