@@ -44,8 +44,8 @@ class TransformerConfig(ModelConfig):
     vocab_multiple: int = key(128, "pads the embedding to a multiple of this", least=1)
     max_len: int = key(256, "longest sequence; rows of learned positions", least=1, unit="tokens")
     num_layers: int = key(4, "number of layers", least=1)
-    hidden: int = key(128, "width of the residual stream; a multiple of num_heads", least=1)
-    intermediate: int = key(512, "width of the MLP's hidden layer", least=1)
+    hidden: int = key(128, "residual width; a multiple of num_heads", least=1)
+    intermediate: int = key(512, "MLP width", least=1)
     num_heads: int = key(4, "attention heads per layer", least=1)
     attention: str = key(
         "auto",
@@ -220,11 +220,11 @@ class ViTConfig(ImageConfig):
     """A vision transformer that classifies images."""
 
     kind: str = key("vit", KIND, choices=KINDS, topics=("model",))
-    image_size: int = key(8, "height and width of an image, equal to data.image_size", least=1, unit="pixels")
+    image_size: int = key(8, "data.image_size", least=1, unit="pixels")
     patch_size: int = key(2, "height and width of a patch; a divisor of image_size", least=1, unit="pixels")
     num_layers: int = key(4, "number of layers", least=1)
-    hidden: int = key(64, "width of the residual stream; a multiple of num_heads", least=1)
-    intermediate: int = key(256, "width of the MLP's hidden layer", least=1)
+    hidden: int = key(64, "residual width; a multiple of num_heads", least=1)
+    intermediate: int = key(256, "MLP width", least=1)
     num_heads: int = key(4, "attention heads per layer", least=1)
     activation: str = key("gelu", ACTIVATION, choices=("gelu", "gelu_exact"))
     norm_eps: float = key(1e-6, "added to the variance in norms", above=0, below=1)
