@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
-BACK = "Part of [mics-jax](../README.md); [all pages](README.md)."
+BACK = "[mics-jax](../README.md), [all pages](README.md)"
 TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

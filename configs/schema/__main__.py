@@ -7,7 +7,7 @@ from configs.schema.model import ImageConfig, ModelConfig
 
 HEAD = """# Config
 
-Part of [mics-jax](../README.md); [all pages](README.md).
+[mics-jax](../README.md), [all pages](README.md)
 
 Every key, written by `python -m configs.schema > docs/config.md`. A config file sets `config.batch.global_size = 64`,
 the command line `--config.batch.global_size=64`. A value has the default's type, and is never NaN. Starred keys may

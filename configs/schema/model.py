@@ -220,7 +220,7 @@ class ViTConfig(ImageConfig):
     """A vision transformer that classifies images."""
 
     kind: str = key("vit", KIND, choices=KINDS, topics=("model",))
-    image_size: int = key(8, "data.image_size", least=1, unit="pixels")
+    image_size: int = key(8, "height and width of images, as data.image_size", least=1, unit="pixels")
     patch_size: int = key(2, "height and width of a patch; a divisor of image_size", least=1, unit="pixels")
     num_layers: int = key(4, "number of layers", least=1)
     hidden: int = key(64, "residual width; a multiple of num_heads", least=1)
