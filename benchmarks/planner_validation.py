@@ -123,14 +123,5 @@ def bests(sessions: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return markdown(["timed in", "link", "steps", "predicted fastest", "measured fastest", "slower than that"], rows)
 
 
-def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a row a step; `*` marks those of the rates' session."""
-    rows = []
-    for line in sorted(lines, key=lambda line: (-bytes_per_s(line["rate"]), line["measured_s"])):
-        cells = [line["name"] + " *" * line["beside_the_rates"], line["rate"], str(line["runs"])]
-        rows.append([*cells, *(f"{line[key]:.1f} s" for key in ("measured_s", "predicted_s")), f"{error(line):+.0%}"])
-    return markdown(["step", "link", "runs", "measured", "predicted", "error"], rows)
-
-
 if __name__ == "__main__":
     sys.exit(main())

@@ -305,7 +305,6 @@ def _tables() -> dict[str, Callable[[], str]]:
         "a run on spot nodes": planner_records.spot,
         "errors of the planner": lambda: planner_validation.summary(sessions),
         "fastest by the planner": lambda: planner_validation.bests(sessions),
-        "steps of the planner": lambda: planner_validation.table(predicted),
     }
 
 

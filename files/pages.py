@@ -4,10 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
-BACK = (
-    "[mics-jax](../README.md) trains large sharded models on clusters with a slow network.\n"
-    "This is one of [its pages](README.md), listed there in the order in which to read them."
-)
+BACK = "[mics-jax](../README.md), [all pages](README.md)"
 TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -49,7 +49,7 @@ class Config(Section):
     seed: int = key(0, "seed of the parameters, the order of examples and every random draw", least=0, most=2**63 - 1)
     num_steps: int = key(
         100,
-        "optimizer steps of the whole run; the learning rate schedule ends there",
+        "optimizer steps of the run and of the learning rate's schedule",
         least=1,
         most=2**31 - 1,  # of an int32, in the state
         unit="steps",
@@ -69,7 +69,7 @@ class Config(Section):
     log_every: int = key(1, "steps between lines of metrics.jsonl", least=1, unit="steps", resumable=True)
     sink: str = key(
         "none",
-        "where metrics go besides metrics.jsonl and TensorBoard; offline",
+        "where metrics go as well; offline",
         choices=("none", "wandb"),
         resumable=True,
     )

@@ -7,20 +7,19 @@ from configs.schema.model import ImageConfig, ModelConfig
 
 HEAD = """# Config
 
-[mics-jax](../README.md) trains large sharded models on clusters with a slow network.
-This is one of [its pages](README.md), listed there in the order in which to read them.
+[mics-jax](../README.md), [all pages](README.md)
 
-Every key of a config with its default and its meaning, written by `python -m configs.schema > docs/config.md` from
-`configs/schema/`. An experiment changes keys in its file (`config.batch.global_size = 64`), a command line with
-`--config.batch.global_size=64`. A star: a resumed run may change the value ([Training](training.md#a-run)). NaN is
-never allowed.
+Every key, written by `python -m configs.schema > docs/config.md`. A config file sets `config.batch.global_size = 64`,
+the command line `--config.batch.global_size=64`. A value has the default's type, and is never NaN. Starred keys may
+change when a run [resumes](training.md#a-run).
 """
 
 COMBINATIONS = """## What does not go together
 
-Each pair is refused in one line, with the reason and what would work. All others can be combined, if sizes divide.
+Each pair is refused in one line that says why and what works. Others can be combined, if sizes divide.
 One replica: `zero2`, `zero3`, a group of all devices, `sharding.partitioner=auto`, `sharding.two_hop=False`.
 """
+SIGNS = {"at least": "≥", "at most": "≤", "above": ">", "below": "<", " and ": ", ", "from ": ""}
 
 
 def page() -> str:
@@ -51,14 +50,22 @@ def _about(section: type[Section]) -> str:
     return (section.__doc__ or "").partition("\n")[0]
 
 
+def _signs(words: str) -> str:
+    """Returns a range with signs: `at least 1` as `≥ 1`."""
+    for word, sign in SIGNS.items():
+        words = words.replace(word, sign)
+    return words
+
+
 def table(title: str, about: str, keys: Mapping[str, Key]) -> str:
     """Returns a heading, a description, and a table with one row per key."""
     lines = [f"## {title}\n", *([f"{about}\n"] if about else [])]
-    lines += ["| key | default | allowed | meaning |", "|---|---|---|---|"]
+    lines += ["| key=default | allowed | meaning |", "|---|---|---|"]
     for name, key in keys.items():
-        allowed = ", ".join(f"`{choice}`" for choice in key.choices) or f"{key.type_name} {key.range}".strip()
-        meaning = f"{key.meaning} ({key.unit})" if key.unit else key.meaning
-        lines.append(f"| `{name}`{'*' * key.resumable} | `{key.default!r}` | {allowed} | {meaning} |")
+        allowed = ", ".join(f"`{choice}`" for choice in key.choices) or _signs(key.range)
+        # a meaning names its unit, or the name ends in _s
+        meaning = key.meaning if key.unit.rstrip("s") in key.meaning else f"{key.meaning} ({key.unit})"
+        lines.append(f"| `{name}={key.default!r}`{'*' * key.resumable} | {allowed} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 

@@ -19,13 +19,13 @@ class CompressionConfig(Section, name="compression"):
     gather_intra: str = key("none", "codec of parameters gathered inside a node", choices=CODECS, topics=("codec",))
     hop_one_inter: str = key(
         "none",
-        "codec of gradients reduce-scattered between nodes in each micro-step",
+        "codec of gradients reduce-scattered between nodes",
         choices=CODECS,
         topics=("codec",),
     )
     hop_one_intra: str = key(
         "none",
-        "codec of gradients reduce-scattered inside a node in each micro-step",
+        "codec of gradients reduce-scattered inside a node",
         choices=CODECS,
         topics=("codec",),
     )
@@ -36,14 +36,12 @@ class CompressionConfig(Section, name="compression"):
         topics=("codec",),
     )
     experts_intra: str = key("none", "codec of tokens sent to experts inside a node", choices=CODECS, topics=("codec",))
-    block: int = key(1024, "int8, int4, one_bit: values that share a scale; a multiple of 8", unit="values")
+    block: int = key(1024, "int8, int4, one_bit: values per scale; a multiple of 8", unit="values")
     rounding: str = key("nearest", "int8, int4: rounding in hop two", choices=("nearest", "stochastic"))
-    threshold: float = key(
-        0.5, "two_bit: magnitude sent for values that are at least as large", above=0, below=float("inf")
-    )
+    threshold: float = key(0.5, "two_bit: magnitude sent for values at least as large", above=0, below=float("inf"))
     error_feedback: bool = key(True, "add the encoding error to the next step's gradients")
     sparsity: float = key(0.999, "dgc: share of values that are not sent", above=0, below=1)
-    sampled: float = key(1.0, "dgc: share of values sampled to find the large ones; 1 selects exactly", above=0, most=1)
+    sampled: float = key(1.0, "dgc: share of values sampled to find the largest; 1: exact", above=0, most=1)
     warmup_steps: int = key(
         0,
         "dgc: steps from a sparsity of 0.75 to the final one; one_bit_adam: steps of plain Adam",
@@ -51,7 +49,7 @@ class CompressionConfig(Section, name="compression"):
         unit="steps",
     )
     rank: int = key(2, "power_sgd: rank of the factors", least=1)
-    delayed: bool = key(False, "hop two exchanges the previous step's gradients, in parallel with the compute")
+    delayed: bool = key(False, "hop two exchanges the previous step's gradients during the compute")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,58 +17,52 @@ class DataConfig(Section, name="data"):
 
     source: str = key(
         "stdlib_text",
-        "where examples come from; digits are images, synthetic and tfds:NAME, any TFDS data set, are text or images",
+        "where examples come from",
         choices=SOURCES,
         topics=("source",),
     )
     path: str = key(
         "",
-        "folder: directory of the text files; shards: directory, or URL of s3://, gs:// or http(s)://; tfds: data_dir, "
-        "empty for the default",
+        "folder: of the text files; shards: folder or s3://, gs://, http(s):// URL; tfds: data_dir, or the default",
         resumable=True,
     )
     mixture: str = key(
         "",
-        "several text sources in place of source and path: WEIGHT SOURCE[:PATH], ..., such as "
-        "'3 folder:/data/wiki, 1 tfds:lm1b'; empty for one source",
+        "several text sources in place of source and path: WEIGHT SOURCE[:PATH], separated by commas",
     )
     pattern: str = key(
         "",
-        "folder and shards: glob of the files below data.path; empty for all (shards: all of a known format)",
+        "folder, shards: glob of files below data.path; empty for all (shards: of a known format)",
         resumable=True,
     )
     text_field: str = key("text", "shards: field or column of the text", resumable=True)
-    shuffle_shards: int = key(4, "shards: files of which the windows are shuffled together", least=1, unit="files")
+    shuffle_shards: int = key(4, "shards: files whose windows are shuffled together", least=1, unit="files")
     cache_gb: float = key(
         0.0,
-        "shards: most disk space of a node for token shards, the least recently used removed first; 0 for no limit",
+        "shards: disk space of a node for token shards; 0 for no limit",
         least=0,
         unit="GB",
         resumable=True,
     )
     tokenizer: str = key("bytes", "tokenizer of text", choices=TOKENIZERS, topics=("tokenizer",))
-    tokenizer_path: str = key(
-        "", "vocabulary file of a sentencepiece or tiktoken tokenizer, or a tokenizer.json", resumable=True
-    )
+    tokenizer_path: str = key("", "vocabulary file of sentencepiece or tiktoken, or tokenizer.json", resumable=True)
     seq_len: int = key(256, "tokens of a text example", least=1, unit="tokens")
     objective: str = key(
         "causal",
-        "what the model learns: causal and masked for text, classify for images",
+        "task: causal or masked for text, classify for images",
         choices=("causal", "masked", "classify"),
     )
     packing: str = key(
         "stream",
-        "rows of text: windows of the token stream; documents: the same rows, attention and positions of each document "
-        "its own; whole: rows of whole documents, filled up with weight 0",
+        "rows of text: windows of the token stream; the same with attention within documents; whole documents, padded",
         choices=("stream", "documents", "whole"),
     )
     mask_rate: float = key(0.15, "masked: share of tokens to predict", above=0, most=1)
-    image_size: int = key(8, "classify: height and width of an image", least=1, unit="pixels")
+    image_size: int = key(8, "classify: height and width of images", least=1, unit="pixels")
     channels: int = key(1, "classify: 1 for grey, 3 for colour", choices=(1, 3))
     augment: str = key(
         "none",
-        "classify: crop_flip trains on random crops, half of them mirrored, and validates on the centre (ImageNet); "
-        "shift_flip on whole images, shifted by up to an eighth and half of them mirrored (CIFAR)",
+        "classify: random crops (ImageNet) or shifts (CIFAR), half of them mirrored",
         choices=("none", "crop_flip", "shift_flip"),
     )
     prefetch: int = key(4, "batches prepared in the background; 0 for none", least=0, unit="batches", resumable=True)

@@ -8,9 +8,9 @@ from typing import ClassVar, get_type_hints
 from configs.schema.keys import Section, key
 from configs.schema.own import OWN
 
-KIND = "kind of model; it determines the other keys of this section"
+KIND = "kind of model; decides the other keys"
 KINDS = ("decoder", "moe", "encoder", "resnet", "vit")
-ACTIVATION = "activation of the MLP; gelu is the tanh approximation"
+ACTIVATION = "activation; gelu is the tanh approximation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +22,12 @@ class ModelConfig(Section, name="model"):
     kind: str = key("decoder", KIND, choices=KINDS, topics=("model",))
     compute_dtype: str = key(
         "float32",
-        "dtype of activations and gathered parameters; stored parameters are always float32",
+        "dtype of activations and gathered parameters; parameters are stored in float32",
         choices=("float32", "bfloat16"),
     )
     remat: str = key(
         "full",
-        "what the backward pass recomputes: whole layers; all but products, convolutions, experts' tokens; nothing",
+        "what is recomputed: layers; all but products, convolutions, experts' tokens; nothing",
         choices=("full", "dots", "none"),
         resumable=True,
     )
@@ -40,21 +40,21 @@ class TransformerConfig(ModelConfig):
     Models treat `attention = "auto"` as `xla`; `make_experiment`, which knows the devices, resolves it first.
     """
 
-    vocab_size: int = key(256, "token ids that the tokenizer can produce", least=1)
-    vocab_multiple: int = key(128, "the embedding is padded to a multiple of this many rows", least=1)
-    max_len: int = key(256, "longest sequence; learned positions have this many rows", least=1, unit="tokens")
+    vocab_size: int = key(256, "token ids of the tokenizer", least=1)
+    vocab_multiple: int = key(128, "pads the embedding to a multiple of this", least=1)
+    max_len: int = key(256, "longest sequence; rows of learned positions", least=1, unit="tokens")
     num_layers: int = key(4, "number of layers", least=1)
-    hidden: int = key(128, "width of the residual stream; a multiple of num_heads", least=1)
-    intermediate: int = key(512, "width of the MLP's hidden layer", least=1)
+    hidden: int = key(128, "residual width; a multiple of num_heads", least=1)
+    intermediate: int = key(512, "MLP width", least=1)
     num_heads: int = key(4, "attention heads per layer", least=1)
     attention: str = key(
         "auto",
-        "attention kernel; auto uses cuDNN on GPUs in bfloat16 and XLA elsewhere",
+        "attention kernel; auto: cuDNN on GPUs in bfloat16, else XLA",
         choices=("auto", "xla", "cudnn"),
         resumable=True,
     )
     norm_eps: float = key(1e-5, "added to the variance in norms", above=0, below=1)
-    weights: str = key("", "folder of a checkpoint of transformers, in safetensors, from which a new run starts")
+    weights: str = key("", "folder of a Hugging Face checkpoint from which a new run starts")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,14 +78,14 @@ class DecoderConfig(TransformerConfig):
     """A decoder-only language model."""
 
     kind: str = key("decoder", KIND, choices=KINDS, topics=("model",))
-    num_kv_heads: int = key(4, "key and value heads; fewer than num_heads give grouped-query attention", least=1)
+    num_kv_heads: int = key(4, "key and value heads; fewer than num_heads: grouped-query attention", least=1)
     positions: str = key("rotary", "position encoding", choices=("learned", "rotary"))
     rotary_base: float = key(10_000.0, "rotary: base of the frequencies (rope_theta)", above=1, below=float("inf"))
     norm: str = key("rms", "LayerNorm or RMSNorm", choices=("layer", "rms"))
     activation: str = key("swiglu", ACTIVATION, choices=("gelu", "gelu_exact", "swiglu"))
-    tied_head: bool = key(True, "whether the output head shares the embedding's weights")
-    use_bias: bool = key(False, "whether linear layers and norms have biases")
-    attention_bias: bool = key(False, "whether those of attention have biases even without use_bias")
+    tied_head: bool = key(True, "the head shares the embedding's weights")
+    use_bias: bool = key(False, "linear layers and norms have biases")
+    attention_bias: bool = key(False, "attention has biases even without use_bias")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,19 +102,19 @@ class MoeConfig(DecoderConfig):
 
     kind: str = key("moe", KIND, choices=KINDS, topics=("model",))
     num_experts: int = key(8, "experts of a layer; a multiple of the devices of sharding.experts", least=1)
-    experts_per_token: int = key(2, "experts that each token goes to: 1 (Switch) or 2 (GShard)", choices=(1, 2))
-    moe_every: int = key(1, "1: every layer has experts; 2: every other one, from the second on", choices=(1, 2))
+    experts_per_token: int = key(2, "experts of a token: 1 (Switch) or 2 (GShard)", choices=(1, 2))
+    moe_every: int = key(1, "experts in every layer, or in every second", choices=(1, 2))
     capacity_factor: float = key(
         1.25,
-        "room at the experts: an expert takes experts_per_token / num_experts of a row's tokens, times this",
+        "an expert's room: this times an even share of a row's tokens",
         above=0,
         below=float("inf"),
     )
-    balance_loss: float = key(0.01, "weight of the loss that spreads tokens evenly over experts", least=0)
-    z_loss: float = key(0.001, "weight of the loss that keeps the router's logits small", least=0)
+    balance_loss: float = key(0.01, "weight of the loss that balances experts", least=0)
+    z_loss: float = key(0.001, "weight of the loss on the router's logits", least=0)
     max_dropped: float = key(
         0.2,
-        "a warning, once, if steps drop a larger share of the tokens' choices",
+        "warn once if steps drop a larger share of tokens' choices",
         least=0,
         most=1,
         resumable=True,
@@ -151,14 +151,14 @@ class EncoderConfig(TransformerConfig):
     OBJECTIVE = "masked"
 
     kind: str = key("encoder", KIND, choices=KINDS, topics=("model",))
-    vocab_size: int = key(257, "token ids that the tokenizer can produce, including the mask id", least=1)
+    vocab_size: int = key(257, "token ids, with the mask's", least=1)
     norm_first: bool = key(
         True,
-        "norms before attention and MLP, and a final one; False: behind them, and one on the embedding (BERT, RoBERTa)",
+        "norms before attention and MLP, and a final one; False: behind them, and on the embedding (BERT, RoBERTa)",
     )
     activation: str = key("gelu", ACTIVATION, choices=("gelu", "gelu_exact"))
-    position_offset: int = key(0, "row of the first token's position (RoBERTa: 2); the rows before are unused", least=0)
-    token_types: int = key(0, "rows of the token type embedding (BERT: 2), of which tokens have the first", least=0)
+    position_offset: int = key(0, "row of the first token's position (RoBERTa: 2)", least=0)
+    token_types: int = key(0, "rows of the token type embedding (BERT: 2)", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ class ImageConfig(ModelConfig):
 
     channels: int = key(1, "image channels: 1 for grey, 3 for colour", least=1)
     num_classes: int = key(10, "number of classes", least=1)
-    class_multiple: int = key(8, "the head is padded to a multiple of this many classes", least=1)
+    class_multiple: int = key(8, "pads the head to a multiple of this", least=1)
 
     @property
     def padded_classes(self) -> int:
@@ -182,12 +182,10 @@ class ResNetConfig(ImageConfig):
     """A ResNet that classifies images."""
 
     kind: str = key("resnet", KIND, choices=KINDS, topics=("model",))
-    stem: str = key(
-        "conv3", "first layers: conv7_pool for ImageNet, conv3 for small images", choices=("conv7_pool", "conv3")
-    )
+    stem: str = key("conv3", "first layers: for ImageNet, for small images", choices=("conv7_pool", "conv3"))
     version: str = key(
         "1",
-        "where a strided bottleneck has its stride: 1, in the first 1x1 convolution; 1.5, in the 3x3 convolution",
+        "stride of a bottleneck in the first 1x1 or the 3x3 convolution",
         choices=("1", "1.5"),
     )
     block: str = key("basic", "kind of residual block", choices=("basic", "bottleneck"))
@@ -222,11 +220,11 @@ class ViTConfig(ImageConfig):
     """A vision transformer that classifies images."""
 
     kind: str = key("vit", KIND, choices=KINDS, topics=("model",))
-    image_size: int = key(8, "height and width of an image, equal to data.image_size", least=1, unit="pixels")
+    image_size: int = key(8, "height and width of images, as data.image_size", least=1, unit="pixels")
     patch_size: int = key(2, "height and width of a patch; a divisor of image_size", least=1, unit="pixels")
     num_layers: int = key(4, "number of layers", least=1)
-    hidden: int = key(64, "width of the residual stream; a multiple of num_heads", least=1)
-    intermediate: int = key(256, "width of the MLP's hidden layer", least=1)
+    hidden: int = key(64, "residual width; a multiple of num_heads", least=1)
+    intermediate: int = key(256, "MLP width", least=1)
     num_heads: int = key(4, "attention heads per layer", least=1)
     activation: str = key("gelu", ACTIVATION, choices=("gelu", "gelu_exact"))
     norm_eps: float = key(1e-6, "added to the variance in norms", above=0, below=1)

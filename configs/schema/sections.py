@@ -12,7 +12,7 @@ class BatchConfig(Section, name="batch"):
     global_size: int = key(32, "rows per step, independent of the number of devices", least=1, unit="rows")
     micro_size: int = key(
         4,
-        "rows per device and micro-step; it determines the number of micro-steps",
+        "rows per device and micro-step",
         least=1,
         unit="rows",
         resumable=True,
@@ -30,24 +30,20 @@ class MeshConfig(Section, name="mesh", resumable=True):
         0, "devices per node; 0 derives the nodes from the processes' host names", least=0, unit="devices"
     )
     tensor: int = key(1, "tensor-parallel devices inside a node", least=1, unit="devices")
-    stages: int = key(
-        1, "pipeline stages, each of whole nodes with as many layers; the micro-steps are its micro-batches", least=1
-    )
+    stages: int = key(1, "pipeline stages, each of whole nodes", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGDConfig(Section, name="local_sgd"):
-    """The steps between synchronisations, and the outer optimizer (on the replicas' mean movement)."""
+    """The steps between exchanges, and the outer optimizer (on the replicas' mean movement)."""
 
-    inner_steps: int = key(
-        0, "local steps of each replica between synchronisations; 0 turns local SGD off", least=0, unit="steps"
-    )
+    inner_steps: int = key(0, "local steps of each replica between exchanges; 0: no local SGD", least=0, unit="steps")
     outer_learning_rate: float = key(
-        0.7, "learning rate of Nesterov SGD on the replicas' mean movement (DiLoCo); 1 for plain averaging", above=0
+        0.7, "learning rate of the outer Nesterov SGD (DiLoCo); 1 for plain averaging", above=0
     )
-    outer_momentum: float = key(0.9, "momentum of that SGD; 0 for plain averaging", least=0, below=1)
+    outer_momentum: float = key(0.9, "its momentum; 0 for plain averaging", least=0, below=1)
     streaming: bool = key(
-        False, "synchronise 1/inner_steps of each tensor in every step, beside the compute (Streaming DiLoCo)"
+        False, "exchange 1/inner_steps of each tensor in every step, during the compute (Streaming DiLoCo)"
     )
 
 
@@ -55,11 +51,9 @@ class LocalSGDConfig(Section, name="local_sgd"):
 class CheckpointConfig(Section, name="checkpoint", resumable=True):
     """When checkpoints are written, and which of them are kept."""
 
-    every: int = key(
-        100, "steps between checkpoints; 0 saves only at the end and when interrupted", least=0, unit="steps"
-    )
-    keep_last: int = key(2, "number of newest checkpoints to keep", least=1, unit="checkpoints")
-    keep_every: int = key(0, "also keep all steps that are a multiple of this; 0 for none", least=0, unit="steps")
+    every: int = key(100, "steps between checkpoints; 0: only at the end and when interrupted", least=0, unit="steps")
+    keep_last: int = key(2, "newest checkpoints to keep", least=1, unit="checkpoints")
+    keep_every: int = key(0, "also keep steps that are multiples of this; 0 for none", least=0, unit="steps")
     keep_best: int = key(0, "also keep this many with the lowest validation loss", least=0, unit="checkpoints")
 
 
@@ -69,20 +63,20 @@ class ElasticConfig(Section, name="elastic", resumable=True):
 
     silence_s: float = key(
         30.0,
-        "silence of a process after which the run ends (jax itself aborts after 100 s)",
+        "silence of a process that ends the run (jax itself aborts after 100 s)",
         least=1,
         most=60,
         unit="s",
     )
     stall_s: float = key(
         600.0,
-        "time of one step, or of reading one batch, after which the run ends; inf for no limit",
+        "time of a step, or of reading a batch, that ends the run; inf for no limit",
         least=1,
         unit="s",
     )
     snapshot_every: int = key(
         -1,
-        "steps between snapshots in memory; -1 keeps their cost under 2 % of the time, 0 for none",
+        "steps between snapshots in memory; -1: as many as cost under 2 % of the time; 0: none",
         least=-1,
         unit="steps",
     )
@@ -93,7 +87,7 @@ class ElasticConfig(Section, name="elastic", resumable=True):
 class EvalConfig(Section, name="eval", resumable=True):
     """When and on how many batches a run is validated."""
 
-    every: int = key(50, "steps between validations; 0 validates only at the end", least=0, unit="steps")
+    every: int = key(50, "steps between validations; 0: only at the end", least=0, unit="steps")
     num_batches: int = key(4, "global batches of one validation", least=1, unit="batches")
 
 

@@ -11,7 +11,7 @@ class ShardingConfig(Section, name="sharding", resumable=True):
 
     strategy: str = key(
         "mics",
-        "named choice of the three scopes; custom takes them from the keys below",
+        "three scopes by name; custom takes them from the keys below",
         choices=("ddp", "zero1", "zero2", "zero3", "hsdp", "mics", "custom"),
         topics=("strategy",),
     )
@@ -21,22 +21,19 @@ class ShardingConfig(Section, name="sharding", resumable=True):
     optimizer: str | int = key("", "custom: scope of the optimizer state")
     experts: str | int = key(
         "none",
-        "scope over which a layer's experts are divided, within that of the parameters: tokens travel to them; none: "
-        "they are gathered like other parameters",
+        "scope over which experts are divided, within the parameters': tokens travel to them; none: they are gathered",
     )
     hierarchical: bool = key(True, "gather between nodes first, then inside each node")
-    two_hop: bool = key(
-        True, "synchronise replicas once per step; False all-reduces in every micro-step (the MiCS paper's alternative)"
-    )
-    gather: str = key("layer", "how long gathered parameters are kept", choices=("layer", "node", "micro_step", "step"))
+    two_hop: bool = key(True, "average replicas once per step; False: all-reduce in every micro-step")
+    gather: str = key("layer", "how long gathered parameters live", choices=("layer", "node", "micro_step", "step"))
     overlap: str = key(
         "auto",
-        "gather layers ahead, and reduce and exchange gradients behind, beside the compute; auto: on GPUs",
+        "overlap gathers, hop one and hop two with compute; auto: on GPUs",
         choices=("auto", "on", "off"),
     )
     reduce_dtype: str = key(
         "compute",
-        "dtype in which hop one sums on GPUs: model.compute_dtype or float32; CPUs always sum in float32",
+        "dtype of hop one's sums on GPUs: model.compute_dtype or float32; CPUs always sum in float32",
         choices=("compute", "float32"),
     )
     partitioner: str = key(
