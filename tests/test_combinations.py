@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import pytest
 from ml_collections import ConfigDict
+from running import ROOT
 
 from configs import base, digits
 from configs.base import typed
 from configs.schema import Config, DecoderConfig, defaults, flat
-from configs.schema.combinations import FEATURES, HOPS, RULES, Rule
+from configs.schema.combinations import FEATURES, HOPS, RULES, Rule, table
 from configs.schema.own import OWN
 from models import Decoder
 from training.experiment import make_experiment
@@ -145,6 +146,11 @@ def test_a_pair_that_a_rule_names_is_refused_in_its_line(rule: Rule) -> None:
         assert feature.said in error and feature.instead.partition("{")[0] in error
         key = feature.keys[0]
         assert feature.said or f"{key}={config_value(key, changes)}" in error
+
+
+def test_every_refusal_that_the_page_promises_has_its_rule() -> None:
+    """No other check refuses these pairs: without its rule, one would train something else and say nothing."""
+    assert table() in (ROOT / "docs" / "config.md").read_text()
 
 
 def config_value(key: str, changes: dict[str, Any]) -> Any:

@@ -196,6 +196,22 @@ def test_without_error_feedback_there_is_no_residual() -> None:
     assert {round(float(abs(x)), 4) for leaf in matrices(out[0]) for x in np.unique(leaf)} <= {0.0, 0.01}
 
 
+def test_each_replica_and_each_step_rounds_at_random_by_itself() -> None:
+    """Of gradients that are equal, too: rounding errors that were equal would add up.
+
+    All four replicas round what they send, and one of them rounds a sum: of one key, three residuals would be equal.
+    """
+    plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
+    tx = exchange(plan, CODECS["int4 stochastic"])
+    equal = jax.tree.map(lambda g: jnp.broadcast_to(g[:1], g.shape), gradients(plan, 0)[0])
+    begin, update = tx.init(workload.params("tensors")), jax.jit(tx.update)
+    first, second = (update(equal, begin._replace(step=jnp.int32(step)))[1].residual.tree for step in (0, 1))
+    for of_first, of_second in zip(matrices(first), matrices(second), strict=True):
+        ordered = np.sort(of_first, axis=0)
+        assert (np.isclose(ordered[:-2], ordered[2:]).any(axis=0)).mean() < 0.9
+        assert np.isclose(of_first, of_second).mean() < 0.9
+
+
 @cache
 def train(layout: str, codec: str) -> tuple[np.ndarray, Any, Any]:
     """Returns the losses of a few steps, the state, and the compiled step."""

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 import workload
-from test_exchange_codecs import gradients
+from test_exchange_codecs import CODECS, gradients
 
 from compression.delayed import delayed
 from compression.exchange import exchange
@@ -157,6 +157,16 @@ def test_guard_skips_steps_of_single_replicas() -> None:
     jax.tree.map(lambda x: np.testing.assert_allclose(x, -0.75, rtol=1e-5), moves)  # three of four
     assert list(states[1].inner.tree.skipped) == [0, 0, 1, 0]
     assert float(watch(states)["skipped_steps"]) == 1
+
+
+def test_bytes_are_counted_in_the_steps_that_send_them() -> None:
+    plan, params = workload.plan("tensors", **LAYOUTS["mics(2)"]), workload.params("tensors")
+    tx = local_sgd(exchange(plan, CODECS["int8"]), guarded(optax.sgd(1.0)), config(2, "mean"), 4)
+    states, update, sent = tx.init(params), jax.jit(tx.update), []
+    for step in range(4):
+        _, states = update(gradients(plan, step)[0], states, params)
+        sent.append(float(watch(states)["hop_two_payload_bytes"]) > 0)
+    assert sent == [False, True, False, True]
 
 
 def test_delayed_updates_use_the_previous_gradients() -> None:

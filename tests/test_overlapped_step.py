@@ -14,6 +14,7 @@ from configs.schema import Config
 from sharding.accumulation import Accumulating, Rule, scan_layers
 from sharding.gradients import accumulated, manual_gradients
 from sharding.hlo import Collective, read_collectives
+from sharding.hop_two import Early
 from sharding.mesh import INTER_AXES
 from training.experiment import make_experiment
 
@@ -193,6 +194,27 @@ def test_delayed_exchanges_a_piece_of_each_layer_in_every_micro_step_and_sends_n
     after, inside = (sum(c.times * c.inter_bytes for c in found) for found in counted)
     assert max(c.times for c in counted[1]) == 2 * (LAYERS - 1)
     assert inside == pytest.approx(after, rel=0.01 if method == "none" else 0.15)  # filled up to pieces of one size
+
+
+@pytest.mark.parametrize(("late", "pieces"), [(False, 1), (True, 2)])
+def test_every_exchange_draws_its_own_random_numbers(late: bool, pieces: int) -> None:
+    """Each group, layer and step has a key of its own, and delayed each piece: rounding errors must not add up."""
+    plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES["mics(2)"])
+    params, data = workload.params("decoder", LAYERS), workload.put_batch(plan, 2)
+
+    def draw(places: Any, shares: list[jax.Array], kept: None, key: jax.Array) -> Any:
+        return [jnp.full_like(x, jax.random.uniform(key)) for x in shares], None, []
+
+    @jax.jit
+    def drawn(done: jax.Array) -> Any:
+        waiting = jax.tree.map(lambda p: jnp.zeros((4, *p.shape)), params) if late else None
+        early = Early(exchange=draw, done=done, waiting=waiting)
+        loss = accumulated(workload.model("decoder", LAYERS).objective)
+        return manual_gradients(loss, plan, params, data, early=early)[1].mean_R
+
+    found = [drawn(jnp.int32(done)) for done in range(2)]
+    groups = LAYERS + len(params) - 1
+    assert np.unique(np.concatenate([x.ravel() for x in jax.tree.leaves(found)])).size == 2 * groups * pieces
 
 
 OVERFLOW = 1000.0  # a row's weight that makes `overflowing` overflow

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable
@@ -169,6 +170,23 @@ def test_a_process_that_had_nothing_to_keep(run: Run) -> None:
     folder.commit(replace(kept, name="0-1-a", step=2, pieces=()))
     check(run.restore(), 1)
     assert run.said == []
+
+
+@pytest.mark.parametrize(
+    ("flipped", "changes", "said"),
+    [(4, {}, "two copies of a part of .* differ"), (0, {"config": {"seed": 2}}, "of different configs or data")],
+)
+def test_copies_that_differ_are_not_used(run: Run, flipped: int, changes: dict[str, Any], said: str) -> None:
+    """Each matches its own hashes."""
+    run.keep(1, 2)
+    folder = MemoryFolder(run.memory, run.run_id, "standby")
+    newest = max(folder.snapshots()[0], key=lambda snapshot: snapshot.step)
+    content = bytearray((folder.path / f"{newest.name}.data").read_bytes())
+    content[0] ^= flipped
+    (folder.path / "0-1-a.data").write_bytes(content)
+    folder.commit(replace(newest, name="0-1-a", **changes))
+    check(run.restore(), 1)
+    assert len(run.said) == 1 and re.search(f"step 2 are not used: .*{said}", run.said[0])
 
 
 def test_snapshots_of_other_runs(run: Run, tmp_path: Path) -> None:

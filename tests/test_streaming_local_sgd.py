@@ -241,16 +241,19 @@ def test_with_a_codec_what_is_not_sent_is_kept(overlap: bool) -> None:
     """A part moves by what was decoded of the outer gradient, minus the drift; the residuals have the rest of it."""
     plan = make_plan("mics(2)", overlap=overlap)
     step, state, data = compiled(plan, MEAN, optax.sgd(0.0), "int8", block=16)
-    state = drifted(state)
-    parts, before = all_parts(state.params), jax.tree.map(np.array, (state.params, state.opt_state.drift.tree))
+    state, _ = step(drifted(state), data)  # part 1
+    parts = all_parts(state.params)
+    before = jax.tree.map(np.array, (state.params, state.opt_state.drift.tree, state.hop_two.residual.tree))
     state, metrics = step(state, data)
 
-    def check(number: np.ndarray, p: np.ndarray, d_R: np.ndarray, now: jax.Array, residual_R: jax.Array) -> None:
-        here, kept = number == 1, np.asarray(residual_R).sum(0)
-        np.testing.assert_allclose(now - p - kept, np.where(here, d_R.mean(0), 0), atol=1e-5)
-        assert not kept[~here].any()
+    def check(number: Any, p: Any, d_R: Any, owed_R: Any, now: jax.Array, residual_R: jax.Array) -> None:
+        here, kept_R = number == 2, np.asarray(residual_R)
+        wanted = np.where(here, d_R.mean(0), 0) - owed_R.sum(0)
+        np.testing.assert_allclose(now - p - kept_R.sum(0), wanted, atol=1e-5)
+        np.testing.assert_array_equal(kept_R[:, ~here], owed_R[:, ~here])
 
     jax.tree.map(check, parts, *before, state.params, state.hop_two.residual.tree)
+    assert any(x.any() for x in jax.tree.leaves(before[2]))
     kept = jax.tree.leaves(state.hop_two.residual)
     assert sum(np.abs(np.asarray(x)).sum() for x in kept) > 0
     assert float(metrics["hop_two_ratio"]) > 2
