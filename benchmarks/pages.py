@@ -1,11 +1,13 @@
 """Fills the tables of the docs, and draws their charts, from the records: nothing is trained.
 
     python -m benchmarks.pages
+    python -m benchmarks.pages --check      # writes nothing; exit code 1 if a page is stale
 
 A page has a table between `<!-- table: NAME -->` and `<!-- end -->`; the names are those of benchmarks/tables.py.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import compression, planner_records
@@ -13,20 +15,31 @@ from benchmarks.charts import IN_README, draw_bytes, draw_codecs, draw_step_time
 from benchmarks.records import MEASURED, recorded
 from benchmarks.scores import newest, ours_of
 from benchmarks.tables import TABLES
-from files.pages import filled
+from files.pages import filled, update
 from paper.plots import png
+from runtime.command_line import OneLineParser
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if page.name != "paper_tables.md"]  # which `python -m paper` fills
 
 
-def main() -> int:
-    """Writes pages and charts; returns 0. ValueError if a page names a table that there is not."""
-    for page in PAGES:
-        before = page.read_text()
-        if (after := filled(before, TABLES)) != before:
-            page.write_text(after)
-            print(f"wrote docs/{page.name}")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fills or checks the pages; returns the exit code. ValueError if a page names a table that there is not."""
+    parser = OneLineParser(prog="python -m benchmarks.pages", description="Fills the pages from the records.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is stale")
+    try:
+        check = parser.parse_args(argv).check
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not check:
+        draw()
+    texts = {page: filled(page.read_text(), TABLES) for page in PAGES}
+    return update(texts, DOCS.parent, "python -m benchmarks.pages", check=check)
+
+
+def draw() -> None:
+    """Draws the charts."""
     ours = ours_of(recorded(MEASURED / "strategies.jsonl"))
     few = [line for name in IN_README for line in ours if line["strategy"] == name]
     steps = [line for line in newest(recorded(compression.RESULTS, superseded=True)) if line["kind"] == "step"]
@@ -39,7 +52,6 @@ def main() -> int:
     }
     for name, figure in charts.items():
         (DOCS / "images" / f"{name}.png").write_bytes(png(figure))
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """The pages of the docs: their head, and the tables that a program fills from records."""
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
 BACK = "[mics-jax](../README.md), [all pages](README.md)"
 TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -26,6 +28,21 @@ def filled(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
         return f"{found[1]}\n{tables[found[2]]()}\n\n{found[3]}"
 
     return TABLE.sub(table, text)
+
+
+def update(texts: Mapping[Path, str], root: Path, command: str, *, check: bool) -> int:
+    """Writes the pages that differ from `texts`, or with `check` only names them; returns 1 if that found one, else 0.
+
+    `command` fills them; they are named relative to `root`.
+    """
+    stale = [page for page, text in texts.items() if page.read_text() != text]
+    for page in stale:
+        if check:
+            print(f"stale: {page.relative_to(root)}; {command} fills it", file=sys.stderr)
+        else:
+            page.write_text(texts[page])
+            print(f"wrote {page.relative_to(root)}")
+    return int(check and bool(stale))
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -10,6 +10,7 @@ codes: 0 done; 1 --check found a page whose tables are not those of the records;
 import sys
 from collections.abc import Sequence
 
+from files.pages import update
 from paper.pages import DOCS, PICTURES, filled, pages
 from paper.plots import png
 from paper.records import read_records
@@ -24,21 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parser.parse_args(argv)
         records = read_records()
         texts = {page: filled(page.read_text(), records) for page in pages()}
-        stale = [page for page, text in texts.items() if page.read_text() != text]
-        if options.check:
-            for page in stale:
-                print(f"stale: {page.relative_to(DOCS.parent)}; python -m paper fills it", file=sys.stderr)
-            return 1 if stale else 0
-        pictures = {name: png(draw(records)) for name, draw in PICTURES.items()}
+        pictures = {} if options.check else {name: png(draw(records)) for name, draw in PICTURES.items()}
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for page in stale:
-        page.write_text(texts[page])
     for name, content in pictures.items():
         (DOCS / "images" / name).write_bytes(content)
-    print(f"filled: {', '.join(page.name for page in texts)}")
-    return 0
+    return update(texts, DOCS.parent, "python -m paper", check=options.check)
 
 
 if __name__ == "__main__":
