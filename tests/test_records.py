@@ -91,7 +91,7 @@ def test_every_record_is_measured_or_derived() -> None:
     """By what writes it, and no file is beside the two folders."""
     measured = {"accuracy", "compression", "cpu_rates", "data_tiers", "dynamic_training", "elastic", "fidelity", "gpu"}
     measured |= {"papers", "pipelines", "reduce_dtype", "strategies"}
-    derived = {"compiled", "full_scale", "overlap", "papers", "planner", "planner_curves"}
+    derived = {"agreement", "compiled", "full_scale", "overlap", "papers", "planner", "planner_curves"}
     derived |= {"planner_example", "planner_spot"}
     assert {file.name for file in MEASURED.parent.iterdir()} == {"measured", "derived"}
     assert {file.stem for file in MEASURED.iterdir()} | {"gpu"} == measured  # nobody has had a GPU yet
