@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The versions tested together with this Python, if it has some of its own; else those of Python 3.11.
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])')
-CONSTRAINTS := $(firstword $(wildcard constraints-py$(VERSION).txt) constraints.txt)
+CONSTRAINTS := $(firstword $(wildcard requirements/constraints-py$(VERSION).txt) requirements/constraints.txt)
 EVERYTHING := $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/ray-installed \
 	$(VENV)/optuna-installed $(VENV)/wandb-installed $(VENV)/hugging-face-installed
 
@@ -49,40 +49,40 @@ constraints: $(VENV)/installed  ## writes the installed versions down as the tes
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .coverage*
 
-$(VENV)/installed: requirements.txt requirements-dev.txt $(CONSTRAINTS)
+$(VENV)/installed: requirements.txt requirements/dev.txt $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mics-jax needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt -c $(CONSTRAINTS)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements/dev.txt -c $(CONSTRAINTS)
 	touch $@
 
-$(VENV)/ray-installed: requirements-ray.txt $(CONSTRAINTS) | $(VENV)/installed
+$(VENV)/ray-installed: requirements/ray.txt $(CONSTRAINTS) | $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
 	touch $@
 
-$(VENV)/optuna-installed: requirements-optuna.txt $(CONSTRAINTS) | $(VENV)/installed
+$(VENV)/optuna-installed: requirements/optuna.txt $(CONSTRAINTS) | $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
 	touch $@
 
-$(VENV)/wandb-installed: requirements-wandb.txt $(CONSTRAINTS) | $(VENV)/installed
+$(VENV)/wandb-installed: requirements/wandb.txt $(CONSTRAINTS) | $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
 	touch $@
 
-$(VENV)/hugging-face-installed: requirements-hugging-face.txt $(CONSTRAINTS) | $(VENV)/installed
+$(VENV)/hugging-face-installed: requirements/hugging-face.txt $(CONSTRAINTS) | $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
 	touch $@
 
-$(VENV)/gpu-installed: requirements-gpu.txt $(CONSTRAINTS) | $(VENV)/installed
+$(VENV)/gpu-installed: requirements/gpu.txt $(CONSTRAINTS) | $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
 	touch $@
 
-$(VENV)/gpu-checked: requirements.txt requirements-gpu.txt $(CONSTRAINTS) | $(VENV)/installed  ## nothing is installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --dry-run -r requirements.txt -r requirements-gpu.txt -c $(CONSTRAINTS)
+$(VENV)/gpu-checked: requirements.txt requirements/gpu.txt $(CONSTRAINTS) | $(VENV)/installed  ## nothing is installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --dry-run -r requirements.txt -r requirements/gpu.txt -c $(CONSTRAINTS)
 	touch $@
 
-$(VENV)/moto/installed: requirements-moto.txt | $(VENV)/installed  ## an S3 server, for tests of object storage
+$(VENV)/moto/installed: requirements/moto.txt | $(VENV)/installed  ## an S3 server, for tests of object storage
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/moto -r $<
 	touch $@
 
-$(VENV)/h100/installed: requirements-h100.txt | $(VENV)/installed  ## XLA for GPUs, 0.5 GB: it compiles without one
+$(VENV)/h100/installed: requirements/h100.txt | $(VENV)/installed  ## XLA for GPUs, 0.5 GB: it compiles without one
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/h100 -r $<
 	touch $@

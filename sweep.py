@@ -106,7 +106,7 @@ def parser() -> OneLineParser:
         "--workers", type=int, help="runs at a time (default: 1; as many as fit with --ray; no limit in SLURM)"
     )
     flags.add_argument("--workdir", type=named_path, help="where the runs' directories are (default: runs/sweeps/X)")
-    flags.add_argument("--emulate", help="options of cluster.emulate; they override those of the file")
+    flags.add_argument("--emulate", help="options of lab.emulate; they override those of the file")
     flags.add_argument("--slurm", help="options of sbatch: the runs become tasks of an array")
     flags.add_argument("--ray", metavar="ADDRESS", help="of a Ray cluster that runs them, or local")
     flags.add_argument("--search", type=int, metavar="N", help="N runs with values that Optuna chooses from SEARCH")

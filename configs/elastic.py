@@ -1,7 +1,7 @@
 """A decoder of 6.4 M parameters with short sequences and a snapshot every step, for tests of failures.
 
-    python -m benchmarks.elastic
-    python -m cluster.chaos --config=configs/elastic.py:tiny
+    python -m lab.benchmarks.elastic
+    python -m lab.chaos --config=configs/elastic.py:tiny
 
 `:tiny` has 28 thousand parameters and runs many steps quickly. 24 rows per step can be split over 1 to 4 nodes of 2.
 

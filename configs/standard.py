@@ -1,8 +1,8 @@
 """The standard workload of the benchmarks: 25.6 M parameters, one sequence per device, four micro-steps per step.
 
-    python -m benchmarks.strategies
+    python -m lab.benchmarks.strategies
 
-8 layers of 512, 8 heads, MLP of 2048, 256 tokens, f32, AdamW, rematerialised layers; benchmarks/pytorch_peer.py has
+8 layers of 512, 8 heads, MLP of 2048, 256 tokens, f32, AdamW, rematerialised layers; lab/benchmarks/pytorch_peer.py has
 the same sizes. It is for timing steps, not for learning. The final checkpoint and validation are not timed.
 
 Hardware: 2 CPU cores and root for the emulated cluster, 4 nodes of 2 devices (docs/strategies.md).

@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-import palette
+from files import palette
 
 ROOT = Path(__file__).parent.parent
 

@@ -128,7 +128,7 @@ def _flags(argv: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_boolean("search", False, "look for the best", flag_values=values)
     about = f"programs that a search looks at ({LOOKED_AT}, unless it is given)"
     flags.DEFINE_integer("compile", None, about, flag_values=values, lower_bound=1)
-    flags.DEFINE_string("probe", None, "probe.json of cluster.probe: measured links", flag_values=values)
+    flags.DEFINE_string("probe", None, "probe.json of lab.probe: measured links", flag_values=values)
     flags.DEFINE_string("rate", None, "of each node's link, such as 25gbit, if not the cluster's", flag_values=values)
     flags.DEFINE_integer("devices_per_node", None, "if not the cluster's", flag_values=values, lower_bound=1)
     flags.DEFINE_boolean("json", False, "print JSON", flag_values=values)

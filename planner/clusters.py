@@ -319,10 +319,10 @@ EMULATED = Cluster(
     node_bandwidth=0.2 * GBIT,
     inter_latency_s=1.1e-3,
     sources={
-        "devices_per_node": "cluster.emulate in the README",
-        "intra_bandwidth": "cluster.probe on 4 emulated nodes of 2, 2026-11-22, all-gather; a busy machine",
+        "devices_per_node": "lab.emulate in the README",
+        "intra_bandwidth": "lab.probe on 4 emulated nodes of 2, 2026-11-22, all-gather; a busy machine",
         "intra_latency_s": "the same, all-reduce",
-        "node_bandwidth": "cluster.emulate in the README: --rate=200mbit",
+        "node_bandwidth": "lab.emulate in the README: --rate=200mbit",
         "inter_latency_s": "the same as intra_bandwidth, all-gather",
     },
 )

@@ -5,7 +5,7 @@ from math import nan
 
 from matplotlib.figure import Figure
 
-from palette import GRID, INK, SERIES, SOFT
+from files.palette import GRID, INK, SERIES, SOFT
 from planner.predict import Prediction
 from planner.report import Plan
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
+from files.palette import FILL, GRID, INK, SERIES, SOFT
 from metrics.units import format_seconds
-from palette import FILL, GRID, INK, SERIES, SOFT
 from planner.timeline import NAMES, REPEATED, Interval, Timeline
 
 LANES = {"compute": "compute", "intra": "inside a node", "inter": "between nodes"}

@@ -1,4 +1,4 @@
-"""Reads `probe.json` of `cluster.probe`: the links of a cluster as they were measured, in place of data sheets."""
+"""Reads `probe.json` of `lab.probe`: the links of a cluster as they were measured, in place of data sheets."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +22,11 @@ def with_probe(cluster: Cluster, path: Path) -> tuple[Cluster, str]:
         kind, date = str(read["environment"]["device_kind"]), str(read["environment"].get("date", ""))[:10]
         figures = {name: {key: float(level[key]) for key in NEEDED} for name, level in levels.items()}
     except OSError as error:
-        raise ValueError(f"--probe={path} cannot be read ({error.strerror}); cluster.probe writes it") from error
+        raise ValueError(f"--probe={path} cannot be read ({error.strerror}); lab.probe writes it") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = error if isinstance(error, ValueError) else "its form is another"
         why = f"it has no {error.args[0]}" if isinstance(error, KeyError) else why
-        raise ValueError(f"--probe={path} is not a file that cluster.probe wrote ({why})") from error
+        raise ValueError(f"--probe={path} is not a file that lab.probe wrote ({why})") from error
     _refuse_other(cluster, path, kind, figures)
     changes: dict[str, Any] = {}
     if intra := figures.get("intra"):

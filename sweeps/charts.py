@@ -8,8 +8,8 @@ from itertools import pairwise
 from statistics import mean, median, pstdev
 from typing import Any
 
+from files.palette import SERIES
 from metrics.charts import Axis, Chart, Series, number_axis, word_axis
-from palette import SERIES
 from sweeps.plan import text
 from sweeps.records import metric_text
 

@@ -16,7 +16,7 @@ from configs.overrides import Choice, Overrides, Range, product
 from configs.schema import defaults, flat, nearest
 
 ROOT = Path(__file__).resolve().parent.parent
-# Options of `python -m cluster.emulate` that a sweep may set; it sets the work directory itself.
+# Options of `python -m lab.emulate` that a sweep may set; it sets the work directory itself.
 EMULATE_OPTIONS = ("nodes", "devices_per_node", "processes_per_node", "rate", "latency", "jitter", "loss")
 GOALS = ("min", "max")
 PROGRAM = "train.py"
@@ -31,7 +31,7 @@ class SweepFile:
     about: str  # the docstring
     metric: str
     goal: str  # min | max
-    emulate: str  # options of cluster.emulate, "" for none
+    emulate: str  # options of lab.emulate, "" for none
     sweeps: Mapping[str, Callable[[], Iterable[Overrides]]]
     search: Mapping[str, Range | Choice]  # what --search chooses from, by key
 
@@ -54,7 +54,7 @@ class Run:
             return self.train_command
         options = [f"--{key}={value}" for key, value in self.emulate.items()]
         workdir = f"--workdir={_short(self.run_dir / 'emulate')}"
-        return (sys.executable, "-m", "cluster.emulate", *options, workdir, "--", *self.train_command)
+        return (sys.executable, "-m", "lab.emulate", *options, workdir, "--", *self.train_command)
 
 
 def load_file(path: str) -> SweepFile:
@@ -110,7 +110,7 @@ def plan(
 ) -> list[Run]:
     """Returns the distinct runs of a config file, in order; ValueError for unknown keys and invalid values.
 
-    `emulate` holds default options of `cluster.emulate`; the overrides' `emulate.` keys take precedence.
+    `emulate` holds default options of `lab.emulate`; the overrides' `emulate.` keys take precedence.
     """
     common = parse_emulate(emulate)
     runs: dict[str, Run] = {}

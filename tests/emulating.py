@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from cluster import namespaces
-from cluster.nodes import Cluster
+from lab.emulate import namespaces
+from lab.emulate.nodes import Cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 WAIT_S = 180
@@ -66,16 +66,16 @@ def transfer(cluster: Cluster, sender: int, receiver: int, size_bytes: int) -> t
 
 
 def emulate(workdir: Path, program: str | list[str], *options: str, nodes: int = 2) -> subprocess.Popen[str]:
-    """Starts `cluster.emulate` with a program, which is a text of Python or a whole command."""
+    """Starts `lab.emulate` with a program, which is a text of Python or a whole command."""
     command = python(program) if isinstance(program, str) else program
     given = [f"--nodes={nodes}", "--devices_per_node=2", f"--workdir={workdir}", *options, "--", *command]
     return start_tool(*given)
 
 
 def start_tool(*args: str) -> subprocess.Popen[str]:
-    """Starts `python -m cluster.emulate`."""
+    """Starts `python -m lab.emulate`."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "cluster.emulate", *args],
+        [sys.executable, "-m", "lab.emulate", *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

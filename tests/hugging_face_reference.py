@@ -2,7 +2,7 @@
 
     python tests/hugging_face_reference.py
 
-writes tests/data/hugging_face again, with requirements-hugging-face.txt. The quick tests read the files;
+writes tests/data/hugging_face again, with requirements/hugging-face.txt. The quick tests read the files;
 tests/test_hugging_face_library.py compares them with the installed transformers.
 """
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu
-from benchmarks.gpu import Device, interval, mfu, table
 from files import json_lines
+from lab.benchmarks import gpu
+from lab.benchmarks.gpu import Device, interval, mfu, table
 
 OF_BOTH = ["--cpu", "--sizes=tiny", "--repetitions=2", "--steps=4"]
 
@@ -28,7 +28,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(gpu, "find_gpus", lambda: None)
     assert gpu.main(["gpu"]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert said == ["error: benchmarks.gpu needs a GPU and jax with CUDA (make gpu); --cpu tries it without"]
+    assert said == ["error: this needs a GPU and jax with CUDA (make gpu); --cpu tries the program without"]
 
 
 def test_a_size_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:

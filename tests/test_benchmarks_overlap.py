@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from running import IGNORED
 
-from benchmarks import overlap_table
-from benchmarks.overlap_table import CASES, KEY, Case, chosen
-from benchmarks.records import put, recorded
 from configs import command_line
+from lab.benchmarks import overlap_table
+from lab.benchmarks.overlap_table import CASES, KEY, Case, chosen
+from lab.benchmarks.records import put, recorded
 
 
 def line(case: str, step_s: float) -> dict[str, Any]:

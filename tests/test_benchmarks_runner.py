@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.records import recorded
-from benchmarks.runner import FailedRunError, Key, alternating, checked_rates, run_missing
+from lab.benchmarks.records import recorded
+from lab.benchmarks.runner import FailedRunError, Key, alternating, checked_rates, run_missing
 
 
 def test_every_choice_is_run_once_before_any_is_run_again() -> None:

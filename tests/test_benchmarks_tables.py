@@ -9,9 +9,9 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from benchmarks import accuracy, charts, overlap_table, pages, pipelines, planner_validation, scores, tables
-from benchmarks.records import Range
 from files.pages import TABLE, filled
+from lab.benchmarks import accuracy, charts, overlap_table, pages, pipelines, planner_validation, scores, tables
+from lab.benchmarks.records import Range
 
 PAGES = [page for page in pages.PAGES if "<!-- table: " in page.read_text()]
 
@@ -49,7 +49,7 @@ def drawn(figure: Figure) -> tuple[list[str], list[float], list[str], list[tuple
 @pytest.mark.document
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_tables_of_a_page_are_what_the_records_give(page: Path) -> None:
-    assert filled(page.read_text(), tables.TABLES) == page.read_text(), "run: python -m benchmarks.pages"
+    assert filled(page.read_text(), tables.TABLES) == page.read_text(), "run: python -m lab.benchmarks.pages"
 
 
 @pytest.mark.document

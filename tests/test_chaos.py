@@ -14,12 +14,12 @@ import pytest
 from emulating import EMULATED
 from running import ROOT, XLA_FLAGS
 
-from benchmarks import elastic as benchmark
-from cluster.chaos.faults import KINDS, MOMENTS, _open_slots
-from cluster.chaos.plan import NODES_AFTER, Fault, make_plan
-from cluster.chaos.run import NOTICED, ElasticRun
-from cluster.chaos.same import compare_losses, compare_parameters
 from configs.schema import CheckpointConfig
+from lab.benchmarks import elastic as benchmark
+from lab.chaos.faults import KINDS, MOMENTS, _open_slots
+from lab.chaos.plan import NODES_AFTER, Fault, make_plan
+from lab.chaos.run import NOTICED, ElasticRun
+from lab.chaos.same import compare_losses, compare_parameters
 from runtime.events import Event, EventLog
 from state import Checkpointer
 
@@ -154,7 +154,7 @@ def test_the_kill_matrix_keeps_four_nodes() -> None:
 
 def chaos(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "cluster.chaos", *args],
+        [sys.executable, "-m", "lab.chaos", *args],
         cwd=ROOT,
         text=True,
         capture_output=True,

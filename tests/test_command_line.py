@@ -13,9 +13,9 @@ from running import ROOT
 from test_imports import our_files
 
 import sweep
-from benchmarks import compression
-from cluster import emulate
-from cluster.probe import __main__ as probe
+from lab.benchmarks import compression
+from lab.emulate import __main__ as emulate
+from lab.probe import __main__ as probe
 from planner import table
 from runtime.command_line import check_file, make_folder
 
@@ -54,19 +54,21 @@ def test_a_closed_pipe_ends_nothing(lines: int, unbuffered: str) -> None:
     assert into_closed_pipe("-c", PROGRAM.format(lines=lines), PYTHONUNBUFFERED=unbuffered) == (3, "")
 
 
-@pytest.mark.parametrize("command", [f"{SWEEP} --dry_run", "-m cluster.emulate --help"])
+@pytest.mark.parametrize("command", [f"{SWEEP} --dry_run", "-m lab.emulate --help"])
 def test_a_program_whose_reader_has_gone_ends_quietly(command: str) -> None:
     assert into_closed_pipe(*command.split()) == (0, "")
 
 
 # What only programs of ours start, and what writes a page of docs/.
-NOT_FOR_USERS = """cluster/node_init.py engines/ray_nodes.py engines/ray_standby.py sweeps/ray_child.py
-    training/check.py planner/compile.py configs/schema/__main__.py paper/__main__.py"""
+NOT_FOR_USERS = """lab/emulate/node_init.py lab/emulate/ray_nodes.py engines/ray_standby.py sweeps/ray_child.py
+    training/check.py planner/compile.py configs/schema/__main__.py lab/paper/__main__.py"""
 
 
 def test_every_program_for_users_prepares_its_output() -> None:
     """So that all of them end quietly."""
-    texts = {path: path.read_text() for path in our_files() if path.relative_to(ROOT).parts[0] != "benchmarks"}
+    texts = {
+        path: path.read_text() for path in our_files() if path.relative_to(ROOT).parts[:2] != ("lab", "benchmarks")
+    }
     programs = {str(path.relative_to(ROOT)): text for path, text in texts.items() if '__name__ == "__main__"' in text}
     left = {name for name, text in programs.items() if "prepare_output()" not in text}
     assert left == set(NOT_FOR_USERS.split()) and len(programs) - len(left) >= 10
@@ -83,10 +85,10 @@ def test_output_keeps_its_order_and_its_characters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        ("cluster.chaos", ["of the run (default: configs/elastic.py:tiny)", "(default: 30)", "(default: runs/chaos)"]),
-        ("cluster.emulate", ["how many there are at the start"]),
-        ("benchmarks.accuracy", ["(default: text,digits)", "with seeds from 0 (default: 3)"]),
-        ("paper", ["usage: python -m paper "]),
+        ("lab.chaos", ["of the run (default: configs/elastic.py:tiny)", "(default: 30)", "(default: runs/chaos)"]),
+        ("lab.emulate", ["how many there are at the start"]),
+        ("lab.benchmarks.accuracy", ["(default: text,digits)", "with seeds from 0 (default: 3)"]),
+        ("lab.paper", ["usage: python -m lab.paper "]),
     ],
 )
 def test_help_says_what_options_mean_and_their_defaults(module: str, said: list[str]) -> None:
@@ -114,7 +116,7 @@ def refuse_to_write(path: Path, *_: object, **__: object) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
 
-EMULATE = "cluster.emulate --nodes=2 --devices_per_node=1"
+EMULATE = "lab.emulate --nodes=2 --devices_per_node=1"
 
 
 @pytest.mark.filterwarnings("ignore:the load_module")  # ml_collections loads config files with it
@@ -123,7 +125,7 @@ EMULATE = "cluster.emulate --nodes=2 --devices_per_node=1"
     [
         (lambda argv: sweep.main(argv), SWEEP, "--workdir"),
         (lambda argv: emulate.main([*argv, "--", "true"]), EMULATE, "--workdir"),
-        (lambda argv: probe.main(argv[1:]), "cluster.probe", "--out"),
+        (lambda argv: probe.main(argv[1:]), "lab.probe", "--out"),
         (lambda argv: table.main(argv), "planner.table --config=configs/quickstart.py", "--png"),
     ],
     ids=["sweep", "emulate", "probe", "table"],
@@ -171,7 +173,7 @@ def test_folders_and_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.
     [
         (lambda argv: sweep.main(argv), f"{SWEEP} --workdir="),
         (lambda argv: emulate.main([*argv, "--", "true"]), f"{EMULATE} --workdir="),
-        (lambda argv: probe.main(argv[1:]), "cluster.probe --out="),
+        (lambda argv: probe.main(argv[1:]), "lab.probe --out="),
     ],
     ids=["sweep", "emulate", "probe"],
 )

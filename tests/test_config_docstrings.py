@@ -16,5 +16,5 @@ CONFIGS = sorted(
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_says_what_came_of_it(path: Path) -> None:
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
-    assert f"--config={path.relative_to(ROOT)}" in text or "python -m benchmarks." in text
+    assert f"--config={path.relative_to(ROOT)}" in text or "python -m lab.benchmarks." in text
     assert "Hardware: " in text and ("Expected: " in text or "Not run yet" in text)

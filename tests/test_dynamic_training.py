@@ -1,12 +1,12 @@
-"""The prices of benchmarks/dynamic_training_cost.py against sums by hand, and the phases of its runs."""
+"""The prices of lab/benchmarks/dynamic_training_cost.py against sums by hand, and the phases of its runs."""
 
 import itertools
 from statistics import mean
 
 import pytest
 
-from benchmarks.dynamic_training import PHASES, RESULTS, fluctuating
-from benchmarks.dynamic_training_cost import (
+from lab.benchmarks.dynamic_training import PHASES, RESULTS, fluctuating
+from lab.benchmarks.dynamic_training_cost import (
     ANNOUNCED_S,
     COMPUTE_S,
     FROM_CHECKPOINT_S,
@@ -19,10 +19,10 @@ from benchmarks.dynamic_training_cost import (
     speed,
     trace,
 )
-from benchmarks.records import recorded
-from benchmarks.runner import ROOT
-from benchmarks.scores import same_until
-from benchmarks.tables import SAME
+from lab.benchmarks.records import recorded
+from lab.benchmarks.runner import ROOT
+from lab.benchmarks.scores import same_until
+from lab.benchmarks.tables import SAME
 
 HOUR_S = 3600.0
 PRICE = Price(on_demand=10.0, spot=3.0, zone="")

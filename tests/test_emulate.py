@@ -1,4 +1,4 @@
-"""`python -m cluster.emulate`: what the program finds, how a job ends, `ctl`, and what is left of a killed one."""
+"""`python -m lab.emulate`: what the program finds, how a job ends, `ctl`, and what is left of a killed one."""
 
 import os
 import shutil
@@ -27,8 +27,8 @@ from emulating import (
     until,
 )
 
-from cluster import control
-from cluster.emulate import main
+from lab.emulate import control
+from lab.emulate.__main__ import main
 from runtime.progress import Progress, read_progress
 
 ENVIRONMENT = """
@@ -378,7 +378,7 @@ def test_options_are_checked_without_a_program(capsys: pytest.CaptureFixture[str
 def test_missing_tools(tmp_path: Path) -> None:
     """Found out before anything is made: without iproute2 in the PATH or where Debian keeps it."""
     program = f"""
-from cluster import emulate, namespaces
+from lab.emulate import __main__ as emulate, namespaces
 namespaces.SEARCH = {str(tmp_path)!r}
 raise SystemExit(emulate.main(["emulate", "--nodes=1", "--devices_per_node=1", "--", "true"]))
 """
@@ -393,7 +393,7 @@ PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin") or ""
 def as_nobody(folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
     """Runs an emulation as a user without rights, in a folder with a copy of what it imports."""
     user = ["setpriv", "--reuid=65534", "--clear-groups", "env", "-u", "XDG_RUNTIME_DIR", "PYTHONDONTWRITEBYTECODE=1"]
-    emulator = [PYTHON, "-m", "cluster.emulate", "--nodes=2", "--devices_per_node=2"]
+    emulator = [PYTHON, "-m", "lab.emulate", "--nodes=2", "--devices_per_node=2"]
     program = ["--workdir=run", "--", "sh", "-c", "hostname; ls /sys/class/net; exit 5"]
     command = [*user, *before, *emulator, *program]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
@@ -405,7 +405,7 @@ def test_without_root() -> None:
     """By a user namespace; where there is none to be had, one line."""
     with tempfile.TemporaryDirectory() as name:  # which others may reach, unlike tmp_path
         folder = Path(name)
-        for package in ("cluster", "files", "runtime"):
+        for package in ("lab", "files", "runtime"):
             shutil.copytree(ROOT / package, folder / package)
         folder.chmod(0o777)
         refused = as_nobody(folder, "unshare", "--user")  # a user namespace without rights, nor a way to get some

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from emulating import EMULATED, output_of, python, running_with, transfer, until
 
-from cluster.links import Links
-from cluster.nodes import Cluster
+from lab.emulate.links import Links
+from lab.emulate.nodes import Cluster
 
 pytestmark = EMULATED
 MB = 10**6

@@ -18,10 +18,10 @@ from running import ROOT, arrays, manifest, rows, run_here, stop_after
 
 import models
 import sweep
-from cluster import emulate
 from configs.register import register
 from configs.schema import Config, OptimizerConfig
 from configs.schema.own import OWN
+from lab.emulate import __main__ as emulate
 from planner import __main__ as planner
 from planner import compile as compiling
 from sharding.scopes import make_layout
@@ -326,7 +326,7 @@ def test_emulated_nodes_train_with_the_file(tmp_path: Path) -> None:
     file = listed("An optimizer").resolve()
     emulated = [
         "-m",
-        "cluster.emulate",
+        "lab.emulate",
         "--nodes=2",
         "--devices_per_node=2",
         f"--workdir={tmp_path / 'emulated'}",

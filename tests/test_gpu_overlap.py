@@ -6,7 +6,7 @@ import pytest
 from compiling import SMALL
 from running import ROOT
 
-from benchmarks.overlap_table import CASES, measured
+from lab.benchmarks.overlap_table import CASES, measured
 from planner.compile import WHEELS, CompiledStep, compile_step
 from sharding.hlo import LABELS, Collective, bytes_per_step, read_collectives
 from sharding.hlo_program import Computation, Instruction, parse_program

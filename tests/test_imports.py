@@ -12,29 +12,31 @@ ROOT = Path(__file__).parents[1]
 EVERYTHING = "*"
 # package: what of ours it may import, besides itself; a module by its full name where only that one
 MAY_IMPORT = {
-    "palette": "",
     "files": "",
     "configs": "files",
     "runtime": "files",
-    "sharding": "configs palette",
+    "sharding": "configs files",
     "models": "configs sharding files",
     "optimizers": "configs sharding",
     "compression": "configs sharding",
     "input_pipeline": "configs files runtime",
     "state": "configs sharding runtime files",
-    "metrics": "palette files runtime",
+    "metrics": "files runtime",
     "training": "configs files models sharding compression optimizers input_pipeline metrics state runtime",
-    "planner": "configs files sharding training metrics runtime input_pipeline palette",
-    "cluster": "configs runtime metrics sharding state palette files",
+    "planner": "configs files sharding training metrics runtime input_pipeline",
+    "lab": "",
+    "lab.emulate": "files runtime",
+    "lab.probe": "files runtime sharding metrics",
+    "lab.chaos": "lab.emulate configs metrics runtime state files",
     "engines": "runtime",
-    "sweeps": "configs metrics palette runtime files",
-    "paper": "files palette planner runtime",
+    "sweeps": "configs metrics runtime files",
+    "lab.paper": "files planner runtime",
     "train": EVERYTHING,
     "sweep": "configs runtime sweeps",
-    "benchmarks": EVERYTHING,
+    "lab.benchmarks": EVERYTHING,
 }
-LABORATORY = {"cluster", "paper", "benchmarks"}  # emulated nodes, probe, chaos, records: the product imports none of it
-PROGRAMS = {"train", "sweep", "benchmarks"}  # nothing imports them, but benchmarks; sweep and tests may start them
+LABORATORY = "lab"  # emulated nodes, probe, chaos, records: the product imports none of it
+PROGRAMS = {"train", "sweep", "lab.benchmarks"}  # nothing imports them, but benchmarks; sweep and tests may start them
 # package: what of others' it must not import
 FORBIDDEN = {
     "configs": "jax flax optax",
@@ -45,17 +47,24 @@ FORBIDDEN = {
     "compression": "flax",
     "state": "flax optax",
     "runtime": "flax optax",
-    "cluster": "flax optax",
+    "lab.emulate": "jax flax optax",
+    "lab.probe": "flax optax",
+    "lab.chaos": "flax optax",
     "engines": "jax flax optax",
     "sweeps": "jax flax optax",
     "sweep": "jax flax optax",
-    "paper": "jax flax optax",
+    "lab.paper": "jax flax optax",
 }
 
 
 def part_of(file: Path) -> str:
-    """Returns the package of a file, or its stem at the root."""
-    return file.relative_to(ROOT).with_suffix("").parts[0]
+    """Returns the package of a file (of the laboratory's, two names), or its stem at the root."""
+    return part_named(".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+
+
+def part_named(module: str) -> str:
+    """Returns the part that a module belongs to."""
+    return ".".join(module.split(".")[: 2 if module.startswith(f"{LABORATORY}.") else 1])
 
 
 def imports(file: Path) -> list[tuple[int, str]]:
@@ -75,10 +84,10 @@ def imports(file: Path) -> list[tuple[int, str]]:
 
 def complaint(part: str, name: str) -> str | None:
     """Returns what is wrong with an import of `name` in `part`."""
-    top = name.split(".")[0]
-    if top in PROGRAMS and top != part and part != "benchmarks":
+    top = part_named(name)
+    if top in PROGRAMS and top != part and part != "lab.benchmarks":
         return f"{top} is a program: start it, do not import it"
-    if top in LABORATORY and part not in LABORATORY:
+    if top.startswith(LABORATORY) and not part.startswith(LABORATORY):
         return f"{top} is of the laboratory: {part} may start it, not import it"
     if top in FORBIDDEN.get(part, "").split():
         return f"{part} must not import {top}"
@@ -114,7 +123,7 @@ def used_by_part() -> dict[str, set[str]]:
     """Returns the other parts that each part imports."""
     used: dict[str, set[str]] = {}
     for file in our_files():
-        tops = {name.split(".")[0] for _, name in imports(file)}
+        tops = {part_named(name) for _, name in imports(file)}
         used.setdefault(part_of(file), set()).update(tops & MAY_IMPORT.keys() - {part_of(file)})
     return used
 
@@ -134,7 +143,7 @@ def test_packages_form_no_cycle() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["cluster.emulate", "cluster.chaos.__main__", "engines.ray", "engines.ray_train", "sweep", "metrics.report"],
+    ["lab.emulate", "lab.chaos.__main__", "engines.ray", "engines.ray_train", "sweep", "metrics.report"],
 )
 def test_programs_that_start_others_load_no_jax(module: str) -> None:
     code = f"import sys; import {module}; assert 'jax' not in sys.modules"
@@ -144,11 +153,11 @@ def test_programs_that_start_others_load_no_jax(module: str) -> None:
 def test_forbidden_imports_are_found() -> None:
     assert complaint("sharding", "optax.contrib") == "sharding must not import optax"
     assert complaint("models", "sharding.step") is None
-    assert complaint("sharding", "models.Decoder") == "sharding may import configs, palette, not models"
+    assert complaint("sharding", "models.Decoder") == "sharding may import configs, files, not models"
     assert complaint("configs", "sharding.mesh") == "configs may import files, not sharding"
     assert complaint("optimizers", "compression.exchange") == "optimizers may import configs, sharding, not compression"
     assert complaint("training", "train.main") == "train is a program: start it, do not import it"
-    assert complaint("sharding", "training.experiment") == "sharding may import configs, palette, not training"
-    assert complaint("train", "cluster.emulate") == "cluster is of the laboratory: train may start it, not import it"
+    assert complaint("sharding", "training.experiment") == "sharding may import configs, files, not training"
+    assert complaint("train", "lab.emulate") == "lab.emulate is of the laboratory: train may start it, not import it"
     assert complaint("planner", "training.experiment.make_experiment") is None
     assert part_of(ROOT / "planner" / "table.py") == "planner" and part_of(ROOT / "train.py") == "train"

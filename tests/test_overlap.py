@@ -9,7 +9,7 @@ import pytest
 from compiling import SMALL
 from running import IGNORED
 
-from benchmarks.overlap_table import replayed
+from lab.benchmarks.overlap_table import replayed
 from planner import compile as compiler
 from sharding.hlo import bytes_per_step, read_collectives
 from sharding.hlo_program import parse_program

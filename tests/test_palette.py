@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from palette import DARK, INK, SERIES, SERIES_ON_DARK, SOFT
+from files.palette import DARK, INK, SERIES, SERIES_ON_DARK, SOFT
 
 ROOT = Path(__file__).parents[1]
 WHITE = "#ffffff"
@@ -67,9 +67,9 @@ def test_pictures_are_no_white_boxes_on_dark_pages() -> None:
 
 
 def test_nothing_that_draws_has_colours_of_its_own() -> None:
-    """No hex colour, no cycle (C1), no grey (0.6) and none of matplotlib's names in the code but in palette.py."""
+    """No hex colour, no cycle (C1), no grey (0.6) none of matplotlib's names in the code but in palette.py."""
     own = re.compile(r"[\"']#[0-9a-f]{6}[\"']|[\"']tab:|colou?r=[\"'](?!none|white)|[\"']C\d[\"']")
-    folders = ("benchmarks", "cluster", "metrics", "paper", "planner", "sharding", "sweeps")
+    folders = ("lab", "metrics", "planner", "sharding", "sweeps")
     files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
     assert len(files) > 60
     assert not [f"{file.name}: {found[0]}" for file in files if (found := own.search(file.read_text()))]

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compiled, fidelity
-from paper import __main__ as program
-from paper import mics, published, replays, scores, traffic
-from paper.pages import PICTURES, TABLES, filled, pages, table_named
-from paper.plots import Bars, draw_bars, exactly, rate_in_words
-from paper.records import RESULTS, Records, read_records
-from paper.scores import Cell, Comparison
+from lab.benchmarks import compiled, fidelity
+from lab.paper import __main__ as program
+from lab.paper import mics, published, replays, scores, traffic
+from lab.paper.pages import PICTURES, TABLES, filled, pages, table_named
+from lab.paper.plots import Bars, draw_bars, exactly, rate_in_words
+from lab.paper.records import RESULTS, Records, read_records
+from lab.paper.scores import Cell, Comparison
 
 pytestmark = pytest.mark.document
 
@@ -57,7 +57,7 @@ def test_record_has_every_case_and_paper_model(records: Records) -> None:
 @pytest.mark.slow
 def test_recorded_64_device_steps_are_up_to_date() -> None:
     case = next(c for c in compiled.cases() if c.strategy == "mics(16)")
-    code = "from benchmarks import compiled as c; import json; c.start_devices(64); "
+    code = "from lab.benchmarks import compiled as c; import json; c.start_devices(64); "
     code += f"print(json.dumps(c.step_record(c.{case})))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == recorded(case)
@@ -74,10 +74,10 @@ def test_fidelity_configs_differ_only_in_the_strategy() -> None:
 
 
 def test_missing_records_name_their_command(tmp_path: Path, records: Records) -> None:
-    with pytest.raises(ValueError, match=r"compiled.jsonl is missing; python -m benchmarks.compiled writes it$"):
+    with pytest.raises(ValueError, match=r"compiled.jsonl is missing; python -m lab.benchmarks.compiled writes it$"):
         read_records(tmp_path)
     with pytest.raises(
-        ValueError, match="has 0 lines of step, zero9, 4, 4; it needs one: python -m benchmarks.compiled"
+        ValueError, match="has 0 lines of step, zero9, 4, 4; it needs one: python -m lab.benchmarks.compiled"
     ):
         records.step("zero9", nodes=4, accum=4)
 
@@ -234,7 +234,7 @@ def test_losses_part_at_the_step_that_concepts_names(records: Records) -> None:
 
 def test_pages_are_up_to_date_and_show_every_table_once(records: Records) -> None:
     text = "".join(page.read_text() for page in pages())
-    assert all(filled(page.read_text(), records) == page.read_text() for page in pages()), "run: python -m paper"
+    assert all(filled(page.read_text(), records) == page.read_text() for page in pages()), "run: python -m lab.paper"
     assert {name: text.count(f"<!-- table: {name} -->") for name in TABLES} == dict.fromkeys(TABLES, 1)
     assert all(f"images/{name})" in text for name in PICTURES)
 
@@ -264,7 +264,7 @@ def test_check_writes_nothing_and_names_the_stale_page(
     monkeypatch.setattr(program, "DOCS", page.parent)
     monkeypatch.setattr(program, "pages", lambda: [page])
     assert program.main(["--check"]) == 1
-    assert capsys.readouterr().err == "stale: docs/page.md; python -m paper fills it\n"
+    assert capsys.readouterr().err == "stale: docs/page.md; python -m lab.paper fills it\n"
     assert page.read_text() == "<!-- table: gemini -->\nold\n<!-- end -->\n"
     assert program.main(["--only=zeropp"]) == 2
     assert capsys.readouterr().err == "error: unrecognized arguments: --only=zeropp\n"

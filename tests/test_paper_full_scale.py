@@ -8,14 +8,14 @@ import pytest
 from planning import WORDS, own_cache, small  # noqa: F401 (a fixture)
 from running import IGNORED
 
-from benchmarks import full_scale
-from benchmarks.full_scale_cells import Cell, cells
-from benchmarks.resized import resized
-from paper import network, predictions, published, replays, throughput
-from paper.network import Fit, Gather
-from paper.records import Records, read_records
-from paper.replays import Replay, Shape, shape_of, zero2_bytes, zero3_bytes
-from paper.throughput import Run
+from lab.benchmarks import full_scale
+from lab.benchmarks.full_scale_cells import Cell, cells
+from lab.benchmarks.resized import resized
+from lab.paper import network, predictions, published, replays, throughput
+from lab.paper.network import Fit, Gather
+from lab.paper.records import Records, read_records
+from lab.paper.replays import Replay, Shape, shape_of, zero2_bytes, zero3_bytes
+from lab.paper.throughput import Run
 from planner import clusters
 from planner import compile as compiling
 from planner.candidates import of_config
@@ -192,7 +192,7 @@ def test_ratios_are_over_the_base_of_the_figure(records: Records) -> None:
 
 
 def test_missing_replay_is_one_line(records: Records) -> None:
-    with pytest.raises(ValueError, match=r"has no bert_9b, mics\(8\), on 16 GPUs .*: python -m benchmarks.full_scale"):
+    with pytest.raises(ValueError, match=r"has no bert_9b, mics\(8\), on 16 GPUs .*: python -m lab.benchmarks"):
         replays.find(records, "bert_9b", 16, "mics(8)")
 
 

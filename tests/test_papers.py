@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks import papers
-from benchmarks.papers_cells import Cell, cells
-from benchmarks.records import is_recorded, recorded
-from paper import compression, gemini, model_state, published, scores, traffic, zeropp
-from paper.records import Records, read_records
+from lab.benchmarks import papers
+from lab.benchmarks.papers_cells import Cell, cells
+from lab.benchmarks.records import is_recorded, recorded
+from lab.paper import compression, gemini, model_state, published, scores, traffic, zeropp
+from lab.paper.records import Records, read_records
 from state.snapshots import Snapshots
 
 pytestmark = pytest.mark.document
@@ -69,7 +69,9 @@ def test_recorded_steps_are_up_to_date(name: str) -> None:
 def test_recorded_states_are_up_to_date(kind: str, name: str, strategy: str) -> None:
     """In a process of its own, which has as many devices."""
     about = cell(kind, name, strategy)
-    code = "import json, sys; from benchmarks import compiled, papers; from benchmarks.papers_cells import cells; "
+    code = (
+        "import json, sys; from lab.benchmarks import compiled, papers; from lab.benchmarks.papers_cells import cells; "
+    )
     code += f"compiled.start_devices({about.num_devices}); key = json.loads(sys.argv[1]); "
     code += "print(json.dumps(papers.measured(next(c for c in cells() if json.loads(json.dumps(c.key)) == key))))"
     command = [sys.executable, "-c", code, json.dumps(about.key)]
@@ -206,7 +208,7 @@ def test_costs_are_means_of_seeds_minus_the_dense_runs(records: Records) -> None
     ]
     some = changed(records, "accuracy", lines)
     assert compression.change(some, "two_bit, SGD") == pytest.approx(-10.0)
-    with pytest.raises(ValueError, match=r"accuracy.jsonl has no dgc, 99 %, SGD on digits; python -m benchmarks.acc"):
+    with pytest.raises(ValueError, match=r"accuracy.jsonl has no dgc, 99 %, SGD on digits; python -m lab.benchm"):
         compression.change(some, "dgc, 99 %, SGD")
 
 

@@ -15,8 +15,8 @@ from running import IGNORED, SMALL, arguments, losses, run_here, stop_after
 from compression.methods import method_named
 from configs import base
 from configs.schema import Config
-from paper import pipelines
-from paper.replays import Shape
+from lab.paper import pipelines
+from lab.paper.replays import Shape
 from planner import __main__ as planner
 from sharding.hlo import Collective, read_collectives
 from sharding.pipeline import only_forward

@@ -358,12 +358,12 @@ def test_a_probe_of_another_cluster_is_refused(capsys: pytest.CaptureFixture[str
         said[name] = err
     assert "was measured on devices of kind 'NVIDIA H200', but --cluster=emulated has CPU" in said["other devices"]
     assert "on nodes of 8 devices, but those of --cluster=emulated have 2" in said["other nodes"]
-    assert "is not a file that cluster.probe wrote (it has no alpha_s)" in said["no probe"]
+    assert "is not a file that lab.probe wrote (it has no alpha_s)" in said["no probe"]
     no_object, no_json = "it is not a JSON object, but of type list", "it is not JSON: Expecting value: line 1 column 1"
     for text, why in (("{}", "it has no levels"), ("[]", no_object), ("rate", f"{no_json} (char 0)")):
         probe.write_text(text)
         _, _, err = run(capsys, *WORDS, *EMULATED, f"--probe={probe}")
-        assert err == f"error: --probe={probe} is not a file that cluster.probe wrote ({why})\n"
+        assert err == f"error: --probe={probe} is not a file that lab.probe wrote ({why})\n"
 
 
 def test_a_config_that_does_not_fit_says_what_would(

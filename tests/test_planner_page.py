@@ -9,7 +9,7 @@ from planning import FILE, WORDS, own_cache  # noqa: F401 (fixture)
 from running import IGNORED
 from test_metrics_report import EVIL, PIXEL, Page
 
-from benchmarks.planner_records import RECORDS
+from lab.benchmarks.planner_records import RECORDS
 from metrics.units import format_bytes
 from planner import __main__ as planner
 from planner.page import plan_page

@@ -13,10 +13,10 @@ import pytest
 from matplotlib.colors import to_hex
 from ml_collections import ConfigDict
 
-import palette
 from configs import base
 from configs.base import typed
 from configs.schema import ShardingConfig
+from files import palette
 from planner import table
 from sharding import drawing
 from sharding.scopes import make_layout

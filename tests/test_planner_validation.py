@@ -4,11 +4,11 @@ from statistics import harmonic_mean, median
 
 import pytest
 
-from benchmarks import planner_validation
-from benchmarks.records import recorded
-from paper.records import read_records
-from paper.replays import PLANNER
-from paper.throughput import runs
+from lab.benchmarks import planner_validation
+from lab.benchmarks.records import recorded
+from lab.paper.records import read_records
+from lab.paper.replays import PLANNER
+from lab.paper.throughput import runs
 from planner import clusters
 
 

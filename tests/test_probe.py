@@ -14,13 +14,13 @@ from emulating import EMULATED
 from ports import free_port
 from running import ROOT, XLA_FLAGS, finish
 
-from cluster.probe import __main__ as probe
-from cluster.probe import measure, report
-from cluster.probe.model import RING_PASSES, Measurement, fit
+from lab.probe import __main__ as probe
+from lab.probe import measure, report
+from lab.probe.model import RING_PASSES, Measurement, fit
 
 QUICK_PROBE = """
 import sys
-from cluster.probe import __main__ as probe, measure
+from lab.probe import __main__ as probe, measure
 measure.REPETITION_S = 0.001
 sys.exit(probe.main(sys.argv[1:]))
 """
@@ -201,8 +201,8 @@ def test_probe_of_two_processes(tmp_path: Path) -> None:
 @EMULATED
 def test_probe_finds_the_rate_of_an_emulated_link(tmp_path: Path) -> None:
     """And counts on the wire what the formula says, within 2 %."""
-    emulate = [sys.executable, "-m", "cluster.emulate", "--nodes=2", "--devices_per_node=2", "--rate=100mbit"]
-    program = [sys.executable, "-m", "cluster.probe", "--sizes=64k,8m", f"--out={tmp_path}"]
+    emulate = [sys.executable, "-m", "lab.emulate", "--nodes=2", "--devices_per_node=2", "--rate=100mbit"]
+    program = [sys.executable, "-m", "lab.probe", "--sizes=64k,8m", f"--out={tmp_path}"]
     command = [*emulate, f"--workdir={tmp_path}/emulated", "--", *program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -49,12 +49,12 @@ def cluster(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     train = [sys.executable, str(program), *arguments(tmp_path / "run", **CHANGES, mesh__num_cpu_devices=1)]
     driver = [sys.executable, "-m", "engines.ray", "--min_nodes=2", "--max_nodes=3", "--devices_per_node=1"]
     driver += ["--compile_ahead", "--"]
-    emulate = ["cluster.emulate", f"--name={name(tmp_path)}", "--nodes=3", "--devices_per_node=1"]
+    emulate = ["lab.emulate", f"--name={name(tmp_path)}", "--nodes=3", "--devices_per_node=1"]
     command = [sys.executable, "-m", *emulate, f"--workdir={tmp_path}/nodes", "--", sys.executable, "-m"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": XLA_FLAGS}
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            [*command, "engines.ray_nodes", *driver, *train],
+            [*command, "lab.emulate.ray_nodes", *driver, *train],
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
@@ -80,7 +80,7 @@ def await_line(pattern: str, tmp_path: Path, process: subprocess.Popen[bytes]) -
 def test_a_run_grows_shrinks_and_survives(cluster: subprocess.Popen[bytes], tmp_path: Path) -> None:
     await_line(r"attempt 1: step \d+ is done", tmp_path, cluster)
     added = f"added-{name(tmp_path)}"  # only to find it
-    assert ctl(f"--name={name(tmp_path)}", "add", "--", sys.executable, "-m", "engines.ray_nodes", added)[0] == 0
+    assert ctl(f"--name={name(tmp_path)}", "add", "--", sys.executable, "-m", "lab.emulate.ray_nodes", added)[0] == 0
     await_line(r"node3 joined: attempt 2 starts ahead: 3 nodes: node1, node2, node3\n", tmp_path, cluster)
     await_line(r"node3 joined: the program is asked to stop", tmp_path, cluster)
     await_line(r"attempt 1 stopped at step \d+: node\d with 75, node\d with 75\n", tmp_path, cluster)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from running import IGNORED, ROOT
 
-from cluster import emulate
 from configs import command_line
+from lab.emulate import __main__ as emulate
 
 pytestmark = IGNORED
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -64,8 +64,8 @@ def test_commands_that_run_at_once() -> None:
     for words in (table, [*sweep, "--dry_run"]):
         done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0 and done.stdout, done.stderr
-    emulated = next(words for words in shown["tutorial.md"] if "cluster.emulate" in words and "--" in words)
-    options, _, command = emulate.parse(emulated[emulated.index("cluster.emulate") + 1 :])
+    emulated = next(words for words in shown["tutorial.md"] if "lab.emulate" in words and "--" in words)
+    options, _, command = emulate.parse(emulated[emulated.index("lab.emulate") + 1 :])
     assert options.nodes == 4 and command[1] == "train.py"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.records import DERIVED, MEASURED, put, recorded
+from lab.benchmarks.records import DERIVED, MEASURED, put, recorded
 
 pytestmark = pytest.mark.document
 

@@ -191,7 +191,7 @@ def test_the_command_starts_exactly_this_run(tmp_path: Path) -> None:
     middle = emulated.command.index("--")
     assert emulated.command[1:middle] == (
         "-m",
-        "cluster.emulate",
+        "lab.emulate",
         "--nodes=2",
         "--rate=5mbit",
         f"--workdir={tmp_path}/runs/{emulated.name}/emulate",
@@ -216,12 +216,12 @@ def test_shipped_sweeps_are_as_documented(name: str, tmp_path: Path, capsys: pyt
     assert run_sweep(tmp_path, str(path), "--dry_run") == 0
     out = capsys.readouterr().out
     assert f"{SHIPPED[name]} runs, {SHIPPED[name]} to do" in out
-    emulated = "-m cluster.emulate --nodes=4 --devices_per_node=2 --rate=50mbit " in out
+    emulated = "-m lab.emulate --nodes=4 --devices_per_node=2 --rate=50mbit " in out
     assert emulated == (name == "partition_size_by_rate")
     assert f"--config=configs/sweeps/{name}.py" in load_file(str(path)).about
 
 
 def test_the_emulator_knows_the_options() -> None:
-    words = [sys.executable, "-m", "cluster.emulate", "--help"]
+    words = [sys.executable, "-m", "lab.emulate", "--help"]
     known = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert [option for option in EMULATE_OPTIONS if f"--{option} " not in known] == []

@@ -14,7 +14,7 @@ import pytest
 from emulating import EMULATED, emulate, finish
 from running import IGNORED, TRAIN, XLA_FLAGS, arguments, rows
 
-from benchmarks.names import Cluster, link_bytes, sharding_of
+from lab.benchmarks.names import Cluster, link_bytes, sharding_of
 
 pytestmark = [IGNORED, EMULATED, pytest.mark.slow]
 CLUSTER = Cluster(nodes=2, devices_per_node=2)

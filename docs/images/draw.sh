@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Draws every picture of this folder again, from configs and from the records in benchmarks/results; nothing is trained.
+# Draws every picture of this folder again, from configs and from the records in lab/benchmarks/results; nothing is trained.
 # The tables of the pages are written with them.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -16,5 +16,5 @@ draw node_node_all --config.sharding.strategy=custom --config.sharding.partition
   --config.sharding.parameters=node --config.sharding.gradients=node --config.sharding.optimizer=all
 "$python" -m planner --config=configs/quickstart.py --cluster=emulated --nodes=4 \
   --png=docs/images/timeline.png >/dev/null
-"$python" -m benchmarks.pages
-"$python" -m paper
+"$python" -m lab.benchmarks.pages
+"$python" -m lab.paper

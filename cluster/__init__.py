@@ -1,1 +1,0 @@
-"""The laboratory: emulated nodes (`python -m cluster.emulate`), the probe of any cluster's links, chaos."""

@@ -1,1 +1,0 @@
-"""Injects random faults into a real run on an emulated Ray cluster: `python -m cluster.chaos`."""

@@ -1,1 +1,0 @@
-"""Measures the links of a cluster: `python -m cluster.probe`."""

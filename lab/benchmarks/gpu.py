@@ -1,0 +1,178 @@
+"""Tokens per second and MFU on the GPUs of this machine, compared with the same model in PyTorch.
+
+    python -m lab.benchmarks.gpu [--pytorch=PYTHON] [--sizes=124m,350m,1.3b] [--repetitions=3]
+    python -m lab.benchmarks.gpu --cpu --sizes=tiny --repetitions=1   # tries the program without a GPU
+
+Decoders of configs/gpu_decoder.py in bfloat16, by train.py and by lab/benchmarks/pytorch_peer.py (torch.compile,
+scaled_dot_product_attention), which `--pytorch`, a Python that has torch, runs in the same command: for each repetition
+and size first ours, then PyTorch's. Each run is a process of its own. With several GPUs both cut the state over all of
+them and gather it once a step (ours: ZeRO-3, PyTorch: FSDP2). Adds a line a run to results/measured/gpu.jsonl, unless
+recorded, and prints a table of these runs: mean (lowest to highest). MFU: by the FLOPs of models/transformer.py, for
+both. Exit codes: 0 done; 1 a run failed; 2 bad options, or no GPU.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any
+
+import jax
+from scipy.special import stdtrit
+
+import models
+from configs import base, gpu_decoder
+from configs.schema import TransformerConfig
+from files import json_lines
+from files.pages import markdown
+from lab.benchmarks.records import MEASURED, recorded, spread
+from lab.benchmarks.runner import ROOT, Key, alternating, result_of, run_missing, started
+from metrics.throughput import peak_flops
+from runtime.exit_codes import ExitCode
+
+RESULTS = MEASURED / "gpu.jsonl"
+ASK = "import jax; d = jax.devices(); print(len(d), d[0].platform, d[0].device_kind, sep=';')"
+OURS, PEER, CPU = "mics-jax", "pytorch", "cpu"
+SKIPPED = 10  # steps at the start, in which kernels are tried and caches fill
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What is measured on: `count` devices of a kind, whose peak is None where it is not known."""
+
+    count: int
+    kind: str
+    peak_flops: float | None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs all repetitions and prints the table; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Tokens per second and MFU on GPUs.", allow_abbrev=False)
+    parser.add_argument("--pytorch", default="", help="a Python that has torch, to compare with")
+    parser.add_argument("--sizes", default="124m,350m,1.3b", help=f"of {', '.join(gpu_decoder.SIZES)}, with commas")
+    parser.add_argument("--repetitions", type=int, default=3, help="of each side, in turn, at least 1")
+    parser.add_argument("--steps", type=int, default=40, help="of each repetition")
+    parser.add_argument("--cpu", action="store_true", help="on one CPU device: tries the program, measures nothing")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the record")
+    options = parser.parse_args(argv[1:])
+    if options.repetitions < 1:
+        parser.error(f"--repetitions={options.repetitions} must be at least 1")
+    sizes = options.sizes.split(",")
+    if unknown := [size for size in sizes if size not in gpu_decoder.SIZES]:
+        print(f"error: --sizes={unknown[0]}: there are {', '.join(gpu_decoder.SIZES)}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    device = Device(count=1, kind=CPU, peak_flops=None) if options.cpu else find_gpus()
+    if device is None:
+        print(
+            "error: this needs a GPU and jax with CUDA (make gpu); --cpu tries the program without",
+            file=sys.stderr,
+        )
+        return ExitCode.BAD_INPUT
+    jax.config.update("jax_platforms", "cpu")  # the GPUs' memory belongs to the runs
+    about = {"steps": options.steps, "devices": device.count, "device": device.kind}
+    sides = (OURS, PEER) if options.pytorch else (OURS,)
+    keys = [{**key, **about} for key in alternating(options.repetitions, size=sizes, side=sides)]
+    failed = run_missing(options.results, keys, partial(measured, device=device, python=options.pytorch))
+    if not failed:
+        print(table([line for line in recorded(options.results) if any(key.items() <= line.items() for key in keys)]))
+    return failed
+
+
+def measured(key: Key, *, device: Device, python: str) -> dict[str, Any]:
+    """Returns the speed of a run. FailedRunError if it ended without numbers."""
+    tokens_per_s = run_ours(key, device) if key["side"] == OURS else run_pytorch(key, device, python)
+    return {"tokens_per_s": tokens_per_s, "mfu": mfu(key["size"], tokens_per_s, device)}
+
+
+def find_gpus() -> Device | None:
+    """Returns this machine's GPUs, asked for in a process that gives them back, or None if jax sees none."""
+    done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=False)
+    count, platform, kind = (done.stdout.strip().splitlines() or [";;"])[-1].split(";")
+    if platform != "gpu":
+        return None
+    return Device(count=int(count), kind=kind, peak_flops=peak_flops(kind))
+
+
+def run_ours(key: Key, device: Device) -> float:
+    """Trains with train.py; returns the median of the tokens per second."""
+    size, steps = key["size"], key["steps"]
+    keys = {"num_steps": steps, "model.remat": "none", "batch.global_size": device.count * rows_of(size)}
+    keys |= {"mesh.num_cpu_devices": 1} if device.kind == CPU else {}
+    keys |= {"sharding.strategy": "zero3", "sharding.gather": "micro_step"} if device.count > 1 else {}
+    with tempfile.TemporaryDirectory() as workdir:
+        flags = [f"--config={ROOT}/configs/gpu_decoder.py:{size}", f"--workdir={workdir}"]
+        started([sys.executable, "train.py", *flags, *(f"--config.{key}={value}" for key, value in keys.items())])
+        rows = json_lines.read(Path(workdir) / "metrics.jsonl")
+    return median(row["tokens_per_s"] for row in rows if row["step"] > skipped(steps) and "tokens_per_s" in row)
+
+
+def run_pytorch(key: Key, device: Device, python: str) -> float:
+    """Trains the same model in PyTorch; returns the median of the tokens per second."""
+    size, steps = key["size"], key["steps"]
+    model = base.typed(gpu_decoder.get_config(size)).model
+    assert isinstance(model, TransformerConfig)
+    sizes = {"layers": model.num_layers, "hidden": model.hidden, "heads": model.num_heads, "vocab": model.padded_vocab}
+    sizes |= {"seq_len": model.max_len, "rows": rows_of(size), "accum": 1, "steps": steps, "skipped": skipped(steps)}
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={device.count}"] if device.count > 1 else []
+    peer = ["lab/benchmarks/pytorch_peer.py", "zero3", "kept", json.dumps(sizes | {"low_precision": True})]
+    return device.count * rows_of(size) * model.max_len / result_of([python, *launcher, *peer])["step_time_s"]
+
+
+def rows_of(size: str) -> int:
+    """Returns the rows of a step on one device."""
+    return gpu_decoder.SIZES[size][-1]
+
+
+def skipped(steps: int) -> int:
+    """Returns how many steps at the start are not counted."""
+    return min(SKIPPED, steps // 2)
+
+
+def mfu(size: str, tokens_per_s: float, device: Device) -> float | None:
+    """Returns the share of the devices' peak that the model's own FLOPs use; None where the peak is not known."""
+    if device.peak_flops is None:
+        return None
+    config = base.typed(gpu_decoder.get_config(size))
+    flops = models.build(config.model).flops_per_row((config.data.seq_len,)) / config.data.seq_len
+    return tokens_per_s * flops / (device.count * device.peak_flops)
+
+
+# ------------------------------------------------------------------------------------------------------- the table
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """Returns a row a size: both sides' speed and MFU, and ours over PyTorch's in the same repetition."""
+    rows = []
+    for size in dict.fromkeys(line["size"] for line in lines):
+        sides = {
+            side: [line for line in lines if (line["side"], line["size"]) == (side, size)] for side in (OURS, PEER)
+        }
+        cells = [size]
+        for of_side in sides.values():
+            shares = [line["mfu"] for line in of_side if line["mfu"] is not None]
+            cells.append(spread([line["tokens_per_s"] for line in of_side], ",.0f") if of_side else "-")
+            cells.append(f"{mean(shares):.1%}" if shares else "-")
+        pairs = zip(sides[OURS], sides[PEER], strict=False)
+        cells.append(interval([ours["tokens_per_s"] / theirs["tokens_per_s"] for ours, theirs in pairs]))
+        rows.append(cells)
+    heads = ["parameters", "mics-jax tokens/s", "MFU", "PyTorch tokens/s", "MFU", "ratio, 95 % interval"]
+    return markdown(heads, rows)
+
+
+def interval(values: Sequence[float]) -> str:
+    """Returns the mean with its 95 % confidence interval (Student's t), which two values at least have."""
+    if len(values) < 2:
+        return f"{values[0]:.2f}" if values else "-"
+    half = stdtrit(len(values) - 1, 0.975) * stdev(values) / math.sqrt(len(values))
+    return f"{mean(values):.2f} ± {half:.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

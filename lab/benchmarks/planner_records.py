@@ -1,0 +1,104 @@
+"""Records the planner's examples and curves, which lab/benchmarks/pages.py shows in docs/planner.md.
+
+    python -m lab.benchmarks.planner_records [--only=curves]
+
+`example` and `spot`: BERT 10B on p4d.24xlarge, a search and a run on spot nodes. `curves`: a model of about 10 B
+parameters on 8 to 4096 A100s with several strategies. They are in results/derived/planner_*.json. XLA for GPUs is
+needed (`make .venv/h100/installed`). Programs are taken from the planner's cache if they are there; the example says
+how many were. The curves' nineteen take minutes to compile on 2 cores. Without its search for tiles of a fused softmax
+XLA compiles them faster; their compute is slower, all alike.
+"""
+
+import argparse
+import subprocess
+import sys
+from dataclasses import replace
+
+from matplotlib.figure import Figure
+
+from configs import base, bert_10b
+from lab.benchmarks.records import DERIVED
+from lab.benchmarks.runner import ROOT
+from planner.clusters import CLUSTERS
+from planner.curves import draw_curves
+from planner.report import Plan, from_json, plan_text
+from planner.spot import World, replay_spot, run_of, spot_text
+from planner.spot_trace import read_trace
+
+RECORDS = {name: DERIVED / f"planner_{name}.json" for name in ("example", "spot", "curves")}
+CLUSTER, TRACE = "p4d.24xlarge", "planner/spot_us_east_2b.csv"
+MODEL = {  # BERT 10B's parameters in sizes that 4096 divides
+    "batch.global_size": 32768,
+    "model.num_layers": 48,
+    "model.hidden": 4096,
+    "model.intermediate": 16384,
+    "model.num_heads": 64,
+    "model.vocab_multiple": 4096,
+}
+STRATEGIES = (
+    "hsdp",
+    "zero3",
+    "mics(64)",
+    "custom+parameters=node+gradients=node+optimizer=all",
+    "zero3+gather_inter=int8+hop_one_inter=int8",
+)
+WORDS = {
+    "example": ["--nodes=16", "--search"],
+    "spot": ["--nodes=8,16"],
+    "curves": [
+        *(f"--config.{key}={value}" for key, value in MODEL.items()),
+        *("--nodes=1,8,64,512", f"--strategy={','.join(STRATEGIES)}"),
+        "--xla_flags=--xla_disable_hlo_passes=triton-softmax-rewriter",
+    ],
+}
+
+
+def main() -> int:
+    """Runs the planner and writes the records; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Records the planner's examples and curves.", allow_abbrev=False)
+    parser.add_argument("--only", choices=WORDS, help="one record (default: all)")
+    options = parser.parse_args()
+    for name in [options.only] if options.only else WORDS:
+        words = ["--config=configs/bert_10b.py", f"--cluster={CLUSTER}", *WORDS[name], "--json"]
+        command = [sys.executable, "-m", "planner", *words]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            return done.returncode
+        RECORDS[name].write_text(done.stdout)
+    return 0
+
+
+def plans_of(name: str) -> list[Plan]:
+    """Returns the plans of a record."""
+    return from_json(RECORDS[name].read_text())
+
+
+def example() -> str:
+    """Returns the plan of the search, without its notes, as a page shows it."""
+    (plan,) = plans_of("example")
+    return indented(plan_text(replace(plan, notes=())))
+
+
+def spot() -> str:
+    """Returns what is printed of the config's run in the planned worlds; its groups are nodes, so each has a copy."""
+    worlds = [World(nodes=p.nodes, step_s=p.best.step_s, whole_copies=p.nodes) for p in plans_of("spot")]
+    run = run_of(base.typed(bert_10b.get_config()))
+    price = CLUSTERS[CLUSTER].on_demand
+    assert price
+    cost = replay_spot(read_trace(ROOT / TRACE), worlds, run, on_demand_usd_per_hour=price.usd_per_hour)
+    return indented(spot_text(cost, TRACE))
+
+
+def indented(text: str) -> str:
+    """Returns the lines of a program's output as a block of Markdown."""
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
+
+
+def curves() -> Figure:
+    """Draws throughput and cost from 8 to 4096 devices."""
+    plans = plans_of("curves")
+    return draw_curves(plans, f"{plans[0].title.rpartition(', on ')[0]}, on nodes of {plans[0].cluster}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Our decoders in PyTorch, for lab/benchmarks/strategies.py and lab/benchmarks/gpu.py: DDP, or FSDP2, full or hybrid.
+
+    python -m lab.emulate --nodes=4 --devices_per_node=2 --processes_per_node=2 --rate=1gbit \
+        -- PYTHON_WITH_TORCH lab/benchmarks/pytorch_peer.py ddp|hsdp|zero3 [kept] [dots]
+    PYTHON_WITH_TORCH lab/benchmarks/pytorch_peer.py zero3 kept '{"layers": 12, "hidden": 768, "heads": 12, ...}'
+
+One process per device, configured by torchrun's variables. Without sizes, on gloo: configs/standard.py's workload (8
+layers of 512, f32, AdamW, activation checkpointing, one sequence per device, 4 micro-steps), but no clipping. `hsdp`
+all-reduces between nodes at the last micro-step only, like MiCS. With sizes, of configs/gpu_decoder.py: parameters in
+f32 and compute in bf16, tied head, fused AdamW, gradients clipped to norm 1, torch.compile on GPUs (on a CPU it runs
+uncompiled, to try the program). `kept`: layers stay gathered for the backward pass; `dots`: products with weights are
+stored for it. Tokens are random. Rank 0 prints one line: RESULT and a JSON object.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportReturnType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# PyTorch is the peer, no dependency: it is in an environment of its own.
+
+import json
+import os
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+STANDARD = {"layers": 8, "hidden": 512, "heads": 8, "vocab": 256, "seq_len": 256, "rows": 1, "accum": 4, "steps": 3}
+STANDARD |= {"skipped": 1, "low_precision": False}
+PRODUCTS = [torch.ops.aten.mm.default]
+SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of an emulated node
+
+
+class Block(nn.Module):
+    """One pre-norm layer."""
+
+    def __init__(self, hidden: int, heads: int, *, bias: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(hidden, bias=bias), nn.LayerNorm(hidden, bias=bias)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            y.view(batch, length, self.heads, -1).transpose(1, 2) for y in self.qkv(self.attention_norm(x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + self.out(mixed)
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+
+
+class Decoder(nn.Module):
+    """The decoder; returns the mean loss. In f32 its head is not tied and every layer is checkpointed."""
+
+    def __init__(self, sizes: dict[str, Any], *, dots: bool) -> None:
+        super().__init__()
+        hidden, vocab, is_low = sizes["hidden"], sizes["vocab"], sizes["low_precision"]
+        self.token, self.position = nn.Embedding(vocab, hidden), nn.Embedding(sizes["seq_len"], hidden)
+        self.blocks = nn.ModuleList(Block(hidden, sizes["heads"], bias=not is_low) for _ in range(sizes["layers"]))
+        self.norm, self.head = nn.LayerNorm(hidden, bias=not is_low), nn.Linear(hidden, vocab, bias=False)
+        selective = {"context_fn": partial(create_selective_checkpoint_contexts, PRODUCTS)} if dots else {}
+        self.run = partial(checkpoint, use_reentrant=False, **selective)
+        if is_low:
+            self.head.weight = self.token.weight
+            self.run = lambda block, x: block(x)
+            for embedding in (self.token, self.position):
+                nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = self.run(block, x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+def shard(model: nn.Module, mode: str, device: torch.device, *, kept: bool, is_low: bool) -> nn.Module:
+    """Returns the model under DDP or FSDP2; `kept` layers stay gathered for the backward pass."""
+    if mode == "ddp":
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    if mode == "hsdp":
+        mesh = init_device_mesh(device.type, (world // local, local), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(device.type, (world,))
+    dtype = torch.bfloat16 if is_low else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not kept)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def sent_bytes() -> int:
+    """Returns the bytes that this node has sent so far; 0 outside an emulated cluster."""
+    return int(SENT.read_text()) if SENT.exists() else 0
+
+
+class Trainer:
+    """A model with its optimizer and random tokens, on this process's device."""
+
+    def __init__(self, mode: str, sizes: dict[str, Any], *, kept: bool, dots: bool) -> None:
+        self.mode, self.sizes, self.is_low, self.device = mode, sizes, sizes["low_precision"], own_device()
+        model: Any = Decoder(sizes, dots=dots).to(self.device)
+        self.model_bytes = 4 * sum(p.numel() for p in model.parameters())
+        if dist.is_initialized():
+            model = shard(model, mode, self.device, kept=kept, is_low=self.is_low)
+        options = (
+            {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": self.device.type == "cuda"} if self.is_low else {}
+        )
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, **options)
+        self.model = model
+        self.run = torch.compile(model) if self.device.type == "cuda" else model
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.generator = torch.Generator().manual_seed(rank)
+
+    def step(self) -> float:
+        """Runs the micro-steps and the optimizer; returns the mean loss of this rank."""
+        total, accum = 0.0, self.sizes["accum"]
+        for micro in range(accum):
+            if dist.is_initialized() and self.mode == "ddp":
+                self.model.require_backward_grad_sync = micro == accum - 1
+            elif dist.is_initialized() and self.mode == "hsdp":
+                self.model.set_requires_all_reduce(micro == accum - 1)
+            shape = (self.sizes["rows"], self.sizes["seq_len"] + 1)
+            rows = torch.randint(0, self.sizes["vocab"], shape, generator=self.generator).to(self.device)
+            with torch.autocast(self.device.type, dtype=torch.bfloat16) if self.is_low else nullcontext():
+                loss = self.run(rows[:, :-1], rows[:, 1:]) / accum
+            loss.backward()
+            total += loss.item()
+        if self.is_low:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+
+def own_device() -> torch.device:
+    """Returns the device of this process: a GPU, or the CPU with one thread if there are several processes."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.set_float32_matmul_precision("high")
+        return torch.device("cuda", torch.cuda.current_device())
+    if dist.is_initialized():
+        torch.set_num_threads(1)
+    return torch.device("cpu")
+
+
+def finished() -> None:
+    """Returns when this process's GPU, or on CPUs every rank, has done what it was asked for."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    elif dist.is_initialized():
+        dist.barrier()
+
+
+def main(mode: str, sizes: dict[str, Any], *, kept: bool, dots: bool) -> None:
+    """Trains a few steps and prints the median time of one."""
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    torch.manual_seed(0)
+    trainer = Trainer(mode, sizes, kept=kept, dots=dots)
+    times, sent, losses = [], [], []
+    for _ in range(sizes["steps"]):
+        finished()
+        started_s, before = time.perf_counter(), sent_bytes()
+        losses.append(trainer.step())
+        finished()
+        times.append(time.perf_counter() - started_s)
+        sent.append(sent_bytes() - before)
+    timed = times[sizes["skipped"] :]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        result = {"step_time_s": statistics.median(timed), "step_times_s": timed, "losses": losses}
+        result |= {"wire_tx_bytes": statistics.median(sent[sizes["skipped"] :]), "model_bytes": trainer.model_bytes}
+        print("RESULT " + json.dumps(result | {"accum": sizes["accum"], "torch": torch.__version__}), flush=True)
+    finished()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    given = [json.loads(word) for word in sys.argv[2:] if word.startswith("{")]
+    main(sys.argv[1], given[0] if given else STANDARD, kept="kept" in sys.argv, dots="dots" in sys.argv)

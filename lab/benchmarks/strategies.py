@@ -1,0 +1,107 @@
+"""Measures step time and bytes on the wire of every strategy, on emulated nodes with chosen link rates.
+
+    python -m lab.benchmarks.strategies [--rates=1gbit,200mbit] [--repetitions=2] [--only="mics(2),zero3 flat"]
+    python -m lab.benchmarks.strategies --scale_model
+    python -m lab.benchmarks.strategies --pytorch=PYTHON
+
+The standard workload (configs/standard.py) on 4 nodes of 2 devices. `--scale_model` takes links at which, by
+calculation, gathering takes 2.85 times the forward pass under ZeRO-3, as BERT 10B's did on p3dn.24xlarge (MiCS
+section 1). `--pytorch` runs ours and then PyTorch's at each rate (pytorch_peer.py, with a Python that has torch).
+Adds lines to results/measured/strategies.jsonl; needs root (docs/emulation.md).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lab.benchmarks.names import Cluster, link_bytes, remat_of, sharding_of
+from lab.benchmarks.records import MEASURED
+from lab.benchmarks.runner import WORKDIR, Key, alternating, checked_rates, result_of, run_missing, steps_of, train
+from lab.benchmarks.scores import COMPUTE, PEER, SCALE_MODEL
+from runtime.command_line import complain, prepare_output
+
+RESULTS = MEASURED / "strategies.jsonl"
+CONFIG = "configs/standard.py"
+CLUSTER = Cluster(nodes=4, devices_per_node=2)
+STANDARD = (COMPUTE, "ddp", "zero1", "zero2", "zero3 flat", "zero3", "hsdp", "mics(1)", "mics(2)", "mics(4)", "mics(8)")
+STANDARD += ("mics(2) two-hop off", "mics(2) kept", "zero3 auto", "node/node/all", "none/node/all")
+IN_SCALE_MODEL = ("mics(2)", "mics(4)", "mics(8)", "mics(4) flat", "mics(2) two-hop off", "zero3", "zero3 flat")
+# 8 times the bytes of a flat gather, over 2.85 times a quarter of a micro-step of `compute only` (commit da13d7f)
+SCALE_MODEL_RATE = "314mbit"
+# `kept`: gathered once per micro-step, not again for the backward pass; `dots`: products with weights are stored
+OURS_BESIDE_PYTORCH = ("ddp", "ddp dots", "mics(2)", "mics(2) kept dots", "zero3")
+PYTORCH = ("ddp", "ddp dots", "hsdp", "hsdp kept dots", "zero3")
+
+
+def main() -> int:
+    """Does and records the missing runs; returns 1 if a run failed, 2 for a bad rate."""
+    options = options_of(sys.argv[1:])
+    prepare_output()
+    try:
+        keys = planned(options)
+    except ValueError as error:
+        return complain(error)
+    return run_missing(RESULTS, keys, partial(measured, python=options.pytorch))
+
+
+def options_of(words: Sequence[str]) -> argparse.Namespace:
+    """Returns the options of the command line."""
+    parser = argparse.ArgumentParser(description="Times every strategy on emulated nodes.", allow_abbrev=False)
+    parser.add_argument("--rates", default="1gbit,200mbit", help="of the links, as for tc")
+    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--only", default="", help="names of strategies, with commas")
+    parser.add_argument("--scale_model", action="store_true")
+    parser.add_argument("--pytorch", default="", help="a Python that has torch, to compare with")
+    return parser.parse_args(words)
+
+
+def planned(options: argparse.Namespace) -> list[Key]:
+    """Returns the key of each run, in order. ValueError for a bad rate."""
+    mode = SCALE_MODEL if options.scale_model else PEER if options.pytorch else "standard"
+    default = {SCALE_MODEL: IN_SCALE_MODEL, PEER: OURS_BESIDE_PYTORCH}.get(mode, STANDARD)
+    ours = [name for name in options.only.split(",") if name] or default
+    theirs = [f"{PEER} {name}" for name in PYTORCH] if options.pytorch else []
+    rates = [SCALE_MODEL_RATE] if options.scale_model else checked_rates(options.rates)
+    return alternating(options.repetitions, mode=[mode], rate=rates, strategy=[*ours, *theirs])
+
+
+def measured(key: Key, *, python: str) -> dict[str, Any]:
+    """Runs a strategy at a rate; returns what its line says. FailedRunError if the run failed."""
+    name, rate = key["strategy"], key["rate"]
+    if name.startswith(PEER):
+        return pytorch(python, name.removeprefix(PEER).strip(), rate)
+    record = train(f"strategies/{key['mode']}", CONFIG, overrides_of(name, rate, key["repetition"]))
+    accum = record.files.config["batch"]["global_size"] // CLUSTER.degree("all")  # one row per device and micro-step
+    model_bytes = 4 * record.files.environment["num_params"]
+    formula = 0 if name == COMPUTE else link_bytes(name, CLUSTER, model_bytes=model_bytes, accum=accum)
+    about = {"accum": accum, "model_bytes": model_bytes, "formula_inter_bytes": formula}
+    return vars(CLUSTER) | about | steps_of(record)
+
+
+def overrides_of(name: str, rate: str, repetition: int) -> dict[str, Any]:
+    """Returns the overrides of one run."""
+    if name == COMPUTE:
+        devices = CLUSTER.degree("all")
+        alone = {"mesh.num_cpu_devices": devices, "mesh.devices_per_node": devices, "sharding.strategy": "ddp"}
+        return {**alone, "sharding.partition_size": 0, "repetition": f"{rate}-{repetition}"}
+    keys = {f"sharding.{key}": value for key, value in sharding_of(name).items()}
+    cluster = {f"emulate.{key}": value for key, value in vars(CLUSTER).items()}
+    model = {"model.remat": remat_of(name)} if remat_of(name) != "full" else {}
+    return {**keys, **model, **cluster, "emulate.rate": rate, "repetition": repetition}
+
+
+def pytorch(python: str, name: str, rate: str) -> dict[str, Any]:
+    """Runs PyTorch's DDP, hybrid or full sharding on the same cluster. FailedRunError if the run failed."""
+    options = [f"--{key}={value}" for key, value in vars(CLUSTER).items()]
+    options += [f"--processes_per_node={CLUSTER.devices_per_node}", f"--rate={rate}"]
+    options += [f"--workdir={WORKDIR}/pytorch_{name.replace(' ', '_')}"]
+    peer = ["lab/benchmarks/pytorch_peer.py", *name.split()]
+    found = result_of([sys.executable, "-m", "lab.emulate", *options, "--", python, *peer])
+    return vars(CLUSTER) | found | {"command": " ".join([Path(python).name, *peer])}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

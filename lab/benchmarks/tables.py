@@ -1,0 +1,311 @@
+"""The tables of the pages, by the name that a page gives them; lab/benchmarks/pages.py writes them."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from statistics import mean, median
+
+from files.pages import markdown
+from lab.benchmarks import (
+    accuracy,
+    compression,
+    dynamic_training,
+    elastic,
+    overlap_table,
+    pipelines,
+    planner_records,
+    planner_validation,
+)
+from lab.benchmarks import dynamic_training_cost as cost
+from lab.benchmarks.records import MEASURED, Range, middle, recorded, spread
+from lab.benchmarks.scores import (
+    DENSE,
+    PEER,
+    SCALE_MODEL,
+    Line,
+    above_compute_s,
+    best_ratio,
+    codecs_of,
+    commits_of,
+    faster_than_dense,
+    link_s,
+    names_of,
+    newest,
+    optimizer_of,
+    ours_of,
+    paired,
+    rates_of,
+    ratio,
+    runs_of,
+    same_until,
+    sent_bytes,
+    step_time,
+)
+
+PAIRS = (  # the same strategy, ours and PyTorch's
+    ("mics(2)", "pytorch hsdp"),
+    ("mics(2) kept dots", "pytorch hsdp kept dots"),
+    ("zero3", "pytorch zero3"),
+    ("ddp", "pytorch ddp"),
+    ("ddp dots", "pytorch ddp dots"),
+)
+
+
+def text(found: Range | None, digits: int = 1) -> str:
+    """Returns a value with its range, or `-` if it is missing."""
+    return found.text(digits) if found else "-"
+
+
+# --------------------------------------------------------------------------------------------------- strategies
+
+
+def strategy_bytes(lines: Sequence[Line]) -> str:
+    """Returns what a node sends in a step under each strategy: by formula, in the program and on the wire."""
+    rows = []
+    for name in names_of(lines):
+        sizes = [
+            sent_bytes(lines, name, key) for key in ("formula_inter_bytes", "compiled_inter_bytes", "wire_tx_bytes")
+        ]
+        cells = [f"{size / 1e6:.1f}" for size in sizes] + [f"{sizes[2] / sizes[0]:.3f}"]
+        if "auto" in name:  # XLA chose the collectives
+            cells[0] = cells[3] = "-"
+        rows.append([name, *cells])
+    return markdown(["strategy", "formula MB", "compiled MB", "on the wire MB", "wire / formula"], rows)
+
+
+def step_times(lines: Sequence[Line], rate: str) -> str:
+    """Returns the step times of every strategy at a rate."""
+    baseline, rows = step_time(runs_of(lines, "zero3 flat", rate)), []
+    for name in names_of(lines):
+        if runs := runs_of(lines, name, rate):
+            cells = [name, str(len(runs)), commits_of(runs), text(step_time(runs))]
+            cells += [text(ratio(baseline, step_time(runs)), 2), text(above_compute_s(lines, name, rate))]
+            rows.append([*cells, f"{link_s(lines, name, rate):.1f}"])
+    heads = [f"at {rate}", "runs", "commits", "s / step", "zero3 flat / this", "above compute only, s", "link, s"]
+    return markdown(heads, rows)
+
+
+def scale_model(lines: Sequence[Line]) -> str:
+    """Returns the step times of the scale model."""
+    (rate,) = rates_of(lines)
+    baseline, rows = step_time(runs_of(lines, "zero3 flat", rate)), []
+    for name in names_of(lines):
+        step = step_time(runs := runs_of(lines, name, rate))
+        rows.append([name, str(len(runs)), text(step), text(ratio(baseline, step), 2)])
+    return markdown([f"strategy at {rate}", "runs", "s / step", "zero3 flat / this"], rows)
+
+
+def pytorch(lines: Sequence[Line]) -> str:
+    """Returns PyTorch's strategies and ours, run in one session, and their ratios."""
+    rates, rows = rates_of(lines), []
+    for name in names_of(lines):
+        cells = [text(step_time(runs_of(lines, name, rate))) for rate in rates]
+        rows.append([name, *cells, f"{sent_bytes(lines, name, 'wire_tx_bytes') / 1e6:.0f}"])
+    for ours, theirs in PAIRS:
+        ratios = [ratio(*(step_time(runs_of(lines, name, rate)) for name in (theirs, ours))) for rate in rates]
+        rows.append([f"{theirs} / {ours}", *(text(one, 2) for one in ratios), ""])
+    rows.append(["best of theirs / best of ours", *(text(best_ratio(lines, rate), 2) for rate in rates), ""])
+    return markdown(["", *(f"s / step at {rate}" for rate in rates), "wire MB"], rows)
+
+
+# ------------------------------------------------------------------------------------------------------- codecs
+
+
+def codec_times(lines: Sequence[Line]) -> str:
+    """Returns what a codec costs without training steps."""
+    rows = []
+    crossings = 2 * (compression.NODES - 1) / compression.NODES  # of a value over a node's link in an exchange
+    dense_bytes = 4 * compression.VALUES
+    for line in lines:
+        saved_s = (dense_bytes - line["payload_bytes"]) * 8 / 1e9  # at 1 Gbit/s
+        once_s, of_exchange_s = line["encode_s"] + line["decode_s"], saved_s * crossings
+        cells = [f"{dense_bytes / line['payload_bytes']:.2f}", f"{line['encode_s']:.3f}", f"{line['decode_s']:.3f}"]
+        cells += [f"{once_s / saved_s:.1%}", f"{line['exchange_s']:.3f}", f"{line['exchange_s'] / of_exchange_s:.1%}"]
+        rows.append([line["codec"], *cells, f"{of_exchange_s / line['exchange_s']:.1f}"])
+    heads = ["codec", "times smaller", "encode, s", "decode, s", "both, share", "exchange, s", "share"]
+    return markdown([*heads, "pays below, Gbit/s"], rows)
+
+
+def codec_steps(steps: Sequence[Line]) -> str:
+    """Returns the steps with each codec at one rate; times are compared between runs of one commit and optimizer."""
+    runs = {name: [line for line in steps if line["codec"] == name] for name in codecs_of(steps)}
+    wire = {name: median(line["wire_tx_bytes"] for line in of) for name, of in runs.items()}
+    rows = []
+    for name, of in runs.items():
+        cells = [name, str(len(of)), commits_of(of), optimizer_of(of[0]), f"{wire[name] / 1e6:.2f}"]
+        cells += [f"{wire[DENSE] / wire[name]:.2f}", text(step_time(of), 2), text(faster_than_dense(steps, name), 2)]
+        first, last = (median(line["losses"][i] for line in of) for i in (0, -1))
+        rows.append([*cells, f"{first:.3f}, {last:.3f}"])
+    heads = ["codec", "runs", "commits", "optimizer", "a node sends, MB a step", "none / this", "s a step"]
+    return markdown([*heads, "none / this", "loss of the first and the last step"], rows)
+
+
+def codec_accuracy(task: str, lines: Sequence[Line]) -> str:
+    """Returns a row per method of a task, with differences from the dense runs of the same seed."""
+    classifies, rows = task == "digits", []
+    methods = accuracy.methods(task)
+    runs = {name: [line for line in lines if (line["task"], line["method"]) == (task, name)] for name in methods}
+    for name, method in methods.items():
+        if not runs[name] or not runs[method.against]:
+            continue
+        smaller = method.times_smaller(runs[name][-1].get("hop_two_ratio", 1.0))
+        cells = [name, f"{smaller:.3g}", spread([line["validation_loss"] for line in runs[name]], ".3f")]
+        cells += [spread([line["validation_accuracy"] for line in runs[name]], ".1%")] if classifies else []
+        pairs = paired(runs[name], runs[method.against])
+        rows.append([*cells, "" if name == method.against else spread(pairs, "+z.3f")])
+    heads = [task, "times smaller", "validation loss", *(["accuracy"] if classifies else []), "minus dense, by seed"]
+    return markdown(heads, rows)
+
+
+# --------------------------------------------------------------------------------------------------- elasticity
+
+
+def kill_matrix(lines: Sequence[Line]) -> str:
+    """Returns what each event of the matrix cost, without `--compile_ahead`."""
+    usual, rows = [line for line in events_of_matrix(lines) if not line.get("compile_ahead")], []
+    for case in {case.title: case for case in elastic.MATRIX}.values():
+        of = [line for line in usual if line["title"] == case.title]
+        if not of:
+            rows.append([case.title, case.aim, "0", "not measured", *[""] * 6])
+            continue
+        lost = ", ".join(map(str, sorted({line["lost_steps"] for line in of})))
+        phases = [[line["phases"][name] for line in of] for name in ("noticed", "stopped", "started", "restored")]
+        # old lines have a sentence as their source: "memory (3 of 3 nodes had it)", "its checkpoint"
+        sources = sorted({line["source"].partition(" (")[0].removeprefix("its ") for line in of})
+        times = map(middle, [[line["next_step_s"] for line in of], *phases])
+        rows.append([case.title, case.aim, str(len(of)), lost, *times, ", ".join(sources)])
+    heads = ["event", "aim: lost, seconds", "events", "lost", "seconds", "noticed", "ended", "started", "restored"]
+    return markdown([*heads, "state from"], rows)
+
+
+def compiled_ahead(lines: Sequence[Line]) -> str:
+    """Returns planned changes with and without `--compile_ahead`."""
+    timed, rows = [line for line in events_of_matrix(lines) if "pause_s" in line], []
+    for case in {case.title: case for case in elastic.MATRIX if case.kind in elastic.PLANNED}.values():
+        for is_ahead in (False, True):
+            these = [line for line in timed if (line["title"], line["compile_ahead"]) == (case.title, is_ahead)]
+            if not these:
+                continue
+            times = ([line["pause_s"] for line in these], [line["phases"]["stopped"] for line in these])
+            cells = [case.title, f"{case.seconds:g} s", "yes" if is_ahead else "no", str(len(these))]
+            cells += map(middle, (*times, [line["next_step_s"] for line in these]))
+            rows.append([*cells, ", ".join(map(str, sorted({line["lost_steps"] for line in these})))])
+    return markdown(["event", "aim", "ahead", "events", "pause", "ended", "next attempt", "steps lost"], rows)
+
+
+def chaos_runs(lines: Sequence[Line]) -> str:
+    """Returns each run of lab.chaos: its options, and how far it ended from an undisturbed one."""
+    rows = []
+    for line in (line for line in lines if line["title"] == elastic.CHAOS):
+        loads = [event["load"] for event in line["events"]]
+        ahead = "--compile_ahead " * bool(line.get("compile_ahead"))
+        cells = [f"`{ahead}--events={len(line['events'])} --seed={line.get('seed', 0)}`", str(line["steps"])]
+        cells += [f"{line['loss_difference']:.1g}", f"{line['parameter_difference']:.1g}"]
+        rows.append([*cells, f"{min(loads):.0f} to {max(loads):.0f}", line["commit"][:7] + line.get("patch", "")])
+    return markdown(["options", "steps", "loss", "parameter", "load average", "commit"], rows)
+
+
+def chaos_events(lines: Sequence[Line]) -> str:
+    """Returns the events of all runs of lab.chaos by kind, with and without `--compile_ahead`."""
+    found = defaultdict[tuple[str, bool], list[Line]](list)
+    for line in (line for line in lines if line["title"] == elastic.CHAOS):
+        for event in line["events"]:
+            found[event["kind"], bool(line.get("compile_ahead"))].append(event)
+    rows = []
+    for kind in sorted({kind for kind, _ in found}):
+        sides = [found[kind, is_ahead] for is_ahead in (False, True)]
+        cells = [[str(len(of)), middle([event["next_step_s"] for event in of])] for of in sides]
+        lost = [", ".join(str(event["lost_steps"]) for event in of) for of in sides]
+        rows.append([f"`{kind}`", *cells[0], lost[0], *cells[1], lost[1]])
+    heads = ["events", "seconds", "steps lost"]
+    return markdown(["kind", *heads, *(f"{name}, ahead" for name in heads)], rows)
+
+
+def events_of_matrix(lines: Sequence[Line]) -> list[Line]:
+    """Returns the lines of the matrix."""
+    return [line for line in lines if line["title"] != elastic.CHAOS]
+
+
+# --------------------------------------------------------------------------------------------- Dynamic Training
+
+
+SAME = 1e-5  # losses that differ by less, relatively
+
+
+def changing_nodes(lines: Sequence[Line]) -> str:
+    """Returns a row per run: restarts, steps done again, the last validation, and how long the losses stay equal."""
+    by_run, rows = {(line["seed"], line["kind"]): line for line in lines}, []
+    for seed in sorted({line["seed"] for line in lines}):
+        for kind in dynamic_training.KINDS:
+            line, end = by_run[seed, kind], by_run[seed, kind]["validations"][-1]
+            cells = [str(seed), kind, " ".join(str(attempt["nodes"]) for attempt in line["starts"])]
+            cells += [str(len(line["starts"]) - 1), str(line["steps_again"])]
+            cells += [f"{end['validation_accuracy']:.2%}", f"{end['validation_loss']:.4f}"]
+            step, before = same_until(by_run[seed, "fixed"]["losses"], line["losses"], SAME)
+            rows.append([*cells, *(["", ""] if kind == "fixed" else [str(step or "none"), f"{before:.0e}"])])
+    heads = ["seed", "run", "nodes", "restarts", "steps repeated", "accuracy", "validation loss"]
+    heads += [f"first step whose loss is not that of `fixed` to {SAME:.0e}", "largest difference before"]
+    return markdown(heads, rows)
+
+
+def pauses(lines: Sequence[Line]) -> str:
+    """Returns the assumed pauses of training next to the recorded ones, without `--compile_ahead`."""
+    events = [
+        event for line in lines if not line.get("compile_ahead") for event in line.get("events", [line])
+    ]  # a line is an event, or a run of many
+    rows = []
+    for what, assumed_s, kinds in cost.PAUSES:
+        times = [event["next_step_s"] for event in events if event["kind"] in kinds]
+        recorded_s = f"{min(times):.0f} to {max(times):.0f} s, median {median(times):.0f} s" if times else "-"
+        rows.append([what, f"{assumed_s:.0f} s", recorded_s, str(len(times))])
+    return markdown(["event", "assumed", "recorded", "events"], rows)
+
+
+def prices(lines: Sequence[Line]) -> str:
+    """Returns time and cost of every cluster in every market, relative to the fixed cluster."""
+    machines = list(cost.PRICES)
+    rows = [["any", f"{cost.NODES} on demand (fixed)", "0", "1", *["1"] * len(machines)]]
+    for line in lines:
+        cells = [line["market"], line["cluster"], f"{mean(line['changes']):.0f}", spread(line["times"])]
+        rows.append([*cells, *(spread(line["costs"][name]) for name in machines)])
+    return markdown(["market", "cluster", "changes", "time", *(f"cost, {name}" for name in machines)], rows)
+
+
+# ---------------------------------------------------------------------------------------------------- all tables
+
+
+def _tables() -> dict[str, Callable[[], str]]:
+    strategies, codecs = recorded(MEASURED / "strategies.jsonl"), recorded(compression.RESULTS, superseded=True)
+    ours = ours_of(strategies, scale_model=False)
+    steps = [line for line in newest(codecs) if line["kind"] == "step"]
+    accuracies, events = recorded(accuracy.RESULTS), recorded(elastic.RESULTS)
+    predicted, overlap = recorded(planner_validation.RESULTS), recorded(overlap_table.RESULTS)
+    with_rates, before = ([x for x in predicted if x["beside_the_rates"] == beside] for beside in (True, False))
+    sessions = {"the rates' session": with_rates, "before": before}
+    return {
+        "bytes of strategies": lambda: strategy_bytes(ours_of(strategies)),
+        **{f"step times at {rate}": lambda rate=rate: step_times(ours, rate) for rate in rates_of(ours)},
+        "the scale model": lambda: scale_model([x for x in strategies if x["mode"] == SCALE_MODEL]),
+        "PyTorch": lambda: pytorch([x for x in strategies if x["mode"] == PEER]),
+        "times of codecs": lambda: codec_times([line for line in newest(codecs) if line["kind"] == "codec"]),
+        **{
+            f"steps with codecs at {rate}": lambda rate=rate: codec_steps([x for x in steps if x["rate"] == rate])
+            for rate in rates_of(steps)
+        },
+        **{f"accuracy on {task}": lambda task=task: codec_accuracy(task, accuracies) for task in accuracy.TASKS},
+        "kill matrix": lambda: kill_matrix(events),
+        "compiled ahead": lambda: compiled_ahead(events),
+        "runs of chaos": lambda: chaos_runs(events),
+        "events of chaos": lambda: chaos_events(events),
+        "changing nodes": lambda: changing_nodes(recorded(dynamic_training.RESULTS)),
+        "pauses": lambda: pauses(events),
+        "prices": lambda: prices(cost.simulated()),
+        "the bubble": lambda: pipelines.table(pipelines.standard(recorded(pipelines.RESULTS))),
+        "what overlaps": lambda: overlap_table.table(overlap),
+        "a search": planner_records.example,
+        "a run on spot nodes": planner_records.spot,
+        "errors of the planner": lambda: planner_validation.summary(sessions),
+        "fastest by the planner": lambda: planner_validation.bests(sessions),
+    }
+
+
+TABLES: Mapping[str, Callable[[], str]] = _tables()

@@ -1,0 +1,151 @@
+"""Injects random faults into a real run, and checks that it learns the same as an undisturbed run.
+
+    python -m lab.chaos [--config=configs/elastic.py:tiny] [--events=30] [--seed=0] [-- --config.num_steps=...]
+
+The run is `train.py` under `python -m engines.ray` on emulated nodes (docs/emulation.md). The events are drawn by the
+seed (lab/chaos/plan.py). Each comes a few steps after the run has recovered from the previous one by itself. At the
+end, the loss of every step and the parameters must equal those of the undisturbed run to 1e-5, and no process or
+namespace of the cluster may remain. Exit codes: 0 they do; 1 they do not; 2 a user's mistake.
+
+Writes into the work directory: `log` (the output of the run), `outcomes.jsonl` (a line per event), `run` and
+`reference` (the two runs).
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from files import json_lines
+from lab.chaos.faults import Outcome, inject
+from lab.chaos.plan import make_plan
+from lab.chaos.run import ROOT, ElasticRun, RunError
+from lab.emulate.links import Links
+from metrics.run_files import read_run
+from runtime.command_line import OneLineParser, complain, named_path, prepare_output, split
+
+TOLERANCE = 1e-5
+MIN_NODES = 2  # an event that removes one leaves one
+END_S = 1800.0  # for the steps after the last event
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the program and returns its exit code; a user's mistake is one line."""
+    prepare_output()
+    try:
+        options, changes = parse(argv[1:])
+        arguments = [f"--config={options.config}", *changes]
+        reference = options.reference or train_undisturbed(options, arguments)
+        run = ElasticRun(
+            options.workdir,
+            arguments,
+            nodes=options.nodes,
+            devices_per_node=options.devices_per_node,
+            rate=options.rate,
+            options=["--compile_ahead"] * options.compile_ahead,
+        )
+        is_clean = disturb(run, options)  # compare the runs in any case
+        is_good = is_same(run.workdir, reference) and is_clean
+        print("the same as the undisturbed run, and nothing is left" if is_good else "NOT as it must be", flush=True)
+        return 0 if is_good else 1
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        return complain(error)
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the options and, after `--`, changes of the config; ValueError says what is wrong."""
+    ours, changes = split(argv)
+    parser = OneLineParser(prog="python -m lab.chaos", description=__doc__)
+    parser.add_argument("--config", default="configs/elastic.py:tiny", help="of the run (default: %(default)s)")
+    parser.add_argument("--events", type=int, default=30, help="how many are drawn (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the drawn events (default: %(default)s)")
+    parser.add_argument("--nodes", type=int, default=4, help="that train, at most (default: %(default)s)")
+    parser.add_argument(
+        "--devices_per_node", type=int, default=2, help="JAX's virtual devices of each node (default: %(default)s)"
+    )
+    parser.add_argument("--rate", default="1gbit", help="of the links (default: %(default)s)")
+    parser.add_argument("--compile_ahead", action="store_true", help="as the option of engines.ray")
+    parser.add_argument(
+        "--workdir", type=named_path, default=Path("runs/chaos"), help="logs and both runs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--reference", type=named_path, help="the --workdir of an undisturbed run (default: it is run first)"
+    )
+    options = parser.parse_args(ours)
+    Links(rate=options.rate)  # ValueError says what is wrong with it
+    for name, least in (("nodes", MIN_NODES), ("events", 1), ("devices_per_node", 1)):
+        if (value := getattr(options, name)) < least:
+            raise ValueError(f"--{name}={value} must be {least} or more")
+    if (options.workdir / "run").exists():
+        raise ValueError(f"--workdir={options.workdir} has a run in it; give another one, or delete it")
+    if options.reference and read_run(options.reference).summary.get("exit_reason") != "finished":
+        raise ValueError(f"--reference={options.reference} is not a run that has finished")
+    return options, changes
+
+
+def train_undisturbed(options: argparse.Namespace, arguments: Sequence[str]) -> Path:
+    """Trains in one process, with the devices of all nodes, and returns the work directory."""
+    workdir = options.workdir / "reference"
+    devices = options.nodes * options.devices_per_node
+    flags = [f"--config.mesh.num_cpu_devices={devices}", f"--config.mesh.devices_per_node={options.devices_per_node}"]
+    command = [sys.executable, "train.py", f"--workdir={workdir}", *arguments, *flags]
+    command += ["--config.elastic.snapshot_every=0"]
+    print(f"the undisturbed run: {workdir}", flush=True)
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (options.workdir / "reference.log").open("wb") as log:
+        code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+    if code:
+        said = Path(log.name).read_text(errors="backslashreplace").strip() or "nothing"
+        last = said.splitlines()[-1].removeprefix("error: ")
+        raise ValueError(f"the undisturbed run ended with exit code {code}: {last} (all that it said is in {log.name})")
+    return workdir
+
+
+def disturb(run: ElasticRun, options: argparse.Namespace) -> bool:
+    """Injects the events and waits for the end of the run; True if it finished and no process is left."""
+    plan = make_plan(options.seed, options.events, nodes=options.nodes, min_nodes=MIN_NODES)
+    with run:
+        for number, event in enumerate(plan, 1):
+            outcome = inject(run, event)
+            print(f"{number:2} {described(outcome)}", flush=True)
+            about = {"load": os.getloadavg()[0], "seed": options.seed}
+            json_lines.append(run.folder / "outcomes.jsonl", asdict(outcome) | about)
+        code = run.finish(END_S)
+    left = run.left()
+    print(f"the run ended with exit code {code} after {run.attempt} attempts; left: {'; '.join(left) or 'nothing'}")
+    return code == 0 and not left
+
+
+def described(outcome: Outcome) -> str:
+    """Returns an event as a line."""
+    noticed = outcome.phases["noticed"]
+    return (
+        f"{time.strftime('%H:%M:%S')} {outcome.kind} at step {outcome.at_step}, process {outcome.process} of "
+        f"{outcome.nodes_before} (node{outcome.node}): next step after {outcome.next_step_s:.1f} s on "
+        f"{outcome.nodes_after} nodes (noticed after {'-' if noticed is None else f'{noticed:.1f} s'}), "
+        f"{outcome.lost_steps} steps lost, from {outcome.source}"
+    )
+
+
+def is_same(run: Path, reference: Path) -> bool:
+    """Prints the largest differences between two runs, and returns whether they are within the tolerance."""
+    from lab.chaos.same import compare_losses, compare_parameters  # jax; it would delay the start of the run
+
+    try:
+        losses, parameters = compare_losses(run, reference), compare_parameters(run, reference)
+    except ValueError as error:
+        print(error, flush=True)
+        return False
+    print(f"largest relative difference: losses {losses}, parameters {parameters}; allowed: {TOLERANCE:g}", flush=True)
+    return losses.difference <= TOLERANCE and parameters.difference <= TOLERANCE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,161 @@
+"""Linux namespaces: creates them, starts programs in them, and checks which privileges this machine allows."""
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, TypeVar
+
+NEW_PID = 0x20000000
+NET_ADMIN, SYS_ADMIN = 12, 21  # capabilities, by their bits
+TOOLS = {"ip": "iproute2", "tc": "iproute2", "bridge": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
+SEARCH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # where Debian keeps ip and tc, out of users' PATH
+INIT = Path(__file__).with_name("node_init.py")
+WITHOUT_ROOT = ["unshare", "--user", "--map-root-user"]
+
+T = TypeVar("T")
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def missing_tool() -> str | None:
+    """Returns a message about a missing tool; None if all are installed."""
+    for tool, package in TOOLS.items():
+        if not shutil.which(tool, path=SEARCH):
+            return f"`{tool}` is missing; install {package}"
+    return None
+
+
+def is_privileged() -> bool:
+    """Returns whether this process may create namespaces and links."""
+    status = Path("/proc/self/status").read_text()
+    capabilities = int(status.split("CapEff:")[1].split()[0], 16)
+    return all(capabilities >> bit & 1 for bit in (NET_ADMIN, SYS_ADMIN))
+
+
+def become_privileged(program: Sequence[str]) -> None:
+    """Restarts this program as root of a user namespace, if it is not root. ValueError says what is missing."""
+    if is_privileged():
+        return
+    probe = subprocess.run([*WITHOUT_ROOT, "--net", "true"], check=False, capture_output=True, text=True)
+    if probe.returncode:
+        raise ValueError(
+            f"not enough privileges: run as root, or allow user namespaces ({' '.join(probe.stderr.split())})"
+        )
+    os.execvp(WITHOUT_ROOT[0], [*WITHOUT_ROOT, "--", *program])
+
+
+def new_node(host_name: str, hosts: Path, shared: Sequence[Path]) -> subprocess.Popen[bytes]:
+    """Returns process 1 of a new node, once it is ready (node_init.py); it ends when its stdin is closed."""
+    arguments = [host_name, str(hosts), json.dumps([str(path) for path in shared])]
+
+    def start() -> subprocess.Popen[bytes]:
+        _check(libc.unshare(NEW_PID))
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(INIT), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    process = _in_thread(start)
+    assert process.stdout and process.stderr
+    if process.stdout.readline() != b"ready\n":
+        raise ValueError(f"this machine cannot make a node: {process.communicate()[1].decode().strip()}")
+    process.stdout.close()
+    process.stderr.close()
+    return process
+
+
+def start_in(
+    init: int, command: Sequence[str], env: Mapping[str, str], output: IO[bytes] | int
+) -> subprocess.Popen[bytes]:
+    """Starts a program in the node of process 1 `init`, as a child of this process."""
+    enter = ["nsenter", f"--target={init}", "--net", "--mount", "--uts", "--ipc", "--"]
+    enter += ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]  # nsenter's own --wd would be the folder outside
+
+    def start() -> subprocess.Popen[bytes]:
+        with open(f"/proc/{init}/ns/pid") as namespace:
+            _check(libc.setns(namespace.fileno(), NEW_PID))
+        return subprocess.Popen(
+            [*enter, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            start_new_session=True,  # so that only the emulator gets Ctrl-C
+        )
+
+    return _in_thread(start)
+
+
+def configure(network: str, tool: str, commands: Sequence[str]) -> None:
+    """Gives commands of `ip`, `tc` or `bridge` to a network, given by its file; ValueError has what they answered."""
+    answer = subprocess.run(
+        ["nsenter", f"--net={network}", "--", shutil.which(tool, path=SEARCH) or tool, "-batch", "-"],
+        input="\n".join(commands),
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if answer.returncode:
+        said = " ".join(answer.stderr.split())
+        if "qdisc kind is unknown" in said:
+            raise ValueError(f"this kernel cannot limit or delay links: it lacks sch_tbf or sch_netem ({said})")
+        raise ValueError(f"`{tool} {'; '.join(commands)}`: {said}")
+
+
+def signal_all(init: int, number: int) -> None:
+    """Sends a signal to all processes of a node but its process 1; again until no new ones have come."""
+    namespace = os.readlink(f"/proc/{init}/ns/pid")
+    signalled = {init}
+    while new := set(processes_in(namespace)) - signalled:
+        for pid in new:
+            _signal(pid, number, namespace)
+        signalled |= new
+
+
+def processes() -> list[int]:
+    """Returns the processes of this machine."""
+    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+
+
+def processes_in(namespace: str) -> list[int]:
+    """Returns the processes of a PID namespace; none of "", which stands for those that cannot be seen."""
+    return [pid for pid in processes() if namespace and namespace_of(pid, "pid") == namespace]
+
+
+def namespace_of(pid: int, kind: str) -> str:
+    """Returns the name of a process' namespace; "" if it has ended, or is another user's."""
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/{pid}/ns/{kind}")
+    return ""
+
+
+def _signal(pid: int, number: int, namespace: str) -> None:
+    """Signals a process of a node; not one outside that got its number meanwhile."""
+    with contextlib.suppress(ProcessLookupError):
+        process = os.pidfd_open(pid)
+        try:
+            if namespace_of(pid, "pid") == namespace:
+                signal.pidfd_send_signal(process, number)
+        finally:
+            os.close(process)
+
+
+def _in_thread(start: Callable[[], T]) -> T:
+    """Calls `start` in a thread of its own: in which PID namespace children are born is a property of threads."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(start).result()
+
+
+def _check(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,0 +1,128 @@
+"""The network of the MiCS paper: a latency and a bandwidth of the links between p3dn nodes, from its all-gathers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scipy.optimize import least_squares
+
+from files.pages import markdown
+from lab.paper import published
+from lab.paper.records import Records
+from lab.paper.scores import Cell, mean_off
+from planner.clusters import CLUSTERS
+
+P3DN = CLUSTERS["p3dn.24xlarge"]
+PER_NODE = P3DN.devices_per_node
+MB = 2**20  # figure 2's unit, as nccl-tests print it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gather:
+    """One measured all-gather over a ring of all GPUs: bytes of the result, GPUs, and bytes/s that it reached."""
+
+    message_bytes: float
+    gpus: int
+    bandwidth: float = 0.0
+
+    @property
+    def chunk_bytes(self) -> float:
+        """What a GPU contributes."""
+        return self.message_bytes / self.gpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Seconds of one message between nodes and of one inside a node, and bytes/s of a node's link."""
+
+    latency_s: float
+    bandwidth: float
+    intra_latency_s: float = P3DN.intra_latency_s
+
+    def reached(self, gather: Gather) -> float:
+        """Returns the bytes/s of a ring: n - 1 chunks, one after the other, each from one GPU to the next."""
+        return (gather.gpus - 1) * gather.chunk_bytes / self.ring_s(gather)
+
+    def ring_s(self, gather: Gather) -> float:
+        """Returns its seconds. A chunk makes n - 1 hops; as many of them leave a node as there are nodes."""
+        hops, nodes = gather.gpus - 1, gather.gpus // PER_NODE
+        crossing = nodes if nodes > 1 else 0
+        latency_s = crossing * self.latency_s + (hops - crossing) * self.intra_latency_s
+        return latency_s + hops * gather.chunk_bytes / self.bandwidth
+
+    def hierarchical_s(self, gather: Gather) -> float:
+        """Returns the seconds of its stages: between nodes, in order at no cost, and inside nodes at B_part."""
+        nodes = gather.gpus // PER_NODE
+        between = (nodes - 1) * (self.latency_s + PER_NODE * gather.chunk_bytes / self.bandwidth)
+        return between + (PER_NODE - 1) * (self.intra_latency_s + nodes * gather.chunk_bytes / b_part())
+
+
+def b_part() -> float:
+    """Returns the bytes/s that the paper's gathers inside a p3dn node reached."""
+    return 1e9 * published.value("MiCS", "section 3.2", case="B_part")
+
+
+def gathers() -> list[Gather]:
+    """Returns the 16 bars of figure 2."""
+    return [
+        Gather(message_bytes=_megabytes(one.case), gpus=PER_NODE * one.at, bandwidth=1e9 * (one.value or 0.0))
+        for one in published.find("MiCS", "figure 2")
+    ]
+
+
+def fit(measured: Sequence[Gather], *, one_latency: bool = False) -> Fit:
+    """Returns the least squares of the bandwidths, as the figure shows them. ValueError for fewer than two.
+
+    With `one_latency` messages inside a node have that of those between nodes.
+    """
+    if len(measured) < 2:
+        raise ValueError(f"a latency and a bandwidth cannot be fitted to {len(measured)} all-gathers")
+
+    def of(latency: float, bandwidth: float) -> Fit:  # µs and GB/s
+        inside = {"intra_latency_s": 1e-6 * latency} if one_latency else {}
+        return Fit(latency_s=1e-6 * latency, bandwidth=1e9 * bandwidth, **inside)
+
+    def residuals(values: Sequence[float]) -> list[float]:
+        found = of(*values)
+        return [(found.reached(gather) - gather.bandwidth) / 1e9 for gather in measured]
+
+    latency, bandwidth = map(float, least_squares(residuals, x0=[100.0, 10.0]).x)
+    return of(round(latency, 1), round(bandwidth, 3))
+
+
+def fitted() -> Fit:
+    """Returns the fit of figure 2."""
+    return fit(gathers())
+
+
+def figure_2(found: Fit) -> list[Cell]:
+    """Returns the bandwidths of figure 2 in GB/s, and what a fit gives in the place of each."""
+    return [
+        Cell(row=one.case, column=f"{one.at} nodes", published=one.value, ours=found.reached(gather) / 1e9)
+        for one, gather in zip(published.find("MiCS", "figure 2"), gathers(), strict=True)
+    ]
+
+
+def figure_13a(found: Fit) -> list[Cell]:
+    """Returns the time of a hierarchical all-gather on 2 nodes over that of a flat one; nothing is fitted to it."""
+    cells = []
+    for one in published.find("MiCS", "figure 13a"):
+        gather = Gather(message_bytes=one.at * MB, gpus=2 * PER_NODE)
+        ours = found.hierarchical_s(gather) / found.ring_s(gather)
+        cells.append(Cell(row=f"{one.at} MB", published=one.value, ours=ours))
+    return cells
+
+
+def fits(records: Records) -> str:
+    """Returns the fit of figure 2, and the one that has one latency for all messages, which it does not rule out."""
+    del records  # the paper's numbers alone
+    rows = []
+    for name, found in (("between nodes only (used here)", fitted()), ("everywhere", fit(gathers(), one_latency=True))):
+        figures = [f"{1e6 * found.latency_s:.0f}", f"{found.bandwidth / 1e9:.2f}"]
+        off = [f"{100 * mean_off(cells):.0f} %" for cells in (figure_2(found), figure_13a(found))]
+        rows.append([name, *figures, *off])
+    head = ["latency", "µs", "GB/s", "mean difference from figure 2", "from figure 13a, not fitted to"]
+    return markdown(head, rows)
+
+
+def _megabytes(case: str) -> int:
+    return int(case.removesuffix(" MB")) * MB

@@ -1,0 +1,105 @@
+"""Measures the links of the cluster that it is started on, inside and between nodes: latency, bandwidth, wire bytes.
+
+    python -m lab.probe [--out=runs/probe] [--sizes=1k,64k,1m,16m]
+
+Start it as train.py is started: once per process, by SLURM, Open MPI, Kubernetes, `lab.emulate`, or with
+`--coordinator`, `--num_processes` and `--process_id`. Process 0 prints a table and writes `probe.json` (its keys are in
+docs/clusters.md) and `probe.png`.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from lab.probe import report
+from lab.probe.measure import Level, find_levels, measure_sizes
+from lab.probe.model import RING_PASSES, Measurement
+from metrics.environment import environment
+from runtime import launch
+from runtime.command_line import OneLineParser, complain, make_folder, named_path, prepare_output
+from runtime.exit_codes import ExitCode
+
+SIZES = "1k,4k,16k,64k,256k,1m,4m,16m,64m"
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the probe and returns its exit code; a user's mistake is one line."""
+    prepare_output()
+    try:
+        options = parse(argv)
+        sizes = parse_sizes(options.sizes)
+        make_folder(options.out, "--out")  # before other processes wait for this one
+        if devices := launch.virtual_devices():
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", devices)
+        launch.join(
+            launch.Address(
+                coordinator=options.coordinator,
+                num_processes=options.num_processes,
+                process_id=options.process_id,
+            )
+        )
+        levels = find_levels(options.devices_per_node)
+    except (ValueError, OSError) as error:
+        complain(error)
+        return ExitCode.BAD_INPUT
+    say(report.header(levels[0].mesh.size, jax.devices()[0].device_kind))
+    measured = [m for level in levels for collective in RING_PASSES for m in measure_aloud(level, collective, sizes)]
+    if jax.process_index() == 0:
+        device = jax.devices()[0]
+        here = {"device_kind": device.device_kind, "platform": device.platform}
+        here |= {"devices": jax.device_count(), "processes": jax.process_count()}
+        report.finish(measured, environment(here), options.out)
+    return 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the options of the command line. ValueError for a mistake in them."""
+    parser = OneLineParser(prog="python -m lab.probe", description="Measures the links.")
+    parser.add_argument(
+        "--out", type=named_path, default=Path("runs/probe"), help="directory for probe.json and probe.png"
+    )
+    parser.add_argument("--sizes", default=SIZES, help="bytes of the whole tensor of a device, such as 64k,1m,16m")
+    parser.add_argument("--devices_per_node", type=int, default=0, help="0: processes on the same host form a node")
+    parser.add_argument("--coordinator", help="HOST:PORT of process 0")
+    parser.add_argument("--num_processes", type=int, help="number of processes")
+    parser.add_argument("--process_id", type=int, help="number of this process")
+    options = parser.parse_args(argv)
+    if options.devices_per_node < 0:
+        raise ValueError(f"--devices_per_node={options.devices_per_node} must be 0 or more")
+    return options
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Returns sizes in bytes, ascending. ValueError for anything but two or more such as `64k`, one of them large."""
+    matches = [re.fullmatch(r"(\d+)([kmg]?)b?", word.strip().lower()) for word in text.split(",")]
+    sizes = {int(m[1]) * UNITS[m[2]] for m in matches if m}
+    if not all(matches) or len(sizes) < 2 or min(sizes) < 1 or max(sizes) < 2**16:
+        raise ValueError(f"--sizes={text}: give two sizes or more, one of 64k at least, such as 1k,64k,16m")
+    return sorted(sizes)
+
+
+def measure_aloud(level: Level, collective: str, sizes: Sequence[int]) -> list[Measurement]:
+    """Returns the measurements of a collective, and prints each one at once."""
+    measured = []
+    for m in measure_sizes(level, collective, sizes):
+        measured.append(m)
+        say(report.row(m))
+    if len(measured) < len(sizes):
+        say(report.left_out(level.name, collective, sizes[len(measured)]))
+    return measured
+
+
+def say(line: str) -> None:
+    """Prints a line, in process 0 only."""
+    if jax.process_index() == 0:
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,145 @@
+"""Times the collectives of each network level, each many times in one program, over ascending sizes."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lab.probe.model import Measurement
+from metrics.wire import WireCounter
+from sharding.collectives import all_gather_chunks, reduce_scatter_chunks, vary
+from sharding.mesh import DATA_AXES, MeshShape, find_nodes, make_mesh
+
+LEVELS = {"intra": "shard_intra", "inter": "shard_inter"}
+ITEM_BYTES = 4  # float32
+REPETITION_S = 0.1  # executions of a fast collective that are timed together
+BUDGET_S = 3.0  # for the repetitions of one collective at one size
+REPETITIONS = 5  # at most
+LONGEST_S = 6.0  # sizes that are expected to take longer are not measured
+
+Collective = Callable[[jax.Array], jax.Array]  # a device's tensor to its result, inside a shard_map
+Loop = Callable[[jax.Array, int], jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """A network level: the mesh, the size of the groups, and how many of them share a link."""
+
+    name: str
+    mesh: Mesh
+    group_size: int
+    devices_per_link: int
+
+    @property
+    def axis(self) -> str:
+        return LEVELS[self.name]
+
+    @property
+    def crosses_hosts(self) -> bool:
+        """Whether its traffic goes over interfaces; nodes that one process emulates have none."""
+        return self.name == "inter" and jax.process_count() > 1
+
+
+def find_levels(devices_per_node: int) -> list[Level]:
+    """Returns the network levels of this cluster. ValueError if it has only one device."""
+    nodes = find_nodes(jax.devices(), devices_per_node)
+    num_nodes, local = len(nodes), len(nodes[0])
+    if num_nodes * local == 1:
+        raise ValueError("there is one device and no link; start the probe on several devices or nodes")
+    shape = MeshShape(replica_inter=1, shard_inter=num_nodes, replica_intra=1, shard_intra=local, tensor=1)
+    mesh = make_mesh(shape, nodes)
+    levels = [
+        Level(name="intra", mesh=mesh, group_size=local, devices_per_link=1),
+        Level(name="inter", mesh=mesh, group_size=num_nodes, devices_per_link=local),
+    ]
+    return [level for level in levels if level.group_size > 1]
+
+
+def measure_sizes(level: Level, collective: str, sizes: Sequence[int]) -> Iterator[Measurement]:
+    """Yields a measurement of each size, in ascending order, at least two, until one would exceed LONGEST_S."""
+    last: Measurement | None = None
+    for i, size in enumerate(sizes):
+        if i > 1 and last and last.time_s * size / last.size_bytes > LONGEST_S:
+            return
+        last = measure(level, collective, size)
+        yield last
+
+
+def measure(level: Level, collective: str, size_bytes: int) -> Measurement:
+    """Returns the best time of a collective on tensors of about `size_bytes`, and the bytes that it sent."""
+    chunk = max(1, size_bytes // (ITEM_BYTES * level.group_size))
+    x = zeros(chunk if collective == "all_gather" else chunk * level.group_size, level.mesh)
+    run = compile_loop(collective_of(collective, level), level.mesh)
+    x, _, _ = timed(run, x, 1)  # compiles, and opens connections
+    x, trial_s, _ = timed(run, x, 1)
+    executions = max(1, min(1000, int(REPETITION_S / trial_s)))
+    times, sent = [], []
+    for _ in range(max(1, min(REPETITIONS, int(BUDGET_S / (executions * trial_s))))):
+        x, time_s, tx_bytes = timed(run, x, executions)
+        times.append(time_s)
+        sent.append(tx_bytes)
+    return Measurement(
+        level=level.name,
+        collective=collective,
+        group_size=level.group_size,
+        devices_per_link=level.devices_per_link,
+        size_bytes=chunk * level.group_size * ITEM_BYTES,
+        time_s=min(times),
+        times_s=tuple(times),
+        executions=executions,
+        wire_tx_bytes=min(sent) if level.crosses_hosts and np.isfinite(sent).all() else None,
+    )
+
+
+def collective_of(name: str, level: Level) -> Collective:
+    """Returns the collective of this name over the groups of a level; where training has one of its own, that one."""
+    scope, n = (level.axis,), level.group_size
+    reduce_scatter = partial(reduce_scatter_chunks, scope=scope, hierarchical=True, by_ring=over_gloo())
+    return {
+        "all_gather": partial(all_gather_chunks, scope=scope, hierarchical=True),
+        "reduce_scatter": lambda x: reduce_scatter(x.reshape(n, -1)),
+        "all_reduce": lambda x: lax.psum(x, level.axis),
+        "all_to_all": lambda x: lax.all_to_all(x.reshape(n, -1), level.axis, 0, 0),
+    }[name]
+
+
+def over_gloo() -> bool:
+    """Whether collectives use gloo, for which training has its own ring reduce-scatter."""
+    return jax.default_backend() == "cpu" and jax.process_count() > 1
+
+
+def compile_loop(collective: Collective, mesh: Mesh) -> Loop:
+    """Returns a program that runs a collective repeatedly; each run depends on an element of the previous one."""
+
+    def body(_: int, x: jax.Array) -> jax.Array:
+        whole = lax.optimization_barrier(collective(x))  # so that XLA does not reduce it to that one element
+        return x.at[0].set(vary(whole.ravel()[0], DATA_AXES))
+
+    spec = PartitionSpec(DATA_AXES)
+    loop = jax.shard_map(
+        lambda x, times: lax.fori_loop(0, times, body, x), mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec
+    )
+    return jax.jit(loop, donate_argnums=0)
+
+
+def zeros(items: int, mesh: Mesh) -> jax.Array:
+    """Returns an array of `items` zeros per device."""
+    sharding = NamedSharding(mesh, PartitionSpec(DATA_AXES))
+    return jax.make_array_from_callback((items * mesh.size,), sharding, lambda _: np.zeros(items, np.float32))
+
+
+def timed(run: Loop, x: jax.Array, executions: int) -> tuple[jax.Array, float, float]:
+    """Returns the result, and per execution the seconds of the slowest process and the most bytes that a node sent."""
+    multihost_utils.sync_global_devices("probe")
+    counter, start_s = WireCounter(), time.perf_counter()
+    x = jax.block_until_ready(run(x, executions))
+    time_s, wire = time.perf_counter() - start_s, counter.delta()
+    mine = np.array([time_s, wire.tx_bytes if wire else np.nan]) / executions
+    slowest_s, tx_bytes = np.max(np.reshape(multihost_utils.process_allgather(mine), (-1, 2)), axis=0)
+    return x, float(slowest_s), float(tx_bytes)
