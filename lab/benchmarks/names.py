@@ -11,10 +11,11 @@ def remat_of(name: str) -> str:
 
 
 def sharding_of(name: str) -> dict[str, Any]:
-    """Returns the keys of the sharding section that a name means: `mics(4) flat`, `zero3 auto`, `node/node/all`."""
+    """Returns the keys of the sharding section that a name means: `mics(4) flat`, `zero3 auto`, `ddp overlap=on`."""
     strategy = name.split()[0]
     mics = re.fullmatch(r"mics\((\d+)\)", strategy)
     scopes = strategy.split("/") if "/" in strategy else ("", "", "")
+    overlap = dict([word.split("=")]) if (word := name.split()[-1]).startswith("overlap=") else {}
     return {
         "strategy": "mics" if mics else "custom" if scopes[0] else strategy,
         "partition_size": int(mics[1]) if mics else 0,
@@ -22,7 +23,8 @@ def sharding_of(name: str) -> dict[str, Any]:
         "hierarchical": "flat" not in name,
         "two_hop": "two-hop off" not in name,
         "gather": "micro_step" if "kept" in name else "layer",
-        "partitioner": "auto" if "auto" in name else "manual",
+        "partitioner": "auto" if "auto" in name.split() else "manual",
+        **overlap,
     }
 
 
