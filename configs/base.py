@@ -4,9 +4,15 @@ An experiment changes what it needs (`config = base.get_config(); config.model.n
 can change it further (`--config.batch.global_size=64`); `typed` checks the result and makes it a `Config`.
 """
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
 from ml_collections import ConfigDict
 
 from configs.schema import Config, defaults
+
+Option = TypeVar("Option")
 
 
 def model(kind: str) -> ConfigDict:
@@ -43,6 +49,13 @@ def resnet(depth: int = 0) -> ConfigDict:
 def get_config() -> ConfigDict:
     """Returns the base config: a small decoder on the Python standard library's text."""
     return ConfigDict(defaults())
+
+
+def chosen(arg: str, options: Mapping[str, Option], file: str) -> Option:
+    """Returns the option that `--config=FILE:arg` names. ValueError for an unknown one."""
+    if arg not in options:
+        raise ValueError(f"{Path(file).name}:{arg} is not known; use :{', :'.join(options)}")
+    return options[arg]
 
 
 def on_virtual_nodes(config: ConfigDict) -> None:

@@ -106,8 +106,10 @@ def _read(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any]:
             raise ValueError(f"{name} is a section; set one of its keys, such as --config.{first}=...")
         if name not in known:
             raise ValueError(unknown_key(name, config["model"]["kind"]))
+        if isinstance(text, bool) and known[name].type is not bool:
+            raise ValueError(f"--config.{name} needs a value, such as --config.{name}={known[name].default}")
         section, _, last = name.rpartition(".")
-        (config[section] if section else config)[last] = known[name].parse(text)
+        (config[section] if section else config)[last] = known[name].parse(str(text))
     return config
 
 
@@ -117,10 +119,13 @@ def words_of_config(argv: Sequence[str]) -> list[str]:
     return [*([f"--config={file}"] if file else []), *(f"--config.{name}={value}" for name, value in overrides)]
 
 
-def _split(argv: Sequence[str]) -> tuple[str, list[tuple[str, str]], list[str]]:
-    """Returns `FILE[:arg]`, "" without any; name and value of each override; the program and all other words."""
+def _split(argv: Sequence[str]) -> tuple[str, list[tuple[str, str | bool]], list[str]]:
+    """Returns `FILE[:arg]`, "" without any; name and value of each override; the program and all other words.
+
+    An override without a value is true, and false as `--noconfig.name`.
+    """
     files: list[str] = []
-    overrides: list[tuple[str, str]] = []
+    overrides: list[tuple[str, str | bool]] = []
     others, words = [argv[0]], list(argv[1:])
     while words:
         word = words.pop(0)
@@ -133,8 +138,8 @@ def _split(argv: Sequence[str]) -> tuple[str, list[tuple[str, str]], list[str]]:
             value = words.pop(0)
         if name is None:
             files.append(value or "")
-        else:  # one without a value is boolean
-            overrides.append((name, str(not off) if value is None else value))
+        else:
+            overrides.append((name, not off if value is None else value))
     if len(files) > 1:
         raise ValueError(f"--config is given {len(files)} times: {', '.join(files)}; give one of them")
     return "".join(files), overrides, others
@@ -176,11 +181,8 @@ def _load(file: str) -> Any:
 
 def _experiments() -> list[str]:
     """Returns the names of the config files, in alphabetical order."""
-    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if _is_experiment(path))
-
-
-def _is_experiment(path: Path) -> bool:
-    return "\ndef get_config(" in path.read_text() and path.stem != "base"
+    files = [path for path in Path(__file__).parent.glob("*.py") if "\ndef get_config(" in path.read_text()]
+    return sorted({path.stem for path in files} - {"base"})
 
 
 def _about_flag(error: flags.Error) -> str:

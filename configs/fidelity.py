@@ -10,18 +10,16 @@ that differ by 2.8e-5 at most, relatively 1.8e-5; docs/paper_tables.md compares 
 
 from ml_collections import ConfigDict
 
-from configs import quickstart
+from configs import base, quickstart
 
 
 def get_config(arg: str = "mics") -> ConfigDict:
     """Returns the config of one curve; `arg` is `mics` (groups of one node) or `zero3`."""
-    if arg not in ("mics", "zero3"):
-        raise ValueError(f"configs/fidelity.py:{arg} is not known; use :mics or :zero3")
+    partition_size = base.chosen(arg, {"mics": 2, "zero3": 0}, __file__)
     config = quickstart.get_config()
     config.num_steps = 300
     config.batch.micro_size = 1  # four micro-steps, as in the paper
-    config.sharding.strategy = arg
-    config.sharding.partition_size = 2 if arg == "mics" else 0
+    config.sharding.update({"strategy": arg, "partition_size": partition_size})
     config.checkpoint.every = 0
     config.eval.every = 0
     config.sample.length = 0

@@ -21,30 +21,17 @@ DEVICES = 8
 
 def get_config(arg: str = "124m") -> ConfigDict:
     """Returns the config of a size. ValueError for an unknown one."""
-    if arg not in SIZES:
-        raise ValueError(f"configs/gpu_decoder.py:{arg} is not known; use :{', :'.join(SIZES)}")
-    layers, hidden, heads, rows = SIZES[arg]
-    tiny = arg == "tiny"
+    layers, hidden, heads, rows = base.chosen(arg, SIZES, __file__)
+    vocab_size, max_len = (256, 64) if arg == "tiny" else (50257, 1024)
     config = base.get_config()
     config.num_steps = 50
-    config.model.update(
-        {
-            "compute_dtype": "bfloat16",
-            "vocab_size": 256 if tiny else 50257,
-            "max_len": 64 if tiny else 1024,
-            "num_layers": layers,
-            "hidden": hidden,
-            "intermediate": 4 * hidden,
-            "num_heads": heads,
-            "num_kv_heads": heads,
-            "positions": "learned",
-            "norm": "layer",
-            "activation": "gelu",
-        }
-    )
-    config.data.update({"source": "synthetic", "seq_len": config.model.max_len})
+    config.model.update({"compute_dtype": "bfloat16", "vocab_size": vocab_size, "max_len": max_len})
+    config.model.update({"num_layers": layers, "hidden": hidden, "intermediate": 4 * hidden})
+    config.model.update({"num_heads": heads, "num_kv_heads": heads})
+    config.model.update({"positions": "learned", "norm": "layer", "activation": "gelu"})
+    config.data.update({"source": "synthetic", "seq_len": max_len})
     config.batch.update({"global_size": DEVICES * rows, "micro_size": rows})
-    config.sharding.update({"strategy": "zero1"})
+    config.sharding.strategy = "zero1"
     config.optimizer.update({"learning_rate": 3e-4, "schedule": "constant", "warmup_steps": 0})
     config.elastic.snapshot_every = 0
     base.for_timing(config)

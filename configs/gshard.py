@@ -27,9 +27,7 @@ SIZES = {  # experts, layers
 
 def get_config(arg: str = "600b") -> ConfigDict:
     """Returns the config of a size. ValueError for an unknown one."""
-    if arg not in SIZES:
-        raise ValueError(f"configs/gshard.py:{arg} is not known; use :{', :'.join(SIZES)}")
-    experts, layers = SIZES[arg]
+    experts, layers = base.chosen(arg, SIZES, __file__)
     config = base.get_config()
     config.num_steps = 1000
     config.model = base.model("moe")

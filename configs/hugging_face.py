@@ -21,14 +21,30 @@ CONFIG_FILE = "config.json"
 ACTIVATIONS = {"gelu_new": "gelu", "gelu": "gelu_exact", "gelu_pytorch_tanh": "gelu"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Field:
-    """A value of `config.json`."""
+    """A value of `config.json`: the same as ours, unless a function says otherwise; without a default it is needed."""
 
-    theirs: str
     ours: str  # a key of our model section; "" for a value that is only written
-    read: Callable[[Values], Any]  # from config.json
-    write: Callable[[Any], Any]  # from our model section
+    name: str = ""  # theirs, if it is another
+    default: Any = None
+    read: Callable[[Values], Any] | None = None  # from the whole of config.json
+    write: Callable[[Any], Any] | None = None  # from our whole section
+
+    @property
+    def theirs(self) -> str:
+        """Its name in `config.json`."""
+        return self.name or self.ours
+
+    def of_theirs(self, values: Values) -> Any:
+        """Returns our value. KeyError if it is missing."""
+        if self.read:
+            return self.read(values)
+        return values[self.theirs] if self.default is None else values.get(self.theirs, self.default)
+
+    def of_ours(self, config: TransformerConfig) -> Any:
+        """Returns the value for `config.json`."""
+        return self.write(config) if self.write else getattr(config, self.ours)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,26 +63,6 @@ class Architecture:
     conv1d: bool = False  # layers keep `[in, out]`, as ours do; otherwise torch's Linear, `[out, in]`
 
 
-def _field(
-    ours: str,
-    theirs: str = "",
-    default: Any = None,
-    *,
-    read: Callable[[Values], Any] | None = None,
-    write: Callable[[Any], Any] | None = None,
-) -> Field:
-    """Returns a value that is the same on both sides, unless a function says otherwise; without a default it is needed.
-
-    `read` and `write` are given the whole of `config.json` and our whole section.
-    """
-    theirs = theirs or ours
-
-    def same(values: Values) -> Any:
-        return values[theirs] if default is None else values.get(theirs, default)
-
-    return Field(theirs=theirs, ours=ours, read=read or same, write=write or (lambda c: getattr(c, ours)))
-
-
 def _activation(theirs: str, default: str) -> Field:
     def read(values: Values) -> str:
         name = values.get(theirs, default)
@@ -77,7 +73,7 @@ def _activation(theirs: str, default: str) -> Field:
     def write(c: Any) -> str:
         return next((name for name, ours in ACTIVATIONS.items() if ours == c.activation), "gelu_new")
 
-    return _field("activation", theirs, read=read, write=write)
+    return Field("activation", theirs, read=read, write=write)
 
 
 def _number(values: Values, name: str, default: Any = None, *, least: int = 1, kind: Any = int) -> Any:
@@ -123,13 +119,13 @@ def _offset(values: Values) -> int:
 
 
 _SIZES = (
-    _field("vocab_size"),
-    _field("hidden", "hidden_size"),
-    _field("intermediate", "intermediate_size"),
-    _field("num_layers", "num_hidden_layers"),
-    _field("num_heads", "num_attention_heads"),
+    Field("vocab_size"),
+    Field("hidden", "hidden_size"),
+    Field("intermediate", "intermediate_size"),
+    Field("num_layers", "num_hidden_layers"),
+    Field("num_heads", "num_attention_heads"),
 )
-_TOKEN_TYPES = _field("token_types", "type_vocab_size", 2, write=lambda c: max(c.token_types, 1))
+_TOKEN_TYPES = Field("token_types", "type_vocab_size", 2, write=lambda c: max(c.token_types, 1))
 _ENCODER = {"position_embedding_type": "absolute", "is_decoder": False, "tie_word_embeddings": True}
 _BODY = {  # of BERT and RoBERTa, behind the prefix
     "embeddings.word_embeddings.weight": "embed/token",
@@ -151,18 +147,16 @@ ARCHITECTURES = (
         name="GPT2LMHeadModel",
         kind="decoder",
         fields=(
-            _field("vocab_size"),
-            _field("hidden", "n_embd"),
-            _field("num_layers", "n_layer"),
-            _field("num_heads", "n_head"),
-            _field("max_len", "n_positions"),
-            _field("norm_eps", "layer_norm_epsilon"),
-            _field(
-                "intermediate", "n_inner", read=lambda values: _number(values, "n_inner", 4 * _number(values, "n_embd"))
-            ),
+            Field("vocab_size"),
+            Field("hidden", "n_embd"),
+            Field("num_layers", "n_layer"),
+            Field("num_heads", "n_head"),
+            Field("max_len", "n_positions"),
+            Field("norm_eps", "layer_norm_epsilon"),
+            Field("intermediate", "n_inner", read=lambda v: _number(v, "n_inner", 4 * _number(v, "n_embd"))),
             _activation("activation_function", "gelu_new"),
-            _field("tied_head", "tie_word_embeddings", True),
-            _field("num_kv_heads", "n_head", write=lambda c: c.num_heads),
+            Field("tied_head", "tie_word_embeddings", True),
+            Field("num_kv_heads", "n_head", write=lambda c: c.num_heads),
         ),
         always={"positions": "learned", "norm": "layer", "use_bias": True},
         only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
@@ -188,15 +182,15 @@ ARCHITECTURES = (
         kind="decoder",
         fields=(
             *_SIZES,
-            _field("norm_eps", "rms_norm_eps"),
-            _field("num_kv_heads", "num_key_value_heads", read=_num_kv_heads),
-            _field("", "head_dim", write=lambda c: c.head_dim),
-            _field("rotary_base", "rope_theta", read=_rotary_base),  # of versions of transformers before 5
-            _field("", "rope_parameters", write=lambda c: {"rope_type": "default", "rope_theta": c.rotary_base}),
-            _field("attention_bias", default=False, write=lambda c: c.attention_bias or c.use_bias),
-            _field("use_bias", "mlp_bias", read=_use_bias),
-            _field("max_len", "max_position_embeddings", 2048),
-            _field("tied_head", "tie_word_embeddings", default=False),
+            Field("norm_eps", "rms_norm_eps"),
+            Field("num_kv_heads", "num_key_value_heads", read=_num_kv_heads),
+            Field("", "head_dim", write=lambda c: c.head_dim),
+            Field("rotary_base", "rope_theta", read=_rotary_base),  # of versions of transformers before 5
+            Field("", "rope_parameters", write=lambda c: {"rope_type": "default", "rope_theta": c.rotary_base}),
+            Field("attention_bias", default=False, write=lambda c: c.attention_bias or c.use_bias),
+            Field("use_bias", "mlp_bias", read=_use_bias),
+            Field("max_len", "max_position_embeddings", 2048),
+            Field("tied_head", "tie_word_embeddings", default=False),
         ),
         always={"positions": "rotary", "norm": "rms", "activation": "swiglu"},
         only={"hidden_act": "silu"},
@@ -223,9 +217,9 @@ ARCHITECTURES = (
         kind="encoder",
         fields=(
             *_SIZES,
-            _field("norm_eps", "layer_norm_eps"),
+            Field("norm_eps", "layer_norm_eps"),
             _activation("hidden_act", "gelu"),
-            _field("max_len", "max_position_embeddings"),
+            Field("max_len", "max_position_embeddings"),
             _TOKEN_TYPES,
         ),
         always={"norm_first": False, "position_offset": 0},
@@ -245,14 +239,14 @@ ARCHITECTURES = (
         kind="encoder",
         fields=(
             *_SIZES,
-            _field("norm_eps", "layer_norm_eps"),
-            _field(
+            Field("norm_eps", "layer_norm_eps"),
+            Field(
                 "max_len",
                 "max_position_embeddings",
-                read=lambda values: _number(values, "max_position_embeddings") - _offset(values),
+                read=lambda v: _number(v, "max_position_embeddings") - _offset(v),
                 write=lambda c: c.max_len + max(c.position_offset, 1),
             ),
-            _field("position_offset", "pad_token_id", read=_offset, write=lambda c: max(c.position_offset, 1) - 1),
+            Field("position_offset", "pad_token_id", read=_offset, write=lambda c: max(c.position_offset, 1) - 1),
             _TOKEN_TYPES,
         ),
         always={"norm_first": False, "activation": "gelu_exact"},
@@ -336,7 +330,7 @@ def config_json(config: TransformerConfig, architecture: Architecture) -> dict[s
         "eos_token_id": None,
         "pad_token_id": None,
         **architecture.only,
-        **{field.theirs: field.write(config) for field in architecture.fields},
+        **{field.theirs: field.of_ours(config) for field in architecture.fields},
     }
 
 
@@ -345,7 +339,7 @@ def _section(architecture: Architecture, values: Values) -> dict[str, Any]:
     for name, value in architecture.only.items():
         if values.get(name, value) != value:
             raise ValueError(f"{name}={values[name]!r} is not supported; {value!r} is")
-    found = {field.ours: field.read(values) for field in architecture.fields if field.ours}
+    found = {field.ours: field.of_theirs(values) for field in architecture.fields if field.ours}
     return {"kind": architecture.kind, **architecture.always, **found}
 
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from configs.schema import DataConfig
-from configs.schema.urls import refuse_secrets
+from configs.schema.mixture import refuse_secrets
 from files.cache import cache_dir
 from input_pipeline.progress import Progress
 from input_pipeline.raw_shards import RawShards

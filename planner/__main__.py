@@ -1,7 +1,7 @@
 """Predicts how a config trains on a cluster that is not here: memory, time by part, throughput, cost.
 
-    python -m planner --config=configs/bert_10b.py --cluster=p4d.24xlarge --nodes=16
-    python -m planner --config=configs/bert_10b.py --cluster=p4d.24xlarge --nodes=16 --search
+    python -m planner --config=configs/mics_paper.py:bert_10b --cluster=p4d.24xlarge --nodes=16
+    python -m planner --config=configs/mics_paper.py:bert_10b --cluster=p4d.24xlarge --nodes=16 --search
 
 The real train step is compiled for the cluster's GPUs (none is needed) and its schedule replayed on the cluster's
 links. `--strategy=mics(8),zero3` compares strategies, `--search` looks for the best, `--nodes=1,2,4,8` shows how a run

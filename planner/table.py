@@ -1,6 +1,6 @@
 """The program that prints where every parameter lies and what it takes, with nothing allocated and nothing compiled.
 
-    python -m planner.table --config=configs/bert_10b.py --devices=128 --devices_per_node=8 --png=mesh.png
+    python -m planner.table --config=configs/mics_paper.py:bert_10b --devices=128 --devices_per_node=8 --png=mesh.png
 
 `--devices` plays a cluster that is not here; without it, the devices are those of the config or of this machine.
 Printed are the mesh, the three scopes, and for each parameter its shape, its spec and the bytes of parameter, gradient

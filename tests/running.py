@@ -55,7 +55,8 @@ def arguments(workdir: Path | str, config: str = "quickstart", **changes: Any) -
     """Returns the arguments of a small run; `changes` are keys with `__` for a dot."""
     keys = SMALL | {key.replace("__", "."): value for key, value in changes.items()}
     flags = [f"--config.{key}={value}" for key, value in keys.items()]
-    return [f"--config={ROOT}/configs/{config}.py", f"--workdir={workdir}", *flags]
+    file, colon, argument = config.partition(":")
+    return [f"--config={ROOT}/configs/{file}.py{colon}{argument}", f"--workdir={workdir}", *flags]
 
 
 @functools.cache

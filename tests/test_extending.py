@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +18,8 @@ from running import ROOT, arrays, manifest, rows, run_here, stop_after
 import models
 import sweep
 from configs.register import register
-from configs.schema import Config, OptimizerConfig
+from configs.schema import Config, OptimizerConfig, ShardingConfig
 from configs.schema.own import OWN
-from lab.emulate import __main__ as emulate
 from planner import __main__ as planner
 from planner import compile as compiling
 from sharding.scopes import make_layout
@@ -197,8 +195,6 @@ def test_a_listing_trains_and_what_it_defines_is_used(title: str, tmp_path: Path
     [
         ("schedule", [4e-4, 2e-4], True),
         ("lambda step: 1e-3", [1e-3, 1e-3], False),
-        pytest.param("1e-3", [1e-3, 1e-3], False, marks=pytest.mark.slow),
-        pytest.param("schedule(0)", [4e-4, 4e-4], False, marks=pytest.mark.slow),
     ],
 )
 def test_the_logged_learning_rate_is_the_optimizer_s(
@@ -242,21 +238,17 @@ def test_a_run_resumes_with_the_file_and_names_what_is_missing_without_it(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("optimiser", "lion", None), r"^register\('optimiser', 'lion'\): the topic must be optimizer, or another of"),
-        (("optimizer", "adamw", None), r"^register\('optimizer', 'adamw'\): optimizer.name=adamw exists already"),
-        (("model", "my model", None), r"^register\('model', 'my model'\): the name must be letters, digits and _"),
-        (("codec", "dgc", None), "compression.hop_two=dgc exists already"),
+        (("optimiser", "lion"), r"^register\('optimiser', 'lion'\): the topic must be optimizer, or another of"),
+        (("optimizer", "adamw"), r"^register\('optimizer', 'adamw'\): optimizer.name=adamw exists already"),
+        (("model", "my model"), r"^register\('model', 'my model'\): the name must be letters, digits and _"),
+        (("codec", "dgc"), "compression.hop_two=dgc exists already"),
+        (("codec", "mine"), "compression.hop_two=mine exists already"),
     ],
 )
-def test_names_that_cannot_be_registered(arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        register(*arguments)
-
-
-def test_a_codec_and_a_method_of_hop_two_have_different_names() -> None:
+def test_names_that_cannot_be_registered(arguments: tuple[str, str], message: str) -> None:
     register("hop_two", "mine", None)
-    with pytest.raises(ValueError, match="compression.hop_two=mine exists already"):
-        register("codec", "mine", None)
+    with pytest.raises(ValueError, match=message):
+        register(*arguments, None)
 
 
 def test_errors_list_registered_names() -> None:
@@ -266,14 +258,9 @@ def test_errors_list_registered_names() -> None:
 
 
 def test_a_strategy_that_does_not_fit_is_named() -> None:
-    runpy.run_path(str(listed("A strategy").resolve()))
     register("strategy", "thirds", (3, 3, 3))
-    config = runpy.run_path(str(ROOT / "configs" / "quickstart.py"))["get_config"]()
-    config.sharding.update({"strategy": "thirds", "partition_size": 0})
-    from configs import base
-
     with pytest.raises(ValueError, match="^sharding.strategy=thirds, parameters=3: a partition group of 3 devices"):
-        make_layout(base.typed(config).sharding, num_nodes=4, devices_per_node=2)
+        make_layout(ShardingConfig(strategy="thirds"), num_nodes=4, devices_per_node=2)
 
 
 def test_an_error_in_the_file_is_not_hidden_by_an_unknown_key(capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,12 +292,6 @@ def test_a_sweep_plans_runs_of_the_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert out.count(f"--config={tmp_path / 'mine.py'}") == 2 and "2 runs, 2 to do" in out
 
 
-def test_emulated_nodes_see_the_file() -> None:
-    file = listed("An optimizer")
-    assert file in emulate.named_paths(["train.py", f"--config={file}:argument"])
-    assert file in emulate.named_paths(["train.py", f"--config={file}"])
-
-
 def test_the_planner_compiles_again_when_the_file_changes() -> None:
     file = listed("An optimizer")
     before = compiling._key([f"--config={file}"])
@@ -324,14 +305,7 @@ def test_the_planner_compiles_again_when_the_file_changes() -> None:
 def test_emulated_nodes_train_with_the_file(tmp_path: Path) -> None:
     """The file is in /tmp, of which each node has its own."""
     file = listed("An optimizer").resolve()
-    emulated = [
-        "-m",
-        "lab.emulate",
-        "--nodes=2",
-        "--devices_per_node=2",
-        f"--workdir={tmp_path / 'emulated'}",
-        "--",
-    ]
+    emulated = ["-m", "lab.emulate", "--nodes=2", "--devices_per_node=2", f"--workdir={tmp_path / 'emulated'}", "--"]
     run = [sys.executable, "train.py", f"--config={file}", f"--workdir={tmp_path / 'run'}", *flags(num_steps=1)]
     subprocess.run([sys.executable, *emulated, *run], cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
     assert json.loads((tmp_path / "run" / "config.json").read_text())["optimizer"]["name"] == "lion"

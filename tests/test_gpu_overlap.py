@@ -144,7 +144,7 @@ def test_overlap_changes_no_bytes(strategy: str) -> None:
 )
 def test_bert_10b_fits_16_gpus_with_a_quarter_more_temporaries_at_most(changes: tuple[str, ...]) -> None:
     """The paper's micro-batch of 8 on 2 nodes of 8: in 32 GB; residuals and waiting gradients are 5 GB each."""
-    config = [f"--config={ROOT / 'configs' / 'bert_10b.py'}", *(f"--config.compression.{key}" for key in changes)]
+    config = [f"--config={ROOT}/configs/mics_paper.py:bert_10b", *(f"--config.compression.{key}" for key in changes)]
     beside, after = (
         compile_step([*config, f"--config.sharding.overlap={choice}"], nodes=2, devices_per_node=8)
         for choice in ("auto", "off")

@@ -37,8 +37,8 @@ def flags(name: str, folder: Path | None = None, **changes: Any) -> list[str]:
     values |= {key: x for key, x in SMALL.items() if not key.startswith("model.")}
     values |= {"num_steps": 2, "optimizer.warmup_steps": 1, "model.weights": str(folder or FOLDER / name)}
     values |= {key.replace("__", "."): x for key, x in changes.items()}
-    config = "tiny_bert" if "bert" in name else "quickstart"
-    return [f"--config={ROOT}/configs/{config}.py", *(f"--config.{key}={x}" for key, x in values.items())]
+    config = "tiny.py:bert" if "bert" in name else "quickstart.py"
+    return [f"--config={ROOT}/configs/{config}", *(f"--config.{key}={x}" for key, x in values.items())]
 
 
 def run_convert(*args: str) -> int:

@@ -152,12 +152,7 @@ def test_programs_that_start_others_load_no_jax(module: str) -> None:
 
 def test_forbidden_imports_are_found() -> None:
     assert complaint("sharding", "optax.contrib") == "sharding must not import optax"
-    assert complaint("models", "sharding.step") is None
     assert complaint("sharding", "models.Decoder") == "sharding may import configs, files, not models"
-    assert complaint("configs", "sharding.mesh") == "configs may import files, not sharding"
-    assert complaint("optimizers", "compression.exchange") == "optimizers may import configs, sharding, not compression"
     assert complaint("training", "train.main") == "train is a program: start it, do not import it"
-    assert complaint("sharding", "training.experiment") == "sharding may import configs, files, not training"
     assert complaint("train", "lab.emulate") == "lab.emulate is of the laboratory: train may start it, not import it"
-    assert complaint("planner", "training.experiment.make_experiment") is None
-    assert part_of(ROOT / "planner" / "table.py") == "planner" and part_of(ROOT / "train.py") == "train"
+    assert complaint("models", "sharding.step") is complaint("planner", "training.experiment.make_experiment") is None

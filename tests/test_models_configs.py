@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import models
-from configs import base
+from configs import base, tiny
 from configs.base import typed
 from configs.schema import Config, DecoderConfig, EncoderConfig
 from sharding.scopes import make_layout
@@ -17,6 +17,7 @@ from sharding.spec import ParamSpec, place_all
 
 FILES = Path(base.__file__).parent.glob("*.py")
 NAMES = sorted(path.stem for path in FILES if path.read_text().count("\ndef get_config("))
+NAMES += [*(f"tiny:{name}" for name in tiny.MODELS), "digits:vit", "resnet50:lars"]
 DIMS = {"layers", "embed", "mlp", "heads", "kv_heads", "vocab", "position", "norm", "experts", "router"}
 # MiCS (Zhang et al. 2022), table 1 and figure 16: hidden, intermediate, layers, vocabulary, group, name's size.
 TABLE_1 = {
@@ -31,7 +32,8 @@ TABLE_1 = {
 
 
 def load(name: str) -> Any:
-    return importlib.import_module(f"configs.{name}").get_config()
+    file, _, argument = name.partition(":")
+    return importlib.import_module(f"configs.{file}").get_config(*[argument] * bool(argument))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -62,7 +64,7 @@ def test_every_config_builds_its_model(name: str) -> None:
 @pytest.mark.parametrize("name", TABLE_1)
 def test_paper_configs_have_the_published_sizes(name: str) -> None:
     hidden, intermediate, layers, vocab, group, size = TABLE_1[name]
-    config = typed(load(name))
+    config = typed(load(f"mics_paper:{name}"))
     c, model = config.model, models.build(config.model)
     assert (c.hidden, c.intermediate, c.num_layers, c.vocab_size) == (hidden, intermediate, layers, vocab)
     assert (config.sharding.strategy, config.sharding.partition_size) == ("mics", group)
@@ -85,7 +87,7 @@ def test_paper_configs_have_the_published_sizes(name: str) -> None:
 @pytest.mark.parametrize("name", ["600b", "200b", "150b", "50b", "37b", "12.5b"])
 def test_gshard_has_the_published_sizes(name: str) -> None:
     """Table 1 of arXiv 2006.16668 gives rounded sizes; the experts of every other layer are nearly all of them."""
-    config = typed(importlib.import_module("configs.gshard").get_config(name))
+    config = typed(load(f"gshard:{name}"))
     model = models.build(config.model)
     assert math.isclose(model.num_params, float(name[:-1]) * 1e9, rel_tol=0.06)
     experts, layers = config.model.num_experts, config.model.num_layers
@@ -116,9 +118,9 @@ def test_flops_exclude_lookup_parameters() -> None:
         ("quickstart", {"model.num_kv_heads": 3}, ["model.num_kv_heads", "3", "model.num_heads = 4"]),
         ("quickstart", {"model.num_heads": 128, "model.num_kv_heads": 128}, ["model.num_heads", "128", "even"]),
         ("quickstart", {"model.attention": "cudnn"}, ["model.attention", "'cudnn'", "bfloat16", "xla"]),
-        ("tiny_moe", {"model.num_experts": 1}, ["model.experts_per_token = 2", "model.num_experts = 1"]),
-        ("tiny_moe", {"model.num_layers": 3}, ["model.moe_every = 2", "model.num_layers = 3"]),
-        ("tiny_moe", {"model.weights": "gpt2"}, ["model.weights = 'gpt2'", "experts"]),
+        ("tiny:moe", {"model.num_experts": 1}, ["model.experts_per_token = 2", "model.num_experts = 1"]),
+        ("tiny:moe", {"model.num_layers": 3}, ["model.moe_every = 2", "model.num_layers = 3"]),
+        ("tiny:moe", {"model.weights": "gpt2"}, ["model.weights = 'gpt2'", "experts"]),
         ("digits", {"model.stage_blocks": ()}, ["model.stage_blocks", "at least one stage"]),
         ("digits", {"model.stage_blocks": (1, 0)}, ["model.stage_blocks", "0", "above zero"]),
         ("digits", {"model.norm_groups": 5}, ["model.norm_groups", "5", "model.width = 16"]),
@@ -128,11 +130,11 @@ def test_flops_exclude_lookup_parameters() -> None:
             ["model.widening = 10: only bottlenecks", "set model.block="],
         ),
         ("digits", {"model.hidden": 3}, ["model.hidden is not a key of model.kind=resnet, but of decoder"]),
-        ("tiny_vit", {"model.patch_size": 3}, ["model.patch_size", "3", "model.image_size = 8"]),
-        ("tiny_vit", {"model.num_heads": 5}, ["model.num_heads", "5", "nearest divisor is 4"]),
-        ("tiny_vit", {"model.image_size": 16}, ["data.image_size=8", "model.image_size=16"]),
-        ("tiny_vit", {"data.channels": 3}, ["data.channels=3", "model.channels=1"]),
-        ("tiny_vit", {"data.objective": "causal", "data.source": "synthetic"}, ["model.kind=vit", "classify"]),
+        ("digits:vit", {"model.patch_size": 3}, ["model.patch_size", "3", "model.image_size = 8"]),
+        ("digits:vit", {"model.num_heads": 5}, ["model.num_heads", "5", "nearest divisor is 4"]),
+        ("digits:vit", {"model.image_size": 16}, ["data.image_size=8", "model.image_size=16"]),
+        ("digits:vit", {"data.channels": 3}, ["data.channels=3", "model.channels=1"]),
+        ("digits:vit", {"data.objective": "causal", "data.source": "synthetic"}, ["model.kind=vit", "classify"]),
     ],
 )
 def test_bad_setting_error_names_key_value_and_fix(name: str, changes: dict[str, Any], words: list[str]) -> None:

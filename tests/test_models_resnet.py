@@ -11,7 +11,7 @@ import workload
 from jax.extend.core import jaxprs_in_params
 
 import models
-from configs import base, resnet50, resnet50_lars, resnet110, wide_resnet_3b
+from configs import base, resnet50, resnet110, wide_resnet_3b
 from configs.base import typed
 from configs.schema import ResNetConfig
 from configs.schema.combinations import refuse
@@ -231,12 +231,17 @@ def test_the_wide_network_of_mics_has_three_billion_parameters_in_200_layers() -
 
 @pytest.mark.parametrize(
     ("config", "nodes", "per_node"),
-    [(wide_resnet_3b, 2, 8), (resnet50, 2, 8), (resnet50_lars, 16, 8), (resnet110, 4, 1)],
+    [
+        (wide_resnet_3b.get_config(), 2, 8),
+        (resnet50.get_config(), 2, 8),
+        (resnet50.get_config("lars"), 16, 8),
+        (resnet110.get_config(), 4, 1),
+    ],
     ids=["wide", "50", "50 with LARS", "110"],
 )
 def test_large_configs_fit_their_hardware(config: Any, nodes: int, per_node: int) -> None:
     """The scopes cut every parameter, the gathers allow what is kept, and no micro-step has rows of padding."""
-    settings = typed(config.get_config())
+    settings = typed(config)
     layout = make_layout(settings.sharding, num_nodes=nodes, devices_per_node=per_node)
     refuse(settings.values | {"parameters_are_cut": bool(layout.parameters)})
     place_all(models.build(settings.model).param_specs(), layout)

@@ -9,7 +9,7 @@ import pytest
 import workload
 
 from compression.methods import method_named
-from configs import base, tiny_gpt2
+from configs import base, tiny
 from configs.schema import Config
 from sharding.accumulation import Accumulating, Rule, scan_layers
 from sharding.gradients import accumulated, manual_gradients
@@ -388,8 +388,8 @@ def test_the_config_decides_where_hop_two_runs() -> None:
 
 
 def tiny_config(changes: dict[str, Any]) -> Config:
-    """The config of configs/tiny_gpt2.py on 4 nodes of 2, in groups of 2."""
-    config = tiny_gpt2.get_config()
+    """The config of configs/tiny.py:gpt2 on 4 nodes of 2, in groups of 2."""
+    config = tiny.get_config("gpt2")
     config.update_from_flattened_dict(
         {
             "mesh.devices_per_node": 2,

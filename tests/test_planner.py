@@ -331,7 +331,7 @@ BAD = {
     "--strategy=zero3+hop_two=int8": "hop_two=int8 does not go with replicas none of which are on different nodes",
     "--devices_per_node=x": "^error: --devices_per_node=x: give a whole number",
     "--spot_trace=nothere.csv": r"--spot_trace=nothere\.csv cannot be read \(No such file or directory\); give a CSV",
-    "--config=bert_10bb.py": r"^error: --config=bert_10bb.py: .* no such file; did you mean configs/bert_10b.py\?$",
+    "--config=quickstar.py": r"^error: --config=quickstar.py: .* no such file; did you mean configs/quickstart.py\?$",
 }
 
 

@@ -25,6 +25,7 @@ from training.experiment import Experiment, make_experiment
 
 ROOT = Path(table.__file__).parents[1]
 PNG = b"\x89PNG\r\n\x1a\n"
+BERT = "--config=configs/mics_paper.py:bert_10b"
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "mics2": {"partition_size": 2},
@@ -257,7 +258,7 @@ def test_the_quickstarts_table(tmp_path: Path) -> None:
 
 def test_a_cluster_that_is_not_here() -> None:
     """BERT 10B on 128 GPUs: 16 bytes a parameter, cut into 8 (MiCS section 5.1)."""
-    done = run("--config=configs/bert_10b.py", "--devices=128")
+    done = run(BERT, "--devices=128")
     assert done.returncode == 0 and done.stderr == ""
     assert "128 devices, 16 partition groups of 8" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 120
@@ -271,10 +272,13 @@ def test_a_cluster_that_is_not_here() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--config=configs/bert_10b.py"], "--devices=N --devices_per_node=K"),
-        (["--config=configs/bert_10b.py", "--devices=12"], "--devices=12 is not a multiple of mesh.devices_per_node=8"),
+        ([BERT], "--devices=N --devices_per_node=K"),
         (
-            ["--config=configs/bert_10b.py", "--devices=100", "--devices_per_node=8"],
+            [BERT, "--devices=12"],
+            "--devices=12 is not a multiple of mesh.devices_per_node=8",
+        ),
+        (
+            [BERT, "--devices=100", "--devices_per_node=8"],
             "--devices=100 is not a multiple of --devices_per_node=8; change --devices or",
         ),
         (["--config=configs/quickstart.py", "--config.sharding.partition_size=3"], "sizes that divide: 1, 2, 4, 8"),

@@ -10,12 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from running import IGNORED, ROOT
+from running import ROOT
 
 from configs import command_line
 from lab.emulate import __main__ as emulate
 
-pytestmark = IGNORED
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 
@@ -31,7 +30,7 @@ SHOWN = [(page, words) for page in PAGES for words in commands(page)]
 
 
 @pytest.mark.parametrize(("page", "words"), SHOWN, ids=lambda x: x.name if isinstance(x, Path) else " ".join(x)[:60])
-def test_what_a_command_names_exists(page: Path, words: list[str]) -> None:
+def test_what_a_command_names_exists_and_its_config_is_accepted(page: Path, words: list[str]) -> None:
     for before, word in pairwise(words):
         if before == "-m":
             assert importlib.util.find_spec(word), f"{page.name}: there is no {word}"
@@ -39,22 +38,10 @@ def test_what_a_command_names_exists(page: Path, words: list[str]) -> None:
             assert (ROOT / word).exists(), f"{page.name}: there is no {word}"
         elif word.startswith("--config=configs/") and "X.py" not in word:
             assert (ROOT / word.removeprefix("--config=").partition(":")[0]).exists(), f"{page.name}: {word}"
-
-
-def is_whole(words: list[str]) -> bool:
-    """Whether nothing of a command is left to the reader."""
-    return not any("..." in word or word.isupper() or "X.py" in word or "DIR" in word for word in words)
-
-
-TRAINS = [(page, words[words.index("train.py") :]) for page, words in SHOWN if "train.py" in words and is_whole(words)]
-
-
-@pytest.mark.parametrize(("page", "words"), TRAINS, ids=lambda x: x.name if isinstance(x, Path) else " ".join(x)[:60])
-def test_the_config_of_a_run_is_accepted(page: Path, words: list[str]) -> None:
-    sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
+    is_whole = not any("..." in word or word.isupper() or "X.py" in word or "DIR" in word for word in words)
     ours = [word for word in words if word.startswith("--config")]
-    if any(word.startswith("--config=") for word in ours):
-        command_line.parse([words[0], *ours])
+    if is_whole and "train.py" in words and any(word.startswith("--config=") for word in ours):
+        command_line.parse(["train.py", *ours])
 
 
 def test_commands_that_run_at_once() -> None:

@@ -163,8 +163,8 @@ def test_unknown_config_argument_is_rejected(tmp_path: Path, capsys: pytest.Capt
 def test_missing_config_file_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_matches(error_of(capsys), "^give --config=configs/NAME.py; experiments are .*quickstart")
     assert_matches(error_of(capsys, "--config=configs/qqq.py"), "configs/qqq.py: .*; experiments are .*quickstart")
-    typo = "^--config=bert_10bb.py: there is no such file; did you mean configs/bert_10b.py\\?$"
-    assert_matches(error_of(capsys, "--config=bert_10bb.py"), typo)
+    typo = "^--config=mics_papers.py: there is no such file; did you mean configs/mics_paper.py\\?$"
+    assert_matches(error_of(capsys, "--config=mics_papers.py"), typo)
     assert_matches(error_of(capsys, f"--config={tmp_path}"), str(tmp_path))
     empty = tmp_path / "empty.py"
     empty.write_text("")

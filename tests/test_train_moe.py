@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from running import IGNORED, arguments, losses, rows, run_here, stop_after
 
-from configs import base, tiny_moe
+from configs import base, tiny
 from configs.schema import Config
 from planner.bounds import SLACK, traffic, traffic_by_use
 from runtime.exit_codes import ExitCode
 from training.experiment import make_experiment
 
 pytestmark = IGNORED
-MOE = dict(config="tiny_moe", model__num_layers=2, model__num_experts=4, num_steps=4, checkpoint__every=4)
+MOE = dict(config="tiny:moe", model__num_layers=2, model__num_experts=4, num_steps=4, checkpoint__every=4)
 
 
 def test_a_run_tells_what_it_drops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +60,7 @@ def test_a_run_with_room_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
 )
 def test_the_planner_counts_tokens_between_nodes_too(hierarchical: bool, inside: float, remat: str, times: int) -> None:
     """Four devices on two nodes hold an expert each; half of all tokens go to the other node, on either way."""
-    config = tiny_moe.get_config()
+    config = tiny.get_config("moe")
     config.mesh.devices_per_node = 2
     config.sharding.update({"strategy": "mics", "partition_size": 4, "experts": "4", "hierarchical": hierarchical})
     config.model.update({"num_experts": 4, "num_layers": 2, "moe_every": 1, "capacity_factor": 1.0})

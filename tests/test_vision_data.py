@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
-from running import IGNORED, ROOT, rows, run_here
+from running import ROOT, rows, run_here
 
 from configs import resnet50, resnet110
 from configs.schema import DataConfig
 from input_pipeline import load
 
-pytestmark = [IGNORED, pytest.mark.filterwarnings("ignore:.*tf.data:UserWarning")]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*tf.data:UserWarning")]
 
 
 def encoded(values: np.ndarray, form: str) -> bytes:
@@ -114,7 +114,8 @@ def arguments(name: str, folder: Path, workdir: Path, **changes: Any) -> list[st
         "elastic.snapshot_every": 0,
     }
     keys |= {key.replace("__", "."): value for key, value in changes.items()}
-    return [f"--config={ROOT}/configs/{name}.py", f"--workdir={workdir}"] + [
+    file, colon, argument = name.partition(":")
+    return [f"--config={ROOT}/configs/{file}.py{colon}{argument}", f"--workdir={workdir}"] + [
         f"--config.{key}={value}" for key, value in keys.items()
     ]
 
@@ -134,7 +135,7 @@ LARGE = SMALL | {"data__image_size": 32, "sharding__partition_size": 2, "data__p
         pytest.param("resnet110", SMALL | {"local_sgd__inner_steps": 3}, marks=pytest.mark.slow),
         pytest.param("resnet50", LARGE, marks=pytest.mark.slow),
         pytest.param("resnet50", LARGE | {"model__compute_dtype": "float32"}, marks=pytest.mark.slow),
-        pytest.param("resnet50_lars", LARGE, marks=pytest.mark.slow),
+        pytest.param("resnet50:lars", LARGE, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_of_the_config_trains_and_validates(

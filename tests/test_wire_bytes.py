@@ -99,7 +99,7 @@ def test_tokens_travel_to_experts_on_the_other_node(
     """ZeRO-3 with one of 4 experts on each device: the tokens' all-to-alls, and the gathers of all but experts."""
     model = {"num_layers": 2, "moe_every": 1, "num_experts": 4, "capacity_factor": 1.0, "remat": remat}
     settings = {f"model__{key}": value for key, value in model.items()}
-    settings |= {"config": "tiny_moe", "data__seq_len": 256, "sharding__experts": "all"}
+    settings |= {"config": "tiny:moe", "data__seq_len": 256, "sharding__experts": "all"}
     carried, formula = carried_and_formula("zero3", tmp_path, compression__experts_inter=codec, **settings)
     num_params = json.loads((tmp_path / "run" / "environment.json").read_text())["num_params"]
     others, ends = num_params - 2 * 4 * 3 * HIDDEN * 1024, (2 * 256 + 1) * HIDDEN

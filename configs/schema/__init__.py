@@ -9,6 +9,7 @@ library only.
 """
 
 import functools
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from configs.schema.combinations import refuse
 from configs.schema.compression import WITH_WARMUP, CompressionConfig
 from configs.schema.data import DataConfig
-from configs.schema.keys import Key, Section, abbreviates, flat, key, keys_of, nearest  # noqa: F401
+from configs.schema.keys import Key, Section, abbreviates, flat, key, keys_of, nearest, nested  # noqa: F401
 from configs.schema.model import (  # noqa: F401
     MODELS,
     DecoderConfig,
@@ -67,12 +68,7 @@ class Config(Section):
     eval: EvalConfig
     sample: SampleConfig
     log_every: int = key(1, "steps between lines of metrics.jsonl", least=1, unit="steps", resumable=True)
-    sink: str = key(
-        "none",
-        "where metrics go as well; offline",
-        choices=("none", "wandb"),
-        resumable=True,
-    )
+    sink: str = key("none", "where metrics go as well; offline", choices=("none", "wandb"), resumable=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -140,7 +136,7 @@ class Config(Section):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the config as nested dicts for JSON: tuples become lists."""
-        return {name: _as_json(value) for name, value in asdict(self).items()}
+        return json.loads(json.dumps(asdict(self)))
 
 
 def check_names(values: Mapping[str, Any]) -> str:
@@ -188,39 +184,23 @@ def sections(kind: str) -> dict[str, type[Section]]:
 
 def known_keys(kind: str) -> Mapping[str, Key]:
     """Returns all keys of a config with a model of this kind, by full name, in order of declaration."""
-    return _known_keys(tuple(sections(kind).items()))
+    return _known_keys(sections(kind)["model"])
 
 
 @functools.cache
-def _known_keys(parts: tuple[tuple[str, type[Section]], ...]) -> Mapping[str, Key]:
-    own, found = keys_of(Config), dict(parts)
-    known: dict[str, Key] = {}
-    for f in fields(Config):
-        if f.name in own:
-            known[f.name] = own[f.name]
-        else:
-            known |= {f"{f.name}.{name}": declared for name, declared in keys_of(found[f.name]).items()}
-    return known
+def _known_keys(model: type[Section]) -> Mapping[str, Key]:
+    own, parts = keys_of(Config), sections("") | {"model": model}
+    return flat({f.name: own.get(f.name) or keys_of(parts[f.name]) for f in fields(Config)})
 
 
 def defaults(kind: str = "decoder") -> dict[str, Any]:
     """Returns the default of every key, as nested dicts. They lack a partition size."""
-    found: dict[str, Any] = {}
-    for name, declared in known_keys(kind).items():
-        section, _, last = name.rpartition(".")
-        (found.setdefault(section, {}) if section else found)[last] = declared.default
-    found["model"]["kind"] = kind
-    return found
+    return nested({name: declared.default for name, declared in known_keys(kind).items()} | {"model.kind": kind})
 
 
 def with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a saved config, nested, with the defaults of the keys that its version did not have yet."""
-    known = defaults(str(saved["model"]["kind"]))
-    found = {
-        name: {**value, **saved.get(name, {})} if isinstance(value, dict) else saved.get(name, value)
-        for name, value in known.items()
-    }
-    return found | {name: value for name, value in saved.items() if name not in known}
+    return nested(flat(defaults(str(saved["model"]["kind"]))) | flat(saved))
 
 
 def may_change(name: str) -> bool:
@@ -232,9 +212,3 @@ def may_change(name: str) -> bool:
     if section is not None and section.RESUMABLE:
         return True
     return any(name in (known := known_keys(kind)) and known[name].resumable for kind in model_sections())
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _as_json(item) for name, item in value.items()}
-    return list(value) if isinstance(value, tuple) else value

@@ -10,32 +10,21 @@ METHODS = ("one_bit_adam", "dgc", "power_sgd")  # values of hop_two that are no 
 HOP_TWO = (*CODECS, "two_bit", "one_bit", *METHODS)
 
 
+def _codec(of: str) -> str:
+    return key("none", f"codec of {of}", choices=CODECS, topics=("codec",))
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig(Section, name="compression"):
     """The method of hop two, and the codecs of the gathers and of hop one."""
 
     hop_two: str = key("none", "method for gradients between replicas", choices=HOP_TWO, topics=("hop_two", "codec"))
-    gather_inter: str = key("none", "codec of parameters gathered between nodes", choices=CODECS, topics=("codec",))
-    gather_intra: str = key("none", "codec of parameters gathered inside a node", choices=CODECS, topics=("codec",))
-    hop_one_inter: str = key(
-        "none",
-        "codec of gradients reduce-scattered between nodes",
-        choices=CODECS,
-        topics=("codec",),
-    )
-    hop_one_intra: str = key(
-        "none",
-        "codec of gradients reduce-scattered inside a node",
-        choices=CODECS,
-        topics=("codec",),
-    )
-    experts_inter: str = key(
-        "none",
-        "codec of tokens sent to experts between nodes, and of their gradients",
-        choices=CODECS,
-        topics=("codec",),
-    )
-    experts_intra: str = key("none", "codec of tokens sent to experts inside a node", choices=CODECS, topics=("codec",))
+    gather_inter: str = _codec("parameters gathered between nodes")
+    gather_intra: str = _codec("parameters gathered inside a node")
+    hop_one_inter: str = _codec("gradients reduce-scattered between nodes")
+    hop_one_intra: str = _codec("gradients reduce-scattered inside a node")
+    experts_inter: str = _codec("tokens sent to experts between nodes, and of their gradients")
+    experts_intra: str = _codec("tokens sent to experts inside a node")
     block: int = key(1024, "int8, int4, one_bit: values per scale; a multiple of 8", unit="values")
     rounding: str = key("nearest", "int8, int4: rounding in hop two", choices=("nearest", "stochastic"))
     threshold: float = key(0.5, "two_bit: magnitude sent for values at least as large", above=0, below=float("inf"))

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 
 from configs.schema.keys import Section, key
-from configs.schema.mixture import Component, parse
-from configs.schema.urls import refuse_secrets
+from configs.schema.mixture import Component, parse, refuse_secrets
 
 TFDS = "tfds:NAME"
 TOKENIZERS = ("bytes", "sentencepiece", "tiktoken", "hugging_face")
@@ -15,42 +14,28 @@ SOURCES = ("stdlib_text", "folder", "shards", "synthetic", "digits", TFDS)
 class DataConfig(Section, name="data"):
     """The source of the examples, and their preparation."""
 
-    source: str = key(
-        "stdlib_text",
-        "where examples come from",
-        choices=SOURCES,
-        topics=("source",),
-    )
+    source: str = key("stdlib_text", "where examples come from", choices=SOURCES, topics=("source",))
     path: str = key(
         "",
         "folder: of the text files; shards: folder or s3://, gs://, http(s):// URL; tfds: data_dir, or the default",
         resumable=True,
     )
     mixture: str = key(
-        "",
-        "several text sources in place of source and path: WEIGHT SOURCE[:PATH], separated by commas",
+        "", "several text sources in place of source and path: WEIGHT SOURCE[:PATH], separated by commas"
     )
     pattern: str = key(
-        "",
-        "folder, shards: glob of files below data.path; empty for all (shards: of a known format)",
-        resumable=True,
+        "", "folder, shards: glob of files below data.path; empty for all (shards: of a known format)", resumable=True
     )
     text_field: str = key("text", "shards: field or column of the text", resumable=True)
     shuffle_shards: int = key(4, "shards: files whose windows are shuffled together", least=1, unit="files")
     cache_gb: float = key(
-        0.0,
-        "shards: disk space of a node for token shards; 0 for no limit",
-        least=0,
-        unit="GB",
-        resumable=True,
+        0.0, "shards: disk space of a node for token shards; 0 for no limit", least=0, unit="GB", resumable=True
     )
     tokenizer: str = key("bytes", "tokenizer of text", choices=TOKENIZERS, topics=("tokenizer",))
     tokenizer_path: str = key("", "vocabulary file of sentencepiece or tiktoken, or tokenizer.json", resumable=True)
     seq_len: int = key(256, "tokens of a text example", least=1, unit="tokens")
     objective: str = key(
-        "causal",
-        "task: causal or masked for text, classify for images",
-        choices=("causal", "masked", "classify"),
+        "causal", "task: causal or masked for text, classify for images", choices=("causal", "masked", "classify")
     )
     packing: str = key(
         "stream",
@@ -82,12 +67,11 @@ class DataConfig(Section, name="data"):
                 f"data.objective={self.objective!r} does not fit data.source={self.source!r}; set data.objective to "
                 f"{wanted}"
             )
-        if self.source == "folder" and not self.path:
-            raise ValueError("data.path is empty: data.source='folder' needs the folder of the text files in data.path")
-        if self.source == "shards" and not self.path:
-            raise ValueError(
-                "data.path is empty: data.source='shards' needs a folder or a URL (s3, gs, http, https) in data.path"
+        if self.source in ("folder", "shards") and not self.path:
+            what = (
+                "the folder of the text files" if self.source == "folder" else "a folder or URL (s3, gs, http, https)"
             )
+            raise ValueError(f"data.path is empty: data.source={self.source!r} needs {what} in data.path")
         if self.pattern and self.source not in ("folder", "shards"):
             raise ValueError(
                 f"data.pattern is {self.pattern!r} but data.source={self.source!r} reads no files by name: "
@@ -98,7 +82,7 @@ class DataConfig(Section, name="data"):
                 f"data.path is {self.path!r} but data.source={self.source!r} reads no path: "
                 "set data.source='folder' (or 'shards', 'tfds:NAME'), or leave data.path empty"
             )
-        if self.tokenizer in ("sentencepiece", "tiktoken", "hugging_face") and not self.tokenizer_path:
+        if self.tokenizer in TOKENIZERS[1:] and not self.tokenizer_path:
             raise ValueError(
                 f"data.tokenizer_path is empty: data.tokenizer={self.tokenizer!r} needs its vocabulary file"
             )

@@ -16,7 +16,7 @@ BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": Fa
 # the name in the documentation, that in errors, and the value of a text; KeyError, ValueError or SyntaxError for others
 TYPES: Mapping[Any, tuple[str, str, Callable[[str], Any]]] = {
     bool: ("bool", "True or False", lambda text: BOOLS[text.lower()]),
-    int: ("int", "a whole number", int),
+    int: ("int", "a whole number", lambda text: int(text, 16 if text.lower().startswith("0x") else 10)),
     float: ("float", "a number", float),
     str: ("str", "a string", str),
     str | int: ("str", "a string or a whole number", str),
@@ -154,6 +154,15 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, value in section.items():
         out |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {f"{prefix}{name}": value}
+    return out
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `{"a.b": value}` as a nested dict."""
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        section, _, last = name.rpartition(".")
+        (out.setdefault(section, {}) if section else out)[last] = value
     return out
 
 

@@ -5,11 +5,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from configs.schema.urls import refuse_secrets
-
 LEAST_SHARE = Fraction(1, 1 << 20)  # the order of a block of examples in which each source occurs is kept in memory
 TFDS = re.compile(r"(tfds:.*?)(?::([/~.].*))?")  # a version, `tfds:wiki40b/en:1.3.0`, is part of the name
+_SECRET = re.compile(r"\w://.*[?#@]", re.DOTALL)
 _BEFORE_WEIGHT = re.compile(r",(?=\s*[\d.eE/+-]+\s)")
+
+
+def refuse_secrets(what: str, text: str) -> None:
+    """ValueError, which does not show `text`, if it has a URL with a query, a fragment, a user name or a password."""
+    if _SECRET.search(text):
+        raise ValueError(
+            f"{what} is a URL with a query, or with a user name or password: it would be saved in config.json or "
+            "shown; leave these out, and give credentials by environment variables (docs/data.md)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

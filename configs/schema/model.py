@@ -105,19 +105,12 @@ class MoeConfig(DecoderConfig):
     experts_per_token: int = key(2, "experts of a token: 1 (Switch) or 2 (GShard)", choices=(1, 2))
     moe_every: int = key(1, "experts in every layer, or in every second", choices=(1, 2))
     capacity_factor: float = key(
-        1.25,
-        "an expert's room: this times an even share of a row's tokens",
-        above=0,
-        below=float("inf"),
+        1.25, "an expert's room: this times an even share of a row's tokens", above=0, below=float("inf")
     )
     balance_loss: float = key(0.01, "weight of the loss that balances experts", least=0)
     z_loss: float = key(0.001, "weight of the loss on the router's logits", least=0)
     max_dropped: float = key(
-        0.2,
-        "warn once if steps drop a larger share of tokens' choices",
-        least=0,
-        most=1,
-        resumable=True,
+        0.2, "warn once if steps drop a larger share of tokens' choices", least=0, most=1, resumable=True
     )
 
     def __post_init__(self) -> None:
@@ -126,12 +119,8 @@ class MoeConfig(DecoderConfig):
         require(self.experts_per_token <= self.num_experts, "experts_per_token", self.experts_per_token, fix)
         fix = f"it must divide model.num_layers = {self.num_layers}"
         require(self.num_layers % self.moe_every == 0, "moe_every", self.moe_every, fix)
-        require(
-            not self.weights,
-            "weights",
-            self.weights,
-            "models with experts cannot start from a Hugging Face checkpoint; leave model.weights empty",
-        )
+        fix = "models with experts cannot start from a Hugging Face checkpoint; leave model.weights empty"
+        require(not self.weights, "weights", self.weights, fix)
 
     @property
     def num_moe_layers(self) -> int:
@@ -183,11 +172,7 @@ class ResNetConfig(ImageConfig):
 
     kind: str = key("resnet", KIND, choices=KINDS, topics=("model",))
     stem: str = key("conv3", "first layers: for ImageNet, for small images", choices=("conv7_pool", "conv3"))
-    version: str = key(
-        "1",
-        "stride of a bottleneck in the first 1x1 or the 3x3 convolution",
-        choices=("1", "1.5"),
-    )
+    version: str = key("1", "stride of a bottleneck in the first 1x1 or the 3x3 convolution", choices=("1", "1.5"))
     block: str = key("basic", "kind of residual block", choices=("basic", "bottleneck"))
     stage_blocks: tuple[int, ...] = key((1, 1, 1), "number of blocks per stage")
     width: int = key(16, "channels of the first stage; each later stage doubles them", least=1)

@@ -29,10 +29,6 @@ class OptimizerConfig(Section, name="optimizer"):
     b2: float = key(0.95, "adamw, lamb, muon: decay of the second moment", least=0, below=1)
     eps: float = key(1e-8, "adamw, lamb, muon: added to the denominator", above=0, below=math.inf)
     weight_decay: float = key(0.1, "weight decay", least=0)
-    decay_mask: str = key(
-        "matrices",
-        "what decays; matrices: no biases, norms, positions",
-        choices=("all", "matrices"),
-    )
+    decay_mask: str = key("matrices", "what decays; matrices: no biases, norms, positions", choices=("all", "matrices"))
     clip_norm: float = key(1.0, "global norm of clipped gradients; 0 for no clipping", least=0)
     max_skipped: int = key(10, "consecutive non-finite updates that end the run", least=1, unit="steps")

@@ -10,13 +10,7 @@ class BatchConfig(Section, name="batch"):
     """The number of rows (sequences or images) per step, and per device and micro-step."""
 
     global_size: int = key(32, "rows per step, independent of the number of devices", least=1, unit="rows")
-    micro_size: int = key(
-        4,
-        "rows per device and micro-step",
-        least=1,
-        unit="rows",
-        resumable=True,
-    )
+    micro_size: int = key(4, "rows per device and micro-step", least=1, unit="rows", resumable=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +56,10 @@ class ElasticConfig(Section, name="elastic", resumable=True):
     """Time-outs after which a process counts as lost, and snapshots in the nodes' memory."""
 
     silence_s: float = key(
-        30.0,
-        "silence of a process that ends the run (jax itself aborts after 100 s)",
-        least=1,
-        most=60,
-        unit="s",
+        30.0, "silence of a process that ends the run (jax itself aborts after 100 s)", least=1, most=60, unit="s"
     )
     stall_s: float = key(
-        600.0,
-        "time of a step, or of reading a batch, that ends the run; inf for no limit",
-        least=1,
-        unit="s",
+        600.0, "time of a step, or of reading a batch, that ends the run; inf for no limit", least=1, unit="s"
     )
     snapshot_every: int = key(
         -1,

@@ -27,9 +27,7 @@ class ShardingConfig(Section, name="sharding", resumable=True):
     two_hop: bool = key(True, "average replicas once per step; False: all-reduce in every micro-step")
     gather: str = key("layer", "how long gathered parameters live", choices=("layer", "node", "micro_step", "step"))
     overlap: str = key(
-        "auto",
-        "overlap gathers, hop one and hop two with compute; auto: on GPUs",
-        choices=("auto", "on", "off"),
+        "auto", "overlap gathers, hop one and hop two with compute; auto: on GPUs", choices=("auto", "on", "off")
     )
     reduce_dtype: str = key(
         "compute",
@@ -42,7 +40,6 @@ class ShardingConfig(Section, name="sharding", resumable=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        by_hand = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer")}
         if self.strategy == "mics" and self.partition_size < 1:
             raise ValueError(
                 "sharding.strategy=mics needs sharding.partition_size, the devices that hold one model state"
@@ -51,13 +48,13 @@ class ShardingConfig(Section, name="sharding", resumable=True):
             raise ValueError(
                 f"sharding.partition_size={self.partition_size} belongs to mics, not to {self.strategy}; set it to 0"
             )
-        for name, scope in by_hand.items():
-            if self.strategy == "custom":
-                if scope == "":
-                    raise ValueError(
-                        f"sharding.strategy=custom needs sharding.{name}: none, node, all or a number of devices"
-                    )
-            elif scope != "":
+        for name in ("parameters", "gradients", "optimizer"):
+            scope = getattr(self, name)
+            if self.strategy == "custom" and scope == "":
+                raise ValueError(
+                    f"sharding.strategy=custom needs sharding.{name}: none, node, all or a number of devices"
+                )
+            if self.strategy != "custom" and scope != "":
                 raise ValueError(
                     f"sharding.{name}={scope} is only read by sharding.strategy=custom, not {self.strategy}"
                 )

@@ -12,18 +12,18 @@ from collections.abc import Iterable
 
 from ml_collections import ConfigDict
 
-from configs import base, tiny_bert, tiny_gpt2, tiny_llama
+from configs import base, tiny
 from configs.overrides import Overrides, over
 
 METRIC = "inter_bytes"
-MODELS = {"bert": tiny_bert, "gpt2": tiny_gpt2, "llama": tiny_llama}
+MODELS = ("bert", "gpt2", "llama")
 
 
 def get_config(arg: str = "gpt2") -> ConfigDict:
     """Returns the config of the model that `arg` names, cut to a few small steps."""
     if arg not in MODELS:
         raise ValueError(f"{arg!r} is not a model; one of {', '.join(MODELS)}")
-    config = MODELS[arg].get_config()
+    config = tiny.get_config(arg)
     config.num_steps = 5
     config.sharding.partition_size = 0
     config.model.num_layers = 2

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 import models
-from configs import base
+from configs import base, mics_paper
 from configs.schema import Config
 from lab.benchmarks.names import sharding_of
 from lab.benchmarks.records import DERIVED, replace
@@ -107,7 +107,7 @@ def about_record() -> dict[str, Any]:
 def model_records() -> Iterator[dict[str, Any]]:
     """Yields the number of parameters of each model of the paper, from the shapes of our model."""
     for name in PAPER_MODELS:
-        config = base.typed(importlib.import_module(f"configs.{name}").get_config())
+        config = base.typed(mics_paper.get_config(name))
         yield {"kind": "model", "config": name, "num_params": models.build(config.model).num_params}
 
 

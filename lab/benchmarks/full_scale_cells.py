@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lab.benchmarks.names import sharding_of
+from lab.benchmarks.names import config_file, sharding_of
 from lab.paper import published
 from lab.paper.replays import P3DN, P4D
 
@@ -29,7 +29,7 @@ class Cell:
     """A step to compile and to replay; `strategy` is its name in the records, such as "mics(16) flat"."""
 
     model: str  # what the tables call it
-    config: str  # file in configs
+    config: str  # file in configs, or model of configs/mics_paper.py
     gpus: int
     strategy: str
     cluster: str = P3DN
@@ -56,7 +56,7 @@ class Cell:
         """The config, as on a command line."""
         keys = {f"sharding.{key}": value for key, value in sharding_of(self.strategy).items()}
         keys |= {"batch.micro_size": self.micro_size, "batch.global_size": self.global_size, **self.keys}
-        return [f"--config=configs/{self.config}.py", *(f"--config.{key}={value}" for key, value in keys.items())]
+        return [f"--config={config_file(self.config)}", *(f"--config.{key}={value}" for key, value in keys.items())]
 
 
 def cells() -> list[Cell]:

@@ -4,6 +4,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from configs import mics_paper
+
+
+def config_file(name: str) -> str:
+    """Returns `FILE[:arg]` of a record's config: a file in configs, or a model of the MiCS paper."""
+    return f"configs/mics_paper.py:{name}" if name in mics_paper.MODELS else f"configs/{name}.py"
+
 
 def remat_of(name: str) -> str:
     """Returns `model.remat`: `mics(2) dots` stores the results of matrix products for the backward pass."""

@@ -45,7 +45,7 @@ ON_PAGE = (  # the rows of docs/gpu.md; the record has the rest
     ("node/node/all, micro-batch 16", "400gbit"),
     ("zero3", "3200gbit"),
 )
-CONFIG, NODES, DEVICES = "configs/bert_10b.py", 16, 8
+CONFIG, NODES, DEVICES = "configs/mics_paper.py:bert_10b", 16, 8
 RATES = ("100gbit", "400gbit", "3200gbit")
 DECODER = "configs/gpu_decoder.py:1.3b"
 MICS: Mapping[str, Any] = {"sharding.partition_size": 8}

@@ -19,7 +19,7 @@ import jax
 
 from configs import command_line
 from lab.benchmarks import compiled
-from lab.benchmarks.names import sharding_of
+from lab.benchmarks.names import config_file, sharding_of
 from lab.benchmarks.papers_cells import KINDS, MEMORY_BYTES, RATES_GBIT, Cell, cells
 from lab.benchmarks.records import DERIVED, MEASURED, add, is_recorded, machine
 from lab.benchmarks.runner import ROOT, steps_of, train
@@ -126,7 +126,7 @@ def on_wire(cell: Cell) -> dict[str, Any]:
 def predicted(cell: Cell) -> dict[str, Any]:
     """Returns the planner's step at each of RATES_GBIT: seconds, TFLOP/s of a GPU, and the share that is exposed."""
     words = tuple(f"--config.{key}={value}" for key, value in cell.changes.items())
-    words = (f"--config=configs/{cell.case.config}.py", *words)
+    words = (f"--config={config_file(cell.case.config)}", *words)
     argv = ["lab.benchmarks.papers", *words]
     config = command_line.parse(argv)
     cluster = replace(find_cluster("p3dn.24xlarge"), devices_per_node=cell.case.devices_per_node)

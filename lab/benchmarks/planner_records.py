@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from configs import base, bert_10b
+from configs import base, mics_paper
 from lab.benchmarks.records import DERIVED
 from lab.benchmarks.runner import ROOT
 from planner.clusters import CLUSTERS
@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--only", choices=WORDS, help="one record (default: all)")
     options = parser.parse_args()
     for name in [options.only] if options.only else WORDS:
-        words = ["--config=configs/bert_10b.py", f"--cluster={CLUSTER}", *WORDS[name], "--json"]
+        words = ["--config=configs/mics_paper.py:bert_10b", f"--cluster={CLUSTER}", *WORDS[name], "--json"]
         command = [sys.executable, "-m", "planner", *words]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
@@ -82,7 +82,7 @@ def example() -> str:
 def spot() -> str:
     """Returns what is printed of the config's run in the planned worlds; its groups are nodes, so each has a copy."""
     worlds = [World(nodes=p.nodes, step_s=p.best.step_s, whole_copies=p.nodes) for p in plans_of("spot")]
-    run = run_of(base.typed(bert_10b.get_config()))
+    run = run_of(base.typed(mics_paper.get_config("bert_10b")))
     price = CLUSTERS[CLUSTER].on_demand
     assert price
     cost = replay_spot(read_trace(ROOT / TRACE), worlds, run, on_demand_usd_per_hour=price.usd_per_hour)
