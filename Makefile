@@ -55,23 +55,7 @@ $(VENV)/installed: requirements.txt requirements/dev.txt $(CONSTRAINTS)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements/dev.txt -c $(CONSTRAINTS)
 	touch $@
 
-$(VENV)/ray-installed: requirements/ray.txt $(CONSTRAINTS) | $(VENV)/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
-	touch $@
-
-$(VENV)/optuna-installed: requirements/optuna.txt $(CONSTRAINTS) | $(VENV)/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
-	touch $@
-
-$(VENV)/wandb-installed: requirements/wandb.txt $(CONSTRAINTS) | $(VENV)/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
-	touch $@
-
-$(VENV)/hugging-face-installed: requirements/hugging-face.txt $(CONSTRAINTS) | $(VENV)/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
-	touch $@
-
-$(VENV)/gpu-installed: requirements/gpu.txt $(CONSTRAINTS) | $(VENV)/installed
+$(VENV)/%-installed: requirements/%.txt $(CONSTRAINTS) | $(VENV)/installed  ## what only some users need
 	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
 	touch $@
 

@@ -4,6 +4,7 @@ Overrides are a dict from config keys to values, `{"optimizer.learning_rate": 1e
 set further keys, which docs/sweeps.md lists.
 """
 
+import functools
 import itertools
 import math
 import random
@@ -45,13 +46,13 @@ def sample(count: int, distributions: Mapping[str, Distribution], *, seed: int) 
     return [{key: distribution(draw) for key, distribution in distributions.items()} for _ in range(count)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Range:
     """Draws from [low, high], uniformly or log-uniformly, rounded to three digits."""
 
     low: float
     high: float
-    log: bool
+    log: bool = False
 
     def __call__(self, draw: random.Random) -> float:
         if self.log:
@@ -59,7 +60,7 @@ class Range:
         return three_digits(draw.uniform(self.low, self.high))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Choice:
     """Draws one of the options."""
 
@@ -69,19 +70,13 @@ class Choice:
         return draw.choice(self.options)
 
 
-def uniform(low: float, high: float) -> Range:
-    """Draws uniformly from [low, high], rounded to three digits."""
-    return Range(low=low, high=high, log=False)
-
-
-def log_uniform(low: float, high: float) -> Range:
-    """Draws log-uniformly from [low, high], rounded to three digits."""
-    return Range(low=low, high=high, log=True)
+uniform = Range
+log_uniform = functools.partial(Range, log=True)
 
 
 def choice(*options: Any) -> Choice:
     """Draws one of the options."""
-    return Choice(options=options)
+    return Choice(options)
 
 
 def three_digits(value: float) -> float:

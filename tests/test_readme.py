@@ -60,6 +60,4 @@ def test_make_knows_the_targets_of_the_pages() -> None:
     pages = (*PAGES, ROOT / "CONTRIBUTING.md")
     targets = {target for page in pages for target in re.findall(r"(?m)^ {4}make (\S+)", page.read_text())}
     assert targets >= {"train", "test"}
-    for target in targets:
-        name = target.replace(".venv", "$(VENV)")
-        assert re.search(rf"(?m)^{re.escape(name)}:", (ROOT / "Makefile").read_text()), target
+    subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, timeout=60, stdout=subprocess.DEVNULL)

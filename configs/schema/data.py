@@ -56,7 +56,13 @@ class DataConfig(Section, name="data"):
         super().__post_init__()
         refuse_secrets("data.path", self.path)
         if self.mixture:  # each component is checked as if it were the only source
-            self._check_mixture()
+            if self.objective == "classify":
+                raise ValueError("data.mixture is of text: with data.objective='classify' leave it empty")
+            for component in self.components:
+                try:
+                    self.alone(component)
+                except ValueError as error:
+                    raise ValueError(f"data.mixture, component {component.name}: {error}") from error
             return
         if self.source == TFDS:
             raise ValueError("data.source is 'tfds:NAME': replace NAME by a TFDS data set, such as 'tfds:lm1b'")
@@ -113,12 +119,3 @@ class DataConfig(Section, name="data"):
         """Returns the section with a component of the mixture as its only source."""
         pattern = self.pattern if component.source in ("folder", "shards") else ""
         return replace(self, mixture="", source=component.source, path=component.path, pattern=pattern)
-
-    def _check_mixture(self) -> None:
-        if self.objective == "classify":
-            raise ValueError("data.mixture is of text: with data.objective='classify' leave it empty")
-        for component in self.components:
-            try:
-                self.alone(component)
-            except ValueError as error:
-                raise ValueError(f"data.mixture, component {component.name}: {error}") from error

@@ -60,21 +60,15 @@ def _component(text: str) -> Component:
     number, _, what = text.partition(" ")
     what = what.strip()
     try:
-        weight = Fraction(number)
+        weight = Fraction(number if what else "")
     except (ValueError, ZeroDivisionError) as error:
-        raise ValueError(_not_understood(text)) from error
-    if not what:
-        raise ValueError(_not_understood(text))
+        raise ValueError(
+            f"data.mixture has the component {text!r}: write WEIGHT SOURCE[:PATH], with commas between components, "
+            "such as '3 folder:/data/wiki, 1 tfds:lm1b'"
+        ) from error
     if weight <= 0:
         raise ValueError(f"data.mixture: the weight of {what} is {number}: it must be above 0, or leave {what} out")
     if found := TFDS.fullmatch(what):
         return Component(weight=weight, source=found[1], path=found[2] or "")
     source, _, path = what.partition(":")
     return Component(weight=weight, source=source, path=path)
-
-
-def _not_understood(text: str) -> str:
-    return (
-        f"data.mixture has the component {text!r}: write WEIGHT SOURCE[:PATH], with commas between components, such as "
-        "'3 folder:/data/wiki, 1 tfds:lm1b'"
-    )
