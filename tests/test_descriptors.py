@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import IGNORED, ROOT, arguments, finish, start_together, steps_logged, wait_until
+from running import ROOT, arguments, finish, start_together, steps_logged, wait_until
 
 from runtime.supervisor import supervise
-
-pytestmark = IGNORED
 
 
 @pytest.fixture

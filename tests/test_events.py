@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import IGNORED, ROOT, arguments, run_here
+from running import ROOT, arguments, run_here
 
 from files import locks, run_directory
 from runtime.events import Event, EventLog, EventReader
@@ -121,7 +121,6 @@ def test_a_disk_without_room_ends_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert kinds(tmp_path) == []
 
 
-@IGNORED
 def test_what_a_run_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From its start to its exit code, in order; the same command again finds it finished, and writes nothing.
 
@@ -158,7 +157,6 @@ def test_what_a_run_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert run_here(*args) == 0 and (tmp_path / "run" / run_directory.EVENTS).read_text() == written
 
 
-@IGNORED
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     """It begins to write when it starts: a mistake in the config leaves nothing in another run's directory."""
     assert run_here(*arguments(tmp_path, optimizer__learning_rate=1e16, optimizer__max_skipped=3)) == 1

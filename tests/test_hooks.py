@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import IGNORED, ROOT, arguments, arrays
+from running import ROOT, arguments, arrays
 
 from training.hooks import every
 
@@ -43,7 +43,6 @@ def test_a_hook_is_called_when_it_is_due(wanted: dict[str, Any], run: dict[str, 
     assert called(wanted, **run) == steps
 
 
-@IGNORED
 def test_the_hook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """After the last step of 10, since none is a hundredth."""
     monkeypatch.setattr(sys, "argv", ["mine.py", *arguments(tmp_path)])

@@ -7,10 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import IGNORED, arguments, rows, run_here
-
-pytestmark = IGNORED
-
+from running import arguments, rows, run_here
 
 BLOCK_BYTES = 32768
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import pytest
-from running import IGNORED, arguments, run_here
+from running import arguments, run_here
 
 from planner.compile import WHEELS, compile_step
 from training.experiment import make_experiment
@@ -25,7 +25,6 @@ from training.overlap import (
     users_xla_flags,
 )
 
-pytestmark = IGNORED
 ALL = (*OVERLAP, *PIPELINING)
 SCHEDULER, *OTHERS = (next(iter(names)) for names in ALL)
 NEW, OLD = PIPELINING[0]  # names of one option

@@ -13,13 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from emulating import EMULATED, ctl, running_with
-from running import IGNORED, ROOT, XLA_FLAGS, arguments, finish, losses, start
+from running import ROOT, XLA_FLAGS, arguments, finish, losses, start
 
 from runtime.events import EventReader
 
 pytestmark = [
     EMULATED,
-    IGNORED,
     pytest.mark.slow,
     pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs Ray: make .venv/ray-installed"),
 ]

@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import IGNORED, arguments, run_here
+from running import arguments, run_here
 from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
 
 from input_pipeline.shards import ShardSet, check_room
-
-pytestmark = IGNORED
 
 
 def blocks_of(texts: dict[str, str], shards: int) -> int:

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 from ports import free_port
-from running import IGNORED, arguments, changed, rows, run_here
+from running import arguments, changed, rows, run_here
 from shard_texts import a_folder, own_cache  # noqa: F401 (fixtures)
 from stores import Server, of_folder
 
 from input_pipeline import prepare, store
 from input_pipeline.store import RemoteStore
-
-pytestmark = IGNORED
 
 
 @pytest.fixture(name="web")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from ports import free_port
 from running import (
-    IGNORED,
     arguments,
     finish,
     losses,
@@ -25,7 +24,7 @@ from stores import BUCKET, KEY_ID, NEEDS_MOTO, SECRET, credentials, in_front_of,
 
 from input_pipeline import prepare
 
-pytestmark = [IGNORED, NEEDS_MOTO]
+pytestmark = NEEDS_MOTO
 RAW, PREPARED = f"s3://{BUCKET}/raw", f"s3://{BUCKET}/tokens"
 KEYS = {
     *("data_memory_hits", "data_disk_hits", "data_peer_hits", "data_store_hits"),

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from running import (
-    IGNORED,
     arguments,
     check_same_end,
     finish,
@@ -27,7 +26,6 @@ from running import (
 
 from runtime import workdir_lock
 
-pytestmark = IGNORED
 RESUMABLE = 75
 
 

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from running import IGNORED, arguments, finish, losses, start, start_together, steps_logged, wait_until
+from running import arguments, finish, losses, start, start_together, steps_logged, wait_until
 
 from runtime.events import Event, EventReader
 
-pytestmark = IGNORED
 Process = subprocess.Popen[str]
 
 

@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import IGNORED, ROOT
+from running import ROOT
 from sweeping import run_sweep, seeds, sweep_file
 
 from configs.schema import defaults, flat
 from sweeps.plan import EMULATE_OPTIONS, Run, load_file, plan, varied
 
-pytestmark = IGNORED
 RATES = "def sweep_lr(): return over('optimizer.learning_rate', (1e-3, 2e-3))\n"
 SHIPPED = {
     "codecs_by_rate": 15,

@@ -9,12 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from running import IGNORED
 from sweeping import events, run_sweep, seeds, started, sweep_file
 from test_sweep_run import start_sweep, wait_for
 
 pytestmark = [
-    IGNORED,
     pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs Ray: make .venv/ray-installed"),
 ]
 LOCAL = "--ray=local"

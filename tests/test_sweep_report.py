@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from running import IGNORED
 from sweeping import run_sweep, seeds, sweep_file
 
 from metrics.charts import Chart
@@ -20,7 +19,6 @@ from sweeps.plan import plan
 from sweeps.pool import Job
 from sweeps.records import State
 
-pytestmark = IGNORED
 GRID = "def sweep_lr(): return over('optimizer.learning_rate', (0.001, 0.01, 0.1))\n" + seeds(0, 1, 5, 7)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from emulating import EMULATED
-from running import IGNORED, ROOT, SMALL
+from running import ROOT, SMALL
 from sweeping import events, program, run_sweep, seeds, started, sweep_file
 
 import sweep
@@ -22,7 +22,6 @@ from configs.schema import flat
 from sweeps import plan, pool
 from sweeps.records import State
 
-pytestmark = IGNORED
 TIMEOUT_S = 240
 # sweep.py in its own process, with the tests' program instead of train.py
 PROGRAM = "import sys; import sweep; sys.exit(sweep.main(sys.argv[1:], program=sys.argv[1]))"

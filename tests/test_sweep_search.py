@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import IGNORED, SMALL
+from running import SMALL
 from sweeping import run_sweep, seeds, started, sweep_file
 from test_sweep_run import TIMEOUT_S, start_sweep, wait_for
 
 pytestmark = [
-    IGNORED,
     pytest.mark.skipif(not importlib.util.find_spec("optuna"), reason="needs Optuna: make .venv/optuna-installed"),
 ]
 # the loss of the tests' program is 1000 times the learning rate, plus the seed

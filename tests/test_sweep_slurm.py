@@ -8,10 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from running import IGNORED
 from sweeping import run_sweep, seeds, started, sweep_file
 
-pytestmark = IGNORED
 PROGRAMS = {
     "sbatch": 'echo "$@" >> {log}; echo "77;cluster"',
     "squeue": "cat {folder}/queue 2> /dev/null || true",

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from running import IGNORED, arguments, at_step, losses, run_here, snapshot, stop_after
+from running import arguments, at_step, losses, run_here, snapshot, stop_after
 from test_train_bad_input import assert_matches, error_of
 
 import models
@@ -15,8 +15,6 @@ from configs.base import typed
 from input_pipeline.folder import validation_names
 from runtime.supervisor import Supervisor
 from training.resume import changed_keys
-
-pytestmark = IGNORED
 
 
 def test_bad_workdir_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

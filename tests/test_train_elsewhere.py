@@ -4,9 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from running import IGNORED, arguments, finish, losses, run_here, start, stop_after
+from running import arguments, finish, losses, run_here, start, stop_after
 
-pytestmark = IGNORED
 SAME = {"rtol": 1e-5}
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from running import IGNORED, arguments, arrays, at_step, changed, check_same_end, losses, rows, run_here
-
-pytestmark = IGNORED
+from running import arguments, arrays, at_step, changed, check_same_end, losses, rows, run_here
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorBoard's file stays open

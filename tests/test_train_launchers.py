@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from emulating import EMULATED
 from jax.experimental import multihost_utils
-from running import IGNORED, TRAIN, XLA_FLAGS, arguments, finish, free_port, losses, run_here, start, start_together
+from running import TRAIN, XLA_FLAGS, arguments, finish, free_port, losses, run_here, start, start_together
 
 from runtime import launch
 from sharding import mesh
 
-pytestmark = IGNORED
 NAMES = (
     launch.OPEN_MPI,
     launch.OPEN_MPI_SIZE,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from running import IGNORED, arguments, changed, run_here, stop_after
+from running import arguments, changed, run_here, stop_after
 
 from configs import command_line
 from planner import table
@@ -14,7 +14,6 @@ from runtime.exit_codes import ExitCode
 from training import memory
 from training.experiment import make_experiment
 
-pytestmark = IGNORED
 HIDDEN, LAYERS, INTERMEDIATE, VOCAB = 8192, 40, 64, 256
 HUGE = {"model__hidden": HIDDEN, "model__num_layers": LAYERS, "model__num_heads": 64, "model__num_kv_heads": 64}
 

@@ -10,14 +10,13 @@ import numpy as np
 import plain_data
 import pytest
 from planning import WORDS
-from running import IGNORED, ROOT, SMALL, arguments, finish, losses, rows, run_here, start_together, stop_after
+from running import ROOT, SMALL, arguments, finish, losses, rows, run_here, start_together, stop_after
 from test_readme import commands
 from test_train_bad_input import error_of
 from test_train_batches import RESUMABLE, check_batches, writes_batches
 
 from planner import __main__ as planner
 
-pytestmark = IGNORED
 LENGTH = 12
 
 

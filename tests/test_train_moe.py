@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from running import IGNORED, arguments, losses, rows, run_here, stop_after
+from running import arguments, losses, rows, run_here, stop_after
 
 from configs import base, tiny
 from configs.schema import Config
@@ -15,7 +15,6 @@ from planner.bounds import SLACK, traffic, traffic_by_use
 from runtime.exit_codes import ExitCode
 from training.experiment import make_experiment
 
-pytestmark = IGNORED
 MOE = dict(config="tiny:moe", model__num_layers=2, model__num_experts=4, num_steps=4, checkpoint__every=4)
 
 

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 from running import (
-    IGNORED,
     arguments,
     finish,
     losses,
@@ -25,7 +24,6 @@ from running import (
 
 from runtime.preemption import PreemptionHandler
 
-pytestmark = IGNORED
 RESUMABLE = 75
 SAME = {"rtol": 1e-5}
 GLOO = re.compile(r"\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is :")
