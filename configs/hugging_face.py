@@ -58,9 +58,13 @@ class Architecture:
     always: Values  # our keys that have one value in this architecture
     only: Values  # their keys of which we compute this value alone; it is the default of transformers, too
     tensors: Mapping[str, str]  # their module, `{}` for the layer: ours; several of ours are side by side in theirs
-    prefix: str  # of all tensors but the head's; checkpoints of the bare model lack it
     ignored: str  # a regular expression for tensors that transformers does not read for this model either
     conv1d: bool = False  # layers keep `[in, out]`, as ours do; otherwise torch's Linear, `[out, in]`
+
+    @property
+    def prefix(self) -> str:
+        """The first part of the names of all tensors but the head's; checkpoints of the bare model lack it."""
+        return next(iter(self.tensors)).partition(".")[0] + "."
 
 
 def _activation(theirs: str, default: str) -> Field:
@@ -125,7 +129,11 @@ _SIZES = (
     Field("num_layers", "num_hidden_layers"),
     Field("num_heads", "num_attention_heads"),
 )
-_TOKEN_TYPES = Field("token_types", "type_vocab_size", 2, write=lambda c: max(c.token_types, 1))
+_OF_ENCODERS = (
+    *_SIZES,
+    Field("norm_eps", "layer_norm_eps"),
+    Field("token_types", "type_vocab_size", 2, write=lambda c: max(c.token_types, 1)),
+)
 _ENCODER = {"position_embedding_type": "absolute", "is_decoder": False, "tie_word_embeddings": True}
 _BODY = {  # of BERT and RoBERTa, behind the prefix
     "embeddings.word_embeddings.weight": "embed/token",
@@ -172,7 +180,6 @@ ARCHITECTURES = (
             "transformer.ln_f": "head/norm",
             "lm_head": "head",
         },
-        prefix="transformer.",
         ignored=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
         conv1d=True,
     ),
@@ -208,7 +215,6 @@ ARCHITECTURES = (
             "model.norm": "head/norm",
             "lm_head": "head",
         },
-        prefix="model.",
         ignored=r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
     ),
     Architecture(
@@ -216,11 +222,9 @@ ARCHITECTURES = (
         name="BertForMaskedLM",
         kind="encoder",
         fields=(
-            *_SIZES,
-            Field("norm_eps", "layer_norm_eps"),
+            *_OF_ENCODERS,
             _activation("hidden_act", "gelu"),
             Field("max_len", "max_position_embeddings"),
-            _TOKEN_TYPES,
         ),
         always={"norm_first": False, "position_offset": 0},
         only=_ENCODER,
@@ -230,7 +234,6 @@ ARCHITECTURES = (
             "cls.predictions.transform.LayerNorm": "head/transform_norm",
             "cls.predictions": "head",
         },
-        prefix="bert.",
         ignored=r"(bert\.)?(pooler\..*|embeddings\.position_ids)|cls\.(seq_relationship\..*|predictions\.decoder\..*)",
     ),
     Architecture(
@@ -238,8 +241,7 @@ ARCHITECTURES = (
         name="RobertaForMaskedLM",
         kind="encoder",
         fields=(
-            *_SIZES,
-            Field("norm_eps", "layer_norm_eps"),
+            *_OF_ENCODERS,
             Field(
                 "max_len",
                 "max_position_embeddings",
@@ -247,13 +249,11 @@ ARCHITECTURES = (
                 write=lambda c: c.max_len + max(c.position_offset, 1),
             ),
             Field("position_offset", "pad_token_id", read=_offset, write=lambda c: max(c.position_offset, 1) - 1),
-            _TOKEN_TYPES,
         ),
         always={"norm_first": False, "activation": "gelu_exact"},
         only=_ENCODER | {"hidden_act": "gelu"},  # the head has exact GELU, whatever hidden_act says
         tensors={f"roberta.{theirs}": ours for theirs, ours in _BODY.items()}
         | {"lm_head.dense": "head/transform", "lm_head.layer_norm": "head/transform_norm", "lm_head": "head"},
-        prefix="roberta.",
         ignored=r"(roberta\.)?(pooler\..*|embeddings\.position_ids)|lm_head\.decoder\..*",
     ),
 )

@@ -59,13 +59,6 @@ def test_every_colour_is_read_on_its_ground() -> None:
     assert f"--card: {DARK}" in (ROOT / "metrics" / "page.css").read_text()
 
 
-def test_pictures_are_no_white_boxes_on_dark_pages() -> None:
-    """Their white is inverted, and the black that it becomes lets the card through."""
-    dark = (ROOT / "metrics" / "page.css").read_text().split("@media (prefers-color-scheme: dark) {")[1:]
-    rules = [rule for block in dark for rule in re.findall(r"\.drawn \{([^}]*)\}", block.partition("\n}")[0])]
-    assert len(rules) == 1 and "invert(1)" in rules[0] and "mix-blend-mode: screen" in rules[0]
-
-
 def test_nothing_that_draws_has_colours_of_its_own() -> None:
     """No hex colour, no cycle (C1), no grey (0.6) none of matplotlib's names in the code but in palette.py."""
     own = re.compile(r"[\"']#[0-9a-f]{6}[\"']|[\"']tab:|colou?r=[\"'](?!none|white)|[\"']C\d[\"']")

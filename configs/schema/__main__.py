@@ -1,5 +1,6 @@
 """Prints docs/config.md: `python -m configs.schema > docs/config.md`."""
 
+import functools
 from collections.abc import Mapping
 
 from configs.schema import MODELS, Config, Key, Section, TransformerConfig, combinations, keys_of, sections
@@ -37,24 +38,17 @@ def _models() -> list[str]:
     for model, title in titles.items():
         (base,) = model.__bases__
         known = keys_of(base) if base in titles else {}
-        own = {name: key for name, key in keys_of(model).items() if name not in known or _differ(key, known[name])}
+        own = {
+            name: key  # each has its own model.kind
+            for name, key in keys_of(model).items()
+            if name not in known or (key != known[name] and "model" not in key.topics)
+        }
         parts.append(table(title, _about(model) + f" Further keys: {titles.get(base)}." * bool(known), own))
     return parts
 
 
-def _differ(key: Key, known: Key) -> bool:
-    return key != known and "model" not in key.topics  # each has its own model.kind
-
-
 def _about(section: type[Section]) -> str:
     return (section.__doc__ or "").partition("\n")[0]
-
-
-def _signs(words: str) -> str:
-    """Returns a range with signs: `at least 1` as `≥ 1`."""
-    for word, sign in SIGNS.items():
-        words = words.replace(word, sign)
-    return words
 
 
 def table(title: str, about: str, keys: Mapping[str, Key]) -> str:
@@ -62,7 +56,8 @@ def table(title: str, about: str, keys: Mapping[str, Key]) -> str:
     lines = [f"## {title}\n", *([f"{about}\n"] if about else [])]
     lines += ["| key=default | allowed | meaning |", "|---|---|---|"]
     for name, key in keys.items():
-        allowed = ", ".join(f"`{choice}`" for choice in key.choices) or _signs(key.range)
+        limits = functools.reduce(lambda words, sign: words.replace(*sign), SIGNS.items(), key.range)
+        allowed = ", ".join(f"`{choice}`" for choice in key.choices) or limits
         # a meaning names its unit, or the name ends in _s
         meaning = key.meaning if key.unit.rstrip("s") in key.meaning else f"{key.meaning} ({key.unit})"
         lines.append(f"| `{name}={key.default!r}`{'*' * key.resumable} | {allowed} | {meaning} |")
