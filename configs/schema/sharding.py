@@ -28,7 +28,7 @@ class ShardingConfig(Section, name="sharding", resumable=True):
     gather: str = key("layer", "how long gathered parameters live", choices=("layer", "node", "micro_step", "step"))
     overlap: str = key(
         "auto",
-        "overlap gathers, hop one and hop two with compute; auto: on GPUs",
+        "overlap gathers, hop one and hop two with compute; auto: where they can be",
         choices=("auto", "on", "off"),
     )
     reduce_dtype: str = key(
