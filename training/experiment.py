@@ -170,7 +170,7 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
         gather_codecs=gather_codecs,
         hop_one_codecs=hop_one_codecs,
         expert_codecs=expert_codecs,
-        overlap=_overlaps(config, nodes[0][0].platform),
+        overlap=_overlaps(config),
     )
     batches = BatchLayout(
         config=config.batch,
@@ -201,8 +201,8 @@ def _resolved(model: ModelConfig, *, packs: bool) -> ModelConfig:
     return replace(model, attention="cudnn" if fused else "xla")
 
 
-def _overlaps(config: Config, platform: str) -> bool:
-    """Whether the step's loops over layers are pipelined."""
+def _overlaps(config: Config) -> bool:
+    """Whether the step's loops over layers are pipelined: with `auto` wherever they can be."""
     if config.sharding.overlap != "auto":
         return config.sharding.overlap == "on"
-    return platform != "cpu" and not complaint(config.values | {"sharding.overlap": "on"})
+    return not complaint(config.values | {"sharding.overlap": "on"})

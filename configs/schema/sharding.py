@@ -27,7 +27,9 @@ class ShardingConfig(Section, name="sharding", resumable=True):
     two_hop: bool = key(True, "average replicas once per step; False: all-reduce in every micro-step")
     gather: str = key("layer", "how long gathered parameters live", choices=("layer", "node", "micro_step", "step"))
     overlap: str = key(
-        "auto", "overlap gathers, hop one and hop two with compute; auto: on GPUs", choices=("auto", "on", "off")
+        "auto",
+        "overlap gathers, hop one and hop two with compute; auto: where they can be",
+        choices=("auto", "on", "off"),
     )
     reduce_dtype: str = key(
         "compute",
