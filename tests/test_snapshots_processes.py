@@ -185,21 +185,6 @@ def check_files(shared: Path, snapshots: int) -> None:
     barrier("looked")
 
 
-def copies_that_differ(node: Node) -> None:
-    """What is whole on both nodes is not the same in the newest step: the one before it counts."""
-    node.new_run()
-    node.keep(1)
-    with node.attempt() as memory_tier:
-        memory_tier.begin(0)
-        memory_tier.save(1, place(values_of(1)), data={"step": 1}, config={"seed": 1})
-        torn = place(values_of(2) | {"t": values_of(2)["t"] + node.rank})
-        memory_tier.save(2, torn, data={"step": 2}, config={"seed": 1})
-        memory_tier.wait()
-    check(node.restore(), 1, "memory (2 of 2 nodes had it)")
-    said = node.take_said()
-    assert len(said) == (node.rank == 0) and all("step 2" in x and "a part of t differ" in x for x in said), said
-
-
 def no_room_on_one(node: Node) -> None:
     """Neither for its own part of a step nor for the copy of its partner, which hears of it: the step before counts."""
     node.new_run()
@@ -317,7 +302,6 @@ SCENARIOS = (
     another_mesh,
     two_processes_of_a_node,
     one_of_two_is_late,
-    copies_that_differ,
     no_room_on_one,
     no_room_on_one_for_long,
     a_fetch_that_fails,

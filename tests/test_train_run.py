@@ -30,7 +30,6 @@ from running import (
     start,
     steps_logged,
     stop_after,
-    wait_until,
 )
 
 from configs.schema import Config, ShardingConfig
@@ -201,19 +200,6 @@ def test_signal_before_the_first_step_stops_the_run(
     assert run_here(*arguments(tmp_path), make=lambda config: signal.raise_signal(number)) == RESUMABLE
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1 and captured.err.startswith("stopped at once")
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_run_equals_uninterrupted_run(tmp_path: Path, undisturbed: Path) -> None:
-    process = start(arguments(tmp_path), pause_s=0.4)
-    wait_until(lambda: (tmp_path / "checkpoints" / "5").exists() and steps_logged(tmp_path) > 5, process)
-    process.kill()
-    assert finish(process)[0][0] == -signal.SIGKILL
-    assert 5 < steps_logged(tmp_path) < 10 and not (tmp_path / "checkpoints" / "10").exists()
-    code, out, err = finish(start(arguments(tmp_path)))[0]
-    assert code == 0, err
-    assert "resumed at step 5 of 10" in out
-    check_same_end(tmp_path, undisturbed)
 
 
 def test_restart_without_checkpoint_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
