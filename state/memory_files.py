@@ -193,7 +193,6 @@ class MemoryFolder:
             except BaseException:
                 file.truncate(0)
                 raise
-            file.truncate()  # what is left of a longer snapshot
 
     def names(self) -> set[str]:
         """Returns the names of all snapshots with a file here, incomplete ones included."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from checkpointing import KEEP_ALL, abstract, save_small, small_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -167,6 +168,16 @@ def test_a_failing_save_keeps_the_old_step_and_reaches_the_caller(
     assert checkpointer.steps() == [2]
 
 
+def test_a_writer_that_fails_at_once_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Any] = []
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "save", lambda *_, **__: (tmp_path / "no" / "folder").mkdir())
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "close", lambda self: closed.append(self))
+    with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
+        with pytest.raises(CheckpointError, match="saving step 1 to .*No such file"):
+            save_small(checkpointer, 1)
+        assert len(closed) == 1
+
+
 def test_an_error_of_the_last_save_does_not_hide_why_the_program_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,8 +236,6 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
 
 
 def test_large_shards_are_stored_in_small_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import orbax.checkpoint as ocp
-
     monkeypatch.setattr(tree, "_CHUNK_BYTES", 1024)
     with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
         checkpointer.save(1, {"w": jnp.ones((64, 32))}, data={}, config={})
@@ -236,8 +245,6 @@ def test_large_shards_are_stored_in_small_chunks(tmp_path: Path, monkeypatch: py
 
 
 def test_what_a_restore_reads_ahead_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import orbax.checkpoint as ocp
-
     bounds: list[float] = []
 
     handler = ocp.PyTreeCheckpointHandler
@@ -269,11 +276,11 @@ def test_orbax_does_not_talk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         save_small(checkpointer, 1)
         checkpointer.wait()
         absl_logger.info("somebody else")
-        absl_logger.handle(logging.LogRecord("absl", logging.WARNING, tree.ocp.__file__, 1, "matters", None, None))
-        for coroutine in (tree.ocp.__file__, "other.py"):  # the second of two writes that failed
+        absl_logger.handle(logging.LogRecord("absl", logging.WARNING, ocp.__file__, 1, "matters", None, None))
+        for coroutine in (ocp.__file__, "other.py"):  # the second of two writes that failed
             logging.getLogger("asyncio").error("Task exception was never retrieved\nfuture: <at %s:1>", coroutine)
         for raises in (
-            lambda: tree.ocp.CheckpointManagerOptions(save_interval_steps=-1, max_to_keep=-1),
+            lambda: ocp.CheckpointManagerOptions(save_interval_steps=-1, max_to_keep=-1),
             lambda: 1 / 0,
         ):
             try:
@@ -285,8 +292,6 @@ def test_orbax_does_not_talk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 
 def test_orbax_itself_reads_what_we_wrote(tmp_path: Path) -> None:
-    import orbax.checkpoint as ocp
-
     with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
         save_small(checkpointer, 4)
     with ocp.CheckpointManager(tmp_path) as manager:

@@ -113,15 +113,6 @@ def test_a_vocabulary_too_small_is_told_before_anything_is_tokenised(
     assert not (tmp_path / "cache").exists()
 
 
-def test_unknown_config_argument_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, message in (
-        ("quickstart", "quickstart.py takes no :arg; remove :foo$"),
-        ("elastic", "^configs/elastic.py:foo is not known; use :tiny, or no argument$"),
-    ):
-        config, *rest = arguments(tmp_path / "run", name)
-        assert_matches(error_of(capsys, f"{config}:foo", *rest), message)
-
-
 def test_missing_config_file_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_matches(error_of(capsys), "^give --config=configs/NAME.py; experiments are .*quickstart")
     assert_matches(error_of(capsys, "--config=configs/qqq.py"), "configs/qqq.py: .*; experiments are .*quickstart")
@@ -179,15 +170,6 @@ def test_coordinator_port_in_use_is_rejected(tmp_path: Path, capsys: pytest.Capt
         assert_matches(message, f"{coordinator}: process 0 cannot listen at port .* in use; give all .* another port$")
 
 
-def test_data_folder_without_text_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    args = arguments(tmp_path / "run", data__source="folder", data__path=str(empty))
-    assert str(empty) in error_of(capsys, *args)
-    (empty / "only.txt").write_text("")
-    error_of(capsys, *args)
-
-
 def test_config_flag_accepts_a_separate_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, *rest = arguments(tmp_path / "run", num_steps=0)
     for flag in ("--config", "-config"):
@@ -227,12 +209,6 @@ def test_help_works_with_an_invalid_config(capsys: pytest.CaptureFixture[str]) -
     config = f"--config={ROOT}/configs/quickstart.py"
     assert run_here(config, "--config.sharding.strategy=zero3", "--help") == 0  # and a partition size of 2
     assert "\n  --config.sharding.strategy=zero3\n" in capsys.readouterr().out
-
-
-def test_suggestions_are_similar_words_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = error_of(capsys, *arguments(tmp_path, optimizer__name="rmsprop"))
-    assert said.startswith("optimizer.name=rmsprop is not known; one of adamw, ") and "did you mean" not in said
-    assert "did you mean adamw?" in error_of(capsys, *arguments(tmp_path, optimizer__name="adam"))
 
 
 def test_standby_beside_another_program_is_rejected(

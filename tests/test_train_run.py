@@ -1,6 +1,5 @@
 """A run from its start to its end: what it leaves behind, and that stopping it in the middle changes nothing."""
 
-import io
 import json
 import re
 import shutil
@@ -108,17 +107,6 @@ def test_lost_report_of_a_finished_run_is_recreated(tmp_path: Path, undisturbed:
     attempts = [re.findall(r"<td[^>]*>([^<]*)", row) for row in re.findall("<tr>(<td.*?)</tr>", page)]
     assert [(nodes, end) for _, nodes, *_, end in attempts] == [("4", "finished")] * 2  # in one process
     check_same_end(tmp_path, undisturbed)
-
-
-@pytest.mark.slow
-def test_ascii_terminal_escapes_other_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = io.BytesIO()
-    terminal = io.TextIOWrapper(said, encoding="ascii", write_through=True)  # closes `said` when nobody holds it
-    with monkeypatch.context() as patched:
-        patched.setattr("sys.stdout", terminal)
-        assert run_here(*arguments(tmp_path / "r\xe9sum\xe9", sample__length=4, sample__prompt="d\xe9f")) == 0
-    assert b"d\\xe9f" in said.getvalue() and b"r\\xe9sum\\xe9" in said.getvalue()
-    assert (tmp_path / "r\xe9sum\xe9" / "sample.txt").read_text().startswith("d\xe9f")
 
 
 def test_rows_are_logged_every_log_every_steps(tmp_path: Path) -> None:
