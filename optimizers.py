@@ -40,12 +40,6 @@ class GuardState(NamedTuple):
     skipped: jax.Array
 
 
-def watched(state: GuardState, *, hands_on: str = "grad") -> dict[str, jax.Array]:
-    """Returns the scalars of the guard that a run reports; hop two hands on gradients, `grad`, or an `update`."""
-    counters = {"skipped_in_a_row": state.skipped_in_a_row, "skipped_steps": state.skipped}
-    return {f"{hands_on}_norm": state.grad_norm} | counters
-
-
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Returns the learning rate by step, from 0: linear warm-up to the peak, then down to the last step.
 

@@ -33,7 +33,6 @@ from runtime.supervisor import Supervisor, supervise
 from runtime.workdir_lock import workdir_lock
 from sharding import drawing
 from sharding.scopes import WorldTooSmallError
-from sharding.step import TrainState
 from state import Checkpointer, CheckpointError, check_path
 from state.snapshots import Snapshots
 from training import resume
@@ -118,8 +117,7 @@ def run(
 
     # --------------------------------------------------- build: mesh, model, optimizer and data, checked but not made
     ex = build(config, workdir, make, words if not supervisor.stands_by else None)
-    data = load_datasets(ex, workdir)
-    supervisor.hold(data)
+    data = load_datasets(ex, workdir, supervisor.hold)
     validator = Validator(ex, data.validation, config.eval.num_batches)
     sampler = Sampler(ex, data.train, config.sample)
     if not resume.has_begun(workdir):
@@ -150,7 +148,11 @@ def run(
     supervisor.started(nodes=ex.plan.layout.shape.num_nodes)
     with announced("compiling the step", say):
         step_fn = ex.compile_train_step()
-    state = start.restored.state if start.restored else first_state(ex)
+    if start.restored:
+        state = start.restored.state
+    else:
+        with announced("making the initial state", say):
+            state = ex.init_state()
     log = make_log(ex, data.train, workdir, start.step, step_fn, started_s)  # drops the rows of steps done again
     with log, checkpointer, snapshots, batches:
         examples = config.num_steps * config.batch.global_size
@@ -225,12 +227,6 @@ def build(
             raise
         raise ResumableError(str(error)) from error  # maybe it began with more nodes: it goes on when they are back
     return ex
-
-
-def first_state(ex: Experiment) -> TrainState:
-    """Returns the state before step 1."""
-    with announced("making the initial state", say):
-        return ex.init_state()
 
 
 if __name__ == "__main__":

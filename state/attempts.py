@@ -34,11 +34,6 @@ class Attempts:
         if not all(isinstance(number, int) for number in (self.folder, self.saved, *self.began_at)):
             raise ValueError(f"numbers are {self.folder!r}, {self.saved!r}, {self.began_at!r}")
 
-    @property
-    def next(self) -> int:
-        """The number of the next attempt."""
-        return len(self.began_at)
-
     def have_left(self, history: tuple[int, ...], step: int) -> bool:
         """Whether the run has discarded a step of an attempt whose `began_at` was `history`.
 
@@ -89,8 +84,8 @@ def newest_checkpoint(workdir: Path) -> int:
 def newest_set_aside(workdir: Path) -> int:
     """Returns the newest step that was set aside, 0 if there is none."""
     aside = workdir / run_directory.CHECKPOINTS / manifest.SET_ASIDE
-    damaged = [entry.name.split("-")[0] for entry in aside.iterdir()] if aside.is_dir() else []
-    return max([0, *(int(step) for step in damaged if step.isdecimal())])
+    steps = [entry.name.split("-")[0] for entry in aside.glob("*")]
+    return max([0, *(int(step) for step in steps if step.isdecimal())])
 
 
 def _from_json(content: Mapping[str, Any]) -> Attempts:

@@ -1,19 +1,24 @@
 """Saves training states through Orbax's AsyncCheckpointer; restores only what verifies.
 
 A save writes into a folder of its own in DIR/unfinished. When the data of all processes is written (Orbax waits for
-it), each process hashes its own files. Process 0 writes the manifest, renames the step into DIR, and only then deletes
-older steps. A restore verifies all files of a step before it loads any; the processes share that work, too.
+it), each process hashes the files that it wrote, and process 0 also those that Orbax wrote for all. Process 0 writes
+the manifest, renames the step into DIR, and only then deletes older steps. A restore verifies all files of a step
+before it loads any: each process about the same number of bytes.
 """
 
+import itertools
 import json
 import operator
 import re
 import secrets
+import shutil
+import socket
 import sys
-import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from math import isnan, nan
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,8 +28,8 @@ import orbax.checkpoint as ocp
 
 from configs.schema import CheckpointConfig
 from files import atomic, json_objects
-from runtime.consensus import Key, broadcast, new_key
-from state import check_path, manifest, retention, shared_hashing, tree
+from runtime.consensus import Key, all_gather, broadcast, gather, new_key
+from state import check_path, manifest, tree
 from state.quiet import quiet_orbax
 
 _ANNOTATION = re.compile(r" \[\w+(\[\d+\])?='([^'\\]|\\.)*'\]")  # in TensorStore's errors; kilobytes long
@@ -91,8 +96,8 @@ class Checkpointer:
         self.config = config
         self._report, self._is_same_run = report, is_same_run
         self._has_saved = False
-        self._thread: threading.Thread | None = None
-        self._error: CheckpointError | None = None
+        self._executor = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: tuple[int, Future[None]] | None = None  # the step of the save in progress
         quiet_orbax()
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -140,10 +145,10 @@ class Checkpointer:
         folder = self.directory / str(step)
         try:
             is_there = broadcast(new_key("is-there"), folder.exists)
-            damage = shared_hashing.damage(folder, new_key("saved")) if is_there else None
+            found = damage(folder, new_key("saved")) if is_there else None
 
             def prepare() -> str | None:
-                return None if is_there and self._is_saved(step, damage, data, config) else self._prepare()
+                return None if is_there and self._is_saved(step, found, data, config) else self._prepare()
 
             parent = broadcast(new_key("prepare"), prepare)
         except (OSError, RuntimeError) as error:
@@ -153,15 +158,14 @@ class Checkpointer:
         self._has_saved = True
         unfinished = self.directory / manifest.UNFINISHED / parent / str(step)
         keys = new_key("written"), new_key("hashes"), new_key("commit")
+        writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         try:
-            writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
             writer.save(unfinished, args=items)
         except (OSError, ValueError, RuntimeError) as error:
+            writer.close()
             raise self._failed(step, error) from error
-        self._thread = threading.Thread(
-            target=self._finish, args=(writer, unfinished, keys, step, leaves, metrics), name=f"checkpoint-{step}"
-        )
-        self._thread.start()
+        described = {"step": step, "tree": leaves, "metrics": metrics}
+        self._saving = step, self._executor.submit(self._finish, writer, unfinished, keys, described)
 
     def restore(self, abstract_state: Any, *, newer_than: int = -1) -> Restored | None:
         """Returns the newest step that verifies, with the shardings of `abstract_state`; None if there is no step.
@@ -197,31 +201,36 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Returns when the save in progress is committed. Raises CheckpointError if it failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if self._saving is None:
+            return
+        (step, saving), self._saving = self._saving, None
+        try:
+            saving.result()
+        except Exception as error:
+            raise self._failed(step, error) from error
 
     def close(self) -> None:
         """Waits for the save in progress. Raises CheckpointError if it failed."""
         self.wait()
         if self._has_saved and jax.process_index() == 0:
-            retention.remove_unfinished(self.directory)
+            self._remove_unfinished()
 
     def _prepare(self) -> str:
         """Removes unfinished saves, and returns the name of a new folder in DIR/unfinished (process 0).
 
         A new one each time, because TensorStore may still be writing into that of a failed save.
         """
-        retention.remove_unfinished(self.directory)
+        self._remove_unfinished()
         name = secrets.token_hex(8)
         (self.directory / manifest.UNFINISHED / name).mkdir(parents=True)
         return name
 
-    def _is_saved(self, step: int, damage: str | None, data: dict[str, Any], config: dict[str, Any]) -> bool:
-        """Whether this run has saved `step` before; a step with `damage` is set aside (process 0).
+    def _remove_unfinished(self) -> None:
+        """Deletes the files of killed and failed saves; what cannot be deleted now is left to the next call."""
+        shutil.rmtree(self.directory / manifest.UNFINISHED, ignore_errors=True)
+
+    def _is_saved(self, step: int, damaged: str | None, data: dict[str, Any], config: dict[str, Any]) -> bool:
+        """Whether this run has saved `step` before; a damaged step is set aside (process 0).
 
         ValueError if another run has saved it. An earlier attempt may save a step late: if its process 0 is stopped
         during a commit, and continues.
@@ -229,8 +238,8 @@ class Checkpointer:
         folder = self.directory / str(step)
         if not folder.exists():
             return False
-        if damage is not None:
-            self._set_aside({step: damage}, f"step {step} is saved again")
+        if damaged is not None:
+            self._set_aside({step: damaged}, f"step {step} is saved again")
             return False
         files = (manifest.DATA_FILE, manifest.CONFIG_FILE)
         saved_data, saved_config = (json_objects.read(folder / file, lenient=True) for file in files)
@@ -240,58 +249,56 @@ class Checkpointer:
         return True
 
     def _finish(
-        self,
-        writer: ocp.AsyncCheckpointer,
-        folder: Path,
-        keys: tuple[Key, Key, Key],
-        step: int,
-        leaves: tuple[manifest.Leaf, ...],
-        metrics: dict[str, float],
+        self, writer: ocp.AsyncCheckpointer, folder: Path, keys: tuple[Key, Key, Key], described: dict[str, Any]
     ) -> None:
-        """Waits for the data, commits the step, and deletes old ones. Runs in a thread; `wait` raises its error."""
+        """Waits for the data, and commits the step that is `described`. Runs in a thread; `wait` raises its error."""
         written, hashes, commit = keys
-        failed: Exception | None = None
-        try:
-            writer.close()  # when it has finished
-        except Exception as error:  # passed on to the other processes
-            failed = error
+        count = jax.process_count()
+        whose = f"process {jax.process_index()} on {socket.gethostname()}: " if count > 1 else ""
 
-        def check_written() -> None:
-            if failed:
-                raise failed
+        def result(act: Callable[[], Any]) -> dict[str, Any]:
+            try:
+                return {"found": act()}
+            except Exception as error:  # passed on to the other processes
+                return {"error": f"{whose}{str(error) or type(error).__name__}"}
 
-        try:
-            broadcast(written, check_written)  # Orbax's last renames are made in process 0
-            found = shared_hashing.describe(folder, hashes, check_written)
-            broadcast(commit, lambda: self._commit(folder, shared_hashing.all_files(found), step, leaves, metrics))
-        except Exception as error:
-            self._error = self._failed(step, error)
-            self._error.__cause__ = error
+        def hashed() -> list[dict[str, Any]]:
+            return [asdict(file) for file in manifest.describe(folder, jax.process_index(), count)]
 
-    def _commit(
-        self,
-        folder: Path,
-        files: tuple[manifest.File, ...],
-        step: int,
-        leaves: tuple[manifest.Leaf, ...],
-        metrics: dict[str, float],
-    ) -> None:
+        closed = result(writer.close)  # when it has finished
+        broadcast(written, lambda: _found([closed]))  # Orbax's last renames are made in process 0
+        by_process = gather(hashes, closed if "error" in closed else result(hashed))
+        broadcast(commit, lambda: self._commit(folder, _found(by_process), described))
+
+    def _commit(self, folder: Path, by_process: list[list[dict[str, Any]]], described: dict[str, Any]) -> None:
         """Writes the manifest, renames the step from DIR/unfinished into DIR, and deletes old steps (process 0)."""
-        manifest.write(folder, manifest.build(folder, files, step=step, tree=leaves, metrics=metrics))
-        folder.rename(self.directory / str(step))
+        files = [manifest.File(**file) for files in by_process for file in files]
+        manifest.write(folder, manifest.build(folder, files, **described))
+        folder.rename(self.directory / folder.name)
         atomic.sync(self.directory)
-        retention.remove_old(self.directory, self.config)
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        """Deletes the steps that are not to be kept. Those without a valid manifest are neither counted nor deleted."""
+        manifests = manifest.committed(self.directory)
+        for step in {found.step for found in manifests} - kept_steps(manifests, self.config):
+            # renamed first, so that an interrupted deletion leaves no partial step
+            leaving = self.directory / manifest.UNFINISHED / f"{step}.deleted"
+            leaving.parent.mkdir(exist_ok=True)
+            shutil.rmtree(leaving, ignore_errors=True)
+            (self.directory / str(step)).rename(leaving)
+            shutil.rmtree(leaving)
 
     def _choose(self, wanted: Mapping[str, tree.Wanted], newer_than: int) -> int | None:
         """Returns the newest step that verifies, the same in every process."""
         steps = broadcast(new_key("steps"), lambda: manifest.step_numbers(self.directory))
         chosen, damaged = None, {}
         for step in reversed([step for step in steps if step > newer_than]):
-            damage = shared_hashing.damage(self.directory / str(step), new_key("verified"))
-            if damage is None:
+            found = damage(self.directory / str(step), new_key("verified"))
+            if found is None:
                 chosen = step
                 break
-            damaged[step] = damage
+            damaged[step] = found
         return broadcast(new_key("restore"), lambda: self._settle(chosen, damaged, wanted, newer_than))
 
     def _settle(
@@ -300,12 +307,13 @@ class Checkpointer:
         """Sets the damaged steps aside and returns `chosen`, a step that verifies, or None (process 0)."""
         if chosen is not None:
             folder = self.directory / str(chosen)
-            tree.check_same_model(folder, manifest.read(folder).tree, wanted)
+            if difference := tree.difference(folder, manifest.read(folder).tree, wanted):
+                raise ValueError(difference)
             self._set_aside(damaged, f"step {chosen} is used instead")
         elif newer_than >= 0:
             self._set_aside(damaged, f"step {newer_than} is used instead")
         elif damaged:
-            found = "; ".join(f"step {step}: {damage}" for step, damage in damaged.items())
+            found = "; ".join(f"step {step}: {why}" for step, why in damaged.items())
             raise ValueError(
                 f"no checkpoint in {self.directory} verifies ({found});"
                 " put a good copy back, or start again in an empty directory"
@@ -313,9 +321,13 @@ class Checkpointer:
         return chosen
 
     def _set_aside(self, damaged: dict[int, str], instead: str) -> None:
-        for step, damage in damaged.items():
-            target = retention.set_aside(self.directory, step)
-            self._report(f"checkpoint {self.directory / str(step)} is damaged ({damage}): moved to {target}; {instead}")
+        """Moves each damaged step into DIR/set_aside, under the first free name STEP-1, STEP-2, ..."""
+        aside = self.directory / manifest.SET_ASIDE
+        for step, found in damaged.items():
+            aside.mkdir(exist_ok=True)
+            target = next(name for i in itertools.count(1) if not (name := aside / f"{step}-{i}").exists())
+            (self.directory / str(step)).rename(target)
+            self._report(f"checkpoint {self.directory / str(step)} is damaged ({found}): moved to {target}; {instead}")
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         reason = _ANNOTATION.sub("", " ".join((str(error) or type(error).__name__).split()))
@@ -333,3 +345,46 @@ def _json_copy(name: str, value: dict[str, Any]) -> dict[str, Any]:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
         raise ValueError(f"the checkpoint's {name} must be JSON (dicts, lists, strings, numbers): {error}") from error
+
+
+def kept_steps(manifests: Sequence[manifest.Manifest], config: CheckpointConfig) -> set[int]:
+    """Returns the steps to keep: the newest `keep_last`, multiples of `keep_every`, the `keep_best` lowest losses.
+
+    Of equal losses the newer step is better. A step without a loss, or with a loss of NaN, is never among the best.
+    """
+    steps = sorted(found.step for found in manifests)
+    losses = [(found.metrics.get("validation_loss", nan), -found.step) for found in manifests]
+    best = [-step for _, step in sorted(pair for pair in losses if not isnan(pair[0]))[: config.keep_best]]
+    every = [step for step in steps if config.keep_every and step % config.keep_every == 0]
+    return {*steps[-config.keep_last :], *every, *best}
+
+
+def damage(folder: Path, key: Key) -> str | None:
+    """Returns what is wrong with the step in `folder`, None if it verifies; the same in every process.
+
+    Every process must call it. Raises UnreadableError or UnknownFormatError in every process if one of them does: a
+    process that cannot read a file, because its network mount is gone, must not make the others discard the step.
+    """
+    me, count, problem = jax.process_index(), jax.process_count(), None
+    who = f"process {me} on {socket.gethostname()}"
+    try:
+        manifest.verify(folder, share=(me, count))
+    except manifest.UnreadableError as error:
+        problem = ["unreadable", f"{who}: {error}"]
+    except (manifest.DamagedError, manifest.UnknownFormatError) as error:
+        kind = "damaged" if isinstance(error, manifest.DamagedError) else "unknown"
+        problem = [kind, f"{error} ({who})" if count > 1 else str(error)]
+    first = dict(reversed([told for told in all_gather(key, problem) if told]))  # of each kind
+    if "unreadable" in first:
+        raise manifest.UnreadableError(first["unreadable"])
+    if "unknown" in first:
+        raise manifest.UnknownFormatError(first["unknown"])
+    return first.get("damaged")
+
+
+def _found(results: list[dict[str, Any]]) -> list[Any]:
+    """Returns what each process found. RuntimeError with the error of the first that has one."""
+    for result in results:
+        if "error" in result:
+            raise RuntimeError(result["error"])
+    return [result["found"] for result in results]

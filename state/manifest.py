@@ -11,8 +11,9 @@ import heapq
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -28,7 +29,6 @@ UNFINISHED = "unfinished"
 SET_ASIDE = "set_aside"
 
 _FORMAT = 1
-_BLOCK_BYTES = 1 << 20
 _HASHING_THREADS = 4
 _NOT_A_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -61,6 +61,11 @@ class Leaf:
     path: str
     shape: tuple[int, ...]
     dtype: str
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Leaf":
+        """Returns the leaf of a description. LookupError or TypeError for any other value."""
+        return cls(path=content["path"], shape=tuple(content["shape"]), dtype=content["dtype"])
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -170,7 +175,7 @@ def read(folder: Path) -> Manifest:
             step=content["step"],
             saved_at=content["saved_at"],
             metrics=content["metrics"],
-            tree=tuple(Leaf(path=x["path"], shape=tuple(x["shape"]), dtype=x["dtype"]) for x in content["tree"]),
+            tree=tuple(map(Leaf.from_json, content["tree"])),
             files=tuple(File(**x) for x in content["files"]),
         )
         encoded = _encode(manifest)
@@ -222,14 +227,10 @@ def _hash_of(content: dict[str, Any]) -> str:
 
 def _hash_file(path: Path, *, sync: bool = False) -> tuple[str, int]:
     """Returns the sha256 of a file and the number of bytes read."""
-    digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         if sync:
             os.fsync(file.fileno())
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-            size += len(block)
-    return digest.hexdigest(), size
+        return hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
 
 
 def _check_finished(files: Sequence[File]) -> None:
@@ -268,28 +269,28 @@ def _share(files: Sequence[File], process: int, count: int) -> list[File]:
 
 
 def _check_size(folder: Path, file: File) -> None:
-    try:
+    with _reading(folder, file):
         size = (folder / file.path).stat().st_size
-    except OSError as error:
-        raise _damaged_or_unreadable(folder, file, error) from error
     if size != file.size:
         raise DamagedError(f"{file.path} has {size} bytes and should have {file.size}")
 
 
 def _check_content(folder: Path, file: File) -> None:
-    try:
+    with _reading(folder, file):
         sha256, _ = _hash_file(folder / file.path)
-    except OSError as error:
-        raise _damaged_or_unreadable(folder, file, error) from error
     if sha256 != file.sha256:
         raise DamagedError(f"{file.path} does not match its hash: its content changed after it was saved")
 
 
-def _damaged_or_unreadable(folder: Path, file: File, error: OSError) -> Exception:
-    """Returns DamagedError if a file is missing, UnreadableError if it, or the whole step, cannot be read now."""
-    if isinstance(error, _NOT_A_FILE) and os.path.exists(folder / FILE_NAME):  # the file system is still there
-        return DamagedError(f"{file.path} is missing")
-    return _unreadable(folder / file.path, error)
+@contextmanager
+def _reading(folder: Path, file: File) -> Iterator[None]:
+    """Raises DamagedError if a file is missing, UnreadableError if it, or the whole step, cannot be read now."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, _NOT_A_FILE) and os.path.exists(folder / FILE_NAME):  # the file system is still there
+            raise DamagedError(f"{file.path} is missing") from error
+        raise _unreadable(folder / file.path, error) from error
 
 
 def _unreadable(path: Path | str, error: OSError) -> UnreadableError:

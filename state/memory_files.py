@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import numpy as np
 from files import atomic, json_objects, private
 from state.attempts import RUN_ID
 from state.manifest import Leaf
-from state.owned_shards import Region
+from state.regions import Region
 
 _FORMAT = 2
 _NAME = re.compile(r"[0-9]+-[0-9]+-[ab]")
@@ -42,8 +43,8 @@ class Piece:
     """A region, and the position of its bytes in the data file."""
 
     region: Region
-    offset: int
     size: int
+    offset: int = 0
     crc32: int = 0
 
 
@@ -90,7 +91,7 @@ class SnapshotManifest:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "SnapshotManifest":
         """Returns the description that `as_json` encoded. ValueError, LookupError or TypeError for any other one."""
-        tree = tuple(Leaf(path=x["path"], shape=tuple(x["shape"]), dtype=x["dtype"]) for x in content["tree"])
+        tree = tuple(map(Leaf.from_json, content["tree"]))
         pieces = tuple(
             Piece(
                 region=Region(path=tree[leaf].path, start=tuple(start), shape=tuple(shape)),
@@ -151,37 +152,47 @@ class MemoryFolder:
                 damaged.append(f"{file.name} is not used: {' '.join(str(error).split())}")
         return found, damaged
 
-    def damaged(self, snapshot: SnapshotManifest) -> list[Piece]:
-        """Returns the pieces whose bytes do not match their hashes."""
+    def damaged(self, snapshot: SnapshotManifest) -> list[int]:
+        """Returns the numbers of the pieces whose bytes do not match their hashes."""
         try:
             hashes = self.hashes(snapshot)
         except (OSError, ValueError):  # the file is missing or empty
-            return list(snapshot.pieces)
-        return [piece for piece, crc32 in zip(snapshot.pieces, hashes, strict=True) if piece.crc32 != crc32]
+            return [*range(len(snapshot.pieces))]
+        return [number for number, piece in enumerate(snapshot.pieces) if piece.crc32 != hashes[number]]
 
     def hashes(self, snapshot: SnapshotManifest) -> list[int]:
         """Computes the hash of each piece from the data file."""
         if not snapshot.pieces:
             return []
-        content = np.memmap(self._data_file(snapshot.name), np.uint8, mode="r").data
+        content = np.memmap(self.path / f"{snapshot.name}.data", np.uint8, mode="r").data
         with ThreadPoolExecutor(_HASHING_THREADS) as pool:
             return list(pool.map(lambda p: zlib.crc32(content[p.offset : p.offset + p.size]), snapshot.pieces))
 
     def read(self, snapshot: SnapshotManifest, piece: Piece) -> np.ndarray:
         """Returns the array of a piece. It maps the file, so copy it before the slot is overwritten."""
-        dtype = snapshot.dtypes[piece.region.path]
-        file = self._data_file(snapshot.name)
-        return (
-            np.memmap(file, np.uint8, mode="r", offset=piece.offset, shape=(piece.size,))
-            .view(dtype)
-            .reshape(piece.region.shape)
-        )
+        file = self.path / f"{snapshot.name}.data"
+        content = np.memmap(file, np.uint8, mode="r", offset=piece.offset, shape=(piece.size,))
+        return content.view(snapshot.dtypes[piece.region.path]).reshape(piece.region.shape)
 
     def remove(self, names: Iterable[str]) -> None:
         """Deletes snapshots."""
         for name in names:
             for ending in ("json", "partial", "data"):  # the description first: it never describes deleted data
                 (self.path / f"{name}.{ending}").unlink(missing_ok=True)
+
+    def write(self, name: str, contents: Iterable[memoryview]) -> None:
+        """Overwrites the data of a snapshot. OSError if the RAM disk is full; any error leaves the file empty."""
+        (self.path / f"{name}.json").unlink(missing_ok=True)
+        # The file is reused: writing to memory that it already has is ten times faster.
+        with open(self.path / f"{name}.data", "r+b", buffering=0, opener=private.opener) as file:
+            try:
+                for content in contents:
+                    start = 0
+                    while start < len(content):
+                        start += file.write(content[start : start + _COPY_BYTES])
+            except BaseException:
+                file.truncate(0)
+                raise
 
     def names(self) -> set[str]:
         """Returns the names of all snapshots with a file here, incomplete ones included."""
@@ -191,7 +202,9 @@ class MemoryFolder:
         """Hashes the data of a snapshot and writes its description; returns it with the hashes."""
         pieces = zip(snapshot.pieces, self.hashes(snapshot), strict=True)
         snapshot = replace(snapshot, pieces=tuple(replace(piece, crc32=crc32) for piece, crc32 in pieces))
-        atomic.replace(self.path / f"{snapshot.name}.json", _encode(snapshot), is_private=True)
+        body = json.dumps({"format": _FORMAT, **snapshot.as_json()}, sort_keys=True).encode()
+        digest = hashlib.sha256(body).hexdigest().encode()
+        atomic.replace(self.path / f"{snapshot.name}.json", digest + b"\n" + body, is_private=True)
         return snapshot
 
     def _read(self, file: Path) -> SnapshotManifest:
@@ -206,9 +219,6 @@ class MemoryFolder:
             raise ValueError(f"it is {snapshot.name} of run {snapshot.run_id}")
         return snapshot
 
-    def _data_file(self, name: str) -> Path:
-        return self.path / f"{name}.data"
-
 
 def remove_run(memory_dir: str | Path, run_id: str) -> None:
     """Deletes the snapshots of a run on this node."""
@@ -221,47 +231,16 @@ def remove_run(memory_dir: str | Path, run_id: str) -> None:
                     folder.parent.rmdir()
 
 
-class SlotFile:
-    """A data file that is overwritten from its start; a context manager that empties it after an error."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.name, self._offset = name, 0
-        (folder / f"{name}.json").unlink(missing_ok=True)
-        # The file is reused: writing to memory that it already has is ten times faster.
-        self._file = open(folder / f"{name}.data", "r+b", buffering=0, opener=private.opener)  # noqa: SIM115
-
-    def __enter__(self) -> "SlotFile":
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        try:
-            self._file.truncate(0 if kind else self._offset)
-        finally:
-            self._file.close()
-
-    def append(self, region: Region, content: np.ndarray) -> Piece:
-        """Writes an array. OSError if the RAM disk is full."""
-        piece = Piece(region=region, offset=self._offset, size=content.nbytes)
-        self.write(as_bytes(content))
-        return piece
-
-    def write(self, content: memoryview) -> None:
-        """Writes bytes."""
-        while content:
-            written = self._file.write(content[:_COPY_BYTES])
-            assert written
-            self._offset += written
-            content = content[written:]
+def laid_out(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """Returns the pieces with the offsets at which they follow each other."""
+    pieces = tuple(pieces)
+    offsets = accumulate((piece.size for piece in pieces), initial=0)
+    return tuple(replace(piece, offset=offset) for piece, offset in zip(pieces, offsets, strict=False))
 
 
 def as_bytes(array: np.ndarray) -> memoryview:
     """Returns the bytes of an array in C order."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def _encode(snapshot: SnapshotManifest) -> bytes:
-    body = json.dumps({"format": _FORMAT, **snapshot.as_json()}, sort_keys=True).encode()
-    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
 
 def _check_memory(folder: Path) -> None:

@@ -18,7 +18,8 @@ def quiet_orbax() -> None:
     hook = sys.unraisablehook
 
     def without_closed_loops(unraisable: "sys.UnraisableHookArgs") -> None:
-        if not _is_late_write(unraisable.exc_value):
+        # a write that ended after another write of its save had failed, which closed Orbax's event loop
+        if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
             hook(unraisable)
 
     sys.unraisablehook = without_closed_loops
@@ -36,11 +37,3 @@ class _NotFromOrbax(logging.Filter):
         if not record.pathname.startswith(self._folder):
             return True
         return record.levelno >= logging.WARNING and not record.exc_info
-
-
-def _is_late_write(error: BaseException | None) -> bool:
-    """Returns whether the error is of a write that ended after another write of its save had failed.
-
-    Orbax's event loop is closed by then, and each such write would print a traceback that says no more than that.
-    """
-    return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"

@@ -2,9 +2,10 @@
 
 import contextlib
 import functools
+import math
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from state import tree
 from state.attempts import Attempts
 from state.manifest import Leaf
 from state.memory_files import MemoryFolder, Piece, SnapshotManifest
-from state.owned_shards import Region, covers, region_of
+from state.regions import Region, region_of
 from state.transfer import connect, fetch
 
 Report = Callable[[str], None]
@@ -62,7 +63,7 @@ def find(
     told = {"host": socket.gethostname(), "damaged": damaged, "snapshots": [x.as_json() for x in own]}
     everyone = all_gather(new_key("snapshots"), told)
     if jax.process_index() != 0:
-        report = _silently
+        report = lambda line: None
     by_step: dict[tuple[int, tuple[int, ...]], list[Copy]] = defaultdict(list)
     for process, said in enumerate(everyone):
         for line in said["damaged"]:
@@ -76,12 +77,12 @@ def find(
     for step, history in sorted(by_step, reverse=True):
         copies = by_step[step, history]
         objection = _set_back(step, saved, known) or _disagreement(copies)
-        if objection := objection or _other_model(copies[0].snapshot.tree, wanted):
+        if objection := objection or tree.difference("the snapshot", copies[0].snapshot.tree, wanted):
             report(f"the snapshots of step {step} are not used: {objection}")
-        elif _is_complete(copies):
+        elif _complete(copies):
             copies = _without_damaged(folder, copies, [said["host"] for said in everyone], report)
-            if _is_complete(copies):
-                return Found(snapshot=copies[0].snapshot, copies=_by_path(copies))
+            if by_path := _complete(copies):
+                return Found(snapshot=copies[0].snapshot, copies=by_path)
     return None
 
 
@@ -95,7 +96,9 @@ def load(
     """
     wanted = tree.flatten_abstract(abstract_state)
     saved = {leaf.path: leaf for leaf in found.snapshot.tree}
-    with contextlib.closing(_Reader(folder, reader, addresses, token)) as reading:
+    with contextlib.ExitStack() as connections:
+        to = lambda process: connect(addresses[process], token, jax.process_index())
+        reading = _Reader(folder, reader, functools.cache(lambda process: connections.enter_context(to(process))))
         arrays = [
             reading.array(asked, saved[path], found.copies[path]) if asked.abstract.size else tree.empty(asked.abstract)
             for path, asked in wanted.items()
@@ -103,12 +106,13 @@ def load(
         return jax.tree.unflatten(jax.tree.structure(abstract_state), jax.block_until_ready(arrays))
 
 
+@dataclass(frozen=True)
 class _Reader:
     """Reads regions from the folder of this node if it has them, else from other processes."""
 
-    def __init__(self, folder: MemoryFolder, reader: int, addresses: list[Address], token: str) -> None:
-        self._folder, self._reader, self._addresses, self._token = folder, reader, addresses, token
-        self._connections: dict[int, Connection] = {}
+    folder: MemoryFolder
+    reader: int  # the process that reads for this node
+    connection: Callable[[int], Connection]  # to a process
 
     def array(self, wanted: tree.Wanted, saved: Leaf, copies: Sequence[Copy]) -> jax.Array:
         """Returns an array with its wanted sharding; a region that several devices hold is read once."""
@@ -119,54 +123,38 @@ class _Reader:
         array = jax.make_array_from_callback(as_saved.shape, as_saved.sharding, of_index)
         return tree.shared_out(array, wanted)
 
-    def region(self, wanted: Region, copies: Iterable[Copy]) -> np.ndarray:
+    def region(self, wanted: Region, copies: Sequence[Copy]) -> np.ndarray:
         """Returns the array of a region, assembled from the pieces that overlap with it."""
         by_region: dict[Region, list[Copy]] = defaultdict(list)
         for copy in copies:
             by_region[copy.piece.region].append(copy)
-        result: np.ndarray | None = None
-        for region, copies in by_region.items():
-            part = wanted.overlap(region)
-            if part is None:
-                continue
-            content = self._read(part, self._nearest(copies))
-            if result is None:
-                result = np.empty(wanted.shape, content.dtype)
-            result[part.within(wanted)] = content
-        assert result is not None, wanted
+        result = np.empty(wanted.shape, copies[0].snapshot.dtypes[wanted.path])
+        for region, of_region in by_region.items():
+            if part := wanted.overlap(region):
+                result[part.within(wanted)] = self._read(part, self._nearest(of_region))
         return result
-
-    def close(self) -> None:
-        for connection in self._connections.values():
-            connection.close()
 
     def _nearest(self, copies: list[Copy]) -> Copy:
         """Returns the copy on this node, if any; else one by the process index, which spreads the load."""
-        here = [copy for copy in copies if copy.process == self._reader]
+        here = [copy for copy in copies if copy.process == self.reader]
         return here[0] if here else copies[jax.process_index() % len(copies)]
 
     def _read(self, part: Region, copy: Copy) -> np.ndarray:
-        piece = copy.piece
-        if copy.process == self._reader:
-            return self._folder.read(copy.snapshot, piece)[part.within(piece.region)]
-        if copy.process not in self._connections:
-            address = self._addresses[copy.process]
-            self._connections[copy.process] = connect(address, self._token, jax.process_index())
-        return fetch(self._connections[copy.process], copy.snapshot, copy.number, part)
+        if copy.process == self.reader:
+            return self.folder.read(copy.snapshot, copy.piece)[part.within(copy.piece.region)]
+        return fetch(self.connection(copy.process), copy.snapshot, copy.number, part)
 
 
-def _by_path(copies: Sequence[Copy]) -> dict[str, list[Copy]]:
+def _complete(copies: Sequence[Copy]) -> Mapping[str, Sequence[Copy]]:
+    """Returns the copies by path if they cover all arrays, else nothing."""
     by_path: dict[str, list[Copy]] = defaultdict(list)
     for copy in copies:
         by_path[copy.piece.region.path].append(copy)
+    for leaf in copies[0].snapshot.tree if copies else ():
+        regions = {copy.piece.region for copy in by_path[leaf.path]}  # of one sharding: they do not overlap
+        if sum(math.prod(region.shape) for region in regions) != math.prod(leaf.shape):
+            return {}
     return by_path
-
-
-def _is_complete(copies: Sequence[Copy]) -> bool:
-    by_path = _by_path(copies)
-    return bool(copies) and all(
-        covers((copy.piece.region for copy in by_path[leaf.path]), leaf) for leaf in copies[0].snapshot.tree
-    )
 
 
 def _set_back(step: int, saved: int, known: int) -> str:
@@ -202,22 +190,11 @@ def _learned(snapshot: SnapshotManifest) -> dict[str, Any]:
     return {key: value for key, value in snapshot.config.items() if key != "elastic"}
 
 
-def _other_model(saved: tuple[Leaf, ...], wanted: Mapping[str, tree.Wanted]) -> str:
-    try:
-        tree.check_same_model("the snapshot", saved, wanted)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def _without_damaged(folder: MemoryFolder, copies: list[Copy], hosts: list[str], report: Report) -> list[Copy]:
     """Returns the copies whose bytes match their hashes; each process checks its own."""
     me = jax.process_index()
     own = {copy.snapshot.name: copy.snapshot for copy in copies if copy.process == me}
-    damaged = {
-        name: [snapshot.pieces.index(piece) for piece in folder.damaged(snapshot)] for name, snapshot in own.items()
-    }
-    everyone = all_gather(new_key("damaged"), damaged)
+    everyone = all_gather(new_key("damaged"), {name: folder.damaged(snapshot) for name, snapshot in own.items()})
     good = [x for x in copies if x.number not in everyone[x.process][x.snapshot.name]]
     for process, found in enumerate(everyone):
         for name, numbers in found.items():
@@ -227,7 +204,3 @@ def _without_damaged(folder: MemoryFolder, copies: list[Copy], hosts: list[str],
                     "are not used"
                 )
     return good
-
-
-def _silently(line: str) -> None:
-    del line

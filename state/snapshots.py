@@ -9,10 +9,10 @@ overwrites the newest complete snapshot only after all processes have a newer on
 import math
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,9 +25,10 @@ from runtime.handshake import shared_token
 from state import tree
 from state.attempts import newest_checkpoint, newest_set_aside, read_attempts, write_attempts
 from state.checkpointer import Checkpointer, Restored, Source, print_to_stderr
-from state.memory_files import MemoryFolder, Piece, SlotFile, SnapshotManifest, remove_run
-from state.owned_shards import OwnedShard, owned_shards
+from state.manifest import Leaf
+from state.memory_files import MemoryFolder, Piece, SnapshotManifest, as_bytes, laid_out, remove_run
 from state.recovery import Found, find, load
+from state.regions import Region, region_of
 from state.transfer import PURPOSE, Answers, connect, send_copy
 
 AUTOMATIC = -1  # as often as possible at a cost below SHARE of the time
@@ -47,21 +48,20 @@ class Snapshots:
         """Keeps every `every`-th step (0: none) in `memory_dir`. ValueError if other users could access it."""
         self._workdir, self._memory_dir, self._report, self._every = workdir, memory_dir, report, every
         self._me = jax.process_index()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._executor = ThreadPoolExecutor(1, "snapshot")
+        self._saving: Future[None] | None = None
         self._service: BlobService | None = None
         self._used: set[str] = set()  # the snapshots that were restored
         self._owned: list[OwnedShard] = []
         self._started = self._failed = False  # a snapshot was begun; this process failed to write it
         self._warned = False
-        self.last_step = -1  # of the newest snapshot
         self._pace = Pace(every)
         self._attempts = read_attempts(workdir, report)
         if not every:
             return
         fallback = broadcast(new_key("fallback"), lambda: secrets.token_hex(8))
         self._folder = MemoryFolder(memory_dir, self._attempts.run_id, fallback)
-        self._attempt = self._attempts.next
+        self._attempt = len(self._attempts.began_at)
         self._slot = "a"  # to be written next: the other has the newest snapshot that all processes have
         self._meet()
 
@@ -69,8 +69,7 @@ class Snapshots:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._thread:
-            self._thread.join()
+        self._executor.shutdown()
         if self._service:
             self._service.close()
 
@@ -124,33 +123,32 @@ class Snapshots:
         self._pace.agree()
         begun_s = time.perf_counter()
         arrays, leaves = tree.flatten_arrays(state)
-        self._owned = self._owned or list(owned_shards(self._me, self._nodes, arrays, leaves))
-        self._started, self._failed, self.last_step = True, False, step
-        if copied := self._copy(arrays, step):
-            name, pieces = copied
-            snapshot = SnapshotManifest(
-                name=name,
-                run_id=self._attempts.run_id,
-                history=self._attempts.began_at,
-                saved=self._attempts.saved,
-                step=step,
-                data=data,
-                config=config,
-                tree=leaves,
-                pieces=pieces,
-            )
-            self._thread = threading.Thread(target=self._finish, args=(snapshot, begun_s), name=f"snapshot-{step}")
-            self._thread.start()
+        self._owned = self._owned or owned_shards(self._me, self._nodes, arrays, leaves)
+        self._started, self._failed = True, False
+        snapshot = SnapshotManifest(
+            name=f"{self._attempt}-{self._me}-{self._slot}",
+            run_id=self._attempts.run_id,
+            history=self._attempts.began_at,
+            saved=self._attempts.saved,
+            step=step,
+            data=data,
+            config=config,
+            tree=leaves,
+            pieces=laid_out(owned.piece for owned in self._owned),
+        )
+        try:
+            self._copy(arrays, snapshot.name)
+            self._saving = self._executor.submit(self._finish, snapshot, begun_s)
+        except OSError as error:
+            self._warn(step, error)
         self._pace.goes_on()
         return not self._failed
 
     def wait(self) -> None:
         """Returns when every process has committed the snapshot in progress, or has failed to write it."""
-        if self._thread:
-            self._thread.join()
-            self._thread = None
-        if self._error:
-            raise self._error
+        if self._saving:
+            saving, self._saving = self._saving, None
+            saving.result()
         if not self._started:
             return
         self._started = False
@@ -175,20 +173,20 @@ class Snapshots:
         if finished and (not self._every or self._reader == self._me):  # one process per node deletes them
             remove_run(self._memory_dir, self._attempts.run_id)
 
-    def _copy(self, arrays: dict[str, jax.Array], step: int) -> tuple[str, tuple[Piece, ...]] | None:
-        """Copies this process' regions to a slot; returns its name and the pieces, or None if the disk is full."""
-        shards = [_shard(arrays[owned.region.path], owned) for owned in self._owned]
+    def _copy(self, arrays: dict[str, jax.Array], name: str) -> None:
+        """Copies this process' regions to a slot. OSError if the disk is full."""
+        shards = [
+            next(
+                shard.data
+                for shard in arrays[owned.piece.region.path].addressable_shards
+                if shard.device == owned.device
+            )
+            for owned in self._owned
+        ]
         for shard in shards:
             shard.copy_to_host_async()
-        try:
-            with SlotFile(self._folder.path, f"{self._attempt}-{self._me}-{self._slot}") as file:
-                # on CPUs these arrays alias the device's buffers: nothing may keep a reference
-                return file.name, tuple(
-                    file.append(owned.region, np.asarray(x)) for owned, x in zip(self._owned, shards)
-                )
-        except OSError as error:
-            self._warn(step, error)
-            return None
+        # on CPUs these arrays alias the device's buffers: nothing may keep a reference
+        self._folder.write(name, (as_bytes(np.asarray(shard)) for shard in shards))
 
     def _meet(self) -> None:
         """Exchanges nodes and addresses with the other processes, and starts the service."""
@@ -244,8 +242,6 @@ class Snapshots:
                     send_copy(connection, self._folder, snapshot, only_copies)
         except OSError as error:
             self._warn(snapshot.step, error)
-        except BaseException as error:
-            self._error = error
         self._pace.cost(time.perf_counter() - begun_s)
 
     def _warn(self, step: int, error: OSError) -> None:
@@ -253,18 +249,45 @@ class Snapshots:
         if not self._warned:
             self._warned = True
             where = f"{self._folder.path} on {socket.gethostname()}"
+            needed_mb = 2 * sum(owned.piece.size for owned in self._owned) / 1e6
             self._report(
                 f"warning: the snapshot of step {step} in {where} failed: {error}; training goes on with checkpoints "
-                f"alone until there is room ({self._room_needed()}), or set elastic.memory_dir to another RAM disk"
+                f"alone until there is room (this process needs {needed_mb:.0f} MB, twice its part of the state), or "
+                "set elastic.memory_dir to another RAM disk"
             )
 
-    def _room_needed(self) -> str:
-        own_bytes = sum(owned.size_bytes for owned in self._owned)
-        return f"this process needs {2 * own_bytes / 1e6:.0f} MB, twice its part of the state"
+
+@dataclass(frozen=True, kw_only=True)
+class OwnedShard:
+    """A region that a process keeps in the memory of its node."""
+
+    piece: Piece
+    device: Any  # a jax.Device of this process that holds the region
+    is_only_copy: bool  # no other node holds this region
 
 
-def _shard(array: jax.Array, owned: OwnedShard) -> jax.Array:
-    return next(shard.data for shard in array.addressable_shards if shard.device == owned.device)
+def owned_shards(
+    process: int, nodes: Sequence[str], arrays: Mapping[str, jax.Array], tree: Sequence[Leaf]
+) -> list[OwnedShard]:
+    """Returns the regions that a process keeps in its node's memory; `nodes` names the node of each process.
+
+    Of each region that a node holds, one process of the node keeps it; the processes take turns.
+    """
+    number, owned = 0, []
+    for leaf in tree:
+        holders: dict[Region, dict[int, Any]] = {}
+        for device, index in arrays[leaf.path].sharding.devices_indices_map(leaf.shape).items():
+            assert index is not None
+            holders.setdefault(region_of(leaf, index), {}).setdefault(device.process_index, device)
+        for region, devices in holders.items():
+            number += 1
+            size = math.prod(region.shape) * arrays[leaf.path].dtype.itemsize
+            here = sorted(other for other in devices if nodes[other] == nodes[process])
+            if size and here and here[number % len(here)] == process:
+                is_only_copy = len(set(nodes)) > 1 and len({nodes[other] for other in devices}) == 1
+                piece = Piece(region=region, size=size)
+                owned.append(OwnedShard(piece=piece, device=devices[process], is_only_copy=is_only_copy))
+    return owned
 
 
 class Pace:

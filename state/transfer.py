@@ -7,8 +7,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from runtime.blobs import Address, Connection
-from state.memory_files import MemoryFolder, SlotFile, SnapshotManifest, as_bytes
-from state.owned_shards import Region
+from state.memory_files import MemoryFolder, SnapshotManifest, as_bytes, laid_out
+from state.regions import Region
 
 PURPOSE = "transfers"
 _SILENCE_S = 60.0
@@ -33,12 +33,9 @@ def fetch(connection: Connection, snapshot: SnapshotManifest, number: int, regio
 
 def send_copy(connection: Connection, folder: MemoryFolder, snapshot: SnapshotManifest, numbers: list[int]) -> None:
     """Sends some pieces of our snapshot to our partner, which stores a copy. OSError if that fails."""
-    pieces, offset = [], 0
-    for piece in (snapshot.pieces[number] for number in numbers):
-        pieces.append(replace(piece, offset=offset))
-        offset += piece.size
-    contents = (as_bytes(folder.read(snapshot, snapshot.pieces[number])) for number in numbers)
-    connection.put({"put": replace(snapshot, pieces=tuple(pieces)).as_json()}, contents)
+    pieces = [snapshot.pieces[number] for number in numbers]
+    contents = (as_bytes(folder.read(snapshot, piece)) for piece in pieces)
+    connection.put({"put": replace(snapshot, pieces=laid_out(pieces)).as_json()}, contents)
 
 
 class Answers:
@@ -69,9 +66,7 @@ class Answers:
             raise ValueError(f"process {sender} has no copy to store here as {sent.name} of run {sent.run_id}")
         blocks = _blocks(content, sum(piece.size for piece in sent.pieces))
         try:
-            with SlotFile(self._folder.path, sent.name) as file:
-                for block in blocks:
-                    file.write(memoryview(block))
+            self._folder.write(sent.name, map(memoryview, blocks))
         except OSError:
             for _ in blocks:  # read the remainder, because the sender reads the answer last
                 pass

@@ -63,16 +63,17 @@ def flatten_abstract(state: Any) -> dict[str, Wanted]:
     return wanted
 
 
-def check_same_model(folder: Path | str, saved: tuple[Leaf, ...], wanted: Mapping[str, Wanted]) -> None:
-    """Raises ValueError naming the first parameter that differs between the checkpoint and the wanted state."""
+def difference(folder: Path | str, saved: tuple[Leaf, ...], wanted: Mapping[str, Wanted]) -> str:
+    """Returns the first parameter that differs between the checkpoint and the wanted state; "" if none does."""
     saved_by_path = {leaf.path: leaf for leaf in saved}
     for path in [*wanted, *saved_by_path]:
         in_checkpoint, asked = saved_by_path.get(path), wanted.get(path)
         if asked is None or not asked.fits(in_checkpoint):
-            raise ValueError(
+            return (
                 f"{folder} is a checkpoint of another model: {path} is {in_checkpoint or 'absent'} in the checkpoint"
                 f" and {asked.leaf if asked else 'absent'} in this run; use its config, or another directory"
             )
+    return ""
 
 
 def save_arguments(arrays: dict[str, jax.Array]) -> ocp.args.CheckpointArgs:
@@ -148,12 +149,9 @@ def empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _bytes_in_flight(wanted: dict[str, jax.ShapeDtypeStruct]) -> int:
     """Returns how many bytes a restore may hold in host memory, apart from finished arrays."""
-    total, largest = 0, 0
-    for leaf in wanted.values():
-        assert leaf.sharding is not None
-        shard_bytes = nbytes(leaf, leaf.sharding)
-        total += shard_bytes * len(leaf.sharding.addressable_devices)
-        largest = max(largest, shard_bytes)
+    sizes = [(nbytes(x, x.sharding), x.sharding.addressable_devices) for x in wanted.values() if x.sharding]
+    total = sum(size * len(devices) for size, devices in sizes)
+    largest = max((size for size, _ in sizes), default=0)
     return max(total // 4, largest + 1, _LEAST_IN_FLIGHT_BYTES)  # Orbax needs more than the largest shard
 
 

@@ -80,8 +80,8 @@ def agree(folder: Path, me: int) -> dict[str, dict[str, int]]:
     def commit() -> None:
         keys = new_key("written"), new_key("hashes"), new_key("commit")
         step = directory / manifest.UNFINISHED / ATTEMPT / "1"
-        checkpointer._finish(Written(), step, keys, 1, (), {})  # pyright: ignore[reportArgumentType]
-        checkpointer.wait()
+        described = {"step": 1, "tree": (), "metrics": {}}
+        checkpointer._finish(Written(), step, keys, described)  # pyright: ignore[reportArgumentType]
 
     barrier("written")
     assert count("broadcast", lambda: broadcast(new_key("said"), lambda: "by process 0")) == "by process 0"

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "lab": "",
     "lab.emulate": "files runtime",
     "lab.probe": "files runtime sharding metrics",
-    "lab.chaos": "lab.emulate configs metrics runtime state files",
+    "lab.chaos": "lab.emulate metrics runtime state files",
     "engines": "runtime",
     "sweeps": "configs metrics runtime files",
     "lab.paper": "files planner runtime",

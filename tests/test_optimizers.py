@@ -1,4 +1,4 @@
-"""Every optimizer against plain optax on unstacked layers and against numpy; schedules, clipping and the guard."""
+"""Every optimizer against plain optax on unstacked layers; schedules, clipping and the guard."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from optax import contrib
 
 from configs.schema import OptimizerConfig
 from configs.schema.optimizer import NAMES
-from optimizers import GuardState, make_optimizer, make_schedule, watched
+from optimizers import GuardState, make_optimizer, make_schedule
 from sharding.spec import ParamSpec
 
 LAYERS, STEPS = 3, 5
@@ -101,10 +101,6 @@ def stack_name(name: str) -> str:
     return name.lstrip("0123456789/")
 
 
-def decays(params: dict[str, Any]) -> dict[str, bool]:
-    return {name: stack_name(name) in MATRICES for name in params}
-
-
 def close(ours: Any, theirs: dict[str, np.ndarray], rtol: float = 2e-5) -> None:
     ours = flat(ours)
     assert ours.keys() == theirs.keys()
@@ -119,6 +115,7 @@ def close(ours: Any, theirs: dict[str, np.ndarray], rtol: float = 2e-5) -> None:
 def plain_optax(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """The optimizer as a user of optax writes it for a flat dict of unstacked tensors."""
     c, decay = config, config.weight_decay
+    decays = lambda params: {name: c.decay_mask == "all" or stack_name(name) in MATRICES for name in params}
     decoupled = optax.add_decayed_weights(lambda step: -decay * schedule(step), decays)
     match c.name:
         case "adamw":
@@ -137,9 +134,10 @@ def plain_optax(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Grad
     return optax.chain(optax.partition({"muon": muon, "adam": adam}, labels), decoupled)
 
 
+@pytest.mark.parametrize("mask", ["matrices", "all"])
 @pytest.mark.parametrize("name", NAMES)
-def test_optimizers_equal_optax_on_unstacked_layers(name: str) -> None:
-    config = optimizer_config(name, clip_norm=0.0)
+def test_optimizers_equal_optax_on_unstacked_layers(name: str, mask: str) -> None:
+    config = optimizer_config(name, clip_norm=0.0, decay_mask=mask)
     tx = plain_optax(config, make_schedule(config, STEPS))
     params: Any = flat(PARAMS)
     state = tx.init(params)
@@ -150,53 +148,7 @@ def test_optimizers_equal_optax_on_unstacked_layers(name: str) -> None:
     close(run(config)[0], params, rtol=1e-4 if name == "muon" else 2e-5)
 
 
-# ------------------------------------------------------------------------------------------------ against numpy
-
-
-def numpy_adam(p: np.ndarray, grads: list[np.ndarray], c: OptimizerConfig, rates: list[float], wd: float, trust: bool):
-    m = v = np.zeros_like(p)
-    for t, (g, rate) in enumerate(zip(grads, rates, strict=True), start=1):
-        m, v = c.b1 * m + (1 - c.b1) * g, c.b2 * v + (1 - c.b2) * g**2
-        u = m / (1 - c.b1**t) / (np.sqrt(v / (1 - c.b2**t)) + c.eps) + wd * p
-        p = p - rate * u * (np.linalg.norm(p) / np.linalg.norm(u) if trust else 1.0)
-    return p
-
-
-def numpy_sgd(p: np.ndarray, grads: list[np.ndarray], c: OptimizerConfig, rates: list[float], wd: float):
-    m = np.zeros_like(p)
-    for g, rate in zip(grads, rates, strict=True):
-        m = c.momentum * m + g + wd * p
-        p = p - rate * m
-    return p
-
-
-def numpy_adafactor(p: np.ndarray, grads: list[np.ndarray], rates: list[float], wd: float) -> np.ndarray:
-    """Algorithms 4 and 5 of arXiv 1804.04235, with relative steps; tensors are factored by their two largest dims."""
-    rms = lambda x: np.sqrt(np.mean(np.square(x)))
-    rows = columns = v = np.zeros(())
-    for t, (g, rate) in enumerate(zip(grads, rates, strict=True), start=1):
-        b2, squares = 1 - t**-0.8, g**2 + 1e-30
-        if g.ndim > 1 and sorted(g.shape)[-2] >= 128:
-            i, j = np.argsort(g.shape)[-2:]
-            rows = b2 * rows + (1 - b2) * squares.mean(i, keepdims=True)
-            columns = b2 * columns + (1 - b2) * squares.mean(j, keepdims=True)
-            v = rows * columns / rows.mean(j, keepdims=True)
-        else:
-            v = b2 * v + (1 - b2) * squares
-        u = g / np.sqrt(v)
-        p = p - rate * (max(1e-3, rms(p)) * u / max(1.0, rms(u)) + wd * p)
-    return p
-
-
-def by_numpy(
-    config: OptimizerConfig, p: np.ndarray, grads: list[np.ndarray], rates: list[float], wd: float
-) -> np.ndarray:
-    """Returns one layer's tensor after steps with `grads`."""
-    if config.name == "adafactor":
-        return numpy_adafactor(p, grads, rates, wd)
-    if config.name == "sgd":
-        return numpy_sgd(p, grads, config, rates, wd)
-    return numpy_adam(p, grads, config, rates, wd, config.name == "lamb")
+# -------------------------------------------------------------------------------- schedules, clipping, the guard
 
 
 def formula_rates(peak: float, final: float, warmup: int, num_steps: int, schedule: str) -> list[float]:
@@ -211,95 +163,6 @@ def formula_rates(peak: float, final: float, warmup: int, num_steps: int, schedu
         after = peak * falling if schedule == "constant" else final + (peak - final) * falling
         rates.append(peak * (step + 1) / warmup if step < warmup else after)
     return rates
-
-
-@pytest.mark.parametrize("mask", ["matrices", "all"])
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "adafactor"])
-def test_optimizers_match_numpy(name: str, mask: str) -> None:
-    config = optimizer_config(name, clip_norm=0.0, decay_mask=mask)
-    rates = formula_rates(0.02, 0.002, 2, STEPS, "cosine")
-    expected = {}
-    for leaf, p in flat(PARAMS).items():
-        grads = [flat(g)[leaf].astype(np.float64) for g in GRADS]
-        wd = 0.3 if mask == "all" or stack_name(leaf) in MATRICES else 0.0
-        expected[leaf] = by_numpy(config, p.astype(np.float64), grads, rates, wd)
-    close(run(config)[0], expected)
-
-
-def test_muon_orthogonalises_only_hidden_matrices_of_layers() -> None:
-    """Newton-Schulz leaves singular values near 1 (Jordan 2024: about 0.7 to 1.2), times sqrt(max(1, out / in))."""
-    config = optimizer_config("muon", clip_norm=0.0, weight_decay=0.0, warmup_steps=0, schedule="constant")
-    moved = run(config, GRADS[:1])[0]
-    for name, x in flat(moved).items():
-        u = (x - flat(PARAMS)[name]) / 0.02
-        if stack_name(name) in HIDDEN_MATRICES:
-            values = np.linalg.svd(u, compute_uv=False) / math.sqrt(max(1, u.shape[1] / u.shape[0]))
-            tolerance = 0.05 * np.abs(flat(PARAMS)[name]).max()  # what float32 loses in p + u
-            assert values.min() + tolerance > 0.3 and values.max() < 1.3 + tolerance, (name, values)
-        else:  # Adam's first step is the gradient's sign (with Nesterov: nearly)
-            np.testing.assert_array_equal(np.sign(u), -np.sign(flat(GRADS[0])[name]), err_msg=name)
-            assert np.ptp(np.abs(u)) < 0.05, name
-
-
-def numpy_nesterov(grads: list[np.ndarray], beta: float) -> np.ndarray:
-    """The last direction of Nesterov's momentum as Dozat (2016) corrects its bias."""
-    m = np.zeros_like(grads[0])
-    for g in grads:
-        m = beta * m + (1 - beta) * g
-    return beta * m / (1 - beta ** (len(grads) + 1)) + (1 - beta) * grads[-1] / (1 - beta ** len(grads))
-
-
-def numpy_newton_schulz(x: np.ndarray) -> np.ndarray:
-    """Five quintic steps (Jordan 2024) of a matrix `[inputs, outputs]`, scaled by the root of its shape."""
-    scale = math.sqrt(max(1, x.shape[1] / x.shape[0]))
-    x = x / np.linalg.norm(x)
-    for _ in range(5):
-        a = x @ x.T
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-    return scale * x
-
-
-def test_muon_of_a_resnet_orthogonalises_its_convolutions() -> None:
-    """As matrices of outputs by inputs, height and width, against numpy; all else is Adam of the section's settings."""
-    conv = ("channels_out", "channels_in", "height", "width")
-    specs = {
-        "square": ParamSpec(shape=(8, 4, 3, 3), dims=conv),
-        "shortcut": ParamSpec(shape=(16, 8, 1, 1), dims=conv),
-        "norm": ParamSpec(shape=(8,), dims=("norm",)),
-        "head": ParamSpec(shape=(16, 10), dims=("channels_in", "classes")),
-    }
-    rng = np.random.default_rng(0)
-    params, *grads = [
-        {name: rng.normal(size=s.shape).astype(np.float32) for name, s in specs.items()} for _ in range(4)
-    ]
-    c = optimizer_config("muon", clip_norm=0.0, weight_decay=0.0, warmup_steps=0, schedule="constant")
-    tx = make_optimizer(c, len(grads), specs)
-    state, updates = tx.init(params), {}
-    for g in grads:
-        updates, state = jax.jit(tx.update)(g, state, params)
-    for name, spec in specs.items():
-        seen = [g[name].astype(np.float64) for g in grads]
-        if spec.dims == conv:
-            matrix = numpy_nesterov(seen, c.momentum).reshape(spec.shape[0], -1).T
-            expected = numpy_newton_schulz(matrix).T.reshape(spec.shape)
-        else:
-            v = sum((1 - c.b2) * c.b2 ** (2 - i) * g**2 for i, g in enumerate(seen)) / (1 - c.b2**3)
-            expected = numpy_nesterov(seen, c.b1) / (np.sqrt(v) + c.eps)
-        np.testing.assert_allclose(updates[name], -c.learning_rate * expected, rtol=1e-4, atol=1e-6, err_msg=name)
-
-
-def test_weight_decay_is_learning_rate_times_decay_times_parameter() -> None:
-    """With no gradient, decoupled decay leaves `1 - learning_rate * weight_decay`; masked parameters stay."""
-    zero = jax.tree.map(np.zeros_like, GRADS[0])
-    for name in ("adafactor", "muon"):  # adamw: see against numpy
-        for mask in ("matrices", "all"):
-            config = optimizer_config(name, warmup_steps=0, schedule="constant", decay_mask=mask)
-            for leaf, x in flat(run(config, [zero])[0]).items():
-                share = 1 - 0.02 * 0.3 if mask == "all" or stack_name(leaf) in MATRICES else 1.0
-                np.testing.assert_allclose(x, share * flat(PARAMS)[leaf], rtol=1e-5, err_msg=f"{name} {leaf}")
-
-
-# -------------------------------------------------------------------------------- schedules, clipping, the guard
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "quadratic", "wsd"])
@@ -352,9 +215,7 @@ def test_non_finite_gradient_leaves_the_state_unchanged(name: str, bad: float) -
     params, state = run(config, [GRADS[0], poisoned])
     jax.tree.map(np.testing.assert_array_equal, params, before_params)
     jax.tree.map(np.testing.assert_array_equal, state.inner, before.inner)
-    assert {k: float(v) for k, v in watched(state).items() if "skipped" in k} == {
-        "skipped_in_a_row": 1, "skipped_steps": 1,
-    }  # fmt: skip
+    assert (int(state.skipped_in_a_row), int(state.skipped)) == (1, 1)
     after, state = run(config, [GRADS[0], poisoned, GRADS[2]])
     jax.tree.map(np.testing.assert_array_equal, after, run(config, [GRADS[0], GRADS[2]])[0])  # as if never seen
 
@@ -366,24 +227,3 @@ def test_skipped_in_a_row_is_reset_by_a_finite_step() -> None:
         _, state = run(optimizer_config("sgd"), [GRADS[0], bad, bad, GRADS[1], bad, GRADS[2]][:count], num_steps=6)
         seen.append((int(state.skipped_in_a_row), int(state.skipped)))
     assert seen == [(0, 0), (1, 1), (2, 2), (0, 2), (1, 3), (0, 3)]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"name": "adam"}, "optimizer.name=adam is not known; one of adamw"),
-        ({"schedule": "step"}, "optimizer.schedule=step is not known"),
-        ({"decay_mask": "none"}, "optimizer.decay_mask=none is not known"),
-        ({"learning_rate": 0.0}, "optimizer.learning_rate=0.0 must be above 0"),
-        ({"learning_rate": math.nan}, "optimizer.learning_rate=nan must be above 0"),
-        ({"b2": 1.0}, "optimizer.b2=1.0 must be at least 0 and below 1"),
-        ({"momentum": -0.1}, "optimizer.momentum=-0.1"),
-        ({"weight_decay": -1.0}, "optimizer.weight_decay=-1.0 must be at least 0"),
-        ({"clip_norm": math.nan}, "optimizer.clip_norm=nan"),
-        ({"max_skipped": 0}, "optimizer.max_skipped=0 must be at least 1"),
-    ],
-)
-def test_bad_optimizer_settings_are_rejected(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError) as error:
-        optimizer_config(**{"name": "adamw"} | changes)
-    assert said in str(error.value) and "\n" not in str(error.value)

@@ -41,12 +41,8 @@ def test_each_file_is_described_once_and_the_manifest_is_that_of_one_process(ste
     assert sorted(file.path for file in together) == sorted(FILES)
     assert build(step, together[::-1]).files == build(step, manifest.describe(step)).files
     assert [file.path for file in build(step, together).files] == [str(path) for path in sorted(map(Path, FILES))]
-
-
-def test_each_process_describes_what_it_wrote(step: Path) -> None:
-    for process, expected in ((1, {"d/a", "d/b"}), (10, {"d/a"}), (2, set())):
-        found = {file.path for file in manifest.describe(step, process, 11)}
-        assert found == {f"state/ocdbt.process_{process}/{name}" for name in expected}
+    for process, files in enumerate(by_process[1:], start=1):
+        assert all(file.path.startswith(f"state/ocdbt.process_{process}/") for file in files)
 
 
 def test_all_that_is_described_is_forced_to_disk(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,13 +84,3 @@ def finds_damage(step: Path, name: str, share: tuple[int, int]) -> bool:
         assert name in str(error)
         return True
     return False
-
-
-def test_shares_are_of_about_the_same_size() -> None:
-    """No process has more than an even part and the largest file."""
-    files = [File(path=str(i), size=i * i, sha256="") for i in range(200)]
-    for count in (2, 7, 64):
-        shares = [manifest._share(files, process, count) for process in range(count)]
-        assert sorted((file for share in shares for file in share), key=files.index) == files
-        even = sum(file.size for file in files) / count
-        assert max(sum(file.size for file in share) for share in shares) <= even + files[-1].size

@@ -6,6 +6,7 @@ Run as a program (`python tests/test_snapshots_crash.py DIR MOMENT`) this file i
 import random
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +95,17 @@ def wait_in_the_middle_of(moment: str) -> None:
         time.sleep(600)
 
     if moment == "data":
-        write = memory_files.SlotFile.write
+        write = memory_files.MemoryFolder.write
 
-        def write_half(self: Any, content: memoryview) -> None:
-            write(self, content[: len(content) // 2])
-            wait()
+        def write_half(self: Any, name: str, contents: Iterable[memoryview]) -> None:
+            def half() -> Iterator[memoryview]:
+                content = next(iter(contents))
+                yield content[: len(content) // 2]
+                wait()
 
-        memory_files.SlotFile.write = write_half
+            write(self, name, half())
+
+        memory_files.MemoryFolder.write = write_half
     else:
         memory_files.Path.rename = lambda *_: wait()
 

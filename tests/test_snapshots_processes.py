@@ -143,21 +143,13 @@ def another_mesh(node: Node) -> None:
 
 
 def two_processes_of_a_node(node: Node) -> None:
-    """What both hold is written once, by turns, and nothing goes to a partner."""
-    node.new_run()
-    shared = node.directory / "shared"
-    shared.mkdir(exist_ok=True)
-    node.keep(1, 2, 3, memory=shared)
-    check_files(shared, snapshots=2)
+    """What both hold is written once, by turns, and nothing goes to a partner.
 
-
-def one_of_two_is_late(node: Node) -> None:
-    """It clears the folder of what is old, not of what the other one of its node writes in the same start.
-
-    At the end it removes the folder, and the other one does not before.
+    One that is late clears the folder of what is old, not of what the other one writes in the same start. At the end it
+    removes the folder, and the other one does not before.
     """
     node.new_run()
-    shared = node.directory / "shared-late"
+    shared = node.directory / "shared"
     shared.mkdir(exist_ok=True)
     names = MemoryFolder.names
 
@@ -168,6 +160,8 @@ def one_of_two_is_late(node: Node) -> None:
     MemoryFolder.names = late
     node.keep(1, memory=shared)
     check_files(shared, snapshots=1)
+    node.keep(2, 3, memory=shared)
+    check_files(shared, snapshots=2)
     with node.attempt(shared) as memory_tier:
         memory_tier.begin(0)
         memory_tier.save(1, place(values_of(1)), data={"step": 1}, config={"seed": 1})
@@ -185,53 +179,28 @@ def check_files(shared: Path, snapshots: int) -> None:
     barrier("looked")
 
 
-def copies_that_differ(node: Node) -> None:
-    """What is whole on both nodes is not the same in the newest step: the one before it counts."""
-    node.new_run()
-    node.keep(1)
-    with node.attempt() as memory_tier:
-        memory_tier.begin(0)
-        memory_tier.save(1, place(values_of(1)), data={"step": 1}, config={"seed": 1})
-        torn = place(values_of(2) | {"t": values_of(2)["t"] + node.rank})
-        memory_tier.save(2, torn, data={"step": 2}, config={"seed": 1})
-        memory_tier.wait()
-    check(node.restore(), 1, "memory (2 of 2 nodes had it)")
-    said = node.take_said()
-    assert len(said) == (node.rank == 0) and all("step 2" in x and "a part of t differ" in x for x in said), said
-
-
 def no_room_on_one(node: Node) -> None:
-    """Neither for its own part of a step nor for the copy of its partner, which hears of it: the step before counts."""
+    """Neither for its own part of a step nor for the copy of its partner, which hears of it.
+
+    What all have stays, however often only the other one manages to keep more.
+    """
     node.new_run()
     with node.attempt() as memory_tier:
         memory_tier.begin(0)
-        memory_tier.save(2, place(values_of(2)), data={"step": 2}, config={"seed": 1})
-        memory_tier.wait()
-        with files_no_larger_than(100) if node.rank == 1 else nullcontext():
-            barrier("full")
-            memory_tier.save(3, place(values_of(3)), data={"step": 3}, config={"seed": 1})
+
+        def keep(step: int) -> None:
+            memory_tier.save(step, place(values_of(step)), data={"step": step}, config={"seed": 1})
             memory_tier.wait()
+
+        for step in range(1, 6):
+            with files_no_larger_than(100) if node.rank == 1 and step > 2 else nullcontext():
+                barrier("full")
+                keep(step)
         said = node.take_said()
         assert len(said) == 1 and "snapshot of step 3" in said[0] and "File too large" in said[0], said
         check(node.restore(), 2, "memory (2 of 2 nodes had it)")
-        memory_tier.save(4, place(values_of(4)), data={"step": 4}, config={"seed": 1})
-        memory_tier.wait()
-    check(node.restore(), 4, "memory (2 of 2 nodes had it)")
-
-
-def no_room_on_one_for_long(node: Node) -> None:
-    """What all have stays, however often only the other one manages to keep more: its node can be lost then."""
-    node.new_run()
-    with node.attempt() as memory_tier:
-        memory_tier.begin(0)
-        for step in range(1, 7):
-            with files_no_larger_than(100) if node.rank == 1 and step > 2 else nullcontext():
-                barrier("full")
-                memory_tier.save(step, place(values_of(step)), data={"step": step}, config={"seed": 1})
-                memory_tier.wait()
-    assert len(node.take_said()) == 1
-    node.lost(1)
-    check(node.restore(), 2, "memory (1 of 2 nodes had it)")
+        keep(6)
+    check(node.restore(), 6, "memory (2 of 2 nodes had it)")
 
 
 def a_fetch_that_fails(node: Node) -> None:
@@ -316,10 +285,7 @@ SCENARIOS = (
     a_lost_node,
     another_mesh,
     two_processes_of_a_node,
-    one_of_two_is_late,
-    copies_that_differ,
     no_room_on_one,
-    no_room_on_one_for_long,
     a_fetch_that_fails,
     a_stranger,
     what_a_partner_may_send,

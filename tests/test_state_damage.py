@@ -221,18 +221,12 @@ def test_a_newer_format_is_said_and_never_moved(saved: Path) -> None:
         assert done.returncode == 1 and f"step {NEWEST}: UNKNOWN FORMAT: " in done.stdout and said in done.stdout
 
 
-def test_an_empty_newest_folder(saved: Path) -> None:
+@pytest.mark.parametrize(("other", "said"), [("", manifest.FILE_NAME), (str(GOOD), f"belongs to step {GOOD}")])
+def test_an_empty_step_and_one_under_another_number(saved: Path, other: str, said: str) -> None:
     with undone(saved) as newest:
         shutil.rmtree(newest)
-        newest.mkdir()
-        check_falls_back(saved, manifest.FILE_NAME)
-
-
-def test_a_step_under_another_number(saved: Path) -> None:
-    with undone(saved) as newest:
-        shutil.rmtree(newest)
-        shutil.copytree(saved / str(GOOD), newest)
-        check_falls_back(saved, f"belongs to step {GOOD}")
+        shutil.copytree(saved / other, newest) if other else newest.mkdir()
+        check_falls_back(saved, said)
 
 
 def test_several_damaged_steps_are_each_reported(saved: Path) -> None:
@@ -272,19 +266,6 @@ def test_other_folders_are_not_steps(saved: Path) -> None:
         (saved / "50").write_text("a file")
         assert newest_restored(saved, []) == NEWEST
         assert (saved / "30.orbax-checkpoint-tmp").is_dir()
-
-
-def test_a_step_set_aside_can_be_saved_again(saved: Path) -> None:
-    with undone(saved) as newest:
-        with Checkpointer(saved, KEEP_ALL, report=lambda line: None) as checkpointer:
-            checkpointer.save(30, state_of(30), data={"step": 30}, config={"step": 30})
-            checkpointer.wait()
-            for step in ("20", "30"):
-                (saved / step / "data" / "metadata").unlink()
-            assert checkpointer.restore(jax.tree.map(lambda x: x, state_of(0))) is not None
-            for step in (20, 30):
-                checkpointer.save(step, state_of(step), data={"step": step}, config={"step": step})
-        assert newest.is_dir() and newest_restored(saved, []) == 30
 
 
 def test_a_step_that_the_run_deletes_while_others_are_looked_at_is_not_damage(

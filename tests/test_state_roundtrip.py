@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from checkpointing import KEEP_ALL, abstract, save_small, small_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import CheckpointConfig
-from state import Checkpointer, CheckpointError, latest_config, manifest, retention, tree
+from state import Checkpointer, CheckpointError, latest_config, manifest, tree
 
 
 @jax.tree_util.register_dataclass
@@ -130,45 +131,20 @@ def test_nothing_there_restores_none(tmp_path: Path) -> None:
 
 
 def test_retention_keeps_last_every_and_best(tmp_path: Path) -> None:
-    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: float("nan"), 5: 2.5, 6: 4.0, 7: 3.5, 8: 3.6, 9: 3.7}
+    """Of equal losses the newer is better; no loss, or one of NaN, is never the best."""
+    losses = {1: float("nan"), 2: 1.0, 3: 2.0, 4: 5.0, 5: 2.0, 7: 3.5, 8: 3.6, 9: float("nan"), 10: 3.7, 11: 3.8}
     config = CheckpointConfig(every=1, keep_last=2, keep_every=4, keep_best=2)
     with Checkpointer(tmp_path, config) as checkpointer:
-        save_small(checkpointer, *losses, losses=losses)
+        save_small(checkpointer, *range(1, 12), losses=losses)
         checkpointer.wait()
-        assert checkpointer.steps() == [2, 3, 4, 8, 9]
+        assert checkpointer.steps() == [2, 4, 5, 8, 10, 11]
         restored = checkpointer.restore(abstract(small_state(0)))
-        assert restored is not None and restored.step == 9
+        assert restored is not None and restored.step == 11
     assert latest_config(tmp_path) == {"seed": 1}
     assert not (tmp_path / manifest.UNFINISHED).exists()
 
 
-def test_a_loss_that_is_not_a_number_is_never_the_best() -> None:
-    losses = [float("nan"), 2.0, float("nan"), 1.0, None, 3.0]
-    made = [
-        manifest.Manifest(step=i, saved_at="", metrics={} if x is None else {"validation_loss": x}, tree=(), files=())
-        for i, x in enumerate(losses)
-    ]
-    for keep_best, best in ((1, {3}), (2, {1, 3}), (9, {1, 3, 5})):
-        config = CheckpointConfig(every=1, keep_last=1, keep_best=keep_best)
-        assert retention.kept_steps(made, config) == best | {5}
-    assert retention.kept_steps(made[:1] + made[4:5], CheckpointConfig(every=1, keep_last=1, keep_best=1)) == {4}
-
-
-def test_old_steps_go_only_after_the_new_one_is_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[int]] = []
-    remove_old = retention.remove_old
-
-    def spy(directory: Path, config: CheckpointConfig) -> list[int]:
-        seen.append([step for step in manifest.step_numbers(directory) if manifest.verify(directory / str(step))])
-        return remove_old(directory, config)
-
-    monkeypatch.setattr(retention, "remove_old", spy)
-    with Checkpointer(tmp_path, CheckpointConfig(every=1, keep_last=1)) as checkpointer:
-        save_small(checkpointer, 1, 2, 3)
-    assert seen == [[1], [1, 2], [2, 3]]
-
-
-@pytest.mark.parametrize("failing", [(manifest, "write"), (retention, "remove_unfinished")])
+@pytest.mark.parametrize("failing", [(manifest, "write"), (Path, "mkdir")])
 def test_a_failing_save_keeps_the_old_step_and_reaches_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: tuple[Any, str]
 ) -> None:
@@ -178,7 +154,7 @@ def test_a_failing_save_keeps_the_old_step_and_reaches_the_caller(
     checkpointer.wait()
     with monkeypatch.context() as patch:
 
-        def no_space(*_: Any) -> None:
+        def no_space(*_: Any, **__: Any) -> None:
             raise OSError(28, "No space left on device")
 
         patch.setattr(*failing, no_space)
@@ -190,6 +166,16 @@ def test_a_failing_save_keeps_the_old_step_and_reaches_the_caller(
     save_small(checkpointer, 2)  # after the user made room
     checkpointer.close()
     assert checkpointer.steps() == [2]
+
+
+def test_a_writer_that_fails_at_once_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Any] = []
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "save", lambda *_, **__: (tmp_path / "no" / "folder").mkdir())
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "close", lambda self: closed.append(self))
+    with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
+        with pytest.raises(CheckpointError, match="saving step 1 to .*No such file"):
+            save_small(checkpointer, 1)
+        assert len(closed) == 1
 
 
 def test_an_error_of_the_last_save_does_not_hide_why_the_program_stops(
@@ -250,8 +236,6 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
 
 
 def test_large_shards_are_stored_in_small_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import orbax.checkpoint as ocp
-
     monkeypatch.setattr(tree, "_CHUNK_BYTES", 1024)
     with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
         checkpointer.save(1, {"w": jnp.ones((64, 32))}, data={}, config={})
@@ -261,8 +245,6 @@ def test_large_shards_are_stored_in_small_chunks(tmp_path: Path, monkeypatch: py
 
 
 def test_what_a_restore_reads_ahead_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import orbax.checkpoint as ocp
-
     bounds: list[float] = []
 
     handler = ocp.PyTreeCheckpointHandler
@@ -294,11 +276,11 @@ def test_orbax_does_not_talk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         save_small(checkpointer, 1)
         checkpointer.wait()
         absl_logger.info("somebody else")
-        absl_logger.handle(logging.LogRecord("absl", logging.WARNING, tree.ocp.__file__, 1, "matters", None, None))
-        for coroutine in (tree.ocp.__file__, "other.py"):  # the second of two writes that failed
+        absl_logger.handle(logging.LogRecord("absl", logging.WARNING, ocp.__file__, 1, "matters", None, None))
+        for coroutine in (ocp.__file__, "other.py"):  # the second of two writes that failed
             logging.getLogger("asyncio").error("Task exception was never retrieved\nfuture: <at %s:1>", coroutine)
         for raises in (
-            lambda: tree.ocp.CheckpointManagerOptions(save_interval_steps=-1, max_to_keep=-1),
+            lambda: ocp.CheckpointManagerOptions(save_interval_steps=-1, max_to_keep=-1),
             lambda: 1 / 0,
         ):
             try:
@@ -310,8 +292,6 @@ def test_orbax_does_not_talk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 
 def test_orbax_itself_reads_what_we_wrote(tmp_path: Path) -> None:
-    import orbax.checkpoint as ocp
-
     with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
         save_small(checkpointer, 4)
     with ocp.CheckpointManager(tmp_path) as manager:

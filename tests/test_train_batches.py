@@ -1,6 +1,7 @@
 """The batches that training gets, gathered from all devices of all processes: each row once, in order, padding last."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ def writes_batches(out: str) -> Callable[[Config], Experiment]:
     def write_shards(config: Config) -> Experiment:
         ex, found = make_experiment(config), {}
         for first in (0, 1):
-            with ex.batches.read(load_datasets(ex, Path(out)).train, first, prefetch=1) as batches:
+            with ex.batches.read(
+                load_datasets(ex, Path(out), ExitStack().enter_context).train, first, prefetch=1
+            ) as batches:
                 for step in range(first, 2):
                     for name, x in ex.batches.to_devices(next(batches)).items():
                         for number, shard in enumerate(x.addressable_shards):

@@ -1,6 +1,5 @@
 """A run from its start to its end: what it leaves behind, and that stopping it in the middle changes nothing."""
 
-import io
 import json
 import re
 import shutil
@@ -30,7 +29,6 @@ from running import (
     start,
     steps_logged,
     stop_after,
-    wait_until,
 )
 
 from configs.schema import Config, ShardingConfig
@@ -109,17 +107,6 @@ def test_lost_report_of_a_finished_run_is_recreated(tmp_path: Path, undisturbed:
     attempts = [re.findall(r"<td[^>]*>([^<]*)", row) for row in re.findall("<tr>(<td.*?)</tr>", page)]
     assert [(nodes, end) for _, nodes, *_, end in attempts] == [("4", "finished")] * 2  # in one process
     check_same_end(tmp_path, undisturbed)
-
-
-@pytest.mark.slow
-def test_ascii_terminal_escapes_other_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = io.BytesIO()
-    terminal = io.TextIOWrapper(said, encoding="ascii", write_through=True)  # closes `said` when nobody holds it
-    with monkeypatch.context() as patched:
-        patched.setattr("sys.stdout", terminal)
-        assert run_here(*arguments(tmp_path / "r\xe9sum\xe9", sample__length=4, sample__prompt="d\xe9f")) == 0
-    assert b"d\\xe9f" in said.getvalue() and b"r\\xe9sum\\xe9" in said.getvalue()
-    assert (tmp_path / "r\xe9sum\xe9" / "sample.txt").read_text().startswith("d\xe9f")
 
 
 def test_rows_are_logged_every_log_every_steps(tmp_path: Path) -> None:
@@ -201,19 +188,6 @@ def test_signal_before_the_first_step_stops_the_run(
     assert run_here(*arguments(tmp_path), make=lambda config: signal.raise_signal(number)) == RESUMABLE
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1 and captured.err.startswith("stopped at once")
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_run_equals_uninterrupted_run(tmp_path: Path, undisturbed: Path) -> None:
-    process = start(arguments(tmp_path), pause_s=0.4)
-    wait_until(lambda: (tmp_path / "checkpoints" / "5").exists() and steps_logged(tmp_path) > 5, process)
-    process.kill()
-    assert finish(process)[0][0] == -signal.SIGKILL
-    assert 5 < steps_logged(tmp_path) < 10 and not (tmp_path / "checkpoints" / "10").exists()
-    code, out, err = finish(start(arguments(tmp_path)))[0]
-    assert code == 0, err
-    assert "resumed at step 5 of 10" in out
-    check_same_end(tmp_path, undisturbed)
 
 
 def test_restart_without_checkpoint_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

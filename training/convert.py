@@ -26,7 +26,7 @@ from input_pipeline import tokenizers
 from models import hugging_face
 from runtime.command_line import complain, make_folder, prepare_output
 from state import Checkpointer, check_path
-from state.parameters import SavedParameters
+from state.saved_arrays import SavedArrays
 from training.devices import use_cpu_devices
 from training.experiment import make_experiment
 from training.resume import is_same_run
@@ -94,7 +94,7 @@ def export_run(workdir: Path, folder: Path, *, step: int | None, max_file_bytes:
 
     ValueError if there is no such step, or if no architecture of transformers computes what the model does.
     """
-    saved = SavedParameters(workdir / run_directory.CHECKPOINTS, step)
+    saved = SavedArrays(workdir / run_directory.CHECKPOINTS, step)
     # these two sections alone: another may have names that the run's own --config registers
     config = with_defaults(saved.config)
     section, data = MODELS.get(kind := config["model"]["kind"]), config["data"]
@@ -108,7 +108,7 @@ def export_run(workdir: Path, folder: Path, *, step: int | None, max_file_bytes:
     written = hugging_face.write(
         models.build(model),
         folder,
-        saved.read,
+        lambda path: saved.read("params." + path.replace("/", "."))[0],
         max_file_bytes=max_file_bytes,
         token_ids={"eos_token_id": tokenizer.separator} if tokenizer else {},
     )

@@ -1,11 +1,10 @@
 """The training and validation data of an experiment, checked against its model and between processes."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,20 +21,11 @@ from training.resume import has_begun
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """The training and validation data of a run; a context manager."""
+    """The training and validation data of a run."""
 
     train: Dataset
     validation: Dataset
     shards: Sequence[ShardSet] = ()  # of data.source=shards, or of such components of a mixture
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for opened in self.shards:
-            opened.__exit__(kind, error, traceback)
 
     def counters(self) -> Mapping[str, float]:
         """Returns what this process has read, by the keys of metrics.jsonl; nothing for other sources."""
@@ -62,27 +52,31 @@ class Datasets:
         return lines
 
 
-def load_datasets(experiment: Experiment, workdir: Path) -> Datasets:
-    """Loads both splits. ValueError if the model has too few ids or classes, or if the processes' data differ."""
+def load_datasets(
+    experiment: Experiment, workdir: Path, hold: Callable[[AbstractContextManager[Any]], object]
+) -> Datasets:
+    """Loads both splits. ValueError if the model has too few ids or classes, or if the processes' data differ.
+
+    `hold` keeps what is opened until the run ends.
+    """
     config = experiment.config
     if config.data.objective != "classify":  # before text is tokenised, which may take long
         tokenizer = make_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
         ids = tokenizer.vocab_size(config.data.objective)
         _check_size(config, "vocab_size", ids, f"ids of data.tokenizer={config.data.tokenizer}")
-    with ExitStack() as held:
-        sources = [config.data.alone(one) for one in config.data.components] or [config.data]
-        shards: list[ShardSet] = []
-        if stored := [data for data in sources if data.source == "shards"]:
-            count = jax.process_count()
-            token = shared_token(workdir) if count > 1 else ""
-            world = World(process=jax.process_index(), count=count, token=token)
-            begun = has_begun(workdir)
-            shards = [held.enter_context(ShardSet(data, world=world, was_reached=begun)) for data in stored]
-        train, validation = (load(config.data, split, config.seed, shards) for split in ("train", "validation"))
-        if shards:
-            check_room(shards)
-        _check(experiment, train, validation)
-        held.pop_all()  # `Datasets` closes them
+    sources = [config.data.alone(one) for one in config.data.components] or [config.data]
+    shards: list[ShardSet] = []
+    if stored := [data for data in sources if data.source == "shards"]:
+        count = jax.process_count()
+        token = shared_token(workdir) if count > 1 else ""
+        world = World(process=jax.process_index(), count=count, token=token)
+        for data in stored:
+            shards.append(ShardSet(data, world=world, was_reached=has_begun(workdir)))
+            hold(shards[-1])
+    train, validation = (load(config.data, split, config.seed, shards) for split in ("train", "validation"))
+    if shards:
+        check_room(shards)
+    _check(experiment, train, validation)
     return Datasets(train=train, validation=validation, shards=shards)
 
 

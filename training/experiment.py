@@ -3,7 +3,7 @@
 Used by train.py and planner/table.py; the code is the same for one process and for many.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -16,22 +16,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import models
 from compression.by_config import make_codecs
+from compression.hop_two import HopTwo
 from compression.methods import method_named
 from configs.schema import Config, ModelConfig, TransformerConfig
-from configs.schema.combinations import complaint, refuse
+from configs.schema.combinations import HOPS, Facts, complaint, refuse
 from input_pipeline import row_arrays
 from metrics import wandb_sink
 from models.hugging_face import Weights
 from optimizers import follows_schedule, make_schedule
-from sharding.mesh import find_nodes, make_mesh
+from sharding.coded import levels
+from sharding.mesh import find_nodes, inter_part, make_mesh
 from sharding.pipeline import StagedLoss
 from sharding.plan import ShardingPlan
-from sharding.scopes import make_layout
-from sharding.spec import place_all
+from sharding.scopes import Layout, make_layout
+from sharding.spec import EXPERTS_DIM, TENSOR_DIMS, has_dims, place_all
 from sharding.state import state_shardings
 from sharding.step import Chain, TrainState, build_eval_step, build_train_step, first_state
 from training.batches import BatchLayout, accumulation
-from training.facts import facts
 from training.optimizer_chain import cut_of, make_chain
 from training.overlap import Value, overlap_options, users_xla_flags
 
@@ -76,11 +77,6 @@ class Experiment:
             return None
         return Weights(self.model, model.weights)
 
-    @property
-    def train_step(self) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
-        """The function `step(state, batch) -> (state, metrics)`."""
-        return build_train_step(self._staged or self.model.objective, self.plan, self.chain)
-
     def compile_train_step(self) -> jax.stages.Compiled:
         """Returns the compiled `step(state, batch) -> (state, metrics)`, which donates the state; compiled once."""
         return self._compiled_train_step
@@ -88,7 +84,8 @@ class Experiment:
     @cached_property
     def _compiled_train_step(self) -> jax.stages.Compiled:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
-        jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.replicated))
+        step = build_train_step(self._staged or self.model.objective, self.plan, self.chain)
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, self.replicated))
         lowered = jitted.lower(self.state_shapes, self.batches.shapes)
         return lowered.compile(compiler_options={**self.compiler_options(pipelined=self.plan.overlap)})
 
@@ -158,7 +155,7 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
         tensor=config.mesh.tensor,
         stages=config.mesh.stages,
     )
-    refuse(config.values | asdict(facts(layout, model, method_named(config.compression.hop_two))))
+    refuse(config.values | asdict(_facts(layout, model, method_named(config.compression.hop_two))))
     specs = model.param_specs()
     gather_codecs, hop_one_codecs, expert_codecs = make_codecs(config.compression)
     plan = ShardingPlan(
@@ -206,3 +203,32 @@ def _overlaps(config: Config) -> bool:
     if config.sharding.overlap != "auto":
         return config.sharding.overlap == "on"
     return not complaint(config.values | {"sharding.overlap": "on"})
+
+
+def _facts(layout: Layout, model: models.Model, method: HopTwo) -> Facts:
+    """Returns what `configs.schema.combinations` asks about a run."""
+    specs = model.param_specs()
+    return Facts(
+        has_replicas=bool(layout.replica_axes),
+        replicas_cross_nodes=layout.replicas_cross_nodes,
+        parameters_are_cut=bool(layout.parameters),
+        in_one_scope=layout.parameters == layout.gradients == layout.optimizer,
+        optimizer_like_gradients=layout.optimizer == layout.gradients,
+        crossed=_crossed(layout),
+        takes_over=method.takes_over,
+        goes_by_group=method.primitive is not None,
+        model_splits=has_dims(specs, TENSOR_DIMS),
+        model_has_experts=has_dims(specs, [EXPERTS_DIM]),
+        model_has_pieces=model.staged_loss() is not None,
+    )
+
+
+def _crossed(layout: Layout) -> frozenset[str]:
+    """Returns the hops and levels that communicate, such as `gather_inter`."""
+    scopes = zip(HOPS, (layout.gather_scopes, layout.hop_one_scopes, (layout.experts,)), strict=True)
+    return frozenset(
+        f"{hop}_{'inter' if inter_part(axes) else 'intra'}"
+        for hop, wholes in scopes
+        for whole in wholes
+        for axes in levels(whole, hierarchical=layout.hierarchical)
+    )

@@ -92,10 +92,18 @@ class Report:
             self.flush()
 
     def flush(self) -> None:
-        """Reports what was not reported yet; called before what needs the row of its own step."""
+        """Reports what was not reported yet."""
         pending, self._pending = self._pending, None
         if pending:
             self._report(*pending)
+
+    @contextmanager
+    def apart(self, key: str) -> Iterator[None]:
+        """For what needs the row of its own step: logs the seconds of its body apart from those of training."""
+        self.flush()
+        before = time.perf_counter()
+        yield
+        self._log.spent(key, time.perf_counter() - before)
 
     def close(self) -> None:
         """Reports what was not reported yet, and how often the model's warning applied."""
@@ -137,8 +145,7 @@ class Validate:
     report: Report
 
     def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        self.report.flush()
-        with spent(self.log, "validation_s"):
+        with self.report.apart("validation_s"):
             validation = self.validator(state.params, self.log.say)
             self.log.validation(step, validation.scalars(), validation.message)
         metrics |= validation.scalars()
@@ -162,28 +169,16 @@ class Keeper:
 
     def snapshot(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Keeps a state in memory."""
-        self._write_rows()
-        with spent(self.log, "snapshot_s"):
+        with self.report.apart("snapshot_s"):
+            self.log.flush()
             if self.snapshots.save(step, state, data={"step": step, **self.position}, config=self.config):
                 self.supervisor.events.write(Event.SNAPSHOT_BEGUN, step=step)
 
     def save(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Starts saving a checkpoint."""
-        self._write_rows()
-        with spent(self.log, "checkpoint_s"):
+        with self.report.apart("checkpoint_s"):
+            self.log.flush()
             data = {"step": step, **self.position}
             best = {name: float(metrics[name]) for name in ("validation_loss",) if name in metrics}
             self.checkpointer.save(step, state, data=data, config=self.config, metrics=best)
             self.supervisor.events.write(Event.CHECKPOINT_BEGUN, step=step)
-
-    def _write_rows(self) -> None:
-        self.report.flush()
-        self.log.flush()
-
-
-@contextmanager
-def spent(log: RunLog, key: str) -> Iterator[None]:
-    """Logs the seconds of its body apart from those of training."""
-    before = time.perf_counter()
-    yield
-    log.spent(key, time.perf_counter() - before)

@@ -15,7 +15,7 @@ from compression.methods import method_named
 from compression.statistics import statistics
 from configs.schema import Config
 from configs.schema.own import OWN
-from optimizers import beside_averages, make_optimizer, watched
+from optimizers import beside_averages, make_optimizer
 from sharding.averages import part_averages
 from sharding.plan import ShardingPlan
 from sharding.redistribute import on_whole_tensors
@@ -81,4 +81,9 @@ def watch(states: States, *, hands_on: str = "grad") -> dict[str, jax.Array]:
     """
     hop_two, opt_state = states
     guard = opt_state.inner.tree if isinstance(opt_state, LocalState) else opt_state
-    return {name: jnp.max(x) for name, x in watched(guard, hands_on=hands_on).items()} | statistics(hop_two)
+    scalars = {
+        f"{hands_on}_norm": guard.grad_norm,
+        "skipped_in_a_row": guard.skipped_in_a_row,
+        "skipped_steps": guard.skipped,
+    }
+    return {name: jnp.max(x) for name, x in scalars.items()} | statistics(hop_two)

@@ -13,8 +13,7 @@ from files import run_directory
 from metrics.run_files import RunFiles, read_run
 from runtime.consensus import broadcast, new_key
 from state import Checkpointer, Restored, latest_config
-from state.checkpointer import Source
-from state.shared_hashing import damage
+from state.checkpointer import Source, damage
 from state.snapshots import Snapshots
 from training.experiment import Experiment
 

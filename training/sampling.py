@@ -41,32 +41,26 @@ class Sampler:
         self._length = min(config.length, room)
 
     def __call__(self, params: object) -> str:
-        """Returns the prompt continued by the model with `params`."""
-        ids = generate(
-            self._experiment, params, self._prompt, length=self._length, temperature=self._config.temperature
-        )
-        return self._tokenizer.decode(ids)
+        """Returns the prompt continued by the model with `params`; of the samples of all data devices, the first."""
+        ex, config = self._experiment, self._config
+        assert isinstance(ex.model, models.Decoder)
+        model, layout = ex.model, ex.plan.layout
+        rows = layout.shape.num_data_devices
+        batch = {
+            "prompt": jnp.broadcast_to(jnp.asarray(self._prompt, jnp.int32), (1, rows, len(self._prompt))),
+            "row": jnp.arange(rows)[None],
+        }
 
+        def sample(params: Any, batch: dict[str, jax.Array], gather: models.Gather) -> jax.Array:
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(ex.config.seed), batch["row"][0])
+            how = {"length": self._length, "temperature": config.temperature}
+            return model.generate(params, batch["prompt"][0], keys, gather, **how)[None]
 
-def generate(ex: Experiment, params: Any, prompt: np.ndarray, *, length: int, temperature: float) -> np.ndarray:
-    """Returns `prompt` `[P]` continued to `[P + length]` ids; of the samples of all data devices, the first."""
-    assert isinstance(ex.model, models.Decoder)
-    model, layout = ex.model, ex.plan.layout
-    rows = layout.shape.num_data_devices
-    batch = {
-        "prompt": jnp.broadcast_to(jnp.asarray(prompt, jnp.int32), (1, rows, len(prompt))),
-        "row": jnp.arange(rows)[None],
-    }
+        def run(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+            if layout.is_automatic:
+                return sample(params, batch, auto_gather(ex.plan))
+            gather = layer_gather(ex.plan.without_codecs)
+            return run_manual(ex.plan, lambda p, b: sample(p, b, gather), ex.plan.batch_spec)(params, batch)
 
-    def sample(params: Any, batch: dict[str, jax.Array], gather: models.Gather) -> jax.Array:
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(ex.config.seed), batch["row"][0])
-        out = model.generate(params, batch["prompt"][0], keys, gather, length=length, temperature=temperature)
-        return out[None]
-
-    def run(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        if layout.is_automatic:
-            return sample(params, batch, auto_gather(ex.plan))
-        gather = layer_gather(ex.plan.without_codecs)
-        return run_manual(ex.plan, lambda p, b: sample(p, b, gather), ex.plan.batch_spec)(params, batch)
-
-    return np.asarray(jax.jit(run, out_shardings=ex.replicated)(params, batch).addressable_data(0))[0, 0]
+        ids = jax.jit(run, out_shardings=ex.replicated)(params, batch).addressable_data(0)
+        return self._tokenizer.decode(np.asarray(ids)[0, 0])

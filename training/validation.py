@@ -31,17 +31,15 @@ class Validation:
     @property
     def message(self) -> str:
         """The message for the user."""
-        sources = ", ".join(f"{name} {loss:.4f}" for name, loss in self.by_source.items())
-        return f"{self._whole}; {sources}" if sources else self._whole
-
-    @property
-    def _whole(self) -> str:
         if self.accuracy is not None:
-            return f"validation loss {self.loss:.4f} nats per image, accuracy {self.accuracy:.2%}"
-        if self.bits_per_byte is None:
-            return f"validation loss {self.loss:.4f} nats per masked token"
-        dropped = "" if self.dropped_share is None else f", {self.dropped_share:.1%} of the choices dropped"
-        return f"validation loss {self.loss:.4f} nats per token, {self.bits_per_byte:.4f} bits per byte{dropped}"
+            said = f"nats per image, accuracy {self.accuracy:.2%}"
+        elif self.bits_per_byte is None:
+            said = "nats per masked token"
+        else:
+            dropped = "" if self.dropped_share is None else f", {self.dropped_share:.1%} of the choices dropped"
+            said = f"nats per token, {self.bits_per_byte:.4f} bits per byte{dropped}"
+        sources = ", ".join(f"{name} {loss:.4f}" for name, loss in self.by_source.items())
+        return f"validation loss {self.loss:.4f} {said}{sources and f'; {sources}'}"
 
 
 class Validator:

@@ -3,13 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from configs.schema import CheckpointConfig
 from files import run_directory
 from metrics.run_files import read_run, series
-from state import Checkpointer, manifest
+from state.saved_arrays import SavedArrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +49,6 @@ def compare_parameters(run: Path, reference: Path) -> Largest:
 
 def _parameters(checkpoints: Path) -> dict[str, np.ndarray]:
     """Returns the parameters of the newest checkpoint, after verifying it. The names hold its step."""
-    here = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
-    newest = manifest.step_numbers(checkpoints)[-1]
-    leaves = manifest.read(checkpoints / str(newest)).tree
-    wanted = {x.path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for x in leaves}
-    with Checkpointer(checkpoints, CheckpointConfig(every=0, keep_last=1)) as checkpointer:
-        restored = checkpointer.restore(wanted)
-    assert restored is not None
-    return {
-        f"{name} at step {restored.step}": np.asarray(x)
-        for name, x in restored.state.items()
-        if name.startswith("params.")
-    }
+    saved = SavedArrays(checkpoints)
+    paths = [path for path in saved.paths if path.startswith("params.")]
+    return {f"{path} at step {saved.step}": x for path, x in zip(paths, saved.read(*paths), strict=True)}

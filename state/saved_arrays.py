@@ -1,4 +1,4 @@
-"""The parameters of a checkpoint, read one array at a time and without the optimizer state, for other programs."""
+"""The arrays of a checkpoint, those asked for alone, without the program that saved it."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from state import manifest
 from state.quiet import quiet_orbax
 
 
-class SavedParameters:
-    """The parameters of one step of a directory of checkpoints, which verifies."""
+class SavedArrays:
+    """The arrays of one step of a directory of checkpoints, which verifies."""
 
     def __init__(self, directory: Path, step: int | None = None) -> None:
         """Opens a step, the newest by default, and verifies all of its files.
@@ -34,15 +34,18 @@ class SavedParameters:
         self.config = json_objects.read(self._folder / manifest.CONFIG_FILE, lenient=True)
         quiet_orbax()
 
-    def read(self, path: str) -> np.ndarray:
-        """Returns a parameter whole, by its path (`layers/query/weight`)."""
-        key = "params." + path.replace("/", ".")
-        leaf = self._leaves[key]
-        abstract = {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)}
-        how = {key: ocp.RestoreArgs(restore_type=np.ndarray)}
+    @property
+    def paths(self) -> list[str]:
+        """The paths of all arrays, such as `params.layers.query.weight`."""
+        return [*self._leaves]
+
+    def read(self, *paths: str) -> list[np.ndarray]:
+        """Returns the arrays at these paths, whole."""
+        abstract = {path: jax.ShapeDtypeStruct(self._leaves[path].shape, self._leaves[path].dtype) for path in paths}
+        how = {path: ocp.RestoreArgs(restore_type=np.ndarray) for path in paths}
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             restored = reader.restore(
                 self._folder / "state",
                 args=ocp.args.PyTreeRestore(item=abstract, restore_args=how, partial_restore=True),
             )
-        return np.asarray(restored[key])
+        return [np.asarray(restored[path]) for path in paths]
