@@ -40,10 +40,9 @@ def join(address: Address) -> None:
     if address == FROM_ENVIRONMENT:
         if any(name in os.environ for name in VARIABLES[1:]):  # other programs set only the address
             coordinator, num_processes, process_id = _from_variables()
-        elif launcher := find_launcher():
-            _join_by(launcher)
-            return
         else:
+            if launcher := find_launcher():
+                _join_by(launcher)
             return
     if coordinator is None or num_processes is None or process_id is None:
         raise ValueError("--coordinator, --num_processes and --process_id belong together; give all three")

@@ -85,13 +85,6 @@ def test_exit_codes(tmp_path: Path, program: str, code: int, said: str) -> None:
     assert said in outcome[2] and "Traceback" not in outcome[2]
 
 
-@EMULATED
-def test_a_terminal_that_cannot_show_what_the_program_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    program = "import sys; sys.stdout.buffer.write(b'\\xe2\\x94\\x80\\n')"
-    assert finish(emulate(tmp_path, program)) == (0, "\\u2500\n", "")
-
-
 @pytest.mark.slow
 @EMULATED
 def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
