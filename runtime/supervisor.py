@@ -49,7 +49,7 @@ class Supervisor:
         self._coordinator = self._attempt_id = ""
         self._has_started = False
         self._exit_noted = threading.Lock()  # acquired once, by the first thread that records the exit
-        self._held = ExitStack()
+        self.held = ExitStack()
 
     def stand_by(self) -> None:
         """Makes `await_turn` wait for SIGUSR1 to process 0. From now on that signal ends no process."""
@@ -73,12 +73,8 @@ class Supervisor:
         self.phase = Phase.CHECKING
 
     def hold(self, resource: AbstractContextManager[object]) -> None:
-        """Enters a context that `release` leaves: after the exit is recorded and the other processes know of it."""
-        self._held.enter_context(resource)
-
-    def release(self) -> None:
-        """Leaves the contexts that `hold` entered."""
-        self._held.close()
+        """Enters a context that is left after the exit is recorded and the other processes know of it."""
+        self.held.enter_context(resource)
 
     def enter(self, phase: Phase) -> None:
         """Records the phase of the main thread."""
@@ -182,4 +178,4 @@ def supervise(
         except Exception as error:
             return supervisor.fail(error, expected)
         finally:
-            supervisor.release()
+            supervisor.held.close()
