@@ -12,11 +12,11 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from engines.ray_output import say
-from engines.ray_plan import Limits, Patience
+from engines.ray_plan import Limits
 from runtime.command_line import OneLineParser, complain, prepare_output, split
-from runtime.events import Event, EventLog
+from runtime.events import EventLog
 from runtime.progress import workdir_of
 
 
@@ -24,19 +24,19 @@ def main(argv: Sequence[str]) -> int:
     """Runs the program and returns the exit code; a user's mistake is one line."""
     prepare_output()
     try:
-        options, command = parse(argv[1:])
+        options, command, workdir = parse(argv[1:])
         limits = Limits(
             min_nodes=options.min_nodes, max_nodes=options.max_nodes, nodes_per_group=options.nodes_per_group
         )
         if not importlib.util.find_spec("ray"):
             raise ValueError("Ray is not installed; `make .venv/ray-installed` does it")
-        return run(options, limits, command)
+        return run(options, limits, command, workdir)
     except (ValueError, OSError) as error:
         return complain(error)
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the options and, after `--`, the program with its arguments; ValueError says what is wrong."""
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], Path]:
+    """Returns the options, after `--` the program with its arguments, and its directory; ValueError: what is wrong."""
     ours, command = split(argv)
     parser = OneLineParser(prog="python -m engines.ray", description=__doc__)
     parser.add_argument("--address", default="auto", help="of the Ray cluster, HOST:PORT (default: the one here)")
@@ -63,36 +63,21 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ValueError("--devices_per_node and --max_failures must be 0 or more")
     if not 0 < options.notice_s < float("inf"):
         raise ValueError(f"--notice_s={options.notice_s:g} must be more than 0")
-    if not workdir_of(command):
+    workdir = workdir_of(command)
+    if not workdir:
         raise ValueError("the program has no --workdir=DIR; give one, for its metrics there tell what it has finished")
-    return options, command
+    return options, command, workdir
 
 
-def run(options: argparse.Namespace, limits: Limits, command: Sequence[str]) -> int:
+def run(options: argparse.Namespace, limits: Limits, command: Sequence[str], workdir: Path) -> int:
     """Runs the program until it finishes or is asked to stop, and returns the exit code."""
-    from engines import ray_members  # it needs Ray
+    from engines.ray_members import Members  # it needs Ray
     from engines.ray_train import Engine
 
-    workdir = workdir_of(command)
-    assert workdir
     devices = {"JAX_NUM_CPU_DEVICES": str(options.devices_per_node)} if options.devices_per_node else {}
-    ray_members.connect(options.address)
-    events = EventLog(workdir, "engine")
-
-    def note_loss(host: str, why: str) -> None:
-        say(f"{host} {why}")
-        events.write(Event.NODE_LOST, host=host, why=why)
-
-    members = ray_members.Members(limits.max_nodes, command, os.getcwd(), devices, note_loss)
-    try:
-        patience = Patience(max_failures=options.max_failures)
-        engine = Engine(
-            members, limits, patience, workdir, compile_ahead=options.compile_ahead, notice_s=options.notice_s
-        )
-        return engine.run()
-    finally:
-        members.close()
-        ray_members.disconnect()
+    ours = {"max_failures": options.max_failures, "compile_ahead": options.compile_ahead, "notice_s": options.notice_s}
+    with Members(options.address, limits.max_nodes, command, devices, EventLog(workdir, "engine")) as members:
+        return Engine(members, limits, workdir, **ours).run()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ class News:
     codes: dict[int, int | None]  # by attempt: exit code (negative: a signal), None while it runs
     lines: list[tuple[int, str]]  # of output, with the attempt (0: the agent itself)
     is_leaving: bool  # the agent got SIGTERM: the node is leaving
-    is_warm: bool  # a process has been started for the next attempt
     free_port: int
 
 
@@ -118,7 +117,6 @@ class Agent:
                 codes=dict(self._codes),
                 lines=lines,
                 is_leaving=self._is_leaving,
-                is_warm=self._warm is not None,
                 free_port=_free_port(),
             )
 

@@ -1,17 +1,19 @@
 """`Members`: the nodes of a Ray cluster that may train, each with its agent. Only this module uses Ray."""
 
 import logging
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from engines.ray_agent import STARTING_S, Agent, News
-from engines.ray_output import say
+from engines.ray_plan import say
+from runtime.events import Event, EventLog
 
 LOOK_S = 0.5  # how often Ray is asked for its nodes
 NEWS_S = 1.0  # longest time between two answers of an agent
@@ -53,25 +55,35 @@ class Member:
 class Members:
     """Follows Ray's view of its nodes, and keeps an agent on up to `max_nodes` of them.
 
-    An agent takes the whole node (its CPUs and GPUs), and ends with this process.
+    An agent takes the whole node (its CPUs and GPUs), and ends with this process. A context manager, which connects to
+    the cluster.
     """
 
     def __init__(
-        self,
-        max_nodes: int,
-        command: Sequence[str],
-        folder: str,
-        environment: Mapping[str, str],
-        note_loss: Callable[[str, str], None],
+        self, address: str, max_nodes: int, command: Sequence[str], environment: Mapping[str, str], events: EventLog
     ) -> None:
         self.by_node: dict[str, Member] = {}
         self.draining: set[str] = set()
         self.idle_hosts: list[str] = []  # alive, but over `max_nodes`
-        self._max_nodes = max_nodes
-        self._arguments = (list(command), folder, dict(environment))
-        self._note_loss = note_loss
+        self._address, self._max_nodes, self._events = address, max_nodes, events
+        self._arguments = (list(command), os.getcwd(), dict(environment))
         self._unusable: set[str] = set()  # nodes whose agent did not start, or was asked to end
         self._look_again_s = 0.0
+
+    def __enter__(self) -> Self:
+        """Connects to the Ray cluster; ValueError if there is none at the address."""
+        try:
+            ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, RayError) as error:
+            raise ValueError(
+                f"--address={self._address}: no Ray cluster there ({error}); start one with `ray start`"
+            ) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self.by_node.values():
+            ray.kill(member.agent)
+        ray.shutdown()
 
     def turn(self) -> list[Member]:
         """Updates the members by Ray's nodes, waits briefly for news, and returns the members that have some."""
@@ -88,7 +100,9 @@ class Members:
 
     def drop(self, node: str, why: str) -> None:
         """Removes a lost member and ends its agent, and with it the program on that node."""
-        self._note_loss(self._end(node).host, why)
+        host = self._end(node).host
+        say(f"{host} {why}")
+        self._events.write(Event.NODE_LOST, host=host, why=why)
 
     def give_back(self) -> None:
         """Ends the agents of leaving nodes for good."""
@@ -105,12 +119,6 @@ class Members:
         member = self.by_node.pop(node)
         ray.kill(member.agent)
         return member
-
-    def close(self) -> None:
-        """Ends all agents."""
-        for member in self.by_node.values():
-            ray.kill(member.agent)
-        self.by_node.clear()
 
     def _look(self) -> None:
         # What Ray Train itself asks (ray.train.v2, preemption.py); ray.nodes() does not tell.
@@ -150,25 +158,9 @@ class Members:
         except (RayActorError, RayTaskError, ActorUnschedulableError) as error:  # the last: it died before it started
             if member.news is None:
                 self._unusable.add(member.node)
-            self.drop(member.node, f"is lost: its agent ended ({_first_line(error)})")
+            why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            self.drop(member.node, f"is lost: its agent ended ({why})")
             return False
         member.heard_s = time.monotonic()
         member.asked = member.agent.news.remote(NEWS_S)
         return True
-
-
-def connect(address: str) -> None:
-    """Connects to a Ray cluster; ValueError if there is none at the address."""
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, RayError) as error:
-        raise ValueError(f"--address={address}: no Ray cluster there ({error}); start one with `ray start`") from error
-
-
-def disconnect() -> None:
-    """Disconnects from the cluster."""
-    ray.shutdown()
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -3,6 +3,7 @@
 An attempt is one run of the program on a fixed set of nodes, with one process per node.
 """
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,16 +114,8 @@ def how(code: int | None) -> str:
     return f"by {signal_name(-code)}" if code < 0 else f"with {code}"
 
 
-@dataclass(kw_only=True)
-class Patience:
-    """Counts the consecutive attempts that failed without reaching a new step."""
-
-    max_failures: int
-    failures: int = 0
-    farthest_step: int = 0
-
-    def is_over(self, step: int) -> bool:
-        """Records a failure after `step`, and returns whether there were more than `max_failures`."""
-        self.failures = 0 if step > self.farthest_step else self.failures + 1
-        self.farthest_step = max(step, self.farthest_step)
-        return self.failures > self.max_failures
+def say(text: str) -> None:
+    """Prints a message of the engine with the time."""
+    now_s = time.time()
+    clock = time.strftime("%H:%M:%S", time.localtime(now_s))
+    print(f"{clock}.{int(now_s * 10) % 10} {text}", file=sys.stderr, flush=True)

@@ -1,15 +1,12 @@
 """`Engine`: runs a program on a Ray cluster, attempt after attempt, on the available nodes."""
 
-import contextlib
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.ray_agent import STARTING_S
-from engines.ray_output import say
-from engines.ray_plan import Attempt, Limits, Patience, World, choose, how, judge
+from engines.ray_plan import Attempt, Limits, World, choose, how, judge, say
 from runtime.events import Event, EventLog, EventReader
 from runtime.exit_codes import ExitCode
 from runtime.progress import read_progress
@@ -34,18 +31,19 @@ class Engine:
         self,
         members: "Members",
         limits: Limits,
-        patience: Patience,
         workdir: Path,
         *,
-        compile_ahead: bool = False,
-        notice_s: float = 30.0,
+        max_failures: int,
+        compile_ahead: bool,
+        notice_s: float,
     ) -> None:
-        """With `compile_ahead`, a planned change starts the next attempt before it stops the current one.
+        """`max_failures` attempts in a row may fail without a new step.
 
-        `notice_s` is how long a leaving node stays up: the next attempt gets half of it to compile.
+        With `compile_ahead`, a planned change starts the next attempt before it stops the current one; `notice_s` is
+        how long a leaving node stays up: the next attempt gets half of it to compile.
         """
-        self._members, self._limits, self._patience, self._workdir = members, limits, patience, workdir
-        self._patience.farthest_step = read_progress(workdir).step  # of an earlier engine
+        self._members, self._limits, self._workdir, self._max_failures = members, limits, workdir, max_failures
+        self._failures, self._farthest_step = 0, read_progress(workdir).step  # of an earlier engine
         self._compile_ahead, self._leaving_s = compile_ahead, notice_s / 2
         self._events, self._news = EventLog(workdir, "engine"), EventReader(workdir)
         self._news.skip()  # events of an earlier engine
@@ -56,42 +54,67 @@ class Engine:
         self._signals = 0
         self._event_s = time.monotonic()
         self._last_words: dict[str, str] = {}  # last line of output, by node
-        self._said = ""  # the last message of `_say_once`
 
     def run(self) -> int:
-        """Returns the exit code: 0 finished, 75 stopped but resumable, else that of the program's error."""
+        """Returns the exit code: 0 finished, 75 stopped but resumable, else that of the program's error.
+
+        From now on the first SIGTERM or SIGINT stops the program, and the second one kills it.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note_signal)
         try:
-            with self._signals_noted():
-                return self._run()
+            while attempt := self._take_turn() or self._begin():
+                self._train(attempt)
+                if (code := self._judge(attempt)) != ExitCode.RESUMABLE:
+                    return code
         finally:
             self._give_up("it is not needed")
-
-    def _run(self) -> int:
-        while (attempt := self._take_turn() or self._begin()) is not None:
-            self._train(attempt)
-            code, node = judge(attempt.codes)
-            step = read_progress(self._workdir).step
-            ends = {self._name(node): how(code) for node, code in attempt.codes.items()}
-            self._write(Event.ATTEMPT_ENDED, attempt, step=step, ends=ends)
-            if code != ExitCode.RESUMABLE:
-                where = f" on {self._hosts[node]}" if node else ""
-                said = f": {self._last_words.get(node, '')}" if code else ""
-                say(f"attempt {attempt.number} ended{where} with exit code {code}{said}")
-                return code
-            say(f"attempt {attempt.number} stopped at step {step}: {self._codes(attempt)}")
-            if not attempt.why_stopped and self._patience.is_over(step):
-                said = next((self._last_words[n] for n in attempt.codes if n in self._last_words), "nothing")
-                say(f"error: {self._patience.failures} failures in a row without a new step; it said: {said}")
-                return 1
         say("stopped; the same command goes on")
         return ExitCode.RESUMABLE
+
+    def _note_signal(self, *_: object) -> None:
+        self._signals += 1
+
+    def _judge(self, attempt: Attempt) -> int:
+        """Reports the end of an attempt, and returns the exit code; 75 if there shall be another one."""
+        code, node = judge(attempt.codes)
+        step = read_progress(self._workdir).step
+        ends = {self._name(node): how(code) for node, code in attempt.codes.items()}
+        self._write(Event.ATTEMPT_ENDED, attempt, step=step, ends=ends)
+        if code != ExitCode.RESUMABLE:
+            where = f" on {self._hosts[node]}" if node else ""
+            said = f": {self._last_words.get(node, '')}" if code else ""
+            say(f"attempt {attempt.number} ended{where} with exit code {code}{said}")
+            return code
+        say(f"attempt {attempt.number} stopped at step {step}: {', '.join(map(' '.join, ends.items()))}")
+        if attempt.why_stopped:
+            return code
+        self._failures = 0 if step > self._farthest_step else self._failures + 1
+        self._farthest_step = max(step, self._farthest_step)
+        if self._failures > self._max_failures:
+            said = next((self._last_words[n] for n in attempt.codes if n in self._last_words), "nothing")
+            say(f"error: {self._failures} failures in a row without a new step; it said: {said}")
+            return ExitCode.FAILED
+        return code
 
     # -------------------------------------------------------------------------------------------- between attempts
 
     def _begin(self) -> Attempt | None:
-        """Starts an attempt as soon as there are enough nodes; None if asked to stop."""
-        world = self._await_world()
-        return self._start(world, self._event_s) if world else None
+        """Starts an attempt as soon as there are enough nodes, and those that join have; None if asked to stop."""
+        said, until_s = "", time.monotonic() + STARTING_S
+        while not self._signals:
+            self._turn()
+            self._members.give_back()
+            world = self._choose()
+            starting = [m.host for m in self._members.by_node.values() if not m.answers]
+            if world.nodes and (not starting or time.monotonic() > until_s):
+                return self._start(world, self._event_s)
+            if world.missing:
+                until_s = time.monotonic() + STARTING_S
+                waits = f"waiting for {world.missing} more nodes; there: {self._names(world.idle) or 'none'}"
+                if waits != said:
+                    say(said := waits)
+        return None
 
     def _start(self, world: World, since_s: float, *options: str) -> Attempt:
         """Starts the program on every node of a world."""
@@ -110,22 +133,6 @@ class Engine:
             stands_by=STANDBY in options,
         )
 
-    def _await_world(self) -> World | None:
-        """Waits for enough nodes, and for those that are joining; None if this program was asked to stop."""
-        self._said = ""
-        until_s = time.monotonic() + STARTING_S
-        while not self._signals:
-            self._turn()
-            self._members.give_back()
-            world = self._choose()
-            starting = [m.host for m in self._members.by_node.values() if not m.answers]
-            if world.nodes and (not starting or time.monotonic() > until_s):
-                return world
-            if world.missing:
-                until_s = time.monotonic() + STARTING_S
-                self._say_once(f"waiting for {world.missing} more nodes; there: {self._names(world.idle) or 'none'}")
-        return None
-
     def _choose(self) -> World:
         there = [m for m in self._members.by_node.values() if m.answers and not self._members.is_going(m)]
         there.sort(key=lambda member: member.address)
@@ -139,8 +146,7 @@ class Engine:
         idle = [*map(self._name, attempt.world.idle), *self._members.idle_hosts]
         named = f"{len(nodes)} nodes: {self._names(nodes)}; idle: {', '.join(idle) or 'none'}"
         say(f"attempt {attempt.number}: {named}")
-        hosts = [*map(self._name, nodes)]
-        self._write(Event.ATTEMPT_STARTED, attempt, hosts=hosts, idle=idle)
+        self._write(Event.ATTEMPT_STARTED, attempt, hosts=[*map(self._name, nodes)], idle=idle)
         attempt.progress, attempt.started_s = read_progress(self._workdir), time.monotonic()
         self._previous = nodes
         while attempt.running:
@@ -255,22 +261,21 @@ class Engine:
         self._coming = self._start(world, time.monotonic(), STANDBY)
         self._coming.why, self._coming.ready_by_s = why, until_s
         say(f"{why}: attempt {self._number} starts ahead: {len(world.nodes)} nodes: {self._names(world.nodes)}")
-        hosts = [*map(self._name, world.nodes)]
-        self._write(Event.ATTEMPT_AHEAD, self._coming, hosts=hosts, why=why)
+        self._write(Event.ATTEMPT_AHEAD, self._coming, hosts=[*map(self._name, world.nodes)], why=why)
 
-    def _check_coming(self) -> None:
+    def _check_coming(self, *, is_its_turn: bool = False) -> None:
         """Gives up the next attempt when it can no longer train."""
-        if self._coming and self._signals:
-            self._give_up("the run is to stop")
-        elif self._coming and (why := self._why_not(self._coming)):
+        if self._coming and (why := self._why_not(self._coming, is_its_turn)):
             nodes = self._coming.world.nodes
             self._give_up(why)
             for node in nodes:
-                if node in self._members.by_node:
+                if node in self._members.by_node and not self._signals:
                     self._members.by_node[node].warm_up()
 
-    def _why_not(self, coming: Attempt) -> str:
+    def _why_not(self, coming: Attempt, is_its_turn: bool) -> str:
         """Returns why an attempt that was started early cannot train; "" if it can."""
+        if self._signals:
+            return "the run is to stop"
         for node in coming.world.nodes:
             member = self._members.by_node.get(node)
             if member is None:
@@ -279,6 +284,8 @@ class Engine:
                 return f"{member.host} is to go"
             if (code := coming.code_on(member)) is not None:
                 return f"the program ended {how(code)} on {member.host}"
+            if is_its_turn and not member.answers:  # while it compiles, that does not matter
+                return f"{member.host} does not answer"
         return ""
 
     def _give_up(self, why: str) -> None:
@@ -294,14 +301,7 @@ class Engine:
     def _take_turn(self) -> Attempt | None:
         """Returns the attempt that was started early, if it can train now."""
         self._members.give_back()
-        self._check_coming()
-        silent = [
-            member.host
-            for node in (self._coming.world.nodes if self._coming else ())
-            if not (member := self._members.by_node[node]).answers
-        ]
-        if silent:
-            self._give_up(f"{', '.join(silent)} does not answer")
+        self._check_coming(is_its_turn=True)
         coming, self._coming = self._coming, None
         return coming
 
@@ -328,8 +328,7 @@ class Engine:
             attempt.has_stepped = True
             took_s = time.monotonic() - attempt.since_s
             say(f"attempt {attempt.number}: step {now.step} is done, {took_s:.1f} s after the event")
-            after_s = round(took_s, 3)
-            self._write(Event.ATTEMPT_STEPPED, attempt, step=now.step, after_s=after_s)
+            self._write(Event.ATTEMPT_STEPPED, attempt, step=now.step, after_s=round(took_s, 3))
         is_late = time.monotonic() > attempt.started_s + SETTLED_S
         if (attempt.has_stepped or is_late) and not attempt.is_settled:
             attempt.is_settled = True
@@ -349,30 +348,8 @@ class Engine:
     def _write(self, event: Event, attempt: Attempt, **fields: Any) -> None:
         self._events.write(event, attempt=attempt.number, attempt_id=attempt.coordinator, **fields)
 
-    def _say_once(self, text: str) -> None:
-        if text != self._said:
-            self._said = text
-            say(text)
-
-    def _codes(self, attempt: Attempt) -> str:
-        return ", ".join(f"{self._name(node)} {how(code)}" for node, code in attempt.codes.items())
-
     def _name(self, node: str) -> str:
         return self._hosts.get(node, node)
 
     def _names(self, nodes: tuple[str, ...] | list[str]) -> str:
         return ", ".join(map(self._name, nodes))
-
-    @contextlib.contextmanager
-    def _signals_noted(self) -> Iterator[None]:
-        """Makes the first SIGTERM or SIGINT stop the program, and the second one kill it."""
-
-        def note(*_: object) -> None:
-            self._signals += 1
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

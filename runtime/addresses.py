@@ -15,14 +15,14 @@ def own_address() -> str:
     return name if address.startswith("127.") else address
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """Returns the parts of HOST:PORT, without the brackets of an IPv6 address. ValueError says what is wrong."""
+def host_and_port(address: str, name: str = "--coordinator") -> tuple[str, int]:
+    """Returns the parts of HOST:PORT, without the brackets of an IPv6 address. ValueError if `name` has none."""
     host, _, port = address.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     if ":" in host and host != f"[{bare}]":  # jax would crash
-        raise ValueError(f"must be HOST:PORT; an IPv6 address needs brackets: [{host}]:{port}")
+        raise ValueError(f"{name}={address} must be HOST:PORT; an IPv6 address needs brackets: [{host}]:{port}")
     if not bare or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
-        raise ValueError("must be HOST:PORT")
+        raise ValueError(f"{name}={address} must be HOST:PORT")
     return bare, int(port)
 
 

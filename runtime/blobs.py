@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Self
 
 from files import json_objects
 from runtime.addresses import listen, own_address
-from runtime.handshake import Acceptor, introduce
+from runtime.handshake import Acceptor, connect
 
 WAIT_S = 1.0
 _BLOCK_BYTES = 1 << 20
@@ -72,33 +72,19 @@ class BlobService:
         with suppress(OSError, ValueError, LookupError, TypeError), connection, connection.makefile("rwb") as stream:
             while line := stream.readline():
                 request = json_objects.parse(line, "the request", lenient=True)
-                header, content = self._answered(request, process, stream)
+                with _waiting(stream):
+                    header, content = self._answered(request, process, stream)
                 _say(stream, header)
                 stream.write(content)
                 stream.flush()
 
     def _answered(self, request: dict[str, Any], process: int, stream: Any) -> tuple[dict[str, Any], memoryview]:
-        """Returns the answer and its bytes; says every second that it takes long."""
-        result: list[tuple[dict[str, Any], memoryview] | Exception] = []
-
-        def work() -> None:
-            try:
-                content = self._answer(request, process, stream)
-                result.append(({"size": content.nbytes, "crc32": zlib.crc32(content)}, content))
-            except (OSError, LookupError, RuntimeError) as error:
-                result.append(({"error": f"{type(error).__name__}: {error}"}, memoryview(b"")))
-            except Exception as error:
-                result.append(error)
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join(WAIT_S)
-        while thread.is_alive():
-            _say(stream, {"wait": True})
-            thread.join(WAIT_S)
-        if isinstance(result[0], Exception):
-            raise result[0]
-        return result[0]
+        """Returns the answer and its bytes."""
+        try:
+            content = self._answer(request, process, stream)
+        except (OSError, LookupError, RuntimeError) as error:
+            return {"error": f"{type(error).__name__}: {error}"}, memoryview(b"")
+        return {"size": content.nbytes, "crc32": zlib.crc32(content)}, content
 
 
 class Connection:
@@ -106,21 +92,16 @@ class Connection:
 
     def __init__(self, address: Address, token: str, purpose: str, me: int, *, silence_s: float) -> None:
         """Connects as process `me`. PeerError if the other process is not there; it may be silent for `silence_s`."""
-        self._address, self._silence_s = address, silence_s
+        self._address = address
         with self._explained():
-            self._socket = socket.create_connection((address.host, address.port), timeout=silence_s)
-            try:
-                introduce(self._socket, token, purpose, me, silence_s)
-            except OSError:
-                self._socket.close()
-                raise
+            self._socket = connect(address.host, address.port, token, purpose, me, silence_s)
             self._socket.settimeout(silence_s)
             self._stream = self._socket.makefile("rwb")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def get(
@@ -163,27 +144,42 @@ class Connection:
 
     def _answer(self, wait_s: float = inf) -> dict[str, Any]:
         until_s = time.monotonic() + wait_s
-        while "wait" in (answer := self._read_line()):
+        while line := self._stream.readline():
+            answer = json_objects.parse(line, "its answer")
+            if "error" in answer:
+                raise RefusedError(str(answer["error"]))
+            if "wait" not in answer:
+                return answer
             if time.monotonic() > until_s:
                 raise TimeoutError("it has not answered in time")
-        if "error" in answer:
-            raise RefusedError(str(answer["error"]))
-        return answer
-
-    def _read_line(self) -> dict[str, Any]:
-        line = self._stream.readline()
-        try:
-            return json_objects.parse(line, "its answer")
-        except ValueError as error:
-            raise ConnectionError(str(error) if line else "it closed the connection") from None
+        raise ConnectionError("it closed the connection")
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except (OSError, ValueError) as error:
             kind = RefusedError if isinstance(error, RefusedError) else PeerError
             raise kind(f"{self._address}: {error}") from error
+
+
+@contextmanager
+def _waiting(stream: Any) -> Iterator[None]:
+    """Says every second that the answer takes long, until the context is left or the connection is lost."""
+    is_over = threading.Event()
+
+    def say() -> None:
+        with suppress(OSError, ValueError):
+            while not is_over.wait(WAIT_S):
+                _say(stream, {"wait": True})
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def _say(stream: Any, message: Mapping[str, Any]) -> None:

@@ -69,14 +69,7 @@ def broadcast(key: Key, answer: Callable[[], Any]) -> Any:
 
 def all_gather(key: Key, value: Any) -> list[Any]:
     """Returns the values (JSON) of all processes, in their order. A None costs no message to the store."""
-    if jax.process_count() == 1:
-        return [json.loads(json.dumps(value))]
-    client = multihost.get_jax_distributed_client()
-    if value is not None:
-        client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
-    barrier(key.topic)  # after it the store has all values, and one call gets them
-    given = {name.rpartition("/")[2]: text for name, text in client.key_value_dir_get(f"{key}/")}
-    return [json.loads(given.get(str(process), "null")) for process in range(jax.process_count())]
+    return _gather(key, value, to_all=True)
 
 
 def gather(key: Key, value: Any) -> list[Any]:
@@ -84,17 +77,23 @@ def gather(key: Key, value: Any) -> list[Any]:
 
     Unlike those of an `all_gather`, large values neither go to every process nor stay in the store.
     """
+    return _gather(key, value, to_all=False)
+
+
+def _gather(key: Key, value: Any, *, to_all: bool) -> list[Any]:
+    own = json.dumps(value)
     if jax.process_count() == 1:
-        return [json.loads(json.dumps(value))]
-    client = multihost.get_jax_distributed_client()
-    if jax.process_index() != 0:
-        client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
-        barrier(key.topic)
+        return [json.loads(own)]
+    client, me = multihost.get_jax_distributed_client(), jax.process_index()
+    if value is not None and (to_all or me):
+        client.key_value_set(f"{key}/{me}", own)
+    barrier(key.topic)  # after it the store has all values, and one call gets them
+    if me and not to_all:
         return []
-    barrier(key.topic)
-    given = {name.rpartition("/")[2]: text for name, text in client.key_value_dir_get(f"{key}/")}
-    client.key_value_delete(f"{key}/")
-    return [json.loads(given.get(str(process), json.dumps(value))) for process in range(jax.process_count())]
+    given = {name.rpartition("/")[2]: text for name, text in client.key_value_dir_get(f"{key}/")} | {str(me): own}
+    if not to_all:
+        client.key_value_delete(f"{key}/")
+    return [json.loads(given.get(str(process), "null")) for process in range(jax.process_count())]
 
 
 def barrier(topic: str) -> None:

@@ -17,7 +17,10 @@ def raise_limit() -> None:
 def shortage() -> str:
     """Returns a sentence if less than a tenth of the file descriptors are left, else an empty text."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = _lowest_free(limit)
+    try:  # the lowest free number is how many are in use, unless there are gaps; listing them all would take long
+        os.close(used := os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        used = limit
     if limit == resource.RLIM_INFINITY or used <= _MOST * limit:
         return ""
     sockets = ""
@@ -29,13 +32,3 @@ def shortage() -> str:
         "connect to gloo's port, which keeps one for each? Close the port to them, or raise `ulimit -Hn` "
         "(docs/security.md)"
     )
-
-
-def _lowest_free(limit: int) -> int:
-    """Returns the lowest free number, as many as are in use unless there are gaps; listing them all would take long."""
-    try:
-        number = os.open(os.devnull, os.O_RDONLY)
-    except OSError:
-        return limit
-    os.close(number)
-    return number

@@ -153,6 +153,17 @@ def admit(connection: socket.socket, token: str, purpose: str) -> tuple[int, str
     return int(process), host.decode()
 
 
+def connect(host: str, port: int, token: str, purpose: str, me: int, patience_s: float) -> socket.socket:
+    """Returns an authenticated connection to a process of the run. OSError if there is none within `patience_s`."""
+    connection = socket.create_connection((host, port), timeout=patience_s)
+    try:
+        introduce(connection, token, purpose, me, patience_s)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
 def introduce(connection: socket.socket, token: str, purpose: str, me: int, patience_s: float) -> None:
     """Authenticates as process `me` of the run. OSError if the other end does not prove that it is of the run too."""
     until_s, ours = time.monotonic() + patience_s, secrets.token_hex(16).encode()

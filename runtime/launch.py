@@ -40,16 +40,15 @@ def join(address: Address) -> None:
     if address == FROM_ENVIRONMENT:
         if any(name in os.environ for name in VARIABLES[1:]):  # other programs set only the address
             coordinator, num_processes, process_id = _from_variables()
-        elif launcher := find_launcher():
-            _join_by(launcher)
-            return
         else:
+            if launcher := find_launcher():
+                _join_by(launcher)
             return
     if coordinator is None or num_processes is None or process_id is None:
         raise ValueError("--coordinator, --num_processes and --process_id belong together; give all three")
     if not 0 <= process_id < num_processes:
         raise ValueError(f"--process_id={process_id} must be from 0 to {num_processes - 1}")
-    _parts("--coordinator", coordinator)
+    host_and_port(coordinator)
     bind_address = _bind_address(coordinator) if process_id == 0 else None
     # else jax would still query Kubernetes, for this process' devices, and fail if it lacks the permission
     method = "deactivate" if "KUBERNETES_SERVICE_HOST" in os.environ else None
@@ -95,19 +94,11 @@ def _bind_address(coordinator: str) -> str | None:
     ValueError if that is impossible: jax would crash.
     """
     if at := os.environ.get(BIND_VARIABLE):
-        _check_free(*_parts(BIND_VARIABLE, at), f"{BIND_VARIABLE}={at}")
+        _check_free(*host_and_port(at, BIND_VARIABLE), f"{BIND_VARIABLE}={at}")
         return None
-    host, port = _parts("--coordinator", coordinator)
+    host, port = host_and_port(coordinator)
     _check_free(to_listen_at(host), port, f"--coordinator={coordinator}")
     return coordinator if to_listen_at(host) else None
-
-
-def _parts(name: str, address: str) -> tuple[str, int]:
-    """Returns host and port of an address that the user gave as `name`; ValueError if it has none."""
-    try:
-        return host_and_port(address)
-    except ValueError as error:
-        raise ValueError(f"{name}={address} {error}") from error
 
 
 def _check_free(host: str, port: int, given: str) -> None:

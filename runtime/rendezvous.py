@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
+from runtime import handshake
 from runtime.addresses import host_and_port, listen, own_address
 from runtime.consensus import broadcast, new_key
-from runtime.handshake import Acceptor, introduce
 from runtime.heartbeat import Peer
 
 _PURPOSE = "heartbeats"
@@ -45,7 +45,7 @@ def accept(listener: socket.socket, token: str, count: int) -> list[Peer]:
     def admit(connection: socket.socket, process: int, host: str) -> None:
         admitted.put(Peer(process=process, host=host, connection=connection))
 
-    acceptor = Acceptor(listener, token, _PURPOSE, count, admit)
+    acceptor = handshake.Acceptor(listener, token, _PURPOSE, count, admit)
     peers: dict[int, Peer] = {}
     deadline_s = time.monotonic() + _ACCEPT_S
     try:
@@ -63,12 +63,7 @@ def accept(listener: socket.socket, token: str, count: int) -> list[Peer]:
 def connect(address: str, port: int, token: str, host: str, me: int) -> Peer:
     """Connects to process 0, which listens at `address` and runs on `host`, and returns it."""
     try:
-        connection = socket.create_connection((address, port), timeout=_CONNECT_S)
-        try:
-            introduce(connection, token, _PURPOSE, me, _CONNECT_S)
-        except OSError:
-            connection.close()
-            raise
+        connection = handshake.connect(address, port, token, _PURPOSE, me, _CONNECT_S)
     except OSError as error:
         cannot = f"process {me} cannot reach process 0 at {address}:{port} for heartbeats"
         raise OSError(f"{cannot}: {error}; a firewall?") from error

@@ -10,7 +10,7 @@ import pytest
 
 from engines import ray_train
 from engines.ray_agent import News
-from engines.ray_plan import Limits, Patience
+from engines.ray_plan import Limits
 from engines.ray_train import Engine
 from runtime.events import Event, EventLog
 
@@ -50,7 +50,6 @@ class Member:
             codes=dict(self.codes),
             lines=[(self.cluster.training, line) for line in self.lines],
             is_leaving=self.is_leaving,
-            is_warm=True,
             free_port=4000,
         )
 
@@ -162,13 +161,17 @@ def run_scenario(
     """Runs an engine through a scenario, with short times but for those that are given; returns its exit code."""
     members = Members(hosts, scenario, workdir)
     limits = Limits(min_nodes=least, max_nodes=most, nodes_per_group=group)
-    patience = Patience(max_failures=max_failures)
-    ahead = {"compile_ahead": compile_ahead, "notice_s": 0.1}
-    engine = Engine(members, limits, patience, workdir, **ahead)  # pyright: ignore[reportArgumentType]
+    options = {"max_failures": max_failures, "compile_ahead": compile_ahead, "notice_s": 0.1}
+    engine = Engine(members, limits, workdir, **options)  # pyright: ignore[reportArgumentType]
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with pytest.MonkeyPatch.context() as patch:
         for name, time_s in (dict.fromkeys(SHORT, 0.05) | {"STOP_S": 0.5} | times_s).items():
             patch.setattr(ray_train, name, time_s)
-        return engine.run(), members
+        try:
+            return engine.run(), members
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def until(condition: Callable[[], object]) -> Iterator[None]:

@@ -13,7 +13,7 @@ import pytest
 WAITING = frozenset(
     f"test_{name}.py"
     for name in (
-        *("chaos", "emulate", "emulate_nodes", "emulate_training", "handshake", "heartbeat", "joining", "probe"),
+        *("chaos", "emulate", "emulate_nodes", "handshake", "heartbeat", "joining", "probe"),
         *("ray_ahead", "ray_cluster", "ray_engine", "ray_members", "ray_agent", "standby", "wire_bytes"),
     )
 )

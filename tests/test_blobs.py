@@ -85,13 +85,23 @@ def test_strangers_get_nothing(service: BlobService) -> None:
         assert received.count(b"\n") <= 1  # the challenge alone
 
 
-def test_process_that_goes_before_its_answer_ends_its_connection_alone(service: BlobService) -> None:
-    """Neither writing the answer nor closing the connection, which writes it once more, is an error of this node."""
+def test_a_process_that_goes_before_its_answer_ends_its_connection_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither writing the answer nor closing, which writes it once more, is an error; and nothing works on for it."""
+    monkeypatch.setattr(blobs, "WAIT_S", 0.02)
+    done: list[bool] = []
+
+    def slow(request: dict[str, Any], process: int, content: BinaryIO) -> memoryview:
+        threading.Event().wait(0.3)  # it hears several times that the connection is lost
+        done.append(True)
+        raise LookupError("unknown")
+
+    service = BlobService("tests", slow, process=0, count=2, token=TOKEN)
     ours, theirs = socket.socketpair()
     with theirs:
         theirs.sendall(b'{"get": "unknown"}\n')
     service.serve(ours, 1, "another host")
-    assert ours.fileno() == -1  # closed
+    service.close()
+    assert done and ours.fileno() == -1  # closed
 
 
 def closes_early(stream: Any) -> None:

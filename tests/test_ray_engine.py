@@ -145,7 +145,8 @@ def test_failures_without_progress_end(tmp_path: Path, capsys: pytest.CaptureFix
             yield
 
     assert run_scenario("ab", scenario, tmp_path, max_failures=1)[0] == 1
-    assert "2 failures in a row without a new step; it said: it crashed" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "attempt 4 stopped" in said and "2 failures in a row without a new step; it said: it crashed" in said
 
 
 def test_steps_of_an_engine_before_are_not_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,18 +1,20 @@
 """Which nodes of a Ray cluster get an agent, with a Ray that says what the test wants."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engines.ray_agent import STARTING_S, News
+from runtime.events import EventLog, EventReader
 
 ray_members = pytest.importorskip("engines.ray_members", reason="needs Ray: make .venv/ray-installed")
 
 
 @pytest.fixture
-def members(monkeypatch: pytest.MonkeyPatch) -> Any:
+def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of the nodes a, b and c, at most two."""
-    members = ray_members.Members(2, ["python", "train.py"], ".", {}, print)
+    members = ray_members.Members("auto", 2, ["python", "train.py"], {}, EventLog(tmp_path, "engine"))
     nodes = [{"NodeID": x, "Alive": True, "Resources": {"CPU": 1.0}, "NodeManagerHostname": x} for x in "abc"]
 
     def add(node: Any) -> None:
@@ -37,14 +39,16 @@ def test_no_more_than_wanted(members: Any) -> None:
 def test_a_agent_that_never_begins_keeps_no_node_out(members: Any) -> None:
     members._look()
     members.by_node["a"].added_s -= STARTING_S + 1
-    members.by_node["b"].news = News(codes={}, lines=[], is_leaving=False, is_warm=True, free_port=1)
+    members.by_node["b"].news = News(codes={}, lines=[], is_leaving=False, free_port=1)
     members.by_node["b"].added_s -= STARTING_S + 1
     members._look()
     assert list(members.by_node) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("kind", ["RayActorError", "RayTaskError", "ActorUnschedulableError"])
-def test_a_agent_that_fails_is_dropped(kind: str, members: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_agent_that_fails_is_dropped(
+    kind: str, members: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = {
         "RayActorError": (),
         "RayTaskError": ("news", "no memory", OSError()),
@@ -59,5 +63,6 @@ def test_a_agent_that_fails_is_dropped(kind: str, members: Any, monkeypatch: pyt
     monkeypatch.setattr(ray_members.ray, "kill", lambda _: None)
     members._look()
     assert not members._hear(members.by_node["a"])
+    assert [(event["event"], event["host"]) for event in EventReader(tmp_path).new()] == [("node_lost", "a")]
     members._look()
     assert list(members.by_node) == ["b", "c"]  # it never began on a

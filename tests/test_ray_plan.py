@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engines.ray import main
-from engines.ray_plan import Limits, Patience, choose, how, judge
+from engines.ray_plan import Limits, choose, how, judge
 from runtime.progress import read_progress
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,12 +107,6 @@ def test_what_the_end_means(codes: list[int | None], code: int) -> None:
 
 def test_the_node_of_an_error_is_named() -> None:
     assert judge({"a": 75, "b": 1, "c": None}) == (1, "b")
-
-
-def test_patience_counts_failures_without_a_new_step() -> None:
-    patience = Patience(max_failures=2)
-    assert [patience.is_over(step) for step in (5, 5, 4, 6, 6, 6)] == [False] * 6
-    assert patience.is_over(6)
 
 
 def test_progress_is_the_last_whole_line(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from running import IGNORED, ROOT, SMALL, arguments, run_here
 from input_pipeline.tokenizers import Bytes
 from runtime import workdir_lock
 from runtime.heartbeat import Heartbeat
-from runtime.standby import StandbyGate
+from runtime.supervisor import Supervisor
 
 pytestmark = IGNORED
 
@@ -215,7 +215,7 @@ def test_standby_beside_another_program_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its turn has come, and the work directory is not free: exit code 2 in one line, as without standby."""
-    monkeypatch.setattr(StandbyGate, "opens", lambda *_: True)
+    monkeypatch.setattr(Supervisor, "await_turn", lambda *_: True)
     monkeypatch.setattr(workdir_lock, "_WAIT_S", 0.3)
     tmp_path.joinpath("run").mkdir()
     with workdir_lock.workdir_lock(tmp_path / "run"):

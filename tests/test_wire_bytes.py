@@ -10,32 +10,46 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pytest
-from emulating import EMULATED, emulate, finish
-from running import IGNORED, TRAIN, XLA_FLAGS, arguments, rows
+from emulating import EMULATED, emulate, finish, traffic
+from running import IGNORED, TRAIN, XLA_FLAGS, arguments, losses, rows, run_here
 
 from lab.benchmarks.names import Cluster, link_bytes, sharding_of
 
 pytestmark = [IGNORED, EMULATED, pytest.mark.slow]
 CLUSTER = Cluster(nodes=2, devices_per_node=2)
 LAYERS, HIDDEN = 6, 256
-STEPS = 6
+# Layers of 3 MB: gloo's all-reduce of 1 MB goes out in packets of 3 KB, whose headers alone are 2.7 %.
+MODEL = {"model__hidden": HIDDEN, "model__intermediate": 1024, "model__num_layers": LAYERS}
+MODEL |= {"num_steps": 6, "checkpoint__every": 0}
 CONTROL_BYTES = 20_000  # a step: heartbeats, jax's coordination, acknowledgements of a step that is short here
 VECTORS_BYTES = link_bytes("mics(2)", CLUSTER, model_bytes=4 * (2 * LAYERS + 1) * HIDDEN, accum=2)
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3 flat", "zero3", "mics(2)", "mics(2) two-hop off", "node/node/all")
+
+
+def train(tmp_path: Path, **changes: object) -> None:
+    """Trains on the emulated nodes."""
+    command = ["env", f"XLA_FLAGS={XLA_FLAGS}", sys.executable, str(TRAIN), *arguments(tmp_path / "run", **changes)]
+    code, out, err = finish(emulate(tmp_path, command, "--rate=1gbit"))
+    assert code == 0, out + err
+
+
+def test_the_losses_are_those_of_one_process(tmp_path: Path) -> None:
+    assert run_here(*arguments(tmp_path / "one")) == 0
+    train(tmp_path)
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "one"), rtol=1e-5)
+    sent = [row["wire_tx_bytes"] for row in rows(tmp_path / "run")]
+    assert min(sent) > rows(tmp_path / "run")[-1]["collective_inter_bytes"]  # per device: of two, and control traffic
+    assert traffic(tmp_path)[0]["tx_bytes"] > sum(sent)
 
 
 def carried_and_formula(
     name: str, tmp_path: Path, of_steps: Callable[[list[float]], float] = median, **changes: object
 ) -> tuple[list[float], float]:
     """Trains on the emulated nodes; returns what node 0 sent and received in a step, and the bytes of the formula."""
-    # Layers of 3 MB: gloo's all-reduce of 1 MB goes out in packets of 3 KB, whose headers alone are 2.7 %.
-    model = {"model__hidden": HIDDEN, "model__intermediate": 1024, "model__num_layers": LAYERS}
     sharding = {f"sharding__{key}": value for key, value in sharding_of(name).items()}
-    changes = model | sharding | {"num_steps": STEPS, "checkpoint__every": 0, "batch__global_size": 8} | changes
-    command = ["env", f"XLA_FLAGS={XLA_FLAGS}", sys.executable, str(TRAIN), *arguments(tmp_path / "run", **changes)]
-    code, out, err = finish(emulate(tmp_path, command, "--rate=1gbit"))
-    assert code == 0, out + err
+    train(tmp_path, **{**MODEL, **sharding, "batch__global_size": 8, **changes})
     logged = rows(tmp_path / "run")[1:]
     num_params = json.loads((tmp_path / "run" / "environment.json").read_text())["num_params"]
     carried = [of_steps([row[key] for row in logged]) for key in ("wire_tx_bytes", "wire_rx_bytes")]
@@ -118,11 +132,7 @@ def test_a_pipeline_sends_activations_and_the_gradients_of_embedding_and_head(tm
     """
     micro_size, seq_len, accum = 4, 256, 4
     batch = {"batch__micro_size": micro_size, "batch__global_size": micro_size * 2 * accum, "data__seq_len": seq_len}
-    model = {"model__hidden": HIDDEN, "model__intermediate": 1024, "model__num_layers": LAYERS}
-    changes = model | batch | {"mesh__stages": 2, "num_steps": STEPS, "checkpoint__every": 0}
-    command = ["env", f"XLA_FLAGS={XLA_FLAGS}", sys.executable, str(TRAIN), *arguments(tmp_path / "run", **changes)]
-    code, out, err = finish(emulate(tmp_path, command, "--rate=1gbit"))
-    assert code == 0, out + err
+    train(tmp_path, **MODEL, **batch, mesh__stages=2)
     vocab = json.loads((tmp_path / "run" / "config.json").read_text())["model"]["vocab_size"]
     ends = -(-vocab // 128) * 128 * HIDDEN + HIDDEN  # the embedding, which is the head's weight too, and a norm
     activations = 2 * 4 * micro_size * seq_len * HIDDEN  # of two devices, each of which has half of the ends too

@@ -21,8 +21,7 @@ from typing import Any
 
 from files import json_lines
 from lab.benchmarks.records import MEASURED, add, machine
-from lab.chaos.faults import RECOVERY_S, inject
-from lab.chaos.plan import Fault
+from lab.chaos.faults import RECOVERY_S, Fault, inject
 from lab.chaos.run import ElasticRun, RunError
 from lab.chaos.same import compare_losses, compare_parameters
 from metrics.run_files import read_run

@@ -3,9 +3,9 @@
     python -m lab.chaos [--config=configs/elastic.py:tiny] [--events=30] [--seed=0] [-- --config.num_steps=...]
 
 The run is `train.py` under `python -m engines.ray` on emulated nodes (docs/emulation.md). The events are drawn by the
-seed (lab/chaos/plan.py). Each comes a few steps after the run has recovered from the previous one by itself. At the
-end, the loss of every step and the parameters must equal those of the undisturbed run to 1e-5, and no process or
-namespace of the cluster may remain. Exit codes: 0 they do; 1 they do not; 2 a user's mistake.
+seed (lab/chaos/faults.py). Each comes a few steps after the run has recovered from the previous one by itself. At the
+end, the loss of every step and the parameters must equal those of the undisturbed run to 1e-5, and no process of the
+cluster may remain. Exit codes: 0 they do; 1 they do not; 2 a user's mistake.
 
 Writes into the work directory: `log` (the output of the run), `outcomes.jsonl` (a line per event), `run` and
 `reference` (the two runs).
@@ -21,8 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from files import json_lines
-from lab.chaos.faults import Outcome, inject
-from lab.chaos.plan import make_plan
+from lab.chaos.faults import Outcome, inject, make_plan
 from lab.chaos.run import ROOT, ElasticRun, RunError
 from lab.emulate.links import Links
 from metrics.run_files import read_run

@@ -1,15 +1,16 @@
-"""The kinds of events: each is a function of an `ElasticRun` and one of its nodes; `inject` measures one."""
+"""The kinds of events, and a run's plan of them, which a seed makes; `inject` causes one and measures its cost."""
 
 import os
+import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from files import run_directory
-from lab.chaos.plan import Fault
-from lab.chaos.run import NOTICED, ElasticRun
+from lab.chaos.run import NOTICED, ElasticRun, RunError
 from runtime.events import Event
 
 RECOVERY_S = 300.0
@@ -17,6 +18,16 @@ AWAY_S = 30.0  # how long a node is cut off or stopped: longer than its detectio
 LOOK_S = 0.5  # between reads of the events, while polling for a moment of milliseconds
 BRIEF_S = 0.0005
 MOMENT_S = 180.0
+PAUSE_STEPS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """An event at the node of a process, `pause_steps` after the run has recovered from the previous event."""
+
+    kind: str
+    process: int  # of the world at that time; 0 is the coordinator
+    pause_steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +48,33 @@ class Outcome:
     source: str  # of the restored state: memory, checkpoint or nothing
 
 
+def make_plan(seed: int, count: int, *, nodes: int, min_nodes: int) -> list[Fault]:
+    """Returns `count` events for a run that starts on `nodes` and always has at least `min_nodes`.
+
+    Kinds are drawn like cards from a deck, so that all occur equally often as far as the number of nodes allows.
+    """
+    chance, there, deck, plan = random.Random(seed), nodes, Counter[str](), list[Fault]()
+    while len(plan) < count:
+        possible = [kind for kind in sorted(deck.elements()) if min_nodes <= there + KINDS[kind].change <= nodes]
+        if not possible:
+            deck += Counter(dict.fromkeys(KINDS, 1) | {"join": 2})  # as many nodes join as leave
+            continue
+        kind = chance.choice(possible)
+        deck -= Counter([kind])
+        plan.append(Fault(kind=kind, process=chance.randrange(there), pause_steps=chance.randint(1, PAUSE_STEPS)))
+        there += KINDS[kind].change
+    return plan
+
+
 def inject(run: ElasticRun, event: Fault) -> Outcome:
     """Waits until the run is training, injects the event, and returns its cost."""
     settle(run)
     until = run.step + event.pause_steps
     run.wait(lambda: run.is_settled and run.step >= until, f"step {until}", RECOVERY_S)
-    if event.kind in MOMENTS:
-        node = MOMENTS[event.kind](run, event.process)
-    else:
-        node = run.world[event.process % len(run.world)]
+    kind = KINDS[event.kind]
+    node = kind.moment(run, event.process) if kind.moment else run.world[event.process % len(run.world)]
     nodes, attempt, lost, start_s = len(run.world), run.attempt, run.lost_steps, time.monotonic()
-    KINDS[event.kind](run, node)
+    kind.cause(run, node)
     at_step, grows = run.step, event.kind == "join"
     bigger = lambda: len(run.world) > nodes or len(run.world) == run.max_nodes
     run.wait(
@@ -81,9 +108,6 @@ def settle(run: ElasticRun) -> None:
     """Waits until the current attempt has finished a step on at least two nodes, or on all nodes."""
     enough = lambda: run.is_settled and len(run.world) >= min(2, len(run.alive))
     run.wait(enough, "finished step", RECOVERY_S)
-
-
-# ------------------------------------------------------------------------------------------------------ kinds
 
 
 def kill_node(run: ElasticRun, node: int) -> None:
@@ -123,24 +147,6 @@ def for_a_while(verb: str, undo: str) -> Callable[[ElasticRun, int], None]:
     return act
 
 
-KINDS: dict[str, Callable[[ElasticRun, int], object]] = {
-    "sigterm": signalled(signal.SIGTERM),
-    "preempt": preempt,
-    "kill_process": signalled(signal.SIGKILL),
-    "kill_node": kill_node,
-    "cut": for_a_while("cut", "heal"),
-    "freeze_process": signalled(signal.SIGSTOP),
-    "freeze_node": for_a_while("stop", "cont"),
-    "kill_in_snapshot": signalled(signal.SIGKILL),
-    "kill_in_checkpoint": signalled(signal.SIGKILL),
-    "kill_all": kill_all,
-    "join": lambda run, node: run.add(),
-}
-
-
-# ---------------------------------------------------------------------------------------------------- moments
-
-
 def while_writing_a_snapshot(run: ElasticRun, process: int) -> int:
     """Returns the node of a process as soon as it overwrites a slot of its memory tier."""
     return _await(run, process, lambda node: _open_slots(run.memory(node)), "snapshot that is being written")
@@ -148,14 +154,33 @@ def while_writing_a_snapshot(run: ElasticRun, process: int) -> int:
 
 def while_writing_a_checkpoint(run: ElasticRun, process: int) -> int:
     """Returns the node of a process as soon as a new checkpoint is in progress."""
-    before = _unfinished(run)
-    begun = lambda: bool(_unfinished(run) - before)
+    unfinished = lambda: {*(run.workdir / run_directory.CHECKPOINTS / "unfinished").glob("*/*")}
+    before = unfinished()
+    begun = lambda: bool(unfinished() - before)
     return _await(run, process, lambda _: begun, "checkpoint that is being written")
 
 
-MOMENTS: dict[str, Callable[[ElasticRun, int], int]] = {
-    "kill_in_snapshot": while_writing_a_snapshot,
-    "kill_in_checkpoint": while_writing_a_checkpoint,
+@dataclass(frozen=True)
+class Kind:
+    """A kind of event: what causes it, and by how many nodes it changes the world; `moment` waits for its victim."""
+
+    cause: Callable[[ElasticRun, int], object]
+    change: int = 0
+    moment: Callable[[ElasticRun, int], int] | None = None
+
+
+KINDS = {
+    "sigterm": Kind(signalled(signal.SIGTERM)),  # all save, exit and are restarted
+    "preempt": Kind(preempt, change=-1),
+    "kill_process": Kind(signalled(signal.SIGKILL)),
+    "kill_node": Kind(kill_node, change=-1),
+    "cut": Kind(for_a_while("cut", "heal")),
+    "freeze_process": Kind(signalled(signal.SIGSTOP)),
+    "freeze_node": Kind(for_a_while("stop", "cont")),
+    "kill_in_snapshot": Kind(signalled(signal.SIGKILL), moment=while_writing_a_snapshot),
+    "kill_in_checkpoint": Kind(signalled(signal.SIGKILL), moment=while_writing_a_checkpoint),
+    "kill_all": Kind(kill_all),
+    "join": Kind(lambda run, node: run.add(), change=1),
 }
 
 
@@ -174,8 +199,7 @@ def _await(run: ElasticRun, process: int, watch: Callable[[int], Callable[[], bo
                 run.look()
                 look_again_s = time.monotonic() + LOOK_S
             time.sleep(BRIEF_S)
-    run.wait(lambda: False, what, 0.0)
-    raise AssertionError("it raises")
+    raise RunError(f"no {what} in {MOMENT_S:g} s")
 
 
 def _open_slots(memory: Path) -> Callable[[], bool]:
@@ -190,7 +214,3 @@ def _open_slots(memory: Path) -> Callable[[], bool]:
         return False
 
     return is_open
-
-
-def _unfinished(run: ElasticRun) -> set[Path]:
-    return {*(run.workdir / run_directory.CHECKPOINTS / "unfinished").glob("*/*")}

@@ -2,14 +2,14 @@
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from lab.emulate.control import ask
@@ -19,9 +19,7 @@ from runtime.progress import read_progress
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.1
-END_S = 180.0  # for the cluster to end after the run
-NOTHING_LEFT_S = 10.0  # for the kernel to remove the namespaces
-NAMESPACES = ("pid", "net", "mnt")  # that a node has of its own
+NOTHING_LEFT_S = 10.0  # for the kernel to end the nodes
 JOIN = [sys.executable, "-m", "lab.emulate.ray_nodes"]
 FIRST_STEP = {Event.FIRST_STEP, Event.ATTEMPT_STEPPED}  # train.py's; the engine's
 # the first report of a failure, or of a change of the world
@@ -64,7 +62,6 @@ class ElasticRun:
         self._news = EventReader(self.workdir)
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._programs: dict[int, int] = {}  # of this attempt
-        self._namespaces: dict[str, int] = {}  # of the nodes, kept open so that the kernel does not reuse their numbers
         cluster = [f"--name={self._name}", f"--nodes={nodes + 1}", f"--devices_per_node={devices_per_node}"]
         cluster += [f"--rate={rate}", f"--workdir={folder / 'nodes'}"]
         engine = ["--min_nodes=1", f"--max_nodes={nodes}", f"--devices_per_node={devices_per_node}"]
@@ -80,9 +77,7 @@ class ElasticRun:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()  # its nodes end with it
         self._process.wait()
 
@@ -109,7 +104,6 @@ class ElasticRun:
             self.attempt, self.is_settled = event["attempt"], False
             self.world = tuple(int(host.removeprefix("node")) for host in event["hosts"])
             self._programs.clear()
-            self._inits()  # notes their namespaces
         elif kind in FIRST_STEP and not self.is_settled:
             self.is_settled, self.settled_s = True, event["at_s"]
         elif kind == Event.ATTEMPT_ENDED:
@@ -191,50 +185,34 @@ class ElasticRun:
 
     def memory(self, node: int) -> Path:
         """Returns the path of the node's RAM disk from this process."""
-        return Path(f"/proc/{self._inits()[node]}/root/dev/shm")
+        return Path(f"/proc/{self._init(node)}/root/dev/shm")
 
     def _processes(self, node: int, word: str) -> list[int]:
-        init = self._inits()[node]
-        found = [pid for pid in processes_in(namespace_of(init, "pid")) if pid != init]
+        init = self._init(node)
+        found = [pid for pid in processes_in(namespace_of(init)) if pid != init]
         found = [pid for pid in found if any(word in text for text in _arguments(pid))]
         if not found:
             raise RunError(f"no process with {word} in node{node}; the run said:\n{self._last_lines()}")
         return found
 
-    def _inits(self) -> dict[int, int]:
-        """Returns process 1 of each node (-1: the switch), and records their namespaces, for `left`."""
-        hosts, inits = str((self.folder / "nodes" / "hosts").resolve()), {}
-        for pid in processes():
-            words = _arguments(pid)
-            if hosts in words and any(word.endswith("node_init.py") for word in words):
-                name = words[words.index(hosts) - 1]
-                inits[-1 if name == "switch" else int(name.removeprefix("node"))] = pid
-                self._hold(pid)
-        return inits
-
-    def _hold(self, pid: int) -> None:
-        for kind in NAMESPACES:
-            name = namespace_of(pid, kind)
-            if name not in ("", namespace_of(os.getpid(), kind), *self._namespaces):
-                with contextlib.suppress(OSError):  # it has ended in the meantime
-                    self._namespaces[name] = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
+    def _init(self, node: int) -> int:
+        """Returns process 1 of a node."""
+        return json.loads(ask(self._name, {"verb": "inits"}))[node]
 
     def left(self) -> list[str]:
-        """Returns the processes that remain after the end of the cluster: in its namespaces, or with its name."""
-        deadline_s = time.monotonic() + NOTHING_LEFT_S
-        while (left := [*self._left()]) and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
-        for namespace in self._namespaces.values():
-            os.close(namespace)
-        self._namespaces.clear()
-        return left
+        """Returns the processes that remain after the end of the cluster: with its name, or a directory of it.
 
-    def _left(self) -> Iterator[str]:
-        for pid in processes():
-            words = _arguments(pid)
-            namespaces = {namespace_of(pid, kind) for kind in NAMESPACES}
-            if pid != os.getpid() and (namespaces & self._namespaces.keys() or f"--name={self._name}" in words):
-                yield f"process {pid}: {' '.join(words)[:120]}"
+        What else is in a node ends with its process 1, which has the hosts file among its arguments.
+        """
+        hosts = str((self.folder / "nodes" / "hosts").resolve())
+        marks = {f"--name={self._name}", f"--workdir={self.workdir}", hosts}
+        deadline_s = time.monotonic() + NOTHING_LEFT_S
+        while True:
+            words = {pid: _arguments(pid) for pid in processes()}
+            left = [f"process {pid}: {' '.join(words[pid])[:120]}" for pid in words if marks & {*words[pid]}]
+            if not left or time.monotonic() > deadline_s:
+                return left
+            time.sleep(POLL_S)
 
 
 def _arguments(pid: int) -> list[str]:

@@ -22,7 +22,7 @@ from lab.emulate import namespaces
 from lab.emulate.control import Control, ask, check_name
 from lab.emulate.job import Job
 from lab.emulate.links import Links
-from lab.emulate.nodes import Cluster, check_count
+from lab.emulate.nodes import MAX_NODES, Cluster
 from lab.emulate.table import Monitor, shown
 from runtime.command_line import OneLineParser, complain, make_folder, named_path, prepare_output, split
 
@@ -81,7 +81,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Links, list[str]]:
     options.workdir = options.workdir or Path("runs", "emulated", options.name)
     if not command and not options.check:
         raise ValueError("no program; give it after --, such as `-- python train.py --config=...`")
-    check_count(options.nodes)
+    if not 1 <= options.nodes <= MAX_NODES:
+        raise ValueError(f"--nodes={options.nodes}: from 1 to {MAX_NODES} have an address")
     if options.devices_per_node < 1 or options.processes_per_node < 1:
         raise ValueError("--devices_per_node and --processes_per_node must be 1 or more")
     if options.devices_per_node % options.processes_per_node:
@@ -173,6 +174,8 @@ def perform(request: Any, job: Job, monitor: Monitor) -> str:
     match request:
         case {"verb": "status"}:
             return monitor.text()
+        case {"verb": "inits"}:  # process 1 of each node, for lab.chaos
+            return json.dumps([node.init.pid for node in job.cluster.nodes])
         case {"verb": "add", "command": [*command]} if all(isinstance(word, str) for word in command):
             return f"node{job.add(command)} is up"
         case {"verb": "slow", "node": int(node), "rate": str(rate)}:

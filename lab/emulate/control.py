@@ -1,32 +1,24 @@
-"""The control socket of a running emulation, in a well-known directory: `Control` serves it, `ask` sends a request."""
+"""The control socket of a running emulation: `Control` serves it, `ask` sends a request.
+
+Its name is in the kernel's abstract namespace, so that nothing is left of an emulation that was killed. Anybody may
+take or reach such a name; each side checks that the process at the other end is of the same user.
+"""
 
 import contextlib
 import json
 import os
 import re
 import socket
-import stat
+import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from files import locks
-
 ANSWER_S = 60.0
 REQUEST_S = 1.0
 REQUEST_BYTES = 1 << 20
-FILES = ("lock", "socket")  # of an emulation
-
-
-def state_root() -> Path:
-    """Returns the directory of all running emulations of this user, the same in and out of a user namespace."""
-    inside, outside, _ = map(int, Path("/proc/self/uid_map").read_text().split()[:3])
-    user = outside if os.geteuid() == inside else os.geteuid()
-    if user == 0:
-        return Path("/run/mics-emulate")
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime) / "mics-emulate" if runtime else Path(f"/tmp/mics-emulate-{user}")
+PREFIX = "mics-emulate/"
 
 
 def check_name(name: str) -> None:
@@ -36,19 +28,12 @@ def check_name(name: str) -> None:
 
 
 def running() -> list[str]:
-    """Returns the names of the running emulations. ValueError if other users can write to their directory."""
-    root = state_root()
-    if not os.path.lexists(root):
-        return []
-    _check_owner(root)
-    return sorted(path.name for path in root.iterdir() if locks.is_held(path / "lock"))
+    """Returns the names of the running emulations, of all users."""
+    return sorted({*re.findall(rf" @{PREFIX}(\S+)$", Path("/proc/net/unix").read_text(), re.MULTILINE)})
 
 
 def ask(name: str | None, request: dict[str, Any]) -> str:
-    """Returns the answer of the named emulation, or of the only one.
-
-    ValueError if it refuses, if there is none, or if other users can write to their directory.
-    """
+    """Returns the answer of the named emulation, or of the only one. ValueError if it refuses, or if there is none."""
     names = running()
     if name is None and len(names) == 1:
         name = names[0]
@@ -57,7 +42,9 @@ def ask(name: str | None, request: dict[str, Any]) -> str:
         raise ValueError(f"{which}; running: {', '.join(names) or 'none'}")
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(ANSWER_S)
-        connection.connect(str(state_root() / name / "socket"))
+        connection.connect(f"\0{PREFIX}{name}")
+        if not _is_ours(connection):
+            raise ValueError(f"the cluster named {name} is another user's")
         connection.sendall(json.dumps(request).encode() + b"\n")
         answer = json.loads(connection.makefile().readline() or '{"error": "the cluster has ended"}')
     if "error" in answer:
@@ -66,43 +53,25 @@ def ask(name: str | None, request: dict[str, Any]) -> str:
 
 
 class Control:
-    """Holds the name of an emulation while the context is open, and answers requests.
-
-    A lock tells the living from the dead: the kernel drops it with its owner. What the dead left is removed.
-    """
+    """Holds the name of an emulation while the context is open, and answers requests."""
 
     def __init__(self, name: str) -> None:
         check_name(name)
         self._name = name
-        self._folder = state_root() / name
 
     def __enter__(self) -> "Control":
-        root = self._folder.parent
-        with contextlib.suppress(FileExistsError):
-            root.mkdir(mode=0o700, parents=True)
-        _check_owner(root)
-        with contextlib.ExitStack() as undo:
-            with locks.locked(root / "register"):  # only one process at a time removes dead emulations
-                for left in filter(_is_left_by_the_dead, root.iterdir()):
-                    _remove(left)
-                if self._folder.exists():
-                    raise ValueError(f"a cluster named {self._name} is running; end it, or give another --name")
-                self._folder.mkdir()
-                undo.enter_context(locks.locked(self._folder / "lock"))
-            undo.callback(self._leave)
-            self._listener = undo.enter_context(socket.socket(socket.AF_UNIX))
-            self._listener.bind(str(self._folder / "socket"))
-            self._listener.listen()
-            self._listener.setblocking(False)
-            self._undo = undo.pop_all()
+        self._listener = socket.socket(socket.AF_UNIX)
+        try:
+            self._listener.bind(f"\0{PREFIX}{self._name}")
+        except OSError as error:
+            self._listener.close()
+            raise ValueError(f"a cluster named {self._name} is running; end it, or give another --name") from error
+        self._listener.listen()
+        self._listener.setblocking(False)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._undo.close()
-
-    def _leave(self) -> None:
-        with locks.locked(self._folder.parent / "register"):  # else another process could take it for a dead one
-            _remove(self._folder)
+        self._listener.close()
 
     def answer(self, handle: Callable[[Any], str]) -> None:
         """Answers the requests that wait, each any JSON value; what `handle` raises is its answer.
@@ -113,6 +82,8 @@ class Control:
             while True:
                 connection, _ = self._listener.accept()
                 with connection, contextlib.suppress(OSError):  # the client has closed the connection
+                    if not _is_ours(connection):
+                        continue
                     connection.settimeout(REQUEST_S)
                     try:
                         line = connection.makefile("rb").readline(REQUEST_BYTES)  # incomplete if the client was killed
@@ -122,26 +93,8 @@ class Control:
                     connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _check_owner(folder: Path) -> None:
-    """Raises ValueError if others may have made the folder or may write to it: they could answer for us.
-
-    A link is another's folder, wherever it leads: what it leads to is not ours to clean.
-    """
-    about = folder.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
-        raise ValueError(f"{folder} is not this user's alone; remove it, or set XDG_RUNTIME_DIR to a folder that is")
-
-
-def _is_left_by_the_dead(folder: Path) -> bool:
-    """Says whether a folder is an emulation's, with nothing else in it, and the emulation no longer lives."""
-    if folder.is_symlink() or not folder.is_dir():
-        return False
-    return {path.name for path in folder.iterdir()} <= {*FILES} and not locks.is_held(folder / "lock")
-
-
-def _remove(folder: Path) -> None:
-    """Removes an emulation's folder, or only its own files if anything else is in it."""
-    for name in FILES:
-        (folder / name).unlink(missing_ok=True)
-    if not any(folder.iterdir()):
-        folder.rmdir()
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether the process at the other end is of this user; the kernel maps its number into this user namespace."""
+    pid_user_group = struct.Struct("3i")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, pid_user_group.size)
+    return pid_user_group.unpack(credentials)[1] == os.geteuid()

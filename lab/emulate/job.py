@@ -25,7 +25,7 @@ TERM_S = 10.0  # between SIGTERM and SIGKILL
 class Process:
     """A process of a job; `code` is the exit code as in a shell (128 + signal), None while it runs."""
 
-    name: str
+    rank: int
     node: int
     handle: subprocess.Popen[bytes]
     code: int | None = None
@@ -127,7 +127,7 @@ class Job:
         with contextlib.ExitStack() as undo:
             log = undo.enter_context(self._log(node).open("ab", buffering=0))  # shared by the processes of a node
             handle = self.cluster.start(node, command, env, log if rank else subprocess.PIPE)
-            self.processes.append(Process(name=f"process {rank}", node=node, handle=handle))
+            self.processes.append(Process(rank=rank, node=node, handle=handle))
             if handle.stdout:
                 undo.pop_all()
                 self.pipe, self._log_of_first = handle.stdout, log
@@ -139,7 +139,7 @@ class Job:
         if self.is_running() and not stops_as_told:
             self._deadline_s = time.monotonic() + self._grace_s
             print(
-                f"{process.name} on node{process.node} ended with exit code {process.code}; the others have "
+                f"process {process.rank} on node{process.node} ended with exit code {process.code}; the others have "
                 f"{self._grace_s:g} s (its log: {self._log(process.node)})",
                 file=sys.stderr,
             )

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any
 
 NEW_PID = 0x20000000
 NET_ADMIN, SYS_ADMIN = 12, 21  # capabilities, by their bits
@@ -20,7 +20,6 @@ SEARCH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # where Debian
 INIT = Path(__file__).with_name("node_init.py")
 WITHOUT_ROOT = ["unshare", "--user", "--map-root-user"]
 
-T = TypeVar("T")
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -54,18 +53,9 @@ def become_privileged(program: Sequence[str]) -> None:
 def new_node(host_name: str, hosts: Path, shared: Sequence[Path]) -> subprocess.Popen[bytes]:
     """Returns process 1 of a new node, once it is ready (node_init.py); it ends when its stdin is closed."""
     arguments = [host_name, str(hosts), json.dumps([str(path) for path in shared])]
-
-    def start() -> subprocess.Popen[bytes]:
-        _check(libc.unshare(NEW_PID))
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(INIT), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-
-    process = _in_thread(start)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-I", "-S", str(INIT), *arguments]
+    process = _start(lambda: libc.unshare(NEW_PID), command, **pipes)
     assert process.stdout and process.stderr
     if process.stdout.readline() != b"ready\n":
         raise ValueError(f"this machine cannot make a node: {process.communicate()[1].decode().strip()}")
@@ -80,20 +70,9 @@ def start_in(
     """Starts a program in the node of process 1 `init`, as a child of this process."""
     enter = ["nsenter", f"--target={init}", "--net", "--mount", "--uts", "--ipc", "--"]
     enter += ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]  # nsenter's own --wd would be the folder outside
-
-    def start() -> subprocess.Popen[bytes]:
-        with open(f"/proc/{init}/ns/pid") as namespace:
-            _check(libc.setns(namespace.fileno(), NEW_PID))
-        return subprocess.Popen(
-            [*enter, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=dict(env),
-            start_new_session=True,  # so that only the emulator gets Ctrl-C
-        )
-
-    return _in_thread(start)
+    outputs = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+    with open(f"/proc/{init}/ns/pid") as namespace:
+        return _start(lambda: libc.setns(namespace.fileno(), NEW_PID), [*enter, *command], env=dict(env), **outputs)
 
 
 def configure(network: str, tool: str, commands: Sequence[str]) -> None:
@@ -129,13 +108,13 @@ def processes() -> list[int]:
 
 def processes_in(namespace: str) -> list[int]:
     """Returns the processes of a PID namespace; none of "", which stands for those that cannot be seen."""
-    return [pid for pid in processes() if namespace and namespace_of(pid, "pid") == namespace]
+    return [pid for pid in processes() if namespace and namespace_of(pid) == namespace]
 
 
-def namespace_of(pid: int, kind: str) -> str:
-    """Returns the name of a process' namespace; "" if it has ended, or is another user's."""
+def namespace_of(pid: int) -> str:
+    """Returns the name of a process' PID namespace; "" if it has ended, or is another user's."""
     with contextlib.suppress(OSError):
-        return os.readlink(f"/proc/{pid}/ns/{kind}")
+        return os.readlink(f"/proc/{pid}/ns/pid")
     return ""
 
 
@@ -144,18 +123,20 @@ def _signal(pid: int, number: int, namespace: str) -> None:
     with contextlib.suppress(ProcessLookupError):
         process = os.pidfd_open(pid)
         try:
-            if namespace_of(pid, "pid") == namespace:
+            if namespace_of(pid) == namespace:
                 signal.pidfd_send_signal(process, number)
         finally:
             os.close(process)
 
 
-def _in_thread(start: Callable[[], T]) -> T:
-    """Calls `start` in a thread of its own: in which PID namespace children are born is a property of threads."""
+def _start(enter: Callable[[], int], command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Starts a program in the PID namespace that `enter` chooses for the children of its thread."""
+
+    def start() -> subprocess.Popen[bytes]:
+        if enter():
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        options["start_new_session"] = True  # only the emulator gets Ctrl-C
+        return subprocess.Popen[bytes](command, **options)
+
     with ThreadPoolExecutor(1) as threads:
         return threads.submit(start).result()
-
-
-def _check(result: int) -> None:
-    if result:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

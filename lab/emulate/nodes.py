@@ -4,10 +4,9 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from files import locks
@@ -64,7 +63,6 @@ class Cluster:
     """
 
     def __init__(self, nodes: int, links: Links, workdir: Path, shared: Sequence[Path] = ()) -> None:
-        check_count(nodes)
         self.nodes: list[Node] = []
         self.links = links
         self.workdir = workdir.resolve()
@@ -78,7 +76,10 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         self.workdir.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as undo:
-            undo.enter_context(_claimed(self.workdir))
+            try:
+                undo.enter_context(locks.locked(self.workdir / ".lock", wait_s=0))
+            except BlockingIOError:
+                raise ValueError(f"another emulation uses --workdir={self.workdir}; give another one") from None
             self._hosts.write_text("127.0.0.1 localhost\n")
             self._switch = namespaces.new_node("switch", self._hosts, [])
             undo.callback(self._close)
@@ -89,9 +90,7 @@ class Cluster:
             self._undo = undo.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._undo.close()
 
     def address(self, node: int) -> str:
@@ -179,10 +178,9 @@ class Cluster:
             ports[name.strip()] = [int(counter) for counter in counters.split()]
         found = []
         for node in self.nodes:
-            tx_bytes, tx_packets, *_ = ports[f"p{node.number}"]  # received: bytes, packets, 6 others; then sent
-            rx_bytes, rx_packets = ports[f"p{node.number}"][8:10]
-            sent = {"tx_bytes": tx_bytes, "tx_packets": tx_packets}
-            received = {"rx_bytes": rx_bytes, "rx_packets": rx_packets}
+            counts = ports[f"p{node.number}"]  # received by the switch: bytes, packets, 6 others; then sent
+            sent = {"tx_bytes": counts[0], "tx_packets": counts[1]}
+            received = {"rx_bytes": counts[8], "rx_packets": counts[9]}
             found.append(Traffic(node=node.number, rate=node.links.rate, **sent, **received))
         return found
 
@@ -220,23 +218,6 @@ class Cluster:
             os.close(node.network_fd)
         self._switch.wait(END_S)
         self.nodes.clear()
-
-
-def check_count(nodes: int) -> None:
-    """Raises ValueError for an invalid number of nodes."""
-    if not 1 <= nodes <= MAX_NODES:
-        raise ValueError(f"--nodes={nodes}: from 1 to {MAX_NODES} have an address")
-
-
-@contextlib.contextmanager
-def _claimed(workdir: Path) -> Iterator[None]:
-    """Locks the directory. ValueError if another emulation uses it."""
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(locks.locked(workdir / ".lock", wait_s=0))
-        except BlockingIOError:
-            raise ValueError(f"another emulation uses --workdir={workdir}; give another one") from None
-        yield
 
 
 def _mac(node: int) -> str:

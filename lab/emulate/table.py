@@ -11,8 +11,6 @@ from runtime.progress import read_progress, workdir_of
 
 HEADER = ("node", "host", "link", "state", "step", "sent MB/s", "received MB/s")
 SAMPLE_S = 1.0
-
-
 Sample = tuple[float, list[tuple[int, int]]]  # when, and the bytes that each node has sent and received so far
 
 
@@ -30,14 +28,18 @@ class Monitor:
         if time.monotonic() - self._now[0] >= SAMPLE_S:
             self._before, self._now = self._now, self._sample()
             self._step = self._newest_step()
+        (now_s, now), (before_s, before) = self._now, self._before
+        took_s = now_s - before_s or 1.0
         rows = []
         for node in self._job.cluster.nodes:
-            speeds = [f"{speed / 1e6:.1f}" for speed in self._speeds(node.number)]
+            n = node.number
+            moved = [after - so_far for so_far, after in zip(before[n], now[n])] if n < len(before) else [0, 0]
+            speeds = [f"{size / took_s / 1e6:.1f}" for size in moved]
             state = ", ".join(sorted(node.marks)) or "up"
-            ended = [p.code for p in self._job.processes if p.node == node.number and p.code is not None]
+            ended = [p.code for p in self._job.processes if p.node == n and p.code is not None]
             if ended and not node.marks:
                 state = f"exit code {max(ended)}"
-            rows.append((str(node.number), f"node{node.number}", node.links.rate, state, self._step, *speeds))
+            rows.append((str(n), f"node{n}", node.links.rate, state, self._step, *speeds))
         return rows
 
     def text(self) -> str:
@@ -48,15 +50,6 @@ class Monitor:
 
     def _sample(self) -> Sample:
         return time.monotonic(), [(traffic.tx_bytes, traffic.rx_bytes) for traffic in self._job.cluster.traffic()]
-
-    def _speeds(self, node: int) -> tuple[float, float]:
-        """Returns bytes per second [sent, received]; 0 for a new node."""
-        (now_s, now), (before_s, before) = self._now, self._before
-        if node >= len(before) or self._now is self._before:
-            return 0.0, 0.0
-        (tx, rx), (tx_before, rx_before) = now[node], before[node]
-        took_s = now_s - before_s
-        return (tx - tx_before) / took_s, (rx - rx_before) / took_s
 
     def _newest_step(self) -> str:
         step = read_progress(self._workdir).step if self._workdir else 0
