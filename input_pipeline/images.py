@@ -63,8 +63,6 @@ class ImageDataset:
         return len(self._images)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        if i < 0:
-            raise IndexError(f"example {i}: examples are numbered from 0")
         image, label = self._images[index.window_of(int(i), windows=len(self), seed=self.seed)]
         box, mirrored, moves = whole_box(*image.size), False, (0, 0)
         if self._training and self._augment != "none":

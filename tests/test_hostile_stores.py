@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from shard_texts import settings as of_shards
 
 from input_pipeline import store
-from input_pipeline.shard_index import ShardIndex
 from input_pipeline.shards import ShardSet
 from input_pipeline.store import RemoteStore
 from runtime.exit_codes import ResumableError
@@ -187,40 +186,3 @@ json_like = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["format", "shards", "a"]), inner),
     max_leaves=8,
 )
-
-
-@bounded(max_examples=80)
-@example(["a.txt", "./a.txt"])
-@given(st.lists(names, max_size=4) | json_like | st.binary(max_size=30))
-def test_no_file_counts_twice_and_none_is_added(server: Server, listed: Any) -> None:
-    """Whatever `index.json` has: a list of names is read as it is, or refused."""
-    texts = {"a.txt": CONTENTS[0], "b.txt": CONTENTS[1]}
-    server.run = (Answer(status=404), [Answer(status=404)])
-    raw = listed if isinstance(listed, bytes) else as_json(listed)
-    server.others = {"/index.json": raw} | {f"/{name}": text for name, text in texts.items()}
-    found = outcome(server.url)
-    named = {name for name in listed if isinstance(name, str) and name in texts} if isinstance(listed, list) else set()
-    if isinstance(listed, list) and len(listed) == len(named) > 0:
-        assert found == [texts[name] + b"\0" for name in sorted(named)]
-    else:
-        assert found is None or found == [texts[name] + b"\0" for name in sorted(named)] != []
-
-
-@bounded(max_examples=60)
-@given(servings(), st.integers(1, 3))
-def test_a_prepared_shard_is_the_one_of_its_hash_or_none(server: Server, run: Run, times: int) -> None:
-    """Its file is asked for where the index says; an index that names a shard twice is refused."""
-    with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as folder:
-        patched.setenv("MICS_JAX_CACHE", folder)
-        shard = {"name": "a.txt", "num_tokens": len(CONTENTS[0]) // 2, "text_bytes": 1, "dtype": "<u2"}
-        shard |= {"sha256": hashlib.sha256(CONTENTS[0]).hexdigest()}
-        index = ShardIndex(tokenizer="bytes", shards=()).as_json() | {"shards": [shard] * times}
-        server.others, server.run = {"/index.json": as_json(index)}, (run[0], [*run[1]])
-        try:
-            with ShardSet(of_shards(server.url)) as shards:
-                tokens = shards.tiers.get(shards.index.shards[0])
-            assert times == 1 and tokens.tobytes() == CONTENTS[0]
-            assert any(answer.content == 0 and answer.is_whole() for answer in run[1])
-        except (ValueError, OSError, ResumableError) as error:
-            assert "\n" not in str(error)
-            assert times == 1 or "lists 'a.txt' twice" in str(error)

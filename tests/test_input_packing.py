@@ -11,7 +11,6 @@ from shard_texts import own_cache  # noqa: F401 (a fixture)
 
 from configs.schema import Config, DataConfig, defaults
 from input_pipeline import TextDataset, load
-from input_pipeline.packing import best_fit, is_padding, segments
 
 LENGTH = 24
 
@@ -112,15 +111,6 @@ def test_rows_of_whole_documents(folders: list[Path], folder: int, objective: st
     assert data.filled == pytest.approx(1 - sum(left) / (len(data) * length))
 
 
-def test_best_fit_equals_the_rule_written_out() -> None:
-    rng = np.random.default_rng(0)
-    for size in (1, 7, 64, 1000):
-        lengths = rng.integers(1, size + 1, 300)
-        rows = best_fit(lengths, size)
-        used = np.bincount(rows, lengths).astype(int)
-        assert used.max() <= size and sorted(size - used) == rooms(lengths.tolist(), size)
-
-
 def test_index_of_rows_is_kept_and_verified(folders: list[Path], cache_folder: Path) -> None:
     first = epoch(dataset(folders[0], "whole"))
     (folder,) = [path for path in (cache_folder / "rows").iterdir() if path.is_dir()]
@@ -135,13 +125,6 @@ def test_index_of_rows_is_kept_and_verified(folders: list[Path], cache_folder: P
         for name in one:
             np.testing.assert_array_equal(one[name], two[name])
             np.testing.assert_array_equal(one[name], three[name])
-
-
-def test_segments_and_padding_of_a_row() -> None:
-    row = np.array([5, 0, 6, 7, 0, 0, 0, 8])
-    assert segments(row, 0).tolist() == [0, 0, 1, 1, 1, 2, 3, 4]
-    assert is_padding(row, 0).tolist() == [False] * 5 + [True, True, False]
-    assert is_padding(np.array([0, 1]), 0).tolist() == [True, False]
 
 
 def test_fingerprints_of_packings_differ(folders: list[Path]) -> None:

@@ -180,17 +180,6 @@ def test_store_that_fails_for_a_while_is_waited_for_and_said_once(web, caplog):
     assert len(said) == 2 and f"{url}: the store answers again after" in said[1]
 
 
-def test_short_failures_are_neither_half_answers_nor_worth_a_line(web, tmp_path, caplog, monkeypatch):
-    """Of a server that answers at all: it is waited for from the start."""
-    monkeypatch.setattr(store, "FIRST_S", 0.0)
-    monkeypatch.setattr(store, "SAY_AFTER_S", 60.0)
-    failures = iter([503, "half", 500, "half"])
-    web.fault = lambda path: next(failures, None)
-    RemoteStore(web.url).fetch("part4.txt", tmp_path / "out")
-    assert (tmp_path / "out").read_text() == TEXTS["part4.txt"] and web.gets == {"/part4.txt": 1}
-    assert next(failures, None) is None and not caplog.records
-
-
 def test_patience_ends_with_one_line_and_the_run_can_be_resumed(web):
     source = RemoteStore(web.url, patience_s=0.5)
     source.read("part1.txt")
@@ -278,25 +267,6 @@ def test_closing_ends_the_waiting_of_other_threads(web):
     source.close()
     thread.join(60)
     assert not thread.is_alive() and "ended while the store was away" in str(errors[0])
-    web.back()
-
-
-def test_a_set_closes_its_store_before_it_waits_for_its_threads(web, prepared, monkeypatch):
-    joined = []
-    with ShardSet(settings(web.url)) as shards:
-        web.away()
-        for split in ("train", "validation"):
-            shards.windows(split).window_of(0, 0)  # reads ahead
-        ended = shards._store._waiting.ended  # pyright: ignore
-        join = threading.Thread.join
-
-        def noted(thread: threading.Thread, timeout: float | None = None) -> None:
-            if thread.name == "read-ahead":
-                joined.append(ended.is_set())
-            join(thread, timeout)
-
-        monkeypatch.setattr(threading.Thread, "join", noted)
-    assert joined == [True] * 8
     web.back()
 
 
