@@ -6,7 +6,6 @@ and GET say is the whole.
 
 import hashlib
 import http.server
-import json
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -66,10 +65,9 @@ Run = tuple[Answer, list[Answer]]  # to HEAD, and to the GETs in turn, the last 
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Answers for /a.txt and for all other paths."""
+    """Answers for every path as `run` says."""
 
     run: Run
-    others: dict[str, bytes]
 
     def handle_error(self, *_: Any) -> None:  # who asked has gone
         pass
@@ -86,11 +84,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        if (other := self.server.others.get(self.path)) is not None:
-            self.wfile.write(
-                b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(other), other)
-            )
-            return
         head, gets = self.server.run
         answer = head if self.command == "HEAD" else gets.pop(0) if len(gets) > 1 else gets[0]
         self.wfile.write(answer.raw(self.command))
@@ -165,7 +158,6 @@ def test_tokens_are_of_what_is_served_now(server: Server, runs: list[Run], last:
     """Of a file, in one cache; whatever came before, a server that tells the truth gets its tokens."""
     with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as folder:
         patched.setenv("MICS_JAX_CACHE", folder)
-        server.others = {}
         for head, answers in runs:
             server.run = (head, [*answers])
             whole = [CONTENTS[answer.content] + b"\0" for answer in answers if answer.is_whole()]
@@ -174,15 +166,3 @@ def test_tokens_are_of_what_is_served_now(server: Server, runs: list[Run], last:
             assert found is None or (len(found) == 1 and found[0] in whole), found
         server.run = (Answer(last, tag=tag), [Answer(last, tag=tag)])
         assert outcome(f"{server.url}/a.txt") == [CONTENTS[last] + b"\0"]
-
-
-def as_json(value: Any) -> bytes:
-    return json.dumps(value).encode()
-
-
-names = st.sampled_from(["a.txt", "b.txt", "./a.txt", "a.txt/", "x/../a.txt", "/a.txt", "a.md", "", ".", "a//a.txt"])
-json_like = st.recursive(
-    st.none() | st.booleans() | st.integers() | names | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["format", "shards", "a"]), inner),
-    max_leaves=8,
-)

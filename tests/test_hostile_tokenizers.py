@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_input_tokenizers import tokenizer_json
 
-from input_pipeline.tokenizers import MAX_IDS, SEPARATORS, HuggingFace
+from input_pipeline.tokenizers import MAX_IDS, HuggingFace
 
 TEXTS = ["", "the quick fox", "na\u00efve \U0001f40d\n\ttabs", "<|endoftext|>"]
 bounded = partial(settings, max_examples=100, deadline=None, derandomize=True, database=None)
@@ -40,7 +40,6 @@ def ids_of(tokenizer: HuggingFace, text: str) -> list[int] | None:
         return None
 
 
-WORDS = ["the", "fox", "[UNK]", "dog", *SEPARATORS[:3]]
 any_id = st.integers(0, 9) | st.sampled_from([MAX_IDS - 1, MAX_IDS, 2**31 - 2, 2**31, 2**32 - 1, 2**32, -1])
 
 

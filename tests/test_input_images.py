@@ -196,8 +196,6 @@ class InputPictures(tfds.core.GeneratorBasedBuilder):
     LAYOUTS = {
         "split": ({"train": 6, "test": 2, "validation": 3}, {"image": PICTURE, "label": KIND(num_classes=4)}),
         "plain": ({"train": 40}, {"photo": PICTURE, "kind": KIND(names=["a", "b"]), "note": tfds.features.Text()}),
-        "no_class": ({"train": 4}, {"image": PICTURE}),
-        "two": ({"train": 4}, {"left": PICTURE, "right": PICTURE, "label": KIND(num_classes=2)}),
     }
     BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in LAYOUTS]
     labels_change = False

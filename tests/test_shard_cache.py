@@ -147,13 +147,3 @@ def test_shard_of_another_user_is_read_and_what_cannot_be_read_is_one_line(texts
 
 def no_locks(*_: object) -> None:
     raise OSError(errno.ENOSYS, "Function not implemented")
-
-
-def test_lock_that_a_process_waits_for_outlives_its_shard(texts, cache_folder):
-    with ShardSet(settings(texts)) as shards:
-        cache, shard = ShardCache(cache_folder / "shards", 1), shards.index.shards[0]
-        with cache.locked(shard.sha256):
-            lock = cache.folder / f"{shard.sha256}.lock"
-            before = lock.stat().st_ino
-            cache._make_room(1)
-            assert cache.content(shard) is None and lock.stat().st_ino == before

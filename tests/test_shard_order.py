@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from grain.experimental import index_shuffle
 
-from input_pipeline.shard_order import ShardOrder
+from input_pipeline.shard_windows import ShardOrder
 
 SIZES = [[5], [1, 1, 1], [7, 3, 9, 1, 4, 4, 12, 2, 6], list(range(1, 16))]
 
