@@ -1,4 +1,4 @@
-"""The pages of the docs: their head, and the tables that a program fills from records."""
+"""The pages of the docs: the tables that a program fills from records."""
 
 import re
 import sys
@@ -6,13 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-BACK = "[mics-jax](../README.md), [all pages](README.md)"
 TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def head(title: str) -> str:
-    """Returns the title and the lines below it, with a newline at the end."""
-    return f"# {title}\n\n{BACK}\n"
 
 
 def filled(text: str, tables: Mapping[str, Callable[[], str]]) -> str:

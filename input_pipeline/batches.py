@@ -34,18 +34,13 @@ class Batches:
         prefetch: int,
         end: int = sys.maxsize,
     ) -> None:
-        if global_size < 1:
-            raise ValueError(f"global_size is {global_size}: a batch needs at least one row")
-        if min(rows, default=0) < 0:
-            raise ValueError(f"rows contains {min(rows)}: row numbers start at 0")
-        if start_step < 0 or prefetch < 0:
-            raise ValueError(f"start_step is {start_step} and prefetch is {prefetch}: neither may be negative")
         self.step = start_step
         self.wait_s = 0.0
-        steps = _Steps(dataset, global_size, rows, start_step, end)
-        threads = min(prefetch, dataset.threads)
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
-        self._iterator = iter(grain.MapDataset.source(steps).to_iter_dataset(options))
+        self._dataset, self._global_size, self._end = dataset, global_size, end
+        self._rows = tuple(int(row) for row in rows)
+        options = grain.ReadOptions(num_threads=min(prefetch, dataset.threads), prefetch_buffer_size=prefetch)
+        steps = grain.MapDataset.range(start_step, sys.maxsize).map(self._batch)  # how many there are is not known here
+        self._iterator = iter(steps.to_iter_dataset(options))
         self._iterator.start_prefetch()
         self._ready: list[Batch] = []  # the next one, if it was waited for
 
@@ -81,19 +76,8 @@ class Batches:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-
-class _Steps:
-    """A random-access source for Grain: index `n` is the batch of step `start_step + n`."""
-
-    def __init__(self, dataset: Dataset, global_size: int, rows: Sequence[int], start_step: int, end: int) -> None:
-        self._dataset, self._global_size, self._start_step, self._end = dataset, global_size, start_step, end
-        self._rows = tuple(int(row) for row in rows)
-
-    def __len__(self) -> int:
-        return sys.maxsize  # the number of steps is not known here
-
-    def __getitem__(self, index: int) -> Batch:
-        first = (self._start_step + index) * self._global_size
+    def _batch(self, step: int) -> Batch:
+        first = step * self._global_size
         batch = {
             name: np.zeros((len(self._rows), *array.shape), array.dtype)
             for name, array in self._dataset.row_arrays.items()

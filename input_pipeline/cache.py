@@ -21,12 +21,12 @@ def prepared(name: str, build: Callable[[Path], None]) -> Path:
     """Returns the folder `name` of the cache, built if absent, rebuilt with a warning if its content has changed.
 
     `build` writes files into an empty folder, which is then renamed to `name`; other content needs another name.
-    Raises ValueError if the cache cannot be written. Reading needs no write permission.
+    Raises OSError if the cache cannot be written. Reading needs no write permission.
     """
     path = cache_dir() / name
     if _is_whole(path):
         return path
-    with _writing_errors(), lock(path.with_name(f".{path.name}.lock")) as locked:
+    with explained(cache_dir()), lock(path.with_name(f".{path.name}.lock")) as locked:
         if locked:  # nobody else is building, so scratch folders are left over from killed processes
             for left in path.parent.glob(f".{path.name}.tmp-*"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -34,9 +34,10 @@ def prepared(name: str, build: Callable[[Path], None]) -> Path:
             return path
         if path.is_dir():
             logging.getLogger(__name__).warning("%s is damaged: preparing it again", path)
-            _remove(path)
+            aside = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")  # other processes see all of it or nothing
+            path.rename(aside)
+            shutil.rmtree(aside)
         _build_and_rename(path, build)
-    assert _is_whole(path), path
     return path
 
 
@@ -93,13 +94,6 @@ def _build_and_rename(path: Path, build: Callable[[Path], None]) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _remove(path: Path) -> None:
-    """Removes a folder atomically, as seen by other processes."""
-    aside = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
-    path.rename(aside)
-    shutil.rmtree(aside)
-
-
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[bool]:
     """Holds a lock file, released when the process ends; yields False if the file system has no locks.
@@ -118,11 +112,14 @@ def lock(path: Path) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _writing_errors() -> Iterator[None]:
+def explained(folder: Path) -> Iterator[None]:
+    """Makes one line of an error of the disk with the data cache `folder`."""
     try:
         yield
     except OSError as error:
-        raise ValueError(
-            f"cannot write the data cache {cache_dir()} ({error.strerror or error}): "
-            f"set {ENVIRONMENT_KEY} to a writable folder with free space"
+        if error.errno is None:  # it is explained already
+            raise
+        raise OSError(
+            f"the data cache {folder} cannot be used ({error.strerror}): set {ENVIRONMENT_KEY} to a writable folder "
+            "with free space, or data.cache_gb to what shards may take there"
         ) from error

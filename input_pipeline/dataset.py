@@ -5,18 +5,16 @@ from typing import Literal
 
 from configs.schema import DataConfig
 from configs.schema.own import OWN
-from input_pipeline import digits, folder, index, packing, stdlib_text, streams, tfds_images, tfds_text
+from input_pipeline import digits, folder, index, packing, stdlib_text, streams, tfds_data
 from input_pipeline.images import ImageDataset, Images
 from input_pipeline.mixture import MixedDataset
 from input_pipeline.shards import ShardSet
-from input_pipeline.synthetic import SyntheticWindows
-from input_pipeline.synthetic_images import SyntheticImages
+from input_pipeline.synthetic import SyntheticImages, SyntheticWindows
 from input_pipeline.text import StreamWindows, TextDataset
 from input_pipeline.tokenizers import make_tokenizer
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
-
 
 Dataset = TextDataset | MixedDataset | ImageDataset
 
@@ -27,10 +25,6 @@ def load(config: DataConfig, split: Split, seed: int, shards: Sequence[ShardSet]
     `shards` are the open sets of data.source=shards; one that is not there is opened for this process alone.
     Raises ValueError for data or a vocabulary that is missing, empty or unreadable, or data too small for one example.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split={split} is not known; one of {', '.join(SPLITS)}")
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"seed is {seed}: use a number from 0 to 2**63 - 1")
     if config.objective == "classify":
         return ImageDataset(_images(config, split), config, seed, training=split == "train")
     if components := config.components:
@@ -46,7 +40,7 @@ def _images(config: DataConfig, split: Split) -> Images:
         return SyntheticImages(config.image_size, config.channels, split)
     if config.source in OWN["source"]:
         return OWN["source"][config.source](config, split)
-    return tfds_images.TfdsImages(config.source.removeprefix("tfds:"), config.path, split)
+    return tfds_data.TfdsImages(config.source.removeprefix("tfds:"), config.path, split)
 
 
 def _load_text(config: DataConfig, split: Split, seed: int, shards: Sequence[ShardSet]) -> TextDataset:
@@ -84,4 +78,4 @@ def _text_source(config: DataConfig, split: Split) -> streams.TextSource:
         return folder.source(config.path, split, config.pattern)
     if config.source in OWN["source"]:
         return OWN["source"][config.source](config, split)
-    return tfds_text.source(config.source.removeprefix("tfds:"), config.path, split)
+    return tfds_data.source(config.source.removeprefix("tfds:"), config.path, split)

@@ -63,10 +63,8 @@ class ImageDataset:
         return len(self._images)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        if i < 0:
-            raise IndexError(f"example {i}: examples are numbered from 0")
         image, label = self._images[index.window_of(int(i), windows=len(self), seed=self.seed)]
-        box, mirrored, moves = whole_box(*image.size), False, (0, 0)
+        box, mirrored, moves = (0, 0, *image.size), False, (0, 0)
         if self._training and self._augment != "none":
             chances = index.uniform(index.random_bits((self.seed, int(i)), (4 * ATTEMPTS + 1,)))
             mirrored = bool(chances[0] < 0.5)
@@ -95,14 +93,9 @@ def pixels(image: "Image", box: Box, *, size: int, channels: int) -> np.ndarray:
     if image.mode.startswith(("I", "F")):
         raise ValueError(f"an image of mode {image.mode} has more than 8 bits per channel; convert it to 8 bits")
     image = image.convert("RGB" if channels == 3 else "L")
-    if image.size != (size, size) or box != whole_box(size, size):
+    if image.size != (size, size) or box != (0, 0, size, size):
         image = image.resize((size, size), Resampling.BILINEAR, box)
     return np.asarray(image, np.float32).reshape(size, size, channels) / 127.5 - 1
-
-
-def whole_box(width: int, height: int) -> Box:
-    """Returns the box of a whole image."""
-    return (0, 0, width, height)
 
 
 def centre_box(width: int, height: int, share: float) -> Box:

@@ -97,8 +97,6 @@ class MixedDataset:
         self.fingerprint = hashlib.sha256(json.dumps(["mixture", settings]).encode()).hexdigest()
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        if i < 0:
-            raise IndexError(f"example {i}: examples are numbered from 0")
         component, number = self._order(int(i))
         return self.parts[component].examples[number]
 

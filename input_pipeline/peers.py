@@ -5,13 +5,13 @@ A peer that is dead or slow is passed over, and not asked again for a while.
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from input_pipeline.shard_index import Shard
 from input_pipeline.store import PATIENCE_S
-from runtime.blobs import Address, BlobService, Connection, PeerError, RefusedError
+from runtime.blobs import Address, Connection, PeerError, RefusedError
 
 ASKED = 3  # nodes, besides the one that would download it, that are asked whether they have a shard
 AVOIDED_S = 30.0  # a peer that failed is not asked again for so long
@@ -26,22 +26,6 @@ def rendezvous(key: str, among: Sequence[Any]) -> list[Any]:
     (Highest random weight: Thaler and Ravishankar 1998.)
     """
     return sorted(among, key=lambda one: hashlib.sha256(f"{key} {one}".encode()).digest(), reverse=True)
-
-
-def serve(content_of: Callable[[str, bool], memoryview | None], **of_run: Any) -> BlobService:
-    """Starts a service that gives the other processes the bytes of shards; `of_run` is what BlobService needs.
-
-    `content_of` returns those of a hash; its second argument says whether to download them first.
-    """
-
-    def answer(request: Mapping[str, Any], process: int, content: BinaryIO) -> memoryview:
-        del process, content
-        found = content_of(request["shard"], bool(request["download"]))
-        if found is None:
-            raise LookupError("it is not here")
-        return found
-
-    return BlobService(PURPOSE, answer, **of_run)
 
 
 class Peers:

@@ -9,9 +9,8 @@ is not whole. A second call stores what is missing or damaged.
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 from configs.schema import DataConfig
 from configs.schema.mixture import refuse_secrets
@@ -21,8 +20,7 @@ from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache, mapped
 from input_pipeline.shard_index import INDEX_FILE, Shard, ShardIndex
 from input_pipeline.shard_listing import list_shards, split_file
-from input_pipeline.shard_tiers import DamagedObjectError
-from input_pipeline.store import FETCHES, Store, StoreError, open_store
+from input_pipeline.store import Store, StoreError, open_store
 from input_pipeline.tokenizers import make_tokenizer
 from runtime.command_line import OneLineParser, prepare_output
 from runtime.exit_codes import ExitCode, ResumableError
@@ -45,44 +43,26 @@ def prepare(config: DataConfig, out: str) -> int:
         cache = ShardCache(cache_dir() / "shards", 0)
         listing = list_shards(source, file, config, tokenizer)
         if listing.index:
-            count, stored = len(listing.index.shards), _copied(listing.index, source, target, cache)
-        else:
-            raw = RawShards(source, listing.items, tokenizer, config.text_field, cache)
-            count, stored = len(raw.names), _tokenised(raw, target, cache)
+            raise ValueError(f"--path={config.path} is a prepared set already: train on it, or copy its files")
+        raw = RawShards(source, listing.items, tokenizer, config.text_field, cache)
         shards, progress = [], Progress()
-        for shard in stored:
-            shards.append(shard)
-            progress.say("%s: %d of %d files are in %s", source.url, len(shards), count, out)
+        for name in raw.names:
+            shards.append(_stored(raw, name, target, cache))
+            progress.say("%s: %d of %d files are in %s", source.url, len(shards), len(raw.names), out)
         index = ShardIndex(tokenizer=tokenizer.identity, shards=tuple(shards))
         target.put(INDEX_FILE, (json.dumps(index.as_json(), indent=1) + "\n").encode())
-        return count
+        return len(shards)
 
 
-def _tokenised(raw: RawShards, target: Store, cache: ShardCache) -> Iterator[Shard]:
-    """Yields the token shards of files of documents, each after it was stored."""
-    for name in raw.names:
-        known = raw.known(name)
-        if known and _is_there(target, known, cache):
-            yield known
-        elif known and cache.open(known) is not None:  # a run on this machine needed it
-            target.put(known.file, cache.folder / known.file)
-            yield known
-        else:
-            yield raw.shard(name, lambda path, shard: target.put(shard.file, path))
-
-
-def _copied(index: ShardIndex, source: Store, target: Store, cache: ShardCache) -> Iterator[Shard]:
-    """Yields the token shards of a set that is prepared already, each after it was stored."""
-    for shard in index.shards:
-        if not _is_there(target, shard, cache):
-            with cache.locked(shard.sha256), cache.scratch(shard.sha256) as path:
-                if not any(_is_fetched(source, shard, path) for _ in range(FETCHES)):
-                    raise DamagedObjectError(
-                        f"{source.url}/{shard.file}: the tokens of {shard.name} are damaged, {FETCHES} times; restore "
-                        "the object, or prepare that set again"
-                    )
-                target.put(shard.file, path)
-        yield shard
+def _stored(raw: RawShards, name: str, target: Store, cache: ShardCache) -> Shard:
+    """Returns the token shard of a file of documents, which is stored unless it is there, whole."""
+    known = raw.known(name)
+    if known and _is_there(target, known, cache):
+        return known
+    if known and cache.open(known) is not None:  # a run on this machine needed it
+        target.put(known.file, cache.folder / known.file)
+        return known
+    return raw.shard(name, lambda path, shard: target.put(shard.file, path))
 
 
 def _is_there(target: Store, shard: Shard, cache: ShardCache) -> bool:
@@ -91,15 +71,10 @@ def _is_there(target: Store, shard: Shard, cache: ShardCache) -> bool:
         if target.item(shard.file).size != shard.size_bytes:
             return False
         with cache.locked(shard.sha256), cache.scratch(shard.sha256) as path:
-            return _is_fetched(target, shard, path)
+            target.fetch(shard.file, path)
+            return mapped(path, shard) is not None
     except StoreError:
         return False
-
-
-def _is_fetched(store: Store, shard: Shard, to: Path) -> bool:
-    """Fetches a shard, and returns whether it is the right one."""
-    store.fetch(shard.file, to)
-    return mapped(to, shard) is not None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

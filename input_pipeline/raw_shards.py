@@ -11,7 +11,8 @@ from pathlib import Path
 
 from files import json_objects
 from input_pipeline.shard_cache import ShardCache
-from input_pipeline.shard_index import FORMAT, Shard, ShardIndex, shards_of, tokenise
+from input_pipeline.shard_formats import documents
+from input_pipeline.shard_index import FORMAT, Shard, ShardIndex, shards_of, write_tokens
 from input_pipeline.store import FETCHES, Item, Store, StoreError
 from input_pipeline.tokenizers import Tokenizer
 
@@ -25,23 +26,10 @@ class RawShards:
         self._store, self._tokenizer, self._text_field, self._cache = store, tokenizer, text_field, cache
         self._items = {item.name: item for item in items}
         self._folder = cache.folder / "entries"
+        self.url, self.names = store.url, sorted(self._items)
+        self._key = sha256("\n".join(self._key_of(name) for name in self.names).encode()).hexdigest()
 
-    @property
-    def url(self) -> str:
-        """Where the files are."""
-        return self._store.url
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the files, sorted."""
-        return sorted(self._items)
-
-    @property
-    def key(self) -> str:
-        """A hash that changes with any of the files."""
-        return sha256("\n".join(self.key_of(name) for name in self.names).encode()).hexdigest()
-
-    def key_of(self, name: str) -> str:
+    def _key_of(self, name: str) -> str:
         """Returns a hash that changes with the tokens of a file."""
         item = self._items[name]
         what = [FORMAT, self._store.url, name, item.size, item.version, self._tokenizer.identity, self._text_field]
@@ -49,54 +37,50 @@ class RawShards:
 
     def index(self) -> ShardIndex | None:
         """Returns the index of all files from the cache; None if it is not there."""
-        rows = self._read(self.key)
+        rows = self._read(self._key)
         return None if rows is None else ShardIndex(tokenizer=self._tokenizer.identity, shards=rows)
 
     def write_index(self, shards: Sequence[Shard]) -> None:
         """Writes the index of all files to the cache."""
-        with self._cache.locked(self.key):
-            self._write(self.key, shards)
+        with self._cache.locked(self._key):
+            self._write(self._key, shards)
 
     def shard(self, name: str, take: Callable[[Path, Shard], object] | None = None) -> Shard:
         """Returns what the index says of a file, which is tokenised first if this node has not done it yet.
 
         The cache gets the tokens; or `take` gets them in a scratch file, even if this node has tokenised them before.
         """
-        key = self.key_of(name)
+        key = self._key_of(name)
         with self._cache.locked(key):
             if not take and (known := self.known(name)):
                 return known
             with self._cache.scratch(key) as path:
-                shard, _ = self._tokenise(name, path)
+                shard = self._tokenise(name, path)
                 (take or self._cache.commit)(path, shard)
             self._write(key, [shard])
         return shard
 
     def known(self, name: str) -> Shard | None:
         """Returns what the index says of a file that this node has tokenised before."""
-        rows = self._read(self.key_of(name))
+        rows = self._read(self._key_of(name))
         return rows[0] if rows else None
 
     def download(self, shard: Shard, to: Path) -> int:
         """Writes the tokens of a file, tokenised again, and returns the bytes that came from the store."""
-        return self._tokenise(shard.name, to)[1]
+        self._tokenise(shard.name, to)
+        return self._items[shard.name].size
 
-    def _tokenise(self, name: str, to: Path) -> tuple[Shard, int]:
-        item = self._items[name]
-        raw = to.with_suffix(".raw.partial")
+    def _tokenise(self, name: str, to: Path) -> Shard:
+        listed, raw, said = self._items[name], to.with_suffix(".raw.partial"), ""
         try:
-            what, had = "", ""
             for _ in range(FETCHES):
                 came = self._store.fetch(name, raw)
-                if came.size != item.size:
-                    what, had = f"with {came.size} bytes", f"{item.size}"
-                elif came.version and came.version != item.version:
-                    what, had = f"as version {came.version!r}", f"version {item.version!r}"
-                else:
-                    return tokenise(raw, name, self._tokenizer, self._text_field, to), item.size
+                if came.size == listed.size and came.version in ("", listed.version):
+                    return write_tokens(documents(raw, name, self._text_field), self._tokenizer, to, name)
+                said = f"{came.size} bytes, version {came.version!r}"
             raise StoreError(
-                f"{self._store.url}/{name} came {what}, {FETCHES} times, but had {had} when it was listed; restore it, "
-                "or start again"
+                f"{self.url}/{name} came with {said}, {FETCHES} times, but had {listed.size} bytes, version "
+                f"{listed.version!r} when it was listed; restore it, or start again"
             )
         finally:
             raw.unlink(missing_ok=True)

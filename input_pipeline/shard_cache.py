@@ -1,12 +1,11 @@
 """Token shards on the local disk: each file is named by its hash, is there whole or not at all, and is checked.
 
 Processes of a machine share the folder. A lock per shard lets one of them download it; the least recently used shards
-make room. A process that is killed leaves a scratch file at most, which the next one to hold that lock removes. On a
-file system without locks several may download a shard, each to a file of its own, and what is left goes after a day.
+make room. A process that is killed leaves a scratch file at most, which the next one to hold that lock removes, or any
+one after a day. On a file system without locks several may download a shard, each to a file of its own.
 """
 
 import contextlib
-import errno
 import logging
 import os
 import secrets
@@ -17,15 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from files import atomic, locks
-from files.cache import ENVIRONMENT_KEY
-from input_pipeline.cache import lock
+from files import atomic
+from input_pipeline.cache import explained, lock
 from input_pipeline.shard_index import Shard
 from input_pipeline.store import sha256
 
 _NODE_FILE = "node"
-_LEFT_S = 86_400.0  # without locks, a scratch file that nobody wrote to for so long is of a killed process
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LEFT_S = 86_400.0  # a scratch file that nobody wrote to for so long is of a killed process
 
 
 class DamagedError(Exception):
@@ -38,19 +35,15 @@ class ShardCache:
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         """Makes the folder, and removes what killed processes left. OSError, as one line, if it cannot be written."""
         self.folder, self._limit_bytes = folder, limit_bytes
-        with self._explained():
+        with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob("*.partial"):
-                try:
-                    if not locks.is_held(folder / f"{left.name.partition('.')[0]}.lock"):
-                        left.unlink(missing_ok=True)
-                except locks.NoLocksError:
-                    _remove_if_old(left)
+                _remove_if_old(left)
 
     def node(self) -> str:
         """Returns the identity of the folder: processes that read the same one are one node."""
         file = self.folder / _NODE_FILE
-        with self._explained():
+        with explained(self.folder):
             if not file.exists():
                 scratch = self.folder / f"{_NODE_FILE}.{secrets.token_hex(8)}"
                 scratch.write_text(secrets.token_hex(16))
@@ -65,7 +58,7 @@ class ShardCache:
         A damaged file is removed, with a warning.
         """
         path = self.folder / shard.file
-        with self._explained():
+        with explained(self.folder):
             try:
                 with contextlib.suppress(PermissionError):  # another user's file keeps its time
                     os.utime(path)  # the least recently used ones go first
@@ -98,11 +91,11 @@ class ShardCache:
 
         The caller holds the lock. Raises DamagedError if they are not those of `shard`, OSError if the disk is full.
         """
-        with self._explained():
+        with explained(self.folder):
             self._make_room(shard.size_bytes)
         with self.scratch(shard.sha256) as path:
             fill(path)
-            with self._explained():
+            with explained(self.folder):
                 tokens = mapped(path, shard)
                 if tokens is None:
                     raise DamagedError(
@@ -114,7 +107,7 @@ class ShardCache:
 
     def commit(self, path: Path, shard: Shard) -> None:
         """Makes a scratch file, which is whole, the file of a shard."""
-        with self._explained():
+        with explained(self.folder):
             atomic.sync(path)
             with self.locked("room"):
                 self._make_room(shard.size_bytes)
@@ -125,7 +118,7 @@ class ShardCache:
         """Gives the path of a scratch file of `key`, which is removed afterwards."""
         path = self.folder / f"{key}.{secrets.token_hex(8)}.partial"
         try:
-            with self._explained():
+            with explained(self.folder):
                 yield path
         finally:
             path.unlink(missing_ok=True)
@@ -137,7 +130,7 @@ class ShardCache:
         It only avoids that several processes do the same work: without locks all of them go on.
         """
         with contextlib.ExitStack() as held:
-            with self._explained():
+            with explained(self.folder):
                 is_locked = held.enter_context(lock(self.folder / f"{key}.lock"))
                 for left in self.folder.glob(f"{key}.*.partial"):
                     left.unlink(missing_ok=True) if is_locked else _remove_if_old(left)
@@ -161,24 +154,6 @@ class ShardCache:
             with contextlib.suppress(FileNotFoundError):  # another process removed it
                 status = path.stat()
                 yield status.st_mtime_ns, path, status.st_size
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Makes one line of an error of the disk."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno in _FULL:
-                raise OSError(
-                    f"the disk of the data cache {self.folder} is full: set data.cache_gb to what it may take, or "
-                    f"{ENVIRONMENT_KEY} to a folder with free space"
-                ) from error
-            if error.errno is None:  # it is explained already
-                raise
-            raise OSError(
-                f"the data cache {self.folder} cannot be used ({error.strerror}): set {ENVIRONMENT_KEY} to a writable "
-                "folder with free space"
-            ) from error
 
 
 def _remove_if_old(left: Path) -> None:

@@ -1,7 +1,9 @@
 """Files of documents ("shards"): array_record, parquet, JSON lines and plain text, by the end of their names."""
 
+import contextlib
+import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -48,15 +50,11 @@ def documents(path: Path, name: str, text_field: str) -> Iterator[str]:
 def _array_record(path: Path, name: str, text_field: str) -> Iterator[Any]:
     from array_record.python.array_record_module import ArrayRecordReader
 
-    reader = ArrayRecordReader(str(path))
-    try:
+    with contextlib.closing(ArrayRecordReader(str(path))) as reader:
         count = reader.num_records()
         for start in range(0, count, _RECORDS):
-            records = reader.read(range(start, min(start + _RECORDS, count)))
-            for record in records:
+            for record in reader.read(range(start, min(start + _RECORDS, count))):
                 yield _text_of_record(record, text_field)
-    finally:
-        reader.close()
 
 
 def _text_of_record(record: bytes, text_field: str) -> Any:
@@ -67,25 +65,21 @@ def _text_of_record(record: bytes, text_field: str) -> Any:
 
     example: Any = tf_example_pb2
     features = example.Example.FromString(record).features.feature
-    if text_field not in features:
-        raise ValueError(f"it has no field {text_field!r} (data.text_field), only {', '.join(sorted(features))}")
-    return b"".join(features[text_field].bytes_list.value).decode()
+    return b"".join(_field(features, text_field).bytes_list.value).decode()
 
 
 def _parquet(path: Path, name: str, text_field: str) -> Iterator[Any]:
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
-        columns = file.schema_arrow.names
-        if text_field not in columns:
-            raise ValueError(f"it has no column {text_field!r} (data.text_field), only {', '.join(columns)}")
+        _field(dict.fromkeys(file.schema_arrow.names), text_field)
         for batch in file.iter_batches(_RECORDS, columns=[text_field]):
             yield from batch.column(0).to_pylist()
 
 
 def _jsonl(path: Path, name: str, text_field: str) -> Iterator[Any]:
     with _opened(path, name) as file:
-        for line in _lines(file):
+        for line in file:
             if line.strip():
                 yield _field(json_objects.value(line, "a line", lenient=True), text_field)
 
@@ -99,27 +93,16 @@ _READERS = {"array_record": _array_record, "parquet": _parquet, "jsonl": _jsonl,
 
 
 def _field(row: Any, text_field: str) -> Any:
-    if not isinstance(row, dict) or text_field not in row:
-        there = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}"
+    """Returns the text of a document. ValueError if it has no such field."""
+    if not isinstance(row, Mapping) or text_field not in row:
+        there = ", ".join(sorted(row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
         raise ValueError(f"it has no field {text_field!r} (data.text_field), only {there}")
     return row[text_field]
 
 
 def _opened(path: Path, name: str) -> Any:
     """Returns a file of bytes, unpacked while it is read."""
-    compression = {".gz": "gzip", ".zst": "zstd"}.get(PurePosixPath(name).suffix)
-    if not compression:
-        return open(path, "rb")
     import pyarrow as pa
 
-    return pa.CompressedInputStream(pa.OSFile(str(path)), compression)
-
-
-def _lines(file: Any) -> Iterator[bytes]:
-    """Yields the lines of a file of bytes (a stream of pyarrow has none)."""
-    left = b""
-    while block := file.read(1 << 20):
-        *whole, left = (left + bytes(block)).split(b"\n")
-        yield from whole
-    if left:
-        yield left
+    compression = {".gz": "gzip", ".zst": "zstd"}.get(PurePosixPath(name).suffix)
+    return io.BufferedReader(pa.input_stream(str(path), compression=compression))

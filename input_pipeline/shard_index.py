@@ -1,21 +1,20 @@
-"""Token shards and their index: what each shard is called, how many tokens it has, and the hash of its file.
+"""Tokens in files: a shard with the number of its tokens and the hash of its file, and the index of several.
 
 A token shard is the tokens of one file of documents, each document followed by a separator: an array `<u2` or `<u4`
 without a header, in a file that is named by its own hash. The index of a prepared set is `index.json` beside them.
 """
 
+import hashlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from files import json_objects
-from input_pipeline.shard_formats import documents
-from input_pipeline.streams import write_tokens
+from input_pipeline.progress import Progress
 from input_pipeline.tokenizers import Tokenizer
 
 FORMAT = "mics-jax token shards 1"
@@ -34,10 +33,12 @@ class Shard:
     sha256: str  # of the token shard's file
 
     def __post_init__(self) -> None:
-        """Raises ValueError for values of other types, which an index may have."""
+        """Raises ValueError for values that an index may have, but no shard."""
         texts, numbers = (self.name, self.dtype, self.sha256), (self.num_tokens, self.text_bytes)
         if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
             raise ValueError(f"shard {self.name!r} has values of other types")
+        if not _SHA256.fullmatch(self.sha256) or self.dtype not in ("<u2", "<u4") or self.num_tokens < 0:
+            raise ValueError(f"shard {self.name!r} has no hash, dtype or size that could be true")
 
     @property
     def file(self) -> str:
@@ -80,21 +81,24 @@ def shards_of(rows: Sequence[Any]) -> tuple[Shard, ...]:
     twice = [name for name, count in Counter(shard.name for shard in shards).items() if count > 1]
     if twice:
         raise ValueError(f"it lists {twice[0]!r} twice")
-    for shard in shards:
-        if not _SHA256.fullmatch(shard.sha256) or shard.dtype not in ("<u2", "<u4") or shard.num_tokens < 0:
-            raise ValueError(f"shard {shard.name!r} has no hash, dtype or size that could be true")
     return tuple(sorted(shards, key=lambda shard: shard.name))
 
 
-def is_index(content: bytes) -> bool:
-    """Whether the content of a file says that it is an index of token shards."""
-    try:
-        found = json_objects.parse(content, INDEX_FILE)
-    except ValueError:
-        return False
-    return str(found.get("format")).startswith("mics-jax token shards")
+def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, to: Path, name: str, size_bytes: int = 0) -> Shard:
+    """Writes the tokens of all texts that are not empty, each followed by a separator.
 
-
-def tokenise(raw: Path, name: str, tokenizer: Tokenizer, text_field: str, to: Path) -> Shard:
-    """Writes the tokens of a file of documents; returns what the index says of them. ValueError if it is unreadable."""
-    return Shard(name=name, **asdict(write_tokens(documents(raw, name, text_field), tokenizer, to, name)))
+    Says every few seconds how much of `name`, of about so many bytes (0: not known), is done.
+    """
+    dtype = np.dtype("<u2") if tokenizer.num_ids <= 1 << 16 else np.dtype("<u4")
+    digest, num_tokens, text_bytes, progress = hashlib.sha256(), 0, 0, Progress()
+    of = f" of {size_bytes / 1e6:.1f}" if size_bytes else ""
+    with open(to, "wb") as file:
+        for text in filter(None, texts):
+            ids = tokenizer.document(text)
+            payload = ids.astype(dtype).tobytes()
+            file.write(payload)
+            digest.update(payload)
+            num_tokens += len(ids)
+            text_bytes += len(text.encode()) + 1
+            progress.say("%s: %.1f%s MB of text are tokenised", name, text_bytes / 1e6, of)
+    return Shard(name=name, num_tokens=num_tokens, text_bytes=text_bytes, dtype=dtype.str, sha256=digest.hexdigest())

@@ -1,16 +1,17 @@
 """What there is at `data.path`: the files of documents, or the index of a prepared set."""
 
 import hashlib
-from collections import Counter
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from configs.schema import DataConfig
 from files import json_objects
 from input_pipeline.progress import Progress
 from input_pipeline.shard_formats import KNOWN, format_of, matches
-from input_pipeline.shard_index import INDEX_FILE, ShardIndex, is_index
+from input_pipeline.shard_index import INDEX_FILE, ShardIndex
 from input_pipeline.store import Item, MissingError, Store, StoreError, is_url
 from input_pipeline.tokenizers import Tokenizer
 
@@ -36,43 +37,51 @@ def list_shards(store: Store, file: str, config: DataConfig, tokenizer: Tokenize
     listed: Mapping[str, Item | None]
     if file:
         listed = {file: None}
-    elif (content := _index_file(store)) is not None and is_index(content):
-        index = _checked(content, store, config, tokenizer)
-        return Listing(index=index, index_sha256=hashlib.sha256(content).hexdigest())
-    elif store.can_list:
-        listed = {item.name: item for item in store.list()}
     else:
-        listed = dict.fromkeys(_names_in(content, store))
+        content, found = _index_file(store)
+        if isinstance(found, dict) and str(found.get("format")).startswith("mics-jax token shards"):
+            index = _checked(found, store, config, tokenizer)
+            return Listing(index=index, index_sha256=hashlib.sha256(content).hexdigest())
+        listed = (
+            {x.name: x for x in store.list()} if store.can_list else dict.fromkeys(_names_in(found, content, store))
+        )
     wanted, items, progress = _chosen(listed, config.pattern, store.url), [], Progress()
     for name in wanted:
         item = listed[name]
-        items.append(item if item and item.version else _item_of(store, name))
+        items.append(item if item and item.version else store.item(name))
+        if not items[-1].size:
+            raise StoreError(
+                f"{store.url}/{name} is empty: the store answers with 0 bytes, or with a status that has no content "
+                "(204); restore it, or do not name it"
+            )
         progress.say("%s: %d of %d files are looked at", store.url, len(items), len(wanted))
     return Listing(items=tuple(items))
 
 
 def read_index(store: Store, config: DataConfig, tokenizer: Tokenizer, sha256: str) -> ShardIndex:
     """Returns the index of a prepared set, whose file must have this hash: that of another process."""
-    content = store.read(INDEX_FILE)
+    content, found = _index_file(store)
     if hashlib.sha256(content).hexdigest() != sha256:
         raise StoreError(
             f"{store.url}/{INDEX_FILE} was replaced while the processes read it, or differs between nodes; start "
             "again, with the same data.path on every node"
         )
-    return _checked(content, store, config, tokenizer)
+    return _checked(found, store, config, tokenizer)
 
 
-def _index_file(store: Store) -> bytes | None:
-    try:
-        return store.read(INDEX_FILE)
-    except MissingError:
-        return None
+def _index_file(store: Store) -> tuple[bytes, Any]:
+    """Returns the content of `index.json`, and the JSON that it is, None for none; nothing if there is no such file."""
+    content = b""
+    with suppress(MissingError, ValueError):
+        content = store.read(INDEX_FILE)
+        return content, json_objects.value(content, INDEX_FILE)
+    return content, None
 
 
-def _checked(content: bytes, store: Store, config: DataConfig, tokenizer: Tokenizer) -> ShardIndex:
+def _checked(content: Any, store: Store, config: DataConfig, tokenizer: Tokenizer) -> ShardIndex:
     """Returns the index of a prepared set. ValueError if it is of another tokenizer, or nothing matches."""
     where = f"{store.url}/{INDEX_FILE}"
-    found = ShardIndex.from_json(json_objects.parse(content, where), where)
+    found = ShardIndex.from_json(content, where)
     if found.tokenizer != tokenizer.identity:
         raise ValueError(
             f"{where} was made by the tokenizer {found.tokenizer!r}, but data.tokenizer is "
@@ -96,40 +105,20 @@ def _chosen(names: Collection[str], pattern: str, where: str) -> list[str]:
     return wanted
 
 
-def _item_of(store: Store, name: str) -> Item:
-    """Returns size and version of a file that was asked for by name. StoreError if it is empty."""
-    item = store.item(name)
-    if not item.size:
-        raise StoreError(
-            f"{store.url}/{name} is empty: the store answers with 0 bytes, or with a status that has no content (204); "
-            "restore it, or do not name it"
-        )
-    return item
-
-
-def _names_in(content: bytes | None, store: Store) -> list[str]:
+def _names_in(names: Any, content: bytes, store: Store) -> list[str]:
     """Returns the files that an `index.json` of names lists, for a server that cannot list."""
     where = f"{store.url}/{INDEX_FILE}"
     remedy = "make it a JSON list of file names, prepare the set, or set data.path to the URL of one file"
-    if content is None:
-        raise StoreError(f"{where} does not exist (404), and an HTTP server cannot be listed: {remedy}")
-    try:
-        names = json_objects.value(content, where)
-    except ValueError:
-        names = None
     if not isinstance(names, list) or not names:
         begins = content[:40].decode(errors="replace")
-        raise StoreError(f"{where} is neither an index of token shards nor a list of names: {begins!r}; {remedy}")
+        why = (
+            f"neither an index of token shards nor a list of names: {begins!r}" if content else "empty or missing (404)"
+        )
+        raise StoreError(f"{where} is {why}; {remedy}")
     for name in names:
-        if not isinstance(name, str) or not _is_inside(name):
+        path = PurePosixPath(name) if isinstance(name, str) and not is_url(name) else None
+        if path is None or path.as_posix() != name or not path.name or path.is_absolute() or ".." in path.parts:
             raise StoreError(f"{where} lists {name!r}, which is no file below {store.url}: {remedy}")
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise StoreError(f"{where} lists {twice[0]!r} twice: name each file once")
+    if len(names) > len({*names}):
+        raise StoreError(f"{where} lists {max(names, key=names.count)!r} twice: name each file once")
     return sorted(names)
-
-
-def _is_inside(name: str) -> bool:
-    """Whether a name, in the only way to write it, is one of a file below the store's URL."""
-    path = PurePosixPath(name)
-    is_normal = path.as_posix() == name and path.name
-    return bool(is_normal) and not path.is_absolute() and not is_url(name) and ".." not in path.parts

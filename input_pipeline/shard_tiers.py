@@ -89,18 +89,18 @@ class Tiers:
             self.counters.add(peer_hits=1, peer_bytes=shard.size_bytes)
             return tokens
         sizes: list[int] = []
-        for left in reversed(range(FETCHES)):
+        damage = ""
+        for _ in range(FETCHES):
             try:
                 tokens = self._cache.add(shard, lambda path: sizes.append(self._download(shard, path)))
                 self.counters.add(store_hits=1, store_bytes=sum(sizes))
                 return tokens
             except DamagedError as error:
-                if not left:
-                    raise DamagedObjectError(
-                        f"{self._url_of(shard)}: the tokens of {shard.name} are damaged: {error}, {FETCHES} times; "
-                        "restore the object, or prepare the set again"
-                    ) from error
-        raise AssertionError("the last failure raises")
+                damage = str(error)
+        raise DamagedObjectError(
+            f"{self._url_of(shard)}: the tokens of {shard.name} are damaged: {damage}, {FETCHES} times; restore the "
+            "object, or prepare the set again"
+        )
 
     def _from_peer(self, shard: Shard, *, downloads: bool) -> np.ndarray | None:
         """Returns the tokens from the first node that gives them; None if none does."""
@@ -123,12 +123,11 @@ class OpenShards:
     def __init__(self, tiers: Tiers, most: int) -> None:
         """Keeps up to `most` shards open. THREADS threads open those that `read_ahead` names."""
         self._tiers, self._most = tiers, most
-        self._open: OrderedDict[str, np.ndarray] = OrderedDict()
-        self._coming: dict[str, Future[np.ndarray]] = {}
+        # by hash: those that are open, that a thread is opening, or that were fetched several times in vain
+        self._found: OrderedDict[str, Future[np.ndarray]] = OrderedDict()
         self._now: deque[Shard] = deque()  # to be opened first
         self._later: deque[Shard] = deque()
         self._urgent: set[str] = set()  # hashes of those that are needed now, until a thread is done with them
-        self._damaged: dict[str, DamagedObjectError] = {}  # by hash: what was fetched several times in vain
         self._changed = threading.Condition()
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -136,10 +135,9 @@ class OpenShards:
     def get(self, shard: Shard) -> np.ndarray:
         """Returns the tokens [N] of a shard, after waiting for them if they are not there yet."""
         with self._changed:
-            if (tokens := self._open.get(shard.sha256)) is not None:
-                self._open.move_to_end(shard.sha256)
+            if self._is_open(shard):
                 self._tiers.counters.add(memory_hits=1)
-                return tokens
+                return self._found[shard.sha256].result()
         before_s = time.perf_counter()
         try:
             return self._obtain(shard)
@@ -149,12 +147,9 @@ class OpenShards:
     def read_ahead(self, now: Sequence[Shard], later: Sequence[Shard]) -> None:
         """Opens shards in the background, those of `now` first, and forgets what it was to open before."""
         with self._changed:
-            self._now = deque(shard for shard in now if shard.sha256 not in self._open)
-            self._later = deque(shard for shard in later if shard.sha256 not in self._open)
+            self._now = deque(shard for shard in now if not self._is_open(shard))
+            self._later = deque(shard for shard in later if not self._is_open(shard))
             self._urgent = {shard.sha256 for shard in self._now}
-            for shard in (*now, *later):
-                if shard.sha256 in self._open:  # those that are open stay: others are closed first
-                    self._open.move_to_end(shard.sha256)
             self._changed.notify_all()
             if not self._threads and not self._closed:
                 self._threads = [
@@ -167,8 +162,6 @@ class OpenShards:
         """Lets the threads begin no more shards."""
         with self._changed:
             self._closed = True
-            self._now.clear()
-            self._later.clear()
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -178,48 +171,43 @@ class OpenShards:
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
 
+    def _is_open(self, shard: Shard) -> bool:
+        """Whether a shard is open; if so, the others are closed before it."""
+        found = self._found.get(shard.sha256)
+        if found is None or not found.done() or found.exception():
+            return False
+        self._found.move_to_end(shard.sha256)
+        return True
+
     def _obtain(self, shard: Shard) -> np.ndarray:
         with self._changed:
-            if (tokens := self._open.get(shard.sha256)) is not None:
-                return tokens
-            coming = self._coming.get(shard.sha256)
-            if damaged := self._damaged.get(shard.sha256):
-                raise damaged
-            if is_mine := coming is None:
-                coming = self._coming[shard.sha256] = Future()
-        if not is_mine:
-            return coming.result()
-        try:
-            tokens = self._tiers.get(shard)
-        except BaseException as error:
+            found = self._found.get(shard.sha256)
+            if is_mine := found is None:
+                found = self._found[shard.sha256] = Future()
+        if is_mine:
+            try:
+                found.set_result(self._tiers.get(shard))
+            except BaseException as error:
+                with self._changed:
+                    if not isinstance(error, DamagedObjectError):  # who needs it tries again
+                        del self._found[shard.sha256]
+                found.set_exception(error)
             with self._changed:
-                del self._coming[shard.sha256]
-                if isinstance(error, DamagedObjectError):
-                    self._damaged[shard.sha256] = error
-            coming.set_exception(error)
-            raise
-        with self._changed:
-            del self._coming[shard.sha256]
-            self._open[shard.sha256] = tokens
-            while len(self._open) > self._most:
-                self._open.popitem(last=False)
-        coming.set_result(tokens)
-        return tokens
-
-    def _may_begin(self) -> bool:
-        """Whether to open the next one: shards for later do not share the link with those that are needed now."""
-        return bool(self._now) or bool(self._later and not self._urgent)
+                done = [key for key, one in self._found.items() if one.done()]
+                for key in done[: max(0, len(done) - self._most)]:
+                    del self._found[key]
+        return found.result()
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._may_begin())
+            with self._changed:  # shards for later do not share the link with those that are needed now
+                self._changed.wait_for(lambda: self._closed or self._now or (self._later and not self._urgent))
                 if self._closed:
                     return
                 shard = (self._now or self._later).popleft()
             try:
                 self._obtain(shard)
-            except Exception as error:  # who needs the shard tries again, and reports it
+            except Exception as error:  # who needs the shard reports it
                 logging.getLogger(__name__).debug("shard %s not read ahead: %s", shard.name, error)
             with self._changed:
                 self._urgent.discard(shard.sha256)

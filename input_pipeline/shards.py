@@ -2,21 +2,20 @@
 
 The processes of a run open a set together: process 0 lists the store, the nodes share what there is to tokenise, and
 all of them end with the same index. After that nothing is agreed on: shards come as they are needed (shard_tiers.py),
-in an order that the index and the seed decide (shard_order.py).
+in an order that the index and the seed decide (shard_windows.py).
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from configs.schema import DataConfig
 from files.cache import ENVIRONMENT_KEY, cache_dir
-from input_pipeline.peers import Peers, rendezvous, serve
+from input_pipeline.peers import PURPOSE, Peers, rendezvous
 from input_pipeline.progress import Progress
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache
@@ -26,7 +25,7 @@ from input_pipeline.shard_tiers import OpenShards, Tiers
 from input_pipeline.shard_windows import ShardWindows, parts
 from input_pipeline.store import Item, StoreAwayError, StoreError, open_store
 from input_pipeline.tokenizers import Tokenizer, make_tokenizer
-from runtime.blobs import Address
+from runtime.blobs import Address, BlobService
 from runtime.consensus import all_gather, broadcast, new_key
 
 ROUND_S = 600.0  # of tokenising, between two agreements, which wait an hour at most
@@ -103,7 +102,8 @@ class ShardSet:
             self.index = self._indexed(self._raw)
         else:
             self._raw = None
-            self.tiers = Tiers(self.cache, self._download, lambda shard: f"{self._store.url}/{shard.file}")
+            fetched = lambda shard, to: self._store.fetch(shard.file, to).size
+            self.tiers = Tiers(self.cache, fetched, lambda shard: f"{self._store.url}/{shard.file}")
             self.index = listing.index
         self._by_hash = {shard.sha256: shard for shard in self.index.shards}
         if world.count > 1:
@@ -115,14 +115,18 @@ class ShardSet:
         world, node = self._world, self.cache.node()
         if world.count == 1:
             return [node], []
-        service = serve(self._content_of, process=world.process, count=world.count, token=world.token)
+        service = BlobService(PURPOSE, self._answer, process=world.process, count=world.count, token=world.token)
         self._held.callback(service.close)
         told = world.all_gather("shard-members", [node, vars(service.address)])
         return [node for node, _ in told], [Address(**address) for _, address in told]
 
-    def _content_of(self, sha256: str, download: bool) -> memoryview | None:
+    def _answer(self, request: Mapping[str, Any], process: int, content: BinaryIO) -> memoryview:
+        """Returns the bytes of the shard that another process asks for, which says whether to download it first."""
         self._is_open.wait()  # the other process may have opened the set before this one
-        return self.tiers.content(self._by_hash[sha256], download)
+        found = self.tiers.content(self._by_hash[request["shard"]], bool(request["download"]))
+        if found is None:
+            raise LookupError("it is not here")
+        return found
 
     def _list(self) -> Listing:
         """Returns what the store has, the same in every process: each reads an index itself, process 0 lists files."""
@@ -140,10 +144,6 @@ class ShardSet:
             return Listing(items=tuple(Item(**item) for item in said["items"]))
         index = read_index(self._store, self.config, self._tokenizer, said["index"])
         return Listing(index=index, index_sha256=said["index"])
-
-    def _download(self, shard: Shard, to: Path) -> int:
-        self._store.fetch(shard.file, to)
-        return to.stat().st_size
 
     def _indexed(self, raw: RawShards) -> ShardIndex:
         """Returns the index of files of documents, tokenised by all nodes if no process has it yet."""

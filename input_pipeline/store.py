@@ -6,7 +6,6 @@ cannot cure (401, 403, 404) is an error at once. Messages name the URL, and neit
 the library said, so that no credentials can be in them.
 """
 
-import abc
 import contextlib
 import hashlib
 import io
@@ -89,69 +88,40 @@ class Item:
     version: str
 
 
-class Store(abc.ABC):
-    """Objects by name."""
-
-    url: str
-    can_list: bool  # an HTTP server cannot, and stores nothing
-
-    @abc.abstractmethod
-    def list(self) -> list[Item]:
-        """Returns the objects that are neither hidden nor empty, by name. StoreError if that is not possible.
-
-        The version is "" where only `item` can tell it.
-        """
-
-    @abc.abstractmethod
-    def item(self, name: str) -> Item:
-        """Returns size and version of an object, which may have to be read for it. MissingError if there is none."""
-
-    @abc.abstractmethod
-    def fetch(self, name: str, to: Path) -> Item:
-        """Writes an object to a file; returns size and version ("": unknown) of what came. MissingError if none is."""
-
-    @abc.abstractmethod
-    def read(self, name: str) -> bytes:
-        """Returns a small object. MissingError if there is none."""
-
-    @abc.abstractmethod
-    def put(self, name: str, content: Path | bytes) -> None:
-        """Stores an object, whole or not at all. StoreError if that is not possible."""
-
-    def assume_reached(self) -> None:  # noqa: B027 (a disk is not waited for)
-        """Says that the store is known to exist, so that it is waited for."""
-
-    def close(self) -> None:  # noqa: B027 (for the same reason)
-        """Ends waiting in all threads."""
-
-
 def is_url(path: str) -> bool:
     """Whether a path is the URL of a store."""
     return "://" in path
 
 
-def open_store(path: str) -> Store:
+def open_store(path: str) -> "Store":
     """Returns the store of a URL or a local folder; nothing is read yet."""
     return RemoteStore(path) if is_url(path) else LocalStore(path)
 
 
-class LocalStore(Store):
-    """The files of a local folder."""
+class LocalStore:
+    """The files of a local folder. Its methods are those of every store: StoreError, or MissingError, if they fail."""
+
+    can_list = True  # an HTTP server cannot, and stores nothing
 
     def __init__(self, path: str) -> None:
         self.root = Path(path).expanduser()
-        self.url, self.can_list = str(self.root), True
+        self.url = str(self.root)
 
     def list(self) -> list[Item]:
+        """Returns the objects that are neither hidden nor empty, by name; a version is "" where `item` can tell it."""
         return [item for name in text_files(self.root) if (item := self.item(name)).size]
 
     def item(self, name: str) -> Item:
+        """Returns size and version of an object, which may have to be read for it."""
         with _explained(self.root / name):
             status = (self.root / name).stat()
         return Item(name=name, size=status.st_size, version=f"{status.st_mtime_ns} {status.st_ctime_ns}")
 
     def fetch(self, name: str, to: Path) -> Item:
-        """Copies a file. Its times are no version here: another node may have a copy of its own, with others."""
+        """Writes an object to a file; returns size and version of what came.
+
+        The version is "" here: another node may have a copy of its own, with other times.
+        """
         with _explained(self.root / name):
             source = open(self.root / name, "rb")  # noqa: SIM115 (closed below)
         with source, open(to, "wb") as file:
@@ -159,10 +129,12 @@ class LocalStore(Store):
             return Item(name=name, size=file.tell(), version="")
 
     def read(self, name: str) -> bytes:
+        """Returns a small object."""
         with _explained(self.root / name):
             return (self.root / name).read_bytes()
 
     def put(self, name: str, content: Path | bytes) -> None:
+        """Stores an object, whole or not at all."""
         source = io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb")  # noqa: SIM115 (closed below)
         partial = self.root / f"{name}.partial"
         try:
@@ -181,6 +153,12 @@ class LocalStore(Store):
                 "another --out"
             ) from error
 
+    def assume_reached(self) -> None:
+        """Says that the store is known to exist, so that it is waited for; a disk is not."""
+
+    def close(self) -> None:
+        """Ends waiting in all threads."""
+
 
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
@@ -193,7 +171,7 @@ def _explained(path: Path) -> Iterator[None]:
         raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-class RemoteStore(Store):
+class RemoteStore:
     """The objects of an object store, or of an HTTP server, which cannot list them."""
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
@@ -300,45 +278,48 @@ class RemoteStore(Store):
     def _explained(self, what: str, error: Exception, writes: bool) -> Exception:
         """Returns what an error of the library means: `_AwayError` if waiting may cure it."""
         said, _, details = str(error).partition("Debug source:")
-        status = found[1] if (found := _STATUS.search(said)) else ""
         key = "--out" if writes else "data.path"  # prepare.py alone stores
+        remedy = f"check {key}" if self.scheme == "http" else f"check {key}, and {self._help}"
         if self.scheme != "http" and _METADATA.search(str(error)):
             return _UnreachedError("no credentials, neither in the environment nor from this machine", self._help)
-        if status:
-            self._waiting.reached = True
+        if (status := found[1] if (found := _STATUS.search(said)) else "") or isinstance(error, FileNotFoundError):
+            return self._refused(what, status or "404", writes, remedy)
+        if "MissingContentLength" in details:
+            remedy = "let another one serve the files as they are, not packed on the way"
+            return StoreError(f"{what}: the server does not say how long it is (Content-Length); {remedy}")
+        kind = found[1] if (found := re.search(r"kind: (\w+)", details)) else ""
+        if "redirect" in said:
+            why = "the store redirects to nowhere, or in a circle"
+        elif "Parse(" in details:
+            why = "what answers there speaks no HTTP"
+        elif kind == "Connect" or "tcp connect error" in details:
+            place = "".join(found.groups()) if (found := _HOST.search(details)) else self.url
+            reason = next((f": {text}" for sign, text in _CONNECT.items() if sign in details), "")
+            variable = " and AWS_ENDPOINT_URL" if self.scheme == "s3" else ""
+            return _UnreachedError(f"no connection to {place}{reason}", f"check {key}{variable}, and the network")
+        elif "HTTP error" in said and kind != "Unknown":  # such as a URL that cannot be one
+            return _AwayError(_KINDS.get(kind, "no whole answer"))
+        else:
+            why = f"the store cannot be used ({type(error).__name__})"
+        return StoreError(f"{what}: {why}; {remedy}")
+
+    def _refused(self, what: str, status: str, writes: bool, remedy: str) -> Exception:
+        """Returns what an HTTP status means."""
+        self._waiting.reached = True
         if status in ("401", "403"):
-            refuses = f"to write below {key}" if writes else "access"
+            refuses = "to write below --out" if writes else "access"
             return StoreError(f"{what}: the store refuses {refuses} ({status}); {self._help}")
-        if status == "404" or isinstance(error, FileNotFoundError):
+        if status == "404":
             missing = "file" if self.scheme == "http" else "bucket" if writes else "object or bucket"
             is_whole = writes or what == self.url or what.endswith("/index.json")
             named = "" if is_whole else ", or the index.json that names it"
-            return MissingError(f"{what}: there is no such {missing} (404); check {key}{named}")
+            return MissingError(f"{what}: there is no such {missing} (404); {remedy.partition(',')[0]}{named}")
         if status.startswith("5") or status in ("408", "429"):
             return _AwayError(f"it answers {status}")
-        credentials = "" if self.scheme == "http" else f", and {self._help}"
-        if status:
-            return StoreError(f"{what}: the store answers {status}; check {key}{credentials}")
-        if "redirect" in said:
-            return StoreError(f"{what}: the store redirects to nowhere, or in a circle; check {key}{credentials}")
-        if "MissingContentLength" in details:
-            return StoreError(
-                f"{what}: the server does not say how long it is (Content-Length); let another one serve the files as "
-                "they are, not packed on the way"
-            )
-        if "Parse(" in details:
-            return StoreError(f"{what}: what answers there speaks no HTTP; check {key} and its port")
-        kind = found[1] if (found := re.search(r"kind: (\w+)", details)) else ""
-        if kind == "Connect" or "tcp connect error" in details:
-            place = "".join(found.groups()) if (found := _HOST.search(details)) else self.url
-            why = next((text for sign, text in _CONNECT.items() if sign in details), "")
-            variable = " and AWS_ENDPOINT_URL" if self.scheme == "s3" else ""
-            reason = f"no connection to {place}{': ' if why else ''}{why}"
-            return _UnreachedError(reason, f"check {key}{variable}, and the network")
-        if "HTTP error" in said and kind != "Unknown":  # such as a URL that cannot be one
-            return _AwayError(_KINDS.get(kind, "no whole answer"))
-        remedy = self._help if credentials else f"check {key}"
-        return StoreError(f"{what}: the store cannot be used ({type(error).__name__}); {remedy}")
+        return StoreError(f"{what}: the store answers {status}; {remedy}")
+
+
+Store = LocalStore | RemoteStore
 
 
 class _Waiting:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from files import json_objects
 from input_pipeline import cache
-from input_pipeline.progress import Progress
+from input_pipeline.shard_index import write_tokens
 from input_pipeline.tokenizers import Tokenizer
 
 FORMAT = 2  # version of the file format; part of the folder's name
@@ -52,36 +52,6 @@ def tokenised(source: TextSource, tokenizer: Tokenizer) -> Stream:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """What a file of tokens holds."""
-
-    dtype: str  # numpy's name of uint16 or uint32
-    num_tokens: int
-    text_bytes: int  # of UTF-8 text; a separator counts as one byte
-    sha256: str
-
-
-def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, to: Path, name: str, size_bytes: int = 0) -> Written:
-    """Writes the tokens of all texts that are not empty, each followed by a separator.
-
-    Says every few seconds how much of `name`, of about so many bytes (0: not known), is done.
-    """
-    dtype = np.dtype("<u2") if tokenizer.num_ids <= 1 << 16 else np.dtype("<u4")
-    digest, num_tokens, text_bytes, progress = hashlib.sha256(), 0, 0, Progress()
-    of = f" of {size_bytes / 1e6:.1f}" if size_bytes else ""
-    with open(to, "wb") as file:
-        for text in filter(None, texts):
-            ids = tokenizer.document(text)
-            payload = ids.astype(dtype).tobytes()
-            file.write(payload)
-            digest.update(payload)
-            num_tokens += len(ids)
-            text_bytes += len(text.encode()) + 1
-            progress.say("%s: %.1f%s MB of text are tokenised", name, text_bytes / 1e6, of)
-    return Written(dtype=dtype.str, num_tokens=num_tokens, text_bytes=text_bytes, sha256=digest.hexdigest())
-
-
 def _write(folder: Path, source: TextSource, tokenizer: Tokenizer) -> None:
     if source.size_bytes >= ANNOUNCED_BYTES:
         logging.getLogger(__name__).warning(
@@ -92,5 +62,5 @@ def _write(folder: Path, source: TextSource, tokenizer: Tokenizer) -> None:
     written = write_tokens(source.documents(), tokenizer, folder / "tokens.bin", source.name, source.size_bytes)
     if written.num_tokens == 0:
         raise ValueError(f"{source.name} has no text")
-    meta = {"source": source.name, "tokenizer": tokenizer.identity, **asdict(written)}
+    meta = {"tokenizer": tokenizer.identity, **asdict(written)}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))

@@ -66,8 +66,6 @@ class TextDataset:
         return len(self._windows)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        if i < 0:
-            raise IndexError(f"example {i}: examples are numbered from 0")
         window = self._windows[self._windows.window_of(int(i), self.seed)]
         separator = self.tokenizer.separator
         segments = {"segments": packing.segments(window[: self.seq_len], separator)} if self._packs else {}

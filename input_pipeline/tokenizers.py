@@ -2,11 +2,11 @@
 
 import abc
 import base64
-import binascii
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -67,8 +67,7 @@ class Bytes(Tokenizer):
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
-        runs = _known_runs(np.asarray(ids), np.ones(256, bool))
-        return UNKNOWN.join(bytes(run).decode(errors="replace") for run in runs)
+        return _decoded(ids, range(256), lambda run: bytes(run).decode(errors="replace"))
 
 
 class SentencePiece(Tokenizer):
@@ -94,8 +93,7 @@ class SentencePiece(Tokenizer):
         return np.asarray(self._model.encode(text, out_type=int), np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
-        runs = _known_runs(np.asarray(ids), np.ones(self.num_ids, bool))
-        return UNKNOWN.join(self._model.decode(run) for run in runs)
+        return _decoded(ids, range(self.num_ids), self._model.decode)
 
 
 class Tiktoken(Tokenizer):
@@ -114,14 +112,14 @@ class Tiktoken(Tokenizer):
             mergeable_ranks=ranks,
             special_tokens={"<|endoftext|>": self.separator},
         )
-        self._known = _has_text(self.num_ids, [*ranks.values(), self.separator])
+        self._known = [*ranks.values(), self.separator]
         self.identity = f"tiktoken {hashlib.sha256(content).hexdigest()}"
 
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self._encoding.encode_ordinary(text), np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
-        return UNKNOWN.join(self._encoding.decode(run) for run in _known_runs(np.asarray(ids), self._known))
+        return _decoded(ids, self._known, self._encoding.decode)
 
 
 class HuggingFace(Tokenizer):
@@ -154,7 +152,6 @@ class HuggingFace(Tokenizer):
             raise ValueError(
                 f"data.tokenizer_path {path} has a token with the id {self.num_ids - 1}: ids may be below {MAX_IDS}"
             )
-        self._known = _has_text(self.num_ids, [*ids.values()])
         self.identity = f"hugging_face {hashlib.sha256(content).hexdigest()}"
 
     @property
@@ -172,9 +169,9 @@ class HuggingFace(Tokenizer):
         return np.asarray(ids, np.int64).astype(np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
-        runs = _known_runs(np.asarray(ids), self._known)
+        decode = partial(self._tokenizer.decode, skip_special_tokens=False)
         with _explained(f"data.tokenizer_path {self._path} cannot decode"):
-            return UNKNOWN.join(self._tokenizer.decode(run, skip_special_tokens=False) for run in runs)
+            return _decoded(ids, [*self.vocabulary.values()], decode)
 
 
 def make_tokenizer(kind: str, path: str) -> Tokenizer:
@@ -198,18 +195,11 @@ def _explained(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {' '.join(str(error).split())}") from error
 
 
-def _has_text(num_ids: int, ids: list[int]) -> np.ndarray:
-    """Returns which ids there are, bool [num_ids]: there may be gaps."""
-    known = np.zeros(num_ids, bool)
-    known[ids] = True
-    return known
-
-
-def _known_runs(ids: np.ndarray, has_text: np.ndarray) -> Iterator[list[int]]:
-    """Yields the runs of ids between those without text (`has_text`: bool [num_ids])."""
-    known = (ids >= 0) & (ids < len(has_text)) & has_text[np.clip(ids, 0, len(has_text) - 1)]
-    for number, run in enumerate(np.split(ids, np.flatnonzero(~known))):
-        yield run[number > 0 :].tolist()  # all runs but the first start with an id without text
+def _decoded(ids: np.ndarray, known: Sequence[int], decode: Callable[[list[int]], str]) -> str:
+    """Returns the text of ids [N], of which those that are not `known` have none: U+FFFD."""
+    ids = np.asarray(ids)
+    runs = np.split(ids, np.flatnonzero(~np.isin(ids, known)))
+    return UNKNOWN.join(decode(run[number > 0 :].tolist()) for number, run in enumerate(runs))  # [0]: without text
 
 
 def _read(path: Path) -> bytes:
@@ -230,13 +220,13 @@ def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
                 if not 0 <= rank < MAX_IDS:
                     raise ValueError("out of range")
                 ranks[base64.b64decode(piece, validate=True)] = rank
-        except (ValueError, binascii.Error) as error:
+        except ValueError as error:  # binascii.Error is one
             raise ValueError(
                 f"data.tokenizer_path {path} is not a tiktoken vocabulary: line {number} is not 'base64 rank'"
             ) from error
-    twice = [rank for rank, count in Counter(ranks.values()).items() if count > 1]
-    if twice:
-        raise ValueError(f"data.tokenizer_path {path} is not a tiktoken vocabulary: rank {twice[0]} occurs twice")
+    rank, count = Counter(ranks.values()).most_common(1)[0] if ranks else (0, 0)
+    if count > 1:
+        raise ValueError(f"data.tokenizer_path {path} is not a tiktoken vocabulary: rank {rank} occurs twice")
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(

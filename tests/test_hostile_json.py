@@ -90,17 +90,6 @@ def said(act: Callable[[], Any], *refusals: type[Exception]) -> tuple[Any, str]:
         return None, line
 
 
-@quick
-@given(values)
-def test_the_reader_gives_back_what_json_writes(wanted: Any) -> None:
-    for text in (json.dumps(wanted), json.dumps(wanted, ensure_ascii=False, indent=1)):
-        assert json_objects.value(text.encode(), "a file") == wanted
-    got, line = said(lambda: json_objects.parse(json.dumps(wanted), "a file"), ValueError)
-    assert (
-        (got == wanted and line == "") if isinstance(wanted, dict) else line.startswith("a file is not a JSON object")
-    )
-
-
 def test_a_file_beyond_the_bound_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / "x.json", "wb") as file:
         file.truncate(1 << 40)  # a hole

@@ -6,7 +6,6 @@ and GET say is the whole.
 
 import hashlib
 import http.server
-import json
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from hypothesis import strategies as st
 from shard_texts import settings as of_shards
 
 from input_pipeline import store
-from input_pipeline.shard_index import ShardIndex
 from input_pipeline.shards import ShardSet
 from input_pipeline.store import RemoteStore
 from runtime.exit_codes import ResumableError
@@ -67,10 +65,9 @@ Run = tuple[Answer, list[Answer]]  # to HEAD, and to the GETs in turn, the last 
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Answers for /a.txt and for all other paths."""
+    """Answers for every path as `run` says."""
 
     run: Run
-    others: dict[str, bytes]
 
     def handle_error(self, *_: Any) -> None:  # who asked has gone
         pass
@@ -87,11 +84,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        if (other := self.server.others.get(self.path)) is not None:
-            self.wfile.write(
-                b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(other), other)
-            )
-            return
         head, gets = self.server.run
         answer = head if self.command == "HEAD" else gets.pop(0) if len(gets) > 1 else gets[0]
         self.wfile.write(answer.raw(self.command))
@@ -166,7 +158,6 @@ def test_tokens_are_of_what_is_served_now(server: Server, runs: list[Run], last:
     """Of a file, in one cache; whatever came before, a server that tells the truth gets its tokens."""
     with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as folder:
         patched.setenv("MICS_JAX_CACHE", folder)
-        server.others = {}
         for head, answers in runs:
             server.run = (head, [*answers])
             whole = [CONTENTS[answer.content] + b"\0" for answer in answers if answer.is_whole()]
@@ -175,52 +166,3 @@ def test_tokens_are_of_what_is_served_now(server: Server, runs: list[Run], last:
             assert found is None or (len(found) == 1 and found[0] in whole), found
         server.run = (Answer(last, tag=tag), [Answer(last, tag=tag)])
         assert outcome(f"{server.url}/a.txt") == [CONTENTS[last] + b"\0"]
-
-
-def as_json(value: Any) -> bytes:
-    return json.dumps(value).encode()
-
-
-names = st.sampled_from(["a.txt", "b.txt", "./a.txt", "a.txt/", "x/../a.txt", "/a.txt", "a.md", "", ".", "a//a.txt"])
-json_like = st.recursive(
-    st.none() | st.booleans() | st.integers() | names | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["format", "shards", "a"]), inner),
-    max_leaves=8,
-)
-
-
-@bounded(max_examples=80)
-@example(["a.txt", "./a.txt"])
-@given(st.lists(names, max_size=4) | json_like | st.binary(max_size=30))
-def test_no_file_counts_twice_and_none_is_added(server: Server, listed: Any) -> None:
-    """Whatever `index.json` has: a list of names is read as it is, or refused."""
-    texts = {"a.txt": CONTENTS[0], "b.txt": CONTENTS[1]}
-    server.run = (Answer(status=404), [Answer(status=404)])
-    raw = listed if isinstance(listed, bytes) else as_json(listed)
-    server.others = {"/index.json": raw} | {f"/{name}": text for name, text in texts.items()}
-    found = outcome(server.url)
-    named = {name for name in listed if isinstance(name, str) and name in texts} if isinstance(listed, list) else set()
-    if isinstance(listed, list) and len(listed) == len(named) > 0:
-        assert found == [texts[name] + b"\0" for name in sorted(named)]
-    else:
-        assert found is None or found == [texts[name] + b"\0" for name in sorted(named)] != []
-
-
-@bounded(max_examples=60)
-@given(servings(), st.integers(1, 3))
-def test_a_prepared_shard_is_the_one_of_its_hash_or_none(server: Server, run: Run, times: int) -> None:
-    """Its file is asked for where the index says; an index that names a shard twice is refused."""
-    with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as folder:
-        patched.setenv("MICS_JAX_CACHE", folder)
-        shard = {"name": "a.txt", "num_tokens": len(CONTENTS[0]) // 2, "text_bytes": 1, "dtype": "<u2"}
-        shard |= {"sha256": hashlib.sha256(CONTENTS[0]).hexdigest()}
-        index = ShardIndex(tokenizer="bytes", shards=()).as_json() | {"shards": [shard] * times}
-        server.others, server.run = {"/index.json": as_json(index)}, (run[0], [*run[1]])
-        try:
-            with ShardSet(of_shards(server.url)) as shards:
-                tokens = shards.tiers.get(shards.index.shards[0])
-            assert times == 1 and tokens.tobytes() == CONTENTS[0]
-            assert any(answer.content == 0 and answer.is_whole() for answer in run[1])
-        except (ValueError, OSError, ResumableError) as error:
-            assert "\n" not in str(error)
-            assert times == 1 or "lists 'a.txt' twice" in str(error)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_input_tokenizers import tokenizer_json
 
-from input_pipeline.tokenizers import MAX_IDS, SEPARATORS, HuggingFace
+from input_pipeline.tokenizers import MAX_IDS, HuggingFace
 
 TEXTS = ["", "the quick fox", "na\u00efve \U0001f40d\n\ttabs", "<|endoftext|>"]
 bounded = partial(settings, max_examples=100, deadline=None, derandomize=True, database=None)
@@ -40,31 +40,7 @@ def ids_of(tokenizer: HuggingFace, text: str) -> list[int] | None:
         return None
 
 
-WORDS = ["the", "fox", "[UNK]", "dog", *SEPARATORS[:3]]
 any_id = st.integers(0, 9) | st.sampled_from([MAX_IDS - 1, MAX_IDS, 2**31 - 2, 2**31, 2**32 - 1, 2**32, -1])
-
-
-@bounded()
-@given(
-    st.dictionaries(st.sampled_from(WORDS), st.integers(0, 40) | any_id, min_size=1),
-    st.sampled_from([*SEPARATORS[:3], "fox", None]),
-    st.lists(st.sampled_from(["the", "fox", "dog", "cat"]), max_size=4),
-)
-@example({"the": 1, "</s>": 2**31 - 2}, "</s>", ["the"])
-@example({"the": 1, "</s>": 0}, "</s>", ["the", "cat"])  # which it cannot encode
-def test_whole_words_have_the_ids_of_a_dict(vocabulary: dict[str, int], special: str | None, words: list[str]) -> None:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": vocabulary[special], "content": special, "special": True} | flags] if special in vocabulary else []
-    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
-    content = {"version": "1.0", "added_tokens": added, "pre_tokenizer": {"type": "Whitespace"}, "model": model}
-    tokenizer = made(json.dumps(content).encode())
-    is_good = all(0 <= number < MAX_IDS for number in vocabulary.values()) and special in SEPARATORS and bool(added)
-    if not is_good or tokenizer is None:
-        assert tokenizer is None and not is_good
-        return
-    unknown = vocabulary.get("[UNK]")
-    expected = [vocabulary.get(word, unknown) for word in words] + [vocabulary[special or ""]]
-    assert ids_of(tokenizer, " ".join(words)) == (None if None in expected else expected)
 
 
 @pytest.fixture(scope="module", name="originals")

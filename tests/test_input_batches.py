@@ -124,18 +124,3 @@ def test_close_ends_the_background_thread(dataset):
     wait_for(lambda: not any(thread.is_alive() for thread in ours))
     with pytest.raises(ValueError, match="closed"):
         next(batches)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"global_size": 0}, "global_size is 0"),
-        ({"rows": [0, -2]}, "rows contains -2"),
-        ({"start_step": -1}, "start_step is -1"),
-        ({"prefetch": -1}, "prefetch is -1"),
-    ],
-)
-def test_bad_arguments_are_rejected(dataset, changes, message):
-    arguments = dict(global_size=2, rows=[0, 1], start_step=0, prefetch=1) | changes
-    with pytest.raises(ValueError, match=message):
-        Batches(dataset, **arguments)

@@ -16,7 +16,7 @@ from configs import base
 from configs.schema import DataConfig
 from input_pipeline import Batches, cache, load
 from input_pipeline.dataset import SPLITS
-from input_pipeline.images import centre_box, moved, pixels, random_box, random_moves
+from input_pipeline.images import centre_box, pixels, random_box
 
 DIGITS: dict[str, Any] = base.get_config().data.to_dict() | {"source": "digits", "objective": "classify"}
 
@@ -136,14 +136,6 @@ def test_augmentation_depends_only_on_seed_and_index() -> None:
     assert any(np.array_equal(validation[i]["images"], expected) for i in range(len(whole)))
 
 
-def test_half_of_the_training_images_are_mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("input_pipeline.images.random_box", lambda width, height, chances: (0, 0, width, height))
-    augmented, plain = load(settings(augment="crop_flip"), "train", 0), load(settings(), "train", 0)
-    mirrored = [np.array_equal(augmented[i]["images"], plain[i]["images"][:, ::-1]) for i in range(400)]
-    same = [np.array_equal(augmented[i]["images"], plain[i]["images"]) for i in range(400)]
-    assert all(a or b for a, b in zip(mirrored, same, strict=True)) and 160 < sum(mirrored) < 240
-
-
 def test_shifted_images_are_crops_of_the_padded_image() -> None:
     """He et al. 2015, 4.2, for an image of 8 pixels: padded by one, a crop of 8 x 8, mirrored or not."""
     augmented, plain = load(settings(augment="shift_flip"), "train", 5), load(settings(), "train", 5)
@@ -170,13 +162,6 @@ def test_shifted_images_are_crops_of_the_padded_image() -> None:
     assert len({*later} - {augmented[i]["images"].tobytes() for i in range(size)}) > size / 2
     validation, whole = load(settings(augment="shift_flip"), "validation", 5), load(settings(), "validation", 5)
     assert all(np.array_equal(validation[i]["images"], whole[i]["images"]) for i in range(50))
-
-
-def test_images_move_by_up_to_an_eighth() -> None:
-    chances = np.random.default_rng(0).random((2000, 2))
-    assert {random_moves(32, chance) for chance in chances} == {(a, b) for a in range(-4, 5) for b in range(-4, 5)}
-    image = np.arange(1.0, 17.0).reshape(4, 4, 1)
-    np.testing.assert_array_equal(moved(image, 1, -2)[..., 0], [[0] * 4, [3, 4, 0, 0], [7, 8, 0, 0], [11, 12, 0, 0]])
 
 
 # ----------------------------------------------------------------------------------------------- synthetic images
@@ -211,8 +196,6 @@ class InputPictures(tfds.core.GeneratorBasedBuilder):
     LAYOUTS = {
         "split": ({"train": 6, "test": 2, "validation": 3}, {"image": PICTURE, "label": KIND(num_classes=4)}),
         "plain": ({"train": 40}, {"photo": PICTURE, "kind": KIND(names=["a", "b"]), "note": tfds.features.Text()}),
-        "no_class": ({"train": 4}, {"image": PICTURE}),
-        "two": ({"train": 4}, {"left": PICTURE, "right": PICTURE, "label": KIND(num_classes=2)}),
     }
     BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in LAYOUTS]
     labels_change = False
@@ -288,18 +271,6 @@ def test_checksum_blocks_are_spread_over_all_files(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(cache, "CHECKED_BLOCKS", 4)
     blocks = b"".join(content[start : start + 10] for start in (0, 330, 660, 990))
     assert cache.checksum(files) == hashlib.sha256(b"1000" + blocks).hexdigest()
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no_class", r"single one of type ClassLabel, but has 0 of that type; its features are image \(Image\)"),
-        ("two", "needs a feature 'image' .* has 2 of that type; its features are .*left"),
-    ],
-)
-def test_bad_data_set_error_is_one_line(data_dir: str, name: str, message: str) -> None:
-    with one_line(message):
-        load(settings(source=f"tfds:input_pictures/{name}", path=data_dir), "train", 0)
 
 
 def test_damaged_record_raises_with_its_index(data_dir: str) -> None:

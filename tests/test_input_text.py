@@ -243,6 +243,6 @@ def test_read_only_cache_is_readable(corpus, cache_folder, monkeypatch):
         context.setattr(Path, "mkdir", refuse)
         assert text_of(settings(corpus), "train") == old
         with pytest.raises(
-            ValueError, match=r"cannot write the data cache .*Permission denied.*: set MICS_JAX_CACHE to"
+            OSError, match=r"the data cache .* cannot be used \(Permission denied\): set MICS_JAX_CACHE to"
         ):
             load(settings(corpus), "validation", 0)

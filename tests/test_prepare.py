@@ -88,21 +88,10 @@ def test_killed_and_called_again_stores_what_is_left(texts: Path, tmp_path: Path
     assert len(stored) == len(TEXTS) - len(there) + 2 and stored[-1] == "index.json"
 
 
-def test_set_that_is_prepared_is_copied(texts: Path, tmp_path: Path, stored: list[str], capsys: Any) -> None:
-    assert prepare.main([f"--path={texts}", f"--out={tmp_path / 'set'}"]) == 0
-    assert prepare.main([f"--path={tmp_path / 'set'}", f"--out={tmp_path / 'copy'}"]) == 0
-    check_whole(tmp_path / "copy")
-    damaged = next((tmp_path / "set").glob("*.tokens"))
-    damaged.write_bytes(b"part")
-    assert prepare.main([f"--path={tmp_path / 'set'}", f"--out={tmp_path / 'third'}"]) == 2
-    assert f"error: {damaged}: the tokens of part" in capsys.readouterr().err
-    assert not (tmp_path / "third" / "index.json").exists()
-
-
 def test_tokens_that_a_run_has_made_are_used(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ShardSet(settings(texts)):
         pass
-    monkeypatch.setattr("input_pipeline.raw_shards.tokenise", lambda *_: pytest.fail("it tokenises again"))
+    monkeypatch.setattr("input_pipeline.raw_shards.write_tokens", lambda *_: pytest.fail("it tokenises again"))
     assert prepare.main([f"--path={texts}", f"--out={tmp_path / 'set'}"]) == 0
     check_whole(tmp_path / "set")
 

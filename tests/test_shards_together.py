@@ -124,14 +124,3 @@ def test_two_processes_of_which_one_loses_the_store_end_alike(web: Server, tmp_p
     lines = [[line for line in err.splitlines() if line.startswith("error: ")] for _, _, err in outcomes]
     assert [code for code, _, _ in outcomes] == [75, 75], outcomes
     assert len(lines[0]) == 1 and lines[0] == lines[1] and "the store has been away for" in lines[0][0], outcomes
-
-
-@pytest.mark.slow
-def test_two_real_processes_open_a_large_index(tmp_path: Path) -> None:
-    """They find that none of its shards is there."""
-    large_index(tmp_path / "set")
-    with of_folder(tmp_path / "set") as server:
-        args = arguments(tmp_path / "run", data__source="shards", data__path=server.url)
-        outcomes = finish(*start_together(args, 2, devices=2))
-    assert [code for code, _, _ in outcomes] == [2, 2], outcomes
-    assert all("there is no such file (404)" in err for _, _, err in outcomes), outcomes

@@ -93,21 +93,6 @@ def size_of(path: str, folder: Path) -> int:
     return (folder / "cache" / "shards" / Path(path).name).stat().st_size
 
 
-@pytest.mark.parametrize(
-    ("path", "fault", "message"),
-    [
-        (PREPARED, 403, f"error: {PREPARED}/index.json: the store refuses access (403); set AWS_ACCESS_KEY_ID, "),
-        ("s3://no-such-bucket/x", None, "error: s3://no-such-bucket/x: there is no such object or bucket (404)"),
-    ],
-)
-def test_refusal_is_one_line_and_exit_code_2(bucket, tmp_path, capfd, path, fault, message):
-    bucket.fault = lambda path: fault
-    assert run_here(*flags(tmp_path / "run", path)) == 2
-    said = capfd.readouterr()
-    assert said.err.startswith(message) and said.err.count("\n") == 1
-    check_no_secret(tmp_path, *said)
-
-
 @pytest.mark.slow
 def test_store_that_is_away_for_20_s_costs_no_step(bucket, tmp_path):
     assert run_here(*flags(tmp_path / "undisturbed", PREPARED)) == 0
