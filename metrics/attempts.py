@@ -29,7 +29,7 @@ class Attempt:
     end: str = ""
 
 
-def attempts_of(events: Sequence[Mapping[str, Any]], outcome: str | None = None) -> list[Attempt]:
+def attempts_of(events: Sequence[Mapping[str, Any]], outcome: str = "") -> list[Attempt]:
     """Returns the attempts that began, in order of time; `events` are those of `runtime.events.EventReader`.
 
     `outcome` is the summary's: an attempt that writes its report has not recorded its end yet, but has a summary.
@@ -53,7 +53,7 @@ def attempts_of(events: Sequence[Mapping[str, Any]], outcome: str | None = None)
         elif kind in ENDS and not attempt.end:
             attempt.end = str(event.get("why", ""))
     if found and found[-1].source and not found[-1].end:  # before it restores, the summary is of the one before
-        found[-1].end = outcome or ""
+        found[-1].end = outcome
     return found
 
 

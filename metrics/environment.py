@@ -1,5 +1,6 @@
 """`environment`: what is needed to reproduce a run, for `environment.json`."""
 
+import contextlib
 import os
 import platform
 import shlex
@@ -52,25 +53,17 @@ def package_versions() -> dict[str, str]:
     """Returns the versions of the installed packages without importing them."""
     versions = {}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return versions
 
 
 def git_state(folder: Path) -> tuple[str | None, bool | None]:
     """Returns (commit, whether tracked files differ from it), or (None, None) if git fails or times out."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    changes = None if commit is None else _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return commit, None if changes is None else changes != ""
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Returns the output of git, or None if it is not installed, fails or times out."""
-    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    command = ["git", "--no-optional-locks", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+        done = subprocess.run([*command, "--dirty"], capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+    commit, dash, _ = done.stdout.strip().partition("-")
+    return commit, bool(dash)

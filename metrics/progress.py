@@ -1,4 +1,4 @@
-"""`Progress`: a live progress bar in a terminal, elsewhere a plain line every ten seconds.
+"""`Progress`: a live progress bar in a terminal, elsewhere a plain line every ten seconds; `print_summary`: its end.
 
 No thread draws: `update` itself redraws, at most every half second, so that it costs the training loop almost nothing.
 """
@@ -6,14 +6,17 @@ No thread draws: `update` itself redraws, at most every half second, so that it 
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Self
 
+from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from metrics.run_files import headline, read_run
 from metrics.units import format_bytes, format_count, format_loss, format_percent, format_seconds
 
 DRAW_EVERY_S = 0.5
@@ -135,3 +138,17 @@ def shown(scalars: Mapping[str, float]) -> list[tuple[str, str]]:
     if scalars.get("skipped_steps"):
         pairs.append(("skipped", format_count(scalars["skipped_steps"])))
     return pairs
+
+
+def print_summary(run_dir: Path, console: Console | None = None) -> None:
+    """Prints the results of a run directory; unknown numbers are omitted."""
+    files = read_run(run_dir)
+    table = Table(title=Text(files.name), box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", overflow="fold")
+    table.add_column(style="dim")
+    if files.outcome:
+        table.add_row("outcome", Text(files.outcome))
+    for row in headline(files):
+        table.add_row(*row)
+    (Console(highlight=False) if console is None else console).print(table)

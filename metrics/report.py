@@ -3,7 +3,6 @@
 `python -m metrics.report RUN_DIR` writes `RUN_DIR/report.html` and prints its path.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,9 @@ from metrics.attempts import Attempt, attempts_of, attempts_rows, goodput, nodes
 from metrics.charts import Chart, Curve, curve_chart
 from metrics.page import render
 from metrics.report_tables import collective_table, collectives_note, config_facts, strategy_facts
-from metrics.run_files import Results, RunFiles, headline, read_run, results_of, series
+from metrics.run_files import RunFiles, headline, read_run, series
 from metrics.units import format_bytes, format_count, format_percent, format_seconds
-from runtime.command_line import prepare_output
+from runtime.command_line import OneLineParser, complain, prepare_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,19 +64,18 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
 def run_page(run: RunFiles) -> str:
     """Returns the whole page."""
-    results = results_of(run)
-    attempts = attempts_of(run.events, results.exit_reason)
+    attempts = attempts_of(run.events, run.outcome)
     attempts = attempts if len(attempts) > 1 else []
     skipped = [f"{file} {problem}" for file, problem in run.problems.items() if "skipped" in problem]
     return render(
         "metrics/run.html",
         title=run.name,
         heading=run.name,
-        badge=results.exit_reason or "no outcome recorded",
-        mood=_mood(results.exit_reason or ""),
+        badge=run.outcome or "no outcome recorded",
+        mood=_mood(run.outcome),
         about=_about(run),
         footer="; ".join(["Made from the files in the run directory", *skipped]) + ".",
-        facts=_tiles(run, results, attempts),
+        facts=_tiles(run, attempts),
         nodes=nodes_chart(attempts) if attempts else None,
         attempts=attempts_rows(attempts) if attempts else None,
         charts=charts_of(run),
@@ -106,16 +104,16 @@ def _about(run: RunFiles) -> str:
     """Returns the line below the title: the model (`decoder, 4 layers, hidden 128`), the date and the folder."""
     model = run.config.get("model")
     forms = {"kind": "{}", "num_layers": "{} layers", "hidden": "hidden {}"}
-    known = {key: form for key, form in forms.items() if isinstance(model, Mapping) and key in model}
-    words = ", ".join(form.format(model[key]) for key, form in known.items()) if isinstance(model, Mapping) else ""
+    model = model if isinstance(model, Mapping) else {}
+    words = ", ".join(form.format(model[key]) for key, form in forms.items() if key in model)
     folder = run.run_dir.resolve().name
     date = str(run.environment.get("date", "")).replace("T", " ").replace("+00:00", " UTC")
     return " · ".join(fact for fact in (words, date, "" if folder == run.name else folder) if fact)
 
 
-def _tiles(run: RunFiles, results: Results, attempts: Sequence[Attempt]) -> list[tuple[str, str, str]]:
+def _tiles(run: RunFiles, attempts: Sequence[Attempt]) -> list[tuple[str, str, str]]:
     """Returns the headline numbers, and the goodput of a run of several attempts if it is known."""
-    tiles = [(label[0].upper() + label[1:], value, detail) for label, value, detail in headline(results)]
+    tiles = [(label[0].upper() + label[1:], value, detail) for label, value, detail in headline(run)]
     if (share := goodput(attempts, run.rows)) is not None:
         whole = f"of {format_seconds(span_s(attempts))} went into steps that count"
         tiles.append(("Goodput", format_percent(share), whole))
@@ -143,15 +141,12 @@ def charts_of(run: RunFiles) -> dict[str, Chart]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the report of the run directory given on the command line."""
     prepare_output()
-    parser = argparse.ArgumentParser(
-        prog="python -m metrics.report", description="Writes report.html into a run directory."
-    )
+    parser = OneLineParser(prog="python -m metrics.report", description="Writes report.html into a run directory.")
     parser.add_argument("run_dir", help="the --workdir of a run")
     try:
         print(write_report(parser.parse_args(arguments).run_dir))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return complain(error)
     return 0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from files import json_lines, run_directory
 from metrics.units import format_bytes, format_count, format_loss, format_percent, format_seconds
@@ -38,26 +38,48 @@ class RunFiles:
         named = self.config.get("name") or _config_of_command(self.environment.get("command"))
         return str(named or self.run_dir.resolve().name)
 
+    @property
+    def outcome(self) -> str:
+        """Why the last attempt ended, "" if unknown; a long reason is shortened in the middle."""
+        reason = self.summary.get("exit_reason")
+        return "" if reason is None else one_line(str(reason), "summary.json has")
 
-@dataclass(frozen=True, kw_only=True)
-class Results:
-    """The headline numbers of a run; None where unknown."""
 
-    steps: int | None
-    loss: float | None
-    validation_loss: float | None
-    validation_bits_per_byte: float | None  # of text
-    validation_accuracy: float | None  # of a classifier, a fraction
-    speed: float | None  # median over the logged steps
-    speed_unit: str  # tokens/s | examples/s
-    step_time_s: float | None  # median
-    data_wait_s: float | None  # median
-    mfu: float | None  # median
-    intra_bytes: float | None  # per device per step
-    inter_bytes: float | None
-    wall_time_s: float | None
-    skipped_steps: float | None
-    exit_reason: str | None  # a long one is shortened in the middle
+class Headline(NamedTuple):
+    """A headline number: how it is shown, and the keys that have it, the first known one counts."""
+
+    label: str
+    form: Callable[[float], str]
+    detail: str
+    keys: tuple[str, ...]  # of summary.json and collectives.json, else of the last row of metrics.jsonl that has one
+
+    @property
+    def is_median(self) -> bool:
+        """Whether it is the median over the logged steps, and not the last value."""
+        return "median" in self.detail
+
+
+# By the name that a sweep's METRIC and results.csv give them, the important ones first
+HEADLINES = {
+    "loss": Headline("training loss", format_loss, "at the last step", ("final_loss", "loss")),
+    "validation_loss": Headline("validation loss", format_loss, "", ("validation_loss",)),
+    "validation_bits_per_byte": Headline("bits per byte", format_loss, "validation", ("validation_bits_per_byte",)),
+    "validation_accuracy": Headline("accuracy", format_percent, "validation", ("validation_accuracy",)),
+    "steps": Headline("steps", format_count, "", ("steps", "step")),
+    "skipped_steps": Headline("skipped steps", format_count, "gradients were not finite", ("skipped_steps",)),
+    "tokens_per_s": Headline("tokens/s", format_count, "median", ("tokens_per_s",)),
+    "examples_per_s": Headline("examples/s", format_count, "median", ("examples_per_s",)),
+    "step_time_s": Headline("step time", format_seconds, "median", ("step_time_s",)),
+    "data_wait_s": Headline("data wait", format_seconds, "median per step", ("data_wait_s",)),
+    "mfu": Headline("MFU", format_percent, "model FLOP/s utilisation, median", ("mfu",)),
+    "intra_bytes": Headline(
+        "inside nodes", format_bytes, "per device and step", ("intra_bytes", "collective_intra_bytes")
+    ),
+    "inter_bytes": Headline(
+        "between nodes", format_bytes, "per device and step", ("inter_bytes", "collective_inter_bytes")
+    ),
+    "wall_time_s": Headline("wall time", format_seconds, "of the last attempt", ("wall_time_s",)),
+}
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> RunFiles:
@@ -83,64 +105,27 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunFiles:
     )
 
 
-def results_of(run: RunFiles) -> Results:
-    """Returns the headline numbers, from `summary.json` or else the last value (or the median) of the metrics."""
-    speed_key = "examples_per_s" if series(run.rows, "examples_per_s") else "tokens_per_s"
+def results_of(run: RunFiles) -> dict[str, float | None]:
+    """Returns the headline numbers by name, None where unknown."""
+    known = {**run.collectives, **run.summary}
 
-    def last(*keys: str) -> float | None:
-        """Returns the first key's number in the summary, else the last value of the first key in the metrics."""
-        for key in keys:
-            if (value := number(run.summary.get(key))) is not None:
-                return value
-        return next((points[-1][1] for key in keys if (points := series(run.rows, key))), None)
+    def one(shown: Headline) -> float | None:
+        found = [value for key in shown.keys if (value := number(known.get(key))) is not None]
+        rows = next((points for key in shown.keys if (points := series(run.rows, key))), [])
+        if shown.is_median and (values := [value for _, value in rows if math.isfinite(value)]):
+            return median(values)
+        return found[0] if found else rows[-1][1] if rows and not shown.is_median else None
 
-    def middle(key: str) -> float | None:
-        values = [value for _, value in series(run.rows, key) if math.isfinite(value)]
-        return median(values) if values else number(run.summary.get(key))
-
-    def counted(key: str) -> float | None:
-        value = number(run.collectives.get(key))
-        return value if value is not None else last(f"collective_{key}")
-
-    steps = last("steps", "step")
-    reason = run.summary.get("exit_reason")
-    return Results(
-        steps=int(steps) if steps is not None and math.isfinite(steps) else None,
-        loss=last("final_loss", "loss"),
-        validation_loss=last("validation_loss"),
-        validation_bits_per_byte=last("validation_bits_per_byte"),
-        validation_accuracy=last("validation_accuracy"),
-        speed=middle(speed_key),
-        speed_unit=speed_key.removesuffix("_per_s") + "/s",
-        step_time_s=middle("step_time_s"),
-        data_wait_s=middle("data_wait_s"),
-        mfu=middle("mfu"),
-        intra_bytes=counted("intra_bytes"),
-        inter_bytes=counted("inter_bytes"),
-        wall_time_s=last("wall_time_s"),
-        skipped_steps=last("skipped_steps"),
-        exit_reason=None if reason is None else one_line(str(reason), "summary.json has"),
-    )
+    return {name: one(shown) for name, shown in HEADLINES.items()}
 
 
-def headline(results: Results) -> list[tuple[str, str, str]]:
+def headline(run: RunFiles) -> list[tuple[str, str, str]]:
     """Returns the label, the text and a detail of each known number, the important ones first."""
-    numbers: list[tuple[str, float | None, Callable[[float], str], str]] = [
-        ("training loss", results.loss, format_loss, "at the last step"),
-        ("validation loss", results.validation_loss, format_loss, ""),
-        ("bits per byte", results.validation_bits_per_byte, format_loss, "validation"),
-        ("accuracy", results.validation_accuracy, format_percent, "validation"),
-        ("steps", results.steps, format_count, ""),
-        ("skipped steps", results.skipped_steps or None, format_count, "gradients were not finite"),
-        (results.speed_unit, results.speed, format_count, "median"),
-        ("step time", results.step_time_s, format_seconds, "median"),
-        ("data wait", results.data_wait_s, format_seconds, "median per step"),
-        ("MFU", results.mfu, format_percent, "model FLOP/s utilisation, median"),
-        ("inside nodes", results.intra_bytes, format_bytes, "per device and step"),
-        ("between nodes", results.inter_bytes, format_bytes, "per device and step"),
-        ("wall time", results.wall_time_s, format_seconds, "of the last attempt"),
+    return [
+        (shown.label, shown.form(value), shown.detail)
+        for (name, value), shown in zip(results_of(run).items(), HEADLINES.values(), strict=True)
+        if value is not None and (value or name != "skipped_steps")
     ]
-    return [(label, form(value), detail) for label, value, form, detail in numbers if value is not None]
 
 
 def number(value: Any) -> float | None:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from files import atomic, run_directory
-from metrics.progress import Progress
+from metrics.progress import Progress, print_summary
 from metrics.report import write_report
 from metrics.run_files import read_run
-from metrics.summary import print_summary
 from metrics.throughput import StepTimer
 from metrics.wandb_sink import WandbSink
 from metrics.wire import WireCounter

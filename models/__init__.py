@@ -2,11 +2,10 @@
 
 from configs.schema import ModelConfig
 from configs.schema.own import OWN
-from models.classifier import Classifier  # noqa: F401
 from models.decoder import Decoder
 from models.encoder import Encoder
-from models.model import Gather, Model, Params  # noqa: F401
-from models.moe import Moe
+from models.experts import Moe
+from models.model import Classifier, Gather, Model, Params  # noqa: F401
 from models.resnet import ResNet
 from models.transformer import Transformer  # noqa: F401
 from models.vit import ViT

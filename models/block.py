@@ -12,6 +12,7 @@ heads, H size of a head.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +205,15 @@ class Block(Attention):
 
     def __call__(self, x_BTD: Array, angles_BTH: Array | None = None, segments_BT: Array | None = None) -> Array:
         return self.finish(x_BTD, self.mix(x_BTD, angles_BTH, segments_BT))
+
+    def blocks(self) -> list[Attention]:
+        """Returns the layers of an entry of the stack: this one."""
+        return [self]
+
+    def decode(self, x_BTD: Array, mixed_BTNH: Array, gather: Any) -> Array:
+        """Returns the layer's output, as `finish`."""
+        del gather
+        return self.finish(x_BTD, mixed_BTNH)
 
     def finish(self, x_BTD: Array, mixed_BTNH: Array) -> Array:
         """Returns the layer's output from its input and the weighted values of attention."""

@@ -27,22 +27,7 @@ from models.block import (
     rotary_angles,
 )
 from models.model import Gather, Params
-from models.transformer import Transformer, as_floats
-
-
-class Embedding(nnx.Module):
-    """Token embedding `[V, D]` and, if positions are learned, the position embedding `[max_len, D]`."""
-
-    def __init__(self, config: DecoderConfig, key: Array) -> None:
-        c, std = config, initial_std(config.hidden)
-        token_key, position_key = jax.random.split(key)
-        self.token = normal(token_key, (c.padded_vocab, c.hidden), ("vocab", "embed"), std)
-        learned = c.positions == "learned"
-        self.position = normal(position_key, (c.max_len, c.hidden), ("position", "embed"), std) if learned else None
-
-    def __call__(self, tokens_BT: Array, positions_BT: Array) -> Array:
-        x_BTD = self.token[...][tokens_BT]
-        return x_BTD if self.position is None else x_BTD + self.position[...][positions_BT]
+from models.transformer import Embedding, Transformer
 
 
 class Head(nnx.Module):
@@ -63,9 +48,14 @@ class Head(nnx.Module):
 class Decoder(Transformer):
     """A decoder-only language model."""
 
-    EMBEDDING, HEAD = Embedding, Head
+    HEAD = Head
 
     config: DecoderConfig
+
+    @property
+    def num_positions(self) -> int:
+        """Rows of learned positions."""
+        return self.config.max_len if self.config.positions == "learned" else 0
 
     def make_layer(self, key: Array) -> nnx.Module:
         """Returns a layer with new parameters."""
@@ -74,26 +64,22 @@ class Decoder(Transformer):
     @property
     def num_lookup_params(self) -> int:
         """Parameters that are only looked up: learned positions, and the token embedding unless the head is tied."""
-        rows = self.config.max_len if self.config.positions == "learned" else 0
-        rows += 0 if self.config.tied_head else self.config.padded_vocab
+        rows = self.num_positions + (0 if self.config.tied_head else self.config.padded_vocab)
         return rows * self.config.hidden
 
-    def embed(self, values: Params, tokens_BT: Array, segments_BT: Array | None) -> Array:
-        """Returns the input `[B, T, D]` of the first layer."""
-        return self.module("embed", values)(tokens_BT, self._positions(tokens_BT, segments_BT))
+    def positions(self, tokens_BT: Array, segments_BT: Array | None) -> Array:
+        """Returns `[B, T]`, or `[1, T]` where all rows have the same."""
+        positions_1T = jnp.arange(tokens_BT.shape[1])[None]
+        return positions_1T if segments_BT is None else document_positions(segments_BT)
+
+    def angles(self, positions_BT: Array) -> Array | None:
+        """Returns the angles of rotary positions, if they are."""
+        c = self.config
+        return rotary_angles(positions_BT, c.head_dim, c.rotary_base) if c.positions == "rotary" else None
 
     def layer_args(self, tokens_BT: Array, segments_BT: Array | None) -> tuple[Array | None, ...]:
         """Returns the angles of rotary positions, if any, and the segments, if any."""
-        return self._angles(self._positions(tokens_BT, segments_BT)), as_floats(segments_BT)
-
-    def blocks(self, layer: Any) -> list[Any]:
-        """Returns the layers in one entry of the stack."""
-        return [layer]
-
-    def finish(self, block: Any, x_BTD: Array, mixed_BTNH: Array, gather: Gather) -> Array:
-        """Returns a layer's output from its input and the weighted values of attention."""
-        del gather
-        return block.finish(x_BTD, mixed_BTNH)
+        return self.angles(self.positions(tokens_BT, segments_BT)), *super().layer_args(tokens_BT, segments_BT)[1:]
 
     def generate(
         self, params: Params, prompt_BP: Array, keys_B: Array, gather: Gather, *, length: int, temperature: float
@@ -121,14 +107,14 @@ class Decoder(Transformer):
             (x_B1D, t), (values, *caches) = carry, inputs
             seen = (jnp.arange(total) <= t)[None, None, None]
             updated = []
-            for i, block in enumerate(self.blocks(self.module("layers", gather("layers", values)))):
-                q, k, v = block.queries_keys_values(x_B1D, self._angles(t[None, None]))
+            for i, block in enumerate(self.module("layers", gather("layers", values)).blocks()):
+                q, k, v = block.queries_keys_values(x_B1D, self.angles(t[None, None]))
                 keys_BSKH, values_BSKH = (
                     lax.dynamic_update_slice_in_dim(cache[i], new, t, axis=1)
                     for cache, new in zip(caches, (k, v), strict=True)
                 )
                 mixed = jax.nn.dot_product_attention(q, keys_BSKH, values_BSKH, mask=seen, implementation="xla")
-                x_B1D = self.finish(block, x_B1D, mixed, gather)
+                x_B1D = block.decode(x_B1D, mixed, gather)
                 updated.append((keys_BSKH, values_BSKH))
             return (x_B1D, t), tuple(map(jnp.stack, zip(*updated, strict=True)))
 
@@ -145,16 +131,6 @@ class Decoder(Transformer):
 
         _, later_SB = lax.scan(position, (prompt_BP[:, 0] + zero, cache, cache), jnp.arange(total - 1))
         return jnp.concatenate([prompt_BP[:, :1], later_SB.T], axis=1)
-
-    def _positions(self, tokens_BT: Array, segments_BT: Array | None) -> Array:
-        """Returns `[B, T]`, or `[1, T]` where all rows have the same."""
-        self.check_length(tokens_BT.shape[1])
-        positions_1T = jnp.arange(tokens_BT.shape[1])[None]
-        return positions_1T if segments_BT is None else document_positions(segments_BT)
-
-    def _angles(self, positions_BT: Array) -> Array | None:
-        c = self.config
-        return rotary_angles(positions_BT, c.head_dim, c.rotary_base) if c.positions == "rotary" else None
 
 
 def sample(keys_B: Array, logits_BV: Array, temperature: float) -> Array:

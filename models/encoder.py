@@ -14,39 +14,13 @@ Shapes: B batch, T positions, D hidden, V vocabulary (padded).
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from configs.schema import EncoderConfig
-from models.block import Linear, Norm, document_positions, gelu, initial_std, multiply, normal
-from models.model import Params
-from models.transformer import Transformer, as_floats
-
-
-class Embedding(nnx.Module):
-    """Embeddings of tokens `[V, D]`, positions `[offset + max_len, D]` and perhaps token types, and perhaps a norm."""
-
-    def __init__(self, config: EncoderConfig, key: Array) -> None:
-        c, std = config, initial_std(config.hidden)
-        self.offset = c.position_offset
-        token_key, position_key = jax.random.split(key)
-        self.token = normal(token_key, (c.padded_vocab, c.hidden), ("vocab", "embed"), std)
-        self.position = normal(position_key, (c.position_offset + c.max_len, c.hidden), ("position", "embed"), std)
-        types, type_key = (c.token_types, c.hidden), jax.random.fold_in(key, 2)
-        self.token_type = normal(type_key, types, ("token_type", "embed"), std) if c.token_types else None
-        self.norm = None if c.norm_first else Norm(c.hidden, "layer", c.norm_eps, use_bias=True)
-
-    def __call__(self, tokens_BT: Array, positions_BT: Array | None) -> Array:
-        """Returns `[B, T, D]`; without positions they are those of the row."""
-        if positions_BT is None:
-            position = self.position[None, self.offset : self.offset + tokens_BT.shape[1]]
-        else:
-            position = self.position[...][self.offset + positions_BT]
-        x_BTD = self.token[...][tokens_BT] + position
-        x_BTD = x_BTD if self.token_type is None else x_BTD + self.token_type[None, :1]
-        return x_BTD if self.norm is None else self.norm(x_BTD)
+from models.block import Linear, Norm, document_positions, gelu, initial_std, multiply
+from models.transformer import Embedding, Transformer
 
 
 class Head(nnx.Module):
@@ -70,22 +44,21 @@ class Head(nnx.Module):
 class Encoder(Transformer):
     """A bidirectional encoder with a masked-language-model head."""
 
-    EMBEDDING, HEAD = Embedding, Head
+    HEAD = Head
 
     config: EncoderConfig
 
     @property
+    def num_positions(self) -> int:
+        """Rows of learned positions."""
+        return self.config.position_offset + self.config.max_len
+
+    @property
     def num_lookup_params(self) -> int:
         """Parameters that are only looked up: the positions and token types."""
-        c = self.config
-        return (c.position_offset + c.max_len + c.token_types) * c.hidden
+        return (self.num_positions + self.config.token_types) * self.config.hidden
 
-    def embed(self, values: Params, tokens_BT: Array, segments_BT: Array | None) -> Array:
-        """Returns the input `[B, T, D]` of the first layer."""
-        self.check_length(tokens_BT.shape[1])
-        positions_BT = None if segments_BT is None else document_positions(segments_BT)
-        return self.module("embed", values)(tokens_BT, positions_BT)
-
-    def layer_args(self, tokens_BT: Array, segments_BT: Array | None) -> tuple[Array | None, ...]:
-        """Returns no angles, because positions are learned, and the segments, if any."""
-        return None, as_floats(segments_BT)
+    def positions(self, tokens_BT: Array, segments_BT: Array | None) -> Array | None:
+        """Returns `[B, T]` where rows have several documents."""
+        offset = self.config.position_offset
+        return None if segments_BT is None else offset + document_positions(segments_BT)

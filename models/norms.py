@@ -13,9 +13,8 @@ In training each norm notes its statistics. Their weighted sums become the gradi
 Shapes: B batch, H height, W width, C channels; G ghost batches of N rows.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +25,23 @@ NORM_EPS = 1e-5
 Statistics = Mapping[str, Mapping[str, Array]]  # of each norm by its name: `mean` and `variance`, [C]
 
 
-class Norms(Protocol):
-    """Normalises the output of a convolution."""
+# Returns the float32 values of a norm's input, of mean 0 and variance 1, by its name; and the sums that it has seen.
+Norm = Callable[[str, Array], tuple[Array, dict[str, Array] | None]]
+
+
+class Norms:
+    """The norms of a part of a network; `seen` fills with their sums, where they have any."""
+
+    def __init__(self, norm: Norm) -> None:
+        self._norm = norm
+        self.seen: dict[str, dict[str, Array]] = {}
 
     def __call__(self, name: str, y_BHWC: Array) -> Array:
-        """Returns float32 values of mean 0 and variance 1; `name` is unique in the network."""
-        ...
+        """Returns the normalised output of a convolution; `name` is unique in the network."""
+        y_BHWC, seen = self._norm(name, y_BHWC)
+        if seen is not None:
+            self.seen[name] = seen
+        return y_BHWC
 
 
 class Average(nnx.Module):
@@ -50,38 +60,31 @@ class Averages(nnx.Module):
             setattr(self, name, Average(count))
 
 
-@dataclass(frozen=True)
-class GroupNorms:
-    """Statistics over an image and a group of channels."""
+def group_norm(num_groups: int) -> Norm:
+    """Returns the norm with the statistics of an image and a group of channels."""
 
-    num_groups: int
-
-    def __call__(self, name: str, y_BHWC: Array) -> Array:
-        """Returns the normalised values."""
+    def normalise(name: str, y_BHWC: Array) -> tuple[Array, None]:
         del name
-        y = y_BHWC.astype(jnp.float32).reshape(*y_BHWC.shape[:3], self.num_groups, -1)
+        y = y_BHWC.astype(jnp.float32).reshape(*y_BHWC.shape[:3], num_groups, -1)
         y = y - jnp.mean(y, axis=(1, 2, 4), keepdims=True)
         y = y * lax.rsqrt(jnp.mean(y * y, axis=(1, 2, 4), keepdims=True) + NORM_EPS)
-        return y.reshape(y_BHWC.shape)
+        return y.reshape(y_BHWC.shape), None
+
+    return normalise
 
 
-@dataclass(frozen=True)
-class GhostBatches:
-    """Statistics over ghost batches of `rows` rows, whose weights are `weights_B`.
+def ghost_batches(weights_B: Array, rows: int) -> Norm:
+    """Returns the norm with the statistics of each `rows` rows; their values are zero where the weight is zero.
 
-    `sums` fills with what each norm has seen: the sums of mean and variance, weighted with the ghost batches' weights.
-    The variance there is the unbiased one, as Ioffe & Szegedy's algorithm 2 has it.
+    It sees the sums of mean and variance, weighted with the ghost batches' weights. The variance there is the unbiased
+    one, as Ioffe & Szegedy's algorithm 2 has it.
     """
 
-    weights_B: Array
-    rows: int
-    sums: dict[str, dict[str, Array]] = field(default_factory=dict)
-
-    def __call__(self, name: str, y_BHWC: Array) -> Array:
-        """Returns the normalised values; zero in rows of weight zero."""
+    def normalise(name: str, y_BHWC: Array) -> tuple[Array, dict[str, Array]]:
+        del name
         _, height, width, channels = y_BHWC.shape
-        y = y_BHWC.astype(jnp.float32).reshape(-1, self.rows, height, width, channels)
-        weights_GN = self.weights_B.reshape(-1, self.rows)
+        y = y_BHWC.astype(jnp.float32).reshape(-1, rows, height, width, channels)
+        weights_GN = weights_B.reshape(-1, rows)
         is_there = weights_GN[:, :, None, None, None] > 0
         count = jnp.sum(is_there, axis=(1, 2, 3, 4), dtype=jnp.float32)[:, None] * (height * width)  # [G, 1]
 
@@ -94,21 +97,21 @@ class GhostBatches:
         unbiased_GC = variance_GC * count / jnp.maximum(count - 1, 1)
         weights_G = jnp.sum(weights_GN, axis=1)
         seen = {"mean": weights_G @ mean_GC, "variance": weights_G @ unbiased_GC}
-        self.sums[name] = jax.tree.map(lax.stop_gradient, seen)
-        return (y * lax.rsqrt(variance_GC + NORM_EPS)[:, None, None, None]).reshape(y_BHWC.shape)
+        y = (y * lax.rsqrt(variance_GC + NORM_EPS)[:, None, None, None]).reshape(y_BHWC.shape)
+        return y, jax.tree.map(lax.stop_gradient, seen)
+
+    return normalise
 
 
-@dataclass(frozen=True)
-class RunningAverages:
-    """Statistics that training has averaged."""
+def running_averages(averages: Statistics) -> Norm:
+    """Returns the norm with the statistics that training has averaged."""
 
-    averages: Statistics
-
-    def __call__(self, name: str, y_BHWC: Array) -> Array:
-        """Returns the normalised values."""
-        mean_C, variance_C = (self.averages[name][key].astype(jnp.float32) for key in ("mean", "variance"))
+    def normalise(name: str, y_BHWC: Array) -> tuple[Array, None]:
+        mean_C, variance_C = (averages[name][key].astype(jnp.float32) for key in ("mean", "variance"))
         y = y_BHWC.astype(jnp.float32) - mean_C[None, None, None]
-        return y * lax.rsqrt(variance_C + NORM_EPS)[None, None, None]
+        return y * lax.rsqrt(variance_C + NORM_EPS)[None, None, None], None
+
+    return normalise
 
 
 def averaging(loss: Array, averages: Any, sums: Any) -> Array:

@@ -18,8 +18,8 @@ so they cannot be scanned. With batch norm, the group `averages` holds what eval
 Shapes: B batch, H height, W width, C channels, V classes (padded).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,9 +29,17 @@ from jax import Array, lax
 
 from configs.schema import ResNetConfig
 from models.block import normal
-from models.classifier import Classifier
-from models.model import Batch, Gather, Group, Params, cross_entropy, mask_padding, rematerialise
-from models.norms import Averages, GhostBatches, GroupNorms, Norms, RunningAverages, Statistics, averaging
+from models.model import Batch, Classifier, Gather, Group, Params, cross_entropy, mask_padding, rematerialise
+from models.norms import (
+    Averages,
+    Norm,
+    Norms,
+    Statistics,
+    averaging,
+    ghost_batches,
+    group_norm,
+    running_averages,
+)
 from sharding.averages import AVERAGES
 
 EXPANSION = {"basic": 1, "bottleneck": 4}  # output channels of a block over its inner channels, if it is not wide
@@ -47,60 +55,8 @@ class ConvConfig:
     outputs: int
     stride: int = 1
 
-    def size_after(self, size: int) -> int:
-        """Returns the side of the output for an image of side `size`."""
-        return -(-size // self.stride)
 
-    def products(self, size: int) -> int:
-        """Returns the number of its multiplications for an image of side `size`."""
-        return self.kernel**2 * self.inputs * self.outputs * self.size_after(size) ** 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockConfig:
-    """A residual block."""
-
-    kind: str  # basic | bottleneck
-    inputs: int  # channels
-    width: int  # channels inside
-    outputs: int
-    stride: int
-    strided: int  # the convolution that has the stride
-
-    @property
-    def branch(self) -> dict[str, ConvConfig]:
-        """The convolutions of the residual branch, in order."""
-        kernels = (3, 3) if self.kind == "basic" else (1, 3, 1)
-        widths = [self.inputs, *(self.width for _ in kernels[1:]), self.outputs]
-        return {
-            f"conv{i}": ConvConfig(
-                kernel=kernel,
-                inputs=widths[i],
-                outputs=widths[i + 1],
-                stride=self.stride if i == self.strided else 1,
-            )
-            for i, kernel in enumerate(kernels)
-        }
-
-    @property
-    def shortcut(self) -> ConvConfig | None:
-        """The projection of the shortcut; None if the shape does not change."""
-        if self.stride == 1 and self.inputs == self.outputs:
-            return None
-        return ConvConfig(kernel=1, inputs=self.inputs, outputs=self.outputs, stride=self.stride)
-
-    @property
-    def convolutions(self) -> dict[str, ConvConfig]:
-        """All its convolutions, by name."""
-        return self.branch | ({"shortcut": self.shortcut} if self.shortcut else {})
-
-    def products(self, size: int) -> int:
-        """Returns the number of its multiplications for an image of side `size`."""
-        total = self.shortcut.products(size) if self.shortcut else 0
-        for conv in self.branch.values():
-            total += conv.products(size)
-            size = conv.size_after(size)
-        return total
+Branch = dict[str, ConvConfig]  # the convolutions of a block by name, in order; a `shortcut` that is one comes last
 
 
 def stem_conv(c: ResNetConfig) -> ConvConfig:
@@ -109,32 +65,36 @@ def stem_conv(c: ResNetConfig) -> ConvConfig:
     return ConvConfig(kernel=kernel, inputs=c.channels, outputs=c.width, stride=stride)
 
 
-def residual_blocks(c: ResNetConfig) -> dict[str, BlockConfig]:
+def residual_blocks(c: ResNetConfig) -> dict[str, Branch]:
     """Returns the blocks in order, by name: each stage doubles the channels and halves the image's side."""
     found, inputs = {}, c.width
+    kernels = (3, 3) if c.block == "basic" else (1, 3, 1)
     strided = 1 if c.version == "1.5" and c.block == "bottleneck" else 0
     for stage, count in enumerate(c.stage_blocks):
         width = c.width * 2**stage
         outputs = width * EXPANSION[c.block]
         for i in range(count):
-            found[f"stage{stage + 1}_block{i}"] = BlockConfig(
-                kind=c.block,
-                inputs=inputs,
-                width=width * c.widening,
-                outputs=outputs,
-                stride=2 if stage > 0 and i == 0 else 1,
-                strided=strided,
-            )
+            stride = 2 if stage > 0 and i == 0 else 1
+            sizes = [inputs, *[width * c.widening] * (len(kernels) - 1), outputs]
+            block = {
+                f"conv{j}": ConvConfig(
+                    kernel=kernel, inputs=sizes[j], outputs=sizes[j + 1], stride=stride if j == strided else 1
+                )
+                for j, kernel in enumerate(kernels)
+            }
+            if stride > 1 or inputs != outputs:
+                block["shortcut"] = ConvConfig(kernel=1, inputs=inputs, outputs=outputs, stride=stride)
+            found[f"stage{stage + 1}_block{i}"] = block
             inputs = outputs
     return found
 
 
 def norm_channels(c: ResNetConfig) -> dict[str, int]:
     """Returns the number of channels of each norm, by name."""
-    found = {"stem_conv": c.width}
-    for block, config in residual_blocks(c).items():
-        found |= {f"{block}_{name}": conv.outputs for name, conv in config.convolutions.items()}
-    return found
+    blocks = residual_blocks(c).items()
+    return {"stem_conv": c.width} | {
+        f"{block}_{name}": conv.outputs for block, convs in blocks for name, conv in convs.items()
+    }
 
 
 def num_features(c: ResNetConfig) -> int:
@@ -179,17 +139,15 @@ class Stem(nnx.Module):
 class Block(nnx.Module):
     """`relu(shortcut(x) + branch(x))`."""
 
-    def __init__(self, name: str, config: BlockConfig, key: Array) -> None:
-        self.config = config
-        last = list(config.branch)[-1]
-        keys = iter(jax.random.split(key, 4))
-        for part, conv in config.branch.items():
-            setattr(self, part, ConvNorm(f"{name}_{part}", conv, next(keys), scale=0.0 if part == last else 1.0))
-        shortcut = config.shortcut
-        self.shortcut = ConvNorm(f"{name}_shortcut", shortcut, next(keys)) if shortcut else None
+    def __init__(self, name: str, convs: Branch, key: Array) -> None:
+        self.branch = tuple(part for part in convs if part != "shortcut")
+        for (part, conv), part_key in zip(convs.items(), jax.random.split(key, 4)):
+            scale = 0.0 if part == self.branch[-1] else 1.0
+            setattr(self, part, ConvNorm(f"{name}_{part}", conv, part_key, scale=scale))
+        self.shortcut = getattr(self, "shortcut", None)
 
     def __call__(self, x_BHWC: Array, norms: Norms) -> Array:
-        first, *more = self.config.branch
+        first, *more = self.branch
         y_BHWC = getattr(self, first)(x_BHWC, norms)
         for name in more:
             y_BHWC = getattr(self, name)(jax.nn.relu(y_BHWC), norms)
@@ -218,12 +176,9 @@ class ResNet(Classifier):
     def make_groups(self) -> dict[str, Group[Any]]:
         """Returns the parameter groups by their top-level key, in the order of their use; `averages` is the last."""
         c = self.config
-        blocks = {
-            name: Group(lambda key, name=name, block=block: Block(name, block, key))
-            for name, block in residual_blocks(c).items()
-        }
+        blocks = {name: Group(partial(Block, name, convs)) for name, convs in residual_blocks(c).items()}
         averages = {AVERAGES: Group(lambda key: Averages(norm_channels(c)))} if c.norm == "batch" else {}
-        return {"stem": Group(lambda key: Stem(c, key)), **blocks, "head": Group(lambda key: Head(c, key)), **averages}
+        return {"stem": Group(partial(Stem, c)), **blocks, "head": Group(partial(Head, c)), **averages}
 
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
         """Returns the weighted sum of the images' cross-entropies in nats, a float32 scalar; see `Classifier`.
@@ -233,32 +188,28 @@ class ResNet(Classifier):
         c, weights_B = self.config, batch["weights"]
         if c.norm != "batch":
             return super().loss(params, batch, gather)
-        logits_BV, seen = self._run(params, batch["images"], gather, lambda: GhostBatches(weights_B, c.norm_rows))
+        logits_BV, seen = self._run(params, batch["images"], gather, ghost_batches(weights_B, c.norm_rows))
         loss = cross_entropy(logits_BV, batch["labels"], weights_B)
         return averaging(loss, gather(AVERAGES, params[AVERAGES]), seen)
 
     def logits(self, params: Params, images_BHWC: Array, gather: Gather) -> Array:
         """Returns float32 logits `[B, V]`, with batch norm by its running averages."""
-        if self.config.norm != "batch":
-            return self._run(params, images_BHWC, gather, lambda: GroupNorms(self.config.norm_groups))[0]
-        averages = gather(AVERAGES, params[AVERAGES])
-        return self._run(params, images_BHWC, gather, lambda: RunningAverages(averages))[0]
+        if self.config.norm == "batch":
+            norm = running_averages(gather(AVERAGES, params[AVERAGES]))
+        else:
+            norm = group_norm(self.config.norm_groups)
+        return self._run(params, images_BHWC, gather, norm)[0]
 
-    def _run(
-        self, params: Params, images_BHWC: Array, gather: Gather, make_norms: Callable[[], Norms]
-    ) -> tuple[Array, Statistics]:
-        """Returns float32 logits `[B, V]`, padding classes with probability 0, and the sums that norms have noted."""
+    def _run(self, params: Params, images_BHWC: Array, gather: Gather, norm: Norm) -> tuple[Array, Statistics]:
+        """Returns float32 logits `[B, V]`, padding classes with probability 0, and what the norms have seen."""
         x, seen = images_BHWC.astype(self.dtype), {}
         for name, group in self.groups.items():
             if name == AVERAGES:
                 continue
 
-            def run(
-                values: Params, x: Array, name: str = name, group: Group[Any] = group
-            ) -> tuple[Array, dict[str, Any]]:
-                norms = make_norms()
-                x = group.module(gather(name, values), self.dtype)(x, norms)
-                return x, norms.sums if isinstance(norms, GhostBatches) else {}
+            def run(values: Params, x: Array, name: str = name, group: Group[Any] = group) -> tuple[Array, Any]:
+                norms = Norms(norm)
+                return group.module(gather(name, values), self.dtype)(x, norms), norms.seen
 
             x, more = rematerialise(run, self.config.remat)(params[name], x)
             seen |= more
@@ -266,11 +217,18 @@ class ResNet(Classifier):
 
     def flops_per_row(self, shape: tuple[int, ...]) -> float:
         """Returns the floating-point operations per image `[H, W, C]`, forward and backward."""
-        c, size = self.config, shape[0]
-        total = stem_conv(c).products(size)
-        size = stem_conv(c).size_after(size)
+        c = self.config
+
+        def products(conv: ConvConfig, size: int) -> tuple[int, int]:
+            """Returns the number of its multiplications for an image of side `size`, and the side of its output."""
+            size = -(-size // conv.stride)
+            return conv.kernel**2 * conv.inputs * conv.outputs * size**2, size
+
+        total, size = products(stem_conv(c), shape[0])
         size = -(-size // 2) if c.stem == "conv7_pool" else size
-        for block in residual_blocks(c).values():
-            total += block.products(size)
-            size = -(-size // block.stride)
+        for convs in residual_blocks(c).values():
+            before = size
+            for name, conv in convs.items():
+                count, size = products(conv, before if name == "shortcut" else size)
+                total += count
         return 6 * (total + num_features(c) * c.padded_classes)

@@ -11,16 +11,43 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from configs.schema import TransformerConfig, ViTConfig
-from models.block import Block, BlockConfig
+from configs.schema import EncoderConfig, TransformerConfig, ViTConfig
+from models.block import Block, BlockConfig, Norm, initial_std, normal
 from models.model import Batch, Gather, Group, Model, Params, cross_entropy, mask_padding, rematerialise
 from sharding.accumulation import scan_layers
 from sharding.pipeline import StagedLoss
 
 
-def as_floats(segments_BT: Array | None) -> Array | None:
-    """Returns the segments in float32, exact below 2**24, because the arguments of `scan_layers` hold floats."""
-    return None if segments_BT is None else segments_BT.astype(jnp.float32)
+class Embedding(nnx.Module):
+    """Embeddings of tokens `[V, D]`, of positions if they are learned, perhaps of token types, and perhaps a norm."""
+
+    def __init__(self, config: TransformerConfig, num_positions: int, key: Array) -> None:
+        c, std = config, initial_std(config.hidden)
+        offset, token_types, norm_first = 0, 0, True
+        if isinstance(c, EncoderConfig):
+            offset, token_types, norm_first = c.position_offset, c.token_types, c.norm_first
+        self.offset = offset
+        token_key, position_key = jax.random.split(key)
+
+        def table(key: Array, rows: int, dim: str) -> nnx.Param[Array] | None:
+            return normal(key, (rows, c.hidden), (dim, "embed"), std) if rows else None
+
+        self.token = normal(token_key, (c.padded_vocab, c.hidden), ("vocab", "embed"), std)
+        self.position = table(position_key, num_positions, "position")
+        self.token_type = table(jax.random.fold_in(key, 2), token_types, "token_type")
+        self.norm = None if norm_first else Norm(c.hidden, "layer", c.norm_eps, use_bias=True)
+
+    def __call__(self, tokens_BT: Array, positions_BT: Array | None) -> Array:
+        """Returns `[B, T, D]`; positions are rows of their table, without them those from `offset` on."""
+        x_BTD = self.token[...][tokens_BT]
+        if self.position is None:
+            return x_BTD
+        if positions_BT is None:
+            x_BTD = x_BTD + self.position[None, self.offset : self.offset + tokens_BT.shape[1]]
+        else:
+            x_BTD = x_BTD + self.position[...][positions_BT]
+        x_BTD = x_BTD if self.token_type is None else x_BTD + self.token_type[None, :1]
+        return x_BTD if self.norm is None else self.norm(x_BTD)
 
 
 @dataclass(frozen=True)
@@ -28,8 +55,11 @@ class Stack(Model):
     """An embedding, a stack of layers and a head, each a parameter group; the classes name their modules."""
 
     config: TransformerConfig | ViTConfig
-    EMBEDDING: ClassVar[Any]  # an nnx.Module, made of the config and a key, as HEAD is
-    HEAD: ClassVar[Any]
+    HEAD: ClassVar[Any]  # an nnx.Module, made of the config and a key
+
+    @abstractmethod
+    def make_embedding(self, key: Array) -> nnx.Module:
+        """Returns the embedding with new parameters."""
 
     def make_layer(self, key: Array) -> nnx.Module:
         """Returns an entry of the stack with new parameters."""
@@ -38,7 +68,7 @@ class Stack(Model):
     def make_groups(self) -> dict[str, Group[Any]]:
         """Returns the parameter groups by their top-level key."""
         return {
-            "embed": Group(partial(self.EMBEDDING, self.config)),
+            "embed": Group(self.make_embedding),
             "layers": Group(self.make_layer, self.num_entries),
             "head": Group(partial(self.HEAD, self.config)),
         }
@@ -80,16 +110,34 @@ class Transformer(Stack):
 
     @property
     @abstractmethod
+    def num_positions(self) -> int:
+        """Rows of the embedding of positions; 0 if they are not learned."""
+
+    @property
+    @abstractmethod
     def num_lookup_params(self) -> int:
         """Number of parameters that are looked up by index and take no part in matrix products."""
 
     @abstractmethod
+    def positions(self, tokens_BT: Array, segments_BT: Array | None) -> Array | None:
+        """Returns the rows of the positions of the tokens; None: those of a row that is one document."""
+
+    def make_embedding(self, key: Array) -> nnx.Module:
+        """Returns the embedding with new parameters."""
+        return Embedding(self.config, self.num_positions, key)
+
     def embed(self, values: Params, tokens_BT: Array, segments_BT: Array | None) -> Array:
         """Returns the input `[B, T, D]` of the first layer; `values` are the gathered parameters `embed`."""
+        self.check_length(tokens_BT.shape[1])
+        return self.module("embed", values)(tokens_BT, self.positions(tokens_BT, segments_BT))
 
-    @abstractmethod
     def layer_args(self, tokens_BT: Array, segments_BT: Array | None) -> tuple[Array | None, ...]:
-        """Returns what every layer is given besides its input."""
+        """Returns what every layer is given besides its input: the angles of its positions, and the segments.
+
+        These are float32, exact below 2**24, because the arguments of `scan_layers` hold floats.
+        """
+        del tokens_BT
+        return None, None if segments_BT is None else segments_BT.astype(jnp.float32)
 
     def project(self, values: Params, embed_values: Params, x_BTD: Array) -> Array:
         """Returns float32 logits `[B, T, V]` of the last layer's output; padding ids get probability 0.

@@ -17,8 +17,7 @@ from jax import Array
 
 from configs.schema import ViTConfig
 from models.block import Linear, Norm, initial_std, normal
-from models.classifier import Classifier
-from models.model import Gather, Params, mask_padding
+from models.model import Classifier, Gather, Params, mask_padding
 from models.transformer import Stack
 
 
@@ -67,9 +66,13 @@ class Head(nnx.Module):
 class ViT(Stack, Classifier):
     """A vision transformer that classifies images."""
 
-    EMBEDDING, HEAD = Embedding, Head
+    HEAD = Head
 
     config: ViTConfig
+
+    def make_embedding(self, key: Array) -> nnx.Module:
+        """Returns the embedding with new parameters."""
+        return Embedding(self.config, key)
 
     def logits(self, params: Params, images_BHWC: Array, gather: Gather) -> Array:
         """Returns float32 logits `[B, V]`; padding classes get probability 0."""

@@ -1,12 +1,13 @@
 """The outcome of a run: its state and its results, from the files in its directory."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
 from files import json_lines, run_directory
-from metrics.run_files import Results, RunFiles, number, read_run, results_of, series
+from metrics.run_files import RunFiles, read_run, results_of, series
 from metrics.units import UNKNOWN, format_bytes, format_loss, format_seconds
 from sweeps.plan import Run
 
@@ -30,7 +31,7 @@ class Record:
     state: State
     error: str
     files: RunFiles
-    results: Results
+    results: Mapping[str, float | None]  # the headline numbers
     metric: float | None  # NaN where it diverged
 
 
@@ -44,13 +45,18 @@ def is_finished(run: Run) -> bool:
 
 
 def record(run: Run, state: State, error: str, metric: str) -> Record:
-    """Reads the files of the run, if it has written any."""
+    """Reads the files of the run, if it has written any; `metric` is a headline or has the median of its rows."""
     try:
         files = read_run(run.run_dir)
     except ValueError:
         files = RunFiles(run_dir=run.run_dir)
     results = results_of(files)
-    return Record(run=run, state=state, error=error, files=files, results=results, metric=_value(files, metric))
+    if metric in results:
+        value = results[metric]
+    else:
+        values = [value for _, value in series(files.rows, metric) if math.isfinite(value)]
+        value = median(values) if values else None
+    return Record(run=run, state=state, error=error, files=files, results=results, metric=value)
 
 
 def best(records: list[Record], goal: str) -> Record | None:
@@ -68,12 +74,3 @@ def metric_text(name: str, value: float | None) -> str:
     if name.endswith("_s") and not name.endswith("_per_s"):
         return format_seconds(value)
     return format_loss(value) if 0.1 <= abs(value) < 1000 or not math.isfinite(value) else f"{value:.6g}"
-
-
-def _value(files: RunFiles, name: str) -> float | None:
-    """Returns a headline number (the last loss, the median step time) or the median of a key of metrics.jsonl."""
-    headline = vars(results_of(files))
-    if name in headline:
-        return number(headline[name])
-    values = [value for _, value in series(files.rows, name) if math.isfinite(value)]
-    return median(values) if values else None

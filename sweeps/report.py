@@ -37,17 +37,12 @@ def write_report(file: SweepFile, records: list[Record], workdir: Path) -> Path:
 def csv_rows(file: SweepFile, records: Sequence[Record]) -> list[list[Any]]:
     """Returns a header and one row per run with all overridden keys and all headline numbers, unformatted."""
     keys = list(dict.fromkeys(key for record in records for key in record.run.overrides))
-    metric = [] if file.metric in vars(records[0].results) else [file.metric]
-    results = [name for name in vars(records[0].results) if name != "exit_reason"]
-    header = ["run", "state", *keys, *metric, *results, "error", "directory"]
-    return [
-        header,
-        *(
-            [r.run.name, r.state.value, *(r.run.values.get(key, "") for key in keys), *([r.metric] if metric else [])]
-            + [*(getattr(r.results, name) for name in results), r.error, r.run.run_dir.name]
-            for r in records
-        ),
-    ]
+    metric = [] if file.metric in records[0].results else [file.metric]
+    rows: list[list[Any]] = [["run", "state", *keys, *metric, *records[0].results, "error", "directory"]]
+    for r in records:
+        values = [*(r.run.values.get(key, "") for key in keys), *(r.metric for _ in metric), *r.results.values()]
+        rows.append([r.run.name, r.state.value, *values, r.error, r.run.run_dir.name])
+    return rows
 
 
 def markdown(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
@@ -64,7 +59,7 @@ def markdown(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str
 
 def table_cells(file: SweepFile, record: Record, keys: Sequence[str]) -> list[str]:
     """Returns the values of the keys, the metric, the times and the state."""
-    times = (record.results.step_time_s, record.results.wall_time_s)
+    times = (record.results["step_time_s"], record.results["wall_time_s"])
     return [
         *(text(record.run.values.get(key, UNKNOWN)) for key in keys),
         metric_text(file.metric, record.metric),
@@ -114,7 +109,7 @@ def _tiles(file: SweepFile, records: list[Record], keys: Sequence[str]) -> list[
     facts = [(f"{word} {file.metric}", metric_text(file.metric, winner.metric if winner else None), "")]
     if winner:
         facts += [(key, text(winner.run.values.get(key, UNKNOWN)), "of the best run") for key in keys]
-    spent_s = sum(record.results.wall_time_s or 0.0 for record in records)
+    spent_s = sum(record.results["wall_time_s"] or 0.0 for record in records)
     return [*facts, ("Total time", format_seconds(spent_s), "of the last attempts of all runs")]
 
 

@@ -23,7 +23,7 @@ from input_pipeline.shard_index import Shard, ShardIndex
 from input_pipeline.shard_listing import list_shards
 from input_pipeline.store import open_store
 from input_pipeline.tokenizers import Bytes
-from models.hugging_face import reading
+from models.hugging_face import INDEX_FILE, SINGLE_FILE
 from sharding.state import by_name
 from state import attempts, manifest
 
@@ -224,21 +224,21 @@ def check_same(got: dict[str, np.ndarray] | None, line: str, wanted: dict[str, n
 @given(data=st.data())
 def test_an_index_of_safetensors(llama: Any, data: st.DataObject) -> None:
     folder, content, wanted = llama
-    (folder / reading.INDEX_FILE).write_bytes(data.draw(hostile(content) | st.just(content)))
+    (folder / INDEX_FILE).write_bytes(data.draw(hostile(content) | st.just(content)))
     check_same(*said(lambda: parameters(folder), ValueError), wanted, folder)
 
 
 @settings(max_examples=50, **BOUNDED)
 @given(data=st.data())
 def test_a_header_of_safetensors(folder: Path, llama: Any, data: st.DataObject) -> None:
-    content = (FOLDER / "llama" / reading.SINGLE_FILE).read_bytes()
+    content = (FOLDER / "llama" / SINGLE_FILE).read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     header = data.draw(hostile(content[8:end]))
     size = (
         len(header).to_bytes(8, "little") if data.draw(st.booleans()) else data.draw(st.binary(min_size=8, max_size=8))
     )
     shutil.copy(FOLDER / "llama" / "config.json", folder)
-    (folder / reading.SINGLE_FILE).write_bytes(size + header + content[end:])
+    (folder / SINGLE_FILE).write_bytes(size + header + content[end:])
     check_same(*said(lambda: parameters(folder), ValueError), llama[2], folder)
 
 

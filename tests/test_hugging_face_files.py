@@ -22,7 +22,8 @@ from test_hugging_face_models import changed, loaded, section
 
 import models
 from configs.schema import DecoderConfig, ShardingConfig
-from models.hugging_face import Weights, reading, write
+from models import hugging_face
+from models.hugging_face import Weights, write
 from sharding.mesh import find_nodes, make_mesh
 from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout
@@ -48,8 +49,8 @@ def abstract(model: models.Model, *, nodes: int = 4, tensor: int = 1, **strategy
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Counts the bytes that are taken from each tensor of the files."""
-    opened = reading.safe_open
-    monkeypatch.setattr(reading, "safe_open", lambda *args, **how: CountingFile(opened(*args, **how)))
+    opened = hugging_face.safe_open
+    monkeypatch.setattr(hugging_face, "safe_open", lambda *args, **how: CountingFile(opened(*args, **how)))
     CountingFile.taken = Counter()
     yield CountingFile.taken
 
@@ -231,15 +232,15 @@ INDEX_DAMAGE: dict[str, tuple[Any, str]] = {
     ),
     "file truncated": (lambda f: cut(f / "model-00002-of-00003.safetensors"), "00002-of-00003.safetensors is damaged"),
     "no map": (
-        lambda f: (f / reading.INDEX_FILE).write_text("{}"),
+        lambda f: (f / hugging_face.INDEX_FILE).write_text("{}"),
         "index.json is not an index: its weight_map is of type NoneType$",
     ),
     "place is a number": (
-        lambda f: (f / reading.INDEX_FILE).write_text('{"weight_map": {"a": 1}}'),
+        lambda f: (f / hugging_face.INDEX_FILE).write_text('{"weight_map": {"a": 1}}'),
         "index.json says that a is in 1, which is no name of a file beside it$",
     ),
     "place is elsewhere": (
-        lambda f: (f / reading.INDEX_FILE).write_text('{"weight_map": {"a": "../b"}}'),
+        lambda f: (f / hugging_face.INDEX_FILE).write_text('{"weight_map": {"a": "../b"}}'),
         "index.json says that a is in '../b', which is no name of a file beside it$",
     ),
     "wrong place": (

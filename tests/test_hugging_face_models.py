@@ -81,7 +81,7 @@ def test_each_setting_matters(name: str, changes: dict[str, Any], monkeypatch: p
     """With the setting of another model the logits are others: the test above would see it."""
     reference = np.load(FOLDER / name / "reference.npz")
     config = section(FOLDER / name)
-    monkeypatch.setattr("models.hugging_face.reading.check_same", lambda *_: hugging_face.architecture_of(config))
+    monkeypatch.setattr("models.hugging_face.check_same", lambda *_: hugging_face.architecture_of(config))
     ours = our_logits(FOLDER / name, reference["tokens"], replace(config, **changes))
     assert np.abs(ours - reference["logits"]).max() > 1e-4
 

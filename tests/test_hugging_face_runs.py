@@ -202,16 +202,16 @@ def test_two_processes_read_half_each_and_start_at_the_same_loss(tmp_path: Path)
 import json
 from pathlib import Path
 from counting_file import CountingFile
-from models.hugging_face import reading
-opened = reading.safe_open
-reading.safe_open = lambda *args, **how: CountingFile(opened(*args, **how))
-whole = reading.Weights.load
+from models import hugging_face
+opened = hugging_face.safe_open
+hugging_face.safe_open = lambda *args, **how: CountingFile(opened(*args, **how))
+whole = hugging_face.Weights.load
 def load(self, abstract):
     params = whole(self, abstract)
     import jax
     Path({str(tmp_path)!r}, f"taken-{{jax.process_index()}}.json").write_text(json.dumps(CountingFile.taken))
     return params
-reading.Weights.load = load
+hugging_face.Weights.load = load
 """
     args = [*flags("llama", **{k.replace(".", "__"): x for k, x in STRATEGIES["zero3"].items()})]
     two = start_together([*args, f"--workdir={tmp_path / 'run'}"], 2, devices=2, first=first)

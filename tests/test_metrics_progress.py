@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from metrics import progress as progress_module
-from metrics.progress import Progress
-from metrics.summary import print_summary
+from metrics.progress import Progress, print_summary
 
 SCALARS = {
     "loss": 2.34567,

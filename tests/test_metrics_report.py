@@ -14,7 +14,7 @@ import pytest
 
 from metrics.charts import Chart, Curve, curve_chart, round_ticks, thin_out, trend
 from metrics.report import charts_of, write_report
-from metrics.run_files import read_run, results_of
+from metrics.run_files import read_run
 
 UNKNOWN = "\N{EN DASH}"
 
@@ -310,8 +310,8 @@ def test_a_long_outcome_is_shortened_on_the_page_but_not_in_the_file(tmp_path: P
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "summary.json").write_text(json.dumps({"exit_reason": reason}))
     run = read_run(tmp_path)
-    outcome = results_of(run).exit_reason
-    assert outcome is not None and len(outcome) < 1000 and run.summary["exit_reason"] == reason
+    outcome = run.outcome
+    assert len(outcome) < 1000 and run.summary["exit_reason"] == reason
     assert outcome.startswith("failed: model.hidden=32: ") and outcome.endswith("; set model.hidden=64")
     assert "characters, which summary.json has" in outcome
 

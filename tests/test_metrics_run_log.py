@@ -63,15 +63,16 @@ def test_an_attempt_removes_the_summary_of_the_previous_one(tmp_path: Path) -> N
     for step in (1, 2, 3):
         log.step(step, {"loss": 1.0})
     log.close("finished")
-    before = results_of(read_run(tmp_path))
-    assert (before.steps, before.exit_reason) == (3, "finished")
+    before = read_run(tmp_path)
+    assert (results_of(before)["steps"], before.outcome) == (3, "finished")
 
     log = make_log(tmp_path, enabled=True)  # its checkpoints were lost
     log.step(1, {"loss": 2.0})
     log.step(2, {"loss": 2.0})  # writes the row of step 1
-    after = results_of(read_run(tmp_path))
+    after = read_run(tmp_path)
+    results = results_of(after)
     log.close("interrupted")
-    assert (after.steps, after.loss, after.exit_reason) == (1, 2.0, None)
+    assert (results["steps"], results["loss"], after.outcome) == (1, 2.0, "")
 
 
 def test_a_process_that_logs_nothing(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_an_error_of_the_sink_is_one_warning(
     out = capsys.readouterr().out
     warning = "warning: sink=wandb failed (RuntimeError: the disk of wandb); the run goes on without it\n"
     assert out.count("warning") == 1 and warning in out and sink.calls == calls
-    assert results_of(read_run(tmp_path)).exit_reason == "finished" and (tmp_path / "report.html").exists()
+    assert read_run(tmp_path).outcome == "finished" and (tmp_path / "report.html").exists()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 

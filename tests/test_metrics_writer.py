@@ -123,7 +123,7 @@ def test_tensorboard_of_a_resumed_run_hides_the_repeated_steps(tmp_path: Path) -
 
 
 def test_importing_the_package_loads_neither_tensorboard_nor_jax_nor_matplotlib() -> None:
-    modules = "writer progress throughput report summary environment wire"
+    modules = "writer progress throughput report environment wire"
     code = "import sys\n" + "".join(f"import metrics.{name}\n" for name in modules.split())
     code += "print([m for m in ('tensorboardX', 'google.protobuf', 'jax', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -19,7 +19,7 @@ from configs import digits
 from configs.base import typed
 from configs.schema import Config
 from configs.schema.optimizer import NAMES
-from models.norms import GhostBatches, RunningAverages
+from models.norms import Norms, ghost_batches, running_averages
 from optimizers import make_optimizer
 from sharding.averages import AVERAGES, part_averages
 from sharding.plan import ShardingPlan
@@ -62,17 +62,18 @@ def check_close(one: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-6) ->
 def test_ghost_batches_match_numpy_without_rows_of_weight_zero(rows: int) -> None:
     y = images(len(WEIGHTS))
     y[2] = 1e6  # a row that is not there must not be seen
-    norms = GhostBatches(jnp.asarray(WEIGHTS), rows)
+    norms = Norms(ghost_batches(jnp.asarray(WEIGHTS), rows))
     found = norms("a", jnp.asarray(y))
     expected, sums = numpy_ghosts(y, WEIGHTS, rows)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-    check_close(norms.sums, {"a": sums})
+    check_close(norms.seen, {"a": sums})
     assert not np.asarray(found)[WEIGHTS == 0].any()
 
 
 def test_running_averages_match_numpy() -> None:
     y, mean, variance = images(4), np.arange(5.0), np.arange(1.0, 6.0)
-    found = RunningAverages({"a": {"mean": jnp.asarray(mean), "variance": jnp.asarray(variance)}})("a", jnp.asarray(y))
+    averages = {"a": {"mean": jnp.asarray(mean), "variance": jnp.asarray(variance)}}
+    found, _ = running_averages(averages)("a", jnp.asarray(y))
     np.testing.assert_allclose(found, (y - mean) / np.sqrt(variance + EPS), rtol=1e-5, atol=1e-5)
 
 
@@ -155,16 +156,17 @@ def test_training_and_evaluation_equal_torch() -> None:
         result = layer(theirs)
         result.backward(torch.from_numpy(g).movedim(3, 1))
         assert theirs.grad is not None
-        norms = GhostBatches(jnp.ones(6), 6)
+        norms = Norms(ghost_batches(jnp.ones(6), 6))
         np.testing.assert_allclose(norms("a", jnp.asarray(y)), result.detach().movedim(1, 3), rtol=1e-4, atol=1e-4)
-        _, pull = jax.vjp(lambda y: GhostBatches(jnp.ones(6), 6)("a", y), jnp.asarray(y))
+        _, pull = jax.vjp(lambda y: ghost_batches(jnp.ones(6), 6)("a", y)[0], jnp.asarray(y))
         np.testing.assert_allclose(pull(jnp.asarray(g))[0], theirs.grad.movedim(1, 3), rtol=1e-3, atol=1e-5)
-        averages = {key: (1 - RATE) * x + RATE * norms.sums["a"][key] / 6 for key, x in averages.items()}
+        averages = {key: (1 - RATE) * x + RATE * norms.seen["a"][key] / 6 for key, x in averages.items()}
     np.testing.assert_allclose(averages["mean"], layer.running_mean, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(averages["variance"], layer.running_var, rtol=1e-4)
     y = images(4)
     theirs = layer.eval()(torch.from_numpy(y).movedim(3, 1)).detach().movedim(1, 3)
-    np.testing.assert_allclose(RunningAverages({"a": averages})("a", jnp.asarray(y)), theirs, rtol=1e-4, atol=1e-5)
+    found, _ = running_averages({"a": averages})("a", jnp.asarray(y))
+    np.testing.assert_allclose(found, theirs, rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------- devices, micro-steps, strategies

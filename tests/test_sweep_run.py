@@ -167,7 +167,7 @@ def test_programs_get_records_in_their_order(tmp_path: Path) -> None:
     assert [dict(r.run.overrides) for r in records] == wanted
     assert started(tmp_path) == [8, 7, 8, 7]
     assert {r.metric for r in records} == {6.0}  # the median of 4, 6, 50
-    assert [r.results.validation_loss for r in records] == [9.0, 8.0, 9.0, 8.0]
+    assert [r.results["validation_loss"] for r in records] == [9.0, 8.0, 9.0, 8.0]
 
 
 @EMULATED

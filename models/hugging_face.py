@@ -1,0 +1,367 @@
+"""Weights in the layout of transformers: which tensor is which, read into a mesh (`Weights`), and written (`write`).
+
+The table of an architecture (configs/hugging_face.py, which also reads and writes `config.json`) says which of our
+parameters is which tensor. Ours are stacked, `[L, ...]`, and multiply from the right, `x @ weight`. Theirs are one per
+layer; torch's Linear keeps `[out, in]`, GPT-2's Conv1D `[in, out]` as we do, with query, key and value side by side in
+one tensor. Heads are in the same order, and both pair dim `i` of a head with `i + H/2` in rotary positions, so that no
+tensor is permuted.
+
+Each process reads the slices that its devices hold, and each of them once, straight from the mapped file. In host
+memory are, beside what is already on the devices, this process' shards of one of our (stacked) parameters and a slice
+of one of their tensors. Of files that are written, the headers come first, then each tensor at its place: in memory is
+no more than one of our parameters, of GPT-2's query, key and value three, and one of their tensors.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from configs.hugging_face import CONFIG_FILE, Architecture, architecture_of, check_same, config_json
+from configs.schema import TransformerConfig
+from files import atomic, json_objects
+from models.model import Model, Params
+from sharding.spec import ParamSpec, path_name
+from sharding.state import by_name
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+UNFINISHED = ".unfinished"  # suffix of files that are being written
+ITEM_BYTES = 4  # of a float32, which is what is written
+MAX_FILE_BYTES = 5_000_000_000  # what transformers writes, too
+Index = tuple[slice, ...]
+
+# behind a name of the table, theirs and ours: tables of embeddings stand there whole, of modules follow the parameters
+ENDS = (("", ""), (".weight", "/weight"), (".weight", "/scale"), (".bias", "/bias"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """One of our parameters, and the tensor or tensors of transformers that hold it."""
+
+    path: str  # ours
+    name: str  # theirs, `{}` for the number of the layer
+    transposed: bool
+    part: int  # theirs has `parts` of ours side by side in its last dim; this is number `part`
+    parts: int
+    spec: ParamSpec
+    shape: tuple[int, ...]  # of one layer, if stacked, and without the padding of the vocabulary
+
+    @property
+    def layers(self) -> tuple[int | None, ...]:
+        """The numbers of the layers of a stack, else one None."""
+        return tuple(range(self.spec.shape[0])) if self.spec.dims[0] == "layers" else (None,)
+
+    @property
+    def their_shape(self) -> tuple[int, ...]:
+        """The shape of each tensor of transformers."""
+        whole = (*self.shape[:-1], self.shape[-1] * self.parts)
+        return whole[::-1] if self.transposed else whole
+
+    def name_in(self, layer: int | None) -> str:
+        """Returns the name of the tensor that holds a layer."""
+        return self.name.format(layer)
+
+
+def tensors(model: Model, architecture: Architecture) -> dict[str, Tensor]:
+    """Returns the parameters of a model by our path, in the order of the table."""
+    assert isinstance(model.config, TransformerConfig)
+    specs: dict[str, ParamSpec] = by_name(model.param_specs(), lambda x: isinstance(x, ParamSpec))
+    vocab_size, found = model.config.vocab_size, {}
+    for name, ours in architecture.tensors.items():
+        modules = ours.split()
+        for their_end, our_end in ENDS:
+            for part, path in enumerate(f"{module}{our_end}" for module in modules):
+                if (spec := specs.get(path)) is None:  # a bias, or an untied head, is not in every model
+                    continue
+                shape = tuple(vocab_size if dim == "vocab" else n for dim, n in zip(spec.dims, spec.shape, strict=True))
+                stacked = spec.dims[0] == "layers"
+                found[path] = Tensor(
+                    path=path,
+                    name=f"{name}{their_end}",
+                    transposed=our_end == "/weight" and not (architecture.conv1d and stacked),
+                    part=part,
+                    parts=len(modules),
+                    spec=spec,
+                    shape=shape[stacked:],
+                )
+    assert found.keys() == specs.keys(), found.keys() ^ specs.keys()
+    return found
+
+
+def ignored(model: Model, architecture: Architecture, name: str) -> bool:
+    """Whether a tensor of a checkpoint is none of the model's: buffers, heads of other tasks, copies of a tied head."""
+    tied = getattr(model.config, "tied_head", True) and name == "lm_head.weight"
+    return tied or re.fullmatch(architecture.ignored, name) is not None
+
+
+def spellings(architecture: Architecture, name: str) -> tuple[str, ...]:
+    """Returns the names under which a tensor may be found: without the prefix, and with TensorFlow's names of norms."""
+    found = (name, name.removeprefix(architecture.prefix))
+    old = (x.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta") for x in found)
+    return (*found, *old)
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+class _File(NamedTuple):
+    """An open file of tensors."""
+
+    path: Path
+    handle: Any  # of safetensors
+
+
+class Weights:
+    """A checkpoint that fits a model: every tensor is there, with the right shape, and no other."""
+
+    def __init__(self, model: Model, folder: str | Path) -> None:
+        """Opens the files and reads their headers.
+
+        ValueError for a config.json of another model, a missing or damaged file, and a tensor that is missing, of
+        another shape, of no float dtype, or not part of the model.
+        """
+        assert isinstance(model.config, TransformerConfig)
+        self.folder = Path(folder).expanduser()
+        architecture = check_same(model.config, self.folder)
+        self._files = _open(self.folder)
+        self._tensors = tensors(model, architecture)
+        self._names: dict[tuple[str, int | None], str] = {}
+        unused = {name for name in self._files if not ignored(model, architecture, name)}
+        for path, tensor in self._tensors.items():
+            for layer in tensor.layers:
+                wanted = tensor.name_in(layer)
+                name = next((x for x in spellings(architecture, wanted) if x in self._files), None)
+                if name is None:
+                    raise ValueError(f"{self.folder} has no tensor {wanted}, of shape {_times(tensor.their_shape)}")
+                self._check(name, tensor)
+                self._names[path, layer] = name
+                unused.discard(name)
+        if unused:
+            first = min(unused)
+            shape, more = _times(self._slice(first).get_shape()), f" and {len(unused) - 1} more" * (len(unused) > 1)
+            raise ValueError(
+                f"{self.folder} has a tensor {first}, of shape {shape}, that the model has no place for{more}"
+            )
+
+    def load(self, abstract: Params) -> Params:
+        """Returns the parameters, float32, with the shapes and shardings of `abstract` (jax.ShapeDtypeStructs)."""
+        return jax.tree_util.tree_map_with_path(lambda path, x: self._load(path_name(path), x), abstract)
+
+    def region(self, path: str, index: Index) -> np.ndarray:
+        """Returns a region of one of our parameters, float32; padding of the vocabulary is zero."""
+        tensor = self._tensors[path]
+        bounds = [part.indices(size)[:2] for part, size in zip(index, tensor.spec.shape, strict=True)]
+        out = np.zeros([stop - start for start, stop in bounds], np.float32)
+        stacked = tensor.layers != (None,)
+        layers = range(*bounds[0]) if stacked else (None,)
+        for number, layer in enumerate(layers):
+            self._fill(out[number] if stacked else out, tensor, layer, bounds[stacked:])
+        return out
+
+    def _load(self, path: str, abstract: Any) -> jax.Array:
+        made: dict[tuple[Any, ...], np.ndarray] = {}  # several devices may hold the same region
+
+        def region(index: Index | None) -> np.ndarray:
+            assert index is not None
+            key = tuple((part.start, part.stop) for part in index)
+            if key not in made:
+                made[key] = self.region(path, index)
+            return made[key]
+
+        array = jax.make_array_from_callback(abstract.shape, abstract.sharding, region)
+        return jax.block_until_ready(array)  # then the next parameter may use the memory
+
+    def _fill(self, out: np.ndarray, tensor: Tensor, layer: int | None, bounds: list[tuple[int, int]]) -> None:
+        """Copies the region `bounds` of one layer into `out`, as far as it is no padding."""
+        stops = [min(stop, size) for (_, stop), size in zip(bounds, tensor.shape, strict=True)]
+        wanted = [slice(start, max(start, stop)) for (start, _), stop in zip(bounds, stops, strict=True)]
+        inside = tuple(slice(0, part.stop - part.start) for part in wanted)
+        if any(part.start == part.stop for part in wanted):
+            return  # padding alone
+        first = tensor.part * tensor.shape[-1]
+        wanted[-1] = slice(wanted[-1].start + first, wanted[-1].stop + first)
+        name = self._names[tensor.path, layer]
+        theirs = self._slice(name)[tuple(wanted[::-1] if tensor.transposed else wanted)]
+        with np.errstate(over="ignore"):  # a float64 may become infinite
+            out[inside] = theirs.T if tensor.transposed else theirs
+        if not (np.isfinite(out[inside].min()) and np.isfinite(out[inside].max())):  # no array of booleans
+            what = "a NaN or an infinity" if not np.isfinite(theirs).all() else "a number beyond float32"
+            raise ValueError(f"{self._files[name].path}: {name} has {what}, with which no model can be trained")
+
+    def _slice(self, name: str) -> Any:
+        return self._files[name].handle.get_slice(name)
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        found = self._slice(name)
+        shape, dtype = tuple(found.get_shape()), found.get_dtype()
+        if shape != tensor.their_shape:
+            raise ValueError(
+                f"{self.folder}: {name} has shape {_times(shape)}, but {_times(tensor.their_shape)} in the model"
+            )
+        if dtype not in FLOATS:
+            raise ValueError(f"{self.folder}: {name} has dtype {dtype}; weights are {', '.join(FLOATS.values())}")
+
+
+def _open(folder: Path) -> dict[str, _File]:
+    """Returns the open file of each tensor by name. ValueError for a missing or damaged file."""
+    if not (folder / INDEX_FILE).exists():
+        file = _open_file(folder / SINGLE_FILE, f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}")
+        return dict.fromkeys(file.handle.keys(), file)
+    path = folder / INDEX_FILE
+    places = _places(path)
+    files = {
+        name: _open_file(folder / name, f"{path} names {name}, which is not there") for name in set(places.values())
+    }
+    inside = {name: set(file.handle.keys()) for name, file in files.items()}
+    for name, place in places.items():
+        if name not in inside[place]:
+            raise ValueError(f"{path} says that {name} is in {place}, which does not have it")
+    return {name: files[place] for name, place in places.items()}
+
+
+def _places(path: Path) -> dict[str, str]:
+    """Returns the name of the file of each tensor, by an index. ValueError if that cannot be read."""
+    try:
+        places = json_objects.read(path).get("weight_map")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
+    if not isinstance(places, dict):
+        raise ValueError(f"{path} is not an index: its weight_map is of type {type(places).__name__}")
+    for name, place in places.items():
+        if not isinstance(place, str) or Path(place).name != place or "\0" in place:
+            raise ValueError(f"{path} says that {name} is in {place!r}, which is no name of a file beside it")
+    return places
+
+
+def _open_file(path: Path, if_missing: str) -> _File:
+    try:
+        return _File(path, safe_open(path, framework="numpy"))
+    except FileNotFoundError as error:
+        raise ValueError(if_missing) from error
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+
+
+def _times(shape: tuple[int, ...] | list[int]) -> str:
+    return " x ".join(map(str, shape)) or "()"
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+
+class _NewFile:
+    """A safetensors file whose tensors are written in any order."""
+
+    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.path = path
+        self._begins: dict[str, int] = {}
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it, transformers refuses the file
+        end = 0
+        for name, shape in shapes.items():
+            self._begins[name] = end
+            begin, end = end, end + prod(shape) * ITEM_BYTES
+            header[name] = {"dtype": "F32", "shape": shape, "data_offsets": (begin, end)}
+        content = json.dumps(header, separators=(",", ":")).encode()
+        content += b" " * (-len(content) % 8)
+        self._data = 8 + len(content)
+        self._file = open(f"{path}{UNFINISHED}", "wb")  # noqa: SIM115
+        self._file.write(len(content).to_bytes(8, "little") + content)
+        self._file.truncate(self._data + end)
+
+    def write(self, name: str, value: np.ndarray) -> None:
+        """Writes a tensor at its place."""
+        self._file.seek(self._data + self._begins[name])
+        self._file.write(np.ascontiguousarray(value, "<f4").data)
+
+    def close(self) -> None:
+        """Makes sure that the content is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def write(
+    model: Model,
+    folder: Path,
+    read: Callable[[str], np.ndarray],
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    token_ids: Mapping[str, int] | None = None,
+) -> list[Path]:
+    """Writes config.json and the weights into `folder`, an existing one, and returns the paths of the weights' files.
+
+    `read(path)` returns one of our parameters whole, by its path (`layers/query/weight`); each is read once. A file has
+    at most `max_file_bytes` of tensors, or a single tensor. Nothing has its name before it is whole; config.json comes
+    last, with `token_ids` (`eos_token_id`) in it. ValueError if no architecture of transformers computes what the model
+    does, or if the folder holds weights.
+    """
+    assert isinstance(model.config, TransformerConfig)
+    architecture = architecture_of(model.config)
+    if there := sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        raise ValueError(f"{folder} holds weights already ({there[0].name}); choose an empty folder")
+    found = [*tensors(model, architecture).values()]
+    files = _files(folder, found, max_file_bytes)
+    total = sum(prod(shape) * ITEM_BYTES for _, shape in _theirs(found))
+    opened = {path: _NewFile(path, shapes) for path, shapes in files.items()}
+    place = {name: opened[path] for path, shapes in files.items() for name in shapes}
+    for _, group in groupby(found, key=lambda tensor: tensor.name):
+        _write_tensors([*group], read, place)
+    for file in opened.values():
+        file.close()
+        os.replace(f"{file.path}{UNFINISHED}", file.path)
+    if len(files) > 1:
+        places = {name: path.name for path, shapes in files.items() for name in shapes}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        atomic.replace(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+    config = config_json(model.config, architecture) | dict(token_ids or {})
+    atomic.replace(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+    return [*files]
+
+
+def _write_tensors(parts: list[Tensor], read: Callable[[str], np.ndarray], place: Mapping[str, _NewFile]) -> None:
+    """Writes the tensors, one per layer, that hold some of our parameters side by side."""
+    values = [read(tensor.path) for tensor in parts]
+    used = tuple(slice(size) for size in parts[0].shape)  # without the padding of the vocabulary
+    for layer in parts[0].layers:
+        of_layer = values if layer is None else [value[layer] for value in values]
+        whole = np.concatenate([value[used] for value in of_layer], axis=-1)
+        name = parts[0].name_in(layer)
+        place[name].write(name, whole.T if parts[0].transposed else whole)
+
+
+def _theirs(found: list[Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields name and shape of each of their tensors: layer by layer, between embedding and head."""
+    rank = {"embed": 0, "layers": 1, "head": 2}
+    at = [(rank[tensor.path.partition("/")[0]], layer or 0, tensor) for tensor in found for layer in tensor.layers]
+    for _, layer, tensor in sorted(at, key=lambda place: place[:2]):
+        if tensor.part == 0:
+            yield tensor.name_in(layer), tensor.their_shape
+
+
+def _files(folder: Path, found: list[Tensor], max_bytes: int) -> dict[Path, dict[str, tuple[int, ...]]]:
+    """Returns the shapes of the tensors of each file, by path."""
+    files: list[dict[str, tuple[int, ...]]] = [{}]
+    used = 0
+    for name, shape in _theirs(found):
+        size = prod(shape) * ITEM_BYTES
+        if files[-1] and used + size > max_bytes:
+            files.append({})
+            used = 0
+        files[-1][name] = shape
+        used += size
+    if len(files) == 1:
+        return {folder / SINGLE_FILE: files[0]}
+    return {
+        folder / f"model-{number:05}-of-{len(files):05}.safetensors": shapes
+        for number, shapes in enumerate(files, start=1)
+    }
