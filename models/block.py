@@ -20,6 +20,7 @@ from flax import nnx
 from jax import Array
 
 from configs.schema import ModelConfig
+from models.flash import flash_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class BlockConfig:
     use_bias: bool = True
     attention_bias: bool = True
     causal: bool = False
-    attention: str = "xla"  # auto, as xla | xla | cudnn
+    attention: str = "xla"  # auto, as xla | xla | cudnn | pallas
 
     @classmethod
     def of(cls, section: ModelConfig, *, causal: bool = False) -> "BlockConfig":
@@ -168,6 +169,8 @@ class Attention(nnx.Module):
     def mix(self, x_BTD: Array, angles_BTH: Array | None, segments_BT: Array | None) -> Array:
         """Returns the weighted values of attention, `[B, T, N, H]`."""
         q_BTNH, k_BTKH, v_BTKH = self.queries_keys_values(x_BTD, angles_BTH)
+        if self.config.attention == "pallas":
+            return flash_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, self.config.causal)
         same_B1TS = None if segments_BT is None else (segments_BT[:, :, None] == segments_BT[:, None])[:, None]
         return jax.nn.dot_product_attention(
             q_BTNH,

@@ -77,6 +77,9 @@ class Config(Section):
             raise ValueError(
                 f"data.objective={data.objective} does not fit model.kind={model.kind}; it must be {model.OBJECTIVE}"
             )
+        pallas = isinstance(model, TransformerConfig) and model.attention == "pallas"
+        if pallas and data.seq_len not in (16, 32) and data.seq_len % 64:
+            raise ValueError(f"data.seq_len={data.seq_len}: model.attention=pallas needs 16, 32 or a multiple of 64")
         if isinstance(model, TransformerConfig) and data.seq_len > model.max_len:
             raise ValueError(
                 f"data.seq_len={data.seq_len} is longer than model.max_len={model.max_len}; raise model.max_len, "

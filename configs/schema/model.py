@@ -49,8 +49,8 @@ class TransformerConfig(ModelConfig):
     num_heads: int = key(4, "attention heads per layer", least=1)
     attention: str = key(
         "auto",
-        "attention kernel; auto: cuDNN on GPUs in bfloat16, else XLA",
-        choices=("auto", "xla", "cudnn"),
+        "attention kernel; auto: cuDNN on GPUs in bfloat16, else XLA; pallas: one that needs no GPU to compile",
+        choices=("auto", "xla", "cudnn", "pallas"),
         resumable=True,
     )
     norm_eps: float = key(1e-5, "added to the variance in norms", above=0, below=1)
@@ -59,6 +59,9 @@ class TransformerConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_heads(self.hidden, self.num_heads)
+        if self.attention == "pallas":
+            fits = self.head_dim >= 16 and self.head_dim.bit_count() == 1
+            require(fits, "hidden / num_heads", self.head_dim, "attention = 'pallas' needs a power of two from 16 on")
         fused = self.attention != "cudnn" or self.compute_dtype == "bfloat16"
         require(fused, "attention", self.attention, "cudnn needs model.compute_dtype = 'bfloat16'; otherwise use xla")
 

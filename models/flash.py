@@ -1,0 +1,195 @@
+"""Attention as one kernel that never holds a `[T, S]` matrix in memory (FlashAttention-2, Dao 2023, arXiv 2307.08691).
+
+A Pallas kernel for Triton. XLA compiles it for a GPU where there is none, which it cannot do with cuDNN's: a plan is
+then made of the program that runs. It masks by documents too, which cuDNN's does only by a mask in memory.
+
+Shapes: B batch, T positions, N heads, K key-value heads (a divisor of N), H size of a head. A program of the grid has
+the block of `BLOCK` queries (or of keys, for their gradients) of one head, and runs over the blocks of the others.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+BLOCK = 64  # of queries and of keys
+HIDDEN = -1e30  # a score that is masked; finite, so that a wholly hidden block changes nothing
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def flash_attention(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array | None, causal: bool) -> Array:
+    """Returns `softmax(q k' / sqrt(H)) v`, `[B, T, N, H]` in the dtype of `q`; products are summed in float32.
+
+    With `causal` a position sees none behind it; with `segments` (any dtype) only those of equal segment. On
+    CPUs jax interprets the kernel, slowly. ValueError for sizes that it cannot have.
+    """
+    return _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, causal)[0]
+
+
+def _forward(
+    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array | None, causal: bool
+) -> tuple[Array, tuple[Array | None, ...]]:
+    B, T, N, H = q_BTNH.shape
+    block = block_of(T, H)
+    row = pl.BlockSpec((None, block, None, H), lambda b, n, i: (b, i, n, 0))
+    whole = pl.BlockSpec((None, T, None, H), lambda b, n, i: (b, 0, n * k_BTKH.shape[2] // N, 0))
+    log_row = pl.BlockSpec((None, None, block), lambda b, n, i: (b, n, i))
+    out_BTNH, log_BNT = _call(
+        partial(_forward_kernel, block=block, causal=causal),
+        (B, N, T // block),
+        [row, whole, whole, _segments_spec(segments_BT)],
+        [(row, q_BTNH.shape, q_BTNH.dtype), (log_row, (B, N, T), jnp.float32)],
+    )(q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, log_BNT)
+
+
+def _backward(causal: bool, kept: tuple[Any, ...], d_out_BTNH: Array) -> tuple[Array, Array, Array, Array | None]:
+    q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, log_BNT = kept
+    B, T, N, H = q_BTNH.shape
+    K, block = k_BTKH.shape[2], block_of(T, H)
+    # sum over a row of p * dp: `delta` of the paper's algorithm 2
+    delta_BNT = jnp.einsum("btnh,btnh->bnt", out_BTNH, d_out_BTNH, preferred_element_type=jnp.float32)
+
+    def spec(rows: int, per: int = 1) -> pl.BlockSpec:
+        """A block of rows, or all of them, of a head; `per` heads of the queries share one of the keys."""
+        return pl.BlockSpec((None, rows, None, H), lambda b, n, i: (b, i if rows < T else 0, n // per, 0))
+
+    def log_spec(rows: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, rows), lambda b, n, i: (b, n, i if rows < T else 0))
+
+    arguments = (q_BTNH, k_BTKH, v_BTKH, segments_BT, d_out_BTNH, log_BNT, delta_BNT)
+    grid, segments = (B, N, T // block), _segments_spec(segments_BT)
+    (dq_BTNH,) = _call(
+        partial(_queries_kernel, block=block, causal=causal),
+        grid,
+        [spec(block), spec(T, N // K), spec(T, N // K), segments, spec(block), log_spec(block), log_spec(block)],
+        [(spec(block), q_BTNH.shape, q_BTNH.dtype)],
+    )(*arguments)
+    dk_BTNH, dv_BTNH = _call(
+        partial(_keys_kernel, block=block, causal=causal),
+        grid,
+        [spec(T), spec(block, N // K), spec(block, N // K), segments, spec(T), log_spec(T), log_spec(T)],
+        [(spec(block), q_BTNH.shape, k_BTKH.dtype)] * 2,
+    )(*arguments)
+    dk_BTKH, dv_BTKH = (d.reshape(B, T, K, N // K, H).sum(3).astype(d.dtype) for d in (dk_BTNH, dv_BTNH))
+    return dq_BTNH, dk_BTKH, dv_BTKH, None if segments_BT is None else jnp.zeros_like(segments_BT)
+
+
+flash_attention.defvjp(_forward, _backward)
+
+
+def block_of(length: int, head_dim: int) -> int:
+    """Returns the rows of a block. ValueError if the kernel cannot cut sequences, or heads, so."""
+    block = min(BLOCK, length)
+    if length % block or block not in (16, 32, BLOCK) or head_dim < 16 or head_dim & (head_dim - 1):
+        raise ValueError(f"the kernel cannot cut {length} positions in blocks of {block} for heads of {head_dim}")
+    return block
+
+
+def _segments_spec(segments_BT: Array | None) -> pl.BlockSpec | None:
+    return None if segments_BT is None else pl.BlockSpec((None, segments_BT.shape[1]), lambda b, n, i: (b, 0))
+
+
+def _call(
+    kernel: Any, grid: tuple[int, ...], inputs: list[Any], outputs: list[tuple[Any, tuple[int, ...], Any]]
+) -> Any:
+    """Returns a function of the arrays of `inputs`; results vary over the mesh axes that the first one does."""
+
+    def run(*arrays: Array | None, interpret: bool) -> Any:
+        varies = jax.typeof(arrays[0]).manual_axis_type  # pyright: ignore[reportAttributeAccessIssue]
+        return pl.pallas_call(
+            kernel,
+            grid=grid,
+            in_specs=inputs,
+            out_specs=[spec for spec, _, _ in outputs],
+            out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varies) for _, shape, dtype in outputs],
+            compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+            interpret=interpret,
+        )(*arrays)
+
+    return partial(jax.lax.platform_dependent, cpu=partial(run, interpret=True), default=partial(run, interpret=False))
+
+
+def _scores(q: Array, k: Array, rows: tuple[Any, Any], segments_ref: Any, causal: bool) -> Array:
+    """Returns base-2 logarithms of unnormalised weights, `[block, block]`, of the blocks that begin at `rows`."""
+    block = q.shape[0]
+    s = triton.dot(q, k.T) * (math.log2(math.e) * q.shape[1] ** -0.5)
+    of_q, of_k = (start + jnp.arange(block) for start in rows)
+    if causal:
+        s = jnp.where(of_q[:, None] >= of_k[None, :], s, HIDDEN)
+    if segments_ref is not None:
+        mine, theirs = (segments_ref[pl.ds(start, block)] for start in rows)
+        s = jnp.where(mine[:, None] == theirs[None, :], s, HIDDEN)
+    return s
+
+
+def _forward_kernel(
+    q_ref: Any, k_ref: Any, v_ref: Any, segments_ref: Any, out_ref: Any, log_ref: Any, *, block: int, causal: bool
+) -> None:
+    first = pl.program_id(2) * block
+    q = q_ref[...]
+
+    def body(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        out, most, total = sums
+        rows = pl.ds(i * block, block)
+        s = _scores(q, k_ref[rows, :], (first, i * block), segments_ref, causal)
+        now = jnp.maximum(most, s.max(axis=1))
+        p, scale = jnp.exp2(s - now[:, None]), jnp.exp2(most - now)
+        out = out * scale[:, None] + triton.dot(p.astype(v_ref.dtype), v_ref[rows, :])
+        return out, now, total * scale + p.sum(axis=1)
+
+    blocks = pl.program_id(2) + 1 if causal else k_ref.shape[0] // block
+    zeros = jnp.zeros(block, jnp.float32)
+    start = (jnp.zeros(q.shape, jnp.float32), zeros + HIDDEN, zeros)
+    out, most, total = jax.lax.fori_loop(0, blocks, body, start)
+    out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
+    log_ref[...] = most + jnp.log2(total)
+
+
+def _weights(s: Array, d_out: Array, v: Array, log: Array, delta: Array) -> tuple[Array, Array]:
+    """Returns the weights of attention and the gradients of the scores, both `[block, block]` in float32."""
+    p = jnp.exp2(s - log[:, None])
+    return p, p * (triton.dot(d_out, v.T) - delta[:, None]) * v.shape[1] ** -0.5
+
+
+def _queries_kernel(
+    q_ref: Any, k_ref: Any, v_ref: Any, segments_ref: Any, d_out_ref: Any, log_ref: Any, delta_ref: Any, dq_ref: Any,
+    *, block: int, causal: bool
+) -> None:  # fmt: skip
+    first = pl.program_id(2) * block
+    q, d_out, log, delta = q_ref[...], d_out_ref[...], log_ref[...], delta_ref[...]
+
+    def body(i: Array, dq: Array) -> Array:
+        rows = pl.ds(i * block, block)
+        k = k_ref[rows, :]
+        s = _scores(q, k, (first, i * block), segments_ref, causal)
+        _, ds = _weights(s, d_out, v_ref[rows, :], log, delta)
+        return dq + triton.dot(ds.astype(k.dtype), k)
+
+    blocks = pl.program_id(2) + 1 if causal else k_ref.shape[0] // block
+    dq_ref[...] = jax.lax.fori_loop(0, blocks, body, jnp.zeros(q.shape, jnp.float32)).astype(dq_ref.dtype)
+
+
+def _keys_kernel(
+    q_ref: Any, k_ref: Any, v_ref: Any, segments_ref: Any, d_out_ref: Any, log_ref: Any, delta_ref: Any, dk_ref: Any,
+    dv_ref: Any, *, block: int, causal: bool
+) -> None:  # fmt: skip
+    first = pl.program_id(2) * block
+    k, v = k_ref[...], v_ref[...]
+
+    def body(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        dk, dv = sums
+        rows = pl.ds(i * block, block)
+        q, d_out = q_ref[rows, :], d_out_ref[rows, :]
+        s = _scores(q, k, (i * block, first), segments_ref, causal)
+        p, ds = _weights(s, d_out, v, log_ref[rows], delta_ref[rows])
+        return dk + triton.dot(ds.astype(q.dtype).T, q), dv + triton.dot(p.astype(d_out.dtype).T, d_out)
+
+    start = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(k.shape, jnp.float32))
+    dk, dv = jax.lax.fori_loop(pl.program_id(2) if causal else 0, q_ref.shape[0] // block, body, start)
+    dk_ref[...], dv_ref[...] = dk.astype(dk_ref.dtype), dv.astype(dv_ref.dtype)

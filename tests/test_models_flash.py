@@ -1,0 +1,97 @@
+"""Attention as one kernel: equal to XLA's own, alone and in the train step of strategies."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import base, quickstart
+from input_pipeline import Batches, load
+from models.flash import flash_attention
+from training.experiment import make_experiment
+
+ENDS = [[40, 128], [70, 71]]  # of each row's first two documents
+
+
+@pytest.mark.parametrize("length", [16, 128])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_values_and_gradients_are_those_of_xla(causal: bool, documents: bool, length: int) -> None:
+    """In one block and in several; two heads of the queries share each of the keys'."""
+    q, k, v, weights = (
+        jax.random.normal(key, (2, length, heads, 16))
+        for key, heads in zip(jax.random.split(jax.random.key(0), 4), (4, 2, 2, 4), strict=True)
+    )
+    segments = (jnp.arange(length)[None, None] >= jnp.array(ENDS)[:, :, None]).sum(1).astype(jnp.float32)
+    same = (segments[:, :, None] == segments[:, None])[:, None] if documents else None
+
+    def xla(q: Any, k: Any, v: Any) -> Any:
+        out = jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=causal, implementation="xla")
+        return (out * weights).sum(), out
+
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        out = flash_attention(q, k, v, segments if documents else None, causal)
+        return (out * weights).sum(), out
+
+    wanted, found = (jax.grad(f, (0, 1, 2), has_aux=True)(q, k, v) for f in (xla, ours))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), found, wanted)
+
+
+SMALL = {
+    "model.num_layers": 2,
+    "model.hidden": 64,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.intermediate": 64,
+    "data.source": "synthetic",
+    "data.seq_len": 64,
+    "batch.global_size": 8,
+    "batch.micro_size": 1,
+    "mesh.num_cpu_devices": 0,
+    "sample.length": 0,
+}
+TENSOR = {"mesh.tensor": 2, "mesh.devices_per_node": 4, "sharding.partition_size": 4}
+STEPS = {
+    "mics(2)": {},
+    "zero3": {"sharding.strategy": "zero3", "sharding.partition_size": 0},
+    "tensor": TENSOR | {"batch.global_size": 4},
+    "stages": {"mesh.stages": 2},
+}
+
+
+def losses(changes: dict[str, Any]) -> np.ndarray:
+    """Returns loss and norm of the gradients of three steps, `[3, 2]`."""
+    config = quickstart.get_config()
+    config.update_from_flattened_dict(SMALL | changes)
+    experiment = make_experiment(base.typed(config))
+    data = load(experiment.config.data, "train", 0)
+    rows = {"global_size": config.batch.global_size, "rows": experiment.batches.local_rows}
+    with Batches(data, **rows, start_step=0, prefetch=1) as batches:
+        batch = experiment.batches.to_devices(next(batches))
+    step, state, found = experiment.compile_train_step(), experiment.init_state(), []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        found.append([float(metrics[name]) for name in ("loss", "grad_norm")])
+    return np.array(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STEPS)
+def test_steps_have_the_losses_of_xla(strategy: str) -> None:
+    wanted, found = (losses(STEPS[strategy] | {"model.attention": name}) for name in ("xla", "pallas"))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.seq_len": 96}, "data.seq_len=96: model.attention=pallas needs 16, 32 or a multiple of 64"),
+        ({"model.hidden": 96}, "model.hidden / num_heads = 24: attention = 'pallas' needs a power of two from 16 on"),
+    ],
+)
+def test_sizes_that_the_kernel_cannot_have_are_one_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        losses(changes | {"model.attention": "pallas"})
+    assert str(caught.value) == message
