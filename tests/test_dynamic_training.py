@@ -7,26 +7,22 @@ import pytest
 
 from lab.benchmarks.dynamic_training import PHASES, RESULTS, fluctuating
 from lab.benchmarks.dynamic_training_cost import (
-    ANNOUNCED_S,
     COMPUTE_S,
-    FROM_CHECKPOINT_S,
-    JOINED_S,
-    KILLED_S,
+    PAUSES,
     Change,
-    Market,
-    Price,
     simulate,
     speed,
     trace,
 )
-from lab.benchmarks.records import recorded
 from lab.benchmarks.runner import ROOT
 from lab.benchmarks.scores import same_until
 from lab.benchmarks.tables import SAME
+from lab.records import recorded
 
 HOUR_S = 3600.0
-PRICE = Price(on_demand=10.0, spot=3.0, zone="")
-MARKET = Market(up_s=4 * HOUR_S, down_s=HOUR_S)
+PRICE = {"on_demand": 10.0, "spot": 3.0}
+MARKET = {"up_h": 4.0, "down_h": 1.0}
+JOINED_S, ANNOUNCED_S, KILLED_S, FROM_CHECKPOINT_S = (pause["s"] for pause in PAUSES.values())
 
 
 def begin(spot: int) -> Change:
@@ -108,11 +104,11 @@ def test_a_trace_has_the_markets_means() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_the_phases_change_between_one_and_four_nodes(seed: int) -> None:
     phases = fluctuating(seed, steps=300)
-    nodes = [phase.nodes for phase in phases]
+    nodes = [nodes for nodes, _ in phases]
     assert phases == fluctuating(seed, steps=300)
     assert len(phases) == PHASES and set(nodes) == {1, 2, 3, 4}
     assert all(a != b for a, b in itertools.pairwise(nodes))
-    ends = [0, *(phase.until for phase in phases)]
+    ends = [0, *(until for _, until in phases)]
     assert ends[-1] == 300 and all(b - a in (37, 38) for a, b in itertools.pairwise(ends))
 
 

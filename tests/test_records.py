@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 
-from lab.benchmarks.records import DERIVED, MEASURED, put, recorded
+from lab.records import DERIVED, MEASURED, Records, put, recorded
 
 pytestmark = pytest.mark.document
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = MEASURED.relative_to(ROOT)
 FLAG = "superseded"
+DERIVED_KEYS = {  # what tells a line from others
+    "agreement": ["processes"],
+    "compiled": ["kind", "name", "devices", "accum", "strategy"],
+    "full_scale": ["model", "gpus", "strategy", "cluster", "network"],
+    "overlap": ["case", "overlap", "rate"],
+    "planner": ["name", "rate", "beside_the_rates"],
+}
 
 
 class HistoryError(Exception):
@@ -91,13 +98,17 @@ def test_every_record_is_measured_or_derived() -> None:
     """By what writes it, and no file is beside the two folders."""
     measured = {"accuracy", "compression", "cpu_rates", "data_tiers", "dynamic_training", "elastic", "fidelity", "gpu"}
     measured |= {"papers", "pipelines", "reduce_dtype", "strategies"}
-    derived = {"agreement", "compiled", "full_scale", "overlap", "papers", "planner", "planner_curves"}
-    derived |= {"planner_example", "planner_spot"}
+    derived = {"agreement", "compiled", "full_scale", "overlap", "planner"}
+    derived |= {"planner_curves", "planner_example", "planner_spot"}
     assert {file.name for file in MEASURED.parent.iterdir()} == {"measured", "derived"}
     assert {file.stem for file in MEASURED.iterdir()} | {"gpu"} == measured  # nobody has had a GPU yet
-    assert {file.stem for file in DERIVED.iterdir()} == derived
-    assert {line["kind"] for line in recorded(MEASURED / "papers.jsonl")} == {"wire"}
-    assert "wire" not in {line["kind"] for line in recorded(DERIVED / "papers.jsonl")}
+    assert {file.stem for file in DERIVED.iterdir()} == derived and not measured & derived
+
+
+@pytest.mark.parametrize("file", sorted(DERIVED.glob("*.jsonl")), ids=lambda file: file.stem)
+def test_a_derived_line_stands_once(file: Path) -> None:
+    keys = [[line[name] for name in DERIVED_KEYS[file.stem]] for line in recorded(file)]
+    assert len({*map(json.dumps, keys)}) == len(keys) > 0
 
 
 def test_a_superseded_line_has_a_reason() -> None:
@@ -211,6 +222,8 @@ def test_superseded_lines_are_read_only_where_they_are_asked_for(tmp_path: Path)
     assert recorded(file) == [json.loads(C)]
     assert recorded(file, superseded=True) == [json.loads(OLD), json.loads(C)]
     assert recorded(tmp_path / "none.jsonl") == []
+    records = Records({"x": recorded(file, superseded=True)})
+    assert records.lines("x") == [json.loads(C)] and len(records.lines("x", superseded=True)) == 2
 
 
 def test_a_derived_line_takes_the_place_of_the_one_before(tmp_path: Path) -> None:

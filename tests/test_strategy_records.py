@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from lab.benchmarks import strategies
-from lab.benchmarks.charts import IN_README
 from lab.benchmarks.names import Cluster, link_bytes, scopes_of, sharding_of
-from lab.benchmarks.records import recorded
 from lab.benchmarks.scores import commits_of, runs_of, step_time
 from lab.benchmarks.strategies import RESULTS
+from lab.benchmarks.tables import IN_README
+from lab.records import recorded
 
 pytestmark = pytest.mark.document
 
@@ -90,7 +90,7 @@ def test_the_commands_on_the_page_plan_exactly_the_recorded_runs() -> None:
     text = (ROOT / "docs" / "strategies.md").read_text()
     planned: list[dict[str, Any]] = []
     for command in re.findall(r"(?m)^    python -m lab.benchmarks.strategies (.*)$", text):
-        planned += map(dict, strategies.planned(strategies.options_of(shlex.split(command))))
+        planned += map(dict, strategies.planned(strategies.parsed(shlex.split(command))))
     lines = [{key: line[key] for key in planned[0]} for line in recorded(RESULTS)]
     assert sorted(planned, key=str) == sorted(lines, key=str)
 

@@ -1,9 +1,9 @@
-"""The records of lab/benchmarks/results: one line per measurement, or per result of a program.
+"""The records in lab/benchmarks/results: one line per measurement, or per result of a program.
 
 What is in `MEASURED` depends on a machine and a moment: seconds, losses, bytes on a wire. Lines are only added; an
 outdated one gets the key `superseded`, with the reason, and nothing else of it changes (tests/test_records.py). What is
-in `DERIVED` a commit gives on every machine: bytes of compiled programs, replays, counted calls. It is computed again
-and replaced.
+in `DERIVED` a commit gives on every machine: bytes of compiled programs, replays, counted calls. Each of its lines
+stands once and names its commit; a deleted one is computed again.
 """
 
 import json
@@ -17,13 +17,14 @@ from typing import Any
 from files import atomic, json_lines
 from metrics.environment import environment
 
-_RESULTS = Path(__file__).resolve().parent / "results"
-MEASURED, DERIVED = _RESULTS / "measured", _RESULTS / "derived"
+RESULTS = Path(__file__).resolve().parent / "benchmarks" / "results"
+MEASURED, DERIVED = RESULTS / "measured", RESULTS / "derived"
+Line = dict[str, Any]
 
 add = json_lines.append
 
 
-def recorded(file: Path, *, superseded: bool = False) -> list[dict[str, Any]]:
+def recorded(file: Path, *, superseded: bool = False) -> list[Line]:
     """Returns the lines of a record, those marked `superseded` only if asked for; none if there is no file yet."""
     lines = json_lines.read(file) if file.exists() else []
     return [line for line in lines if superseded or "superseded" not in line]
@@ -41,10 +42,11 @@ def replace(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     atomic.replace(file, "".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def put(file: Path, line: Mapping[str, Any], key: Sequence[str]) -> None:
-    """Writes a line into a derived record, instead of those with the same values of `key`."""
+def put(file: Path, line: Mapping[str, Any], key: Iterable[str]) -> None:
+    """Writes a line into a derived record, instead of the one with the same values of `key`."""
     written = json.loads(json.dumps(line))  # as it will be read: tuples are lists
-    kept = [other for other in recorded(file) if any(other[name] != written[name] for name in key)]
+    names = list(key)
+    kept = [other for other in recorded(file) if any(other.get(name) != written[name] for name in names)]
     replace(file, [*kept, written])
 
 
@@ -52,6 +54,38 @@ def machine() -> dict[str, str]:
     """Returns commit, machine and jax version of a measurement."""
     about = environment({})
     return {"commit": about["git_commit"], "machine": f"{os.cpu_count()} CPU cores", "jax": about["versions"]["jax"]}
+
+
+@dataclass(frozen=True)
+class Records:
+    """The lines of each record, by its name."""
+
+    files: Mapping[str, Sequence[Line]]
+
+    def lines(self, name: str, /, *, superseded: bool = False, **key: Any) -> list[Line]:
+        """Returns the lines of a record that have these values. ValueError if there is no such record."""
+        if name not in self.files:
+            raise ValueError(f"{name}.jsonl is missing; python -m lab.benchmarks.{name} writes it")
+        lines = (line for line in self.files[name] if superseded or "superseded" not in line)
+        return [line for line in lines if key.items() <= line.items()]
+
+    def line(self, name: str, /, **key: Any) -> Line:
+        """Returns the one line that has these values. ValueError if there is not exactly one."""
+        found = self.lines(name, **key)
+        if len(found) != 1:
+            raise ValueError(
+                f"lab/benchmarks/results: {name}.jsonl has {len(found)} lines of {', '.join(map(str, key.values()))}; "
+                f"it needs one: python -m lab.benchmarks.{name}"
+            )
+        return found[0]
+
+
+def read_records(folder: Path = RESULTS) -> Records:
+    """Returns the records in `folder`."""
+    return Records({file.stem: json_lines.read(file) for file in folder.glob("*/*.jsonl")})
+
+
+# -------------------------------------------------------------------------------------------- values and their range
 
 
 @dataclass(frozen=True, kw_only=True)
