@@ -19,6 +19,7 @@ from metrics.environment import environment
 
 RESULTS = Path(__file__).resolve().parent / "benchmarks" / "results"
 MEASURED, DERIVED = RESULTS / "measured", RESULTS / "derived"
+SAME = 1e-5  # losses that differ by less, relatively, count as equal
 Line = dict[str, Any]
 
 add = json_lines.append
@@ -107,6 +108,13 @@ def middle(values: Sequence[float | None]) -> str:
     if len(known) == 1:
         return f"{known[0]:.1f}"
     return Range(value=median(known), low=min(known), high=max(known)).text() if known else "-"
+
+
+def same_until(losses: Sequence[float], others: Sequence[float]) -> tuple[int | None, float]:
+    """Returns the first step whose losses differ by more than `SAME`, None if none does, and the most before it."""
+    apart = [abs(a - b) / a for a, b in zip(losses, others, strict=True)]
+    first = next((i for i, difference in enumerate(apart) if difference > SAME), None)
+    return None if first is None else first + 1, max(apart[:first], default=0.0)
 
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:

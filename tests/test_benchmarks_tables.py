@@ -8,7 +8,7 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
 from lab.benchmarks import accuracy, overlap_table, pipelines, planner_validation, scores, tables
-from lab.records import Range
+from lab.records import Range, same_until
 
 
 def step(strategy: str, rate: str, times: list[float], commit: str = "a") -> dict[str, Any]:
@@ -171,9 +171,9 @@ def test_pauses_have_every_event_but_those_compiled_ahead() -> None:
 
 
 def test_losses_are_the_same_until_a_step() -> None:
-    assert scores.same_until([2.0, 4.0, 8.0, 1.0], [2.0, 4.00002, 8.8, 1.0], 1e-5) == (3, pytest.approx(5e-6))
-    assert scores.same_until([2.0, 4.0], [2.0, 4.0], 1e-5) == (None, 0.0)
-    assert scores.same_until([2.0], [3.0], 1e-5) == (1, 0.0)
+    assert same_until([2.0, 4.0, 8.0, 1.0], [2.0, 4.00002, 8.8, 1.0]) == (3, pytest.approx(5e-6))
+    assert same_until([2.0, 4.0], [2.0, 4.0]) == (None, 0.0)
+    assert same_until([2.0], [3.0]) == (1, 0.0)
 
 
 # -------------------------------------------------------------------------------- pipelines, overlap, the planner

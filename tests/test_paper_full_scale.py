@@ -138,13 +138,6 @@ def test_choices_change_ours_but_no_baseline(system: str, hidden: float, exposed
 # ------------------------------------------------------------------------------------------------- the tables
 
 
-def test_record_has_every_cell_of_the_figures(records: Records) -> None:
-    for name in (replays.PAPER, replays.PLANNER):
-        assert len(throughput.runs(records, "figure 7", name)) == 4 * 3 * 4
-        found = {figure: len(throughput.ablation(records, figure, name)) for figure in throughput.ABLATIONS}
-        assert [*found.values()] == [4, 3 * 4, 2 * 4, 3 * 4]
-
-
 def test_what_fits_is_called_right_and_what_is_not_is_said(records: Records) -> None:
     runs = throughput.runs(records, "figure 7")
     assert all((one.replay is None) == (one.bar.value is None) for one in runs)

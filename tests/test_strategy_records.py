@@ -1,6 +1,5 @@
 """What lab/benchmarks/results/measured/strategies.jsonl says was measured: formulas, losses, the README's numbers."""
 
-import itertools
 import re
 import shlex
 from pathlib import Path
@@ -43,13 +42,6 @@ def test_the_losses_are_the_same() -> None:
         np.testing.assert_allclose(other, losses[0], rtol=1e-5)
 
 
-def test_the_scale_model_is_monotone_in_the_group_size() -> None:
-    """Figure 12's order: the larger the group, the longer the step."""
-    found = {line["strategy"]: line["step_time_s"] for line in OURS if line["mode"] == "scale_model"}
-    times = [found[f"mics({p})"] for p in (2, 4, 8)]
-    assert all(a < b for a, b in itertools.pairwise(times)), times
-
-
 @pytest.mark.parametrize(
     ("strategy", "scopes", "megabytes"),
     [
@@ -74,13 +66,9 @@ def test_names() -> None:
     assert sharding_of("mics(4) flat") == sharding_of("mics(4)") | {"hierarchical": False}
     assert sharding_of("mics(4)")["partition_size"] == 4 and sharding_of("ddp")["partition_size"] == 0
     assert not sharding_of("mics(2) two-hop off")["two_hop"]
-    assert [sharding_of("node/none/all")[key] for key in ("strategy", "parameters", "gradients", "optimizer")] == [
-        "custom",
-        "node",
-        "none",
-        "all",
-    ]
-    assert sharding_of("zero3 auto")["partitioner"] == "auto"
+    custom = {"strategy": "custom", "parameters": "node", "gradients": "none", "optimizer": "all"}
+    assert custom.items() <= sharding_of("node/none/all").items()
+    assert sharding_of("zero3 auto")["partitioner"] == "auto" and sharding_of("ddp overlap=on")["overlap"] == "on"
 
 
 # ------------------------------------------------------------------------------------------------------- the pages

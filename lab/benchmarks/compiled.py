@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -161,21 +162,14 @@ def collectives(cell: Cell) -> Any:
 
 
 def largest(cell: Cell) -> dict[str, Any]:
-    """Returns the deepest model whose state fits MEMORY_BYTES on each device, found by bisection over its layers."""
+    """Returns the deepest model whose state fits MEMORY_BYTES on each device, by bisection over its layers."""
 
     def of(layers: int) -> dict[str, Any]:
-        deeper = replace(cell, changes={**cell.changes, "model.num_layers": layers})
-        return {"layers": layers, **state(deeper)}
+        return state(replace(cell, changes={**cell.changes, "model.num_layers": layers}))
 
-    low, high, best = 1, MOST_LAYERS, of(1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        tried = of(middle)
-        if sum(tried["state_bytes"].values()) <= MEMORY_BYTES:
-            low, best = middle, tried
-        else:
-            high = middle
-    return best | {"memory_bytes": MEMORY_BYTES}
+    depths = range(1, MOST_LAYERS)
+    layers = bisect_right(depths, MEMORY_BYTES, key=lambda layers: sum(of(layers)["state_bytes"].values()))
+    return {"layers": layers, **of(layers), "memory_bytes": MEMORY_BYTES}
 
 
 def on_wire(cell: Cell) -> dict[str, Any]:

@@ -88,16 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     kinds = words(options.only, "only", (case.kind for case in MATRIX))
     cases = [case for case in MATRIX if not kinds or case.kind in kinds]
-    try:
-        if options.chaos:
-            folder = Path(options.chaos)
-            add(RESULTS, chaos(folder, Path(options.reference or folder / "reference")) | machine())
-            return 0
-        for repetition in range(options.repetitions):
-            measure(options.workdir / str(repetition), cases, compile_ahead=options.compile_ahead)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if options.chaos:
+        folder = Path(options.chaos)
+        add(RESULTS, chaos(folder, Path(options.reference or folder / "reference")) | machine())
+        return 0
+    for repetition in range(options.repetitions):
+        measure(options.workdir / str(repetition), cases, compile_ahead=options.compile_ahead)
     return 0
 
 

@@ -9,6 +9,7 @@ how many were. The curves' nineteen take minutes to compile on 2 cores. Without 
 XLA compiles them faster; their compute is slower, all alike.
 """
 
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from dataclasses import replace
 from matplotlib.figure import Figure
 
 from configs import base, bert_10b
-from lab.benchmarks.runner import ROOT, options_of, program, started, words
+from lab.benchmarks.runner import ROOT, options_of, program, words
 from lab.records import DERIVED
 from planner.clusters import CLUSTERS
 from planner.curves import draw_curves
@@ -52,7 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     only = options_of(__doc__, argv, only=(",".join(RECORDS), "the records")).only
     for name in words(only, "only", RECORDS):
         about = ["--config=configs/bert_10b.py", f"--cluster={CLUSTER}", *WORDS[name], "--json"]
-        RECORDS[name].write_text(started([sys.executable, "-m", "planner", *about]))
+        command = [sys.executable, "-m", "planner", *about]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            return done.returncode
+        RECORDS[name].write_text(done.stdout)
     return 0
 
 

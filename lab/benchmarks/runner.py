@@ -45,6 +45,8 @@ def program(main: Main) -> Main:
             return main(*argv)
         except (ValueError, OSError) as error:
             return complain(error)
+        except RuntimeError as error:
+            return complain(OSError(str(error)))
 
     return run
 

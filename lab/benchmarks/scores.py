@@ -128,10 +128,3 @@ def paired(runs: Sequence[Line], dense: Sequence[Line], key: str = "validation_l
     """Returns the losses of a method minus those of the dense runs with the same seed and batches."""
     of_dense = {line["seed"]: line[key] for line in dense}
     return [line[key] - of_dense[line["seed"]] for line in runs if line["seed"] in of_dense]
-
-
-def same_until(losses: Sequence[float], others: Sequence[float], tolerance: float) -> tuple[int | None, float]:
-    """Returns the first step whose losses differ, None if there is none, and the largest difference before it."""
-    apart = [abs(a - b) / a for a, b in zip(losses, others, strict=True)]
-    first = next((i for i, difference in enumerate(apart) if difference > tolerance), None)
-    return None if first is None else first + 1, max(apart[:first], default=0.0)

@@ -37,16 +37,14 @@ from lab.benchmarks.scores import (
     rates_of,
     ratio,
     runs_of,
-    same_until,
     sent_bytes,
     step_time,
 )
 from lab.plots import draw_bars, draw_stacked, rate_in_words
-from lab.records import Line, Range, Records, middle, spread
+from lab.records import SAME, Line, Range, Records, middle, same_until, spread
 
 IN_README = ("mics(2)", "mics(4)", "zero3", "zero3 auto", "zero2", "zero1", "ddp")  # its chart, in this order
 TITLE = "seconds a step, measured on emulated nodes"
-SAME = 1e-5  # losses that differ by less, relatively
 PAIRS = (  # the same strategy, ours and PyTorch's
     ("mics(2)", "pytorch hsdp"),
     ("mics(2) kept dots", "pytorch hsdp kept dots"),
@@ -244,7 +242,7 @@ def changing_nodes(lines: Sequence[Line]) -> str:
             cells = [str(seed), kind, " ".join(str(attempt["nodes"]) for attempt in line["starts"])]
             cells += [str(len(line["starts"]) - 1), str(line["steps_again"])]
             cells += [f"{end['validation_accuracy']:.2%}", f"{end['validation_loss']:.4f}"]
-            step, before = same_until(by_run[seed, "fixed"]["losses"], line["losses"], SAME)
+            step, before = same_until(by_run[seed, "fixed"]["losses"], line["losses"])
             rows.append([*cells, *(["", ""] if kind == "fixed" else [str(step or "none"), f"{before:.0e}"])])
     heads = ["seed", "run", "nodes", "restarts", "steps repeated", "accuracy", "validation loss"]
     heads += [f"first step whose loss is not that of `fixed` to {SAME:.0e}", "largest difference before"]

@@ -9,10 +9,9 @@ from lab.paper import published
 from lab.paper.replays import shape_of
 from lab.paper.scores import NONE, Cell, Comparison
 from lab.plots import draw_curves
-from lab.records import Records
+from lab.records import SAME, Records, same_until
 
 OURS = ("zero3", "mics(2)")  # of the loss curves
-SAME = 1e-5  # losses with a smaller relative difference count as equal
 
 
 def sizes(records: Records) -> Comparison:
@@ -40,17 +39,17 @@ def published_curves() -> list[list[float]]:
     return [[one.value or 0.0 for one in system] for system in systems]
 
 
-def apart(zero3: Sequence[float], mics: Sequence[float]) -> tuple[float, float, int | None]:
-    """Returns the largest difference, the largest relative one, and the first step with one above `SAME`."""
-    relative = [abs(a - b) / a for a, b in zip(zero3, mics, strict=True)]
-    first = next((i for i, value in enumerate(relative, 1) if value > SAME), None)
-    return max(abs(a - b) for a, b in zip(zero3, mics, strict=True)), max(relative), first
+def apart(zero3: Sequence[float], mics: Sequence[float]) -> tuple[float, float]:
+    """Returns the largest difference of two curves, and the largest relative one."""
+    found = [(abs(a - b), abs(a - b) / a) for a, b in zip(zero3, mics, strict=True)]
+    return max(a for a, _ in found), max(b for _, b in found)
 
 
 def losses(records: Records) -> str:
     """Returns how far the losses of single steps are apart, and for the paper those of tenths."""
     zero3, mics = curves(records)
-    most, relative, first = apart(zero3, mics)
+    most, relative = apart(zero3, mics)
+    first, _ = same_until(zero3, mics)
     rows = [
         ["the paper's tenths", f"{apart(*published_curves())[0]:.2f}", NONE, NONE],
         [f"our {len(zero3)} steps", f"{most:.1e}", f"{relative:.1e}", f"{first}" if first else "none"],
