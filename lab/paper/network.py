@@ -31,10 +31,9 @@ class Fit:
         return (gpus - 1) * size / gpus / self.ring_s(gather)
 
     def ring_s(self, gather: Gather) -> float:
-        """Returns its seconds. A chunk makes n - 1 hops; as many of them leave a node as there are nodes."""
+        """Returns its seconds. A chunk makes n - 1 hops; as many of them leave a node as there are nodes, 2 or more."""
         size, gpus = gather
-        hops, nodes = gpus - 1, gpus // PER_NODE
-        crossing = nodes if nodes > 1 else 0
+        hops, crossing = gpus - 1, gpus // PER_NODE
         latency_s = crossing * self.latency_s + (hops - crossing) * self.intra_latency_s
         return latency_s + hops * size / gpus / self.bandwidth
 
