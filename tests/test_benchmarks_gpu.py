@@ -17,7 +17,7 @@ OF_BOTH = ["--cpu", "--sizes=tiny", "--repetitions=2", "--steps=4"]
 def test_a_tiny_model_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "gpu.jsonl"
     peer = [f"--pytorch={sys.executable}"] if find_spec("torch") else []
-    assert gpu.main(["gpu", *OF_BOTH, *peer, f"--results={record}"]) == 0
+    assert gpu.main([*OF_BOTH, *peer, f"--results={record}"]) == 0
     lines = json_lines.read(record)
     assert [line["repetition"] for line in lines if line["side"] == gpu.OURS] == [0, 1]
     assert all(line["tokens_per_s"] > 0 and line["mfu"] is None for line in lines)
@@ -26,14 +26,14 @@ def test_a_tiny_model_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(gpu, "find_gpus", lambda: None)
-    assert gpu.main(["gpu"]) == 2
+    assert gpu.main([]) == 2
     said = capsys.readouterr().err.splitlines()
     assert said == ["error: this needs a GPU and jax with CUDA (make gpu); --cpu tries the program without"]
 
 
 def test_a_size_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main(["gpu", "--sizes=2b"]) == 2
-    assert capsys.readouterr().err == "error: --sizes=2b: there are 124m, 350m, 1.3b, tiny\n"
+    assert gpu.main(["--sizes=2b"]) == 2
+    assert capsys.readouterr().err == "error: --sizes=2b is not one of 124m, 350m, 1.3b, tiny\n"
 
 
 def test_a_python_without_torch_is_an_error_of_one_line(
@@ -41,7 +41,7 @@ def test_a_python_without_torch_is_an_error_of_one_line(
 ) -> None:
     monkeypatch.setattr(gpu, "run_ours", lambda *_: 1.0)
     missing = [f"--pytorch={tmp_path}/python", f"--results={tmp_path}/gpu.jsonl"]
-    assert gpu.main(["gpu", *OF_BOTH, *missing]) == 1
+    assert gpu.main([*OF_BOTH, *missing]) == 1
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and all(line.startswith("error: tiny, pytorch, ") for line in said)
     assert all(f"{tmp_path}/python: " in line for line in said)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from lab.benchmarks.records import recorded
 from lab.benchmarks.runner import FailedRunError, Key, alternating, checked_rates, run_missing
+from lab.records import recorded
 
 
 def test_every_choice_is_run_once_before_any_is_run_again() -> None:
@@ -30,8 +30,9 @@ def test_what_the_record_lacks_is_run_and_a_failure_does_not_stop_the_others(
     assert capsys.readouterr().err == "error: b, 0: no luck\n"
     assert run_missing(file, keys, measure) == 0
     assert ran == ["a", "b", "c", "b"]
+    assert run_missing(file, keys[:1], measure, again=True) == 0  # in its place
     lines = recorded(file)
-    assert [line["name"] for line in lines] == ["a", "c", "b"]
+    assert [line["name"] for line in lines] == ["c", "b", "a"]
     assert all(line["seconds"] == 1.5 and {"commit", "machine", "jax", "repetition"} <= line.keys() for line in lines)
 
 

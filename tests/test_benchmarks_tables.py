@@ -1,7 +1,5 @@
 """The tables and charts of the measured pages: what is compared with what, and that pages say what the records say."""
 
-import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,11 +7,8 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from files.pages import TABLE, filled
-from lab.benchmarks import accuracy, charts, overlap_table, pages, pipelines, planner_validation, scores, tables
-from lab.benchmarks.records import Range
-
-PAGES = [page for page in pages.PAGES if "<!-- table: " in page.read_text()]
+from lab.benchmarks import accuracy, overlap_table, pipelines, planner_validation, scores, tables
+from lab.records import Range, same_until
 
 
 def step(strategy: str, rate: str, times: list[float], commit: str = "a") -> dict[str, Any]:
@@ -43,30 +38,6 @@ def drawn(figure: Figure) -> tuple[list[str], list[float], list[str], list[tuple
     return [x.get_text() for x in axes.get_yticklabels()], [bar.get_width() for bar in axes.patches], words, ranges
 
 
-# --------------------------------------------------------------------------------------------------------- pages
-
-
-@pytest.mark.document
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_tables_of_a_page_are_what_the_records_give(page: Path) -> None:
-    assert filled(page.read_text(), tables.TABLES) == page.read_text(), "run: python -m lab.benchmarks.pages"
-
-
-@pytest.mark.document
-def test_every_table_is_on_one_page() -> None:
-    shown = [found[2] for page in PAGES for found in TABLE.finditer(page.read_text())]
-    assert sorted(shown) == sorted(tables.TABLES)
-
-
-def test_only_the_text_between_the_marks_is_written() -> None:
-    page = "before\n<!-- table: a -->\nold\n<!-- end -->\nbetween\n<!-- table: b -->\n<!-- end -->\nafter\n"
-    text = filled(page, {"a": lambda: "| x |", "b": lambda: "| y |"})
-    assert filled(text, {"a": lambda: "| x |", "b": lambda: "| y |"}) == text
-    assert re.sub(r"<!--.*?-->\n", "", text) == "before\n\n| x |\n\nbetween\n\n| y |\n\nafter\n"
-    with pytest.raises(ValueError, match="there is no table a; did you mean b?"):
-        filled(page, {"b": str})
-
-
 # ---------------------------------------------------------------------------------------------------- strategies
 
 
@@ -92,14 +63,14 @@ def test_ratios_and_differences_have_the_range_of_their_steps_and_rows_their_com
 
 def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> None:
     lines = [step("compute only", "1gbit", [1.5]), step("ddp", "1gbit", [2.0, 3.0]), step("zero3", "200mbit", [9.0])]
-    names, bars, words, ranges = drawn(charts.draw_step_times(lines))
+    names, bars, words, ranges = drawn(tables.draw_step_times(lines))
     assert (names, bars) == (["ddp", "zero3"], [2.5, 0.0, 0.0, 9.0])  # at 1gbit, at 200mbit
     assert words == ["2.5", "not measured", "not measured", "9.0"] and ranges == [(2.0, 3.0)]
 
 
 def test_bytes_are_drawn_between_nodes_first() -> None:
     lines = [step("ddp", "1gbit", [1.0]), step("zero3", "1gbit", [1.0]) | {"compiled_inter_bytes": 2e6}]
-    between, inside = charts.draw_bytes(lines).axes[0].containers
+    between, inside = tables.draw_bytes(lines, scores.names_of(lines)).axes[0].containers
     assert [bar.get_width() for bar in between] == [bar.get_x() for bar in inside] == [8.0, 2.0]
     assert [bar.get_width() for bar in inside] == [8.0, 8.0]
 
@@ -120,7 +91,7 @@ def test_times_of_codecs_are_compared_at_the_same_commits_with_the_same_optimize
 def test_the_chart_of_codecs_marks_bars_that_are_not_to_be_compared() -> None:
     lines = [coded("none", [4.0]), coded("int8", [1.0, 3.0])]
     lines += [coded("int4", [1.0], commit="b") | {"superseded": "measured before a change"}]
-    names, bars, _, ranges = drawn(charts.draw_codecs([*lines, coded("dgc", [1.0], "--config.optimizer.name=sgd")]))
+    names, bars, _, ranges = drawn(tables.draw_codecs([*lines, coded("dgc", [1.0], "--config.optimizer.name=sgd")]))
     assert names == ["none", "int8", "int4\n(another commit, superseded)", "dgc\n(sgd)"]
     assert bars == [4.0, 2.0, 1.0, 1.0] and ranges == [(1.0, 3.0)]
 
@@ -200,9 +171,9 @@ def test_pauses_have_every_event_but_those_compiled_ahead() -> None:
 
 
 def test_losses_are_the_same_until_a_step() -> None:
-    assert scores.same_until([2.0, 4.0, 8.0, 1.0], [2.0, 4.00002, 8.8, 1.0], 1e-5) == (3, pytest.approx(5e-6))
-    assert scores.same_until([2.0, 4.0], [2.0, 4.0], 1e-5) == (None, 0.0)
-    assert scores.same_until([2.0], [3.0], 1e-5) == (1, 0.0)
+    assert same_until([2.0, 4.0, 8.0, 1.0], [2.0, 4.00002, 8.8, 1.0]) == (3, pytest.approx(5e-6))
+    assert same_until([2.0, 4.0], [2.0, 4.0]) == (None, 0.0)
+    assert same_until([2.0], [3.0]) == (1, 0.0)
 
 
 # -------------------------------------------------------------------------------- pipelines, overlap, the planner

@@ -60,7 +60,7 @@ def test_a_program_whose_reader_has_gone_ends_quietly(command: str) -> None:
 
 # What only programs of ours start, and what writes a page of docs/.
 NOT_FOR_USERS = """lab/emulate/node_init.py lab/emulate/ray_nodes.py engines/ray_standby.py sweeps/ray_child.py
-    training/check.py planner/compile.py configs/schema/__main__.py lab/paper/__main__.py"""
+    training/check.py planner/compile.py configs/schema/__main__.py lab/pages.py"""
 
 
 def test_every_program_for_users_prepares_its_output() -> None:
@@ -87,7 +87,7 @@ def test_output_keeps_its_order_and_its_characters(tmp_path: Path) -> None:
         ("lab.chaos", ["of the run (default: configs/elastic.py:tiny)", "(default: 30)", "(default: runs/chaos)"]),
         ("lab.emulate", ["how many there are at the start"]),
         ("lab.benchmarks.accuracy", ["(default: text,digits)", "with seeds from 0 (default: 3)"]),
-        ("lab.paper", ["usage: python -m lab.paper "]),
+        ("lab.pages", ["usage: python -m lab.pages "]),
     ],
 )
 def test_help_says_what_options_mean_and_their_defaults(module: str, said: list[str]) -> None:

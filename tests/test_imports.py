@@ -30,10 +30,13 @@ MAY_IMPORT = {
     "lab.chaos": "lab.emulate metrics runtime state files",
     "engines": "runtime",
     "sweeps": "configs metrics runtime files",
-    "lab.paper": "files planner runtime",
+    "lab.records": "files metrics",
+    "lab.plots": "files lab.records",
+    "lab.paper": "files planner lab.records lab.plots",
     "train": EVERYTHING,
     "sweep": "configs runtime sweeps",
     "lab.benchmarks": EVERYTHING,
+    "lab.pages": EVERYTHING,
 }
 LABORATORY = "lab"  # emulated nodes, probe, chaos, records: the product imports none of it
 PROGRAMS = {"train", "sweep", "lab.benchmarks"}  # nothing imports them, but benchmarks; sweep and tests may start them
@@ -85,7 +88,7 @@ def imports(file: Path) -> list[tuple[int, str]]:
 def complaint(part: str, name: str) -> str | None:
     """Returns what is wrong with an import of `name` in `part`."""
     top = part_named(name)
-    if top in PROGRAMS and top != part and part != "lab.benchmarks":
+    if top in PROGRAMS and top != part and part not in ("lab.benchmarks", "lab.pages"):
         return f"{top} is a program: start it, do not import it"
     if top.startswith(LABORATORY) and not part.startswith(LABORATORY):
         return f"{top} is of the laboratory: {part} may start it, not import it"

@@ -1,33 +1,20 @@
 """The MiCS paper's throughput figures at full size: the fit of its network, the baselines, what fits, the tables."""
 
 import dataclasses
-from pathlib import Path
+import json
 
-import jax
 import pytest
-from planning import WORDS, own_cache, small  # noqa: F401 (a fixture)
-from running import IGNORED
 
 from lab.benchmarks import full_scale
-from lab.benchmarks.full_scale_cells import Cell, cells
-from lab.benchmarks.resized import resized
-from lab.paper import network, predictions, published, replays, throughput
-from lab.paper.network import Fit, Gather
-from lab.paper.records import Records, read_records
+from lab.paper import network, published, replays, throughput
+from lab.paper.network import Fit
 from lab.paper.replays import Replay, Shape, shape_of, zero2_bytes, zero3_bytes
 from lab.paper.throughput import Run
+from lab.records import Records, is_recorded, read_records, recorded
 from planner import clusters
-from planner import compile as compiling
-from planner.candidates import of_config
-from planner.compile import CompiledStep
-from planner.predict import Machine, compiled_step
-from sharding.hlo import read_collectives
-from sharding.mesh import MeshShape
-from training.experiment import make_experiment
 
-pytestmark = [pytest.mark.document, IGNORED]
+pytestmark = pytest.mark.document
 
-ROOT = Path(__file__).resolve().parent.parent
 MEMORY = {"parameters": 4e9, "gradients": 4e9, "optimizer": 8e9, "batch": 1e9, "temporaries": 3e9, "capacity": 21e9}
 
 
@@ -62,23 +49,15 @@ def replayed(**uses: dict[str, float]) -> Replay:
 def test_fit_finds_the_latency_and_bandwidth_of_a_ring() -> None:
     """Two nodes, 16 chunks of 1 MB: 15 messages of 100 µs, 2 of them and 100 µs more, the others and 3.4 µs."""
     true = Fit(latency_s=100e-6, bandwidth=10e9)
-    gather = Gather(message_bytes=16e6, gpus=16)
+    gather = 16e6, 16
     assert true.ring_s(gather) == pytest.approx(15 * 100e-6 + 2 * 100e-6 + 13 * 3.4e-6)
     assert true.reached(gather) == pytest.approx(15e6 / true.ring_s(gather))
     # 8 chunks each way between the nodes, then 7 messages of 2 MB inside them at 128 GB/s
     assert true.hierarchical_s(gather) == pytest.approx(100e-6 + 800e-6 + 7 * (3.4e-6 + 2e6 / 128e9))
-    some = [Gather(message_bytes=m, gpus=n) for m in (1e7, 1e8, 1e9) for n in (16, 32, 128)]
-    found = network.fit([dataclasses.replace(g, bandwidth=true.reached(g)) for g in some])
+    some = [((m, n), true.reached((m, n))) for m in (1e7, 1e8, 1e9) for n in (16, 32, 128)]
+    found = network.fit(some, one_latency=False)
     assert found.latency_s == pytest.approx(100e-6, rel=0.01) and found.bandwidth == pytest.approx(10e9, rel=0.01)
-    with pytest.raises(ValueError, match="cannot be fitted to 1 all-gathers"):
-        network.fit([Gather(message_bytes=1e8, gpus=8, bandwidth=1e9)])
-
-
-def test_fit_of_figure_2_stays_below_the_link() -> None:
-    """The link of a p3dn node is 12.5 GB/s."""
-    found = network.fitted()
-    assert 10e9 < found.bandwidth < 12.5e9 and 1e-5 < found.latency_s < 1e-3
-    assert len(network.gathers()) == 16
+    assert network.gather_of("64 MB", 2) == (64 * 2**20, 16)
 
 
 # ---------------------------------------------------------------------------------------------- the baselines
@@ -122,42 +101,41 @@ def run(system: str = "MiCS") -> Run:
     return Run(bar=bar, needs_bytes=1.0, replay=replay, step_s=13.0)
 
 
+def replay(one: Run) -> Replay:
+    assert one.replay
+    return one.replay
+
+
 def test_compute_of_one_gpu_by_hand(records: Records) -> None:
     """An operation of 24 layers: four passes of 24 s h² + 4 s² h each, and three of the head's 2 s h V."""
     sequences, s, h = replays.find(records, "BERT large", 1, "mics(1)").rate(), 512, 1024
     operations = 4 * 24 * (24 * s * h**2 + 4 * s**2 * h) + 3 * 2 * s * h * 30528
-    assert replays.one_gpu(records) == pytest.approx(sequences * operations / 1e12)
-    nvidia = replays.slowdown(records, "NVIDIA's PyTorch BERT")
-    assert nvidia == pytest.approx(replays.one_gpu(records) * 1.28 / 53)
+    assert replays.on_one_gpu(records) == pytest.approx(sequences * operations / 1e12)
+    nvidia = replays.on_one_gpu(records) / replays.published_on_one_gpu()["NVIDIA's PyTorch BERT"]
+    assert nvidia == pytest.approx(replays.on_one_gpu(records) * 1.28 / 53)
     assert run().cell().ours == pytest.approx(512 / 13)
-    assert throughput.with_slower_compute(run(), 1.3) == pytest.approx(13 + 3)
+    assert throughput.with_slower_compute(run(), replay(run()), 1.3) == pytest.approx(13 + 3)
 
 
 def test_faster_products_by_hand() -> None:
     """A GPU of 16 does 32 of 512 sequences a step; the operations are those of figure 9's formula."""
     layers, h, s, vocab = 127, 2560, 512, 32008
     tflop = 32 * (4 * layers * (24 * s * h**2 + 4 * s**2 * h) + 6 * s * h * vocab) / 1e12
-    assert throughput.with_products_at(run(), 100.0) == pytest.approx(13 - tflop * (1 / 83 - 1 / 100))
+    assert throughput.with_products_at(run(), replay(run()), 100.0) == pytest.approx(13 - tflop * (1 / 83 - 1 / 100))
     assert (pytest.approx(83), 100) == (replays.PRODUCTS, replays.FAST_PRODUCTS)
 
 
-def test_choices_change_ours_but_no_baseline() -> None:
+@pytest.mark.parametrize(("system", "hidden", "exposed"), [("MiCS", 19, 16), ("one group", 19, 13), ("ZeRO-3", 13, 13)])
+def test_choices_change_ours_but_no_baseline(system: str, hidden: float, exposed: float) -> None:
     """Of 9 s of traffic 3 are exposed; of the sums of gradients, 5 s, 2 are."""
-    assert throughput.nothing_hidden(run()) == 10 + 9 and throughput.gradients_exposed(run()) == 13 + 5 - 2
-    assert (
-        throughput.nothing_hidden(run("one group")) == 10 + 9 and throughput.gradients_exposed(run("one group")) == 13
-    )
-    assert throughput.nothing_hidden(run("ZeRO-3")) == throughput.gradients_exposed(run("ZeRO-3")) == 13
+    one = run(system)
+    assert throughput.nothing_hidden(one, replay(one)) == hidden
+    assert throughput.gradients_exposed(one, replay(one)) == exposed
+    unfit = dataclasses.replace(one, replay=None)
+    assert [cell.ours for cell in throughput.changed([one, unfit], lambda *_: 256.0)] == [2.0, None]
 
 
 # ------------------------------------------------------------------------------------------------- the tables
-
-
-def test_record_has_every_cell_of_the_figures(records: Records) -> None:
-    for name in (replays.PAPER, replays.PLANNER):
-        assert len(throughput.runs(records, "figure 7", name)) == 4 * 3 * 4
-        found = {figure: len(throughput.ablation(records, figure, name)) for figure in throughput.ABLATIONS}
-        assert [*found.values()] == [4, 3 * 4, 2 * 4, 3 * 4]
 
 
 def test_what_fits_is_called_right_and_what_is_not_is_said(records: Records) -> None:
@@ -176,10 +154,10 @@ def test_scale_model_uses_median_steps_of_its_newest_rate(records: Records) -> N
     times += [("mics(8)", 1.0, "1gbit"), ("mics(8)", 4.4, "now")]
     lines = [{"mode": "scale_model", "strategy": s, "step_time_s": t, "rate": rate} for s, t, rate in times]
     some = Records({"strategies": [*lines, {**lines[0], "mode": "standard", "rate": "other"}]})
-    (only,) = predictions.scale_model(some).cells  # the others were not measured
+    (only,) = throughput.scale_model(some).cells  # the others were not measured
     assert only.row == "12: group of 8 over group of 64"
     assert only.ours == pytest.approx(4.4 / 2.2) and only.published == pytest.approx(84.80 / 52.16)
-    assert len(predictions.scale_model(records).cells) == 2 + 2 + 1 + 2
+    assert len(throughput.scale_model(records).cells) == 2 + 2 + 1 + 2
 
 
 def test_ratios_are_over_the_base_of_the_figure(records: Records) -> None:
@@ -191,21 +169,10 @@ def test_ratios_are_over_the_base_of_the_figure(records: Records) -> None:
     assert gain.ours == pytest.approx(replays.zero3_s(flat) / ours.step_s)
 
 
-def test_missing_replay_is_one_line(records: Records) -> None:
-    with pytest.raises(ValueError, match=r"has no bert_9b, mics\(8\), on 16 GPUs .*: python -m lab.benchmarks"):
-        replays.find(records, "bert_9b", 16, "mics(8)")
-
-
-def test_newest_line_counts(records: Records) -> None:
-    old = records.lines("full_scale", network=replays.PAPER)[-1]
-    some = Records({"full_scale": [old, {**old, "step_s": 1.0}]})
-    assert replays.find(some, old["model"], old["gpus"], old["strategy"]).step_s == 1.0
-
-
 def test_the_text_of_the_paper_by_hand(records: Records) -> None:
     """ZeRO-3: 2.76444 s of compute, 2.05372 of network, 6.07112 buckets of 0.307863; mics(8): 2.89445, or 3.99306."""
     zero3_s = 2.76444 + 2.05372 + 6.07112 * 0.307863
-    overlapped, exposed, reached, weak = (cell.ours for cell in predictions.in_the_text(records).cells)
+    overlapped, exposed, reached, weak = (cell.ours for cell in throughput.in_the_text(records).cells)
     assert overlapped == pytest.approx(zero3_s / 2.89445, rel=1e-3) and exposed == pytest.approx(
         zero3_s / 3.99306, rel=1e-3
     )
@@ -216,97 +183,28 @@ def test_the_text_of_the_paper_by_hand(records: Records) -> None:
     assert reached == pytest.approx(rates[1] * operations / 512 / 1e12, rel=1e-4)
 
 
-# ------------------------------------------------------------------------------------------ cells and programs
+# ------------------------------------------------------------------------------------------------------- cells
 
 
-def test_cells_have_names_of_their_own() -> None:
-    names = [one.name for one in cells()]
-    assert len(names) == len(set(names))
-    weak = next(one for one in cells() if one.is_weak and one.gpus == 512)
-    assert weak.compiled.gpus < 512 and weak.compiled.global_size * 512 == weak.global_size * weak.compiled.gpus
+def test_cells_stand_once_and_are_recorded() -> None:
+    keys = [json.dumps(cell) for cell in full_scale.cells()]
+    assert len(keys) == len(set(keys)) == len(recorded(full_scale.RESULTS))
+    assert all(is_recorded(full_scale.RESULTS, cell) for cell in full_scale.cells())
 
 
-def test_inputs_change_with_network_and_words() -> None:
-    one = Cell(model="bert_10b", config="bert_10b", gpus=16, strategy="mics(8)")
-    keys = {full_scale.inputs(one, network) for network in full_scale.networks(one).values()}
-    keys.add(full_scale.inputs(dataclasses.replace(one, micro_size=4), next(iter(full_scale.networks(one).values()))))
-    assert len(keys) == 3
-    on_p4d = dataclasses.replace(one, cluster=replays.P4D)
-    assert [*full_scale.networks(on_p4d)] == [full_scale.PLANNER]
+def test_a_name_that_no_step_has_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert full_scale.main(["--only=bert_9b"]) == 2
+    said = "error: --only=bert_9b is in no name, such as bert_10b, zero2 flat, 32 GPUs of p3dn.24xlarge\n"
+    assert capsys.readouterr().err == said
 
 
-PROGRAM = """
-HloModule step
-%body (p: (s32[])) -> (s32[]) {
-  %p = (s32[]) parameter(0)
-  %x = f32[8] constant(0)
-  %g = f32[64]{0} all-gather(%x), replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}, use_global_device_ids=true
-  ROOT %t = (s32[]) tuple(%p)
-}
-%condition (p: (s32[])) -> pred[] {
-  %p = (s32[]) parameter(0)
-  ROOT %true = pred[] constant(true)
-}
-ENTRY %main (p: (s32[])) -> f32[8] {
-  %p = (s32[]) parameter(0)
-  %w = (s32[]) while(%p), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"15"}}
-  %y = f32[8] constant(0)
-  %n = f32[8]{0} all-reduce(%y), replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}, to_apply=%condition
-  ROOT %r = f32[8]{0} all-reduce(%y), replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%condition
-}
-"""
-
-
-def test_resized_program_has_more_replicas_and_fewer_micro_steps() -> None:
-    """2 groups of 2 nodes of 2 devices become 8; 16 micro-steps become 4, of which 3 are in the loop."""
-    shape = MeshShape(replica_inter=2, shard_inter=2, replica_intra=1, shard_intra=2, tensor=1)
-    step = CompiledStep(text=PROGRAM, shape=shape, argument_bytes=1000, temporary_bytes=10)
-    found = resized(step, replicas=8, accumulation=(16, 4), batch_bytes=160)
-    assert found.shape.num_devices == 32 and found.argument_bytes == 1000 - 120
-    gather, named, reduced = read_collectives(found.text, found.shape)
-    assert (gather.times, gather.group_size, gather.axes) == (3, 2, ("shard_intra",))
-    assert (named.group_size, reduced.group_size) == (8, 8)
-    assert reduced.axes == named.axes == ("replica_inter",)
-    whole = dataclasses.replace(step, text=PROGRAM.replace('"n":"15"', '"n":"16"'))  # no micro-step before the loop
-    text = resized(whole, replicas=8, accumulation=(16, 4), batch_bytes=0).text
-    assert read_collectives(text, found.shape)[0].times == 4
-    before = read_collectives(step.text, shape)
-    assert [c.group_size for c in before] == [2, 2, 2] and before[0].times == 15
-    doubled = dataclasses.replace(step, text=PROGRAM + PROGRAM)
-    same = resized(doubled, replicas=8, accumulation=(16, 16), batch_bytes=0)  # which loop it is does not matter
-    assert same.text.count('"n":"15"') == 2 and same.shape.num_devices == 32
-    with pytest.raises(ValueError, match="not one loop of 15 or 16 rounds"):
-        resized(doubled, replicas=8, accumulation=(16, 4), batch_bytes=0)
-    with pytest.raises(ValueError, match="several partition groups"):
-        one = dataclasses.replace(step, shape=dataclasses.replace(shape, replica_inter=1))
-        resized(one, replicas=8, accumulation=(16, 4), batch_bytes=0)
-    with pytest.raises(ValueError, match="kind that is not known"):
-        odd = dataclasses.replace(step, text=PROGRAM.replace("{0,4},{1,5}", "{0,5},{1,4}"))
-        resized(odd, replicas=8, accumulation=(16, 4), batch_bytes=0)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not compiling.WHEELS.exists(), reason="XLA for GPUs is not installed: make .venv/h100/installed")
-def test_resized_program_is_replayed_like_one_compiled_for_as_many() -> None:
-    """2 nodes of 2 H100 with 8 micro-steps become 4 nodes with 4."""
-    config = small(batch__global_size=32)
-    cluster = dataclasses.replace(clusters.CLUSTERS["p5.48xlarge"], devices_per_node=2)
-    words = (*WORDS, "--config.batch.global_size=32")
-    first, second = (
-        compiled_step(
-            of_config(config),
-            make_experiment(config, jax.devices()[: 2 * nodes]),
-            Machine(cluster=cluster, nodes=nodes, config_words=words, target="h100"),
-        )
-        for nodes in (2, 4)
+def test_only_the_cluster_that_the_paper_measured_has_its_network() -> None:
+    assert [*full_scale.networks(replays.P4D, 16)] == [replays.PLANNER]
+    own, paper = full_scale.networks(replays.P3DN, 16).values()
+    assert (paper.intra_bandwidth, paper.node_bandwidth) == (128e9, network.fitted().bandwidth)
+    assert dataclasses.replace(paper, inter_latency_s=0.0, intra_bandwidth=0.0, node_bandwidth=0.0) == (
+        dataclasses.replace(own, inter_latency_s=0.0, intra_bandwidth=0.0, node_bandwidth=0.0)
     )
-    found = resized(first.compiled, replicas=4, accumulation=(8, 4), batch_bytes=first.memory().batch)
-    assert found.shape == second.compiled.shape
-    assert found.argument_bytes == second.compiled.argument_bytes
-    more = found.temporary_bytes - second.compiled.temporary_bytes
-    assert 0 <= more <= 2 * first.memory().batch  # copies of the batch, which are not rewritten
-    step_s, wanted = (dataclasses.replace(second, compiled=one).timeline().step_s for one in (found, second.compiled))
-    assert step_s == pytest.approx(wanted, rel=1e-6)
 
 
 def test_a_bucket_crosses_once_for_each_node() -> None:

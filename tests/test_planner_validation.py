@@ -5,10 +5,9 @@ from statistics import harmonic_mean, median
 import pytest
 
 from lab.benchmarks import planner_validation
-from lab.benchmarks.records import recorded
-from lab.paper.records import read_records
 from lab.paper.replays import PLANNER
 from lab.paper.throughput import runs
+from lab.records import read_records, recorded
 from planner import clusters
 
 

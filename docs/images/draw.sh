@@ -16,5 +16,4 @@ draw node_node_all --config.sharding.strategy=custom --config.sharding.partition
   --config.sharding.parameters=node --config.sharding.gradients=node --config.sharding.optimizer=all
 "$python" -m planner --config=configs/quickstart.py --cluster=emulated --nodes=4 \
   --png=docs/images/timeline.png >/dev/null
-"$python" -m lab.benchmarks.pages
-"$python" -m lab.paper
+"$python" -m lab.pages

@@ -2,13 +2,16 @@
 
     python -m lab.benchmarks.accuracy [--tasks=text,digits] [--seeds=3]
 
-Trains the runs that are not recorded yet, in this process (with the parts of train.py; each of 4 virtual devices is a
-node), and adds one line per run to results/measured/accuracy.jsonl.
+Trains the runs of lab/benchmarks/accuracy.toml that are not recorded yet, in this process (with the parts of train.py;
+each of 4 virtual devices is a node), and adds one line per run to results/measured/accuracy.jsonl.
 """
 
-import argparse
 import sys
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,40 +21,17 @@ from configs import base
 from configs import digits as digits_config
 from configs.schema import Config
 from input_pipeline import Batches, load
-from lab.benchmarks.records import MEASURED
-from lab.benchmarks.runner import Key, run_missing
-from runtime.command_line import prepare_output
+from lab.benchmarks.compiled import start_devices
+from lab.benchmarks.runner import Key, options_of, program, run_missing, words
+from lab.records import MEASURED
 from training.experiment import make_experiment
 from training.validation import Validator
 
 RESULTS = MEASURED / "accuracy.jsonl"
+RUNS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+TASKS = tuple(RUNS["rows"])
 REPLICAS = 4
-WARM_UP = 0.2  # of one_bit_adam, as a share of the steps
-TASKS = ("text", "digits")
-THRESHOLD = 5e-3  # of two_bit: about the magnitude of the larger gradients
-SGD = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1, "optimizer.weight_decay": 5e-4}
-ADAMW = {"optimizer.name": "adamw", "optimizer.learning_rate": 4e-3}
-MEANS = {"local_sgd.inner_steps": 10, "local_sgd.outer_learning_rate": 1.0, "local_sgd.outer_momentum": 0.0}
-INT4_GATHERS = {  # 2 nodes of 2 devices: the same model with zero3
-    "mesh.devices_per_node": 2,
-    "sharding.strategy": "zero3",
-    "model.remat": "full",
-    "compression.gather_inter": "int4",
-    "compression.gather_intra": "int4",
-    "compression.block": 1024,
-}
-# the rows of each table, by optimizer: the usual one of the task, and the other one for methods that need it
-BY_ADAMW = {
-    "text": ("bf16", "int8", "int4", "int4, no feedback", "one_bit", "one_bit, no feedback", "one_bit_adam")
-    + ("power_sgd, rank 4", "delayed", "DiLoCo, 10 steps", "DiLoCo, 10 steps, streaming")
-    + ("averages, 10 steps", "averages, 10 steps, streaming", "int4 gathers, zero3"),
-    "digits": ("one_bit_adam",),
-}
-BY_SGD = {
-    "text": ("two_bit", "one_bit", "power_sgd, rank 4", "dgc, 99 %", "dgc, 99.9 %"),
-    "digits": ("int8", "int4", "two_bit", "one_bit", "one_bit, no feedback", "power_sgd, rank 4")
-    + ("dgc, 99 %", "dgc, 99.9 %"),
-}
+WARM_UP = "compression.warmup_steps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +40,7 @@ class Method:
 
     overrides: dict[str, Any]
     against: str
+    steps: int  # of the run
 
     def times_smaller(self, ratio: float) -> float:
         """Returns f32 bytes over the bytes sent, from the `ratio` of a step; over the run, without dgc's warm-up."""
@@ -67,7 +48,8 @@ class Method:
             return 4 / (1 / 2 + 4 / self.overrides["compression.block"])
         match self.overrides.get("compression.hop_two", "none"):
             case "one_bit_adam":  # the warm-up sends f32
-                smaller = 1 / (WARM_UP + (1 - WARM_UP) / ratio)
+                warm_up = self.overrides[WARM_UP] / self.steps
+                smaller = 1 / (warm_up + (1 - warm_up) / ratio)
             case "dgc":  # each replica receives the payloads of all others; an all-reduce sends every value twice
                 smaller = ratio * 2 / REPLICAS
             case _:
@@ -75,44 +57,27 @@ class Method:
         return smaller * self.overrides.get("local_sgd.inner_steps", 1)
 
 
-def hop_two(name: str, **more: Any) -> dict[str, Any]:
-    """Returns the overrides of a codec."""
-    return {"compression.hop_two": name} | {f"compression.{key}": value for key, value in more.items()}
-
-
+@cache
 def methods(task: str) -> dict[str, Method]:
     """Returns the rows of a task's table; each optimizer has a dense row."""
     config: Any = base_config(task)
-    steps: int = config.num_steps
-    ways = {
-        "bf16": hop_two("bf16"),
-        "int8": hop_two("int8"),
-        "int4": hop_two("int4"),
-        "int4, no feedback": hop_two("int4", error_feedback=False),
-        "two_bit": hop_two("two_bit", threshold=THRESHOLD),
-        "one_bit": hop_two("one_bit"),
-        "one_bit, no feedback": hop_two("one_bit", error_feedback=False),
-        "power_sgd, rank 4": hop_two("power_sgd", rank=4),
-        "delayed": {"compression.delayed": True},
-        "DiLoCo, 10 steps": {"local_sgd.inner_steps": 10},
-        "DiLoCo, 10 steps, streaming": {"local_sgd.inner_steps": 10, "local_sgd.streaming": True},
-        "averages, 10 steps": MEANS,
-        "averages, 10 steps, streaming": MEANS | {"local_sgd.streaming": True},
-        "one_bit_adam": hop_two("one_bit_adam", warmup_steps=round(steps * WARM_UP)),
-        "int4 gathers, zero3": INT4_GATHERS,
-        "dgc, 99 %": hop_two("dgc", sparsity=0.99, warmup_steps=steps // 10),
-        "dgc, 99.9 %": hop_two("dgc", sparsity=0.999, warmup_steps=steps // 10),
-    }
     rows = {}
-    for name, optimizer, chosen in (("AdamW", ADAMW, BY_ADAMW[task]), ("SGD", SGD, BY_SGD[task])):
-        rows[f"dense, {name}"] = Method(overrides=optimizer, against=f"dense, {name}")
-        for way in chosen:
-            rows[f"{way}, {name}"] = Method(overrides=optimizer | ways[way], against=f"dense, {name}")
+    for name, chosen in RUNS["rows"][task].items():
+        for way in ("dense", *chosen):
+            overrides = RUNS["optimizers"][name] | RUNS["ways"][way]
+            if WARM_UP in overrides:
+                overrides[WARM_UP] = round(overrides[WARM_UP] * config.num_steps)
+            rows[f"{way}, {name}"] = Method(overrides=overrides, against=f"dense, {name}", steps=config.num_steps)
     return rows
 
 
-def text_config() -> ConfigDict:
-    """A decoder of 0.1 M parameters on the standard library's sources: 1000 steps of 16 rows of 64 bytes."""
+def base_config(task: str) -> ConfigDict:
+    """Returns the config of a task, before overrides.
+
+    Of the text: 1000 steps of 16 rows of 64 bytes of the standard library's sources, with 0.1 M parameters.
+    """
+    if task == "digits":
+        return digits_config.get_config()
     config: Any = base.get_config()
     config.num_steps = 1000
     config.data.seq_len = config.model.max_len = 64
@@ -121,11 +86,6 @@ def text_config() -> ConfigDict:
     config.optimizer.warmup_steps = 50
     config.eval.num_batches = 32
     return config
-
-
-def base_config(task: str) -> ConfigDict:
-    """Returns the config of a task, before overrides."""
-    return text_config() if task == "text" else digits_config.get_config()
 
 
 def config_of(task: str, overrides: dict[str, Any], seed: int) -> Config:
@@ -153,18 +113,17 @@ def train(config: Config) -> dict[str, float]:
     return validation | {key: float(metrics[key]) for key in kept if key in metrics}
 
 
-def main() -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Trains the missing runs; returns 1 if one failed."""
-    parser = argparse.ArgumentParser(description="Measures what codecs cost in accuracy.", allow_abbrev=False)
-    parser.add_argument("--tasks", default=",".join(TASKS), help="the tasks to run (default: %(default)s)")
-    parser.add_argument(
-        "--seeds", type=int, default=3, help="number of runs of each method, with seeds from 0 (default: %(default)s)"
+    options = options_of(
+        __doc__,
+        argv,
+        tasks=(",".join(TASKS), "the tasks to run"),
+        seeds=(3, "number of runs of each method, with seeds from 0"),
     )
-    options = parser.parse_args()
-    prepare_output()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", REPLICAS)
-    tasks = options.tasks.split(",")
+    start_devices(REPLICAS)
+    tasks = words(options.tasks, "tasks", TASKS)
     keys = [
         {"task": task, "method": name, "seed": seed}
         for seed in range(options.seeds)

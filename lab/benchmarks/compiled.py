@@ -1,90 +1,116 @@
-"""Records sent bytes and state bytes of compiled steps under each strategy, on clusters of 8 and 64 virtual devices.
+"""Records what the papers' tables need of compiled steps: parameters, bytes of state, collectives, replays.
 
-    python -m lab.benchmarks.compiled
+    python -m lab.benchmarks.compiled [--kinds=model,state,largest,step,wire,prediction]
 
-Steps are compiled but not run, in one process per number of devices. Writes results/derived/compiled.jsonl for
-`python -m lab.paper`: one line per step, and one for the size of each model of the MiCS paper.
+Adds the missing cells of lab/benchmarks/cells.csv (whose keys stand in keys.toml) to results/derived/compiled.jsonl, in
+one process per number of virtual devices. `step` compiles for them, but runs nothing; `prediction` compiles for GPUs
+and needs XLA for them (`make .venv/h100/installed`); half a minute of CPU a program, all the rest together a few
+minutes. Only `wire` trains, three steps on emulated nodes: its lines are in measured/papers.jsonl, and it needs root
+(docs/emulation.md).
 """
 
-import argparse
-import importlib
-import json
+import csv
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+import tomllib
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 
-import models
-from configs import base, mics_paper
+from configs import base, command_line
 from configs.schema import Config
-from lab.benchmarks.names import sharding_of
-from lab.benchmarks.records import DERIVED, replace
-from lab.benchmarks.runner import ROOT
-from metrics.environment import environment
-from runtime.command_line import prepare_output
+from lab.benchmarks.names import config_file, config_named, sharding_of
+from lab.benchmarks.runner import ROOT, Key, emulated, options_of, program, run_missing, steps_of, train, words
+from lab.records import DERIVED, MEASURED, is_recorded
+from planner.candidates import of_config
+from planner.clusters import GBIT, Cluster, find_cluster, with_rate
+from planner.predict import Machine, Step, compiled_step
 from sharding import hlo
 from training.experiment import make_experiment
 from training.memory import state_bytes
 
-RESULTS = DERIVED / "compiled.jsonl"
-PAPER_MODELS = ("bert_10b", "bert_15b", "bert_20b", "bert_50b", "roberta_20b", "gpt2_20b")
+HERE = Path(__file__).parent
+COMPILED, WIRE = DERIVED / "compiled.jsonl", MEASURED / "papers.jsonl"
+KINDS = ("model", "state", "largest", "step", "wire", "prediction")
 XLA_FLAGS = "--xla_backend_optimization_level=0"  # LLVM's optimisation takes most of the compile time
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3 flat", "zero3", "hsdp", *(f"mics({p})" for p in (1, 2, 4, 8)))
+# XLA's Triton kernels fail to compile for 2048 tokens ("Couldn't find output tile sizes"), without a GPU to tune them
+GPU_XLA_FLAGS = "--xla_gpu_enable_triton_gemm=false"
+WIRE_RATE = "1gbit"
+MEMORY_BYTES = 32e9  # of a GPU in ZeRO's table 2
+MOST_LAYERS = 1 << 14  # of a model that is made larger until it no longer fits
+RATES_GBIT = (100, 200, 400, 800)  # of a node's link in ZeRO++'s figures
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One step to compile: a strategy, by its name in the records, on a cluster."""
+class Cell:
+    """What one line of the record says: a kind of measurement, of a config on a cluster."""
 
+    kind: str
+    name: str  # that tables find it by
     config: str
     nodes: int
     devices_per_node: int
     accum: int
     strategy: str
+    changes: Mapping[str, Any]  # of the config
+
+    @property
+    def devices(self) -> int:
+        """Devices that the measuring process needs."""
+        return self.nodes * self.devices_per_node
+
+    @property
+    def key(self) -> Key:
+        """The part of the line that tells it from others."""
+        return {**asdict(self), "devices": self.devices}
+
+    @property
+    def record(self) -> Path:
+        """What was on the wire is measured."""
+        return WIRE if self.kind == "wire" else COMPILED
 
 
-def cases() -> list[Case]:
-    """Returns all steps: strategies on 4 nodes of 2, with and without accumulation; MiCS groups on 8 nodes of 8."""
-    small = [
-        Case(config="standard", nodes=4, devices_per_node=2, accum=accum, strategy=strategy)
-        for accum, strategies in ((1, STRATEGIES[:6]), (4, STRATEGIES))
-        for strategy in strategies
-    ]
-    large = ("mics(8)", "mics(16)", "mics(32)", "mics(64)", "mics(16) flat", "mics(32) flat", "mics(64) flat")
-    large += tuple(f"mics({p}) two-hop off" for p in (8, 16, 32))
-    return small + [
-        Case(config="quickstart", nodes=8, devices_per_node=8, accum=4, strategy=strategy) for strategy in large
-    ]
+def table(name: str) -> list[dict[str, Any]]:
+    """Returns the rows of a table of cells, with their numbers, and the keys of the config that a row names."""
+    sets = tomllib.loads((HERE / "keys.toml").read_text())
+    with (HERE / name).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = []
+    for row in rows:
+        keys = {key: value for of in filter(None, row.pop("keys").split("+")) for key, value in sets[of].items()}
+        found.append({key: int(word) if word.isdecimal() else word for key, word in row.items()} | {"changes": keys})
+    return found
 
 
-def main() -> int:
-    """Compiles all cases and writes the record; returns the exit code of a process that failed."""
-    parser = argparse.ArgumentParser(
-        description="Records sent bytes and state bytes of compiled steps.", allow_abbrev=False
+def cells() -> list[Cell]:
+    """Returns all cells."""
+    return [Cell(**row) for row in table("cells.csv")]
+
+
+@program
+def main(argv: Sequence[str] | None = None) -> int:
+    """Records the missing cells; returns 1 if one failed, 2 for an unknown kind."""
+    options = options_of(
+        __doc__,
+        argv,
+        kinds=(",".join(KINDS), "kinds of cells"),
+        devices=(0, "only the cells of so many devices, in this process; 0: of all, in processes of their own"),
     )
-    parser.add_argument("--devices", type=int, help="only print the records of clusters of this size")
-    options = parser.parse_args()
-    prepare_output()
-    if options.devices:
-        start_devices(options.devices)
-        for case in cases():
-            if case.nodes * case.devices_per_node == options.devices:
-                print(json.dumps(step_record(case)), flush=True)
-        return 0
-    lines = [about_record(), *model_records()]
-    for devices in sorted({case.nodes * case.devices_per_node for case in cases()}):
-        command = [sys.executable, "-m", "lab.benchmarks.compiled", f"--devices={devices}"]
-        variables = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
-        done = subprocess.run(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            return done.returncode
-        lines += map(json.loads, done.stdout.splitlines())
-    replace(RESULTS, lines)
-    return 0
+    kinds = words(options.kinds, "kinds", KINDS)
+    missing = [cell for cell in cells() if cell.kind in kinds and not is_recorded(cell.record, cell.key)]
+    if not options.devices:
+        flags = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
+        command = [sys.executable, "-m", "lab.benchmarks.compiled", f"--kinds={options.kinds}"]
+        counts = sorted({cell.devices for cell in missing})
+        return max((subprocess.call([*command, f"--devices={n}"], cwd=ROOT, env=flags) for n in counts), default=0)
+    start_devices(options.devices)
+    ours = [cell for cell in missing if cell.devices == options.devices]
+    return max((run_missing(cell.record, [cell.key], lambda _, cell=cell: measured(cell)) for cell in ours), default=0)
 
 
 def start_devices(devices: int) -> None:
@@ -93,52 +119,103 @@ def start_devices(devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
 
 
-def about_record() -> dict[str, Any]:
-    """Returns the command and versions that made the record."""
-    about = environment({})
-    return {
-        "kind": "about",
-        "command": "python -m lab.benchmarks.compiled",
-        "commit": about["git_commit"],
-        "jax": about["versions"]["jax"],
-    }
+def measured(cell: Cell) -> dict[str, Any]:
+    """Returns what the line of a cell says besides its key; uses this process' devices."""
+    match cell.kind:
+        case "model":
+            return {"num_params": state(cell)["num_params"]}
+        case "state":
+            return state(cell)
+        case "largest":
+            return largest(cell)
+        case "step":
+            return state(cell) | {"collectives": collectives(cell)}
+        case "wire":
+            return on_wire(cell)
+        case _:
+            return predicted(cell)
 
 
-def model_records() -> Iterator[dict[str, Any]]:
-    """Yields the number of parameters of each model of the paper, from the shapes of our model."""
-    for name in PAPER_MODELS:
-        config = base.typed(mics_paper.get_config(name))
-        yield {"kind": "model", "config": name, "num_params": models.build(config.model).num_params}
-
-
-def step_record(case: Case, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Compiles a step on this process' devices; returns its collectives, and the state bytes per device.
-
-    `changes` are further keys of the config. Bytes of the collectives are those that a device sends per step, averaged
-    over the devices.
-    """
-    experiment = make_experiment(config_of(case, changes))
-    text = experiment.compile_train_step().as_text() or ""
-    collectives = hlo.read_collectives(text, experiment.plan.layout.shape)
-    parameters, gradients, optimizer = state_bytes(experiment)
-    return {
-        "kind": "step",
-        **asdict(case),
-        "num_params": experiment.model.num_params,
-        "state_bytes": {"parameters": parameters, "gradients": gradients, "optimizer": optimizer},
-        "collectives": hlo.as_report(collectives)["collectives"],
-    }
-
-
-def config_of(case: Case, changes: Mapping[str, Any] | None = None) -> Config:
-    """Returns the config of a case, with `changes` of its keys: one row per device and micro-step."""
-    config = importlib.import_module(f"configs.{case.config}").get_config()
-    devices = case.nodes * case.devices_per_node
-    config.batch.update({"global_size": devices * case.accum, "micro_size": 1})
-    config.mesh.update({"num_cpu_devices": devices, "devices_per_node": case.devices_per_node})
-    config.sharding.update(sharding_of(case.strategy))
-    config.update_from_flattened_dict(dict(changes or {}))
+def config_of(cell: Cell) -> Config:
+    """Returns the config of a cell: one row per device and micro-step."""
+    config = config_named(cell.config)
+    config.batch.update({"global_size": cell.devices * cell.accum, "micro_size": 1})
+    config.mesh.update({"num_cpu_devices": cell.devices, "devices_per_node": cell.devices_per_node})
+    config.sharding.update(sharding_of(cell.strategy))
+    config.update_from_flattened_dict(dict(cell.changes))
     return base.typed(config)
+
+
+def state(cell: Cell) -> dict[str, Any]:
+    """Returns the parameters of a model, and the bytes of its state on each device, from shapes and shardings."""
+    experiment = make_experiment(config_of(cell))
+    held = dict(zip(("parameters", "gradients", "optimizer"), state_bytes(experiment), strict=True))
+    return {"num_params": experiment.model.num_params, "state_bytes": held}
+
+
+def collectives(cell: Cell) -> Any:
+    """Compiles a step; returns its collectives: the bytes that a device sends per step, averaged over the devices."""
+    experiment = make_experiment(config_of(cell))
+    text = experiment.compile_train_step().as_text() or ""
+    return hlo.as_report(hlo.read_collectives(text, experiment.plan.layout.shape))["collectives"]
+
+
+def largest(cell: Cell) -> dict[str, Any]:
+    """Returns the deepest model whose state fits MEMORY_BYTES on each device, by bisection over its layers."""
+
+    def of(layers: int) -> dict[str, Any]:
+        return state(replace(cell, changes={**cell.changes, "model.num_layers": layers}))
+
+    depths = range(1, MOST_LAYERS)
+    layers = bisect_right(depths, MEMORY_BYTES, key=lambda layers: sum(of(layers)["state_bytes"].values()))
+    return {"layers": layers, **of(layers), "memory_bytes": MEMORY_BYTES}
+
+
+def on_wire(cell: Cell) -> dict[str, Any]:
+    """Trains three steps on emulated nodes; returns the bytes that node 0 sent in a step, the median without the first.
+
+    FailedRunError if the run failed.
+    """
+    overrides = {f"sharding.{key}": value for key, value in sharding_of(cell.strategy).items()}
+    overrides |= {**cell.changes, "batch.global_size": cell.devices * cell.accum}
+    overrides |= emulated(cell.nodes, cell.devices_per_node, WIRE_RATE)
+    run = train("papers", config_file(cell.config), overrides)
+    sent = steps_of(run)["wire_tx_bytes"]
+    return {"rate": WIRE_RATE, "num_params": run.files.environment["num_params"], "wire_tx_bytes": sent}
+
+
+def on_cluster(cluster: Cluster, nodes: int, config: str, keys: Mapping[str, Any], xla_flags: str = "") -> Step:
+    """Returns the step of a config on a cluster, compiled for its GPUs. ValueError or RuntimeError: it cannot be."""
+    flags = (f"--config={config_file(config)}", *(f"--config.{key}={value}" for key, value in keys.items()))
+    machine = Machine(
+        cluster=cluster, nodes=nodes, config_words=flags, target=cluster.device.target, xla_flags=xla_flags
+    )
+    parsed = command_line.parse(["lab.benchmarks", *flags])
+    return compiled_step(of_config(parsed), make_experiment(parsed, jax.devices()[: machine.num_devices]), machine)
+
+
+def predicted(cell: Cell) -> dict[str, Any]:
+    """Returns the planner's step at each of RATES_GBIT: seconds, TFLOP/s of a GPU, and the share that is exposed."""
+    cluster = replace(find_cluster("p3dn.24xlarge"), devices_per_node=cell.devices_per_node)
+    step = on_cluster(cluster, cell.nodes, cell.config, cell.changes, GPU_XLA_FLAGS)
+    return {
+        "num_params": step.experiment.model.num_params,
+        "peak_bytes": step.compiled.peak_bytes,
+        "xla_flags": GPU_XLA_FLAGS,
+        "rates": {f"{rate}": at_rate(step, rate) for rate in RATES_GBIT},
+    }
+
+
+def at_rate(step: Step, gbit: int) -> dict[str, float]:
+    """Returns the replay of a step on nodes with a link of `gbit`."""
+    there = with_rate(step.machine.cluster, 8 * GBIT * gbit)
+    found = replace(step, machine=replace(step.machine, cluster=there)).prediction()
+    return {
+        "step_s": found.step_s,
+        "tflops": found.flops_per_device / 1e12,
+        "exposed": (found.step_s - found.compute_s) / found.step_s,
+        "inter_bytes": found.inter_bytes,
+    }
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ runs that are not recorded yet are done. Adds lines to results/measured/compress
 (docs/emulation.md).
 """
 
-import argparse
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,13 +21,22 @@ from compression.methods import method_named
 from compression.route import Route
 from configs.schema import CompressionConfig
 from configs.schema.compression import CODECS
-from lab.benchmarks.records import MEASURED
-from lab.benchmarks.runner import Key, alternating, checked_rates, run_missing, steps_of, train
-from runtime.command_line import complain, prepare_output
+from lab.benchmarks.compiled import start_devices
+from lab.benchmarks.runner import (
+    Key,
+    alternating,
+    checked_rates,
+    emulated,
+    options_of,
+    program,
+    run_missing,
+    steps_of,
+    train,
+)
+from lab.records import MEASURED
 from sharding.mesh import MeshShape, find_nodes, make_mesh
 
 RESULTS = MEASURED / "compression.jsonl"
-CONFIG = "configs/standard.py"
 NODES, DEVICES = 4, 2
 VALUES = 25 * 2**20  # 105 MB of f32
 TIMED = (*CODECS[1:], "two_bit", "one_bit")
@@ -36,21 +45,15 @@ EXCHANGE = MeshShape(replica_inter=NODES, shard_inter=1, replica_intra=1, shard_
 THRESHOLD = 1e-4  # of two_bit: about the magnitude of this workload's gradients
 
 
-def main() -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Does the missing runs; returns 1 if a run failed, 2 for bad arguments."""
-    parser = argparse.ArgumentParser(description="Times hop two with every codec.", allow_abbrev=False)
-    parser.add_argument("--rates", default="100mbit", help="of the links, as for tc")
-    parser.add_argument("--repetitions", type=int, default=1)
-    options = parser.parse_args()
-    prepare_output()
-    try:
-        rates = checked_rates(options.rates)
-    except ValueError as error:
-        return complain(error)
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", NODES)
+    options = options_of(
+        __doc__, argv, rates=("100mbit", "of the links, as for tc"), repetitions=(1, "of each step, in turn")
+    )
     keys: list[Key] = [{"kind": "codec", "codec": name} for name in TIMED]
-    keys += alternating(options.repetitions, kind=["step"], rate=rates, codec=NAMES)
+    keys += alternating(options.repetitions, kind=["step"], rate=checked_rates(options.rates), codec=NAMES)
+    start_devices(NODES)
     return run_missing(RESULTS, keys, measured)
 
 
@@ -58,7 +61,16 @@ def measured(key: Key) -> dict[str, Any]:
     """Returns what the line of a key says."""
     if key["kind"] == "codec":
         return codec_times(key["codec"])
-    return steps_of(train("compression", CONFIG, overrides_of(key["codec"], key["rate"], key["repetition"])))
+    keys = keys_of(key["codec"]) | emulated(NODES, DEVICES, key["rate"])
+    keys |= {"elastic.snapshot_every": 0, "repetition": key["repetition"]}  # snapshots cross the links too
+    return steps_of(train("compression", "configs/standard.py", keys))
+
+
+def keys_of(name: str) -> dict[str, Any]:
+    """Returns the keys of the config of a step with a codec, with the optimizer that it needs."""
+    keys = {"compression.hop_two": name, "compression.threshold": THRESHOLD, "batch.global_size": NODES * DEVICES}
+    optimizer = method_named(name).takes_over  # otherwise AdamW
+    return keys | ({"optimizer.name": optimizer} if optimizer else {})
 
 
 def codec_times(name: str) -> dict[str, Any]:
@@ -97,23 +109,6 @@ def timed(function: Any, *arguments: jax.Array) -> float:
         jax.block_until_ready(function(*arguments))
         times.append(time.perf_counter() - before)
     return min(times)
-
-
-def overrides_of(name: str, rate: str, repetition: int) -> dict[str, Any]:
-    """Returns the overrides of one run."""
-    overrides = {
-        "compression.hop_two": name,
-        "compression.threshold": THRESHOLD,
-        "batch.global_size": NODES * DEVICES,
-        "emulate.nodes": NODES,
-        "emulate.devices_per_node": DEVICES,
-        "emulate.rate": rate,
-        "elastic.snapshot_every": 0,  # snapshots cross the links too
-        "repetition": repetition,
-    }
-    if optimizer := method_named(name).takes_over:  # otherwise AdamW
-        overrides["optimizer.name"] = optimizer
-    return overrides
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ devices. One process simulates all nodes. Adds one line per run to results/measu
 runs are not repeated. lab/benchmarks/dynamic_training_cost.py has the prices.
 """
 
-import argparse
 import itertools
 import random
 import signal
@@ -18,38 +17,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from files import json_lines
 from lab.benchmarks.dynamic_training_cost import NODES
-from lab.benchmarks.records import MEASURED
-from lab.benchmarks.runner import ROOT, FailedRunError, Key, run_missing
-from runtime.command_line import prepare_output
+from lab.benchmarks.runner import ROOT, FailedRunError, Key, options_of, program, run_missing
+from lab.records import MEASURED
 from runtime.events import Event, EventReader
 from runtime.exit_codes import ExitCode
 
 RESULTS = MEASURED / "dynamic_training.jsonl"
-CONFIG = "configs/digits.py"
 KINDS = ("fixed", "fluctuating", "control")
 DEVICES_PER_NODE = 2
 PHASES = 8
-EXTRA = {"control": ("--config.batch.micro_size=4",)}  # 2 micro-steps per step instead of 1
+EXTRA = {"control": ["--config.batch.micro_size=4"]}  # 2 micro-steps per step instead of 1
 PHASE_S = 1800  # time-out; a phase takes a minute, more on a busy machine
-
-
-@dataclass(frozen=True, kw_only=True)
-class Phase:
-    """Training on a number of nodes up to a step."""
-
-    nodes: int
-    until: int
-
-
-def fixed(steps: int) -> list[Phase]:
-    """Returns the single phase of a run on all nodes."""
-    return [Phase(nodes=NODES, until=steps)]
+Phase = tuple[int, int]  # training on a number of nodes up to a step
 
 
 def fluctuating(seed: int, steps: int) -> list[Phase]:
@@ -59,16 +43,13 @@ def fluctuating(seed: int, steps: int) -> list[Phase]:
         turn = chance.sample(range(1, NODES + 1), NODES)
         if not nodes or turn[0] != nodes[-1]:
             nodes += turn
-    return [Phase(nodes=n, until=steps * (i + 1) // PHASES) for i, n in enumerate(nodes)]
+    return [(n, steps * (i + 1) // PHASES) for i, n in enumerate(nodes)]
 
 
-def main() -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Trains the missing runs; returns 1 if one failed."""
-    parser = argparse.ArgumentParser(description="Reproduces Dynamic Training on the digits.", allow_abbrev=False)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
-    options = parser.parse_args()
-    prepare_output()
+    options = options_of(__doc__, argv, seeds=(3, "number of runs of each kind"), steps=(300, "of each run"))
     keys = [{"kind": kind, "seed": seed, "steps": options.steps} for seed in range(options.seeds) for kind in KINDS]
     return run_missing(RESULTS, keys, measured)
 
@@ -76,21 +57,21 @@ def main() -> int:
 def measured(key: Key) -> dict[str, Any]:
     """Trains a run through its phases; returns what its line says."""
     seed, steps = key["seed"], key["steps"]
-    phases = fluctuating(seed, steps) if key["kind"] == "fluctuating" else fixed(steps)
-    flags = [f"--config.seed={seed}", f"--config.num_steps={steps}", *EXTRA.get(key["kind"], ())]
+    phases = fluctuating(seed, steps) if key["kind"] == "fluctuating" else [(NODES, steps)]
+    flags = ["--config=configs/digits.py", f"--config.seed={seed}", f"--config.num_steps={steps}"]
+    flags += [*EXTRA.get(key["kind"], ()), "--config.checkpoint.every=0"]  # phases end with one
     with tempfile.TemporaryDirectory() as folder:
         return train(Path(folder) / "run", flags, phases)
 
 
-def train(workdir: Path, overrides: Sequence[str], phases: Sequence[Phase]) -> dict[str, Any]:
+def train(workdir: Path, flags: Sequence[str], phases: Sequence[Phase]) -> dict[str, Any]:
     """Trains through all phases; returns phases and losses. FailedRunError if a phase ends unexpectedly."""
-    flags = [f"--config={CONFIG}", *overrides, "--config.checkpoint.every=0"]  # phases end with one
     attempts: list[dict[str, Any]] = []
-    for phase in phases:
-        print(f"{phase.nodes} nodes until step {phase.until}", flush=True)
-        run_phase(workdir, [*flags, *mesh_flags(phase.nodes)], phase, last=phase is phases[-1])
+    for nodes, until in phases:
+        print(f"{nodes} nodes until step {until}", flush=True)
+        run_phase(workdir, [*flags, *mesh_flags(nodes)], until, last=until == phases[-1][1])
         *_, restored = (event for event in EventReader(workdir).new() if event["event"] == Event.RESTORED)
-        attempt = {"nodes": phase.nodes, "begun": restored["step"], "ended": len(rows(workdir))}
+        attempt = {"nodes": nodes, "begun": restored["step"], "ended": len(rows(workdir))}
         attempts.append(attempt | {"source": restored["source"]})
     found = rows(workdir)
     kept = ("step", "validation_loss", "validation_accuracy")
@@ -110,14 +91,14 @@ def mesh_flags(nodes: int) -> list[str]:
     return [f"--config.{key}={value}" for key, value in keys.items()]
 
 
-def run_phase(workdir: Path, flags: Sequence[str], phase: Phase, *, last: bool) -> None:
+def run_phase(workdir: Path, flags: Sequence[str], until: int, *, last: bool) -> None:
     """Runs train.py up to the end of a phase."""
     command = [sys.executable, "train.py", *flags, f"--workdir={workdir}"]
     with tempfile.TemporaryFile("w+") as output:
         with subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as process:
             try:
                 if not last:
-                    wait_for_rows(workdir, phase.until - 2, process)  # a row is written after the next step
+                    wait_for_rows(workdir, until - 2, process)  # a row is written after the next step
                     process.send_signal(signal.SIGTERM)  # while the last step of the phase runs
                 code = process.wait(timeout=PHASE_S)
             except subprocess.TimeoutExpired as error:

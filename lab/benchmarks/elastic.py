@@ -9,7 +9,6 @@ once the run uses all nodes again. `--chaos` takes the results of a finished `py
 line per event (or one for chaos) to results/measured/elastic.jsonl. Needs root or user namespaces (docs/emulation.md).
 """
 
-import argparse
 import os
 import shlex
 import shutil
@@ -20,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from files import json_lines
-from lab.benchmarks.records import MEASURED, add, machine
+from lab.benchmarks.runner import options_of, program, words
 from lab.chaos.faults import RECOVERY_S, Fault, inject
 from lab.chaos.run import ElasticRun, RunError
 from lab.chaos.same import compare_losses, compare_parameters
+from lab.records import MEASURED, add, machine
 from metrics.run_files import read_run
 from runtime.events import Event, EventReader
 
@@ -35,7 +35,7 @@ CHAOS = "chaos"  # the title of its lines
 CALM_STEPS = 3  # between the recovery from an event and the next one
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """A line of the matrix: an event, and what it may cost."""
 
@@ -53,106 +53,87 @@ class Case:
         return f"{self.lost}, {seconds}"
 
 
+JOIN = Case("a node joins", "join", 0, "0", 20)
 MATRIX = (
-    Case(title="announced preemption of a node", kind="preempt", process=2, lost="0", seconds=15),
-    Case(title="a node joins", kind="join", process=0, lost="0", seconds=20),
-    Case(title="announced preemption of the coordinator's node", kind="preempt", process=0, lost="0", seconds=15),
-    Case(title="a node joins", kind="join", process=0, lost="0", seconds=20),
-    Case(title="SIGKILL of a node", kind="kill_node", process=1, lost="1", seconds=30),
-    Case(title="a node joins", kind="join", process=0, lost="0", seconds=20),
-    Case(title="SIGKILL of the coordinator's node", kind="kill_node", process=0, lost="1", seconds=40),
-    Case(title="a node joins", kind="join", process=0, lost="0", seconds=20),
-    Case(title="SIGSTOP of a process", kind="freeze_process", process=1, lost="1", seconds=30, detection=True),
-    Case(title="SIGKILL during a snapshot", kind="kill_in_snapshot", process=3, lost="1", seconds=40),
-    Case(title="SIGKILL during a checkpoint", kind="kill_in_checkpoint", process=2, lost="1", seconds=40),
-    Case(title="cut link", kind="cut", process=2, lost="1", seconds=30, detection=True),
-    Case(title="SIGSTOP of a node", kind="freeze_node", process=1, lost="1", seconds=30, detection=True),
-    Case(title="all nodes killed", kind="kill_all", process=0, lost="back to the checkpoint", seconds=None),
+    Case("announced preemption of a node", "preempt", 2, "0", 15),
+    JOIN,
+    Case("announced preemption of the coordinator's node", "preempt", 0, "0", 15),
+    JOIN,
+    Case("SIGKILL of a node", "kill_node", 1, "1", 30),
+    JOIN,
+    Case("SIGKILL of the coordinator's node", "kill_node", 0, "1", 40),
+    JOIN,
+    Case("SIGSTOP of a process", "freeze_process", 1, "1", 30, detection=True),
+    Case("SIGKILL during a snapshot", "kill_in_snapshot", 3, "1", 40),
+    Case("SIGKILL during a checkpoint", "kill_in_checkpoint", 2, "1", 40),
+    Case("cut link", "cut", 2, "1", 30, detection=True),
+    Case("SIGSTOP of a node", "freeze_node", 1, "1", 30, detection=True),
+    Case("all nodes killed", "kill_all", 0, "back to the checkpoint", None),
 )
 
 
-def main() -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs what was asked for and records it; returns 1 if a run failed."""
-    parser = argparse.ArgumentParser(description="Measures what events cost an elastic run.", allow_abbrev=False)
-    parser.add_argument("--repetitions", type=int, default=1)
-    parser.add_argument("--only", default="", help="kinds of events, with commas; a node that goes needs a `join`")
-    parser.add_argument("--compile_ahead", action="store_true", help="as the option of engines.ray")
-    parser.add_argument("--workdir", type=Path, default=Path("runs/benchmarks/elastic"))
-    parser.add_argument("--chaos", type=Path, help="the --workdir of a finished run of lab.chaos, to be recorded")
-    parser.add_argument("--reference", type=Path, help="... and what it was compared with (default: in its --workdir)")
-    options = parser.parse_args()
-    kinds = [kind for kind in options.only.split(",") if kind]
-    if unknown := set(kinds) - {case.kind for case in MATRIX}:
-        parser.error(f"--only={options.only}: no case of {', '.join(sorted(unknown))}")
+    options = options_of(
+        __doc__,
+        argv,
+        repetitions=(1, "of the run"),
+        only=("", "kinds of events, with commas; a node that goes needs a `join`"),
+        compile_ahead=(False, "as the option of engines.ray"),
+        workdir=(Path("runs/benchmarks/elastic"), "of the runs"),
+        chaos=("", "the --workdir of a finished run of lab.chaos, to be recorded"),
+        reference=("", "... and what it was compared with; by default `reference` in its --workdir"),
+    )
+    kinds = words(options.only, "only", (case.kind for case in MATRIX))
     cases = [case for case in MATRIX if not kinds or case.kind in kinds]
-    try:
-        if options.chaos:
-            add(RESULTS, chaos(options.chaos, options.reference or options.chaos / "reference"))
-        for repetition in range(0 if options.chaos else options.repetitions):
-            measure(options.workdir / str(repetition), cases, compile_ahead=options.compile_ahead)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if options.chaos:
+        folder = Path(options.chaos)
+        add(RESULTS, chaos(folder, Path(options.reference or folder / "reference")) | machine())
+        return 0
+    for repetition in range(options.repetitions):
+        measure(options.workdir / str(repetition), cases, compile_ahead=options.compile_ahead)
     return 0
 
 
 def measure(folder: Path, cases: Sequence[Case], *, compile_ahead: bool) -> None:
     """Runs the cases in one run and records each, but for a join where no node is missing."""
     shutil.rmtree(folder, ignore_errors=True)
-    with ElasticRun(
-        folder,
-        [f"--config={CONFIG}"],
-        nodes=NODES,
-        devices_per_node=DEVICES_PER_NODE,
-        rate=RATE,
-        options=["--compile_ahead"] * compile_ahead,
-    ) as run:
+    command = shlex.join(["python", "-m", "lab.benchmarks.elastic", *sys.argv[1:]])
+    ahead = ["--compile_ahead"] * compile_ahead
+    sizes: dict[str, Any] = {"nodes": NODES, "devices_per_node": DEVICES_PER_NODE, "rate": RATE}
+    with ElasticRun(folder, [f"--config={CONFIG}"], **sizes, options=ahead) as run:
         for case in cases:
-            await_all(run)
+            run.wait(lambda: run.is_settled and len(run.world) == len(run.alive), "training on all nodes", RECOVERY_S)
             if case.kind == "join" and len(run.alive) == NODES:
                 continue
             load = os.getloadavg()[0]
             outcome = inject(run, Fault(kind=case.kind, process=case.process, pause_steps=CALM_STEPS))
-            line = {
-                "title": case.title,
-                "compile_ahead": compile_ahead,
-                **asdict(outcome),
-                "load": load,
-                "after": os.getloadavg()[0],
-            }
-            command = shlex.join(["python", "-m", "lab.benchmarks.elastic", *sys.argv[1:]])
-            add(RESULTS, line | {"command": command} | machine())
+            line = {"title": case.title, "compile_ahead": compile_ahead, **asdict(outcome)}
+            add(RESULTS, line | {"load": load, "after": os.getloadavg()[0], "command": command} | machine())
             times = f"{outcome.next_step_s:.1f} s, without a step for {outcome.pause_s:.1f} s"
             print(f"{case.title}: {times}, {outcome.lost_steps} steps lost", flush=True)
     if left := run.left():
         raise RunError(f"left of the cluster: {'; '.join(left)}")
 
 
-def await_all(run: ElasticRun) -> None:
-    """Waits until all nodes that there are, train."""
-    run.wait(lambda: run.is_settled and len(run.world) == len(run.alive), "training on all nodes", RECOVERY_S)
-
-
 def chaos(folder: Path, reference: Path) -> dict[str, Any]:
-    """Returns the line of a run of lab.chaos; its events tell whether it compiled ahead."""
+    """Returns what the line of a run of lab.chaos says; its events tell whether it compiled ahead."""
     events = json_lines.read(folder / "outcomes.jsonl")
     run = read_run(folder / "run")
     compile_ahead = any(event["event"] == Event.ATTEMPT_AHEAD for event in EventReader(folder / "run").new())
     ahead = ["--compile_ahead"] * compile_ahead
     drawn = [f"--events={len(events)}", f"--seed={events[0]['seed']}"]
-    losses, parameters = compare_losses(run.run_dir, reference), compare_parameters(run.run_dir, reference)
+    kept = ("kind", "process", "next_step_s", "lost_steps", "load")
     return {
         "title": CHAOS,
         "steps": len(run.rows),
         "seed": events[0]["seed"],
-        "loss_difference": losses.difference,
-        "parameter_difference": parameters.difference,
-        "events": [
-            {key: event[key] for key in ("kind", "process", "next_step_s", "lost_steps", "load")} for event in events
-        ],
+        "loss_difference": compare_losses(run.run_dir, reference).difference,
+        "parameter_difference": compare_parameters(run.run_dir, reference).difference,
+        "events": [{key: event[key] for key in kept} for event in events],
         "compile_ahead": compile_ahead,
         "command": shlex.join(["python", "-m", "lab.chaos", *ahead, *drawn, f"--workdir={folder}"]),
-        **machine(),
     }
 
 

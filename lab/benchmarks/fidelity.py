@@ -2,36 +2,30 @@
 
     python -m lab.benchmarks.fidelity [--steps=300]
 
-Runs train.py under both (configs/fidelity.py), unless recorded, and adds lines to results/measured/fidelity.jsonl for
-`python -m lab.paper`.
+Runs train.py under both (configs/fidelity.py), unless recorded, and adds lines to results/measured/fidelity.jsonl.
 """
 
-import argparse
 import sys
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
-from lab.benchmarks.records import MEASURED
-from lab.benchmarks.runner import Key, run_missing, steps_of, train
-from runtime.command_line import prepare_output
+from lab.benchmarks.runner import Key, options_of, program, run_missing, steps_of, train
+from lab.records import MEASURED
 
 RESULTS = MEASURED / "fidelity.jsonl"
 STRATEGIES = {"mics(2)": "mics", "zero3": "zero3"}  # name in the record to the argument of the config
 
 
-def main() -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Trains under each strategy; returns 1 if a run failed."""
-    parser = argparse.ArgumentParser(description="Records the loss curves of MiCS and ZeRO-3.", allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=300)
-    options = parser.parse_args()
-    prepare_output()
-    return run_missing(RESULTS, [{"strategy": name} for name in STRATEGIES], partial(measured, steps=options.steps))
+    steps = options_of(__doc__, argv, steps=(300, "of each run")).steps
 
+    def measured(key: Key) -> dict[str, Any]:
+        found = steps_of(train("fidelity", f"configs/fidelity.py:{STRATEGIES[key['strategy']]}", {"num_steps": steps}))
+        return {name: found[name] for name in ("losses", "command")}
 
-def measured(key: Key, *, steps: int) -> dict[str, Any]:
-    """Returns the loss of each step, and the command."""
-    found = steps_of(train("fidelity", f"configs/fidelity.py:{STRATEGIES[key['strategy']]}", {"num_steps": steps}))
-    return {name: found[name] for name in ("losses", "command")}
+    return run_missing(RESULTS, [{"strategy": name} for name in STRATEGIES], measured)
 
 
 if __name__ == "__main__":

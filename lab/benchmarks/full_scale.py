@@ -2,180 +2,110 @@
 
     python -m lab.benchmarks.full_scale [--only=bert_10b] [--again]
 
-Each step is compiled for an A100 of the cluster's memory and replayed with a V100's or an A100's figures, on two
-networks: that of planner/clusters.py, and that of the paper's own measurements (its figure 2, B_part of section 3).
-A program with many equal partition groups is compiled for two of them (lab/benchmarks/resized.py).
-results/derived/full_scale.jsonl has a line a step and network; what is there with the same inputs is not
-compiled again, but with `--again`, which also looks for no program in the planner's cache. `--only` takes the steps
-whose name contains it. There are 77 steps of 50 programs, of which each takes about a minute on 2 cores; no GPU is
-needed, but XLA for GPUs is (`make .venv/h100/installed`). Exit codes: 0 done; 2 a step could not be compiled or read.
+Each step of lab/benchmarks/full_scale.csv is compiled for an A100 of the cluster's memory and replayed with a V100's or
+an A100's figures, on two networks: that of planner/clusters.py, and that of the paper's own measurements (its figure 2,
+B_part of section 3). results/derived/full_scale.jsonl has a line a step and network; what it has is not compiled again,
+but with `--again`, which also looks for no program in the planner's cache. There are 77 steps, of which each takes
+about a minute on 2 cores; no GPU is needed, but XLA for GPUs is (`make .venv/h100/installed`). Exit codes: 0 done; 1 a
+step could not be compiled or read; 2 no step has such a name.
 """
 
-import argparse
-import hashlib
-import json
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import lru_cache
 from typing import Any
 
-import jax
-
-from configs import command_line
-from lab.benchmarks.full_scale_cells import PER_NODE, Cell, cells
-from lab.benchmarks.records import DERIVED, machine, put, recorded
-from lab.benchmarks.resized import resized
-from lab.benchmarks.runner import ROOT
+from lab.benchmarks.compiled import on_cluster, start_devices, table
+from lab.benchmarks.names import sharding_of
+from lab.benchmarks.runner import Key, options_of, program, run_missing
 from lab.paper.network import b_part, fitted
-from lab.paper.replays import BUCKET
-from planner import compile as compiling
+from lab.paper.replays import BUCKET, P3DN, PAPER, PLANNER
+from lab.records import DERIVED
 from planner.bounds import ITEM_BYTES
-from planner.candidates import Candidate, of_config
 from planner.clusters import CLUSTERS
 from planner.hardware import Network
-from planner.predict import Machine, Step, compiled_step
+from planner.predict import Step
 from planner.replay import level_seconds
-from runtime.exit_codes import ExitCode
 from sharding.hlo import Collective
-from training.experiment import Experiment, make_experiment
 
 RESULTS = DERIVED / "full_scale.jsonl"
-PLANNER, PAPER = "planner", "figure 2"  # networks
-KEY = ("model", "config", "keys", "cluster", "gpus", "strategy", "micro_size", "global_size", "network")  # of a line
-OF_THE_REPLAY = (
-    *("planner/hardware.py", "planner/kernels.py", "planner/replay.py", "sharding/hlo*.py"),
-    "lab/benchmarks/full_scale.py",
-)
-P3DN = "p3dn.24xlarge"
+CELLS = "full_scale.csv"
+PER_NODE = 8
 
 
-def main(argv: Sequence[str]) -> int:
+def cells() -> list[Key]:
+    """Returns the keys of all lines: each step on its networks."""
+    rows = ({("keys" if key == "changes" else key): value for key, value in row.items()} for row in table(CELLS))
+    return [{**row, "network": network} for row in rows for network in networks(row["cluster"], row["gpus"])]
+
+
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Compiles, replays and records the steps; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Replays the MiCS paper's figures at full size.", allow_abbrev=False)
-    parser.add_argument("--only", default="", help="only steps whose name contains this")
-    parser.add_argument("--again", action="store_true", help="compile what is recorded too, and take no cached program")
-    options = parser.parse_args(argv[1:])
-    chosen = [cell for cell in cells() if options.only in cell.name]
+    options = options_of(
+        __doc__,
+        argv,
+        only=("", "only steps whose model, strategy, GPUs and cluster contain this"),
+        again=(False, "compile what is recorded too, and take no cached program"),
+    )
+    chosen = [cell for cell in cells() if options.only in name(cell)]
     if not chosen:
-        print(f"error: --only={options.only} is in no name, such as {cells()[0].name}", file=sys.stderr)
-        return ExitCode.BAD_INPUT
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", max((cell.gpus for cell in chosen), default=1))
+        raise ValueError(f"--only={options.only} is in no name, such as {name(cells()[0])}")
+    start_devices(max(cell["gpus"] for cell in chosen))
     with tempfile.TemporaryDirectory() as empty:
         if options.again:
             os.environ["MICS_JAX_CACHE"] = empty
-        return record(chosen, again=options.again)
+        return run_missing(RESULTS, chosen, replayed, again=options.again)
 
 
-def record(chosen: Sequence[Cell], *, again: bool) -> int:
-    """Compiles, replays and records those of the steps whose inputs changed, or all; returns the exit code."""
-    failed = 0
-    for cell in chosen:
-        done = set() if again else {line["inputs"] for line in recorded(RESULTS)}
-        wanted = {name: inputs(cell, network) for name, network in networks(cell).items()}
-        if set(wanted.values()) <= done:
-            continue
-        try:
-            step = compiled(cell)
-            for name, key in wanted.items():
-                if key not in done:
-                    put(RESULTS, line(cell, step, name, networks(cell)[name]) | {"inputs": key} | machine(), KEY)
-        except (ValueError, RuntimeError, OSError) as error:
-            print(f"error: {cell.name}: {' '.join(str(error).split())}", file=sys.stderr)
-            failed += 1
-            continue
-        print(f"{cell.name}: done", flush=True)
-    return ExitCode.BAD_INPUT if failed else 0
+def name(cell: Key) -> str:
+    """Returns what `--only` finds a step by."""
+    return f"{cell['model']}, {cell['strategy']}, {cell['gpus']} GPUs of {cell['cluster']}"
 
 
-def networks(cell: Cell) -> dict[str, Network]:
-    """Returns the networks that a cell is replayed on: the paper measured p3dn's alone."""
-    own = replace(CLUSTERS[cell.cluster].network(), devices_per_node=min(PER_NODE, cell.gpus))
-    if cell.cluster != P3DN:
+def networks(cluster: str, gpus: int) -> dict[str, Network]:
+    """Returns the networks that a step is replayed on: the paper measured p3dn's alone."""
+    own = replace(CLUSTERS[cluster].network(), devices_per_node=min(PER_NODE, gpus))
+    if cluster != P3DN:
         return {PLANNER: own}
     fit = fitted()
-    paper = Network(
-        devices_per_node=own.devices_per_node,
-        intra_bandwidth=b_part(),
-        intra_latency_s=own.intra_latency_s,
-        node_bandwidth=fit.bandwidth,
-        inter_latency_s=fit.latency_s,
-        all_to_all_fraction=own.all_to_all_fraction,
-        tree_fractions=own.tree_fractions,
-    )
+    paper = replace(own, intra_bandwidth=b_part(), node_bandwidth=fit.bandwidth, inter_latency_s=fit.latency_s)
     return {PLANNER: own, PAPER: paper}
 
 
-def inputs(cell: Cell, network: Network) -> str:
-    """Returns a digest of the cell, the code of the step and of the replay, the device and the network."""
-    cluster = CLUSTERS[cell.cluster]
-    about = [cell.words, cell.gpus, asdict(network), cluster.usable_bytes(cell.gpus), BUCKET]
-    about.append(asdict(cluster.compute(cell.gpus)))
-    digest = hashlib.sha256(json.dumps(about, default=dict).encode())
-    sources = {file for part in (*compiling.OF_THE_STEP, *OF_THE_REPLAY) for file in ROOT.glob(part)}
-    for file in sorted(sources):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def compiled(cell: Cell) -> Step:
-    """Returns the step of a cell, compiled or rewritten. ValueError or RuntimeError: it cannot be."""
-    first = cell.compiled
-    step = compiled_step(*_request(first))
-    if first == cell:
-        return step
-    candidate, experiment, of_cluster = _request(cell)
-    text = resized(
-        step.compiled,
-        replicas=step.compiled.shape.replica_inter * cell.gpus // first.gpus,
-        accumulation=(step.experiment.batches.accumulation, experiment.batches.accumulation),
-        batch_bytes=step.memory().batch,
-    )
-    return Step(candidate=candidate, experiment=experiment, machine=of_cluster, compiled=text)
-
-
-def _request(cell: Cell) -> tuple[Candidate, Experiment, Machine]:
-    words = ["full_scale", *cell.words]
-    config = command_line.parse(words)
-    cluster = replace(CLUSTERS[cell.cluster], devices_per_node=min(PER_NODE, cell.gpus))
-    nodes = cell.gpus // cluster.devices_per_node
-    of_cluster = Machine(cluster=cluster, nodes=nodes, config_words=tuple(cell.words), target=cluster.device.target)
-    return of_config(config), make_experiment(config, jax.devices()[: cell.gpus]), of_cluster
-
-
-def line(cell: Cell, step: Step, name: str, network: Network) -> dict[str, Any]:
-    """Returns the line of a cell on a network: bytes, seconds a step, sequences a second."""
-    timeline, memory = step.timeline(network=network), step.memory()
+def replayed(cell: Key) -> dict[str, Any]:
+    """Returns what the line of a step says: bytes, seconds a step, sequences a second."""
+    keys = {f"sharding.{key}": value for key, value in sharding_of(cell["strategy"]).items()}
+    keys |= {"batch.micro_size": cell["micro_size"], "batch.global_size": cell["global_size"], **cell["keys"]}
+    step = _compiled(cell["cluster"], cell["gpus"], cell["config"], tuple(keys.items()))
+    network = networks(cell["cluster"], cell["gpus"])[cell["network"]]
+    timeline = step.timeline(network=network)
     item = ITEM_BYTES[step.experiment.config.model.compute_dtype]
     uses = {
         f"{label}, {level}": {"times": use.times, "busy_s": _round(use.busy_s), "exposed_s": _round(use.exposed_s)}
         for (label, level), use in timeline.uses.items()
     }
+    bucket = {kind: _round(bucket_s(kind, item, cell["gpus"], network)) for kind in ("all-reduce", "reduce-scatter")}
     return {
-        "model": cell.model,
-        "config": cell.config,
-        "keys": dict(cell.keys),
-        "cluster": cell.cluster,
-        "gpus": cell.gpus,
-        "compiled_gpus": cell.compiled.gpus,
-        "strategy": cell.strategy,
-        "micro_size": cell.micro_size,
-        "global_size": cell.global_size,
         "accumulation": step.experiment.batches.accumulation,
         "num_params": step.experiment.model.num_params,
-        "network": name,
         "network_figures": asdict(network),
-        "bucket_s": {
-            kind: _round(bucket_s(kind, item, cell.gpus, network)) for kind in ("all-reduce", "reduce-scatter")
-        },
-        "memory": {key: round(value) for key, value in asdict(memory).items()},
+        "bucket_s": bucket,
+        "memory": {key: round(value) for key, value in asdict(step.memory()).items()},
         "compute_s": _round(timeline.compute_s),
         "uses": uses,
         "step_s": _round(timeline.step_s),
-        "sequences_per_s": _round(cell.global_size / timeline.step_s),
+        "sequences_per_s": _round(cell["global_size"] / timeline.step_s),
     }
+
+
+@lru_cache(maxsize=1)  # the networks of a step follow each other
+def _compiled(cluster: str, gpus: int, config: str, keys: tuple[tuple[str, Any], ...]) -> Step:
+    there = replace(CLUSTERS[cluster], devices_per_node=min(PER_NODE, gpus))
+    return on_cluster(there, gpus // there.devices_per_node, config, dict(keys))
 
 
 def bucket_s(kind: str, item_bytes: int, gpus: int, network: Network) -> float:
@@ -197,4 +127,4 @@ def _round(value: float) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main())

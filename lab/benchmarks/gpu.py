@@ -11,31 +11,27 @@ recorded, and prints a table of these runs: mean (lowest to highest). MFU: by th
 both. Exit codes: 0 done; 1 a run failed; 2 bad options, or no GPU.
 """
 
-import argparse
 import json
-import math
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median
 from typing import Any
 
 import jax
-from scipy.special import stdtrit
+from scipy.stats import sem, t
 
 import models
 from configs import base, gpu_decoder
 from configs.schema import TransformerConfig
 from files import json_lines
 from files.pages import markdown
-from lab.benchmarks.records import MEASURED, recorded, spread
-from lab.benchmarks.runner import ROOT, Key, alternating, result_of, run_missing, started
+from lab.benchmarks.runner import ROOT, Key, alternating, options_of, program, result_of, run_missing, started, words
+from lab.records import MEASURED, Line, recorded, spread
 from metrics.throughput import peak_flops
-from runtime.exit_codes import ExitCode
 
 RESULTS = MEASURED / "gpu.jsonl"
 ASK = "import jax; d = jax.devices(); print(len(d), d[0].platform, d[0].device_kind, sep=';')"
@@ -52,43 +48,38 @@ class Device:
     peak_flops: float | None
 
 
-def main(argv: Sequence[str]) -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs all repetitions and prints the table; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Tokens per second and MFU on GPUs.", allow_abbrev=False)
-    parser.add_argument("--pytorch", default="", help="a Python that has torch, to compare with")
-    parser.add_argument("--sizes", default="124m,350m,1.3b", help=f"of {', '.join(gpu_decoder.SIZES)}, with commas")
-    parser.add_argument("--repetitions", type=int, default=3, help="of each side, in turn, at least 1")
-    parser.add_argument("--steps", type=int, default=40, help="of each repetition")
-    parser.add_argument("--cpu", action="store_true", help="on one CPU device: tries the program, measures nothing")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the record")
-    options = parser.parse_args(argv[1:])
+    options = options_of(
+        __doc__,
+        argv,
+        pytorch=("", "a Python that has torch, to compare with"),
+        sizes=("124m,350m,1.3b", f"of {', '.join(gpu_decoder.SIZES)}, with commas"),
+        repetitions=(3, "of each side, in turn, at least 1"),
+        steps=(40, "of each repetition"),
+        cpu=(False, "on one CPU device: tries the program, measures nothing"),
+        results=(RESULTS, "the record"),
+    )
     if options.repetitions < 1:
-        parser.error(f"--repetitions={options.repetitions} must be at least 1")
-    sizes = options.sizes.split(",")
-    if unknown := [size for size in sizes if size not in gpu_decoder.SIZES]:
-        print(f"error: --sizes={unknown[0]}: there are {', '.join(gpu_decoder.SIZES)}", file=sys.stderr)
-        return ExitCode.BAD_INPUT
+        raise ValueError(f"--repetitions={options.repetitions} must be at least 1")
+    sizes = words(options.sizes, "sizes", gpu_decoder.SIZES)
     device = Device(count=1, kind=CPU, peak_flops=None) if options.cpu else find_gpus()
     if device is None:
-        print(
-            "error: this needs a GPU and jax with CUDA (make gpu); --cpu tries the program without",
-            file=sys.stderr,
-        )
-        return ExitCode.BAD_INPUT
+        raise ValueError("this needs a GPU and jax with CUDA (make gpu); --cpu tries the program without")
     jax.config.update("jax_platforms", "cpu")  # the GPUs' memory belongs to the runs
     about = {"steps": options.steps, "devices": device.count, "device": device.kind}
     sides = (OURS, PEER) if options.pytorch else (OURS,)
     keys = [{**key, **about} for key in alternating(options.repetitions, size=sizes, side=sides)]
-    failed = run_missing(options.results, keys, partial(measured, device=device, python=options.pytorch))
+
+    def measured(key: Key) -> dict[str, Any]:
+        tokens_per_s = run_ours(key, device) if key["side"] == OURS else run_pytorch(key, device, options.pytorch)
+        return {"tokens_per_s": tokens_per_s, "mfu": mfu(key["size"], tokens_per_s, device)}
+
+    failed = run_missing(options.results, keys, measured)
     if not failed:
         print(table([line for line in recorded(options.results) if any(key.items() <= line.items() for key in keys)]))
     return failed
-
-
-def measured(key: Key, *, device: Device, python: str) -> dict[str, Any]:
-    """Returns the speed of a run. FailedRunError if it ended without numbers."""
-    tokens_per_s = run_ours(key, device) if key["side"] == OURS else run_pytorch(key, device, python)
-    return {"tokens_per_s": tokens_per_s, "mfu": mfu(key["size"], tokens_per_s, device)}
 
 
 def find_gpus() -> Device | None:
@@ -101,7 +92,7 @@ def find_gpus() -> Device | None:
 
 
 def run_ours(key: Key, device: Device) -> float:
-    """Trains with train.py; returns the median of the tokens per second."""
+    """Trains with train.py; returns the median of the tokens per second. FailedRunError if it failed."""
     size, steps = key["size"], key["steps"]
     keys = {"num_steps": steps, "model.remat": "none", "batch.global_size": device.count * rows_of(size)}
     keys |= {"mesh.num_cpu_devices": 1} if device.kind == CPU else {}
@@ -114,7 +105,7 @@ def run_ours(key: Key, device: Device) -> float:
 
 
 def run_pytorch(key: Key, device: Device, python: str) -> float:
-    """Trains the same model in PyTorch; returns the median of the tokens per second."""
+    """Trains the same model in PyTorch; returns the median of the tokens per second. FailedRunError if it failed."""
     size, steps = key["size"], key["steps"]
     model = base.typed(gpu_decoder.get_config(size)).model
     assert isinstance(model, TransformerConfig)
@@ -144,24 +135,17 @@ def mfu(size: str, tokens_per_s: float, device: Device) -> float | None:
     return tokens_per_s * flops / (device.count * device.peak_flops)
 
 
-# ------------------------------------------------------------------------------------------------------- the table
-
-
-def table(lines: Sequence[dict[str, Any]]) -> str:
+def table(lines: Sequence[Line]) -> str:
     """Returns a row a size: both sides' speed and MFU, and ours over PyTorch's in the same repetition."""
     rows = []
     for size in dict.fromkeys(line["size"] for line in lines):
-        sides = {
-            side: [line for line in lines if (line["side"], line["size"]) == (side, size)] for side in (OURS, PEER)
-        }
-        cells = [size]
-        for of_side in sides.values():
+        cells, speeds = [size], []
+        for side in (OURS, PEER):
+            of_side = [line for line in lines if (line["side"], line["size"]) == (side, size)]
             shares = [line["mfu"] for line in of_side if line["mfu"] is not None]
-            cells.append(spread([line["tokens_per_s"] for line in of_side], ",.0f") if of_side else "-")
-            cells.append(f"{mean(shares):.1%}" if shares else "-")
-        pairs = zip(sides[OURS], sides[PEER], strict=False)
-        cells.append(interval([ours["tokens_per_s"] / theirs["tokens_per_s"] for ours, theirs in pairs]))
-        rows.append(cells)
+            speeds.append([line["tokens_per_s"] for line in of_side])
+            cells += [spread(speeds[-1], ",.0f") if of_side else "-", f"{mean(shares):.1%}" if shares else "-"]
+        rows.append([*cells, interval([ours / theirs for ours, theirs in zip(*speeds, strict=False)])])
     heads = ["parameters", "mics-jax tokens/s", "MFU", "PyTorch tokens/s", "MFU", "ratio, 95 % interval"]
     return markdown(heads, rows)
 
@@ -170,9 +154,8 @@ def interval(values: Sequence[float]) -> str:
     """Returns the mean with its 95 % confidence interval (Student's t), which two values at least have."""
     if len(values) < 2:
         return f"{values[0]:.2f}" if values else "-"
-    half = stdtrit(len(values) - 1, 0.975) * stdev(values) / math.sqrt(len(values))
-    return f"{mean(values):.2f} ± {half:.2f}"
+    return f"{mean(values):.2f} ± {t.ppf(0.975, len(values) - 1) * sem(values):.2f}"
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main())

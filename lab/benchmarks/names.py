@@ -1,8 +1,11 @@
 """The names of strategies in benchmarks: their config keys, and their bytes by the formulas of docs/concepts.md."""
 
+import importlib
 import re
 from dataclasses import dataclass
 from typing import Any
+
+from ml_collections import ConfigDict
 
 from configs import mics_paper
 
@@ -10,6 +13,13 @@ from configs import mics_paper
 def config_file(name: str) -> str:
     """Returns `FILE[:arg]` of a record's config: a file in configs, or a model of the MiCS paper."""
     return f"configs/mics_paper.py:{name}" if name in mics_paper.MODELS else f"configs/{name}.py"
+
+
+def config_named(name: str) -> ConfigDict:
+    """Returns a record's config."""
+    if name in mics_paper.MODELS:
+        return mics_paper.get_config(name)
+    return importlib.import_module(f"configs.{name}").get_config()
 
 
 def remat_of(name: str) -> str:

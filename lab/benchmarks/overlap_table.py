@@ -1,161 +1,89 @@
 """What overlaps in the steps compiled for H100s, for a list of strategies, gathers and compiler options.
 
-    python -m lab.benchmarks.overlap_table [--only=mics]
+    python -m lab.benchmarks.overlap_table [--only=mics] [--again]
 
-Compiles the cases below (BERT 10B of the MiCS paper, or a decoder of 1.3 B that every strategy can hold, on 16 nodes of
-8), replays each program at three link rates, with the planner's figures and with matrix products at 450 TFLOP/s (slow
-kernels hide more), and writes a line a case and rate into results/derived/overlap.jsonl. The replay has a queue for
-each network level, jax 0.10.2 one stream for all collectives: what is exposed is a lower bound. `--only` takes the
-cases whose name contains it. A case takes a minute or two on 2 cores; no GPU is needed, but XLA for GPUs is (`make
-.venv/h100/installed`). Exit codes: 0 done; 2 a case could not be compiled or read.
+Compiles the steps of lab/benchmarks/overlap.csv (BERT 10B of the MiCS paper, or a decoder of 1.3 B that every strategy
+can hold, on 16 nodes of 8) with and without the options that let collectives overlap, and replays each program at three
+link rates, with the planner's figures and with matrix products at 450 TFLOP/s (slow kernels hide more). A line a case
+and rate is in results/derived/overlap.jsonl. The replay has a queue for each network level, jax 0.10.2 one stream for
+all collectives: what is exposed is a lower bound. `--only` takes the cases whose name contains it, `--again` also those
+that are recorded. A case takes a minute or two on 2 cores; no GPU is needed, but XLA for GPUs is (`make
+.venv/h100/installed`). Exit codes: 0 done; 1 a case could not be compiled or read; 2 no case has such a name.
 """
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from files.pages import markdown
-from lab.benchmarks.names import sharding_of
-from lab.benchmarks.records import DERIVED, machine, put
+from lab.benchmarks.compiled import table as cells_of
+from lab.benchmarks.runner import Key, options_of, program, run_missing
 from lab.emulate.links import Links
+from lab.records import DERIVED, Line
 from planner.clusters import PRODUCTS, find_cluster, with_rate
 from planner.compile import CompiledStep, compile_step
 from planner.replay import replay
 from planner.timeline import Timeline
-from runtime.exit_codes import ExitCode
 from sharding.hlo_program import Program, parse_program
 
 RESULTS = DERIVED / "overlap.jsonl"
-KEY = ("case", "overlap", "rate")  # of a line
 CLUSTER = "p5.48xlarge"  # whose devices and links inside the node they are
 PRODUCTS_TFLOPS = (PRODUCTS["H100"][0], 450)  # of matrix products: the planner's, and slow ones, half of the peak
-ON_PAGE = (  # the rows of docs/gpu.md; the record has the rest
-    ("mics(8)", "400gbit"),
-    ("mics(8), micro-batch 16", "400gbit"),
-    ("mics(8), micro-batch 32", "400gbit"),
-    ("mics(8), hop two int8, micro-batch 32", "100gbit"),
-    ("mics(8), hop two delayed", "100gbit"),
-    ("mics(8), hop two delayed, int8", "100gbit"),
-    ("mics(8), local SGD, a step that meets", "100gbit"),
-    ("mics(8), local SGD, streaming", "100gbit"),
-    ("mics(8), gathered once a micro-step", "400gbit"),
-    ("mics(16)", "400gbit"),
-    ("node/node/all, micro-batch 16", "400gbit"),
-    ("zero3", "3200gbit"),
-)
-CONFIG, NODES, DEVICES = "configs/mics_paper.py:bert_10b", 16, 8
+NODES, DEVICES = 16, 8
 RATES = ("100gbit", "400gbit", "3200gbit")
-DECODER = "configs/gpu_decoder.py:1.3b"
-MICS: Mapping[str, Any] = {"sharding.partition_size": 8}
-LOCAL: Mapping[str, Any] = {"local_sgd.inner_steps": 10}
-ZERO3: Mapping[str, Any] = {"sharding.strategy": "zero3", "sharding.partition_size": 0}
-NODE_NODE_ALL = {f"sharding.{key}": value for key, value in sharding_of("node/node/all").items()}
-SMALL: Mapping[str, Any] = {  # 4 micro-steps
-    "model.remat": "full",
-    "batch.global_size": 4096,
-    "batch.micro_size": 8,
-    "mesh.devices_per_node": DEVICES,
-}
+CASES = {row["case"]: row for row in cells_of("overlap.csv")}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A step to compile: the keys that it changes, and whether the options that let collectives overlap are given."""
-
-    name: str
-    keys: Mapping[str, Any]
-    overlap: bool
-    config: str = CONFIG
-
-    @property
-    def flags(self) -> list[str]:
-        """The config, as on a command line."""
-        keys = {**self.keys, "sharding.overlap": "auto" if self.overlap else "off"}
-        return [f"--config={self.config}", *(f"--config.{key}={value}" for key, value in keys.items())]
-
-
-STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
-    ("mics(8)", MICS),
-    ("mics(8), micro-batch 16", {**MICS, "batch.micro_size": 16}),
-    ("mics(8), micro-batch 32", {**MICS, "batch.micro_size": 32}),
-    ("mics(8), hop two int8", {**MICS, "compression.hop_two": "int8"}),
-    ("mics(8), hop two int8, micro-batch 16", {**MICS, "compression.hop_two": "int8", "batch.micro_size": 16}),
-    ("mics(8), hop two int8, micro-batch 32", {**MICS, "compression.hop_two": "int8", "batch.micro_size": 32}),
-    ("mics(16)", {"sharding.partition_size": 16}),
-    ("mics(8), hop two delayed", {**MICS, "compression.delayed": True}),
-    ("mics(8), hop two delayed, int8", {**MICS, "compression.delayed": True, "compression.hop_two": "int8"}),
-    ("mics(8), local SGD, a step that meets", {**MICS, **LOCAL}),
-    ("mics(8), local SGD, streaming", {**MICS, **LOCAL, "local_sgd.streaming": True}),
-    ("mics(8), hop one in float32", {**MICS, "sharding.reduce_dtype": "float32"}),
-    ("mics(8), gathered once a micro-step", {**MICS, "sharding.gather": "micro_step", "model.remat": "full"}),
-    ("node/node/all, micro-batch 16", {**NODE_NODE_ALL, "batch.micro_size": 16}),
-    ("zero3", ZERO3),
-    ("zero3, gathered between nodes once a micro-step", {**ZERO3, "sharding.gather": "node"}),
-)
-OF_DECODER = {
-    "ddp": {"sharding.strategy": "ddp"},
-    "zero1": {"sharding.strategy": "zero1"},
-    "zero2": {"sharding.strategy": "zero2"},
-    "zero3": ZERO3,
-    "hsdp": {"sharding.strategy": "hsdp"},
-    "mics(8), gathered once a step": {"sharding.strategy": "mics", **MICS, "sharding.gather": "step"},
-}
-CASES = tuple(Case(name=name, keys=keys, overlap=overlap) for name, keys in STEPS for overlap in (False, True))
-CASES += tuple(
-    Case(name=f"1.3 B, {name}", keys={**SMALL, **keys}, overlap=overlap, config=DECODER)
-    for name, keys in OF_DECODER.items()
-    for overlap in (False, True)
-)
-
-
-def main(argv: Sequence[str]) -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Compiles, replays and records the cases; returns the exit code."""
-    parser = argparse.ArgumentParser(description="What overlaps in steps compiled for H100s.", allow_abbrev=False)
-    parser.add_argument("--only", default="", help="only cases whose name contains this; `=NAME` is that name")
-    options = parser.parse_args(argv[1:])
-    if not any(chosen(case, options.only) for case in CASES):
-        print(
-            f"error: --only={options.only} is in no name; there are {', '.join(c.name for c in CASES)}", file=sys.stderr
-        )
-        return ExitCode.BAD_INPUT
-    failed = 0
-    for case in [case for case in CASES if chosen(case, options.only)]:
-        try:
-            lines = measured(case)
-        except (ValueError, RuntimeError, OSError) as error:
-            print(f"error: {case.name}: {' '.join(str(error).split())}", file=sys.stderr)
-            failed += 1
-            continue
-        for line in lines:
-            put(RESULTS, line, KEY)
-        print(f"{case.name}, overlap {'on' if case.overlap else 'off'}: done", flush=True)
-    return ExitCode.BAD_INPUT if failed else 0
+    options = options_of(
+        __doc__,
+        argv,
+        only=("", "only cases whose name contains this; `=NAME` is that name"),
+        again=(False, "compile what is recorded too"),
+    )
+    chosen = [case for case in CASES if (options.only in case) or options.only == f"={case}"]
+    if not chosen:
+        raise ValueError(f"--only={options.only} is in no name; there are {', '.join(CASES)}")
+    keys = [{"case": case, "overlap": on, "rate": rate} for case in chosen for on in (False, True) for rate in RATES]
+    return run_missing(RESULTS, keys, measured, again=options.again)
 
 
-def chosen(case: Case, only: str) -> bool:
-    """Whether `--only` takes a case."""
-    return case.name == only[1:] if only.startswith("=") else only in case.name
+def flags(case: str, *, overlap: bool) -> tuple[str, ...]:
+    """Returns the config of a case, as on a command line."""
+    keys = {**CASES[case]["changes"], "sharding.overlap": "auto" if overlap else "off"}
+    return (f"--config={CASES[case]['config']}", *(f"--config.{key}={value}" for key, value in keys.items()))
 
 
-def measured(case: Case) -> list[dict[str, Any]]:
-    """Returns a line for each rate. ValueError or RuntimeError: it cannot be compiled or read."""
-    step = compile_step(case.flags, nodes=NODES, devices_per_node=DEVICES)
-    program = parse_program(step.text)
-    lines = []
-    for rate in RATES:
-        timeline, slow = (replayed(program, step, Links(rate=rate).rate_bits(), tflops) for tflops in PRODUCTS_TFLOPS)
-        uses = {"hop_two": timeline.use("hop_two"), "gathers_hop_one": timeline.use("gather", "hop_one")}
-        seconds = {f"{name}_s": round(use.busy_s, 3) for name, use in uses.items()}
-        seconds |= {f"{name}_exposed_s": round(use.exposed_s, 3) for name, use in uses.items()}
-        line = {"case": case.name, "overlap": case.overlap, "rate": rate, "config": case.config}
-        line |= {"cluster": CLUSTER, "products_tflops": PRODUCTS_TFLOPS, "nodes": NODES, "devices_per_node": DEVICES}
-        line["argument_bytes"] = step.argument_bytes
-        line |= {"temporary_bytes": step.temporary_bytes, "compute_s": round(timeline.compute_s, 3)}
-        seconds |= {"slow_compute_s": round(slow.compute_s, 3), "slow_step_s": round(slow.step_s, 3)}
-        lines.append(line | seconds | {"step_s": round(timeline.step_s, 3), **machine()})
-    return lines
+@lru_cache(maxsize=1)  # the rates of a case follow each other
+def _compiled(words: tuple[str, ...]) -> tuple[CompiledStep, Program]:
+    step = compile_step(words, nodes=NODES, devices_per_node=DEVICES)
+    return step, parse_program(step.text)
+
+
+def measured(key: Key) -> dict[str, Any]:
+    """Returns what the line of a case and rate says. ValueError or RuntimeError: it cannot be compiled or read."""
+    step, parsed = _compiled(flags(key["case"], overlap=key["overlap"]))
+    rate_bits = Links(rate=key["rate"]).rate_bits()
+    timeline, slow = (replayed(parsed, step, rate_bits, tflops) for tflops in PRODUCTS_TFLOPS)
+    seconds = {"compute_s": timeline.compute_s, "step_s": timeline.step_s}
+    seconds |= {"slow_compute_s": slow.compute_s, "slow_step_s": slow.step_s}
+    for name, labels in (("hop_two", ["hop_two"]), ("gathers_hop_one", ["gather", "hop_one"])):
+        use = timeline.use(*labels)
+        seconds |= {f"{name}_s": use.busy_s, f"{name}_exposed_s": use.exposed_s}
+    return {
+        "config": CASES[key["case"]]["config"],
+        "cluster": CLUSTER,
+        "products_tflops": PRODUCTS_TFLOPS,
+        "nodes": NODES,
+        "devices_per_node": DEVICES,
+        "argument_bytes": step.argument_bytes,
+        "temporary_bytes": step.temporary_bytes,
+        **{name: round(value, 3) for name, value in seconds.items()},
+    }
 
 
 def replayed(program: Program, step: CompiledStep, rate_bits: float, tflops: float) -> Timeline:
@@ -166,14 +94,14 @@ def replayed(program: Program, step: CompiledStep, rate_bits: float, tflops: flo
     return replay(program, step.shape, device, cluster.network(), peak_bytes=step.peak_bytes)
 
 
-def table(lines: Sequence[Mapping[str, Any]]) -> str:
+def table(lines: Sequence[Line]) -> str:
     """Returns the rows of the page: steps with overlap, and how long they are and what they hold without."""
-    found = {tuple(line[name] for name in KEY): line for line in lines}
+    found = {(line["case"], line["overlap"], line["rate"]): line for line in lines}
     planner, slow = (f"exposed, {tflops} TFLOP/s" for tflops in PRODUCTS_TFLOPS)
     heads = ["step", "link, Gbit/s", "compute", "hop two", "gathers, hop one", "step (off)", planner, slow]
+    shown = [(case, rate) for case, about in CASES.items() if (rate := about["on_page"])]
     return markdown(
-        [*heads, "temporaries (off)"],
-        [row(found[name, True, rate], found[name, False, rate]) for name, rate in ON_PAGE],
+        [*heads, "temporaries (off)"], [row(found[case, True, rate], found[case, False, rate]) for case, rate in shown]
     )
 
 
@@ -187,4 +115,4 @@ def row(on: Mapping[str, Any], off: Mapping[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main())

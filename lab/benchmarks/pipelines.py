@@ -9,7 +9,7 @@ whatever else the machine does. A line is added to results/measured/pipelines.js
 one without changed keys. Exit codes: 0 done; 2 bad configuration.
 """
 
-import argparse
+import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,9 @@ import jax
 from configs import command_line
 from files.pages import markdown
 from input_pipeline import Batches, load
-from lab.benchmarks.records import MEASURED, add, machine, spread
-from lab.benchmarks.runner import ROOT
-from runtime.command_line import complain
-from runtime.exit_codes import ExitCode
-from training.experiment import Experiment, make_experiment
+from lab.benchmarks.runner import ROOT, options_of, program
+from lab.records import MEASURED, add, machine, spread
+from training.experiment import make_experiment
 
 RESULTS = MEASURED / "pipelines.jsonl"
 DEVICES, DEVICES_PER_NODE, GROUP = 8, 2, 2
@@ -49,7 +47,6 @@ class Program:
     """A compiled step with its state and batch, and its seconds a step in each round, on the clock and of the CPUs."""
 
     accum: int
-    experiment: Experiment
     step: Any
     state: Any
     batch: Any
@@ -61,67 +58,61 @@ class Program:
         before, cpu_before = time.perf_counter(), time.process_time()
         for _ in range(steps):
             self.state, _ = jax.block_until_ready(self.step(self.state, self.batch))
-        self.seconds.append((time.perf_counter() - before) / steps)
-        self.cpu_seconds.append((time.process_time() - cpu_before) / steps)
+        self.seconds.append(round((time.perf_counter() - before) / steps, 5))
+        self.cpu_seconds.append(round((time.process_time() - cpu_before) / steps, 5))
 
 
 def prepared(stages: int, rows: int, overrides: Sequence[str]) -> Program:
     """Returns the program of `stages` for a batch of `rows` rows. ValueError for a configuration that cannot be."""
     keys = {**KEYS, "mesh.stages": stages, "batch.global_size": rows}
     words = [f"--config={ROOT}/configs/quickstart.py", *(f"--config.{key}={value}" for key, value in keys.items())]
-    argv = ["pipelines", *words, *overrides]
-    experiment = make_experiment(command_line.parse(argv))
+    experiment = make_experiment(command_line.parse(["pipelines", *words, *overrides]))
     data = load(experiment.config.data, "train", 0)
     with Batches(data, global_size=rows, rows=experiment.batches.local_rows, start_step=0, prefetch=1) as batches:
         batch = experiment.batches.to_devices(next(batches))
-    return Program(
-        accum=experiment.batches.accumulation,
-        experiment=experiment,
-        step=experiment.compile_train_step(),
-        state=experiment.init_state(),
-        batch=batch,
-    )
+    step, state = experiment.compile_train_step(), experiment.init_state()
+    return Program(accum=experiment.batches.accumulation, step=step, state=state, batch=batch)
 
 
 def measured(stages: int, steps: int, rounds: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Returns a line: seconds a step in each round, by the number of micro-batches."""
     rows = [many * DEVICES for many in (1, 2, 4)]  # of a stage's devices: A = S, 2S and 4S
-    pairs = [(prepared(stages, count, overrides), prepared(1, count, overrides)) for count in rows]
+    pairs = [[prepared(count, of, overrides) for count in (stages, 1)] for of in rows]
     for number in range(rounds + 1):
-        for pair in pairs:
-            for program in pair:
-                program.run(steps)
+        for each in itertools.chain(*pairs):
+            each.run(steps)
         print(f"round {number} of {rounds}", file=sys.stderr)
-
-    def times(program: Program) -> dict[str, list[float]]:
-        clocks = {"seconds": program.seconds, "cpu_seconds": program.cpu_seconds}
-        return {name: [round(value, 5) for value in values[1:]] for name, values in clocks.items()}
-
-    found = {str(staged.accum): {"stages": times(staged), "none": times(plain)} for staged, plain in pairs}
+    found = {
+        str(pair[0].accum): {
+            name: {"seconds": each.seconds[1:], "cpu_seconds": each.cpu_seconds[1:]}
+            for name, each in zip(("stages", "none"), pair, strict=True)
+        }
+        for pair in pairs
+    }
     return {"stages": stages, "steps": steps, "keys": list(overrides), "by_micro_batches": found}
 
 
-def main(argv: Sequence[str]) -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Measures, records and prints the table; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Measures the bubble of a pipeline.", allow_abbrev=False)
-    parser.add_argument("--stages", type=int, choices=(2, 4), default=4)
-    parser.add_argument("--steps", type=int, default=3, help="steps of a block")
-    parser.add_argument("--rounds", type=int, default=3, help="blocks of each program, after a warm-up")
-    options, overrides = parser.parse_known_args(argv[1:])
-    if unknown := [word for word in overrides if not word.startswith("--config.")]:
-        parser.error(f"unknown argument {unknown[0]}")
+    given = sys.argv[1:] if argv is None else argv
+    overrides = [word for word in given if word.startswith("--config.")]
+    options = options_of(
+        __doc__,
+        [word for word in given if word not in overrides],
+        stages=(4, "of the pipeline, 2 or 4"),
+        steps=(3, "of a block"),
+        rounds=(3, "blocks of each program, after a warm-up"),
+    )
     if ours := [word for word in overrides if word.partition("=")[0] in OURS]:
-        parser.error(f"{ours[0]} is what this benchmark varies; use --stages")
-    if min(options.steps, options.rounds) < 1:
-        parser.error("--steps and --rounds are 1 at least")
+        raise ValueError(f"{ours[0]} is what this benchmark varies; use --stages")
+    if options.stages not in (2, 4) or min(options.steps, options.rounds) < 1:
+        raise ValueError("--stages is 2 or 4, --steps and --rounds are 1 at least")
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    try:
-        line = measured(options.stages, options.steps, options.rounds, overrides)
-    except ValueError as error:
-        return complain(error)
+    line = measured(options.stages, options.steps, options.rounds, overrides)
     print(table(line))
     add(RESULTS, line | machine())
-    return ExitCode.FINISHED
+    return 0
 
 
 def standard(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -149,4 +140,4 @@ def table(line: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main())

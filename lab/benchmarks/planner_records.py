@@ -1,4 +1,4 @@
-"""Records the planner's examples and curves, which lab/benchmarks/pages.py shows in docs/planner.md.
+"""Records the planner's examples and curves, which lab/pages.py shows in docs/planner.md.
 
     python -m lab.benchmarks.planner_records [--only=curves]
 
@@ -9,16 +9,16 @@ how many were. The curves' nineteen take minutes to compile on 2 cores. Without 
 XLA compiles them faster; their compute is slower, all alike.
 """
 
-import argparse
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 from matplotlib.figure import Figure
 
 from configs import base, mics_paper
-from lab.benchmarks.records import DERIVED
-from lab.benchmarks.runner import ROOT
+from lab.benchmarks.runner import ROOT, options_of, program, words
+from lab.records import DERIVED
 from planner.clusters import CLUSTERS
 from planner.curves import draw_curves
 from planner.report import Plan, from_json, plan_text
@@ -35,32 +35,25 @@ MODEL = {  # BERT 10B's parameters in sizes that 4096 divides
     "model.num_heads": 64,
     "model.vocab_multiple": 4096,
 }
-STRATEGIES = (
-    "hsdp",
-    "zero3",
-    "mics(64)",
-    "custom+parameters=node+gradients=node+optimizer=all",
-    "zero3+gather_inter=int8+hop_one_inter=int8",
-)
+STRATEGIES = "hsdp,zero3,mics(64),custom+parameters=node+gradients=node+optimizer=all"
 WORDS = {
     "example": ["--nodes=16", "--search"],
     "spot": ["--nodes=8,16"],
     "curves": [
         *(f"--config.{key}={value}" for key, value in MODEL.items()),
-        *("--nodes=1,8,64,512", f"--strategy={','.join(STRATEGIES)}"),
+        *("--nodes=1,8,64,512", f"--strategy={STRATEGIES},zero3+gather_inter=int8+hop_one_inter=int8"),
         "--xla_flags=--xla_disable_hlo_passes=triton-softmax-rewriter",
     ],
 }
 
 
-def main() -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the planner and writes the records; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Records the planner's examples and curves.", allow_abbrev=False)
-    parser.add_argument("--only", choices=WORDS, help="one record (default: all)")
-    options = parser.parse_args()
-    for name in [options.only] if options.only else WORDS:
-        words = ["--config=configs/mics_paper.py:bert_10b", f"--cluster={CLUSTER}", *WORDS[name], "--json"]
-        command = [sys.executable, "-m", "planner", *words]
+    only = options_of(__doc__, argv, only=(",".join(RECORDS), "the records")).only
+    for name in words(only, "only", RECORDS):
+        about = ["--config=configs/mics_paper.py:bert_10b", f"--cluster={CLUSTER}", *WORDS[name], "--json"]
+        command = [sys.executable, "-m", "planner", *about]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             return done.returncode

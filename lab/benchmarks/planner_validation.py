@@ -9,7 +9,6 @@ session in which those figures were measured (results/measured/cpu_rates.jsonl),
 Replaces results/derived/planner.jsonl. A program takes ten seconds to compile.
 """
 
-import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,37 +16,34 @@ from math import ceil
 from statistics import fmean, median
 from typing import Any
 
-from compression.methods import method_named
 from files.pages import markdown
+from lab.benchmarks import compression
 from lab.benchmarks.names import remat_of, sharding_of
-from lab.benchmarks.records import DERIVED, MEASURED, machine, recorded, replace
-from lab.benchmarks.runner import ROOT
-from lab.benchmarks.scores import COMPUTE, bytes_per_s, ours_of
+from lab.benchmarks.runner import ROOT, options_of, program
+from lab.benchmarks.scores import COMPUTE, ours_of, rates_of
 from lab.emulate.links import Links
+from lab.records import DERIVED, MEASURED, Line, machine, recorded, replace
 from planner import clusters
 from planner.compile import compile_step
 from planner.replay import replay
-from runtime.command_line import prepare_output
 from sharding.hlo_program import parse_program
 
 RESULTS = DERIVED / "planner.jsonl"
 CPU_RATES = MEASURED / "cpu_rates.jsonl"
 CONFIG, NODES, DEVICES = "configs/standard.py", 4, 2
 CLOSE = 0.10  # a prediction that is so near
+Sessions = Mapping[str, Sequence[Line]]  # by when the steps were timed
 
 
-def main() -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Predicts and records; returns the exit code."""
-    argparse.ArgumentParser(description="Compares predictions with measured steps.").parse_args()
-    prepare_output()
+    options_of(__doc__, argv)
     replace(RESULTS, [step | {"predicted_s": predicted(step)} | machine() for step in timed_steps()])
     return 0
 
 
-# ---------------------------------------------------------------------------------------------------- measured
-
-
-def timed_steps() -> Iterator[dict[str, Any]]:
+def timed_steps() -> Iterator[Line]:
     """Yields each measured kind of step: its name, the keys that it changes, the rate, and the median of its runs.
 
     A kind that was timed in the session of the CPU's rates and before is two.
@@ -55,27 +51,23 @@ def timed_steps() -> Iterator[dict[str, Any]]:
     session = recorded(CPU_RATES)[-1]["commit"]
     runs: dict[tuple[bool, str, str], list[float]] = defaultdict(list)
     keys: dict[str, dict[str, Any]] = {}
-    for line in ours_of(recorded(MEASURED / "strategies.jsonl")):
-        name = line["strategy"]
-        if name == COMPUTE:
-            continue
-        keys[name] = {f"sharding.{key}": value for key, value in sharding_of(name).items()}
-        keys[name] |= {"model.remat": remat_of(name)}
-        runs[line["commit"] == session, name, line["rate"]].append(line["step_time_s"])
-    for line in recorded(MEASURED / "compression.jsonl"):
-        if line["kind"] != "step":
-            continue
-        name = f"mics(2), {line['codec']}, 1 micro-step"
-        keys[name] = {"compression.hop_two": line["codec"], "compression.threshold": 1e-4, "batch.global_size": 8}
-        if optimizer := method_named(line["codec"]).takes_over:
-            keys[name]["optimizer.name"] = optimizer
+    lines = [line for line in ours_of(recorded(MEASURED / "strategies.jsonl")) if line["strategy"] != COMPUTE]
+    lines += [line for line in recorded(compression.RESULTS) if line["kind"] == "step"]
+    for line in lines:
+        if "codec" in line:
+            name = f"mics(2), {line['codec']}, 1 micro-step"
+            keys[name] = compression.keys_of(line["codec"])
+        else:
+            name = line["strategy"]
+            keys[name] = {f"sharding.{key}": value for key, value in sharding_of(name).items()}
+            keys[name] |= {"model.remat": remat_of(name)}
         runs[line["commit"] == session, name, line["rate"]].append(line["step_time_s"])
     for (with_rates, name, rate), seconds in runs.items():
         found = {"name": name, "rate": rate, "keys": keys[name], "beside_the_rates": with_rates}
         yield {**found, "runs": len(seconds), "measured_s": median(seconds)}
 
 
-def predicted(measured: Mapping[str, Any]) -> float:
+def predicted(measured: Line) -> float:
     """Returns the seconds of a step by the planner's figures."""
     words = [f"--config={ROOT / CONFIG}", f"--config.mesh.devices_per_node={DEVICES}"]
     words += [f"--config.{key}={value}" for key, value in measured["keys"].items()]
@@ -87,10 +79,7 @@ def predicted(measured: Mapping[str, Any]) -> float:
     return timeline.step_s
 
 
-# ------------------------------------------------------------------------------------------------------ the tables
-
-
-def error(line: Mapping[str, Any]) -> float:
+def error(line: Line) -> float:
     """Returns the prediction over what was measured, less 1."""
     return line["predicted_s"] / line["measured_s"] - 1
 
@@ -100,7 +89,7 @@ def quantile(errors: Sequence[float], share: float) -> float:
     return sorted(map(abs, errors))[ceil(share * len(errors)) - 1]
 
 
-def summary(sessions: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def summary(sessions: Sessions) -> str:
     """Returns how near the predictions of each session are."""
     rows = []
     for name, lines in sessions.items():
@@ -111,11 +100,11 @@ def summary(sessions: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return markdown(["timed in", "steps", f"within {CLOSE:.0%}", "nine of ten within", "mean error", "range"], rows)
 
 
-def bests(sessions: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def bests(sessions: Sessions) -> str:
     """Returns the fastest step at each rate by prediction and by measurement, and what the prediction costs."""
     rows = []
     for name, lines in sessions.items():
-        for rate in sorted({line["rate"] for line in lines}, key=bytes_per_s, reverse=True):
+        for rate in rates_of(lines):
             at = [line for line in lines if line["rate"] == rate]
             said, best = (min(at, key=lambda line: line[key]) for key in ("predicted_s", "measured_s"))
             slower = said["measured_s"] / best["measured_s"] - 1

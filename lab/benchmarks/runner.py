@@ -1,5 +1,6 @@
 """Runs what a record lacks, repetitions in turn; each line says its command, commit, machine and link rate."""
 
+import functools
 import itertools
 import json
 import re
@@ -7,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -14,18 +16,74 @@ from typing import Any
 
 import sweep
 from configs.overrides import Overrides
-from lab.benchmarks.records import add, is_recorded, machine
 from lab.emulate.links import Links
+from lab.records import add, is_recorded, machine, put
+from runtime.command_line import OneLineParser, complain, prepare_output
 from sweeps.records import Record, State
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKDIR = Path("runs/benchmarks")
 RUN_S = 1800  # time-out of a program; a run takes minutes
 Key = Mapping[str, Any]  # what tells a line of a record from others
+Main = Callable[..., int]  # of no argument, or of the words of a command line
 
 
 class FailedRunError(RuntimeError):
     """A run that ended without numbers."""
+
+
+# ----------------------------------------------------------------------------------------------- the command line
+
+
+def program(main: Main) -> Main:
+    """Makes a program of a function: what it cannot do is one line, with the exit code that belongs to it."""
+
+    @functools.wraps(main)
+    def run(*argv: Sequence[str]) -> int:
+        prepare_output()
+        try:
+            return main(*argv)
+        except (ValueError, OSError) as error:
+            return complain(error)
+        except RuntimeError as error:
+            return complain(OSError(str(error)))
+
+    return run
+
+
+def options_of(about: str | None, argv: Sequence[str] | None, **options: tuple[Any, str]) -> Namespace:
+    """Returns the options of the command line: of each its default, whose type it has, and what it means."""
+    parser = OneLineParser(description=about)
+    for name, (default, meaning) in options.items():
+        if default is False:
+            parser.add_argument(f"--{name}", action="store_true", help=meaning)
+        else:
+            text = meaning if default == "" else f"{meaning} (default: %(default)s)"
+            parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
+    return parser.parse_args(argv)
+
+
+def words(text: str, option: str, known: Iterable[str]) -> list[str]:
+    """Returns the words of an option, which commas separate. ValueError if one is not among the known ones."""
+    found, choices = [word for word in text.split(",") if word], list(known)
+    for word in found:
+        if word not in choices:
+            raise ValueError(f"--{option}={word} is not one of {', '.join(dict.fromkeys(choices))}")
+    return found
+
+
+def checked_rates(text: str) -> list[str]:
+    """Returns the link rates of an option. ValueError if one is none."""
+    rates = text.split(",")
+    try:
+        for rate in rates:
+            Links(rate=rate)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--rate=", "--rates=")) from None
+    return rates
+
+
+# ----------------------------------------------------------------------------------------------------- the record
 
 
 def alternating(repetitions: int, **choices: Iterable[Any]) -> list[Key]:
@@ -38,34 +96,38 @@ def alternating(repetitions: int, **choices: Iterable[Any]) -> list[Key]:
     ]
 
 
-def run_missing(file: Path, keys: Iterable[Key], measure: Callable[[Key], Mapping[str, Any]]) -> int:
+def run_missing(
+    file: Path, keys: Iterable[Key], measure: Callable[[Key], Mapping[str, Any]], *, again: bool = False
+) -> int:
     """Measures and records each key that the record lacks, in order; returns 1 if a run failed, else 0.
 
-    A run that fails is one line, and the others follow.
+    A run that fails is one line, and the others follow. `again`: also what a derived record has, in its place.
     """
     about, failed = machine(), 0  # before the runs, during which commits may be made
     for key in keys:
-        if is_recorded(file, key):
+        if not again and is_recorded(file, key):
             continue
-        name = ", ".join(map(str, key.values()))
+        name = ", ".join(str(value) for value in key.values() if not isinstance(value, Mapping))
         try:
-            add(file, {**key, **measure(key), **about})
-            print(f"{name}: recorded", flush=True)
-        except RuntimeError as error:
+            line = {**key, **measure(key), **about}
+        except (ValueError, RuntimeError, OSError) as error:
             print(f"error: {name}: {' '.join(str(error).split())}", file=sys.stderr)
             failed = 1
+            continue
+        if again:
+            put(file, line, key)
+        else:
+            add(file, line)
+        print(f"{name}: recorded", flush=True)
     return failed
 
 
-def checked_rates(text: str) -> list[str]:
-    """Returns the link rates of an option. ValueError if one is none."""
-    rates = text.split(",")
-    try:
-        for rate in rates:
-            Links(rate=rate)
-    except ValueError as error:
-        raise ValueError(str(error).replace("--rate=", "--rates=")) from None
-    return rates
+# ------------------------------------------------------------------------------------------------------- the runs
+
+
+def emulated(nodes: int, devices_per_node: int, rate: str) -> dict[str, Any]:
+    """Returns the overrides of a run on emulated nodes."""
+    return {"emulate.nodes": nodes, "emulate.devices_per_node": devices_per_node, "emulate.rate": rate}
 
 
 def train(name: str, config: str, overrides: Overrides) -> Record:
@@ -84,20 +146,20 @@ def steps_of(record: Record) -> dict[str, Any]:
     """
     rows = [row for row in record.files.rows if "loss" in row]
     times = [row["step_time_s"] for row in rows if row.get("step_time_s") is not None]
-    emulated, compiled = record.run.emulate, record.files.collectives
-    per_node = int(emulated.get("devices_per_node", 0))
+    is_emulated, compiled = bool(record.run.emulate), record.files.collectives
+    per_node = int(record.run.emulate.get("devices_per_node", 0))
+    wire = {
+        key: median(row[key] for row in rows[1:]) if is_emulated else None  # the first step connects
+        for key in ("wire_tx_bytes", "wire_rx_bytes")
+    }
     return {
         "step_time_s": median(times),
         "step_times_s": times,
         "losses": [row["loss"] for row in rows],
-        **{f"wire_{way}_bytes": _on_wire(rows, f"wire_{way}_bytes") if emulated else None for way in ("tx", "rx")},
+        **wire,
         **{f"compiled_{key}": per_node * compiled[key] for key in ("inter_bytes", "intra_bytes")},
-        "command": shown(record.run.command),
+        "command": shlex.join("python" if word == sys.executable else word for word in record.run.command),
     }
-
-
-def _on_wire(rows: Sequence[Mapping[str, Any]], key: str) -> float:
-    return median(row[key] for row in rows[1:])  # the first step connects
 
 
 def started(command: Sequence[str]) -> str:
@@ -119,8 +181,3 @@ def result_of(command: Sequence[str]) -> dict[str, Any]:
     if not result:
         raise FailedRunError(f"no RESULT was printed: {said.strip()[-300:]}")
     return json.loads(result[1])
-
-
-def shown(command: Sequence[str]) -> str:
-    """Returns a command as a page shows it."""
-    return shlex.join("python" if word == sys.executable else word for word in command)

@@ -3,17 +3,15 @@
 import re
 from collections.abc import Sequence
 from statistics import mean, median
-from typing import Any
 
 from lab.benchmarks.names import remat_of
-from lab.benchmarks.records import Range
 from lab.emulate.links import Links
+from lab.records import Line, Range
 
 COMPUTE = "compute only"  # the same rows on the same devices in one process: no network, no sharding
 PEER = "pytorch"  # mode of the comparison with PyTorch, and first word of PyTorch's strategies
 SCALE_MODEL = "scale_model"
 DENSE = "none"  # hop two without a codec
-Line = dict[str, Any]
 
 
 def ours_of(lines: Sequence[Line], *, scale_model: bool = True) -> list[Line]:
@@ -72,11 +70,8 @@ def best_ratio(lines: Sequence[Line], rate: str) -> Range | None:
     """Returns PyTorch's fastest time at a rate over our fastest."""
     ours = {line["strategy"] for line in ours_of(lines)}
     times = {name: time for name in names_of(lines) if (time := step_time(runs_of(lines, name, rate)))}
-    theirs_and_ours = [
-        min((time for name, time in times.items() if (name in ours) == mine), key=lambda time: time.value, default=None)
-        for mine in (False, True)
-    ]
-    return ratio(*theirs_and_ours)
+    sides = ([time for name, time in times.items() if (name in ours) == mine] for mine in (False, True))
+    return ratio(*(min(side, key=lambda time: time.value, default=None) for side in sides))
 
 
 def commits_of(lines: Sequence[Line]) -> str:
@@ -87,11 +82,6 @@ def commits_of(lines: Sequence[Line]) -> str:
 def sent_bytes(lines: Sequence[Line], name: str, key: str) -> float:
     """Returns the mean of a number over the runs of a strategy."""
     return mean(line[key] for line in lines if line["strategy"] == name and line[key] is not None)
-
-
-def link_s(lines: Sequence[Line], name: str, rate: str) -> float:
-    """Returns the seconds that a node's link takes at full rate for the bytes of a step."""
-    return sent_bytes(lines, name, "wire_tx_bytes") / bytes_per_s(rate)
 
 
 # ------------------------------------------------------------------------------------------------------- codecs
@@ -138,10 +128,3 @@ def paired(runs: Sequence[Line], dense: Sequence[Line], key: str = "validation_l
     """Returns the losses of a method minus those of the dense runs with the same seed and batches."""
     of_dense = {line["seed"]: line[key] for line in dense}
     return [line[key] - of_dense[line["seed"]] for line in runs if line["seed"] in of_dense]
-
-
-def same_until(losses: Sequence[float], others: Sequence[float], tolerance: float) -> tuple[int | None, float]:
-    """Returns the first step whose losses differ, None if there is none, and the largest difference before it."""
-    apart = [abs(a - b) / a for a, b in zip(losses, others, strict=True)]
-    first = next((i for i, difference in enumerate(apart) if difference > tolerance), None)
-    return None if first is None else first + 1, max(apart[:first], default=0.0)

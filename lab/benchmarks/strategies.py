@@ -10,18 +10,29 @@ section 1). `--pytorch` runs ours and then PyTorch's at each rate (pytorch_peer.
 Adds lines to results/measured/strategies.jsonl; needs root (docs/emulation.md).
 """
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lab.benchmarks.names import Cluster, link_bytes, remat_of, sharding_of
-from lab.benchmarks.records import MEASURED
-from lab.benchmarks.runner import WORKDIR, Key, alternating, checked_rates, result_of, run_missing, steps_of, train
+from lab.benchmarks.runner import (
+    WORKDIR,
+    Key,
+    alternating,
+    checked_rates,
+    emulated,
+    options_of,
+    program,
+    result_of,
+    run_missing,
+    steps_of,
+    train,
+)
 from lab.benchmarks.scores import COMPUTE, PEER, SCALE_MODEL
-from runtime.command_line import complain, prepare_output
+from lab.records import MEASURED
 
 RESULTS = MEASURED / "strategies.jsonl"
 CONFIG = "configs/standard.py"
@@ -32,36 +43,34 @@ IN_SCALE_MODEL = ("mics(2)", "mics(4)", "mics(8)", "mics(4) flat", "mics(2) two-
 # 8 times the bytes of a flat gather, over 2.85 times a quarter of a micro-step of `compute only` (commit da13d7f)
 SCALE_MODEL_RATE = "314mbit"
 # `kept`: gathered once per micro-step, not again for the backward pass; `dots`: products with weights are stored
-OURS_BESIDE_PYTORCH = ("ddp", "ddp dots", "mics(2)", "mics(2) kept dots", "zero3")
+BESIDE_PYTORCH = ("ddp", "ddp dots", "mics(2)", "mics(2) kept dots", "zero3")
 PYTORCH = ("ddp", "ddp dots", "hsdp", "hsdp kept dots", "zero3")
 
 
-def main() -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Does and records the missing runs; returns 1 if a run failed, 2 for a bad rate."""
-    options = options_of(sys.argv[1:])
-    prepare_output()
-    try:
-        keys = planned(options)
-    except ValueError as error:
-        return complain(error)
-    return run_missing(RESULTS, keys, partial(measured, python=options.pytorch))
+    options = parsed(argv)
+    return run_missing(RESULTS, planned(options), partial(measured, python=options.pytorch))
 
 
-def options_of(words: Sequence[str]) -> argparse.Namespace:
+def parsed(argv: Sequence[str] | None) -> Namespace:
     """Returns the options of the command line."""
-    parser = argparse.ArgumentParser(description="Times every strategy on emulated nodes.", allow_abbrev=False)
-    parser.add_argument("--rates", default="1gbit,200mbit", help="of the links, as for tc")
-    parser.add_argument("--repetitions", type=int, default=2)
-    parser.add_argument("--only", default="", help="names of strategies, with commas")
-    parser.add_argument("--scale_model", action="store_true")
-    parser.add_argument("--pytorch", default="", help="a Python that has torch, to compare with")
-    return parser.parse_args(words)
+    return options_of(
+        __doc__,
+        argv,
+        rates=("1gbit,200mbit", "of the links, as for tc"),
+        repetitions=(2, "of each run, in turn"),
+        only=("", "names of strategies, with commas"),
+        scale_model=(False, "the scale model of the paper's cluster, at one rate"),
+        pytorch=("", "a Python that has torch, to compare with"),
+    )
 
 
-def planned(options: argparse.Namespace) -> list[Key]:
+def planned(options: Namespace) -> list[Key]:
     """Returns the key of each run, in order. ValueError for a bad rate."""
     mode = SCALE_MODEL if options.scale_model else PEER if options.pytorch else "standard"
-    default = {SCALE_MODEL: IN_SCALE_MODEL, PEER: OURS_BESIDE_PYTORCH}.get(mode, STANDARD)
+    default = {SCALE_MODEL: IN_SCALE_MODEL, PEER: BESIDE_PYTORCH}.get(mode, STANDARD)
     ours = [name for name in options.only.split(",") if name] or default
     theirs = [f"{PEER} {name}" for name in PYTORCH] if options.pytorch else []
     rates = [SCALE_MODEL_RATE] if options.scale_model else checked_rates(options.rates)
@@ -88,9 +97,8 @@ def overrides_of(name: str, rate: str, repetition: int) -> dict[str, Any]:
         alone = {"mesh.num_cpu_devices": devices, "mesh.devices_per_node": devices, "sharding.strategy": "ddp"}
         return {**alone, "sharding.partition_size": 0, "repetition": f"{rate}-{repetition}"}
     keys = {f"sharding.{key}": value for key, value in sharding_of(name).items()}
-    cluster = {f"emulate.{key}": value for key, value in vars(CLUSTER).items()}
-    model = {"model.remat": remat_of(name)} if remat_of(name) != "full" else {}
-    return {**keys, **model, **cluster, "emulate.rate": rate, "repetition": repetition}
+    keys |= {"model.remat": remat_of(name)} if remat_of(name) != "full" else {}
+    return {**keys, **emulated(CLUSTER.nodes, CLUSTER.devices_per_node, rate), "repetition": repetition}
 
 
 def pytorch(python: str, name: str, rate: str) -> dict[str, Any]:

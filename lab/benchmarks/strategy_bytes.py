@@ -5,23 +5,28 @@
 The quickstart's model on 8 virtual devices, 4 nodes of 2, two micro-steps per step. Steps are compiled but not run.
 """
 
-from lab.benchmarks.compiled import Case, start_devices, step_record
-from runtime.command_line import prepare_output
+import sys
+
+from lab.benchmarks.compiled import Cell, collectives, start_devices, state
+from lab.benchmarks.runner import program
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3 flat", "zero3", "mics(4)", "mics(2)", "mics(2) two-hop off")
+QUICKSTART = {"kind": "step", "config": "quickstart", "nodes": 4, "devices_per_node": 2, "accum": 2, "changes": {}}
 
 
-def main() -> None:
+@program
+def main() -> int:
     """Compiles the step under each strategy and prints a Markdown table."""
-    prepare_output()
     start_devices(8)
     print("| strategy | holds | sends between nodes | sends inside the node |\n|---|---|---|---|")
     for name in (*STRATEGIES, "node/node/all"):
-        found = step_record(Case(config="quickstart", nodes=4, devices_per_node=2, accum=2, strategy=name))
-        held = found["state_bytes"]["parameters"] + found["state_bytes"]["optimizer"]
-        sent = [sum(one[f"{level}_bytes"] for one in found["collectives"]) for level in ("inter", "intra")]
-        print(f"| {name} | " + " | ".join(f"{cell / 1e6:.2f} MB" for cell in (held, *sent)) + " |", flush=True)
+        cell = Cell(name=name, strategy=name, **QUICKSTART)
+        held, found = state(cell)["state_bytes"], collectives(cell)
+        sent = [sum(one[f"{level}_bytes"] for one in found) for level in ("inter", "intra")]
+        sizes = (held["parameters"] + held["optimizer"], *sent)
+        print(f"| {name} | " + " | ".join(f"{size / 1e6:.2f} MB" for size in sizes) + " |", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,8 +1,10 @@
-"""The tables of the pages, by the name that a page gives them; lab/benchmarks/pages.py writes them."""
+"""The tables and charts of the measured pages, by the name that a page gives them; lab/pages.py writes them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median
+
+from matplotlib.figure import Figure
 
 from files.pages import markdown
 from lab.benchmarks import (
@@ -16,18 +18,17 @@ from lab.benchmarks import (
     planner_validation,
 )
 from lab.benchmarks import dynamic_training_cost as cost
-from lab.benchmarks.records import MEASURED, Range, middle, recorded, spread
 from lab.benchmarks.scores import (
     DENSE,
     PEER,
     SCALE_MODEL,
-    Line,
     above_compute_s,
     best_ratio,
+    bytes_per_s,
     codecs_of,
     commits_of,
+    compute_s,
     faster_than_dense,
-    link_s,
     names_of,
     newest,
     optimizer_of,
@@ -36,11 +37,14 @@ from lab.benchmarks.scores import (
     rates_of,
     ratio,
     runs_of,
-    same_until,
     sent_bytes,
     step_time,
 )
+from lab.plots import draw_bars, draw_stacked, rate_in_words
+from lab.records import SAME, Line, Range, Records, middle, same_until, spread
 
+IN_README = ("mics(2)", "mics(4)", "zero3", "zero3 auto", "zero2", "zero1", "ddp")  # its chart, in this order
+TITLE = "seconds a step, measured on emulated nodes"
 PAIRS = (  # the same strategy, ours and PyTorch's
     ("mics(2)", "pytorch hsdp"),
     ("mics(2) kept dots", "pytorch hsdp kept dots"),
@@ -79,7 +83,8 @@ def step_times(lines: Sequence[Line], rate: str) -> str:
         if runs := runs_of(lines, name, rate):
             cells = [name, str(len(runs)), commits_of(runs), text(step_time(runs))]
             cells += [text(ratio(baseline, step_time(runs)), 2), text(above_compute_s(lines, name, rate))]
-            rows.append([*cells, f"{link_s(lines, name, rate):.1f}"])
+            link_s = sent_bytes(lines, name, "wire_tx_bytes") / bytes_per_s(rate)  # at full rate
+            rows.append([*cells, f"{link_s:.1f}"])
     heads = [f"at {rate}", "runs", "commits", "s / step", "zero3 flat / this", "above compute only, s", "link, s"]
     return markdown(heads, rows)
 
@@ -228,9 +233,6 @@ def events_of_matrix(lines: Sequence[Line]) -> list[Line]:
 # --------------------------------------------------------------------------------------------- Dynamic Training
 
 
-SAME = 1e-5  # losses that differ by less, relatively
-
-
 def changing_nodes(lines: Sequence[Line]) -> str:
     """Returns a row per run: restarts, steps done again, the last validation, and how long the losses stay equal."""
     by_run, rows = {(line["seed"], line["kind"]): line for line in lines}, []
@@ -240,7 +242,7 @@ def changing_nodes(lines: Sequence[Line]) -> str:
             cells = [str(seed), kind, " ".join(str(attempt["nodes"]) for attempt in line["starts"])]
             cells += [str(len(line["starts"]) - 1), str(line["steps_again"])]
             cells += [f"{end['validation_accuracy']:.2%}", f"{end['validation_loss']:.4f}"]
-            step, before = same_until(by_run[seed, "fixed"]["losses"], line["losses"], SAME)
+            step, before = same_until(by_run[seed, "fixed"]["losses"], line["losses"])
             rows.append([*cells, *(["", ""] if kind == "fixed" else [str(step or "none"), f"{before:.0e}"])])
     heads = ["seed", "run", "nodes", "restarts", "steps repeated", "accuracy", "validation loss"]
     heads += [f"first step whose loss is not that of `fixed` to {SAME:.0e}", "largest difference before"]
@@ -253,16 +255,16 @@ def pauses(lines: Sequence[Line]) -> str:
         event for line in lines if not line.get("compile_ahead") for event in line.get("events", [line])
     ]  # a line is an event, or a run of many
     rows = []
-    for what, assumed_s, kinds in cost.PAUSES:
-        times = [event["next_step_s"] for event in events if event["kind"] in kinds]
+    for pause in cost.PAUSES.values():
+        times = [event["next_step_s"] for event in events if event["kind"] in pause["kinds"]]
         recorded_s = f"{min(times):.0f} to {max(times):.0f} s, median {median(times):.0f} s" if times else "-"
-        rows.append([what, f"{assumed_s:.0f} s", recorded_s, str(len(times))])
+        rows.append([pause["what"], f"{pause['s']:.0f} s", recorded_s, str(len(times))])
     return markdown(["event", "assumed", "recorded", "events"], rows)
 
 
-def prices(lines: Sequence[Line]) -> str:
+def prices(lines: Iterable[Line]) -> str:
     """Returns time and cost of every cluster in every market, relative to the fixed cluster."""
-    machines = list(cost.PRICES)
+    machines = list(cost.ASSUMED["prices"])
     rows = [["any", f"{cost.NODES} on demand (fixed)", "0", "1", *["1"] * len(machines)]]
     for line in lines:
         cells = [line["market"], line["cluster"], f"{mean(line['changes']):.0f}", spread(line["times"])]
@@ -270,23 +272,74 @@ def prices(lines: Sequence[Line]) -> str:
     return markdown(["market", "cluster", "changes", "time", *(f"cost, {name}" for name in machines)], rows)
 
 
+# ------------------------------------------------------------------------------------------------------ the charts
+
+
+def draw_step_times(lines: Sequence[Line]) -> Figure:
+    """Draws the step time of every strategy, one bar per rate, with the range of the steps."""
+    names, compute = names_of(lines), compute_s(lines)
+    series = {rate_in_words(rate): [step_time(runs_of(lines, n, rate)) for n in names] for rate in rates_of(lines)}
+    line = {"line": compute.value, "line_label": "compute only"} if compute else {}
+    return draw_bars(names, series, TITLE, digits=1, **line)
+
+
+def draw_bytes(lines: Sequence[Line], names: Sequence[str]) -> Figure:
+    """Draws the bytes per step that a node sends to other nodes, and those between its devices."""
+    levels = {"between nodes": "compiled_inter_bytes", "inside the node": "compiled_intra_bytes"}
+    series = {level: [sent_bytes(lines, name, key) / 1e6 for name in names] for level, key in levels.items()}
+    return draw_stacked(names, series, "MB that a node sends in a step, counted in the compiled program")
+
+
+def draw_codecs(steps: Sequence[Line]) -> Figure:
+    """Draws the step time of every codec, one bar per rate, with the range of the steps."""
+    runs = {name: [line for line in steps if line["codec"] == name] for name in codecs_of(steps)}
+    series = {
+        rate_in_words(rate): [step_time([line for line in of if line["rate"] == rate]) for of in runs.values()]
+        for rate in reversed(rates_of(steps))
+    }
+    return draw_bars([label_of(of, runs.get(DENSE, [])) for of in runs.values()], series, TITLE)
+
+
+def label_of(of: Sequence[Line], dense: Sequence[Line]) -> str:
+    """Returns a codec's name, with what forbids to compare its bar with that of `none`."""
+    notes = [] if optimizer_of(of[0]) in map(optimizer_of, dense) else [optimizer_of(of[0])]
+    notes += [] if {line["commit"] for line in of} & {line["commit"] for line in dense} else ["another commit"]
+    notes += ["superseded"] if any("superseded" in line for line in of) else []
+    return "\n".join([of[0]["codec"], *([f"({', '.join(notes)})"] if notes else [])])
+
+
+def coded_lines(records: Records, kind: str) -> list[Line]:
+    """Returns the newest lines of codecs, of a kind: their times alone, or steps."""
+    return [line for line in newest(records.lines("compression", superseded=True)) if line["kind"] == kind]
+
+
+CHARTS: Mapping[str, Callable[[Records], Figure]] = {
+    "strategies_step_time": lambda x: draw_step_times(ours_of(x.lines("strategies"), scale_model=False)),
+    "strategies_bytes": lambda x: draw_bytes(ours := ours_of(x.lines("strategies")), names_of(ours)),
+    "readme_bytes": lambda x: draw_bytes(ours_of(x.lines("strategies")), IN_README),
+    "compression_step_time": lambda x: draw_codecs(coded_lines(x, "step")),
+    "planner_curves": lambda _: planner_records.curves(),
+}
+
+
 # ---------------------------------------------------------------------------------------------------- all tables
 
 
-def _tables() -> dict[str, Callable[[], str]]:
-    strategies, codecs = recorded(MEASURED / "strategies.jsonl"), recorded(compression.RESULTS, superseded=True)
+def tables(records: Records) -> dict[str, Callable[[], str]]:
+    """Returns what gives each table as Markdown."""
+    strategies, codecs, steps = records.lines("strategies"), coded_lines(records, "codec"), coded_lines(records, "step")
     ours = ours_of(strategies, scale_model=False)
-    steps = [line for line in newest(codecs) if line["kind"] == "step"]
-    accuracies, events = recorded(accuracy.RESULTS), recorded(elastic.RESULTS)
-    predicted, overlap = recorded(planner_validation.RESULTS), recorded(overlap_table.RESULTS)
-    with_rates, before = ([x for x in predicted if x["beside_the_rates"] == beside] for beside in (True, False))
-    sessions = {"the rates' session": with_rates, "before": before}
+    accuracies, events = records.lines("accuracy"), records.lines("elastic")
+    sessions = {
+        name: records.lines("planner", beside_the_rates=beside)
+        for name, beside in (("the rates' session", True), ("before", False))
+    }
     return {
         "bytes of strategies": lambda: strategy_bytes(ours_of(strategies)),
         **{f"step times at {rate}": lambda rate=rate: step_times(ours, rate) for rate in rates_of(ours)},
-        "the scale model": lambda: scale_model([x for x in strategies if x["mode"] == SCALE_MODEL]),
-        "PyTorch": lambda: pytorch([x for x in strategies if x["mode"] == PEER]),
-        "times of codecs": lambda: codec_times([line for line in newest(codecs) if line["kind"] == "codec"]),
+        "the scale model": lambda: scale_model(records.lines("strategies", mode=SCALE_MODEL)),
+        "PyTorch": lambda: pytorch(records.lines("strategies", mode=PEER)),
+        "times of codecs": lambda: codec_times(codecs),
         **{
             f"steps with codecs at {rate}": lambda rate=rate: codec_steps([x for x in steps if x["rate"] == rate])
             for rate in rates_of(steps)
@@ -296,16 +349,13 @@ def _tables() -> dict[str, Callable[[], str]]:
         "compiled ahead": lambda: compiled_ahead(events),
         "runs of chaos": lambda: chaos_runs(events),
         "events of chaos": lambda: chaos_events(events),
-        "changing nodes": lambda: changing_nodes(recorded(dynamic_training.RESULTS)),
+        "changing nodes": lambda: changing_nodes(records.lines("dynamic_training")),
         "pauses": lambda: pauses(events),
         "prices": lambda: prices(cost.simulated()),
-        "the bubble": lambda: pipelines.table(pipelines.standard(recorded(pipelines.RESULTS))),
-        "what overlaps": lambda: overlap_table.table(overlap),
+        "the bubble": lambda: pipelines.table(pipelines.standard(records.lines("pipelines"))),
+        "what overlaps": lambda: overlap_table.table(records.lines("overlap")),
         "a search": planner_records.example,
         "a run on spot nodes": planner_records.spot,
         "errors of the planner": lambda: planner_validation.summary(sessions),
         "fastest by the planner": lambda: planner_validation.bests(sessions),
     }
-
-
-TABLES: Mapping[str, Callable[[], str]] = _tables()

@@ -1,1 +1,1 @@
-"""Compares the papers' published numbers with ours: `python -m lab.paper` fills their pages' tables from records."""
+"""Compares the papers' published numbers with ours: the tables of docs/paper_tables.md and docs/papers."""

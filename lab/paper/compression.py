@@ -5,8 +5,10 @@ from statistics import fmean
 
 from files.pages import markdown
 from lab.paper import published
-from lab.paper.records import PARAMETER_BYTES, Line, Records
-from lab.paper.scores import Cell, Comparison
+from lab.paper.published import Published
+from lab.paper.scores import Cell, Comparison, compared
+from lab.paper.traffic import PARAMETER_BYTES, step
+from lab.records import Line, Records
 
 NODES = 4  # of the recorded runs
 MIB = 2**20
@@ -14,70 +16,66 @@ DGC_SHARE = 0.001  # of the values that are sent
 EPOCH_STEPS = 50_000 // (16 * 128)  # PowerSGD: whole batches of 128 images on each of 16 GPUs
 
 
-def _run(records: Records, codec: str) -> Line:
-    """Returns the newest valid run of a codec, or one that is superseded where there is no other."""
-    found = records.lines("compression", superseded=True, kind="step", codec=codec)
+def _newest(records: Records, kind: str, codec: str) -> Line:
+    """Returns the first valid line of a codec, or one that is superseded where there is no other."""
+    found = records.lines("compression", superseded=True, kind=kind, codec=codec)
     if not found:
-        raise ValueError(
-            f"measured/compression.jsonl has no step with {codec}; python -m lab.benchmarks.compression adds it"
-        )
+        raise ValueError(f"compression.jsonl has no {kind} with {codec}; python -m lab.benchmarks.compression adds it")
     return next((line for line in found if "superseded" not in line), found[0])
 
 
-def on_wire(records: Records, codec: str) -> float:
+def _on_wire(records: Records, codec: str) -> float:
     """Returns how many times fewer bytes a node sends with a codec of hop two, on the wire."""
-    return _run(records, "none")["wire_tx_bytes"] / _run(records, codec)["wire_tx_bytes"]
-
-
-def _dgc(records: Records) -> list[Cell]:
-    """Returns DGC's ratios: bytes of the gradients over those of one node's values, which go to all other nodes."""
-    gradients = _run(records, "none")["compiled_inter_bytes"] / (2 * (NODES - 1) / NODES)
-    run = _run(records, "dgc")
-    ours = gradients / (run["wire_tx_bytes"] / (NODES - 1))
-    name = "DGC 99.9 %, before its rewrite" if "superseded" in run else "DGC 99.9 %"
-    bound = PARAMETER_BYTES / (published.value("DGC", "encoding") * DGC_SHARE)
-    papers = {"by the formula": bound} | {one.case: one.value for one in published.find("DGC", "tables 3 to 5")}
-    return [Cell(row=f"{name}: {case}", published=theirs, ours=ours) for case, theirs in papers.items()]
+    dense, coded = (_newest(records, "step", name)["wire_tx_bytes"] for name in ("none", codec))
+    return dense / coded
 
 
 def _encoded(records: Records, codec: str) -> float:
     """Returns how many times smaller than f32 a codec's values are, without headers."""
-    codec_bytes, half = (
-        records.lines("compression", superseded=True, kind="codec", codec=name)[0]["payload_bytes"]
-        for name in (codec, "bf16")
-    )
-    return 2 * half / codec_bytes
+    size, half = (_newest(records, "codec", name)["payload_bytes"] for name in (codec, "bf16"))
+    return 2 * half / size
 
 
 def ratios(records: Records) -> Comparison:
     """Returns how many times smaller each method makes the gradients."""
+    # DGC: bytes of the gradients over those of one node's values, which go to all other nodes
+    gradients = _newest(records, "step", "none")["compiled_inter_bytes"] / (2 * (NODES - 1) / NODES)
+    run = _newest(records, "step", "dgc")
+    dgc = gradients / (run["wire_tx_bytes"] / (NODES - 1))
+    name = "DGC 99.9 %, before its rewrite" if "superseded" in run else "DGC 99.9 %"
+    bound = PARAMETER_BYTES / (published.value("DGC", "encoding") * DGC_SHARE)
+    adam = _on_wire(records, "one_bit") / 2  # against fp16
+
+    def with_warm_up(one: Published) -> float:
+        share = float(one.case.removeprefix("warm-up of ").removesuffix("%")) / 100
+        return 1 / (share + (1 - share) / adam)
+
     two_bit, one_bit = published.value("MXNet", "2 bits"), published.value("1-bit Adam", "after the warm-up")
-    adam = on_wire(records, "one_bit") / 2  # against fp16
+    steps = published.value("DiLoCo", "times smaller")
     cells = [
-        *_dgc(records),
+        Cell(row=f"{name}: by the formula", published=bound, ours=dgc),
+        *compared("DGC", "tables 3 to 5", lambda _: dgc, row=f"{name}: {{case}}"),
         Cell(row="MXNet, 2 bits: encoded values", published=two_bit, ours=_encoded(records, "two_bit")),
-        Cell(row="MXNet, 2 bits: on the wire", published=two_bit, ours=on_wire(records, "two_bit")),
+        Cell(row="MXNet, 2 bits: on the wire", published=two_bit, ours=_on_wire(records, "two_bit")),
         Cell(row="1-bit Adam over fp16: encoded values", published=one_bit, ours=_encoded(records, "one_bit") / 2),
         Cell(row="1-bit Adam over fp16: on the wire", published=one_bit, ours=adam),
     ]
-    for one in published.find("1-bit Adam", "whole run"):
-        share = float(one.case.removeprefix("warm-up of ").removesuffix("%")) / 100
-        cells.append(Cell(row=f"1-bit Adam, {one.case}", published=one.value, ours=1 / (share + (1 - share) / adam)))
-    steps = published.value("DiLoCo", "times smaller")
-    often = steps * records.step("ddp", nodes=NODES, accum=1).link() / records.paper_step("DiLoCo").link()
+    cells += compared("1-bit Adam", "whole run", with_warm_up, row="1-bit Adam, {case}")
+    often = steps * step(records, "ddp").link() / step(records, "DiLoCo").link()
     cells.append(Cell(row="DiLoCo, 500 steps between exchanges", published=steps, ours=often))
     return Comparison(title="times smaller", cells=cells, form="{:.1f}")
 
 
 def power_sgd(records: Records) -> Comparison:
     """Returns MiB that a device hands to hop two in an epoch of ResNet-18, and the size of ResNet-50's gradients."""
-    cells = []
-    for one in published.find("PowerSGD", "data an epoch"):
-        step = records.paper_step(one.ours)
-        hop_two = sum(c["payload_bytes"] * c["times"] for c in step.collectives if c["name"] == "hop two")
-        sent = step.model_bytes if one.system == "SGD" else hop_two
-        cells.append(Cell(row=f"{one.case}, {one.system}", published=one.value, ours=EPOCH_STEPS * sent / MIB))
-    whole = PARAMETER_BYTES * records.state_bytes("ResNet-50", "ddp", NODES)[0] / MIB
+
+    def ours(one: Published) -> float:
+        found = step(records, one.ours)
+        hop_two = sum(c["payload_bytes"] * c["times"] for c in found.collectives if c["name"] == "hop two")
+        return EPOCH_STEPS * (found.model_bytes if one.system == "SGD" else hop_two) / MIB
+
+    cells = compared("PowerSGD", "data an epoch", ours, row="{case}, {system}")
+    whole = PARAMETER_BYTES * records.line("compiled", kind="state", name="ResNet-50")["num_params"] / MIB
     cells.append(Cell(row="ResNet-50, all gradients", published=published.value("DGC", "table 3"), ours=whole))
     return Comparison(title="MiB", cells=cells, form="{:,.1f}")
 
@@ -85,9 +83,7 @@ def power_sgd(records: Records) -> Comparison:
 def _mean(records: Records, task: str, method: str, key: str) -> float:
     found = [line[key] for line in records.lines("accuracy", task=task, method=method)]
     if not found:
-        raise ValueError(
-            f"measured/accuracy.jsonl has no {method} on {task}; python -m lab.benchmarks.accuracy adds it"
-        )
+        raise ValueError(f"accuracy.jsonl has no {method} on {task}; python -m lab.benchmarks.accuracy adds it")
     return fmean(found)
 
 
@@ -116,9 +112,8 @@ def costs(records: Records) -> Comparison:
 def diloco(records: Records) -> str:
     """Returns DiLoCo's loss less that of data parallelism with the same batch."""
     theirs, dense = (published.value("DiLoCo", "perplexity", system=name) for name in ("DiLoCo", "data parallel"))
-    loss, without = (
-        _mean(records, "text", name, "validation_loss") for name in ("DiLoCo, 10 steps, AdamW", "dense, AdamW")
-    )
+    methods = ("DiLoCo, 10 steps, AdamW", "dense, AdamW")
+    loss, without = (_mean(records, "text", name, "validation_loss") for name in methods)
     rows = [
         ["published: 150 M parameters, C4, 8 workers, 500 steps apart", f"{log(theirs / dense):+.3f}"],
         ["ours: 0.1 M parameters, source text, 4 replicas, 10 steps apart, 3 seeds", f"{loss - without:+.3f}"],

@@ -1,61 +1,57 @@
 """MiCS table 1 and figure 16: sizes of the models, and losses."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
 from files.pages import markdown
 from lab.paper import published
-from lab.paper.plots import Curves, draw_curves
-from lab.paper.records import Line, Records
-from lab.paper.replays import table_1
+from lab.paper.replays import shape_of
 from lab.paper.scores import NONE, Cell, Comparison
+from lab.plots import draw_curves
+from lab.records import SAME, Records, same_until
 
 OURS = ("zero3", "mics(2)")  # of the loss curves
-SAME = 1e-5  # losses with a smaller relative difference count as equal
 
 
 def sizes(records: Records) -> Comparison:
     """Returns billions of parameters: the formula 12 L h² + V h on table 1, and our configs."""
     cells = []
     for name, config in models().items():
-        theirs = table_1(name)
-        formula = 12 * theirs["layers"] * theirs["hidden"] ** 2 + theirs["vocabulary"] * theirs["hidden"]
         ours = records.line("compiled", kind="model", config=config)["num_params"]
-        cells.append(Cell(row=name, published=formula / 1e9, ours=ours / 1e9))
+        cells.append(Cell(row=name, published=shape_of(name).num_params / 1e9, ours=ours / 1e9))
     return Comparison(title="billions", cells=cells)
 
 
 def models() -> dict[str, str]:
     """Returns the models of table 1 and our configs of them."""
-    found = published.find("MiCS", "table 1", system="parameters")
-    return {one.case: one.config for one in found}
+    return {one.case: one.config for one in published.find("MiCS", "table 1", system="parameters")}
 
 
-def curves(records: Records) -> list[Line]:
-    """Returns the newest runs of ZeRO-3 and MiCS on the same data."""
-    return [records.lines("fidelity", strategy=name)[-1] for name in OURS]
+def curves(records: Records) -> list[list[float]]:
+    """Returns the losses of the newest runs of ZeRO-3 and MiCS on the same data."""
+    return [records.lines("fidelity", strategy=name)[-1]["losses"] for name in OURS]
 
 
-def _published_tenths() -> list[tuple[float, float]]:
-    zero3, mics = (published.find("MiCS", "figure 16", system=name) for name in ("ZeRO-3", "MiCS"))
-    return [(a.value or 0.0, b.value or 0.0) for a, b in zip(zero3, mics, strict=True)]
+def published_curves() -> list[list[float]]:
+    """Returns the mean losses of the tenths of ZeRO-3's and MiCS's run."""
+    systems = (published.find("MiCS", "figure 16", system=name) for name in ("ZeRO-3", "MiCS"))
+    return [[one.value or 0.0 for one in system] for system in systems]
 
 
-def apart(zero3: Iterable[float], mics: Iterable[float]) -> tuple[float, float, int | None]:
-    """Returns the largest difference, the largest relative one, and the first step with one above `SAME`."""
-    pairs = [(abs(a - b), abs(a - b) / a) for a, b in zip(zero3, mics, strict=True)]
-    first = next((i for i, (_, relative) in enumerate(pairs, 1) if relative > SAME), None)
-    return max(a for a, _ in pairs), max(b for _, b in pairs), first
+def apart(zero3: Sequence[float], mics: Sequence[float]) -> tuple[float, float]:
+    """Returns the largest difference of two curves, and the largest relative one."""
+    found = [(abs(a - b), abs(a - b) / a) for a, b in zip(zero3, mics, strict=True)]
+    return max(a for a, _ in found), max(b for _, b in found)
 
 
 def losses(records: Records) -> str:
     """Returns how far the losses of single steps are apart, and for the paper those of tenths."""
-    zero3, mics = (line["losses"] for line in curves(records))
-    most, relative, first = apart(zero3, mics)
-    paper = max(abs(a - b) for a, b in _published_tenths())
+    zero3, mics = curves(records)
+    most, relative = apart(zero3, mics)
+    first, _ = same_until(zero3, mics)
     rows = [
-        ["the paper's tenths", f"{paper:.2f}", NONE, NONE],
+        ["the paper's tenths", f"{apart(*published_curves())[0]:.2f}", NONE, NONE],
         [f"our {len(zero3)} steps", f"{most:.1e}", f"{relative:.1e}", f"{first}" if first else "none"],
     ]
     return markdown(["largest difference", "loss", "relative", f"first step above {SAME:.0e}"], rows)
@@ -64,16 +60,13 @@ def losses(records: Records) -> str:
 def plot(records: Records) -> Figure:
     """Returns the published tenths, and every step of our runs."""
     middle = [10 * i + 5.0 for i in range(10)]
-    paper = {name: (middle, [pair[i] for pair in _published_tenths()]) for i, name in enumerate(("ZeRO-3", "MiCS"))}
-    ours = {}
-    for line in curves(records):
-        steps = len(line["losses"])
-        ours[line["strategy"]] = ([100 * (i + 1) / steps for i in range(steps)], line["losses"])
-    return draw_curves(
-        [
-            Curves(title="MiCS figure 16: 1.5 B parameters, Wikipedia (by tenths)", lines=paper),
-            Curves(title="Ours: a small decoder, Python's library (each step)", lines=ours),
-        ],
-        x="% of the run",
-        y="loss",
-    )
+    paper = {name: (middle, tenths) for name, tenths in zip(("ZeRO-3", "MiCS"), published_curves(), strict=True)}
+    ours = {
+        name: ([100 * (i + 1) / len(steps) for i in range(len(steps))], steps)
+        for name, steps in zip(OURS, curves(records), strict=True)
+    }
+    panels = {
+        "MiCS figure 16: 1.5 B parameters, Wikipedia (by tenths)": paper,
+        "Ours: a small decoder, Python's library (each step)": ours,
+    }
+    return draw_curves(panels, x="% of the run", y="loss")

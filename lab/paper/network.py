@@ -2,32 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from scipy.optimize import least_squares
 
 from files.pages import markdown
 from lab.paper import published
-from lab.paper.records import Records
-from lab.paper.scores import Cell, mean_off
+from lab.paper.scores import Cell, compared, mean_off
 from planner.clusters import CLUSTERS
 
 P3DN = CLUSTERS["p3dn.24xlarge"]
 PER_NODE = P3DN.devices_per_node
 MB = 2**20  # figure 2's unit, as nccl-tests print it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gather:
-    """One measured all-gather over a ring of all GPUs: bytes of the result, GPUs, and bytes/s that it reached."""
-
-    message_bytes: float
-    gpus: int
-    bandwidth: float = 0.0
-
-    @property
-    def chunk_bytes(self) -> float:
-        """What a GPU contributes."""
-        return self.message_bytes / self.gpus
+Gather = tuple[float, int]  # an all-gather over a ring of all GPUs: bytes of the result, and GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,20 +27,22 @@ class Fit:
 
     def reached(self, gather: Gather) -> float:
         """Returns the bytes/s of a ring: n - 1 chunks, one after the other, each from one GPU to the next."""
-        return (gather.gpus - 1) * gather.chunk_bytes / self.ring_s(gather)
+        size, gpus = gather
+        return (gpus - 1) * size / gpus / self.ring_s(gather)
 
     def ring_s(self, gather: Gather) -> float:
-        """Returns its seconds. A chunk makes n - 1 hops; as many of them leave a node as there are nodes."""
-        hops, nodes = gather.gpus - 1, gather.gpus // PER_NODE
-        crossing = nodes if nodes > 1 else 0
+        """Returns its seconds. A chunk makes n - 1 hops; as many of them leave a node as there are nodes, 2 or more."""
+        size, gpus = gather
+        hops, crossing = gpus - 1, gpus // PER_NODE
         latency_s = crossing * self.latency_s + (hops - crossing) * self.intra_latency_s
-        return latency_s + hops * gather.chunk_bytes / self.bandwidth
+        return latency_s + hops * size / gpus / self.bandwidth
 
     def hierarchical_s(self, gather: Gather) -> float:
         """Returns the seconds of its stages: between nodes, in order at no cost, and inside nodes at B_part."""
-        nodes = gather.gpus // PER_NODE
-        between = (nodes - 1) * (self.latency_s + PER_NODE * gather.chunk_bytes / self.bandwidth)
-        return between + (PER_NODE - 1) * (self.intra_latency_s + nodes * gather.chunk_bytes / b_part())
+        size, gpus = gather
+        chunk, nodes = size / gpus, gpus // PER_NODE
+        between = (nodes - 1) * (self.latency_s + PER_NODE * chunk / self.bandwidth)
+        return between + (PER_NODE - 1) * (self.intra_latency_s + nodes * chunk / b_part())
 
 
 def b_part() -> float:
@@ -61,21 +50,23 @@ def b_part() -> float:
     return 1e9 * published.value("MiCS", "section 3.2", case="B_part")
 
 
-def gathers() -> list[Gather]:
-    """Returns the 16 bars of figure 2."""
-    return [
-        Gather(message_bytes=_megabytes(one.case), gpus=PER_NODE * one.at, bandwidth=1e9 * (one.value or 0.0))
-        for one in published.find("MiCS", "figure 2")
-    ]
+def gather_of(case: str, nodes: int) -> Gather:
+    """Returns a bar of figure 2: `64 MB` on so many nodes."""
+    return int(case.removesuffix(" MB")) * MB, PER_NODE * nodes
 
 
-def fit(measured: Sequence[Gather], *, one_latency: bool = False) -> Fit:
-    """Returns the least squares of the bandwidths, as the figure shows them. ValueError for fewer than two.
+@cache
+def fitted(*, one_latency: bool = False) -> Fit:
+    """Returns the least squares of figure 2's bandwidths.
 
     With `one_latency` messages inside a node have that of those between nodes.
     """
-    if len(measured) < 2:
-        raise ValueError(f"a latency and a bandwidth cannot be fitted to {len(measured)} all-gathers")
+    bars = published.find("MiCS", "figure 2")
+    return fit([(gather_of(one.case, one.at), 1e9 * (one.value or 0.0)) for one in bars], one_latency=one_latency)
+
+
+def fit(measured: Sequence[tuple[Gather, float]], *, one_latency: bool) -> Fit:
+    """Returns the least squares of the bandwidths, in bytes/s, that all-gathers reached."""
 
     def of(latency: float, bandwidth: float) -> Fit:  # µs and GB/s
         inside = {"intra_latency_s": 1e-6 * latency} if one_latency else {}
@@ -83,46 +74,33 @@ def fit(measured: Sequence[Gather], *, one_latency: bool = False) -> Fit:
 
     def residuals(values: Sequence[float]) -> list[float]:
         found = of(*values)
-        return [(found.reached(gather) - gather.bandwidth) / 1e9 for gather in measured]
+        return [(found.reached(gather) - reached) / 1e9 for gather, reached in measured]
 
     latency, bandwidth = map(float, least_squares(residuals, x0=[100.0, 10.0]).x)
     return of(round(latency, 1), round(bandwidth, 3))
 
 
-def fitted() -> Fit:
-    """Returns the fit of figure 2."""
-    return fit(gathers())
-
-
 def figure_2(found: Fit) -> list[Cell]:
     """Returns the bandwidths of figure 2 in GB/s, and what a fit gives in the place of each."""
-    return [
-        Cell(row=one.case, column=f"{one.at} nodes", published=one.value, ours=found.reached(gather) / 1e9)
-        for one, gather in zip(published.find("MiCS", "figure 2"), gathers(), strict=True)
-    ]
+    return compared("MiCS", "figure 2", lambda one: found.reached(gather_of(one.case, one.at)) / 1e9, row="{case}")
 
 
 def figure_13a(found: Fit) -> list[Cell]:
     """Returns the time of a hierarchical all-gather on 2 nodes over that of a flat one; nothing is fitted to it."""
-    cells = []
-    for one in published.find("MiCS", "figure 13a"):
-        gather = Gather(message_bytes=one.at * MB, gpus=2 * PER_NODE)
-        ours = found.hierarchical_s(gather) / found.ring_s(gather)
-        cells.append(Cell(row=f"{one.at} MB", published=one.value, ours=ours))
-    return cells
+
+    def ours(one: published.Published) -> float:
+        gather = one.at * MB, 2 * PER_NODE
+        return found.hierarchical_s(gather) / found.ring_s(gather)
+
+    return compared("MiCS", "figure 13a", ours, row="{at} MB")
 
 
-def fits(records: Records) -> str:
+def fits() -> str:
     """Returns the fit of figure 2, and the one that has one latency for all messages, which it does not rule out."""
-    del records  # the paper's numbers alone
     rows = []
-    for name, found in (("between nodes only (used here)", fitted()), ("everywhere", fit(gathers(), one_latency=True))):
+    for name, found in (("between nodes only (used here)", fitted()), ("everywhere", fitted(one_latency=True))):
         figures = [f"{1e6 * found.latency_s:.0f}", f"{found.bandwidth / 1e9:.2f}"]
         off = [f"{100 * mean_off(cells):.0f} %" for cells in (figure_2(found), figure_13a(found))]
         rows.append([name, *figures, *off])
     head = ["latency", "µs", "GB/s", "mean difference from figure 2", "from figure 13a, not fitted to"]
     return markdown(head, rows)
-
-
-def _megabytes(case: str) -> int:
-    return int(case.removesuffix(" MB")) * MB

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from files.pages import markdown
-from lab.paper.records import Records
 from lab.paper.replays import HALF, Shape, shape_of
 from lab.paper.scores import NONE
 
@@ -110,9 +109,8 @@ def run_of(model: str, stages: int, group: int) -> Run:
     )
 
 
-def formulas(records: Records) -> str:
+def formulas() -> str:
     """Returns what a node sends per step with and without a pipeline, and what that costs and keeps."""
-    del records  # formulas alone
     rows = [_line(model, run_of(model, *way)) for model, ways in COMPARED.items() for way in ways]
     head = ["GB", "gathers, hop one", "hop two", "between stages", "all", "work"]
     return markdown([*head, "GB of state", "GB kept"], rows)

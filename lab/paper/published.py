@@ -1,7 +1,6 @@
 """The published numbers of lab/paper/published.csv: what a paper says of a system in a case, with unit and source."""
 
 import csv
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,20 +32,17 @@ class Published:
 @cache
 def read() -> tuple[Published, ...]:
     """Returns all published numbers, in the order of the file."""
-    convert: dict[str, Callable[[str], Any]] = {
-        "at": lambda text: int(text or 0),
-        "value": lambda text: float(text) if text else None,
-    }
     with FILE.open(newline="") as file:
-        return tuple(
-            Published(**{key: convert.get(key, str)(text) for key, text in row.items()}) for row in csv.DictReader(file)
-        )
+        rows: list[dict[str, Any]] = list(csv.DictReader(file))
+    for row in rows:
+        row |= {"at": int(row["at"] or 0), "value": float(row["value"]) if row["value"] else None}
+    return tuple(Published(**row) for row in rows)
 
 
 def find(paper: str, figure: str, **which: Any) -> list[Published]:
     """Returns the numbers of a figure whose columns are as given. ValueError if there is none."""
     wanted = {"paper": paper, "figure": figure, **which}
-    found = [one for one in read() if all(getattr(one, key) == value for key, value in wanted.items())]
+    found = [one for one in read() if wanted.items() <= vars(one).items()]
     if not found:
         raise ValueError(f"{FILE.name} has no line with {', '.join(map(str, wanted.values()))}")
     return found

@@ -4,12 +4,11 @@ Our programs overlap traffic with compute; DeepSpeed's did not, or did so in par
 to replays of our programs. The network is fitted to the paper's all-gathers (network.py), nothing to a training step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from lab.paper import published
-from lab.paper.records import Line, Records
+from lab.records import Line, Records
 from planner.clusters import CLUSTERS, H100
 
 P3DN, P4D = "p3dn.24xlarge", "p4d.24xlarge"
@@ -92,20 +91,9 @@ class Replay:
     step_s: float
     uses: Mapping[str, Mapping[str, float]]  # by "label, level"
 
-    def busy_s(self, *labels: str) -> float:
-        """Returns how long the network is busy with collectives of these labels, all if none is given."""
-        return self._sum("busy_s", labels)
-
-    def hidden_s(self, *labels: str) -> float:
-        """Returns what of that the compute hides."""
-        return self._sum("busy_s", labels) - self._sum("exposed_s", labels)
-
-    def _sum(self, what: str, labels: Sequence[str]) -> float:
+    def network_s(self, what: str, *labels: str) -> float:
+        """Returns how long the network is "busy_s" or "exposed_s" with these labels, all if none is given."""
         return sum(use[what] for key, use in self.uses.items() if not labels or key.partition(",")[0] in labels)
-
-    def buckets_s(self, kind: str) -> float:
-        """Returns how long all gradients take in buckets of `BUCKET` values, once in each micro-step."""
-        return self.accumulation * self.num_params / BUCKET * self.bucket_s[kind]
 
     def rate(self, step_s: float | None = None) -> float:
         """Returns sequences a second, of a step of `step_s` if given."""
@@ -114,36 +102,20 @@ class Replay:
     @property
     def total_bytes(self) -> float:
         """What the program needs of a device."""
-        return needs(self.memory)
+        return sum(count for part, count in self.memory.items() if part != "capacity")
 
     @property
     def fits(self) -> bool:
         """Whether a device can have so much."""
-        return fits(self.memory)
-
-
-def needs(memory: Mapping[str, float]) -> float:
-    """Returns the bytes that a program needs of a device."""
-    return sum(count for part, count in memory.items() if part != "capacity")
-
-
-def fits(memory: Mapping[str, float]) -> bool:
-    """Returns whether a device can have so much."""
-    return needs(memory) <= memory["capacity"]
+        return self.total_bytes <= self.memory["capacity"]
 
 
 def find(
     records: Records, model: str, gpus: int, strategy: str, *, cluster: str = P3DN, network: str = PAPER
 ) -> Replay:
-    """Returns the newest replay of a model's step. ValueError if there is none."""
-    key: dict[str, Any] = {"model": model, "gpus": gpus, "strategy": strategy, "cluster": cluster, "network": network}
-    lines = records.lines("full_scale", **key)
-    if not lines:
-        raise ValueError(
-            f"lab/benchmarks/results/derived/full_scale.jsonl has no {model}, {strategy}, on {gpus} GPUs of {cluster} "
-            f"(network: {network}): python -m lab.benchmarks.full_scale"
-        )
-    return of_line(lines[-1])
+    """Returns the replay of a model's step. ValueError if there is none."""
+    key = {"model": model, "gpus": gpus, "strategy": strategy, "cluster": cluster, "network": network}
+    return of_line(records.line("full_scale", **key))
 
 
 def of_line(line: Line) -> Replay:
@@ -156,36 +128,33 @@ def zero3_s(flat: Replay) -> float:
 
     Each micro-step all-reduced all gradients, DeepSpeed's default then (MiCS, section 3.4).
     """
-    return flat.compute_s + flat.busy_s() - flat.busy_s("hop_one") + flat.buckets_s("all-reduce")
+    buckets_s = flat.accumulation * flat.num_params / BUCKET * flat.bucket_s["all-reduce"]
+    return nothing_hidden_s(flat) - flat.network_s("busy_s", "hop_one") + buckets_s
 
 
 def zero2_s(flat: Replay) -> float:
     """Returns the step of DeepSpeed's ZeRO-2, from our flat program, whose parameters are gathered in f32, not fp16."""
-    return flat.compute_s + flat.busy_s() - flat.busy_s("parameter_scope") / 2
+    return nothing_hidden_s(flat) - flat.network_s("busy_s", "parameter_scope") / 2
 
 
-def nothing_hidden_s(mics: Replay) -> float:
+def nothing_hidden_s(replay: Replay) -> float:
     """Returns the step of a program if nothing overlapped."""
-    return mics.compute_s + mics.busy_s()
+    return replay.compute_s + replay.network_s("busy_s")
 
 
 def gradients_exposed_s(mics: Replay) -> float:
     """Returns the step of a MiCS that hides gathers like ours, but no sum of gradients (AMSP, section 9)."""
-    return mics.step_s + mics.hidden_s("hop_one", "hop_two")
+    sums = ("hop_one", "hop_two")
+    return mics.step_s + mics.network_s("busy_s", *sums) - mics.network_s("exposed_s", *sums)
 
 
-def slowdown(records: Records, program: str) -> float:
-    """Returns our replay's TFLOP/s on one V100 over a published program's, at most: gains are given as "up to"."""
-    return one_gpu(records) / published_on_one_gpu()[program]
-
-
-def one_gpu(records: Records) -> float:
+def on_one_gpu(records: Records) -> float:
     """Returns TFLOP/s of BERT-large replayed on one V100, by the paper's formula."""
     return BERT_LARGE.tflops(find(records, "BERT large", 1, "mics(1)").rate(), gpus=1)
 
 
 def published_on_one_gpu() -> dict[str, float]:
-    """Returns TFLOP/s of BERT-large on one V100 by program: DeepSpeed's, and what it gives a gain over."""
+    """Returns TFLOP/s of BERT-large on one V100 by program: DeepSpeed's, and what it gives a gain, "up to", over."""
     cells = published.find("DeepSpeed", "BERT-large on a V100")
     ours = next(one.value or 0.0 for one in cells if one.unit == "TFLOP/s")
     return {one.system: ours / (one.value or 1.0) if one.unit == "x" else ours for one in cells}

@@ -4,8 +4,11 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 from files.pages import markdown
+from lab.paper import published
+from lab.paper.published import Published
 
 NONE, NOT_MEASURED = "-", "not measured"
 
@@ -69,6 +72,16 @@ class Comparison:
             [self.title, *columns],
             [[name, *(line.get(column, "") for column in columns)] for name, line in lines.items()],
         )
+
+
+def compared(
+    paper: str, figure: str, ours: Callable[[Published], float | None], *, row: str, column: str = "", **which: Any
+) -> list[Cell]:
+    """Returns a cell for each number of a figure, with `row` and `column` filled from it, and ours."""
+    return [
+        Cell(row=row.format(**vars(one)), column=column.format(**vars(one)), published=one.value, ours=ours(one))
+        for one in published.find(paper, figure, **which)
+    ]
 
 
 def mean_off(cells: Iterable[Cell]) -> float:

@@ -1,19 +1,32 @@
-"""MiCS figures 7, 9 and 12 to 15 at full size: published throughput and memory, and our programs replayed."""
+"""The MiCS paper's throughput: figures 7, 9 and 12 to 15 at full size and on the scale model, and its predictions."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from files.pages import markdown
 from lab.paper import published, replays
 from lab.paper.published import Published
-from lab.paper.records import Records
-from lab.paper.replays import FAST_PRODUCTS, PAPER, PLANNER, PRODUCTS, Replay, find, shape_of
+from lab.paper.replays import FAST_PRODUCTS, P3DN, P4D, PAPER, PLANNER, PRODUCTS, Replay, find, shape_of
 from lab.paper.scores import Cell, Comparison, mean_off, orders, over, percent
+from lab.records import Records
 
 ODD = "BERT 20B"  # the paper's figures 7 and 9 contradict each other there
 # figure: what the other systems are divided by
 ABLATIONS = {"figure 12": "group of 64", "figure 13b": "ZeRO-3", "figure 14": "one hop", "figure 15": "ZeRO-3"}
-DEEPSPEED: Mapping[str, Callable[[Replay], float]] = {"ZeRO-2": replays.zero2_s, "ZeRO-3": replays.zero3_s}
+# what DeepSpeed's systems need of a GPU, how long our program's step takes them, and rows of a micro-batch
+DEEPSPEED = {
+    "ZeRO-2": (replays.zero2_bytes, replays.zero2_s, 4),
+    "ZeRO-3": (replays.zero3_bytes, replays.zero3_s, 8),
+}
+# of the scale model, 4 nodes of 2 devices, by figure: our strategies of its systems
+SCALE_MODEL = {
+    "figure 12": {"group of 64": "mics(8)", "group of 8": "mics(2)", "group of 32": "mics(4)"},
+    "figure 13b": {"ZeRO-3": "zero3 flat", "flat": "mics(4) flat", "hierarchical": "mics(4)"},
+    "figure 14": {"one hop": "mics(2) two-hop off", "two hops": "mics(2)"},
+    "figure 15": {"ZeRO-3": "zero3 flat", "one group": "zero3", "MiCS": "mics(2)"},
+}
+WIDE_RESNET, GPT_100B = "WideResNet 3B", "GPT 100B"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +45,18 @@ class Run:
         return Cell(row=f"{self.bar.case}, {self.bar.system}", column=column, published=self.bar.value, ours=ours)
 
 
+Change = Callable[[Run, Replay], float]  # a run that fits, and its replay, to the seconds of a step
+
+
 def runs(records: Records, figure: str, network: str = PAPER) -> list[Run]:
     """Returns the runs of all bars of a figure. ValueError if a replay is missing."""
     return [_run(records, bar, network) for bar in published.find("MiCS", figure)]
 
 
 def _run(records: Records, bar: Published, network: str) -> Run:
-    seconds = DEEPSPEED.get(bar.system)
-    if seconds:
-        needs = replays.zero2_bytes if bar.system == "ZeRO-2" else replays.zero3_bytes
-        needs_bytes = needs(shape_of(bar.case, rows=4 if bar.system == "ZeRO-2" else 8), bar.at)
+    if bar.system in DEEPSPEED:
+        needs, seconds, rows = DEEPSPEED[bar.system]
+        needs_bytes = needs(shape_of(bar.case, rows=rows), bar.at)
         if needs_bytes > replays.USABLE_BYTES:
             return Run(bar=bar, needs_bytes=needs_bytes, replay=None, step_s=0.0)
         replay = find(records, bar.config, bar.at, bar.ours, network=network)
@@ -51,6 +66,14 @@ def _run(records: Records, bar: Published, network: str) -> Run:
     return Run(bar=bar, needs_bytes=replay.total_bytes, replay=kept, step_s=replay.step_s)
 
 
+def changed(found: Iterable[Run], change: Change) -> list[Cell]:
+    """Returns the cells of runs with another step."""
+    return [run.cell(change(run, run.replay) if run.replay else None) for run in found]
+
+
+# ------------------------------------------------------------------------------------------------- figures 7 and 9
+
+
 def sequences(records: Records) -> Comparison:
     """Returns figure 7's numbers."""
     return Comparison(title="sequences/s", cells=[run.cell() for run in runs(records, "figure 7") if run.bar.value])
@@ -58,16 +81,12 @@ def sequences(records: Records) -> Comparison:
 
 def of_a_gpu(records: Records) -> Comparison:
     """Returns figure 7's MiCS and ZeRO-3 for one GPU, so that equal numbers are perfect scaling."""
-    cells = [
-        Cell(
-            row=run.bar.system,
-            column=f"{run.bar.case}, {run.bar.at} GPUs",
-            published=cell.published / run.bar.at,
-            ours=cell.ours / run.bar.at,
-        )
-        for run in runs(records, "figure 7")
-        if (cell := run.cell()).published and cell.ours and run.bar.system != "ZeRO-2"
-    ]
+    cells = []
+    for run in runs(records, "figure 7"):
+        if run.bar.value and run.replay and run.bar.system != "ZeRO-2":
+            paper, ours = (rate / run.bar.at for rate in (run.bar.value, run.replay.rate(run.step_s)))
+            column = f"{run.bar.case}, {run.bar.at} GPUs"
+            cells.append(Cell(row=run.bar.system, column=column, published=paper, ours=ours))
     return Comparison(title="sequences/s of a GPU", cells=cells)
 
 
@@ -92,47 +111,43 @@ def _over_zero3(cells: Sequence[Cell]) -> list[Cell]:
     ]
 
 
-def with_products_at(run: Run, tflops: float) -> float:
+def with_products_at(run: Run, replay: Replay, tflops: float) -> float:
     """Returns the step if matrix products ran at another rate, with as much of the traffic exposed as before."""
-    if not run.replay:
-        return run.step_s
-    products = shape_of(run.bar.case).tflops(run.replay.global_size, run.bar.at)  # TFLOP of a GPU in a step
+    products = shape_of(run.bar.case).tflops(replay.global_size, run.bar.at)  # TFLOP of a GPU in a step
     return run.step_s + products / tflops - products / PRODUCTS
 
 
-def with_slower_compute(run: Run, times: float) -> float:
+def with_slower_compute(run: Run, replay: Replay, times: float) -> float:
     """Returns the step if compute took `times` as long, with as much of the traffic exposed as before."""
-    return run.step_s + (times - 1) * run.replay.compute_s if run.replay else run.step_s
+    return run.step_s + (times - 1) * replay.compute_s
 
 
-def nothing_hidden(run: Run) -> float:
+def nothing_hidden(run: Run, replay: Replay) -> float:
     """Returns the step if nothing of ours overlapped; of DeepSpeed's nothing does anyway."""
-    if run.replay is None or run.bar.system in DEEPSPEED:
-        return run.step_s
-    return replays.nothing_hidden_s(run.replay)
+    return run.step_s if run.bar.system in DEEPSPEED else replays.nothing_hidden_s(replay)
 
 
-def gradients_exposed(run: Run) -> float:
+def gradients_exposed(run: Run, replay: Replay) -> float:
     """Returns the step if MiCS hid no sum of gradients."""
-    if run.replay is None or run.bar.system != "MiCS":
-        return run.step_s
-    return replays.gradients_exposed_s(run.replay)
+    return replays.gradients_exposed_s(replay) if run.bar.system == "MiCS" else run.step_s
 
 
 def choices(records: Records) -> dict[str, list[Cell]]:
     """Returns figure 7's cells by the choice that is made."""
     found = runs(records, "figure 7")
-    steps: dict[str, Callable[[Run], float]] = {
-        f"ours, products at {PRODUCTS:.0f} TFLOP/s": lambda run: run.step_s,
-        f"products at {FAST_PRODUCTS} TFLOP/s, the share of an H100": lambda r: with_products_at(r, FAST_PRODUCTS),
+    changes: dict[str, Change] = {
+        f"products at {FAST_PRODUCTS} TFLOP/s, the share of an H100": lambda run, replay: with_products_at(
+            run, replay, FAST_PRODUCTS
+        ),
         "MiCS hides no gradients, as DeepSpeed's": gradients_exposed,
         "MiCS hides nothing": nothing_hidden,
     }
-    cells = {name: [run.cell(step(run)) for run in found] for name, step in steps.items()}
+    cells = {f"ours, products at {PRODUCTS:.0f} TFLOP/s": [run.cell() for run in found]}
+    cells |= {name: changed(found, change) for name, change in changes.items()}
     cells["the planner's network"] = [run.cell() for run in runs(records, "figure 7", PLANNER)]
-    for program in replays.published_on_one_gpu():
-        times = replays.slowdown(records, program)
-        slower = [run.cell(with_slower_compute(run, times)) for run in found]
+    for program, tflops in replays.published_on_one_gpu().items():
+        times = replays.on_one_gpu(records) / tflops
+        slower = changed(found, lambda run, replay, times=times: with_slower_compute(run, replay, times))
         cells[f"compute {times:.2f} times as slow: {program}"] = slower
     return cells
 
@@ -175,12 +190,14 @@ def contradiction(records: Records) -> str:
     return markdown(["TFLOP/s", "figure 9", "by figure 7", "ours"], rows)
 
 
-def ablation(
-    records: Records, figure: str, network: str = PAPER, seconds: Callable[[Run], float] | None = None
-) -> list[Cell]:
+# -------------------------------------------------------------------------------------------------- figures 12 to 15
+
+
+def ablation(records: Records, figure: str, network: str = PAPER, change: Change | None = None) -> list[Cell]:
     """Returns the throughput of the systems of figure 12, 13b, 14 or 15; figure 13b's is over ZeRO-3's."""
     found = runs(records, figure, network)
-    return [replace(run.cell(seconds(run) if seconds else None), row=run.bar.system) for run in found]
+    cells = changed(found, change) if change else [run.cell() for run in found]
+    return [replace(cell, row=run.bar.system) for cell, run in zip(cells, found, strict=True)]
 
 
 def ratios(cells: Sequence[Cell], figure: str) -> list[Cell]:
@@ -203,12 +220,69 @@ def order_in_ablations(records: Records) -> tuple[int, int]:
 
 def ablation_means(records: Records) -> str:
     """Returns the table of mean absolute differences from the four figures, by network and overlap."""
+    ways: dict[str, tuple[str, Change | None]] = {
+        "ours": (PAPER, None),
+        "nothing hidden": (PAPER, nothing_hidden),
+        "the planner's network": (PLANNER, None),
+    }
     rows = []
-    for name, network, seconds in (
-        ("ours", PAPER, None),
-        ("nothing hidden", PAPER, nothing_hidden),
-        ("the planner's network", PLANNER, None),
-    ):
-        groups = [ratios(ablation(records, figure, network, seconds), figure) for figure in ABLATIONS]
+    for name, way in ways.items():
+        groups = [ratios(ablation(records, figure, *way), figure) for figure in ABLATIONS]
         rows.append([name, *_means(*groups, [cell for group in groups for cell in group])])
     return markdown(["mean difference", *(figure.removeprefix("figure ") for figure in ABLATIONS), "all"], rows)
+
+
+def scale_model(records: Records) -> Comparison:
+    """Returns ratios of throughput, published on 4 nodes (figure 12: 8), and of the scale model's median steps."""
+    measured = records.lines("strategies", mode="scale_model")
+    times: dict[str, list[float]] = {}
+    for run in measured:
+        if run["rate"] == measured[-1]["rate"]:
+            times.setdefault(run["strategy"], []).append(run["step_time_s"])
+    cells = []
+    for figure, systems in SCALE_MODEL.items():
+        bars = published.find("MiCS", figure, at=64 if figure == "figure 12" else 32)
+        paper = {bar.system: bar.value for bar in bars}
+        steps = {name: times.get(ours) for name, ours in systems.items()}
+        found = [Cell(row=x, published=paper[x], ours=1 / median(of) if of else None) for x, of in steps.items()]
+        cells += ratios(found, figure)
+    return Comparison(title="times", cells=cells)
+
+
+# ------------------------------------------------------------------------------------------------------- predictions
+
+
+def predictions(records: Records) -> Comparison:
+    """Returns sequences a second of MiCS in figures 8, 10, 11 and section 5.1.5; published ones of figure 11."""
+    figure_11 = {(bar.case, bar.at): bar.value for bar in published.find("MiCS", "figure 11", system="MiCS")}
+    models = {bar.case for bar in published.find("MiCS", "figure 11")}
+    cells = []
+    for line in records.lines("full_scale"):
+        model, gpus, is_v100 = line["model"], line["gpus"], line["cluster"] == P3DN
+        of_figure_11 = model in models and line["network"] == PAPER
+        if line["strategy"].startswith("mics") and (line["cluster"] == P4D or of_figure_11):
+            fits = "" if replays.of_line(line).fits else ", does not fit"
+            row = f"{model.replace('_', ' ')}, {'V100' if is_v100 else 'A100'}{fits}"
+            paper = figure_11.get((model, gpus)) if is_v100 else None
+            cells.append(Cell(row=row, column=f"{gpus} GPUs", published=paper, ours=line["sequences_per_s"]))
+    return Comparison(title="sequences/s", cells=cells)
+
+
+def in_the_text(records: Records) -> Comparison:
+    """Returns what the paper's text says of WideResNet and of 100 B parameters."""
+    mics, flat = (find(records, WIDE_RESNET, 16, strategy) for strategy in ("mics(8)", "zero3 flat"))
+    printed = published.value("MiCS", "figure 11", case=WIDE_RESNET)
+    few, many = (find(records, GPT_100B, gpus, "mics(128)", cluster=P4D, network=PLANNER) for gpus in (128, 512))
+    shape = shape_of("GPT2 20B", rows=16, hidden=10240, layers=80, heads=80)
+    tflops, share = (published.value("MiCS", "section 5.1.5", unit=unit) for unit in ("TFLOP/s", "%"))
+    zero3_s, wide = replays.zero3_s(flat), f"{WIDE_RESNET}, 16 GPUs, MiCS over ZeRO-3, times"
+    cells = {
+        wide: (printed, zero3_s / mics.step_s),
+        f"{wide}, nothing hidden": (printed, zero3_s / replays.nothing_hidden_s(mics)),
+        f"{GPT_100B}, 512 GPUs, TFLOP/s of a GPU": (tflops, shape.tflops(many.rate(), many.gpus)),
+        f"{GPT_100B}, a GPU of 512 over one of 128, %": (
+            share,
+            100 * many.rate() / few.rate() * few.gpus / many.gpus,
+        ),
+    }
+    return Comparison(title="", cells=[Cell(row=row, published=p, ours=ours) for row, (p, ours) in cells.items()])

@@ -1,16 +1,55 @@
 """Bytes sent by the formulas of lab/paper/traffic.csv, and counted in our compiled programs."""
 
 import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from files.pages import markdown
-from lab.paper.records import Records
 from lab.paper.scores import Cell, Comparison
+from lab.records import Records
 
 FILE = Path(__file__).parent / "traffic.csv"
+PARAMETER_BYTES = 4  # all compiled steps have f32 parameters and gradients
 NODES, N, K, ACCUM = 8, 64, 8, 4  # of the cluster that MiCS's formulas are compared on: n devices, k of a node
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3 flat", "zero3", "hsdp", "mics(1)", "mics(2)", "mics(4)", "mics(8)")
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A compiled training step; its collectives' bytes are those of a device per step, averaged over the devices."""
+
+    devices_per_node: int
+    num_params: int
+    collectives: Sequence[Mapping[str, Any]]
+
+    @property
+    def model_bytes(self) -> int:
+        """The bytes of the parameters."""
+        return PARAMETER_BYTES * self.num_params
+
+    def sent(self, *names: str) -> float:
+        """Returns the bytes that a device sends per step in the collectives of these names, all if none is given."""
+        return sum(c["inter_bytes"] + c["intra_bytes"] for c in self._named(names))
+
+    def link(self, *names: str) -> float:
+        """Returns the bytes that a node sends to other nodes per step in the collectives of these names."""
+        return self.devices_per_node * sum(c["inter_bytes"] for c in self._named(names))
+
+    def calls(self, kind: str) -> int:
+        """Returns how often collectives of a kind run per step, without those of losses and norms."""
+        return sum(c["times"] for c in self.collectives if c["kind"] == kind and c["name"])
+
+    def _named(self, names: Sequence[str]) -> list[Mapping[str, Any]]:
+        return [c for c in self.collectives if not names or c["name"] in names]
+
+
+def step(records: Records, name: str, *, nodes: int = 4, accum: int = 1) -> Step:
+    """Returns a compiled step by its name: that of its strategy, but for steps that one paper needs."""
+    line = records.line("compiled", kind="step", name=name, nodes=nodes, accum=accum)
+    return Step(**{key: line[key] for key in Step.__dataclass_fields__})
 
 
 def volumes(records: Records, name: str) -> Comparison:
@@ -22,12 +61,10 @@ def volumes(records: Records, name: str) -> Comparison:
         rows = [row for row in csv.DictReader(file) if row["table"] == name]
     cells = []
     for row in rows:
-        strategy, nodes, accum = row["strategy"], int(row["nodes"]), int(row["accum"])
-        named = row["paper_step"]
-        step = records.paper_step(named) if named else records.step(strategy, nodes=nodes, accum=accum)
+        found = step(records, row["step"], nodes=int(row["nodes"]), accum=int(row["accum"]))
         collectives = row["collectives"].split("+") if row["collectives"] else ()
-        sent = step.link(*collectives) if row["sender"] == "node" else step.sent(*collectives)
-        ours = sent / float(row["per"]) / step.model_bytes
+        sent = found.link(*collectives) if row["sender"] == "node" else found.sent(*collectives)
+        ours = sent / float(row["per"]) / found.model_bytes
         cells.append(Cell(row=row["row"], column=row["column"], published=float(row["published"]), ours=ours))
     return Comparison(title="M", cells=cells, form="{:.3f}")
 
@@ -36,7 +73,7 @@ def savings(records: Records) -> Comparison:
     """Returns the percentage of traffic between nodes that MiCS's hierarchical gather saves: (k-1)/(p-1)."""
     cells = []
     for p in (16, 32, 64):
-        hierarchical, flat = (records.step(f"mics({p}){how}", nodes=NODES, accum=ACCUM) for how in ("", " flat"))
+        hierarchical, flat = (step(records, f"mics({p}){how}", nodes=NODES, accum=ACCUM) for how in ("", " flat"))
         for name in ("gather", "hop one"):
             saved = 100 * (1 - hierarchical.link(name) / flat.link(name))
             cells.append(Cell(row=f"p = {p}", column=name, published=100 * (K - 1) / (p - 1), ours=saved))
@@ -47,7 +84,7 @@ def two_hops(records: Records) -> Comparison:
     """Returns bytes of an all-reduce in every micro-step over those of two hops, as the paper counts and as sent."""
     cells = []
     for p in (8, 16, 32):
-        two, off = (records.step(f"mics({p}){how}", nodes=NODES, accum=ACCUM) for how in ("", " two-hop off"))
+        two, off = (step(records, f"mics({p}){how}", nodes=NODES, accum=ACCUM) for how in ("", " two-hop off"))
         alternative, hop_one, hop_two = off.sent("hop one", "hop two"), two.sent("hop one"), two.sent("hop two")
         formula = 2 * ACCUM * (N - 1) / N / (ACCUM * (p - 1) / p + 2 * (N - p) / N)
         counted, sent = alternative / (hop_one + p * hop_two), alternative / (hop_one + hop_two)
@@ -58,10 +95,10 @@ def two_hops(records: Records) -> Comparison:
 
 def calls(records: Records) -> str:
     """Returns each strategy's collectives a step, and bytes of a device and of a node over those of ddp."""
-    steps = [records.step(name, nodes=4, accum=4) for name in STRATEGIES]
+    steps = {name: step(records, name, accum=4) for name in STRATEGIES}
+    ddp = steps["ddp"]
     rows = []
-    for step in steps:
-        times = [f"{step.calls(kind)}" for kind in KINDS]
-        over_ddp = (step.sent() / steps[0].sent(), step.link() / steps[0].link())
-        rows.append([step.strategy, *times, *(f"{ratio:.2f}" for ratio in over_ddp)])
+    for name, found in steps.items():
+        over_ddp = (found.sent() / ddp.sent(), found.link() / ddp.link())
+        rows.append([name, *(f"{found.calls(kind)}" for kind in KINDS), *(f"{ratio:.2f}" for ratio in over_ddp)])
     return markdown(["", *KINDS, "bytes of a device over ddp", "of a node"], rows)

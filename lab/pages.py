@@ -1,0 +1,51 @@
+"""Fills the tables of the docs and draws their charts, from the records in lab/benchmarks/results; nothing is trained.
+
+    python -m lab.pages
+    python -m lab.pages --check      # writes nothing
+
+A page has a table between `<!-- table: NAME -->` and `<!-- end -->`; lab/benchmarks/tables.py and lab/paper/tables.py
+have the names. Exit codes: 0 done; 1 --check found a page whose tables are not those of the records; 2 a record or a
+table is missing.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from files.pages import filled, update
+from lab.benchmarks import tables as measured
+from lab.paper import tables as papers
+from lab.plots import png
+from lab.records import Records, read_records
+from runtime.command_line import OneLineParser, complain
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+CHARTS: dict[str, Callable[[Records], Figure]] = {**measured.CHARTS, **papers.CHARTS}
+
+
+def tables(records: Records) -> dict[str, Callable[[], str]]:
+    """Returns all tables, by the name that a page gives them."""
+    return measured.tables(records) | papers.tables(records)
+
+
+def main(argv: Sequence[str] | None = None, docs: Path = DOCS) -> int:
+    """Fills or checks the pages in a folder; returns the exit code."""
+    parser = OneLineParser(prog="python -m lab.pages", description="Fills the pages from the records.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is stale")
+    try:
+        check = parser.parse_args(argv).check
+        records = read_records()
+        found = tables(records)
+        texts = {page: filled(page.read_text(), found) for page in sorted(docs.rglob("*.md"))}
+        charts = {} if check else {name: png(draw(records)) for name, draw in CHARTS.items()}
+    except ValueError as error:
+        return complain(error)
+    for name, content in charts.items():
+        (docs / "images" / f"{name}.png").write_bytes(content)
+    return update(texts, docs.parent, "python -m lab.pages", check=check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

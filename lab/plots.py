@@ -1,0 +1,115 @@
+"""The charts of the pages: grouped bars with values and ranges, stacked bars, and panels of curves."""
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from files.palette import FILL, GRID, INK, SERIES
+from lab.records import Range
+
+DPI = 120
+MISSING = "not measured"
+TEXT = {"fontsize": 8, "color": INK, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 2}}  # over lines
+OUTSIDE = "outside upper center"  # a legend there is laid out with the axes, so nothing cuts it
+Panel = Mapping[str, tuple[Sequence[float], Sequence[float]]]  # lines, label to (x, y)
+
+
+def exactly(value: float | None) -> Range | None:
+    """Returns a number as a bar without a range; None for None."""
+    return None if value is None else Range(value=value, low=value, high=value)
+
+
+def rate_in_words(rate: str) -> str:
+    """Returns a link rate as an axis shows it: 200 Mbit/s for `200mbit`."""
+    return re.sub(r"^([0-9.]+)([kmg])bit$", lambda match: f"{match[1]} {match[2].upper()}bit/s", rate)
+
+
+def draw_bars(
+    labels: Sequence[str],
+    series: Mapping[str, Sequence[Range | None]],
+    title: str,
+    *,
+    line: float = 0.0,
+    line_label: str = "",
+    digits: int = 2,
+    is_logarithmic: bool = False,
+) -> Figure:
+    """Returns the figure of horizontal bars, one per series in each group, each with its value; the first is on top.
+
+    None is shown as not measured. There is a dotted line at `line`, where a logarithmic axis begins.
+    """
+    height = 0.8 / len(series)
+    figure = Figure(figsize=(9, 1.2 + len(labels) * (0.25 + 0.2 * len(series))), layout="constrained")
+    axes = figure.add_subplot()
+    for i, ((name, found), colour) in enumerate(zip(series.items(), SERIES, strict=False)):
+        places = [row - 0.4 + height * (i + 0.5) for row in range(len(labels))]
+        axes.barh(places, [bar.value if bar else 0.0 for bar in found], height * 0.9, color=colour, label=name)
+        for place, bar in zip(places, found, strict=True):
+            text = f"{bar.value:.{digits}f}" if bar else MISSING
+            end = (bar.high if bar else 0.0, place)
+            axes.annotate(text, end, (4, 0), textcoords="offset points", va="center", **TEXT)
+            if bar and bar.high > bar.low:
+                ends = [[bar.value - bar.low], [bar.high - bar.value]]
+                axes.errorbar([bar.value], [place], xerr=ends, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
+    axes.axvline(line, color=INK, linewidth=0.8, linestyle=":", label=line_label or None)
+    if is_logarithmic:
+        axes.set_xscale("log")
+        axes.set_xlim(left=line)
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.margins(x=0.1)
+    _name_bars(axes, labels, title)
+    figure.legend(loc=OUTSIDE, ncols=len(series) + bool(line_label), frameon=False)
+    return figure
+
+
+def draw_stacked(labels: Sequence[str], series: Mapping[str, Sequence[float]], title: str) -> Figure:
+    """Returns the figure of horizontal bars in two parts."""
+    figure = Figure(figsize=(9, 0.34 * len(labels) + 1.4), layout="constrained")
+    axes = figure.add_subplot()
+    left = [0.0] * len(labels)
+    for (name, values), colour in zip(series.items(), (SERIES[0], FILL), strict=True):
+        axes.barh(range(len(labels)), values, 0.7, left=left, label=name, color=colour)
+        left = list(values)
+    _name_bars(axes, labels, title)
+    figure.legend(loc=OUTSIDE, ncols=2, frameon=False)
+    return figure
+
+
+def _name_bars(axes: Any, labels: Sequence[str], title: str) -> None:
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    axes.set_xlabel(title)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_curves(panels: Mapping[str, Panel], *, x: str, y: str) -> Figure:
+    """Returns the figure of the panels, by their titles; later lines are dashed, so that overlapping ones are visible.
+
+    All panels have the same scales; y begins at 0.
+    """
+    figure = Figure(figsize=(5.5 * len(panels), 3.8), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), sharex=True, sharey=True)
+    for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
+        for i, (label, (xs, ys)) in enumerate(lines.items()):
+            style: dict[str, Any] = {"linewidth": 3.0 - 1.6 * i, "linestyle": ("-", "--")[i], "color": SERIES[i]}
+            axes.plot(xs, ys, label=label, **style)
+        axes.set_title(title, fontsize=10, color=INK)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.tick_params(labelleft=True)
+        axes.set_ylim(bottom=0)
+        axes.grid(color=GRID, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    return figure
+
+
+def png(figure: Figure) -> bytes:
+    """Returns the PNG of a figure; the same figure gives the same bytes."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+    return file.getvalue()

@@ -1,0 +1,122 @@
+"""The records in lab/benchmarks/results: one line per measurement, or per result of a program.
+
+What is in `MEASURED` depends on a machine and a moment: seconds, losses, bytes on a wire. Lines are only added; an
+outdated one gets the key `superseded`, with the reason, and nothing else of it changes (tests/test_records.py). What is
+in `DERIVED` a commit gives on every machine: bytes of compiled programs, replays, counted calls. Each of its lines
+stands once and names its commit; a deleted one is computed again.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from files import atomic, json_lines
+from metrics.environment import environment
+
+RESULTS = Path(__file__).resolve().parent / "benchmarks" / "results"
+MEASURED, DERIVED = RESULTS / "measured", RESULTS / "derived"
+SAME = 1e-5  # losses that differ by less, relatively, count as equal
+Line = dict[str, Any]
+
+add = json_lines.append
+
+
+def recorded(file: Path, *, superseded: bool = False) -> list[Line]:
+    """Returns the lines of a record, those marked `superseded` only if asked for; none if there is no file yet."""
+    lines = json_lines.read(file) if file.exists() else []
+    return [line for line in lines if superseded or "superseded" not in line]
+
+
+def is_recorded(file: Path, key: Mapping[str, Any]) -> bool:
+    """Whether a record has a line with these values."""
+    written = json.loads(json.dumps(key))  # as it was written: tuples are lists
+    return any(written.items() <= line.items() for line in recorded(file))
+
+
+def replace(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Makes these the lines of a derived record."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic.replace(file, "".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def put(file: Path, line: Mapping[str, Any], key: Iterable[str]) -> None:
+    """Writes a line into a derived record, instead of the one with the same values of `key`."""
+    written = json.loads(json.dumps(line))  # as it will be read: tuples are lists
+    names = list(key)
+    kept = [other for other in recorded(file) if any(other.get(name) != written[name] for name in names)]
+    replace(file, [*kept, written])
+
+
+def machine() -> dict[str, str]:
+    """Returns commit, machine and jax version of a measurement."""
+    about = environment({})
+    return {"commit": about["git_commit"], "machine": f"{os.cpu_count()} CPU cores", "jax": about["versions"]["jax"]}
+
+
+@dataclass(frozen=True)
+class Records:
+    """The lines of each record, by its name."""
+
+    files: Mapping[str, Sequence[Line]]
+
+    def lines(self, name: str, /, *, superseded: bool = False, **key: Any) -> list[Line]:
+        """Returns the lines of a record that have these values. ValueError if there is no such record."""
+        if name not in self.files:
+            raise ValueError(f"{name}.jsonl is missing; python -m lab.benchmarks.{name} writes it")
+        lines = (line for line in self.files[name] if superseded or "superseded" not in line)
+        return [line for line in lines if key.items() <= line.items()]
+
+    def line(self, name: str, /, **key: Any) -> Line:
+        """Returns the one line that has these values. ValueError if there is not exactly one."""
+        found = self.lines(name, **key)
+        if len(found) != 1:
+            raise ValueError(
+                f"lab/benchmarks/results: {name}.jsonl has {len(found)} lines of {', '.join(map(str, key.values()))}; "
+                f"it needs one: python -m lab.benchmarks.{name}"
+            )
+        return found[0]
+
+
+def read_records(folder: Path = RESULTS) -> Records:
+    """Returns the records in `folder`."""
+    return Records({file.stem: json_lines.read(file) for file in folder.glob("*/*.jsonl")})
+
+
+# -------------------------------------------------------------------------------------------- values and their range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """A value, and between what it lay."""
+
+    value: float
+    low: float
+    high: float
+
+    def text(self, digits: int = 1) -> str:
+        """Returns `13.1 (12.8 to 13.4)`."""
+        return f"{self.value:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+
+def middle(values: Sequence[float | None]) -> str:
+    """Returns the median of what was measured, with the range if that is more than one value; `-` of nothing."""
+    known = [value for value in values if value is not None]
+    if len(known) == 1:
+        return f"{known[0]:.1f}"
+    return Range(value=median(known), low=min(known), high=max(known)).text() if known else "-"
+
+
+def same_until(losses: Sequence[float], others: Sequence[float]) -> tuple[int | None, float]:
+    """Returns the first step whose losses differ by more than `SAME`, None if none does, and the most before it."""
+    apart = [abs(a - b) / a for a, b in zip(losses, others, strict=True)]
+    first = next((i for i, difference in enumerate(apart) if difference > SAME), None)
+    return None if first is None else first + 1, max(apart[:first], default=0.0)
+
+
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    """Returns `mean (lowest to highest)`."""
+    return f"{mean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
