@@ -14,7 +14,7 @@ from files import json_lines, run_directory
 from metrics.run_files import number
 from metrics.units import UNKNOWN, format_seconds
 from sweeps.pool import Job
-from sweeps.records import State, metric_text, record
+from sweeps.records import State, metric_text, record, tally
 
 STYLES = {State.RUNNING: "cyan", State.FINISHED: "green", State.FAILED: "red", State.STOPPED: "yellow"}
 # Which runs are shown first, if not all fit on the screen
@@ -67,7 +67,7 @@ class Live:
             row = latest(job.run.run_dir)
             steps = f"{row.get('step', 0)}/{job.run.values['num_steps']}"
             table.add_row(Text(job.run.name), state, steps, self._number(job, row), _time(job))
-        return Group(table, Text(tally(self._jobs), style="dim"))
+        return Group(table, Text(tally([job.state for job in self._jobs]), style="dim"))
 
     def _line(self, job: Job) -> str:
         """Returns the line to print when the job's state has changed."""
@@ -83,13 +83,6 @@ class Live:
         if job.state == State.FINISHED and name not in self._final:
             self._final[name] = record(job.run, job.state, "", self._metric).metric
         return metric_text(self._metric, self._final.get(name, number(row.get(self._metric))))
-
-
-def tally(jobs: Sequence[Job]) -> str:
-    """Returns `12 runs: 3 finished, 2 running, 7 waiting`."""
-    states = [job.state for job in jobs]
-    counts = (f"{states.count(state)} {state}" for state in State if state in states)
-    return f"{len(jobs)} runs: {', '.join(counts)}"
 
 
 def latest(run_dir: Path) -> Mapping[str, Any]:

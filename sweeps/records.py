@@ -1,7 +1,7 @@
 """The outcome of a run: its state and its results, from the files in its directory."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
@@ -74,3 +74,8 @@ def metric_text(name: str, value: float | None) -> str:
     if name.endswith("_s") and not name.endswith("_per_s"):
         return format_seconds(value)
     return format_loss(value) if 0.1 <= abs(value) < 1000 or not math.isfinite(value) else f"{value:.6g}"
+
+
+def tally(states: Sequence[State]) -> str:
+    """Returns `12 runs: 3 finished, 2 running, 7 waiting`."""
+    return f"{len(states)} runs: {', '.join(f'{states.count(state)} {state}' for state in State if state in states)}"

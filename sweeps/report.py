@@ -16,7 +16,7 @@ from metrics.page import render
 from metrics.units import UNKNOWN, format_seconds
 from sweeps.charts import MAX_LINES, Point, sweep_chart
 from sweeps.plan import SweepFile, text, varied
-from sweeps.records import Record, State, best, metric_text
+from sweeps.records import Record, State, best, metric_text, tally
 
 CSV_FILE, MARKDOWN_FILE, PAGE_FILE = "results.csv", "results.md", "index.html"
 REPEATS = ("seed", "repetition")  # keys that only repeat a run; charts show the median over them
@@ -70,12 +70,10 @@ def table_cells(file: SweepFile, record: Record, keys: Sequence[str]) -> list[st
 
 def headline(file: SweepFile, records: list[Record]) -> str:
     """Returns the number of runs in each state and the best run."""
-    states = [record.state for record in records]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in State if state in states)
     winner = best(records, file.goal)
     word = "Lowest" if file.goal == "min" else "Highest"
     about = f" {word} {file.metric}: {metric_text(file.metric, winner.metric)} ({winner.run.name})." if winner else ""
-    return f"{len(records)} runs: {counts}.{about}"
+    return f"{tally([record.state for record in records])}.{about}"
 
 
 # ------------------------------------------------------------------------------------------------- the page

@@ -173,13 +173,6 @@ def test_round_trip_is_bit_by_bit(name: str, file_bytes: int, tmp_path: Path) ->
     assert not [*tmp_path.glob("*.unfinished")]
 
 
-def test_a_folder_with_weights_is_not_overwritten(tmp_path: Path) -> None:
-    model, params = loaded(FOLDER / "bert", section(FOLDER / "bert"))
-    (tmp_path / "model-00001-of-00002.safetensors").touch()
-    with pytest.raises(ValueError, match="holds weights already .* choose an empty folder"):
-        write(model, tmp_path, lambda path: np.asarray(by_name(params)[path]))
-
-
 def rewrite(folder: Path, change: Any) -> None:
     """Applies a change to the dict of the tensors of a single file."""
     found = load_file(folder / "model.safetensors")

@@ -73,6 +73,11 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         r"^error: sweep.py takes no --config.KEY; put it into the sweep file's get_config\(\)$",
     ),
     "an unknown flag": (RATES, ["--worker=2"], "--worker=2"),
+    "Ray and emulated nodes": (
+        RATES,
+        ["--ray=local", "--emulate=--nodes=2"],
+        "--ray excludes --slurm and the emulated",
+    ),
     "a goal": (RATES + "GOAL = 'least'", [], "GOAL='least' must be one of min, max"),
     "a group that the cluster cannot hold": (
         "def sweep_x(): return [{'sharding.strategy': 'mics', 'sharding.partition_size': p} for p in (4, 3)]",

@@ -73,9 +73,3 @@ def test_a_cluster_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.
     error = capsys.readouterr().err
     assert re.fullmatch(r"error: --ray=127.0.0.1:1: no Ray cluster there \(.+\); `ray start` makes one, .*\n", error)
     assert started(tmp_path) == []
-
-
-def test_ray_and_the_emulated_cluster_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = sweep_file(tmp_path, seeds(0))
-    assert run_sweep(tmp_path, config, LOCAL, "--emulate=--nodes=2 --devices_per_node=1") == 2
-    assert capsys.readouterr().err == "error: --ray excludes --slurm and the emulated cluster; choose one of them\n"
