@@ -26,26 +26,20 @@ def source(path: str, split: str, pattern: str = "") -> TextSource:
     if not names:
         that = f" that match data.pattern={pattern!r}" if pattern else ""
         raise ValueError(f"data.path {root} has no text files{that} (empty and hidden files do not count)")
-    if len(names) == 1:
-        chosen = names
-    else:
-        validation = validation_names(names)
-        chosen = [name for name in names if (name in validation) == (split == "validation")]
+    held_out = validation_names(names)
+    is_single = len(names) == 1
+    chosen = [name for name in names if is_single or (name in held_out) == (split == "validation")]
 
     def documents() -> Iterator[str]:
         for name in chosen:
             text = read_text(root / name)
-            yield _part_of(text, split) if len(names) == 1 else text
+            yield _part_of(text, split) if is_single else text
 
-    rule = f"folder {split}" if len(names) == 1 else "folder"
-    size_bytes = sum((root / name).stat().st_size for name in chosen)
-    if len(names) == 1:
-        size_bytes = round(size_bytes * (1 - VALIDATION_SHARE if split == "train" else VALIDATION_SHARE))
     return TextSource(
         name=f"data.path {root}",
-        signature=signature(rule, root, chosen),
+        signature=signature(f"folder {split}" if is_single else "folder", root, chosen),
         documents=documents,
-        size_bytes=size_bytes,
+        size_bytes=sum((root / name).stat().st_size for name in chosen),
     )
 
 
