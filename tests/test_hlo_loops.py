@@ -2,8 +2,7 @@
 
 import pytest
 
-from sharding.hlo_loops import Site, trip_count
-from sharding.hlo_program import parse_program
+from sharding.hlo_program import Site, parse_program, trip_count
 
 KNOWN = 'backend_config={"known_trip_count":{"n":"%s"},"known_init_step":{"init":"1","step":"2"}}'
 

@@ -23,7 +23,7 @@ STRATEGIES = {
 OPTIONS = {
     "hierarchical": (True, False),
     "two_hop": (True, False),
-    "gather": ("layer", "micro_step", "step"),
+    "gather": ("layer", "node", "micro_step", "step"),
     "tensor": (1, 2),
     "partitioner": ("manual", "auto"),
     "kind": ("decoder", "encoder"),

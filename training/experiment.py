@@ -15,7 +15,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import models
-from compression.by_config import make_codecs
+from compression.codecs import make_codecs
 from compression.methods import method_named
 from configs.schema import Config, ModelConfig, TransformerConfig
 from configs.schema.combinations import complaint, refuse
@@ -23,13 +23,14 @@ from input_pipeline import row_arrays
 from metrics import wandb_sink
 from models.hugging_face import Weights
 from optimizers import follows_schedule, make_schedule
+from sharding.gradients import accumulated
 from sharding.mesh import find_nodes, make_mesh
-from sharding.pipeline import StagedLoss
+from sharding.pipeline import StagedLoss, evaluated, through_stages
 from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout
 from sharding.spec import place_all
 from sharding.state import state_shardings
-from sharding.step import Chain, TrainState, build_eval_step, build_train_step, first_state
+from sharding.step import Chain, TrainState, build_eval_step, build_train_step, first_state, in_turn
 from training.batches import BatchLayout, accumulation
 from training.facts import facts
 from training.optimizer_chain import cut_of, make_chain
@@ -79,7 +80,9 @@ class Experiment:
     @property
     def train_step(self) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
         """The function `step(state, batch) -> (state, metrics)`."""
-        return build_train_step(self._staged or self.model.objective, self.plan, self.chain)
+        staged = self._staged
+        micro_steps = through_stages(staged) if staged else accumulated(self.model.objective)
+        return build_train_step(micro_steps, self.plan, self.chain)
 
     def compile_train_step(self) -> jax.stages.Compiled:
         """Returns the compiled `step(state, batch) -> (state, metrics)`, which donates the state; compiled once."""
@@ -106,7 +109,8 @@ class Experiment:
 
     def compile_eval_step(self) -> jax.stages.Compiled:
         """Compiles `evaluate(params, batch) -> sums`: the model's sums by name, and `weight`."""
-        step = build_eval_step(self._staged or self.model.evaluate, self.plan)
+        staged = self._staged
+        step = build_eval_step(evaluated(staged) if staged else in_turn(self.model.evaluate), self.plan)
         jitted = jax.jit(step, out_shardings=self.replicated)
         lowered = jitted.lower(self.state_shapes.params, self.batches.shapes)
         return lowered.compile(compiler_options={**self.compiler_options(pipelined=False)})
