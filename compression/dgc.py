@@ -28,6 +28,7 @@ from configs.schema import OptimizerConfig
 from sharding.collectives import all_gather_chunks, join, reduce_scatter_chunks, split, vary
 from sharding.mesh import inter_part, intra_part
 from sharding.plan import ShardingPlan
+from sharding.scopes import beyond
 from sharding.spec import Placement
 from sharding.trees import Axes, Params, Shards
 
@@ -163,7 +164,7 @@ def _clip_scale(plan: ShardingPlan, grads: Shards, clip_norm: float) -> jax.Arra
     if not clip_norm:
         return jnp.ones(())
     layout, sizes = plan.layout, plan.layout.shape.sizes
-    axes = layout.axes_inside_replica
+    axes = beyond(layout.replica_axes, tuple(sizes))  # over which a replica's gradient is cut or copied
     squares = jnp.zeros(())
     for p, grad in zip(plan.group(plan.placements, ()).placements, grads, strict=True):
         cut = {*p.cut_by(layout.gradients), *(("tensor",) if p.tensor_dim is not None else ())}

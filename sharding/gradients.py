@@ -197,7 +197,7 @@ def accumulating(plan: ShardingPlan, params: Params, sums: Sums, exchange: Group
             keep=partial(_gather_for_micro_step, plan, placements) if plan.overlap and policy.each_micro_step else None,
         )
 
-    if not (policy.only_where_used or plan.overlap):
+    if (policy.each_step or policy.each_micro_step) and not plan.overlap:  # gradients do not come out by layer
         return Accumulating(values=params, sums=sums, rule=rule("", plan.placements))
     return {
         name: Accumulating(values=params[name], sums=sums.group(name), rule=rule(name, used_placements(plan, name)))

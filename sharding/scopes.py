@@ -42,16 +42,6 @@ class GatherPolicy:
         """Whether each layer's parameters can be gathered apart from the others'."""
         return self.each_use is not None
 
-    @property
-    def only_where_used(self) -> bool:
-        """Whether all is gathered where it is used, so that gradients come out a layer at a time."""
-        return not (self.each_step or self.each_micro_step)
-
-    def scopes(self, parameters: Axes) -> tuple[Axes, ...]:
-        """Returns the axes of each gather, for parameters cut over `parameters`."""
-        parts = (self.each_step, self.each_micro_step, self.each_use)
-        return tuple(part(parameters) for part in parts if part)
-
 
 LAYER = GatherPolicy(name="layer", each_use=whole)
 NODE = GatherPolicy(name="node", each_micro_step=inter_part, each_use=intra_part)  # hpZ of ZeRO++, arXiv 2306.10209
@@ -95,19 +85,9 @@ class Layout:
         return beyond(self.gradients, self.data_axes)
 
     @property
-    def axes_inside_replica(self) -> Axes:
-        """All other axes, `tensor` included: those over which a replica's gradient is cut or copied."""
-        return beyond(self.replica_axes, tuple(self.shape.sizes))
-
-    @property
     def num_replicas(self) -> int:
         """Gradients that hop two averages."""
         return self.shape.size(self.replica_axes)
-
-    @property
-    def replicas_cross_nodes(self) -> bool:
-        """Whether any two replicas are on different nodes: if not, hop two sends nothing between nodes."""
-        return bool(inter_part(self.replica_axes))
 
     @property
     def gradients_beyond_parameters(self) -> Axes:
@@ -132,7 +112,8 @@ class Layout:
     @property
     def gather_scopes(self) -> tuple[Axes, ...]:
         """The axes of each gather of the micro-steps, as far as we choose them."""
-        return () if self.is_automatic else self.gather.scopes(self.parameters)
+        parts = (self.gather.each_step, self.gather.each_micro_step, self.gather.each_use)
+        return () if self.is_automatic else tuple(part(self.parameters) for part in parts if part)
 
     @property
     def hop_one_scopes(self) -> tuple[Axes, ...]:

@@ -14,7 +14,7 @@ def facts(layout: Layout, model: Model, method: HopTwo) -> Facts:
     specs = model.param_specs()
     return Facts(
         has_replicas=bool(layout.replica_axes),
-        replicas_cross_nodes=layout.replicas_cross_nodes,
+        replicas_cross_nodes=bool(inter_part(layout.replica_axes)),
         parameters_are_cut=bool(layout.parameters),
         in_one_scope=layout.parameters == layout.gradients == layout.optimizer,
         optimizer_like_gradients=layout.optimizer == layout.gradients,
