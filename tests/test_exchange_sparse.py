@@ -136,7 +136,9 @@ def test_dgc_handles_matrices_without_tensor_dim(how: dict) -> None:
     )
 
 
-@pytest.mark.parametrize(("layout", "sampled"), [*((layout, 1.0) for layout in LAYOUTS), ("mics(2)", 0.3)])
+@pytest.mark.parametrize(
+    ("layout", "sampled"), [*(pytest.param(*p.values, 1.0, marks=p.marks) for p in LAYOUT_PARAMS), ("mics(2)", 0.3)]
+)
 def test_dgc_result_plus_residual_is_the_sum_in_every_layout(layout: str, sampled: float) -> None:
     """Without momentum: what was sent and what was not add up to all gradients, replicas inside a node too."""
     plan = workload.plan("tensors", **LAYOUTS[layout])
