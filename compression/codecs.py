@@ -11,6 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from configs.schema import CompressionConfig
+from configs.schema.own import OWN
+from sharding.coded import Codec, LevelCodecs
+
 SCALE_BYTES = 4  # one f32 per block
 
 
@@ -33,12 +37,8 @@ class BFloat16:
         return _to_bytes((bits >> 16).astype(jnp.uint16))  # XLA would materialise a bf16 array first
 
     def decode(self, payload: jax.Array) -> jax.Array:
-        """Returns the values `f32 [..., N]` of `uint8 [..., payload_bytes(N)]`."""
+        """Returns the values `f32 [..., N]` of a payload."""
         return _from_bytes(payload, jnp.bfloat16).astype(jnp.float32)
-
-    def payload_bytes(self, size: int) -> int:
-        """Returns the bytes of a row of `size` values."""
-        return 2 * size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Blockwise:
         return self.block
 
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Returns `uint8 [..., payload_bytes(N)]` of `f32 [..., N]`: the integers, then the scales."""
+        """Returns `uint8 [..., M]` of `f32 [..., N]`: the integers, then the scales."""
         del real  # padding is zero, which does not change the maximum
         most = 2 ** (self.bits - 1) - 1
         blocks = _blocks(x, self.block)
@@ -74,16 +74,12 @@ class Blockwise:
         return jnp.concatenate([self._pack(integers), _to_bytes(scales[..., 0])], axis=-1)
 
     def decode(self, payload: jax.Array) -> jax.Array:
-        """Returns the values `f32 [..., N]` of `uint8 [..., payload_bytes(N)]`."""
-        blocks = payload.shape[-1] // self.payload_bytes(self.block)
+        """Returns the values `f32 [..., N]` of a payload."""
+        blocks = payload.shape[-1] // (self.block * self.bits // 8 + SCALE_BYTES)
         packed, scales = jnp.split(payload, [blocks * self.block * self.bits // 8], axis=-1)
         integers = self._unpack(packed).reshape(*payload.shape[:-1], blocks, self.block)
         values = integers.astype(jnp.float32) * _from_bytes(scales, jnp.float32)[..., None]
         return values.reshape(*payload.shape[:-1], blocks * self.block)
-
-    def payload_bytes(self, size: int) -> int:
-        """Returns the bytes of a row of `size` values."""
-        return size * self.bits // 8 + size // self.block * SCALE_BYTES
 
     def _pack(self, integers: jax.Array) -> jax.Array:
         as_bytes = lax.bitcast_convert_type(integers, jnp.uint8)
@@ -117,13 +113,9 @@ class TwoBit:
         return _pack_bits(codes, bits=2)
 
     def decode(self, payload: jax.Array) -> jax.Array:
-        """Returns the values `f32 [..., N]` of `uint8 [..., payload_bytes(N)]`."""
+        """Returns the values `f32 [..., N]` of a payload."""
         codes = _unpack_bits(payload, bits=2)
         return jnp.where(codes == 3, self.threshold, jnp.where(codes == 2, -self.threshold, 0.0)).astype(jnp.float32)
-
-    def payload_bytes(self, size: int) -> int:
-        """Returns the bytes of a row of `size` values."""
-        return size // 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +135,7 @@ class OneBit:
         return self.block
 
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Returns `uint8 [..., payload_bytes(N)]` of `f32 [..., N]`: signs, the first highest, then scales."""
+        """Returns `uint8 [..., M]` of `f32 [..., N]`: signs, the first highest, then scales."""
         del key
         sizes = jnp.abs(_blocks(x, self.block))
         if real is None:
@@ -155,16 +147,37 @@ class OneBit:
         return jnp.concatenate([_pack_bits((x >= 0).astype(jnp.uint8), bits=1), _to_bytes(scales)], axis=-1)
 
     def decode(self, payload: jax.Array) -> jax.Array:
-        """Returns the values `f32 [..., N]` of `uint8 [..., payload_bytes(N)]`."""
-        blocks = payload.shape[-1] // self.payload_bytes(self.block)
+        """Returns the values `f32 [..., N]` of a payload."""
+        blocks = payload.shape[-1] // (self.block // 8 + SCALE_BYTES)
         signs, scales = jnp.split(payload, [blocks * self.block // 8], axis=-1)
         positive = _unpack_bits(signs, bits=1).reshape(*payload.shape[:-1], blocks, self.block)
         scales = _from_bytes(scales, jnp.float32)[..., None]
         return jnp.where(positive == 1, scales, -scales).reshape(*payload.shape[:-1], blocks * self.block)
 
-    def payload_bytes(self, size: int) -> int:
-        """Returns the bytes of a row of `size` values."""
-        return size // 8 + size // self.block * SCALE_BYTES
+
+def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest") -> Codec | None:
+    """Returns the codec called `name`; None for `none`."""
+    match name:
+        case "bf16":
+            return BFloat16()
+        case "int8" | "int4":
+            return Blockwise(bits=int(name[3:]), block=config.block, stochastic=rounding == "stochastic")
+        case "two_bit":
+            return TwoBit(threshold=config.threshold)
+        case "one_bit":
+            return OneBit(block=config.block)
+        case "none":
+            return None
+    return OWN["codec"][name](config)
+
+
+def make_codecs(config: CompressionConfig) -> tuple[LevelCodecs, LevelCodecs, LevelCodecs]:
+    """Returns the codecs of gathers, of hop one (qwZ, qgZ of ZeRO++, arXiv 2306.10209) and of experts' tokens."""
+    found = {}
+    for hop in ("gather", "hop_one", "experts"):
+        names = {level: getattr(config, f"{hop}_{level}") for level in ("inter", "intra")}
+        found[hop] = LevelCodecs(**{level: make_codec(name, config) for level, name in names.items()})
+    return found["gather"], found["hop_one"], found["experts"]
 
 
 def _blocks(x: jax.Array, size: int) -> jax.Array:

@@ -14,15 +14,14 @@ import optax
 
 from sharding.hop_two import Exchanged
 from sharding.replicas import PerReplica
-
-PyTree = Any
+from sharding.trees import Grads, GradsR, Params
 
 
 class DelayedState(NamedTuple):
     """State of `delayed`."""
 
     waiting: PerReplica  # the previous step's gradients
-    exchange: PyTree
+    exchange: Any  # the state of the method
 
 
 def delayed(exchange: optax.GradientTransformation, replicas: int) -> optax.GradientTransformationExtraArgs:
@@ -35,14 +34,14 @@ def delayed(exchange: optax.GradientTransformation, replicas: int) -> optax.Grad
     """
     inner = optax.with_extra_args_support(exchange)
 
-    def init(params: PyTree) -> PyTree:
+    def init(params: Params) -> Any:
         zeros = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), p.dtype), params)
         waiting = PerReplica(zeros, combine="mean", label="local")
         return DelayedState(waiting=waiting, exchange=inner.init(params))
 
     def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, *, exchanged: Exchanged | None = None, **_: Any
-    ) -> tuple[PyTree, PyTree]:
+        updates: GradsR, state: Any, params: Params | None = None, *, exchanged: Exchanged | None = None, **_: Any
+    ) -> tuple[Grads, Any]:
         mean, after = inner.update(state.waiting.tree, state.exchange, params, exchanged=exchanged)
         finite = jnp.isfinite(optax.tree.norm(updates))
         mean = jax.tree.map(lambda x: jnp.where(finite, x, jnp.nan), mean)

@@ -14,41 +14,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
+from compression.encoded import not_finite
+from compression.exchange import of_all_shards, to_optimizer_scope
 from compression.hop_two import HopTwo, Setup
-from compression.shards import Shards, not_finite, on_shards, to_optimizer_scope
-from compression.statistics import Sent, added, nothing_sent
+from compression.statistics import Sent, State, nothing_sent, zeros_R
 from configs.schema import OptimizerConfig
 from sharding.collectives import all_gather_chunks, join, reduce_scatter_chunks, split, vary
 from sharding.mesh import inter_part, intra_part
 from sharding.plan import ShardingPlan
-from sharding.replicas import PerReplica
+from sharding.scopes import beyond
 from sharding.spec import Placement
+from sharding.trees import Axes, Params, Shards
 
-PyTree = Any
-Axes = tuple[str, ...]
 WARMUP = (0.75, 0.9375, 0.984375, 0.996)  # sparsities of the warm-up's equally long stages (section 3.4)
 BLOCK = 1 << 16  # indices are sent as 16 bits within a block, with the number of values per block
-
-
-class DGCState(NamedTuple):
-    """State of `dgc`; only the sums of `unsent` and `velocity` over the replicas matter."""
-
-    step: jax.Array  # int32 []: exchanges done
-    unsent: PerReplica  # v
-    velocity: PerReplica  # u
-    sent: Sent
-
-    @property
-    def residual(self) -> PerReplica:
-        """The accumulated values that are not sent yet."""
-        return self.unsent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,34 +63,13 @@ class DGCConfig:
 
 def dgc(plan: ShardingPlan, config: DGCConfig) -> optax.GradientTransformation:
     """Returns hop two by DGC: gradients `[R, ...]` to the mean of the sent values, in the optimizer's scope."""
-    layout = plan.layout
     exchange_shards = partial(_exchange_shards, plan, config)
 
-    def init(params: PyTree) -> PyTree:
-        def zeros() -> PerReplica:
-            tree = jax.tree.map(lambda p: jnp.zeros((layout.num_replicas, *p.shape), jnp.float32), params)
-            return PerReplica(tree, combine="sum", label="residual")
+    def init(params: Params) -> State:
+        unsent, velocity = (zeros_R(plan.layout.num_replicas, params, "sum", "residual") for _ in range(2))
+        return State(step=jnp.zeros((), jnp.int32), unsent=unsent, velocity=velocity, sent=nothing_sent())
 
-        return DGCState(
-            step=jnp.zeros((), jnp.int32),
-            unsent=zeros(),
-            velocity=zeros(),
-            sent=nothing_sent(),
-        )
-
-    @jax.named_scope("hop_two")
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        del params
-        kept = state.unsent.tree, state.velocity.tree
-        out, unsent, velocity, sent = on_shards(plan, exchange_shards, updates, *kept, replicated=state.step)
-        return out, DGCState(
-            step=state.step + 1,
-            unsent=replace(state.unsent, tree=unsent),
-            velocity=replace(state.velocity, tree=velocity),
-            sent=sent,
-        )
-
-    return optax.GradientTransformation(init, update)
+    return of_all_shards(plan, init, exchange_shards)
 
 
 def _build(setup: Setup) -> optax.GradientTransformation:
@@ -130,47 +94,37 @@ def _downstream(optimizer: OptimizerConfig) -> OptimizerConfig:
     return replace(optimizer, momentum=0.0, clip_norm=0.0, weight_decay=decay)
 
 
-DGC = HopTwo(
-    name="dgc",
-    build=_build,
-    takes_over="sgd",
-    downstream=_downstream,
-)
+DGC = HopTwo(name="dgc", build=_build, takes_over="sgd", downstream=_downstream)
 
 
 def _exchange_shards(
-    plan: ShardingPlan,
-    config: DGCConfig,
-    step: jax.Array,
-    grads_R: Shards,
-    unsent_R: Shards,
-    velocity_R: Shards,
-) -> tuple[Shards, Shards, Shards, Sent]:
-    """Exchanges this device's shards `[1, ...]`: vectors without compression, of all others the largest values."""
+    plan: ShardingPlan, config: DGCConfig, shared: State, grads: Shards, kept: dict[str, Shards]
+) -> tuple[Shards, tuple[()], dict[str, Shards], list[Sent]]:
+    """Exchanges this device's shards `[...]`: vectors without compression, of all others the largest values."""
     layout = plan.layout
     out, unsent, velocity, counts = [], [], [], []
-    scale = _clip_scale(plan, [g[0] for g in grads_R], config.clip_norm) / layout.num_replicas
-    key = jax.random.fold_in(jax.random.key(0), step)
+    scale = _clip_scale(plan, grads, config.clip_norm) / layout.num_replicas
+    key = jax.random.fold_in(jax.random.key(0), shared.step)
     placements = plan.group(plan.placements, ()).placements
-    poisons = _poisons(placements, [g[0] for g in grads_R], layout.replica_axes)
-    for placement, poison, grad, v_R, u_R in zip(placements, poisons, grads_R, unsent_R, velocity_R, strict=True):
-        share, v, u = grad[0].astype(jnp.float32) * scale, v_R[0], u_R[0]
-        if not placement.is_vector:
-            key_here, layered = jax.random.fold_in(key, len(out)), placement.stacked
-            share, v, u = (x if layered else x[None] for x in (share, v, u))
-            total, v, u, sent = _exchange_sparse(config, config.stage(step), key_here, layout.replica_axes, share, v, u)
-            total, v, u = (x if layered else x[0] for x in (total + poison, v, u))
+    poisons = _poisons(placements, grads, layout.replica_axes)
+    for p, poison, grad, v_, u_ in zip(placements, poisons, grads, kept["unsent"], kept["velocity"], strict=True):
+        share, v, u = grad.astype(jnp.float32) * scale, v_, u_
+        if not p.is_vector:
+            key_here, stage = jax.random.fold_in(key, len(out)), config.stage(shared.step)
+            share, v, u = (x if p.stacked else x[None] for x in (share, v, u))
+            total, v, u, sent = _exchange_sparse(config, stage, key_here, layout.replica_axes, share, v, u)
+            total, v, u = (x if p.stacked else x[0] for x in (total + poison, v, u))
         else:
             u = config.momentum * u + share
             total, sent = lax.psum(u, layout.replica_axes), Sent(4 * u.size, u.size, u.size)
         out.append(total)
-        unsent.append(v[None])
-        velocity.append(u[None])
+        unsent.append(v)
+        velocity.append(u)
         counts.append(sent)
-    return to_optimizer_scope(plan, out), unsent, velocity, added(counts, plan.mesh.axis_names)
+    return to_optimizer_scope(plan, out), (), {"unsent": unsent, "velocity": velocity}, counts
 
 
-def _poisons(placements: Sequence[Placement], grads: list[jax.Array], axes: Axes) -> list[jax.Array]:
+def _poisons(placements: Sequence[Placement], grads: Shards, axes: Axes) -> Shards:
     """Returns NaN or 0, f32 [], per tensor: one for all that the same axes shard, so that copies stay equal."""
     kinds = [(p.dim is None, p.tensor_dim is None, p.held) for p in placements]
     found = {
@@ -193,13 +147,14 @@ def _exchange_sparse(
     most = [max(1, round(size * (1 - sparsity))) for sparsity in config.stages]
     send = [partial(_send_largest, count=n, axes=inter, sampled=config.sampled) for n in most]
     total, sent = lax.switch(stage, send, v, key)
-    num_bytes = jnp.asarray([_payload_bytes(layers * n, v.size) for n in most], jnp.float32)[stage]
+    blocks = -(-v.size // BLOCK)
+    num_bytes = jnp.asarray([6 * layers * n + 4 * blocks for n in most], jnp.float32)[stage]
     count = Sent(num_bytes, num_values, jnp.sum(sent).astype(jnp.float32))
     v, u = (_placed(jnp.where(sent, 0, x), intra, shape) for x in (v, u))
     return _whole(total, intra, shape), v, u, count
 
 
-def _clip_scale(plan: ShardingPlan, grads: list[jax.Array], clip_norm: float) -> jax.Array:
+def _clip_scale(plan: ShardingPlan, grads: Shards, clip_norm: float) -> jax.Array:
     """Returns the factor, f32 [], by which a replica clips its gradient, before accumulation.
 
     The paper (section 3.2, appendix C) clips a worker's share of the mean, G_k = g_k / R, to clip_norm / sqrt(R): a sum
@@ -209,7 +164,7 @@ def _clip_scale(plan: ShardingPlan, grads: list[jax.Array], clip_norm: float) ->
     if not clip_norm:
         return jnp.ones(())
     layout, sizes = plan.layout, plan.layout.shape.sizes
-    axes = layout.axes_inside_replica
+    axes = beyond(layout.replica_axes, tuple(sizes))  # over which a replica's gradient is cut or copied
     squares = jnp.zeros(())
     for p, grad in zip(plan.group(plan.placements, ()).placements, grads, strict=True):
         cut = {*p.cut_by(layout.gradients), *(("tensor",) if p.tensor_dim is not None else ())}
@@ -236,7 +191,6 @@ def _send_largest(
     in_block = jnp.zeros(blocks, jnp.uint32).at[indices // BLOCK].add(1)
     parts = (jnp.where(found, v[indices], 0), (indices % BLOCK).astype(jnp.uint16), in_block)
     payload = jnp.concatenate([lax.bitcast_convert_type(x, jnp.uint8).reshape(-1) for x in parts])
-    assert payload.size == _payload_bytes(count, v.size)
     received = all_gather_chunks(payload, axes, hierarchical=True, to="invarying")
 
     values, low, in_block = jnp.split(received, [4 * count, 6 * count], axis=1)
@@ -247,11 +201,6 @@ def _send_largest(
     where = block * BLOCK + low.astype(jnp.int32)
     total = jnp.zeros(v.shape, v.dtype).at[where.reshape(-1)].add(values.reshape(-1))
     return total.reshape(shape), jnp.zeros(v.shape, bool).at[indices].max(found).reshape(shape)
-
-
-def _payload_bytes(count: int, size: int) -> int:
-    """Returns the payload bytes of `count` of `size` values."""
-    return 6 * count + 4 * -(-size // BLOCK)
 
 
 def _largest(size: jax.Array, key: jax.Array, count: int, sampled: float) -> tuple[jax.Array, jax.Array]:

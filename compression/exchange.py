@@ -1,30 +1,26 @@
 """Hop two as an optax transform: the mean of gradients `[R, ...]` over the replicas, with an optional codec."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from compression.encoded import encoded
-from compression.shards import Shards, on_shards, own_copies
-from compression.statistics import Sent, added, nothing_sent
+from compression.statistics import Sent, State, added, nothing_sent, zeros_R
 from compression.summed import summed
 from sharding.coded import Codec
-from sharding.hop_two import Exchanged
-from sharding.plan import ShardingPlan
-from sharding.replicas import PerReplica
+from sharding.hop_two import Counts, Exchanged
+from sharding.plan import ShardingPlan, gradient_specs
+from sharding.spec import pspecs
+from sharding.trees import Grads, GradsR, Params, Shards
 
-PyTree = Any
-
-
-class ExchangeState(NamedTuple):
-    """State of an exchange with a codec."""
-
-    step: jax.Array  # int32 []: exchanges done
-    residual: PerReplica  # each replica's encoding error, part of its next share of the mean; () without feedback
-    sent: Sent
+# (step and factors, a replica's gradients, what is kept of them by the field of State) -> the sums of their shares of
+# the mean in the optimizer's scope, the factors, what is kept, and the counts of each collective
+OnShards = Callable[[State, Shards, dict[str, Shards]], tuple[Shards, Any, dict[str, Any], Sequence[Counts]]]
 
 
 def exchange(
@@ -43,47 +39,92 @@ def exchange(
     `unless_not_finite` restores the state. The residuals of an exchange in the micro-steps have taken in the skipped
     gradients by then, and become zero.
     """
-    layout, with_state = plan.layout, codec is not None
+    layout = plan.layout
     primitive = encoded(plan, codec, error_feedback=error_feedback) if codec else summed(plan)
 
-    def init(params: PyTree) -> PyTree:
-        if not with_state:
-            return optax.EmptyState()
-        zeros = jax.tree.map(lambda p: jnp.zeros((layout.num_replicas, *p.shape), jnp.float32), params)
-        residual = PerReplica(zeros if error_feedback else (), combine="sum")
-        return ExchangeState(step=jnp.zeros((), jnp.int32), residual=residual, sent=nothing_sent())
+    def init(params: Params) -> State:
+        if codec is None:
+            return State()
+        residual = zeros_R(layout.num_replicas, params, "sum") if error_feedback else ()
+        return State(step=jnp.zeros((), jnp.int32), residual=residual, sent=nothing_sent())
 
-    def following(state: Any, kept_R: PyTree, sent: Sent) -> PyTree:
-        if not with_state:
-            return state
-        residual = replace(state.residual, tree=() if kept_R is None else kept_R)
-        return ExchangeState(step=state.step + 1, residual=residual, sent=sent)
-
-    def exchange_shards(done: jax.Array, grads_R: Shards, *kept_R: Shards) -> tuple[Any, ...]:
-        # this replica's share of the mean
-        dtype = jnp.float32 if codec else None  # codecs take f32
-        shares = [x_R[0].astype(dtype or x_R.dtype) / layout.num_replicas for x_R in grads_R]
-        kept = [x_R[0] for x_R in kept_R[0]] if kept_R else None
-        key = jax.random.fold_in(jax.random.key(0), done)
-        totals, kept, counts = primitive.exchange(plan.group(plan.placements, ()).placements, shares, kept, key)
-        out = [total.astype(g.dtype) for total, g in zip(totals, grads_R, strict=True)]
-        return out, *([x[None] for x in kept or []] for _ in kept_R), added(counts, plan.mesh.axis_names)
+    def on_shards(shared: State, grads: Shards, kept: dict[str, Shards]) -> tuple[Any, ...]:
+        key = jax.random.fold_in(jax.random.key(0), shared.step) if codec else jax.random.key(0)
+        shares = [(x.astype(jnp.float32) if codec else x) / layout.num_replicas for x in grads]  # codecs take f32
+        placements = plan.group(plan.placements, ()).placements
+        totals, residual, counts = primitive.exchange(placements, shares, kept.get("residual"), key)
+        return totals, (), dict.fromkeys(kept, residual), counts
 
     @jax.named_scope("hop_two")
     def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, *, exchanged: Exchanged | None = None, **_: Any
-    ) -> tuple[PyTree, PyTree]:
+        updates: GradsR, state: Any, params: Params | None = None, *, exchanged: Exchanged | None = None, **_: Any
+    ) -> tuple[Grads, State]:
         del params
         if exchanged:
             out = own_copies(plan, exchanged.mean_R)
             finite = jnp.isfinite(optax.tree.norm(out))
-            kept_R = jax.tree.map(lambda x: jnp.where(finite, x, 0), exchanged.kept_R)
-            return out, following(state, kept_R, Sent(*exchanged.counts) if with_state else nothing_sent())
+            kept_R = {"residual": jax.tree.map(lambda x: jnp.where(finite, x, 0), exchanged.kept_R)}
+            return out, _after(state, (), kept_R, Sent(*exchanged.counts)) if codec else state
         if not layout.replica_axes:  # one replica: nothing to exchange, at most a local slice
             return plan.constrain(jax.tree.map(lambda x: x[0], updates), layout.optimizer), state
-        done, kept_R = primitive.kept(state)
-        kept = () if kept_R is None else (kept_R,)
-        out, *kept, sent = on_shards(plan, exchange_shards, updates, *kept, replicated=done)
-        return out, following(state, kept[0] if kept else None, sent)
+        return _run(plan, on_shards, updates, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def of_all_shards(plan: ShardingPlan, init: Callable[..., Any], on_shards: OnShards) -> optax.GradientTransformation:
+    """Returns the transform of a method that takes all gradients `[R, ...]` at once, and keeps a State."""
+
+    @jax.named_scope("hop_two")
+    def update(updates: GradsR, state: Any, params: Params | None = None) -> tuple[Grads, State]:
+        del params
+        return _run(plan, on_shards, updates, state)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _run(plan: ShardingPlan, function: OnShards, grads_R: GradsR, state: State) -> tuple[Grads, State]:
+    """Returns the means of gradients `[R, ...]` in the optimizer's scope, by `function` on each device's shards."""
+    leaves, tree = jax.tree.flatten(grads_R)
+    specs_R = jax.tree.leaves(gradient_specs(plan))
+    kept_R = {name: jax.tree.leaves(field.tree) for name, field in state.kept.items()}
+    kept_specs = dict.fromkeys(kept_R, specs_R)
+
+    def on_device(shared: State, grads_R: Shards, kept_R: dict[str, Shards]) -> tuple[Any, ...]:
+        grads, kept = jax.tree.map(lambda x: x[0], (grads_R, kept_R))
+        totals, factors, kept, counts = function(shared, grads, kept)
+        out = [total.astype(g.dtype) for total, g in zip(totals, grads, strict=True)]
+        return out, jax.tree.map(lambda x: x[None], kept), (factors, added(counts, plan.mesh.axis_names))
+
+    out, kept_R, (factors, sent) = jax.shard_map(
+        on_device,
+        mesh=plan.mesh,
+        in_specs=(PartitionSpec(), specs_R, kept_specs),
+        out_specs=(jax.tree.leaves(pspecs(plan.placements, plan.layout.optimizer)), kept_specs, PartitionSpec()),
+    )(State(step=state.step, factors=state.factors), leaves, kept_R)
+    kept_R = {name: tree.unflatten(xs) for name, xs in kept_R.items()}
+    return tree.unflatten(out), _after(state, factors, kept_R, sent) if state.sent else state
+
+
+def _after(state: State, factors: Any, kept_R: dict[str, GradsR], sent: Sent) -> State:
+    """Returns the state after an exchange."""
+    kept = {name: replace(field, tree=kept_R[name]) for name, field in state.kept.items()}
+    return state._replace(step=jax.tree.map(lambda n: n + 1, state.step), factors=factors, sent=sent, **kept)
+
+
+def own_copies(plan: ShardingPlan, tree_R: GradsR) -> Grads:
+    """Returns `[R, ...]` as one tree in the optimizer's scope, without communication: each device has its part."""
+    leaves, structure = jax.tree.flatten(tree_R)
+    own = jax.shard_map(
+        lambda xs: to_optimizer_scope(plan, [x[0] for x in xs]),
+        mesh=plan.mesh,
+        in_specs=(jax.tree.leaves(gradient_specs(plan)),),
+        out_specs=jax.tree.leaves(pspecs(plan.placements, plan.layout.optimizer)),
+        check_vma=False,  # that what is not cut is equal on all replicas, their type does not say
+    )
+    return structure.unflatten(own(leaves))
+
+
+def to_optimizer_scope(plan: ShardingPlan, shards: Shards) -> Shards:
+    """Slices a device's shards `[...]` from the gradients' scope down to the optimizer's."""
+    return plan.group(plan.placements, plan.layout.optimizer_beyond_gradients, tensor_is_manual=True).slice(shards)

@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import optax
 
 from compression.delayed import delayed
+from compression.statistics import State
 from configs.schema import CompressionConfig, OptimizerConfig
 from sharding.hop_two import Early, Exchange
 from sharding.plan import ShardingPlan
-
-PyTree = Any
-State = Any  # what hop two keeps
+from sharding.trees import Grads, GradsR, Params, PyTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +33,15 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Primitive:
-    """The exchange of one group of shards, and how a state is read for it."""
+    """The exchange of one group of shards, and how many numbers it counts."""
 
     exchange: Exchange
     num_counts: int = 0
-    # of the transform's state: exchanges done, int32 [], and what is kept for each replica, `[R, ...]`, or None
-    kept: Callable[[State], tuple[jax.Array, PyTree]] = lambda state: (jnp.zeros((), jnp.int32), None)
 
     def early(self, state: State) -> Early:
-        """Returns what the micro-steps need to exchange gradients by it."""
-        done, kept_R = self.kept(state)
+        """Returns what the micro-steps need to exchange gradients by it, of the transform's state."""
+        done = state.step if state.sent else jnp.zeros((), jnp.int32)
+        kept_R = state.residual.tree if state.residual else None
         return Early(exchange=self.exchange, num_counts=self.num_counts, done=done, kept=kept_R)
 
 
@@ -74,7 +72,7 @@ class HopTwo:
             hop_two = delayed(hop_two, setup.plan.layout.num_replicas)
         return optax.with_extra_args_support(hop_two)
 
-    def early(self, setup: Setup) -> Callable[[State], Early] | None:
+    def early(self, setup: Setup) -> Callable[[Any], Early] | None:
         """Returns what the micro-steps need to do hop two, of the transform's state.
 
         None where it comes after the micro-steps: where the method needs all gradients at once, or `delayed` cuts
@@ -99,7 +97,7 @@ def unless_not_finite(hop_two: optax.GradientTransformation) -> optax.GradientTr
     """
     inner = optax.with_extra_args_support(hop_two)
 
-    def update(updates: PyTree, state: State, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, State]:
+    def update(updates: GradsR, state: Any, params: Params | None = None, **extra: Any) -> tuple[Grads, Any]:
         out, after = inner.update(updates, state, params, **extra)
         if extra.get("exchanged") is not None:
             return out, after

@@ -29,8 +29,7 @@ from configs.schema import LocalSGDConfig
 from sharding.averages import part_averages
 from sharding.hop_two import Early, Exchanged
 from sharding.replicas import PerReplica
-
-PyTree = Any
+from sharding.trees import Grads, GradsR, Params, PyTree
 
 
 class LocalState(NamedTuple):
@@ -45,7 +44,7 @@ class LocalState(NamedTuple):
 States = tuple[Any, LocalState]  # hop two's, and this
 
 
-def drift(states: States) -> PyTree:
+def drift(states: States) -> GradsR:
     """Returns each replica's parameters minus the shared ones, `[R, ...]`."""
     return states[1].drift.tree
 
@@ -82,7 +81,7 @@ def local_sgd(
         tree_R = jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *jnp.shape(x))), tree)
         return PerReplica(tree_R, combine="mean", label="local")
 
-    def init(params: PyTree) -> PyTree:
+    def init(params: Params) -> Any:
         return hop_two.init(params), LocalState(
             step=jnp.zeros((), jnp.int32),
             inner=spread(inner.init(params)),
@@ -91,8 +90,8 @@ def local_sgd(
         )
 
     def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, *, exchanged: Exchanged | None = None, **_: Any
-    ) -> tuple[PyTree, PyTree]:
+        updates: GradsR, state: Any, params: Params | None = None, *, exchanged: Exchanged | None = None, **_: Any
+    ) -> tuple[Grads, Any]:
         assert params is not None and bool(exchanged) == config.streaming
         before, local = state
         own_R = jax.tree.map(lambda p, d_R: p[None] + d_R, params, local.drift.tree)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from compression.by_config import make_codec
+from compression.codecs import make_codec
 from compression.dgc import DGC
 from compression.encoded import encoded
 from compression.exchange import exchange

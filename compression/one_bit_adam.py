@@ -18,24 +18,23 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from compression.by_config import make_codec
+from compression.codecs import make_codec
 from compression.exchange import exchange
 from compression.hop_two import HopTwo, Setup
-from compression.statistics import dense_sent
+from compression.statistics import State, dense_sent
 from configs.schema import OptimizerConfig
 from sharding.coded import Codec
 from sharding.plan import ShardingPlan
-
-PyTree = Any
+from sharding.trees import Grads, GradsR, Params
 
 
 class OneBitAdamState(NamedTuple):
     """State of `one_bit_adam`."""
 
     step: jax.Array  # int32 []: steps done
-    mu: PyTree
-    nu: PyTree  # frozen at the end of the warm-up
-    exchange: PyTree  # the state of the exchange with the codec
+    mu: Grads
+    nu: Grads  # frozen at the end of the warm-up
+    exchange: Any  # the State of the exchange with the codec
 
 
 def one_bit_adam(
@@ -45,18 +44,18 @@ def one_bit_adam(
     dense, coded = exchange(plan), exchange(plan, codec)
     bound = max(1.0, (1 - b1) / (1 - b2) ** 0.5)
 
-    def init(params: PyTree) -> PyTree:
+    def init(params: Params) -> OneBitAdamState:
         zeros = jax.tree.map(jnp.zeros_like, params)
         return OneBitAdamState(step=jnp.zeros((), jnp.int32), mu=zeros, nu=zeros, exchange=coded.init(params))
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        def warm_up() -> tuple[PyTree, PyTree, PyTree]:
-            mean, _ = dense.update(updates, optax.EmptyState(), params)
+    def update(updates: GradsR, state: Any, params: Params | None = None) -> tuple[Grads, OneBitAdamState]:
+        def warm_up() -> tuple[Grads, Grads, Any]:
+            mean, _ = dense.update(updates, State(), params)
             mu = optax.tree.update_moment(mean, state.mu, b1, 1)
             nu = optax.tree.update_moment(mean, state.nu, b2, 2)
             return mu, nu, state.exchange._replace(sent=dense_sent(plan, state.mu))
 
-        def compressed() -> tuple[PyTree, PyTree, PyTree]:
+        def compressed() -> tuple[Grads, Grads, Any]:
             own_R = jax.tree.map(lambda g_R, m: b1 * m[None] + (1 - b1) * g_R, updates, state.mu)
             mu, exchanged = coded.update(own_R, state.exchange, params)
             return mu, state.nu, exchanged
@@ -90,9 +89,4 @@ def _downstream(optimizer: OptimizerConfig) -> OptimizerConfig:
     return replace(optimizer, name="sgd", momentum=0.0)
 
 
-ONE_BIT_ADAM = HopTwo(
-    name="one_bit_adam",
-    build=_build,
-    takes_over="adamw",
-    downstream=_downstream,
-)
+ONE_BIT_ADAM = HopTwo(name="one_bit_adam", build=_build, takes_over="adamw", downstream=_downstream)

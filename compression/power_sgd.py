@@ -6,32 +6,21 @@ error goes into a residual, without which the method does not converge.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
+from compression.exchange import of_all_shards, to_optimizer_scope
 from compression.hop_two import HopTwo
-from compression.shards import Shards, on_shards, to_optimizer_scope
-from compression.statistics import Sent, added, nothing_sent
+from compression.statistics import Sent, State, nothing_sent, zeros_R
 from sharding.plan import ShardingPlan
-from sharding.replicas import PerReplica
 from sharding.spec import ParamSpec, Placement, is_placement
-
-PyTree = Any
-
-
-class PowerSGDState(NamedTuple):
-    """State of `power_sgd`."""
-
-    factors: PyTree  # Q of each matrix: [layers, *columns, rank]; () for other parameters
-    residual: PerReplica  # each replica's approximation error, to be added to its next gradient
-    sent: Sent
+from sharding.trees import Axes, Params, PyTree, Shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +32,11 @@ class Matrix:
     """
 
     shape: tuple[int, ...]  # the first dim is that of the layers, 1 if they are not stacked
-    cuts: dict[int, tuple[str, ...]]  # dim of `shape` to the mesh axes that shard it
-    replicas: tuple[str, ...]
+    cuts: dict[int, Axes]  # dim of `shape` to the mesh axes that shard it
+    replicas: Axes
 
     @property
-    def axes(self) -> tuple[str, ...]:
+    def axes(self) -> Axes:
         """The axes over which blocks differ: all sums are over these."""
         return self.replicas + tuple(axis for axes in self.cuts.values() for axis in axes)
 
@@ -57,7 +46,7 @@ class Matrix:
         return layers * rank * (rows + prod(columns))
 
     def local(self, x: jax.Array, dims: Sequence[int]) -> jax.Array:
-        """Returns this device's block of `x`; the leading dims of `x` are `dims` of the matrix."""
+        """Returns this device's block of `x` `[..., r]`; the leading dims of `x` are `dims` of the matrix."""
         for i, dim in enumerate(dims):
             if axes := self.cuts.get(dim):
                 size = x.shape[i] // lax.axis_size(axes)
@@ -65,7 +54,7 @@ class Matrix:
         return x
 
     def total(self, x: jax.Array, dims: Sequence[int]) -> jax.Array:
-        """Returns the sum of all devices' blocks, each at its offset; the same on every device."""
+        """Returns the sum of all devices' blocks `[..., r]`, each at its offset; the same on every device."""
         whole = jnp.zeros((*(self.shape[dim] for dim in dims), x.shape[-1]), x.dtype)
         starts = [lax.axis_index(self.cuts[d]) * x.shape[i] if d in self.cuts else 0 for i, d in enumerate(dims)]
         return lax.psum(lax.dynamic_update_slice(whole, x, (*starts, 0)), self.axes)
@@ -112,35 +101,23 @@ def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int) -> optax.GradientTra
     The mean is in the optimizer's scope. Parameters with one dim per layer, and matrices not larger than their factors,
     are averaged without compression.
     """
-    layout = plan.layout
     placements = jax.tree.leaves(plan.placements, is_leaf=is_placement)
     all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
     matrices = [_matrix(spec, p, plan, rank) for spec, p in zip(all_specs, placements, strict=True)]
     exchange_shards = partial(_exchange_shards, plan, matrices, rank)
 
-    def init(params: PyTree) -> PyTree:
-        leaves, tree = jax.tree.flatten(params)
+    def init(params: Params) -> State:
         factors = []
         for i, matrix in enumerate(matrices):
             shape = (matrix.shape[0], *matrix.shape[2:], rank) if matrix else ()
             factors.append(jax.random.normal(jax.random.key(i), shape) if matrix else ())
-        residual = [jnp.zeros((layout.num_replicas, *p.shape), jnp.float32) for p in leaves]
-        return PowerSGDState(
-            factors=tree.unflatten(factors),
-            residual=PerReplica(tree.unflatten(residual), combine="sum"),
+        return State(
+            factors=jax.tree.structure(params).unflatten(factors),
+            residual=zeros_R(plan.layout.num_replicas, params, "sum"),
             sent=nothing_sent(),
         )
 
-    @jax.named_scope("hop_two")
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        del params
-        tree = jax.tree.structure(updates)
-        factors = tree.flatten_up_to(state.factors)
-        out, kept, (factors, sent) = on_shards(plan, exchange_shards, updates, state.residual.tree, replicated=factors)
-        residual = replace(state.residual, tree=kept)
-        return out, PowerSGDState(factors=tree.unflatten(factors), residual=residual, sent=sent)
-
-    return optax.GradientTransformation(init, update)
+    return of_all_shards(plan, init, exchange_shards)
 
 
 POWER_SGD = HopTwo(
@@ -153,28 +130,29 @@ def _exchange_shards(
     plan: ShardingPlan,
     matrices: Sequence[Matrix | None],
     rank: int,
-    factors: list[Any],
-    grads_R: Shards,
-    residual_R: Shards,
-) -> tuple[Shards, Shards, tuple[list[Any], Sent]]:
-    """Exchanges this device's shards `[1, ...]`: matrices by their factors, other parameters without compression."""
-    layout = plan.layout
-    out, kept, new_factors, counts = [], [], [], []
-    for matrix, grad, residual, q in zip(matrices, grads_R, residual_R, factors, strict=True):
-        x = grad[0].astype(jnp.float32) / layout.num_replicas
+    shared: State,
+    grads: Shards,
+    kept: dict[str, Shards],
+) -> tuple[Shards, PyTree, dict[str, Shards], list[Sent]]:
+    """Exchanges this device's shards `[...]`: matrices by their factors, other parameters without compression."""
+    layout, tree = plan.layout, jax.tree.structure(plan.placements, is_leaf=is_placement)
+    out, residuals, new_factors, counts = [], [], [], []
+    factors = tree.flatten_up_to(shared.factors)
+    for matrix, grad, residual, q in zip(matrices, grads, kept["residual"], factors, strict=True):
+        x = grad.astype(jnp.float32) / layout.num_replicas
         if matrix is None:
             out.append(lax.psum(x, layout.replica_axes))
-            kept.append(residual)
+            residuals.append(residual)
             new_factors.append(())
             counts.append(Sent(4 * x.size, x.size, x.size))
             continue
-        x = x + residual[0]
+        x = x + residual
         handed, new_q = matrix.approximate(x if x.ndim == len(matrix.shape) else x[None], q)
         out.append(handed.reshape(x.shape))
-        kept.append((x - out[-1] / layout.num_replicas)[None])
+        residuals.append(x - out[-1] / layout.num_replicas)
         new_factors.append(new_q)
         counts.append(Sent(4 * matrix.num_sent(rank), x.size, x.size))
-    return to_optimizer_scope(plan, out), kept, (new_factors, added(counts, plan.mesh.axis_names))
+    return to_optimizer_scope(plan, out), tree.unflatten(new_factors), {"residual": residuals}, counts
 
 
 def _matrix(spec: ParamSpec, placement: Placement, plan: ShardingPlan, rank: int) -> Matrix | None:

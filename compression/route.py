@@ -21,8 +21,7 @@ from compression.statistics import Sent
 from sharding.coded import Codec, all_to_all_rows
 from sharding.collectives import all_gather_chunks, reduce_scatter_chunks
 from sharding.mesh import inter_part, intra_part
-
-Axes = tuple[str, ...]
+from sharding.trees import Axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +97,7 @@ class Route:
         return part[:, None] * shape[1] + jnp.arange(shape[1])[None] < size
 
     def _chunks(self, parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The inverse of `_parts`."""
+        """The inverse of `_parts`: returns `[d, N]`."""
         a, b, c, d = self._grid
         x = parts.reshape(a, c, b, d, -1).transpose(0, 2, 1, 3, 4)
         return x.reshape(shape[0], -1)[:, : shape[-1]]

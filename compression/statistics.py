@@ -1,8 +1,8 @@
-"""Metrics of hop two: the payload it sends between nodes, and the norm of its residuals."""
+"""What hop two keeps from step to step, and its metrics: the payload between nodes, and the norm of its residuals."""
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,27 +13,40 @@ from jax.sharding import NamedSharding
 from sharding.collectives import vary
 from sharding.hop_two import Counts
 from sharding.plan import ShardingPlan
-from sharding.replicas import PerReplica
-
-PyTree = Any
+from sharding.replicas import Combine, PerReplica
+from sharding.trees import Axes, Params, PyTree
 
 
 class Sent(NamedTuple):
-    """Counts of one device and one exchange, f32 scalars, stored in the state of hop two."""
+    """Counts of one device and one exchange, f32 scalars."""
 
     payload_bytes: jax.typing.ArrayLike
     num_values: jax.typing.ArrayLike  # values that the payload encodes, without padding
     num_sent: jax.typing.ArrayLike  # those of them that are sent
 
 
-@runtime_checkable
-class EncodingState(Protocol):
-    """The state of a hop two that compresses: the counts of the last exchange, and the residuals."""
+class State(NamedTuple):
+    """What a method of hop two keeps; `()`: nothing of the kind. The names are those in checkpoints."""
+
+    step: Any = ()  # int32 []: exchanges done
+    factors: Any = ()  # PowerSGD's Q of each matrix, [layers, *columns, rank]; () for other parameters
+    # PerReplica, `[R, ...]`: what each replica has still to send, of DGC called v; and DGC's velocity u
+    residual: Any = ()
+    unsent: Any = ()
+    velocity: Any = ()
+    sent: Any = ()  # the counts of the last exchange
 
     @property
-    def sent(self) -> Sent: ...
-    @property
-    def residual(self) -> PerReplica: ...
+    def kept(self) -> dict[str, PerReplica]:
+        """What each replica has for itself, by the field."""
+        fields = {"residual": self.residual, "unsent": self.unsent, "velocity": self.velocity}
+        return {name: field for name, field in fields.items() if field}
+
+
+def zeros_R(replicas: int, params: Params, combine: Combine, label: str = "") -> PerReplica:
+    """Returns f32 zeros `[R, ...]` like the parameters."""
+    zeros = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), jnp.float32), params)
+    return PerReplica(zeros, combine=combine, label=label)
 
 
 def nothing_sent() -> Sent:
@@ -43,10 +56,11 @@ def nothing_sent() -> Sent:
 
 def with_zero_counts(state: PyTree) -> PyTree:
     """Returns the state of a hop two that did not run in this step: the same with counts of zero."""
-    return jax.tree.map(lambda x: nothing_sent() if _is_sent(x) else x, state, is_leaf=_is_sent)
+    is_sent = lambda x: isinstance(x, Sent)
+    return jax.tree.map(lambda x: nothing_sent() if is_sent(x) else x, state, is_leaf=is_sent)
 
 
-def dense_sent(plan: ShardingPlan, params: PyTree) -> Sent:
+def dense_sent(plan: ShardingPlan, params: Params) -> Sent:
     """Returns the counts of an uncompressed exchange of gradients in f32."""
     specs = plan.map(lambda p: p.pspec(plan.layout.gradients))
     shapes = jax.tree.map(lambda x, spec: NamedSharding(plan.mesh, spec).shard_shape(x.shape), params, specs)
@@ -54,7 +68,7 @@ def dense_sent(plan: ShardingPlan, params: PyTree) -> Sent:
     return Sent(4 * num_values, num_values, num_values)
 
 
-def added(counts: Sequence[Counts], axes: tuple[str, ...]) -> Sent:
+def added(counts: Sequence[Counts], axes: Axes) -> Sent:
     """Returns the sum of the counts of several collectives, averaged over the devices of `axes`."""
     if not counts:
         return nothing_sent()
@@ -68,7 +82,8 @@ def statistics(opt_state: PyTree) -> dict[str, jax.Array]:
     These are: the payload bytes per device, with scales and padding; the ratio of the values' f32 bytes, without scales
     and padding, to the payload; the share of the values that was sent; and the norm of all residuals.
     """
-    state = next((x for x in jax.tree.leaves(opt_state, is_leaf=_is_encoding) if _is_encoding(x)), None)
+    states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, State))
+    state = next((x for x in states if isinstance(x, State) and x.sent), None)
     if state is None:
         return {}
     payload_bytes, num_values, num_sent = map(jnp.asarray, state.sent)
@@ -77,12 +92,5 @@ def statistics(opt_state: PyTree) -> dict[str, jax.Array]:
         "hop_two_ratio": 4 * num_values / jnp.maximum(payload_bytes, 1),
         "hop_two_fraction_sent": num_sent / jnp.maximum(num_values, 1),
     }
-    return found | ({"residual_norm": optax.tree.norm(state.residual)} if jax.tree.leaves(state.residual) else {})
-
-
-def _is_encoding(x: Any) -> bool:
-    return isinstance(x, EncodingState)
-
-
-def _is_sent(x: Any) -> bool:
-    return isinstance(x, Sent)
+    residuals = state.residual, state.unsent
+    return found | ({"residual_norm": optax.tree.norm(residuals)} if jax.tree.leaves(residuals) else {})

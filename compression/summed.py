@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from compression.hop_two import Primitive
-from compression.shards import Shards
 from compression.statistics import Sent
 from sharding.collectives import slice_apart
 from sharding.plan import ShardingPlan
 from sharding.spec import Placement
+from sharding.trees import Axes, Shards
 
 
 def summed(plan: ShardingPlan, *, packed: bool = False) -> Primitive:
@@ -43,7 +43,7 @@ def sums(plan: ShardingPlan, placements: Sequence[Placement], xs: Shards, *, pac
     return [x for _, x in sorted(found, key=lambda item: item[0])]
 
 
-def _packed(xs: Shards, axes: tuple[str, ...]) -> Shards:
+def _packed(xs: Shards, axes: Axes) -> Shards:
     """Returns the sums over `axes` of tensors `[...]`, in one all-reduce."""
     if not xs:
         return []

@@ -7,8 +7,7 @@ from typing import Any
 
 from configs.schema import Config
 from planner.timeline import NAMES as TRAFFIC
-from sharding.gather_policy import GATHER_POLICIES
-from sharding.scopes import STRATEGIES
+from sharding.scopes import GATHER_POLICIES, STRATEGIES
 
 NAMES = (*STRATEGIES, "mics(P)")
 SCOPES = ("parameters", "gradients", "optimizer")

@@ -15,8 +15,7 @@ from planner.hardware import Device, Network
 from planner.kernels import FREE, kernel_s
 from planner.timeline import REPEATED, Interval, Timeline, Use
 from sharding.hlo import KINDS, Collective, collective_of
-from sharding.hlo_loops import Site, trip_count
-from sharding.hlo_program import Computation, Instruction, Program
+from sharding.hlo_program import Computation, Instruction, Program, Site, trip_count
 from sharding.mesh import MeshShape
 
 LEVELS = ("inter", "intra")

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-PyTree = Any
+from sharding.trees import PyTree
+
 Index = jax.Array | int
 Body = Callable[..., PyTree]  # (x, one layer's gathered parameters, *args) -> x; what layers hand on, floats
 
@@ -197,7 +198,7 @@ def _scan_pipelined(
 
 
 def _tap(backward: Callable[..., tuple[PyTree, ...]], i: jax.Array, *trees: PyTree) -> tuple[PyTree, ...]:
-    """Returns the trees; their cotangents are what `backward(i, *cotangents)` returns, None for zero."""
+    """Returns the trees of `[...]`; their cotangents are what `backward(i, *cotangents)` returns, None for zero."""
 
     @jax.custom_vjp
     def identity(i: jax.Array, *trees: PyTree) -> tuple[PyTree, ...]:

@@ -7,9 +7,9 @@ each in its way.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
-PyTree = Any
+from sharding.trees import PyTree
+
 AVERAGES = "averages"  # the top-level key of the group
 
 

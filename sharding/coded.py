@@ -3,7 +3,7 @@
 Everything here runs inside a `shard_map` whose data axes are manual.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Protocol
@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.mesh import inter_part, intra_part
+from sharding.trees import Axes
 
 
 class Codec(Protocol):
     """How values become the bytes that cross a network level (compression/codecs.py).
 
-    It works on rows: `encode` turns `f32 [..., N]` into `uint8 [..., payload_bytes(N)]`, `decode` turns those into
-    values again; N is a multiple of `multiple`.
+    It works on rows: `encode` turns `f32 [..., N]` into `uint8 [..., M]`, `decode` turns those into values again; N is
+    a multiple of `multiple`.
     """
 
     @property
@@ -37,11 +38,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, payload: jax.Array) -> jax.Array:
-        """Returns the values `f32 [..., N]` of a payload `uint8 [..., payload_bytes(N)]`."""
-        ...
-
-    def payload_bytes(self, size: int) -> int:
-        """Returns the bytes of a row of `size` values."""
+        """Returns the values `f32 [..., N]` of a payload `uint8 [..., M]`."""
         ...
 
 
@@ -64,7 +61,7 @@ class LevelCodecs:
 PLAIN = LevelCodecs()
 
 
-def levels(scope: Sequence[str], *, hierarchical: bool) -> list[tuple[str, ...]]:
+def levels(scope: Sequence[str], *, hierarchical: bool) -> list[Axes]:
     """Returns the axes that each collective of a gather crosses, in order.
 
     Hierarchical (MiCS section 3.3): between nodes first, then inside the node. Flat: all at once.
@@ -75,19 +72,19 @@ def levels(scope: Sequence[str], *, hierarchical: bool) -> list[tuple[str, ...]]
     return [inter[::-1] + intra[::-1]] if scope else []
 
 
-def all_to_all_levels(scope: Sequence[str], *, hierarchical: bool) -> list[tuple[str, ...]]:
+def all_to_all_levels(scope: Sequence[str], *, hierarchical: bool) -> list[Axes]:
     """Returns the axes of each all-to-all over a scope, on the way there: inside the node first, or all at once."""
     return levels(scope, hierarchical=True)[::-1] if hierarchical else [tuple(scope)] if scope else []
 
 
-def coded_all_gather(x: jax.Array, axes: tuple[str, ...], codec: Codec, to: str) -> jax.Array:
+def coded_all_gather(x: jax.Array, axes: Axes, codec: Codec, to: str) -> jax.Array:
     """Gathers what `[...]` becomes by encoding into `[n, ...]` (qwZ, ZeRO++ section 3.1); all get the same."""
     values = filled(x.reshape(1, -1).astype(jnp.float32), codec.multiple)
     gathered = codec.decode(lax.all_gather(codec.encode(values, _no_key())[0], axes, to=to))
     return gathered[:, : x.size].astype(x.dtype).reshape(-1, *x.shape)
 
 
-def coded_reduce_scatter(rows: jax.Array, axes: tuple[str, ...], codec: Codec) -> jax.Array:
+def coded_reduce_scatter(rows: jax.Array, axes: Axes, codec: Codec) -> jax.Array:
     """Sums rows `[n, N]` over `axes` in f32, each encoded once; returns this device's (qgZ, ZeRO++ section 3.3)."""
     sent = codec.encode(filled(rows.astype(jnp.float32), codec.multiple), _no_key())
     received = all_to_all_rows(sent, axes)
@@ -95,27 +92,32 @@ def coded_reduce_scatter(rows: jax.Array, axes: tuple[str, ...], codec: Codec) -
     return total[: rows.shape[-1]].astype(rows.dtype)
 
 
-def all_to_all_rows(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def all_to_all_rows(rows: jax.Array, axes: Axes) -> jax.Array:
     """Sends row i of `[n, N]` to device i of `axes`; returns the rows `[n, N]` of all devices for this one."""
     return lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
-def coded_all_to_all_rows(rows: jax.Array, axes: tuple[str, ...], codec: Codec | None) -> jax.Array:
-    """Sends row i of `[n, N]` floats to device i of `axes`, encoded by `codec`; returns those of all devices.
-
-    Sixteen-bit floats travel as integers.
-    """
+def coded_all_to_all_rows(rows: jax.Array, axes: Axes, codec: Codec | None) -> jax.Array:
+    """Sends row i of `[n, N]` floats to device i of `axes`, encoded by `codec`; returns those of all devices."""
     if codec:
         values = filled(rows.astype(jnp.float32), codec.multiple)
         received = codec.decode(all_to_all_rows(codec.encode(values, _no_key()), axes))
         return received[:, : rows.shape[-1]].astype(rows.dtype)
-    if rows.dtype == jnp.bfloat16:
-        return lax.bitcast_convert_type(all_to_all_rows(lax.bitcast_convert_type(rows, jnp.uint16), axes), rows.dtype)
-    return all_to_all_rows(rows, axes)
+    return as_integers(lambda rows: all_to_all_rows(rows, axes), rows)
+
+
+def as_integers(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Returns `send(x)`, which moves the values of `[...]`; sixteen-bit floats travel as integers.
+
+    XLA may not widen those (CPU), nor move a conversion across the collective.
+    """
+    if x.dtype != jnp.bfloat16:
+        return send(x)
+    return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
 
 
 def _no_key() -> jax.Array:
-    """Gathers, hop one and tokens have no residuals that would need unbiased rounding: they round to the nearest."""
+    """Returns a key `[]`: gathers, hop one and tokens round to the nearest, without residuals that need it unbiased."""
     return jax.random.key(0)
 
 

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.coded import PLAIN, LevelCodecs, coded_all_gather, coded_reduce_scatter, filled, levels
+from sharding.coded import PLAIN, LevelCodecs, as_integers, coded_all_gather, coded_reduce_scatter, filled, levels
 from sharding.spec import Placement
+from sharding.trees import Axes
 
 Collective = Callable[[jax.Array], jax.Array]  # packed shards to packed chunks, or back
 
@@ -30,23 +31,13 @@ def all_gather_chunks(
     """Gathers local chunks `[N]` into `[p, N]`, chunks in CHUNK_ORDER of `scope`."""
     size = x.size
     for axes in levels(scope, hierarchical=hierarchical):
-        codec = codecs.over(axes)
-        x = coded_all_gather(x, axes, codec, to) if codec else _all_gather(x, axes, to)
+        codec, gather = codecs.over(axes), partial(lax.all_gather, axis_name=axes, to=to)
+        x = coded_all_gather(x, axes, codec, to) if codec else as_integers(gather, x)
     if not hierarchical and len(scope) > 1:  # devices' order, outermost first: turn it into CHUNK_ORDER
         x = x.reshape(*(lax.axis_size(axis) for axis in reversed(scope)), size).transpose(
             *reversed(range(len(scope))), -1
         )
     return x.reshape(-1, size)
-
-
-def _all_gather(x: jax.Array, axes: tuple[str, ...], to: str) -> jax.Array:
-    """Gathers `[...]` into `[n, ...]`.
-
-    Sixteen-bit floats travel as integers: XLA may not widen those (CPU), nor move a conversion across the gather.
-    """
-    if x.dtype == jnp.bfloat16:
-        return lax.bitcast_convert_type(_all_gather(lax.bitcast_convert_type(x, jnp.uint16), axes, to), x.dtype)
-    return lax.all_gather(x, axes, to=to)
 
 
 def reduce_scatter_chunks(
@@ -66,7 +57,7 @@ def reduce_scatter_chunks(
     return x.reshape(size)
 
 
-def ring_reduce_scatter(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def ring_reduce_scatter(x: jax.Array, axes: Axes) -> jax.Array:
     """Sums `[n, N]` over the `n` devices of `axes` and returns this device's row: a sum travels once around the ring.
 
     What `lax.psum_scatter` should be. Gloo's (CPUs of several processes) halves and doubles: two nodes of four send a
@@ -82,7 +73,7 @@ def ring_reduce_scatter(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def vary(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Returns `x` typed as differing between the devices of `axes`, so that autodiff sums nothing over them."""
+    """Returns `x` `[...]` typed as differing between the devices of `axes`, so that autodiff sums nothing over them."""
     missing = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -95,7 +86,7 @@ class Group:
     """
 
     placements: tuple[Placement, ...]
-    scope: tuple[str, ...]
+    scope: Axes
     hierarchical: bool
     over_gloo: bool = False  # reduce-scatters are rings of our own, and only small tensors are packed
     gather_codecs: LevelCodecs = PLAIN
@@ -108,14 +99,10 @@ class Group:
         return self._exchange(_gather_packed, collective, self.gather_codecs, shards)
 
     def reduce_scatter(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns this device's shards of the sums of full `tensors` over the scope; unpartitioned ones, their sums."""
+        """Returns this device's shards of the sums of full `tensors` `[...]` over the scope; unpartitioned: sums."""
         if not self.scope:
             return list(tensors)
-        collective = partial(
-            reduce_scatter_chunks,
-            hierarchical=self.hierarchical,
-            by_ring=self.over_gloo,
-        )
+        collective = partial(reduce_scatter_chunks, hierarchical=self.hierarchical, by_ring=self.over_gloo)
         whole = [
             lax.psum(x, axes) if p.dim is None and (axes := p.not_held(self.scope)) else x
             for x, p in zip(tensors, self.placements, strict=True)
@@ -123,7 +110,7 @@ class Group:
         return self._exchange(_scatter_packed, collective, self.reduce_scatter_codecs, whole)
 
     def all_reduce_then_slice(self, tensors: Sequence[jax.Array], over: Sequence[str]) -> list[jax.Array]:
-        """Sums full `tensors` over the axes `over`, returns this device's shards: MiCS section 3.4's alternative."""
+        """Sums full `tensors` `[...]` over the axes `over`; returns this device's shards (MiCS section 3.4)."""
         summed = [
             lax.psum(x, axes) if (axes := p.not_held(over)) else x
             for x, p in zip(tensors, self.placements, strict=True)
@@ -140,7 +127,7 @@ class Group:
         ]
 
     def put(self, tensors: Sequence[jax.Array], shards: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the full `tensors` with this device's shards in their places: `slice` finds them there."""
+        """Returns the full `tensors` `[...]` with this device's shards in their places: `slice` finds them there."""
         return [
             lax.dynamic_update_slice_in_dim(x, shard, lax.axis_index(axes) * shard.shape[p.dim], p.dim)
             if p.dim is not None and (axes := p.not_held(self.scope))
@@ -155,13 +142,13 @@ class Group:
         codecs: LevelCodecs,
         xs: Sequence[jax.Array],
     ) -> list[jax.Array]:
-        """Runs `packed` on buckets of the partitioned tensors; those split over `tensor` or over stages travel apart.
+        """Runs `packed` on buckets of partitioned tensors `[...]`; those split over `tensor` or stages travel apart.
 
         So do vectors where there is a codec, as they are: they are few, and of another size than matrices (scales
         of norms near 1, weights near 0.02). Of the others each begins a block of the codec.
         """
         out = list(xs)
-        kinds: dict[tuple[tuple[str, ...], bool, bool, bool], list[int]] = {}
+        kinds: dict[tuple[Axes, bool, bool, bool], list[int]] = {}
         for i, p in enumerate(self.placements):
             if p.dim is not None and (scope := p.not_held(self.scope)):
                 coded = bool(codecs.used(scope, hierarchical=self.hierarchical)) and not p.is_vector

@@ -7,7 +7,6 @@ inside a `shard_map` whose data axes are manual.
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sharding.coded import PLAIN, LevelCodecs, all_to_all_levels, coded_all_to_all_rows
+from sharding.trees import Axes, PyTree
 
-PyTree = Any
 Gather = Callable[[str, PyTree], PyTree]
 KEPT = "kept by model.remat=dots"
 
@@ -30,12 +29,12 @@ class Exchange:
     the same bytes between nodes in fewer and larger messages. Gradients travel the same ways, with the same codecs.
     """
 
-    scope: tuple[str, ...] = ()
+    scope: Axes = ()
     hierarchical: bool = True
     codecs: LevelCodecs = PLAIN
 
     @property
-    def levels(self) -> list[tuple[str, ...]]:
+    def levels(self) -> list[Axes]:
         """The axes of each all-to-all, in the order of the way there."""
         return all_to_all_levels(self.scope, hierarchical=self.hierarchical)
 
@@ -67,8 +66,8 @@ class Exchange:
         return [lax.axis_size(axes) for axes in self.levels]
 
     @jax.named_scope("experts")
-    def _send(self, x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-        """Sends entry i of dim `dim` to device i of `axes`; returns what all devices sent, in the same dim."""
+    def _send(self, x: jax.Array, dim: int, axes: Axes) -> jax.Array:
+        """Sends entry i of dim `dim` of `[...]` to device i of `axes`; returns what all sent, in the same dim."""
         rows = jnp.moveaxis(x, dim, 0)
         received = coded_all_to_all_rows(rows.reshape(len(rows), -1), axes, self.codecs.over(axes))
         return jnp.moveaxis(received.reshape(rows.shape), 0, dim)
@@ -78,14 +77,14 @@ ALONE = Exchange()  # on one device, or where experts are gathered
 
 
 def keep(x: jax.Array) -> jax.Array:
-    """Marks what `model.remat=dots` keeps for the backward pass beside products with weights."""
+    """Marks `[...]` as what `model.remat=dots` keeps for the backward pass beside products with weights."""
     return checkpoint_name(x, KEPT)
 
 
 def _transposable(
     forward: Callable[[jax.Array], jax.Array], transposed: Callable[[jax.Array], jax.Array]
 ) -> Callable[[jax.Array], jax.Array]:
-    """Returns `forward`, a permutation of values between devices, whose gradients travel by `transposed`."""
+    """Returns `forward`, a permutation of values `[...]` between devices, whose gradients travel by `transposed`."""
     send = jax.custom_vjp(forward)
     send.defvjp(lambda x: (forward(x), None), lambda _, g: (transposed(g),))
     return send

@@ -3,8 +3,6 @@
 All but `auto_gather` run inside a `shard_map` whose data axes are manual.
 """
 
-from typing import Any
-
 import jax
 from jax import lax
 from jax.sharding import NamedSharding
@@ -14,11 +12,10 @@ from sharding.collectives import Group, vary
 from sharding.experts import Gather, GatherWithExchange
 from sharding.plan import ShardingPlan
 from sharding.spec import Placement, is_placement
+from sharding.trees import Axes, PyTree
 
-PyTree = Any
 
-
-def layer_gather(plan: ShardingPlan, scope: tuple[str, ...] | None = None) -> Gather:
+def layer_gather(plan: ShardingPlan, scope: Axes | None = None) -> Gather:
     """Returns the gather that a model calls once for each group, over the parameters' scope or a part of it.
 
     Its transpose is hop one.
@@ -47,7 +44,7 @@ def auto_gather(plan: ShardingPlan) -> Gather:
     return gather
 
 
-def gather_tree(plan: ShardingPlan, placements: PyTree, shards: PyTree, scope: tuple[str, ...] | None = None) -> PyTree:
+def gather_tree(plan: ShardingPlan, placements: PyTree, shards: PyTree, scope: Axes | None = None) -> PyTree:
     """Gathers local shards `[...]` in one collective a network level, in the compute dtype; backwards it is hop one.
 
     Over the parameters' scope, or over `scope`, the last axes by which the shards are cut.

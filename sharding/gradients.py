@@ -31,41 +31,41 @@ from sharding.hop_two import (
     in_last_micro_step,
 )
 from sharding.pieces import is_in_part
-from sharding.pipeline import Batch
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs, run_manual
 from sharding.spec import Placement, pspecs
+from sharding.trees import Axes, Batch, Grads, GradsR, Means, Params, Placements, PyTree
 
-PyTree = Any
-Params = Any  # a tree of arrays, or a device's shards of them
 Value = TypeVar("Value")
-Means = dict[str, jax.Array]  # `loss` and a model's auxiliary metrics of a step, by name
 # the weighted sum of the losses of the rows given, and those of the auxiliary metrics
 Loss = Callable[[Params, Batch, Gather], tuple[jax.Array, Means]]
 # a device's shards of its replica's parameters, its rows, the sum of all weights, and hop two if it is to be early ->
-# the sums of its gradients, and its part of the means
+# the sums of its gradients, and its part of the means; of global arrays where XLA's partitioner chooses the collectives
 MicroSteps = Callable[[ShardingPlan, Params, Batch, jax.Array, Early | None], tuple[Sums, Means]]
 
 
-def manual_gradients(
+def batch_gradients(
     micro_steps: MicroSteps,
     plan: ShardingPlan,
     params: Params,
     batch: Batch,
-    drift_R: Params | None = None,
+    drift_R: GradsR | None = None,
     early: Early | None = None,
-) -> tuple[Params | None, Exchanged | None, Means]:
+) -> tuple[GradsR | None, Exchanged | None, Means]:
     """Returns the gradients `[R, ...]`, one for each replica and reduced inside its group, and the means, `loss` too.
 
     Hop two remains to be done: the mean over R (MiCS section 3.4). With `early` the micro-steps do it, and the second
     result has what they exchanged: what waited, or the gradients, and then the first result is None. With `drift_R`
     each replica is at `params + drift_R[r]`.
     """
-    layout = plan.layout
+    layout, total = plan.layout, jnp.sum(batch["weights"])
     of_gradients = early is not None and early.waiting is None
+    if layout.is_automatic:
+        sums, means = micro_steps(plan, params, batch, total, None)
+        return jax.tree.map(lambda g: g[None], sums.grads), None, means
 
     def on_device(
-        params: Params, batch: Batch, total: jax.Array, drift_R: Params | None, early: Early | None
-    ) -> tuple[Params | None, Exchanged | None, Means]:
+        params: Params, batch: Batch, total: jax.Array, drift_R: GradsR | None, early: Early | None
+    ) -> tuple[GradsR | None, Exchanged | None, Means]:
         if early:
             own = jax.tree.map(lambda x: vary(x[0], layout.data_axes), (early.kept, early.waiting))
             early = replace(early, kept=own[0], waiting=own[1])
@@ -85,7 +85,7 @@ def manual_gradients(
         return grads_R, Exchanged(mean_R=waiting_R, kept_R=kept_R, counts=counts, part=part), means
 
     def same_on_copies(p: Placement, x: jax.Array) -> jax.Array:
-        """What is not cut is equal on all devices of the scope: its type is to say so."""
+        """What is not cut of `[...]` is equal on all devices of the scope: its type is to say so."""
         return x if p.dim is not None else same_on_all(x, p.not_held(layout.gradients))
 
     specs_R = gradient_specs(plan, tensor=False)
@@ -97,10 +97,10 @@ def manual_gradients(
         done = Exchanged(mean_R=specs_R, kept_R=kept_specs, counts=REPLICATED, part=part)
     out_specs = (None if of_gradients else specs_R, done, REPLICATED)
     run = run_manual(plan, on_device, out_specs, (REPLICATED, drift_specs, given))
-    return run(params, batch, jnp.sum(batch["weights"]), drift_R, early)
+    return run(params, batch, total, drift_R, early)
 
 
-def replica_parameters(plan: ShardingPlan, params: PyTree, drift_R: PyTree | None) -> PyTree:
+def replica_parameters(plan: ShardingPlan, params: Params, drift_R: GradsR | None) -> Params:
     """Returns this device's shards `[...]` of its replica's parameters.
 
     With two hops their types differ between replicas, so that autodiff sums nothing over them: hop two is deferred.
@@ -115,13 +115,17 @@ def replica_parameters(plan: ShardingPlan, params: PyTree, drift_R: PyTree | Non
 
 def accumulated(loss: Loss) -> MicroSteps:
     """Returns the micro-steps of a loss: the rows of each in turn, forward and backward."""
-    return partial(_micro_steps, loss)
+
+    def micro_steps(plan: ShardingPlan, *given: Any) -> tuple[Sums, Means]:
+        return (_automatic if plan.layout.is_automatic else _manual)(loss, plan, *given)
+
+    return micro_steps
 
 
-def _micro_steps(
-    loss: Loss, plan: ShardingPlan, params: Params, batch: Batch, total: jax.Array, early: Early | None = None
+def _manual(
+    loss: Loss, plan: ShardingPlan, params: Params, batch: Batch, total: jax.Array, early: Early | None
 ) -> tuple[Sums, Means]:
-    """Returns the sums over the micro-steps of this device's gradients, in their scope, and of its sums over `total`.
+    """Returns the sums over the micro-steps of this device's gradients `[...]`, in their scope, and of its losses.
 
     With `early` they are summed over the replicas too, or in their place what waits is.
     """
@@ -153,7 +157,7 @@ def _micro_steps(
 
 
 def before_micro_steps(plan: ShardingPlan, params: Params) -> tuple[Params, Sums]:
-    """Returns the parameters after the gather of what all micro-steps use, and sums of zero in the gradients' scope."""
+    """Returns the shards `[...]` after the gather of what all micro-steps use, and zero sums in their scope."""
     policy, parameters = plan.layout.gather, plan.layout.parameters
     gathered = gather_tree(plan, plan.placements, params, policy.each_step(parameters)) if policy.each_step else params
     # a zero that XLA does not know: zeros that it knows it shares with later ones, and keeps for the whole step
@@ -167,19 +171,19 @@ def _means(loss: jax.Array, aux: Means) -> Means:
     return {"loss": loss} | jax.tree.map(jnp.sum, aux)
 
 
-def tied(plan: ShardingPlan, gathered: PyTree, i: jax.Array) -> PyTree:
-    """Returns the parameters tied to iteration `i`, or XLA would move gathers out of the loop and keep the results."""
+def tied(plan: ShardingPlan, gathered: Params, i: jax.Array) -> Params:
+    """Returns shards `[...]` tied to iteration `i`, or XLA would move gathers out of the loop and keep the results."""
     if plan.layout.gather.each_step:
         return gathered
     return jax.tree.map(lambda x: lax.optimization_barrier((x, i))[0], gathered)
 
 
-def accumulating(plan: ShardingPlan, params: PyTree, sums: Sums, exchange: GroupExchange | None) -> PyTree:
-    """Returns the parameters so that their gradients are added to `sums`, and exchanged if there is an `exchange`."""
+def accumulating(plan: ShardingPlan, params: Params, sums: Sums, exchange: GroupExchange | None) -> PyTree:
+    """Returns the shards `[...]` so that their gradients are added to `sums`, and exchanged by `exchange`, if any."""
     policy = plan.layout.gather
 
-    def rule(name: str, placements: PyTree) -> Rule:
-        def add(sums: Sums, grads: PyTree) -> Sums:
+    def rule(name: str, placements: Placements) -> Rule:
+        def add(sums: Sums, grads: Grads) -> Sums:
             if policy.each_step:
                 grads = hop_one(plan, placements, grads)
             grads = to_gradient_scope(plan, placements, grads)
@@ -193,7 +197,7 @@ def accumulating(plan: ShardingPlan, params: PyTree, sums: Sums, exchange: Group
             keep=partial(_gather_for_micro_step, plan, placements) if plan.overlap and policy.each_micro_step else None,
         )
 
-    if not (policy.only_where_used or plan.overlap):
+    if (policy.each_step or policy.each_micro_step) and not plan.overlap:  # gradients do not come out by layer
         return Accumulating(values=params, sums=sums, rule=rule("", plan.placements))
     return {
         name: Accumulating(values=params[name], sums=sums.group(name), rule=rule(name, used_placements(plan, name)))
@@ -201,7 +205,7 @@ def accumulating(plan: ShardingPlan, params: PyTree, sums: Sums, exchange: Group
     }
 
 
-def micro_loss(loss: Callable[[PyTree, Batch, Gather], Value], plan: ShardingPlan, kept: PyTree, micro: Batch) -> Value:
+def micro_loss(loss: Callable[[Params, Batch, Gather], Value], plan: ShardingPlan, kept: PyTree, micro: Batch) -> Value:
     """Returns the loss of this device's rows `[rows, ...]`, gathering what the policy gathers in a micro-step."""
     policy, parameters = plan.layout.gather, plan.layout.parameters
     kept = values_of(kept)  # a policy that gathers for the whole micro-step accumulates after it
@@ -212,32 +216,31 @@ def micro_loss(loss: Callable[[PyTree, Batch, Gather], Value], plan: ShardingPla
     return loss(kept, micro, no_gather(plan))
 
 
-def _gather_for_micro_step(plan: ShardingPlan, placements: PyTree, shards: PyTree) -> PyTree:
-    """Gathers what stays gathered for a micro-step."""
+def _gather_for_micro_step(plan: ShardingPlan, placements: Placements, shards: Params) -> Params:
+    """Gathers shards `[...]` into what stays gathered for a micro-step."""
     part = plan.layout.gather.each_micro_step
     assert part
     return gather_tree(plan, placements, shards, part(plan.layout.parameters))
 
 
-def same_on_all(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def same_on_all(x: jax.Array, axes: Axes) -> jax.Array:
     """Returns `x` `[...]`, equal on all devices of `axes`, with a type that says so; small where there is an axis."""
     return lax.pmean(vary(x, axes), axes) if axes else x
 
 
-def auto_gradients(loss: Loss, plan: ShardingPlan, params: Params, batch: Batch) -> tuple[Params, Means]:
-    """Returns the gradients `[1, ...]` and the means, all collectives chosen by XLA's partitioner."""
-    layout = plan.layout
-    total = jnp.sum(batch["weights"])
-    gather = auto_gather(plan)
+def _automatic(
+    loss: Loss, plan: ShardingPlan, params: Params, batch: Batch, total: jax.Array, early: None
+) -> tuple[Sums, Means]:
+    """Returns the sums over the micro-steps of global gradients `[...]`, collectives chosen by XLA's partitioner."""
+    gather, scope = auto_gather(plan), plan.layout.gradients
 
-    def micro_step(carry: tuple[PyTree, jax.Array], micro: Batch) -> tuple[tuple[PyTree, jax.Array], Means]:
-        def mean(params: PyTree) -> tuple[jax.Array, Means]:
+    def micro_step(carry: tuple[Grads, jax.Array], micro: Batch) -> tuple[tuple[Grads, jax.Array], Means]:
+        def mean(params: Params) -> tuple[jax.Array, Means]:
             return jax.tree.map(lambda x: x / total, loss(params, micro, gather))
 
         (value, aux), grads = jax.value_and_grad(mean, has_aux=True)(params)
-        grads = plan.constrain(grads, layout.gradients)
-        return jax.tree.map(jnp.add, carry, (grads, value)), aux
+        return jax.tree.map(jnp.add, carry, (plan.constrain(grads, scope), value)), aux
 
-    zeros = plan.constrain(jax.tree.map(jnp.zeros_like, params), layout.gradients)
+    zeros = plan.constrain(jax.tree.map(jnp.zeros_like, params), scope)
     (grads, value), aux = lax.scan(micro_step, (zeros, jnp.zeros(())), dict(batch))
-    return jax.tree.map(lambda g: g[None], grads), _means(value, aux)
+    return Sums(grads), _means(value, aux)

@@ -13,8 +13,7 @@ from math import prod
 
 import numpy as np
 
-from sharding.hlo_loops import Site, trip_count
-from sharding.hlo_program import Computation, Instruction, Program, Tensor, parse_program, tensors
+from sharding.hlo_program import Computation, Instruction, Program, Site, Tensor, parse_program, tensors, trip_count
 from sharding.mesh import MeshShape
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")

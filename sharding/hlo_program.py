@@ -1,15 +1,18 @@
 """The text of a compiled program (`compiled.as_text()`) as data: computations, their instructions, how often loops run.
 
 The instructions of a computation are in the order of the text. In a module that says `is_scheduled=true` that is the
-order in which a device starts them.
+order in which a device starts them. XLA tells the trip counts of most loops. Of the others (those that it peeled or
+pipelined) the counter, its first value, its step and the limit are looked up: they may stand in fusions, or come in
+through the tuples of the loops around.
 """
 
+import operator
 import re
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-
-DTYPE_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s2": 0.25, "u2": 0.25, "f4e2m1fn": 0.5, "bf16": 2}
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _NAME = re.compile(r"^(ROOT )?%?([\w.\-]+) = ")
@@ -17,8 +20,21 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 _TENSOR = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{[^}]*\})?")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
-_KEY = re.compile(r"\s*([\w\-]+)=")
 _CALLS = ("to_apply", "calls", "called_computations", "branch_computations", "true_computation", "false_computation")
+_KNOWN = re.compile(r'known_trip_count\\?"?:\s*\{\\?"?n\\?"?:\\?"?(\d+)')
+_MOST = 2**40  # iterations
+_SAME = {"copy", "bitcast", "convert", "reshape", "copy-done", "opt-barrier", "optimization-barrier"}
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "minimum": min,
+    "maximum": max,
+    "and": operator.and_,
+    "or": operator.or_,
+    **{name: getattr(operator, name.lower()) for name in ("LT", "LE", "GT", "GE", "EQ", "NE")},
+}
+Path = tuple[int, ...]  # of indices into nested tuples
 
 
 @dataclass(frozen=True)
@@ -34,7 +50,8 @@ class Tensor:
 
     @property
     def num_bytes(self) -> float:
-        return self.num_elements * dtype_bytes(self.dtype)
+        bits = re.search(r"\d+", self.dtype)  # the first number: of f8e4m3fn 8
+        return self.num_elements * (int(bits.group()) / 8 if bits else self.dtype == "pred")
 
 
 Type = Tensor | tuple["Type", ...]
@@ -55,7 +72,8 @@ class Instruction:
     @cached_property
     def attributes(self) -> dict[str, str]:
         """What is said behind the operands; a value keeps its brackets."""
-        return _attributes(self.written_attributes)
+        pairs = (part.partition("=") for part in _parts(self.written_attributes)[0])
+        return {key: value for key, equals, value in pairs if equals}
 
     @cached_property
     def calls(self) -> tuple[str, ...]:
@@ -128,14 +146,6 @@ class Program:
         return self.computations[name]
 
 
-def dtype_bytes(dtype: str) -> float:
-    """Returns the bytes of an element: of f8e4m3fn 1, of a token 0."""
-    if dtype in DTYPE_BYTES:
-        return DTYPE_BYTES[dtype]
-    bits = re.search(r"\d+", dtype)
-    return int(bits.group()) / 8 if bits else 0
-
-
 def tensors(result: Type) -> list[Tensor]:
     """Returns the arrays of a type, those of nested tuples too, in order."""
     return [result] if isinstance(result, Tensor) else [tensor for part in result for tensor in tensors(part)]
@@ -144,6 +154,9 @@ def tensors(result: Type) -> list[Tensor]:
 def num_bytes(result: Type) -> float:
     """Returns the bytes of all arrays of a type."""
     return sum(tensor.num_bytes for tensor in tensors(result))
+
+
+# ---------------------------------------------------------------------------------------------- the text
 
 
 def parse_program(text: str) -> Program:
@@ -159,7 +172,7 @@ def parse_program(text: str) -> Program:
         elif line.startswith("}"):
             current = None
         elif current and " = " in line:
-            found[current].append(parse_instruction(line))
+            found[current].append(_instruction(line))
     if not entry:
         raise ValueError("the text is no compiled HLO module: it has no ENTRY computation")
     computations = {name: Computation(name, tuple(instructions)) for name, instructions in found.items()}
@@ -167,81 +180,169 @@ def parse_program(text: str) -> Program:
     return Program(computations=computations, entry=computations[entry], is_scheduled=is_scheduled)
 
 
-def parse_instruction(line: str) -> Instruction:
+def _instruction(line: str) -> Instruction:
     """Returns the instruction of a line. ValueError quotes a line that is none."""
     line = _COMMENT.sub("", line.strip()) if "/*" in line else line.strip()
     try:
         name = _NAME.match(line)
         assert name
-        result, end = _type(line, name.end())
-        opcode = _OPCODE.match(line, end)
+        begin = name.end()
+        tensor = _TENSOR.match(line, begin)
+        end = tensor.end() if tensor else _parts(line, begin + 1)[1] + 1
+        result, opcode = _type(line[begin:end]), _OPCODE.match(line, end)
         assert opcode
-        end = _closing(line, opcode.end() - 1)
-    except (AssertionError, ValueError):
+        inside, end = _parts(line, opcode.end())
+        assert end < len(line)
+    except (AssertionError, ValueError, IndexError):
         raise ValueError(f"an instruction of the compiled program cannot be read: {line[:120]}") from None
-    inside = line[opcode.end() : end]
     is_leaf = opcode.group(1) in ("constant", "parameter", "iota")
     return Instruction(
         name=name.group(2),
         opcode=opcode.group(1),
         result=result,
-        operands=() if is_leaf else _operands(inside),
-        literal=inside.strip(),
+        operands=() if is_leaf else tuple(part.split()[-1].lstrip("%") for part in inside if part),
+        literal=line[opcode.end() : end].strip(),
         written_attributes=line[end + 1 :],
         is_root=bool(name.group(1)),
     )
 
 
-def _type(line: str, start: int) -> tuple[Type, int]:
-    """Returns the type that is written at `start`, and where it ends."""
-    if line[start] != "(":
-        tensor = _TENSOR.match(line, start)
-        assert tensor
-        dims = tuple(int(d.strip().lstrip("<=")) for d in tensor.group(2).split(",") if d.strip())
-        return Tensor(tensor.group(1), dims), tensor.end()
-    parts: list[Type] = []
-    start += 1
-    while line[start : start + 1] != ")":
-        part, start = _type(line, start)
-        parts.append(part)
-        while line[start : start + 1] in (",", " "):
-            start += 1
-        assert start < len(line)
-    return tuple(parts), start + 1
+def _type(text: str) -> Type:
+    """Returns the type that is written: a tensor, or a tuple of types."""
+    if text[0] == "(":
+        return tuple(_type(part) for part in _parts(text, 1)[0] if part)
+    tensor = _TENSOR.match(text)
+    assert tensor
+    return Tensor(tensor.group(1), tuple(int(d.strip().lstrip("<=")) for d in tensor.group(2).split(",") if d.strip()))
 
 
-def _closing(line: str, start: int) -> int:
-    """Returns where the bracket that opens at `start` is closed."""
-    depth = 0
-    for token in _TOKEN.finditer(line, start):
-        if token.group() in "({[":
-            depth += 1
-        elif token.group() in ")}]":
-            depth -= 1
-            if not depth:
-                return token.start()
-    raise ValueError("a bracket stays open")
-
-
-def _operands(inside: str) -> tuple[str, ...]:
-    if "%" in inside:
-        return tuple(re.findall(r"%([\w.\-]+)", inside))
-    return tuple(words[-1] for part in inside.split(",") if (words := part.split()))
-
-
-def _attributes(text: str) -> dict[str, str]:
-    cuts, depth = [0], 0
-    for token in _TOKEN.finditer(text):
+def _parts(text: str, start: int = 0) -> tuple[list[str], int]:
+    """Returns what stands between commas from `start` on, and where it ends: at a bracket that closes, or the end."""
+    parts, begin, depth, end = [], start, 0, len(text)
+    for token in _TOKEN.finditer(text, start):
         what = token.group()
-        if what == "," and not depth:
-            cuts.append(token.end())
-        elif what in "({[":
+        if what in "({[":
             depth += 1
         elif what in ")}]":
             depth -= 1
-    found: dict[str, str] = {}
-    for begin, end in zip(cuts, [*(cut - 1 for cut in cuts[1:]), len(text)], strict=True):
-        key = _KEY.match(text, begin, end)
-        if key:
-            found[key.group(1)] = text[key.end() : end].strip()
-    return found
+            if depth < 0:
+                end = token.start()
+                break
+        elif what == "," and not depth:
+            parts.append(text[begin : token.start()].strip())
+            begin = token.end()
+    return [*parts, text[begin:end].strip()], end
+
+
+# ------------------------------------------------------------------------------------------ trip counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A computation, and the instruction that runs it: what its parameters are, is found there."""
+
+    computation: Computation
+    caller: Instruction | None = None
+    outer: "Site | None" = None
+    counters: dict[Path, int] = field(default_factory=dict)  # elements of a loop's tuple, taken to be these values
+
+
+def trip_count(loop: Instruction, site: Site, program: Program) -> int:
+    """Returns how often a `while` in the computation of `site` runs. ValueError if the program does not tell."""
+    if known := _KNOWN.search(loop.attributes.get("backend_config", "")):
+        return int(known.group(1))
+
+    def unknown(why: str) -> ValueError:
+        return ValueError(f"{loop} has no trip count that can be read: {why}")
+
+    condition = program.called(loop.computation("condition"), loop)
+    body = program.called(loop.computation("body"), loop)
+    read = {(i.index,) for i in condition.instructions if i.opcode == "get-tuple-element"}
+    changing = [path for path in read if not _is_kept(body, path)]
+    if len(changing) != 1:
+        raise unknown("its condition does not depend on one counter")
+    counter = changing[0]
+    first = _value(program, site, loop.operands[0], counter)
+
+    def evaluated(computation: Computation, path: Path, at: int | None) -> int | None:
+        if at is None or computation.root is None:
+            return None
+        inside = Site(computation=computation, caller=loop, outer=site, counters={counter: at})
+        return _value(program, inside, computation.root.name, path)
+
+    after = evaluated(body, counter, first)
+    again = evaluated(body, counter, after)
+    if first is None or after is None or again is None or again - after != after - first:
+        raise unknown("its counter has no first value and step")
+    step = after - first
+
+    def stops(iteration: int) -> bool:
+        value = evaluated(condition, (), first + iteration * step)
+        if value is None:
+            raise unknown("its condition is no comparison of integers")
+        return not value
+
+    trips = bisect_left(range(_MOST), True, key=stops)
+    if trips == _MOST:
+        raise unknown("its counter does not reach a limit")
+    return trips
+
+
+def _origin(computation: Computation, name: str, path: Path) -> tuple[Instruction | None, Path]:
+    """Returns which instruction makes a value (or an element of its tuple), through tuples and copies."""
+    while instruction := computation.by_name.get(name):
+        opcode, operands = instruction.opcode, instruction.operands
+        if opcode == "tuple" and path:
+            name, path = operands[path[0]], path[1:]
+        elif opcode == "get-tuple-element":
+            name, path = operands[0], (instruction.index, *path)
+        elif opcode in _SAME:
+            name = operands[0]
+        else:
+            return instruction, path
+    return None, path
+
+
+def _is_kept(body: Computation, path: Path) -> bool:
+    """Whether an element of a loop's tuple is what it was, after the body."""
+    made, found = _origin(body, body.root.name, path) if body.root else (None, path)
+    return made is not None and made.opcode == "parameter" and found == path
+
+
+def _value(program: Program, site: Site, name: str, path: Path) -> int | None:
+    """Returns the integer that an instruction (or an element of its tuple) has in every execution; None: not known."""
+    instruction, path = _origin(site.computation, name, path)
+    if instruction is None:
+        return None
+    opcode, operands = instruction.opcode, instruction.operands
+    if opcode == "parameter":
+        return _of_parameter(program, site, int(instruction.literal), path)
+    if opcode in ("fusion", "call") and instruction.calls:
+        called = program.called(instruction.calls[0], instruction)
+        inside = Site(computation=called, caller=instruction, outer=site)
+        return _value(program, inside, called.root.name, path) if called.root else None
+    if opcode == "while":
+        body = program.called(instruction.computation("body"), instruction)
+        return _value(program, site, operands[0], path) if _is_kept(body, path) else None
+    if path:
+        return None
+    if opcode == "constant":
+        literal = {"true": "1", "false": "0"}.get(instruction.literal, instruction.literal)
+        return int(literal) if re.fullmatch(r"-?\d+", literal) else None
+    operation = _OPERATIONS.get(instruction.attributes["direction"] if opcode == "compare" else opcode)
+    values = [_value(program, site, operand, ()) for operand in operands] if operation else []
+    known = [value for value in values if value is not None]
+    return int(operation(*known)) if operation and len(known) == len(values) == 2 else None
+
+
+def _of_parameter(program: Program, site: Site, number: int, path: Path) -> int | None:
+    """Returns what a parameter of the site's computation is where that is run, if always the same."""
+    if path in site.counters:
+        return site.counters[path]
+    caller, outer = site.caller, site.outer
+    if caller is None or outer is None or caller.opcode == "conditional":
+        return None
+    if caller.opcode == "while":
+        body = program.called(caller.computation("body"), caller)
+        return _value(program, outer, caller.operands[0], path) if _is_kept(body, path) else None
+    return _value(program, outer, caller.operands[number], path) if number < len(caller.operands) else None

@@ -22,9 +22,8 @@ from sharding.gathers import used_placements
 from sharding.pieces import cut, joined, part_of, with_part
 from sharding.plan import ShardingPlan
 from sharding.spec import Placement, is_placement
+from sharding.trees import PyTree, Shards
 
-PyTree = Any
-Shards = list[jax.Array]
 Counts = Sequence[jax.typing.ArrayLike]  # of one collective: numbers that add up
 # (placements, a replica's shares of the mean, what is kept of them or None, key) -> the sums over the replicas in the
 # optimizer's scope, what is kept, and the counts of each collective
@@ -147,7 +146,7 @@ def _first_sums(plan: ShardingPlan, early: Early, grads: PyTree, kept: PyTree, w
 def _exchange_group(
     plan: ShardingPlan, early: Early, name: str, placements: PyTree, sums: Sums, layer: jax.Array | int
 ) -> Sums:
-    """Runs hop two on the sums of a group, or of one layer."""
+    """Runs hop two on the sums `[...]` of a group, or of one layer."""
     numbers = (name, sums.done.astype(jnp.int32), layer)
     grads, kept, counts = _hop_two(plan, early, numbers, placements, sums.grads, sums.kept)
     return sums._replace(grads=grads, kept=kept, counts=counts)
@@ -156,7 +155,7 @@ def _exchange_group(
 def _exchange_piece(
     plan: ShardingPlan, early: Early, name: str, placements: PyTree, sums: Sums, layer: jax.Array | int
 ) -> Sums:
-    """Runs hop two on the next piece, `sums.piece`, of what waits of a group, or of one layer."""
+    """Runs hop two on the next piece `[N]`, `sums.piece`, of what waits of a group, or of one layer."""
     piece = sums.piece.astype(jnp.int32)
     rows = (sums.waiting, sums.kept)
     waiting, kept = at(rows, piece)

@@ -15,6 +15,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
+from sharding.trees import Axes
+
 Device = Any  # a jax.Device
 
 STAGE = "stage"  # of a pipeline: its stages have different layers and the same rows
@@ -30,12 +32,12 @@ NAME_BYTES = 256  # of a host; POSIX allows 255
 CHUNK_ORDER = ("shard_intra", "replica_intra", "shard_inter", "replica_inter")
 
 
-def inter_part(axes: Sequence[str]) -> tuple[str, ...]:
+def inter_part(axes: Sequence[str]) -> Axes:
     """Returns those of `axes` that lie between nodes, in the order given."""
     return tuple(axis for axis in axes if axis in INTER_AXES)
 
 
-def intra_part(axes: Sequence[str]) -> tuple[str, ...]:
+def intra_part(axes: Sequence[str]) -> Axes:
     """Returns those of `axes` that lie inside a node, in the order given."""
     return tuple(axis for axis in axes if axis not in INTER_AXES)
 
@@ -77,7 +79,7 @@ class MeshShape:
         """Product of the sizes of `axes`."""
         return int(np.prod([getattr(self, axis) for axis in axes], dtype=int))
 
-    def used(self, axes: Sequence[str]) -> tuple[str, ...]:
+    def used(self, axes: Sequence[str]) -> Axes:
         """`axes` without those of size 1, in the order given."""
         return tuple(axis for axis in axes if getattr(self, axis) > 1)
 

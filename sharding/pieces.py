@@ -7,13 +7,13 @@ layer: `[...]` into `[count, N]`, `[L, ...]` into `[L, count, N]`. What does not
 from collections.abc import Callable, Collection
 from functools import partial
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-PyTree = Any
+from sharding.trees import PyTree
+
 Stacks = Collection[str]  # names of groups
 
 

@@ -14,22 +14,26 @@ of it: the cotangents that it gets are zeros. Everything here runs inside a `sha
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding.coded import as_integers
 from sharding.collectives import vary
 from sharding.experts import Gather
+from sharding.gradients import MicroSteps, accumulating, before_micro_steps, micro_loss, tied
+from sharding.hop_two import Early, Sums
 from sharding.mesh import STAGE
+from sharding.plan import ShardingPlan
+from sharding.trees import Axes, Batch, Means, Params
 
-PyTree = Any
-Batch = Mapping[str, jax.Array]  # each [accum, rows, ...], rows over the data axes; of one micro-batch, [rows, ...]
 Forward = Callable[[jax.Array, Batch, jax.Array], jax.Array]  # (input, micro-batch, tick) -> output
 # (sums, input, its micro-batch, cotangent of the output, 1 if its loss counts or else 0, tick)
 # -> (sums, cotangent of the input, the loss)
-Backward = Callable[[Any, jax.Array, Batch, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array, jax.Array]]
+Backward = Callable[[Sums, jax.Array, Batch, jax.Array, jax.Array, jax.Array], tuple[Sums, jax.Array, jax.Array]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +47,15 @@ class StagedLoss:
     first: tuple[str, ...]
     last: tuple[str, ...]
     between: Callable[[Batch], jax.ShapeDtypeStruct]  # rows -> the shape and dtype of what the stages hand on
-    begin: Callable[[Mapping[str, PyTree], Batch], jax.Array]  # (gathered groups of `first`, rows) -> the first input
-    layers: Callable[[PyTree, jax.Array, Batch, Gather], jax.Array]  # (parameters, input, rows, gather) -> output
-    loss: Callable[[Mapping[str, PyTree], jax.Array, Batch], jax.Array]  # (gathered groups of `last`, output, rows)
+    begin: Callable[[Mapping[str, Params], Batch], jax.Array]  # (gathered groups of `first`, rows) -> the first input
+    layers: Callable[[Params, jax.Array, Batch, Gather], jax.Array]  # (parameters, input, rows, gather) -> output
+    loss: Callable[[Mapping[str, Params], jax.Array, Batch], jax.Array]  # (gathered groups of `last`, output, rows)
 
-    def forward(self, params: PyTree, x: jax.Array, rows: Batch, gather: Gather) -> jax.Array:
+    def forward(self, params: Params, x: jax.Array, rows: Batch, gather: Gather) -> jax.Array:
         """Returns a stage's output, like its input `[rows, ...]`."""
         return self._output({name: gather(name, params[name]) for name in self.first}, params, x, rows, gather)
 
-    def with_loss(self, params: PyTree, x: jax.Array, rows: Batch, gather: Gather) -> tuple[jax.Array, jax.Array]:
+    def with_loss(self, params: Params, x: jax.Array, rows: Batch, gather: Gather) -> tuple[jax.Array, jax.Array]:
         """Returns a stage's output `[rows, ...]` and the loss, f32 [], on all but the last stage 0."""
         gathered = {name: gather(name, params[name]) for name in dict.fromkeys(self.first + self.last)}
         y = self._output({name: gathered[name] for name in self.first}, params, x, rows, gather)
@@ -62,13 +66,13 @@ class StagedLoss:
         )
         return y, loss
 
-    def zeros(self, batch: Batch, axes: tuple[str, ...]) -> jax.Array:
-        """Returns zeros like what the stages hand on of a micro-batch, typed as differing over `axes`."""
+    def zeros(self, batch: Batch, axes: Axes) -> jax.Array:
+        """Returns zeros `[rows, ...]` like what the stages hand on, typed as differing over `axes`."""
         like = self.between({name: x[0] for name, x in batch.items()})
         return vary(jnp.zeros(like.shape, like.dtype), axes)
 
     def _output(
-        self, first: Mapping[str, PyTree], params: PyTree, x: jax.Array, rows: Batch, gather: Gather
+        self, first: Mapping[str, Params], params: Params, x: jax.Array, rows: Batch, gather: Gather
     ) -> jax.Array:
         axes = tuple(jax.typeof(x).manual_axis_type.varying)
         x = lax.cond(lax.axis_index(STAGE) == 0, lambda: vary(self.begin(first, rows), axes), lambda: x)
@@ -76,8 +80,8 @@ class StagedLoss:
 
 
 def forward_and_backward(
-    forward: Forward, backward: Backward, sums: PyTree, batch: Batch, zeros: jax.Array
-) -> tuple[PyTree, jax.Array]:
+    forward: Forward, backward: Backward, sums: Sums, batch: Batch, zeros: jax.Array
+) -> tuple[Sums, jax.Array]:
     """Runs micro-batches `[accum, rows, ...]` through the stages and back; returns the sums, and the loss on the last.
 
     `zeros` are like what the stages hand on.
@@ -90,7 +94,7 @@ def forward_and_backward(
         kept = lax.dynamic_update_index_in_dim(kept, x, i % slots, 0)
         return hand_on(forward(x, rows_of(batch, i), tick), 1), kept
 
-    def run_backward(g: jax.Array, kept: jax.Array, sums: PyTree, tick: jax.Array) -> tuple[jax.Array, Any, jax.Array]:
+    def run_backward(g: jax.Array, kept: jax.Array, sums: Sums, tick: jax.Array) -> tuple[jax.Array, Sums, jax.Array]:
         i = tick - (2 * (num_stages - 1) - stage)
         x = lax.dynamic_index_in_dim(kept, i % slots, keepdims=False)
         counts = _is_last() & (i >= 0) & (i < count)
@@ -144,15 +148,62 @@ def rows_of(batch: Batch, i: jax.Array) -> Batch:
 
 @jax.named_scope("pipeline")
 def hand_on(x: jax.Array, by: int) -> jax.Array:
-    """Sends `x` to the stage `by` further on; the stage to which none sends gets zeros.
-
-    Sixteen-bit floats travel as integers: XLA may not widen those (CPU).
-    """
-    if x.dtype == jnp.bfloat16:
-        return lax.bitcast_convert_type(hand_on(lax.bitcast_convert_type(x, jnp.uint16), by), x.dtype)
+    """Sends `x` `[...]` to the stage `by` further on; the stage to which none sends gets zeros."""
     stages = range(lax.axis_size(STAGE))
-    return lax.ppermute(x, STAGE, [(s, s + by) for s in stages if s + by in stages])
+    pairs = [(s, s + by) for s in stages if s + by in stages]
+    return as_integers(lambda x: lax.ppermute(x, STAGE, pairs), x)
 
 
 def _is_last() -> jax.Array:
     return lax.axis_index(STAGE) == lax.axis_size(STAGE) - 1
+
+
+def through_stages(loss: StagedLoss) -> MicroSteps:
+    """Returns the micro-steps of a loss in pieces: micro-batches travel through the stages; none exchanges early."""
+    return partial(_micro_steps, loss)
+
+
+def _micro_steps(
+    loss: StagedLoss, plan: ShardingPlan, params: Params, batch: Batch, total: jax.Array, early: Early | None = None
+) -> tuple[Sums, Means]:
+    assert early is None
+    gathered, sums = before_micro_steps(plan, params)
+
+    def forward(x: jax.Array, rows: Batch, tick: jax.Array) -> jax.Array:
+        run = lambda params, rows, gather: loss.forward(params, x, rows, gather)
+        return micro_loss(run, plan, tied(plan, gathered, tick), rows)
+
+    def backward(
+        sums: Sums, x: jax.Array, rows: Batch, g: jax.Array, counts: jax.Array, tick: jax.Array
+    ) -> tuple[Sums, jax.Array, jax.Array]:
+        used = tied(plan, gathered, tick)
+
+        def stage(sums: Sums, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            run = lambda params, rows, gather: loss.with_loss(params, x, rows, gather)
+            y, value = micro_loss(run, plan, accumulating(plan, used, sums, None), rows)
+            return y, value / total
+
+        (_, value), pullback = jax.vjp(stage, sums, x)
+        sums, g = pullback((g, vary(counts, plan.layout.varying_axes)))
+        return sums, g, value
+
+    zeros = loss.zeros(batch, plan.layout.varying_axes)
+    sums, value = forward_and_backward(forward, backward, sums, batch, zeros)
+    grads = plan.map(lambda p, g: g if p.staged else _sum_of_stages(g), sums.grads)
+    return sums._replace(grads=grads), {"loss": value}
+
+
+@jax.named_scope("pipeline")
+def _sum_of_stages(grad: jax.Array) -> jax.Array:
+    """Returns the gradient `[...]` of a parameter that is on every stage: the first and the last one add to it."""
+    return lax.psum(grad, STAGE)
+
+
+def evaluated(loss: StagedLoss) -> Callable[[ShardingPlan, Params, Batch, Gather], Means]:
+    """Returns the sum, f32 [], of the losses of all micro-batches, run through the stages; all but the last know 0."""
+
+    def sums(plan: ShardingPlan, params: Params, batch: Batch, gather: Gather) -> Means:
+        zeros = loss.zeros(batch, plan.layout.varying_axes)
+        return {"loss": only_forward(lambda x, rows: loss.with_loss(params, x, rows, gather), batch, zeros)}
+
+    return sums

@@ -15,8 +15,8 @@ from sharding.collectives import Group
 from sharding.experts import Exchange
 from sharding.scopes import Layout
 from sharding.spec import is_placement, is_stack, pspecs
+from sharding.trees import Axes, PyTree
 
-PyTree = Any
 REPLICATED = PartitionSpec()
 
 
@@ -75,13 +75,11 @@ class ShardingPlan:
         """Maps `function(placement, leaf, ...)` over trees like the parameters."""
         return jax.tree.map(function, self.placements, *trees, is_leaf=is_placement)
 
-    def shardings(self, scope: tuple[str, ...]) -> PyTree:
+    def shardings(self, scope: Axes) -> PyTree:
         """NamedShardings of arrays like the parameters under `scope`."""
         return self.map(lambda p: NamedSharding(self.mesh, p.pspec(scope)))
 
-    def group(
-        self, placements: PyTree, scope: tuple[str, ...], *, tensor_is_manual: bool = False, coded: bool = False
-    ) -> Group:
+    def group(self, placements: PyTree, scope: Axes, *, tensor_is_manual: bool = False, coded: bool = False) -> Group:
         """Returns the Group of a tree of placements, cut over `scope`; `coded` if it is the micro-steps'."""
         return Group(
             placements=tuple(jax.tree.leaves(placements, is_leaf=is_placement)),
@@ -93,7 +91,7 @@ class ShardingPlan:
             tensor_is_manual=tensor_is_manual,
         )
 
-    def constrain(self, tree: PyTree, scope: tuple[str, ...]) -> PyTree:
+    def constrain(self, tree: PyTree, scope: Axes) -> PyTree:
         """Constrains arrays like the parameters to `scope`."""
         return jax.tree.map(lax.with_sharding_constraint, tree, self.shardings(scope))
 

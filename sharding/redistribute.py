@@ -22,6 +22,7 @@ from sharding.collectives import buckets, join, slice_apart, split
 from sharding.mesh import AXES, STAGE, intra_part
 from sharding.plan import ShardingPlan
 from sharding.spec import ParamSpec, Placement, place
+from sharding.trees import Axes
 
 Kind = Hashable
 Stacks = list[jax.Array]
@@ -77,8 +78,8 @@ class Sharing:
     The `tensor` axis comes first, then the scope in CHUNK_ORDER: what lies inside the node before what lies between.
     """
 
-    cut: tuple[str, ...]
-    copies: tuple[str, ...]
+    cut: Axes
+    copies: Axes
     hierarchical: bool
 
     def run(
@@ -121,7 +122,7 @@ class Sharing:
         return x[0] if p.dim is None else join(x, 1 + p.dim)
 
     def _split(self, x: jax.Array, p: Placement) -> jax.Array:
-        """Undoes `_join`."""
+        """Undoes `_join`: `[n, *shape]` becomes `[chunks, n, *shard]`."""
         tensor = 1 if p.tensor_dim is None else lax.axis_size("tensor")
         chunks = lax.axis_size(self.cut) // tensor
         x = x[None] if p.dim is None else split(x, 1 + p.dim, chunks)

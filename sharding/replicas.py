@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import jax
 
-PyTree = Any
+from sharding.trees import PyTree
+
 Combine = Literal["sum", "mean"]
 
 

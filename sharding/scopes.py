@@ -1,12 +1,14 @@
-"""Strategies as scopes: over which mesh axes parameters, gradients and optimizer state are partitioned, and no more."""
+"""Strategies as scopes: over which mesh axes a state is partitioned, and when which part of them is gathered."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from configs.schema import ShardingConfig
 from configs.schema.own import OWN
-from sharding.gather_policy import GATHER_POLICIES, LAYER, GatherPolicy
-from sharding.mesh import CHUNK_ORDER, DATA_AXES, STAGE, MeshShape, divisors, inter_part
+from sharding.mesh import CHUNK_ORDER, DATA_AXES, STAGE, MeshShape, divisors, inter_part, intra_part
+from sharding.trees import Axes
 
+Part = Callable[[Axes], Axes]  # from the parameters' scope to the part of it that is gathered
 # strategy: scopes of parameters, gradients, optimizer state (ZeRO, arXiv 1910.02054; MiCS, arXiv 2205.00119)
 STRATEGIES = {
     "ddp": ("none", "none", "none"),
@@ -21,6 +23,33 @@ class WorldTooSmallError(ValueError):
     """A partition group, or a pipeline, needs more nodes than there are."""
 
 
+def whole(scope: Axes) -> Axes:
+    """Returns the whole scope."""
+    return scope
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherPolicy:
+    """A value of the key `sharding.gather`: what is gathered at each of three moments; None: nothing."""
+
+    name: str
+    each_step: Part | None = None  # before the first micro-step
+    each_micro_step: Part | None = None  # before the forward pass
+    each_use: Part | None = None  # where a layer uses its parameters, in the forward and in the backward pass
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether each layer's parameters can be gathered apart from the others'."""
+        return self.each_use is not None
+
+
+LAYER = GatherPolicy(name="layer", each_use=whole)
+NODE = GatherPolicy(name="node", each_micro_step=inter_part, each_use=intra_part)  # hpZ of ZeRO++, arXiv 2306.10209
+MICRO_STEP = GatherPolicy(name="micro_step", each_micro_step=whole)
+STEP = GatherPolicy(name="step", each_step=whole)
+GATHER_POLICIES = {policy.name: policy for policy in (LAYER, NODE, MICRO_STEP, STEP)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """A mesh shape and the three scopes on it, each a tuple of axes in CHUNK_ORDER (axes of size 1 left out).
@@ -29,36 +58,31 @@ class Layout:
     """
 
     shape: MeshShape
-    parameters: tuple[str, ...]
-    gradients: tuple[str, ...]
-    optimizer: tuple[str, ...]
-    experts: tuple[str, ...] = ()
+    parameters: Axes
+    gradients: Axes
+    optimizer: Axes
+    experts: Axes = ()
     hierarchical: bool = True
     two_hop: bool = True
     gather: GatherPolicy = LAYER
     is_automatic: bool = False  # XLA's partitioner chooses the collectives
 
     @property
-    def data_axes(self) -> tuple[str, ...]:
+    def data_axes(self) -> Axes:
         """All axes over which rows of the batch are split, outermost first."""
         return self.shape.used(DATA_AXES)
 
     @property
-    def varying_axes(self) -> tuple[str, ...]:
+    def varying_axes(self) -> Axes:
         """The axes over which the gradients of the micro-steps differ: the data axes, and the stages of a pipeline."""
         return self.shape.used((STAGE, *DATA_AXES))
 
     @property
-    def replica_axes(self) -> tuple[str, ...]:
+    def replica_axes(self) -> Axes:
         """The axes that hop two crosses: those over which a gradient still differs after the micro-steps."""
         if self.is_automatic or not self.two_hop:
             return ()
         return beyond(self.gradients, self.data_axes)
-
-    @property
-    def axes_inside_replica(self) -> tuple[str, ...]:
-        """All other axes, `tensor` included: those over which a replica's gradient is cut or copied."""
-        return beyond(self.replica_axes, tuple(self.shape.sizes))
 
     @property
     def num_replicas(self) -> int:
@@ -66,37 +90,33 @@ class Layout:
         return self.shape.size(self.replica_axes)
 
     @property
-    def replicas_cross_nodes(self) -> bool:
-        """Whether any two replicas are on different nodes: if not, hop two sends nothing between nodes."""
-        return bool(inter_part(self.replica_axes))
-
-    @property
-    def gradients_beyond_parameters(self) -> tuple[str, ...]:
+    def gradients_beyond_parameters(self) -> Axes:
         """What the gradients' scope adds to the parameters': ZeRO-2 reduce-scatters over it in each micro-step."""
         return beyond(self.parameters, self.gradients)
 
     @property
-    def optimizer_beyond_gradients(self) -> tuple[str, ...]:
+    def optimizer_beyond_gradients(self) -> Axes:
         """What the optimizer's scope adds to the gradients': hop two reduce-scatters over it."""
         return beyond(self.gradients, self.optimizer)
 
     @property
-    def optimizer_beyond_parameters(self) -> tuple[str, ...]:
+    def optimizer_beyond_parameters(self) -> Axes:
         """What the optimizer's scope adds to the parameters': updated parameters are gathered over it."""
         return beyond(self.parameters, self.optimizer)
 
     @property
-    def all_reduced_axes(self) -> tuple[str, ...]:
+    def all_reduced_axes(self) -> Axes:
         """The replica axes over which hop two hands the same on to all: it all-reduces over these."""
         return beyond(self.optimizer_beyond_gradients, self.replica_axes)
 
     @property
-    def gather_scopes(self) -> tuple[tuple[str, ...], ...]:
+    def gather_scopes(self) -> tuple[Axes, ...]:
         """The axes of each gather of the micro-steps, as far as we choose them."""
-        return () if self.is_automatic else self.gather.scopes(self.parameters)
+        parts = (self.gather.each_step, self.gather.each_micro_step, self.gather.each_use)
+        return () if self.is_automatic else tuple(part(self.parameters) for part in parts if part)
 
     @property
-    def hop_one_scopes(self) -> tuple[tuple[str, ...], ...]:
+    def hop_one_scopes(self) -> tuple[Axes, ...]:
         """The axes of each reduce-scatter of the micro-steps, as far as we choose them."""
         if self.is_automatic or not self.two_hop:
             return ()
@@ -187,7 +207,7 @@ def _scopes(config: ShardingConfig) -> tuple[str | int, str | int, str | int]:
     return {**STRATEGIES, **OWN["strategy"]}[config.strategy]
 
 
-def beyond(inner: tuple[str, ...], outer: tuple[str, ...]) -> tuple[str, ...]:
+def beyond(inner: Axes, outer: Axes) -> Axes:
     """Returns the axes of `outer` that are not in `inner`, in their order."""
     return tuple(axis for axis in outer if axis not in inner)
 
@@ -226,7 +246,7 @@ def _count(devices: int) -> str:
     return f"{devices} device{'' if devices == 1 else 's'}"
 
 
-def _axes(shape: MeshShape, size: int) -> tuple[str, ...]:
+def _axes(shape: MeshShape, size: int) -> Axes:
     """Returns the prefix of CHUNK_ORDER that makes `size` shards."""
     axes, product = [], 1
     for axis in shape.used(CHUNK_ORDER):

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec, Sharding
 from sharding.mesh import STAGE, divisors
 from sharding.replicas import ReplicaKey
 from sharding.scopes import Layout
-
-PyTree = Any
+from sharding.trees import Axes, PyTree
 
 # dims that the `tensor` axis splits (Megatron's choice); every other dim may only be partitioned
 TENSOR_DIMS = ("mlp", "heads", "kv_heads", "vocab")
@@ -32,7 +31,7 @@ class ParamSpec:
     """
 
     shape: tuple[int, ...]
-    dims: tuple[str, ...]
+    dims: Axes
     dtype: Any = jnp.float32
     replicate: bool = False
 
@@ -61,18 +60,18 @@ class Placement:
     stacked: bool = False
     staged: bool = False
     expert_dim: int | None = None
-    held: tuple[str, ...] = ()  # in CHUNK_ORDER
+    held: Axes = ()  # in CHUNK_ORDER
 
     @property
     def is_vector(self) -> bool:
         """Whether a layer's slice has one dim, or none."""
         return self.ndim - self.stacked < 2
 
-    def not_held(self, scope: Sequence[str]) -> tuple[str, ...]:
+    def not_held(self, scope: Sequence[str]) -> Axes:
         """Returns the axes of `scope` over which it is gathered and reduced: all but those that hold experts."""
         return tuple(axis for axis in scope if axis not in self.held)
 
-    def cut_by(self, scope: Sequence[str]) -> tuple[str, ...]:
+    def cut_by(self, scope: Sequence[str]) -> Axes:
         """Returns the axes of `scope` that cut it; over the others its copies are equal."""
         return tuple(axis for axis in scope if self.dim is not None or axis in self.held)
 

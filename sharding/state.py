@@ -11,8 +11,8 @@ from sharding.plan import REPLICATED, ShardingPlan, gradient_specs
 from sharding.replicas import replica_key
 from sharding.spec import is_placement, path_name
 from sharding.step import TrainState
+from sharding.trees import PyTree
 
-PyTree = Any
 # (name, shape) of an array that belongs to no parameter -> the dim to cut over the optimizer's scope; None: none
 Cut = Callable[[str, tuple[int, ...]], int | None]
 

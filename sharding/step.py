@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,37 +11,27 @@ from jax.tree_util import GetAttrKey
 
 from sharding.experts import Gather
 from sharding.gathers import auto_gather, layer_gather, to_parameter_scope
-from sharding.gradients import Loss, Params, accumulated, auto_gradients, manual_gradients
+from sharding.gradients import MicroSteps, batch_gradients
 from sharding.hop_two import Early
-from sharding.pipeline import Batch, StagedLoss
 from sharding.plan import ShardingPlan, run_manual
-from sharding.stages import evaluated, through_stages
+from sharding.trees import Batch, GradsR, Means, Params
 
-Measures = Callable[[Params, Batch, Gather], dict[str, jax.Array]]  # weighted sums over the rows given, by name
+# (plan, a device's shards, its rows, gather) -> weighted sums over the rows, by name
+Measures = Callable[[ShardingPlan, Params, Batch, Gather], Means]
 States = tuple[Any, Any]  # hop two's, and the optimizer's
-
-
-class Transform(Protocol):
-    """What the step needs of an optax.GradientTransformationExtraArgs that takes gradients `[R, ...]`.
-
-    Such as `optax.chain(hop_two, optimizer)`: its state is a pair. `exchanged=` is what the micro-steps exchanged.
-    """
-
-    @property
-    def init(self) -> Callable[[Params], Any]: ...
-    @property
-    def update(self) -> Callable[..., tuple[Any, Any]]: ...
 
 
 @dataclass(frozen=True)
 class Chain:
     """Hop two and the optimizer, and what the rest of the step needs of their states."""
 
-    tx: Transform
+    # an optax.GradientTransformationExtraArgs of gradients `[R, ...]` whose state is a pair, as optax.chain makes it;
+    # `exchanged=` is what the micro-steps exchanged
+    tx: Any
     _: KW_ONLY
     early: Callable[[States], Early] | None = None  # hop two in the micro-steps; None: after them
-    drift: Callable[[States], Params] | None = None  # each replica's parameters minus the shared ones, `[R, ...]`
-    watch: Callable[[States], dict[str, jax.Array]] = lambda states: {}  # scalars to report
+    drift: Callable[[States], GradsR] | None = None  # each replica's parameters minus the shared ones, `[R, ...]`
+    watch: Callable[[States], Means] = lambda states: {}  # scalars to report
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -67,37 +57,32 @@ class TrainState:
         return cls(step=step, params=params, hop_two=hop_two, opt_state=opt_state)
 
     @property
-    def chain(self) -> tuple[Any, Any]:
-        """The states of the chain: hop two's, and the optimizer's."""
+    def chain(self) -> States:
+        """The states of the chain."""
         return self.hop_two, self.opt_state
 
 
 def first_state(chain: Chain, params: Params) -> TrainState:
-    """Returns the state before the first step."""
+    """Returns the state before the first step, of parameters `[...]`."""
     hop_two, opt_state = chain.tx.init(params)
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, hop_two=hop_two, opt_state=opt_state)
 
 
 def build_train_step(
-    loss: Loss | StagedLoss, plan: ShardingPlan, chain: Chain
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    micro_steps: MicroSteps, plan: ShardingPlan, chain: Chain
+) -> Callable[[TrainState, Batch], tuple[TrainState, Means]]:
     """Returns `step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
     Every array of the batch is `[accum, rows, ...]`, `weights` is among them, and the loss is the weighted mean over
     the whole of it, whatever the number of devices (rows of weight zero fill up). The metrics are the loss, the model's
-    auxiliary metrics as means, and what the chain watches. With a StagedLoss the `accum` micro-steps are the
-    micro-batches of a pipeline.
+    auxiliary metrics as means, and what the chain watches. `micro_steps` are `accumulated(loss)`, or a pipeline's
+    `through_stages(loss)`, where the `accum` micro-steps are micro-batches.
     """
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        states, exchanged = state.chain, None
-        if plan.layout.is_automatic:
-            assert not isinstance(loss, StagedLoss)
-            grads_R, means = auto_gradients(loss, plan, state.params, batch)
-        else:
-            micro_steps = through_stages(loss) if isinstance(loss, StagedLoss) else accumulated(loss)
-            drift_R, early = chain.drift and chain.drift(states), chain.early and chain.early(states)
-            grads_R, exchanged, means = manual_gradients(micro_steps, plan, state.params, batch, drift_R, early)
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Means]:
+        states = state.chain
+        drift_R, early = chain.drift and chain.drift(states), chain.early and chain.early(states)
+        grads_R, exchanged, means = batch_gradients(micro_steps, plan, state.params, batch, drift_R, early)
         params = plan.constrain(state.params, plan.layout.optimizer)
         updates, (hop_two, opt_state) = chain.tx.update(grads_R, states, params, exchanged=exchanged)
         updated = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
@@ -108,28 +93,27 @@ def build_train_step(
     return step
 
 
-def build_eval_step(
-    measures: Measures | StagedLoss, plan: ShardingPlan
-) -> Callable[[Params, Batch], dict[str, jax.Array]]:
-    """Returns `evaluate(params, batch) -> sums`: those of `measures` over all rows, and `weight`, of the weights.
+def in_turn(measures: Callable[[Params, Batch, Gather], Means]) -> Measures:
+    """Returns the sums, f32 [], of a model's measures over all micro-steps, one after the other."""
 
-    A StagedLoss measures the loss alone.
+    def sums(plan: ShardingPlan, params: Params, batch: Batch, gather: Gather) -> Means:
+        return jax.tree.map(jnp.sum, lax.map(lambda micro: measures(params, micro, gather), dict(batch)))
+
+    return sums
+
+
+def build_eval_step(measures: Measures, plan: ShardingPlan) -> Callable[[Params, Batch], Means]:
+    """Returns `evaluate(params, batch) -> sums`: `measures` of all rows, f32 [], and `weight`, of the weights.
+
+    `measures` are `in_turn(evaluate)`, or a pipeline's `evaluated(loss)`.
     """
 
-    def evaluate(params: Params, batch: Batch) -> dict[str, jax.Array]:
-        def rows_sums(params: Params, batch: Batch, gather: Gather) -> dict[str, jax.Array]:
-            if isinstance(measures, StagedLoss):
-                return evaluated(measures, plan, params, batch, gather)
-            of_rows = measures
-            return jax.tree.map(jnp.sum, lax.map(lambda micro: of_rows(params, micro, gather), dict(batch)))
-
+    def evaluate(params: Params, batch: Batch) -> Means:
         if plan.layout.is_automatic:
-            sums = rows_sums(params, batch, auto_gather(plan))
+            sums = measures(plan, params, batch, auto_gather(plan))
         else:
-            gather = layer_gather(plan.without_codecs)
-            sums = run_manual(plan, lambda p, b: lax.psum(rows_sums(p, b, gather), plan.layout.varying_axes))(
-                params, batch
-            )
+            gather, axes = layer_gather(plan.without_codecs), plan.layout.varying_axes
+            sums = run_manual(plan, lambda p, b: lax.psum(measures(plan, p, b, gather), axes))(params, batch)
         return sums | {"weight": jnp.sum(batch["weights"])}
 
     return evaluate

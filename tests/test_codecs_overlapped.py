@@ -15,7 +15,7 @@ from test_codecs_in_steps import BLOCK, rounded
 import models
 from compression.codecs import Blockwise
 from sharding.coded import LevelCodecs, levels
-from sharding.gradients import accumulated, manual_gradients
+from sharding.gradients import accumulated, batch_gradients
 from sharding.mesh import inter_part, intra_part
 from sharding.plan import ShardingPlan
 from sharding.spec import Placement
@@ -172,7 +172,7 @@ def test_gradients_are_those_of_numpy(name: str) -> None:
     plain = gradients_by_numpy(replace(by_numpy, hop_one={}), used, grad)
 
     def gradients_R(params: Any, data: Any) -> Any:
-        return manual_gradients(accumulated(model.objective), plan, params, data)[0]
+        return batch_gradients(accumulated(model.objective), plan, params, data)[0]
 
     data = heavier(workload.put_batch(plan, MICRO_STEPS, kind=kind))
     state = workload.first_state(kind, plan, optax.chain(optax.identity(), optax.identity()), LAYERS)

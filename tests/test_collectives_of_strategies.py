@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,10 +90,18 @@ def expected_mics(p: int, *, hierarchical: bool = True, gather: str = "layer") -
     )
 
 
-@pytest.mark.parametrize("p", [1, 2, 4, 8])
-def test_mics_gathers_in_groups_and_all_reduces_between_them(p: int) -> None:
-    collectives = read(strategy="mics", partition_size=p)
-    assert traffic(collectives) == expected_mics(p)
+@pytest.mark.parametrize(
+    ("p", "how"),
+    [
+        *((p, {}) for p in (1, 2, 4, 8)),
+        *((p, {"hierarchical": False}) for p in (4, 8)),
+        *((4, {"gather": gather}) for gather in ("micro_step", "step")),
+        *((p, {"strategy": name, "partition_size": 0}) for name, p in (("ddp", 1), ("hsdp", 2), ("zero3", 8))),
+    ],
+)
+def test_mics_gathers_in_groups_and_all_reduces_between_them(p: int, how: dict[str, Any]) -> None:
+    collectives = read(**{"strategy": "mics", "partition_size": p} | how)
+    assert traffic(collectives) == expected_mics(p, **{k: v for k, v in how.items() if k in ("hierarchical", "gather")})
     in_the_loop = [c for c in collectives if c.loop_depth > 0]
     assert all(not axis.startswith("replica") for c in in_the_loop for axis in c.axes)
     assert sum(is_scalar(c) for c in collectives) <= 3
@@ -112,21 +121,6 @@ def test_tensors_share_one_collective_per_level(kind: str) -> None:
             expected["gather", "all-gather", axes, "f32", elements] += times * (2 if name == "layers" else 1)
             expected["hop_one", "reduce-scatter", axes, "f32", elements] += times
     assert got == expected
-
-
-@pytest.mark.parametrize("p", [4, 8])
-def test_flat_gather_is_one_collective_over_both_levels(p: int) -> None:
-    assert traffic(read(strategy="mics", partition_size=p, hierarchical=False)) == expected_mics(p, hierarchical=False)
-
-
-@pytest.mark.parametrize("gather", ["micro_step", "step"])
-def test_gather_policies_set_the_number_of_gathers(gather: str) -> None:
-    assert traffic(read(strategy="mics", partition_size=4, gather=gather)) == expected_mics(4, gather=gather)
-
-
-@pytest.mark.parametrize(("strategy", "p"), [("ddp", 1), ("hsdp", 2), ("zero3", 8)])
-def test_named_strategies_equal_their_custom_scopes(strategy: str, p: int) -> None:
-    assert traffic(read(strategy=strategy)) == expected_mics(p)
 
 
 ALL_LEVELS = [(("replica_intra",), 2), (("replica_inter",), 4)]

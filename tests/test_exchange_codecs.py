@@ -1,7 +1,7 @@
 """Hop two with a codec: what is handed on and kept, the bytes in the compiled program, and every layout it has."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from compression.dgc import DGCConfig, dgc
 from compression.exchange import exchange
 from compression.one_bit_adam import one_bit_adam
 from compression.power_sgd import power_sgd
-from compression.statistics import statistics
+from compression.statistics import State, statistics
 from sharding import hlo
 from sharding.coded import Codec
 from sharding.mesh import INTER_AXES
@@ -86,15 +86,26 @@ def run(
     for step in range(steps):
         grads, whole = gradients(plan, step)
         handed_on, state = update(grads, state)
+        for x, wanted in zip(*map(jax.tree.leaves, (handed_on, plan.shardings(plan.layout.optimizer))), strict=True):
+            assert wanted.is_equivalent_to(x.sharding, x.ndim)
         out.append(jax.tree.map(np.asarray, handed_on))
         means.append(jax.tree.map(lambda g: g.mean(0), whole))
     return out, means, state
 
 
-@pytest.mark.parametrize("layout", LAYOUT_PARAMS)
-@pytest.mark.parametrize("name", ["int8", "one_bit"])
+BOUND = {"bf16": 2e-4, "int8": 1e-3, "int4": 2e-2, "int4 stochastic": 2e-2}  # of the error of one result
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        *(("mics(2)", name) for name in CODECS),
+        *(pytest.param(layout, "int8", marks=pytest.mark.slow) for layout in LAYOUTS if layout != "mics(2)"),
+        ("none/node/4", "one_bit"),
+    ],
+)
 def test_result_plus_residuals_is_the_sum_of_inputs(layout: str, name: str) -> None:
-    """Error feedback telescopes, through both encodings."""
+    """Error feedback telescopes, through both encodings; what is handed on is in the optimizer's scope."""
     plan = workload.plan("tensors", **LAYOUTS[layout])
     out, means, state = run(plan, CODECS[name])
 
@@ -105,22 +116,10 @@ def test_result_plus_residuals_is_the_sum_of_inputs(layout: str, name: str) -> N
             assert not np.asarray(residual).any()
         else:
             assert np.abs(handed_on - came).max() > 1e-5  # something is kept
+            assert np.abs(both[0] - both[STEPS]).max() < BOUND.get(name, 1.0)
 
     jax.tree.map(check, SPECS, state.residual.tree, *out, *means)
     assert int(state.step) == STEPS
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_error_feedback_telescopes_for_every_codec(name: str) -> None:
-    plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
-    out, means, state = run(plan, CODECS[name])
-    bound = {"bf16": 2e-4, "int8": 1e-3, "int4": 2e-2, "int4 stochastic": 2e-2}.get(name, 1.0)
-
-    def check(residual: jax.Array, *both: np.ndarray) -> None:
-        np.testing.assert_allclose(sum(both[:STEPS]) + np.asarray(residual).sum(0), sum(both[STEPS:]), atol=1e-6)
-        assert np.abs(both[0] - both[STEPS]).max() < bound
-
-    jax.tree.map(check, state.residual.tree, *out, *means)
 
 
 @pytest.mark.parametrize("layout", ["mics(2)", "none/node/4"])
@@ -129,7 +128,7 @@ def test_exchange_without_codec_is_the_mean(layout: str) -> None:
     plan = workload.plan("tensors", **LAYOUTS[layout])
     grads, whole = gradients(plan, 0)
     small = jax.tree.map(lambda g: jnp.round(g * 1024) / 64, grads)
-    out, _ = jax.jit(exchange(plan).update)(small, optax.EmptyState())
+    out, _ = jax.jit(exchange(plan).update)(small, State())
     jax.tree.map(lambda x, g: np.testing.assert_array_equal(x, (np.round(g * 1024) / 64).mean(0)), out, whole)
 
 
@@ -261,7 +260,7 @@ def test_compiled_program_sends_exactly_the_payload(name: str) -> None:
     assert vectors and sum(c.payload_bytes for c in plain) == 4 * vectors + 4 + counts_bytes  # 4: is all finite?
     replicas = 4
     padding = replicas * codec.multiple
-    claimed = codec.payload_bytes(size + -size % padding)
+    claimed = workload.payload_bytes(codec, size + -size % padding)
     moved = sum(c.inter_bytes * c.times for c in crossing)
     assert 2 * claimed * (replicas - 1) / replicas <= moved <= 2.05 * claimed * (replicas - 1) / replicas
     told = statistics(state.hop_two)
@@ -280,7 +279,7 @@ def test_hop_two_ratio_ignores_padding(codec: Codec) -> None:
     size = sum(p.size for p in matrices(workload.params("tensors")))
     vectors = sum(p.size for p in jax.tree.leaves(workload.params("tensors"))) - size
     assert 2000 < size < 4000  # of each row one block and a part
-    told, payload_bytes = statistics(state), 3 * codec.payload_bytes(2000) + 4 * vectors
+    told, payload_bytes = statistics(state), 3 * workload.payload_bytes(codec, 2000) + 4 * vectors
     assert told["hop_two_payload_bytes"] == payload_bytes
     assert told["hop_two_ratio"] == pytest.approx(4 * (1.5 * size + vectors) / payload_bytes)
     assert told["hop_two_fraction_sent"] == pytest.approx(1, abs=1e-3)
@@ -331,31 +330,3 @@ def test_non_finite_values_do_not_enter_the_residual(name: str) -> None:
         assert int(after[1].skipped) == 1
         assert all(not np.asarray(u).any() for u in jax.tree.leaves(updates))
         jax.tree.map(np.testing.assert_array_equal, after[0], before[0])
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_hop_two_runs_in_every_layout(layout: str) -> None:
-    """Three steps: means of the parameters' shapes in the optimizer's scope, off by what is kept, if that is linear."""
-    plan = workload.plan("tensors", **LAYOUTS[layout])
-    wanted = plan.shardings(plan.layout.optimizer)
-    params = workload.params("tensors")
-    others = {name: HOPS[name] for name in ("dgc", "power_sgd", "one_bit_adam", "delayed")}
-    for name, make in ({name: partial(exchange, codec=codec) for name, codec in CODECS.items()} | others).items():
-        if name.startswith("one_bit_adam") and plan.layout.optimizer != plan.layout.gradients:
-            continue  # configs/schema/combinations.py refuses it
-        tx = make(plan)
-        state, update = tx.init(params), jax.jit(tx.update)
-        handed_on, came = [], []
-        for step in range(3):
-            grads, whole = gradients(plan, step)
-            out, state = update(grads, state)
-            for x, sharding in zip(jax.tree.leaves(out), jax.tree.leaves(wanted), strict=True):
-                assert sharding.is_equivalent_to(x.sharding, x.ndim), name
-            handed_on.append(jax.tree.map(np.asarray, out))
-            came.append(jax.tree.map(lambda g: g.mean(0), whole))
-        assert all(np.isfinite(x).all() and x.any() for x in jax.tree.leaves(handed_on[-1])), name
-        if name in CODECS:
-            kept = jax.tree.map(lambda r: np.asarray(r).sum(0), state.residual.tree)
-            sums = [jax.tree.map(lambda *xs: sum(xs), *trees) for trees in (handed_on, came)]
-            jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a + b, c, atol=1e-5), sums[0], kept, sums[1])

@@ -168,7 +168,7 @@ def test_a_codec_makes_the_tokens_between_nodes_narrow(codec: int) -> None:
     found = [c for c in read(codec=made, experts=4, **MICS4) if c.kind == "all-to-all"]
     by_level = {axes: {(c.dtype, c.payload_bytes) for c in found if c.axes == axes} for axes in (INTRA, INTER)}
     assert by_level[INTRA] == {("f32", 4 * tokens_elements())}
-    assert by_level[INTER] == {("u8", 2 * made.payload_bytes(tokens_elements() // 2))}
+    assert by_level[INTER] == {("u8", 2 * workload.payload_bytes(made, tokens_elements() // 2))}
 
 
 @pytest.mark.parametrize("hierarchical", [True, False])

@@ -8,10 +8,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+import workload
 from compiling import HIDDEN, LAYERS, MLP
 from running import ROOT
 
-from compression.by_config import make_codec
+from compression.codecs import make_codec
 from configs import base
 from configs.schema import CompressionConfig
 from sharding.hlo import Collective
@@ -54,7 +55,7 @@ def claimed(codec: str, rows: int, size: int) -> int:
     made = make_codec(codec, COMPRESSION)
     assert made is not None
     row = size // rows
-    return rows * made.payload_bytes(row + -row % made.multiple)
+    return rows * workload.payload_bytes(made, row + -row % made.multiple)
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "two_bit", "one_bit"])

@@ -7,6 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharding.hlo import as_report, bytes_per_step, merged, read_collectives
+from sharding.hlo_program import Site, parse_program, trip_count
 from sharding.mesh import MeshShape, find_nodes, make_mesh
 
 SHAPE = MeshShape(replica_inter=2, shard_inter=2, replica_intra=1, shard_intra=2, tensor=1)
@@ -118,33 +119,6 @@ def test_what_gpus_start_counts_by_its_results(line: str, dtype: str, elements: 
     assert (c.dtype, c.num_elements) == (dtype, elements)
 
 
-LOOP = """%body.1 (x: (s32[], f32[8])) -> (s32[], f32[8]) {{
-  %x = (s32[], f32[8]{{0}}) parameter(0)
-  %i = s32[] get-tuple-element(%x), index=0
-  %one = s32[] constant(1)
-  %next = s32[] add(%i, %one)
-  %v = f32[8]{{0}} get-tuple-element(%x), index=1
-  %ag = f32[8]{{0}} all-gather(%v), replica_groups=[4,2]<=[8], dimensions={{0}}
-  ROOT %r = (s32[], f32[8]{{0}}) tuple(%next, %ag)
-}}
-
-%condition.1 (x: (s32[], f32[8])) -> pred[] {{
-  %x.1 = (s32[], f32[8]{{0}}) parameter(0)
-  %j = s32[] get-tuple-element(%x.1), index=0
-  %limit = s32[] constant(6)
-  ROOT %less = pred[] compare(%j, %limit), direction={direction}
-}}
-
-%outer.1 (x: f32[8]) -> f32[8] {{
-  %y = f32[8]{{0}} parameter(0)
-  %zero = s32[] constant(0)
-  %t = (s32[], f32[8]{{0}}) tuple(%zero, %y)
-  %while.1 = (s32[], f32[8]{{0}}) while(%t), condition=%condition.1, body=%body.1{known}
-  ROOT %out = f32[8]{{0}} get-tuple-element(%while.1), index=1
-}}
-"""
-
-
 @pytest.mark.parametrize("line", ["call-start(%p), to_apply=%wrapped", "async-start(%p), calls=%wrapped"])
 def test_what_runs_on_another_stream_counts(line: str) -> None:
     more = f"%wrapped (x: f32[8]) -> f32[8] {{\n  {all_reduce('{}')}\n}}\n"
@@ -161,13 +135,6 @@ def test_a_line_that_cannot_be_read_is_an_error() -> None:
         read_collectives(module("%x = f32[8] add(%p"), SHAPE)
 
 
-@pytest.mark.parametrize("known", [', backend_config={"known_trip_count":{"n":"6"}}', ""])
-def test_loops_multiply_by_their_trip_count(known: str) -> None:
-    outer = '%while.2 = (s32[]) while(%t), condition=%c, body=%outer.1, backend_config={"known_trip_count":{"n":"5"}}'
-    (c,) = read_collectives(module(outer, more=LOOP.format(direction="LT", known=known)), SHAPE)
-    assert (c.times, c.loop_depth) == (30, 2)
-
-
 @pytest.mark.parametrize(
     "branches", ["branch_computations={%first, %second}", "true_computation=%first, false_computation=%second"]
 )
@@ -177,12 +144,6 @@ def test_the_branch_of_a_conditional_that_sends_most_counts(branches: str) -> No
     more = "\n".join(f"%{name} (x: f32[8]) -> f32[8] {{\n  {body}\n}}\n" for name, body in bodies.items())
     line = f"%c = f32[8] conditional(%i, %p, %p), {branches}"
     assert [c.num_elements for c in read_collectives(module(line, more=more), SHAPE)] == [200, 100]
-
-
-def test_a_loop_that_nobody_can_count_is_an_error() -> None:
-    outer = "%call.1 = f32[8] call(%p), to_apply=%outer.1"
-    with pytest.raises(ValueError, match="no trip count"):
-        read_collectives(module(outer, more=LOOP.format(direction="NE", known="")), SHAPE)
 
 
 def test_text_that_is_no_program_is_an_error() -> None:
@@ -233,3 +194,162 @@ def test_the_report_multiplies_and_merges() -> None:
     assert [c.times for c in merged(found * 2)] == [10]
     entry = as_report(found * 2)["collectives"][0]
     assert (entry["times"], entry["inter_bytes"], entry["kind"]) == (10, 400, "all-reduce")
+
+
+# -------------------------------------------------------------------------------------------- trip counts
+
+KNOWN = 'backend_config={"known_trip_count":{"n":"%s"},"known_init_step":{"init":"1","step":"2"}}'
+
+
+def count(text: str, loop: str = "w") -> int:
+    program = parse_program(text)
+    entry = program.entry
+    return trip_count(entry.by_name[loop], Site(computation=entry), program)
+
+
+STEP = "%one = s32[] constant(1)\n  %next = s32[] add(%i, %one)"
+
+
+def program(
+    *,
+    start: str = "%start = s32[] constant(0)",
+    step: str = STEP,
+    limit: str = "%limit = s32[] constant(7)",
+    test: str = "ROOT %go = pred[] compare(%j, %limit), direction=LT",
+    kept: str = "%n",
+    more: str = "",
+    attributes: str = "",
+) -> str:
+    """Returns a module with a loop %w whose tuple is (an array, the counter, a number %n that the loop may read)."""
+    return f"""HloModule jit_step, is_scheduled=true, entry_computation_layout={{(f32[8]{{0}})->f32[8]{{0}}}}
+
+{more}
+%body (b: (f32[8], s32[], s32[])) -> (f32[8], s32[], s32[]) {{
+  %b = (f32[8]{{0}}, s32[], s32[]) parameter(0)
+  %x = f32[8]{{0}} get-tuple-element(%b), index=0
+  %i = s32[] get-tuple-element(%b), index=1
+  %n = s32[] get-tuple-element(%b), index=2
+  {step}
+  ROOT %r = (f32[8]{{0}}, s32[], s32[]) tuple(%x, %next, {kept})
+}}
+
+%cond (c: (f32[8], s32[], s32[])) -> pred[] {{
+  %c = (f32[8]{{0}}, s32[], s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%c), index=1, metadata={{op_name="jit(step)/while/cond, x=(1{{"}}
+  {limit}
+  {test}
+}}
+
+ENTRY %main (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0}} parameter(0)
+  {start}
+  %thirty = s32[] constant(30)
+  %t = (f32[8]{{0}}, s32[], /*index=2*/s32[]) tuple(%p, %start, %thirty)
+  %w = (f32[8]{{0}}, s32[], s32[]) while(%t), condition=%cond, body=%body{attributes}
+  ROOT %out = f32[8]{{0}} get-tuple-element(%w), index=0
+}}
+"""
+
+
+PASSED = "%limit = s32[] get-tuple-element(%c), index=2"
+FUSED_TEST = """%fused_compare (a: s32[]) -> pred[] {
+  %a = s32[] parameter(0)
+  %constant_576_1 = s32[] constant(7)
+  ROOT %compare.6.1 = pred[] compare(%a, %constant_576_1), direction=LT
+}
+"""
+FUSED_STEP = """%fused_add (a: s32[]) -> s32[] {
+  %a = s32[] parameter(0)
+  %two = s32[] constant(2)
+  ROOT %sum = s32[] add(%a, %two)
+}
+"""
+FUSED = "ROOT %f = pred[] fusion(%j), kind=kLoop, calls=%fused_compare"
+BY_TWO = "%next = s32[] fusion(%i), kind=kLoop, calls=%fused_add"
+
+
+@pytest.mark.parametrize(
+    ("changes", "trips"),
+    [
+        ({}, 7),
+        ({"attributes": ", " + KNOWN % 63}, 63),
+        ({"start": "%zero = s32[] constant(3)\n  %start = s32[] copy(%zero)"}, 4),
+        ({"start": "%start = s32[] constant(-2)"}, 9),
+        ({"start": "%start = s32[] constant(7)"}, 0),
+        ({"limit": "", "test": FUSED, "more": FUSED_TEST}, 7),
+        ({"limit": "", "test": FUSED, "more": FUSED_TEST + "\n" + FUSED_STEP, "step": BY_TWO}, 4),
+        ({"step": BY_TWO, "more": FUSED_STEP, "start": "%start = s32[] constant(1)"}, 3),
+        ({"limit": PASSED}, 30),
+        ({"test": "ROOT %go = pred[] compare(%j, %limit), direction=LE"}, 8),
+        ({"test": "ROOT %go = pred[] compare(%limit, %j), direction=GT"}, 7),
+        (
+            {
+                "start": "%start = s32[] constant(10)",
+                "step": "%minus = s32[] constant(-1)\n  %next = s32[] add(%i, %minus)",
+                "test": "ROOT %go = pred[] compare(%j, %limit), direction=GE",
+            },
+            4,
+        ),
+        ({"limit": "%limit = s32[] constant(1000000)"}, 10**6),
+    ],
+)
+def test_trip_counts(changes: dict[str, str], trips: int) -> None:
+    assert count(program(**changes)) == trips
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"test": "ROOT %go = pred[] compare(%j, %limit), direction=NE"},
+        {"test": "ROOT %go = pred[] compare(%j, %limit), direction=NE", "start": "%start = s32[] constant(8)"},
+        {"start": "%start = s32[] custom-call(%p)"},
+        {"step": "%next = s32[] multiply(%i, %i)", "start": "%start = s32[] constant(2)"},
+        {"step": "%next = s32[] add(%i, %n)", "limit": PASSED, "kept": "%i"},
+        {"test": "%f = f32[] convert(%j)\n  ROOT %go = pred[] is-finite(%f)"},
+    ],
+)
+def test_a_loop_that_cannot_be_counted_is_named(changes: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"^%w = while\(t\) has no trip count that can be read: "):
+        count(program(**changes))
+
+
+OUTER = """%outer_body (b: (s32[], s32[])) -> (s32[], s32[]) {
+  %b = (s32[], s32[]) parameter(0)
+  %o = s32[] get-tuple-element(%b), index=0
+  %n = s32[] get-tuple-element(%b), index=1
+  %p = f32[8]{0} constant({...})
+  %start = s32[] constant(5)
+  %t = (f32[8]{0}, s32[], s32[]) tuple(%p, %start, %n)
+  %w = (f32[8]{0}, s32[], s32[]) while(%t), condition=%cond, body=%body
+  %one = s32[] constant(1)
+  %next = s32[] add(%o, %one)
+  ROOT %r = (s32[], s32[]) tuple(%next, %n)
+}
+"""
+
+
+def test_a_limit_may_come_through_the_loop_around() -> None:
+    outside = "%v = (s32[], s32[]) while(%u), condition=%cond, body=%outer_body, " + KNOWN % 3
+    text = program(
+        limit=PASSED, more=OUTER, start=f"%start = s32[] constant(0)\n  %u = (s32[], s32[]) tuple()\n  {outside}"
+    )
+    text = text.replace(
+        "%u = (s32[], s32[]) tuple()", "%n = s32[] constant(12)\n  %u = (s32[], s32[]) tuple(%start, %n)"
+    )
+    parsed = parse_program(text)
+    around = Site(computation=parsed.entry)
+    body = parsed.computations["outer_body"]
+    inside = Site(computation=body, caller=parsed.entry.by_name["v"], outer=around)
+    assert trip_count(body.by_name["w"], inside, parsed) == 12 - 5
+    with pytest.raises(ValueError, match="no trip count"):
+        trip_count(body.by_name["w"], Site(computation=body), parsed)  # nobody says what %n is
+
+
+@pytest.mark.parametrize("known", [", " + KNOWN % 7, ""])
+def test_loops_multiply_by_their_trip_count(known: str) -> None:
+    """Two loops, one in the other: one tells its count, of the other it is found."""
+    sent = all_reduce("{}").replace("%p", "%x")
+    inner = OUTER.replace("condition=%cond, body=%body", f"condition=%cond, body=%body{known}")
+    outside = "%v = (s32[], s32[]) while(%t), condition=%cond, body=%outer_body, " + KNOWN % 5
+    text = program(start=f"%start = s32[] constant(0)\n  {outside}", more=inner, step=f"{sent}\n  {STEP}")
+    assert [(c.times, c.loop_depth) for c in read_collectives(text, SHAPE)] == [(5 * (7 if known else 2), 2), (7, 1)]

@@ -24,6 +24,7 @@ import models
 from compression.exchange import exchange
 from configs.schema import EncoderConfig, OptimizerConfig, ResNetConfig, ViTConfig
 from optimizers import is_matrix, make_optimizer
+from sharding.gradients import accumulated
 from sharding.spec import ParamSpec, place_all
 from sharding.state import state_shardings
 from sharding.step import Chain, build_train_step, first_state
@@ -106,7 +107,7 @@ def train_on_mesh(kind: str, optimizer: OptimizerConfig, dtype: str, **how: Any)
     chain = Chain(tx, early=beside)
     state = first_state(chain, first_params(kind))
     state = jax.device_put(jax.tree.map(np.asarray, state), state_shardings(plan, state), may_alias=False)
-    step = jax.jit(build_train_step(model.objective, plan, chain))
+    step = jax.jit(build_train_step(accumulated(model.objective), plan, chain))
     return list(workload.run_steps(step, state, workload.put_batch(plan, 2, kind=BATCHES[kind]), STEPS)[0])
 
 

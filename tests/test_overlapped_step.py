@@ -12,7 +12,7 @@ from compression.methods import method_named
 from configs import base, tiny
 from configs.schema import Config
 from sharding.accumulation import Accumulating, Rule, scan_layers
-from sharding.gradients import accumulated, manual_gradients
+from sharding.gradients import accumulated, batch_gradients
 from sharding.hlo import Collective, read_collectives
 from sharding.hop_two import Early
 from sharding.mesh import INTER_AXES
@@ -69,31 +69,37 @@ def crossing(collectives: list[Collective]) -> list[Collective]:
 
 
 @pytest.mark.parametrize(
-    ("method", "strategy"),
+    ("method", "strategy", "late"),
     [
-        pytest.param("none", "mics(2)", marks=pytest.mark.slow),
-        ("int8", "mics(2)"),
-        ("none", "zero1"),
-        pytest.param("none", "none/none/node", marks=pytest.mark.slow),
-        ("int8", "node/node/all"),
-        ("none", "none/node/node"),
-        ("none", "none/node/all"),
-        ("int8", "none/node/node"),
+        pytest.param("none", "mics(2)", False, marks=pytest.mark.slow),
+        ("int8", "mics(2)", False),
+        ("none", "zero1", False),
+        pytest.param("none", "none/none/node", False, marks=pytest.mark.slow),
+        ("int8", "node/node/all", False),
+        ("none", "none/node/node", False),
+        ("none", "none/node/all", False),
+        ("int8", "none/node/node", False),
+        pytest.param("none", "mics(2)", True, marks=pytest.mark.slow),
+        ("int8", "mics(2)", True),
     ],
 )
-def test_hop_two_runs_once_per_layer_and_sends_no_more(method: str, strategy: str) -> None:
-    """All but the first layer's exchanges are in the loop of the last backward pass."""
+def test_hop_two_runs_once_per_layer_and_sends_no_more(method: str, strategy: str, late: bool) -> None:
+    """All but the first layer's exchanges are in the loop of the last backward pass; delayed, pieces in all of them."""
     plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES[strategy])
-    codec = CODEC if method == "int8" else {}
-    tx = method_named(method).build(workload.setup(plan, method, **codec))
+    codec: dict[str, Any] = {"delayed": late} | (CODEC if method == "int8" else {})
+    tx = method_named(method).transform(workload.setup(plan, method, **codec))
     counted = []
     for early in (None, workload.early(plan, method, **codec)):
         step, *_ = workload.compiled_step("decoder", plan, num_layers=LAYERS, hop_two=tx, early=early, accumulation=2)
         counted.append(crossing(read_collectives(step.as_text() or "", plan.layout.shape)))
     after, inside = (sum(c.times * c.inter_bytes for c in found) for found in counted)
-    looped = [c for c in counted[1] if c.loop_depth]
-    assert {c.times for c in looped} == {LAYERS - 1}
-    assert after <= inside <= after * (1.0 if method == "none" else 1.1)  # a layer's rows are filled up on their own
+    times = {c.times for c in counted[1] if c.loop_depth}
+    if late:
+        assert max(times) == 2 * (LAYERS - 1)
+        assert inside == pytest.approx(after, rel=0.01 if method == "none" else 0.15)  # filled up to equal pieces
+    else:
+        assert times == {LAYERS - 1}
+        assert after <= inside <= after * (1.0 if method == "none" else 1.1)  # a layer's rows are filled up
 
 
 @pytest.mark.parametrize(
@@ -180,22 +186,6 @@ def test_delayed_beside_the_micro_steps_equals_delayed_after_them(
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
-@pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.slow), "int8"])
-def test_delayed_exchanges_a_piece_of_each_layer_in_every_micro_step_and_sends_no_more(method: str) -> None:
-    plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES["mics(2)"])
-    codec = CODEC if method == "int8" else {}
-    hop_two = method_named(method).transform(workload.setup(plan, method, delayed=True, **codec))
-    counted = []
-    for beside in (None, workload.early(plan, method, delayed=True, **codec)):
-        step, *_ = workload.compiled_step(
-            "decoder", plan, num_layers=LAYERS, hop_two=hop_two, early=beside, accumulation=2
-        )
-        counted.append(crossing(read_collectives(step.as_text() or "", plan.layout.shape)))
-    after, inside = (sum(c.times * c.inter_bytes for c in found) for found in counted)
-    assert max(c.times for c in counted[1]) == 2 * (LAYERS - 1)
-    assert inside == pytest.approx(after, rel=0.01 if method == "none" else 0.15)  # filled up to pieces of one size
-
-
 @pytest.mark.parametrize(("late", "pieces"), [(False, 1), (True, 2)])
 def test_every_exchange_draws_its_own_random_numbers(late: bool, pieces: int) -> None:
     """Each group, layer and step has a key of its own, and delayed each piece: rounding errors must not add up."""
@@ -210,7 +200,7 @@ def test_every_exchange_draws_its_own_random_numbers(late: bool, pieces: int) ->
         waiting = jax.tree.map(lambda p: jnp.zeros((4, *p.shape)), params) if late else None
         early = Early(exchange=draw, done=done, waiting=waiting)
         loss = accumulated(workload.model("decoder", LAYERS).objective)
-        return manual_gradients(loss, plan, params, data, early=early)[1].mean_R
+        return batch_gradients(loss, plan, params, data, early=early)[1].mean_R
 
     found = [drawn(jnp.int32(done)) for done in range(2)]
     groups = LAYERS + len(params) - 1
@@ -356,7 +346,7 @@ def test_a_group_that_is_gathered_twice_is_refused() -> None:
         return model.loss(params, batch, gather)
 
     with pytest.raises(ValueError, match="gathers embed twice"):
-        jax.eval_shape(lambda p: manual_gradients(accumulated(loss), plan, p, batch), workload.params("decoder"))
+        jax.eval_shape(lambda p: batch_gradients(accumulated(loss), plan, p, batch), workload.params("decoder"))
 
 
 def test_what_is_passed_to_every_layer_gets_its_gradient() -> None:

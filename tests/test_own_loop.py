@@ -15,7 +15,7 @@ from compression.exchange import exchange
 from configs.base import typed
 from configs.register import register
 from configs.schema.own import OWN
-from sharding.gradients import accumulated, manual_gradients
+from sharding.gradients import accumulated, batch_gradients
 from training.experiment import Experiment, make_experiment
 from training.optimizer_chain import make_chain
 
@@ -57,7 +57,7 @@ def test_in_a_plain_chain_it_gives_the_updates_of_a_run() -> None:
     batch = {name: np.ones(x.shape, x.dtype) for name, x in experiment.batches.shapes.items()}
     states = [tx.init(params) for tx in (theirs, ours)]
     for scale in (1, 2, 3):
-        grads_R, _, _ = jax.jit(lambda p: manual_gradients(accumulated(model.objective), plan, p, batch))(params)
+        grads_R, _, _ = jax.jit(lambda p: batch_gradients(accumulated(model.objective), plan, p, batch))(params)
         grads_R = jax.tree.map(lambda g, scale=scale: g * scale, grads_R)
         both = []
         for i, tx in enumerate((theirs, ours)):

@@ -19,8 +19,8 @@ from lab.paper import pipelines
 from lab.paper.replays import Shape
 from planner import __main__ as planner
 from sharding.hlo import Collective, read_collectives
-from sharding.pipeline import only_forward
-from sharding.step import build_eval_step
+from sharding.pipeline import evaluated, only_forward
+from sharding.step import build_eval_step, in_turn
 from training.experiment import make_experiment
 
 pytestmark = IGNORED
@@ -75,19 +75,12 @@ def test_numbers_under_every_strategy(kind: str, stages: int, accumulation: int,
     check(kind, stages, accumulation, case)
 
 
-@pytest.mark.slow
-def test_losses_equal_a_single_device() -> None:
-    """Written without any sharding, a layer on each of two stages."""
-    got = workload.losses("decoder", workload.plan("decoder", stages=2, strategy="hsdp"), accumulation=4)
-    np.testing.assert_allclose(got, workload.single_device_losses("decoder"), rtol=1e-5)
-
-
 def test_validation_is_that_of_no_pipeline() -> None:
     params, sums = workload.params("decoder", LAYERS), []
     for stages in (1, 4):
         sh = workload.plan("decoder", stages=stages, num_layers=LAYERS, strategy="hsdp")
         model = workload.model("decoder", LAYERS)
-        step = jax.jit(build_eval_step(model.staged_loss() if stages > 1 else model.evaluate, sh))
+        step = jax.jit(build_eval_step(evaluated(model.staged_loss()) if stages > 1 else in_turn(model.evaluate), sh))
         placed = jax.device_put(params, sh.shardings(sh.layout.parameters))
         sums.append({name: float(x) for name, x in step(placed, workload.put_batch(sh, 3)).items()})
     assert sums[0] == pytest.approx(sums[1], rel=1e-5)

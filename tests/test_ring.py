@@ -1,5 +1,8 @@
 """The ring reduce-scatter that replaces gloo's: the sums of numpy, and the bytes of the formula on the ring's edges."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,21 +55,17 @@ def test_its_bytes_are_the_formulas(hierarchical: bool, inter: float, intra: flo
     }
 
 
-def test_only_cpus_of_several_processes_use_it() -> None:
-    class Device:
-        def __init__(self, platform: str, process_index: int) -> None:
-            self.platform, self.process_index = platform, process_index
+def plan_on(platform: str, processes: int, reduce_dtype: Any = None) -> ShardingPlan:
+    """A plan of a bfloat16 model on one device of each process; nothing but its devices is asked."""
+    devices = [SimpleNamespace(platform=platform, process_index=i) for i in range(processes)]
+    given: Any = dict(mesh=SimpleNamespace(devices=np.array(devices)), layout=None, placements=())
+    return ShardingPlan(**given, compute_dtype=jnp.bfloat16, reduce_dtype=reduce_dtype)
 
-    class Mesh:
-        def __init__(self, *devices: Device) -> None:
-            self.devices = np.array(devices)
 
-    def over_gloo(*devices: Device) -> bool:
-        return ShardingPlan(mesh=Mesh(*devices), layout=None, placements=None).over_gloo  # pyright: ignore[reportArgumentType]
-
-    assert over_gloo(Device("cpu", 0), Device("cpu", 1))
-    assert not over_gloo(Device("cpu", 0), Device("cpu", 0))
-    assert not over_gloo(Device("gpu", 0), Device("gpu", 1))
+def test_cpus_of_several_processes_alone_use_it_and_all_cpus_sum_in_float32() -> None:
+    assert [plan_on(*where).over_gloo for where in (("cpu", 2), ("cpu", 1), ("gpu", 2))] == [True, False, False]
+    assert plan_on("gpu", 1).sum_dtype == jnp.bfloat16 and plan_on("gpu", 1, jnp.float32).sum_dtype == jnp.float32
+    assert plan_on("cpu", 1).sum_dtype == plan_on("cpu", 1, jnp.float32).sum_dtype == jnp.float32
 
 
 def test_large_tensors_travel_unpacked() -> None:

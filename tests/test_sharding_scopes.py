@@ -157,7 +157,6 @@ def test_difference_of_scopes_has_the_added_axes() -> None:
     assert layout.optimizer_beyond_gradients == () and layout.all_reduced_axes == ("replica_inter",)
     layout = layout_of("custom", 4, 2, parameters="node", gradients="node", optimizer=4)
     assert layout.optimizer_beyond_gradients == ("shard_inter",) and layout.all_reduced_axes == ("replica_inter",)
-    assert layout.axes_inside_replica == ("replica_intra", "shard_intra", "tensor") and layout.replicas_cross_nodes
 
 
 @pytest.mark.parametrize(

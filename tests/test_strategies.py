@@ -23,7 +23,7 @@ STRATEGIES = {
 OPTIONS = {
     "hierarchical": (True, False),
     "two_hop": (True, False),
-    "gather": ("layer", "micro_step", "step"),
+    "gather": ("layer", "node", "micro_step", "step"),
     "tensor": (1, 2),
     "partitioner": ("manual", "auto"),
     "kind": ("decoder", "encoder"),
@@ -31,8 +31,8 @@ OPTIONS = {
 
 
 def is_legal(case: dict) -> bool:
-    """A group of one device holds no tensor split; the automatic partitioner refuses to be told of gathers and hops."""
-    if case["tensor"] == 2 and case["strategy"] == "mics1":
+    """A group of one device holds no tensor split; `node` needs two hops; XLA's partitioner is told of neither."""
+    if (case["tensor"] == 2 and case["strategy"] == "mics1") or (case["gather"] == "node" and not case["two_hop"]):
         return False
     return case["partitioner"] == "manual" or (case["hierarchical"], case["two_hop"], case["gather"]) == (
         True,

@@ -10,16 +10,17 @@ import numpy as np
 import optax
 
 import models
-from compression.by_config import CompressionConfig
 from compression.exchange import exchange
 from compression.hop_two import Setup, unless_not_finite
 from compression.methods import method_named
 from configs import base
-from configs.schema import MODELS, ResNetConfig, ShardingConfig, ViTConfig
+from configs.schema import MODELS, CompressionConfig, ResNetConfig, ShardingConfig, ViTConfig
 from optimizers import OptimizerConfig, beside_averages, guarded, move_averages
 from sharding.averages import part_averages
-from sharding.coded import PLAIN, LevelCodecs
+from sharding.coded import PLAIN, Codec, LevelCodecs
+from sharding.gradients import accumulated
 from sharding.mesh import find_nodes, make_mesh
+from sharding.pipeline import through_stages
 from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout
 from sharding.spec import ParamSpec, place_all
@@ -185,6 +186,11 @@ def plan(
     )
 
 
+def payload_bytes(codec: Codec, size: int) -> int:
+    """The bytes that a codec makes of a row of `size` values."""
+    return jax.eval_shape(codec.encode, jax.ShapeDtypeStruct((size,), jnp.float32), jax.random.key(0)).size
+
+
 def setup(plan: ShardingPlan, hop_two: str, *, kind: str = "tensors", **compression: Any) -> Setup:
     """What a method of hop two is built for."""
     config, method = base.get_config(), method_named(hop_two)
@@ -243,9 +249,9 @@ def compiled_step(
     state = first_state(kind, sh, chain.tx, num_layers)
     data = put_batch(sh, accumulation, rows, kind)
     built = model(kind, num_layers)
-    loss = loss or (built.staged_loss() if sh.layout.shape.stage > 1 else built.objective)
+    staged = built.staged_loss() if sh.layout.shape.stage > 1 else None
     step = jax.jit(
-        build_train_step(loss, sh, chain),
+        build_train_step(through_stages(staged) if staged else accumulated(loss or built.objective), sh, chain),
         donate_argnums=0,
         out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),
     )

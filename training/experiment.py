@@ -15,7 +15,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import models
-from compression.by_config import make_codecs
+from compression.codecs import make_codecs
 from compression.hop_two import HopTwo
 from compression.methods import method_named
 from configs.schema import Config, ModelConfig, TransformerConfig
@@ -25,13 +25,14 @@ from metrics import wandb_sink
 from models.hugging_face import Weights
 from optimizers import follows_schedule, make_schedule
 from sharding.coded import levels
+from sharding.gradients import accumulated
 from sharding.mesh import find_nodes, inter_part, make_mesh
-from sharding.pipeline import StagedLoss
+from sharding.pipeline import StagedLoss, evaluated, through_stages
 from sharding.plan import ShardingPlan
 from sharding.scopes import Layout, make_layout
 from sharding.spec import EXPERTS_DIM, TENSOR_DIMS, has_dims, place_all
 from sharding.state import state_shardings
-from sharding.step import Chain, TrainState, build_eval_step, build_train_step, first_state
+from sharding.step import Chain, TrainState, build_eval_step, build_train_step, first_state, in_turn
 from training.batches import BatchLayout, accumulation
 from training.optimizer_chain import cut_of, make_chain
 from training.overlap import Value, overlap_options, users_xla_flags
@@ -84,7 +85,9 @@ class Experiment:
     @cached_property
     def _compiled_train_step(self) -> jax.stages.Compiled:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
-        step = build_train_step(self._staged or self.model.objective, self.plan, self.chain)
+        staged = self._staged
+        micro_steps = through_stages(staged) if staged else accumulated(self.model.objective)
+        step = build_train_step(micro_steps, self.plan, self.chain)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, self.replicated))
         lowered = jitted.lower(self.state_shapes, self.batches.shapes)
         return lowered.compile(compiler_options={**self.compiler_options(pipelined=self.plan.overlap)})
@@ -103,7 +106,8 @@ class Experiment:
 
     def compile_eval_step(self) -> jax.stages.Compiled:
         """Compiles `evaluate(params, batch) -> sums`: the model's sums by name, and `weight`."""
-        step = build_eval_step(self._staged or self.model.evaluate, self.plan)
+        staged = self._staged
+        step = build_eval_step(evaluated(staged) if staged else in_turn(self.model.evaluate), self.plan)
         jitted = jax.jit(step, out_shardings=self.replicated)
         lowered = jitted.lower(self.state_shapes.params, self.batches.shapes)
         return lowered.compile(compiler_options={**self.compiler_options(pipelined=False)})
@@ -210,7 +214,7 @@ def _facts(layout: Layout, model: models.Model, method: HopTwo) -> Facts:
     specs = model.param_specs()
     return Facts(
         has_replicas=bool(layout.replica_axes),
-        replicas_cross_nodes=layout.replicas_cross_nodes,
+        replicas_cross_nodes=bool(inter_part(layout.replica_axes)),
         parameters_are_cut=bool(layout.parameters),
         in_one_scope=layout.parameters == layout.gradients == layout.optimizer,
         optimizer_like_gradients=layout.optimizer == layout.gradients,

@@ -12,7 +12,7 @@ from compression.exchange import exchange
 from compression.hop_two import HopTwo, Setup, unless_not_finite
 from compression.local_sgd import LocalState, drift, local_sgd, streamed
 from compression.methods import method_named
-from compression.statistics import statistics
+from compression.statistics import State, statistics
 from configs.schema import Config
 from configs.schema.own import OWN
 from optimizers import beside_averages, make_optimizer
@@ -69,9 +69,7 @@ def _hop_two(method: HopTwo, setup: Setup) -> optax.GradientTransformation:
     hop_two = method.transform(replace(setup, plan=replace(setup.plan, placements=placements), specs=specs))
     plain = exchange(replace(setup.plan, placements=averages))
     # around both: a step is skipped for an average that is not finite too
-    return unless_not_finite(
-        beside_averages(hop_two, lambda updates, params: plain.update(updates, optax.EmptyState())[0])
-    )
+    return unless_not_finite(beside_averages(hop_two, lambda updates, params: plain.update(updates, State())[0]))
 
 
 def watch(states: States, *, hands_on: str = "grad") -> dict[str, jax.Array]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from compression.by_config import make_codec
+from compression.codecs import make_codec
 from compression.methods import method_named
 from compression.route import Route
 from configs.schema import CompressionConfig
