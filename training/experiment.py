@@ -78,6 +78,13 @@ class Experiment:
             return None
         return Weights(self.model, model.weights)
 
+    @property
+    def train_step(self) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
+        """The function `step(state, batch) -> (state, metrics)`."""
+        staged = self._staged
+        micro_steps = through_stages(staged) if staged else accumulated(self.model.objective)
+        return build_train_step(micro_steps, self.plan, self.chain)
+
     def compile_train_step(self) -> jax.stages.Compiled:
         """Returns the compiled `step(state, batch) -> (state, metrics)`, which donates the state; compiled once."""
         return self._compiled_train_step
@@ -85,10 +92,7 @@ class Experiment:
     @cached_property
     def _compiled_train_step(self) -> jax.stages.Compiled:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
-        staged = self._staged
-        micro_steps = through_stages(staged) if staged else accumulated(self.model.objective)
-        step = build_train_step(micro_steps, self.plan, self.chain)
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, self.replicated))
+        jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.replicated))
         lowered = jitted.lower(self.state_shapes, self.batches.shapes)
         return lowered.compile(compiler_options={**self.compiler_options(pipelined=self.plan.overlap)})
 
