@@ -25,7 +25,7 @@ from lab.benchmarks.scores import same_until
 from lab.benchmarks.tables import SAME
 
 HOUR_S = 3600.0
-PRICE = Price(on_demand=10.0, spot=3.0, zone="")
+PRICE = Price(on_demand=10.0, spot=3.0)
 MARKET = Market(up_s=4 * HOUR_S, down_s=HOUR_S)
 
 

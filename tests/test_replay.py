@@ -5,9 +5,8 @@ from math import isclose
 
 import pytest
 
-from planner.hardware import Device, Network
-from planner.replay import replay
-from planner.timeline import Timeline
+from planner.clusters import Device, Network
+from planner.replay import Timeline, replay
 from sharding.hlo_program import parse_program
 from sharding.mesh import MeshShape
 

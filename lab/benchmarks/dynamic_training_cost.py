@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from planner.clusters import CATALOGUE
+
 NODES = 4  # of the fixed cluster
 RUN_S = 24 * 3600.0  # of the run on the fixed cluster
 SEEDS = 20
@@ -32,14 +34,9 @@ class Price:
 
     on_demand: float
     spot: float
-    zone: str
 
 
-# SkyPilot's catalogue of AWS prices: github.com/skypilot-org/skypilot-catalog, catalogs/v4/aws/vms.csv at 0dbb44e5
-PRICES = {
-    "p3.16xlarge": Price(on_demand=24.48, spot=8.0726, zone="us-east-1c"),
-    "p4d.24xlarge": Price(on_demand=32.7726, spot=13.3597, zone="us-east-1a"),
-}
+PRICES = {name: Price(on_demand=on_demand, spot=spot) for name, (on_demand, spot) in CATALOGUE.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

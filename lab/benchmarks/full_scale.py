@@ -5,15 +5,12 @@
 Each step is compiled for an A100 of the cluster's memory and replayed with a V100's or an A100's figures, on two
 networks: that of planner/clusters.py, and that of the paper's own measurements (its figure 2, B_part of section 3).
 A program with many equal partition groups is compiled for two of them (lab/benchmarks/resized.py).
-results/derived/full_scale.jsonl has a line a step and network; what is there with the same inputs is not
-compiled again, but with `--again`, which also looks for no program in the planner's cache. `--only` takes the steps
-whose name contains it. There are 77 steps of 50 programs, of which each takes about a minute on 2 cores; no GPU is
-needed, but XLA for GPUs is (`make .venv/h100/installed`). Exit codes: 0 done; 2 a step could not be compiled or read.
+results/derived/full_scale.jsonl has a line a step and network. Programs are taken from the planner's cache, but with
+`--again`; `--only` takes the steps whose name contains it. There are 77 steps of 50 programs, of which each takes about
+a minute on 2 cores; no GPU is needed, but XLA for GPUs is (`make .venv/h100/installed`). Exit codes: 0 done; 2 a step could not be compiled or read.
 """
 
 import argparse
-import hashlib
-import json
 import os
 import sys
 import tempfile
@@ -25,16 +22,12 @@ import jax
 
 from configs import command_line
 from lab.benchmarks.full_scale_cells import PER_NODE, Cell, cells
-from lab.benchmarks.records import DERIVED, machine, put, recorded
+from lab.benchmarks.records import DERIVED, machine, put
 from lab.benchmarks.resized import resized
-from lab.benchmarks.runner import ROOT
 from lab.paper.network import b_part, fitted
 from lab.paper.replays import BUCKET
-from planner import compile as compiling
-from planner.bounds import ITEM_BYTES
 from planner.candidates import Candidate, of_config
-from planner.clusters import CLUSTERS
-from planner.hardware import Network
+from planner.clusters import CLUSTERS, Network
 from planner.predict import Machine, Step, compiled_step
 from planner.replay import level_seconds
 from runtime.exit_codes import ExitCode
@@ -44,10 +37,6 @@ from training.experiment import Experiment, make_experiment
 RESULTS = DERIVED / "full_scale.jsonl"
 PLANNER, PAPER = "planner", "figure 2"  # networks
 KEY = ("model", "config", "keys", "cluster", "gpus", "strategy", "micro_size", "global_size", "network")  # of a line
-OF_THE_REPLAY = (
-    *("planner/hardware.py", "planner/kernels.py", "planner/replay.py", "sharding/hlo*.py"),
-    "lab/benchmarks/full_scale.py",
-)
 P3DN = "p3dn.24xlarge"
 
 
@@ -55,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     """Compiles, replays and records the steps; returns the exit code."""
     parser = argparse.ArgumentParser(description="Replays the MiCS paper's figures at full size.", allow_abbrev=False)
     parser.add_argument("--only", default="", help="only steps whose name contains this")
-    parser.add_argument("--again", action="store_true", help="compile what is recorded too, and take no cached program")
+    parser.add_argument("--again", action="store_true", help="take no cached program")
     options = parser.parse_args(argv[1:])
     chosen = [cell for cell in cells() if options.only in cell.name]
     if not chosen:
@@ -66,22 +55,17 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as empty:
         if options.again:
             os.environ["MICS_JAX_CACHE"] = empty
-        return record(chosen, again=options.again)
+        return record(chosen)
 
 
-def record(chosen: Sequence[Cell], *, again: bool) -> int:
-    """Compiles, replays and records those of the steps whose inputs changed, or all; returns the exit code."""
+def record(chosen: Sequence[Cell]) -> int:
+    """Compiles, replays and records the steps; returns the exit code."""
     failed = 0
     for cell in chosen:
-        done = set() if again else {line["inputs"] for line in recorded(RESULTS)}
-        wanted = {name: inputs(cell, network) for name, network in networks(cell).items()}
-        if set(wanted.values()) <= done:
-            continue
         try:
             step = compiled(cell)
-            for name, key in wanted.items():
-                if key not in done:
-                    put(RESULTS, line(cell, step, name, networks(cell)[name]) | {"inputs": key} | machine(), KEY)
+            for name, network in networks(cell).items():
+                put(RESULTS, line(cell, step, name, network) | machine(), KEY)
         except (ValueError, RuntimeError, OSError) as error:
             print(f"error: {cell.name}: {' '.join(str(error).split())}", file=sys.stderr)
             failed += 1
@@ -106,18 +90,6 @@ def networks(cell: Cell) -> dict[str, Network]:
         tree_fractions=own.tree_fractions,
     )
     return {PLANNER: own, PAPER: paper}
-
-
-def inputs(cell: Cell, network: Network) -> str:
-    """Returns a digest of the cell, the code of the step and of the replay, the device and the network."""
-    cluster = CLUSTERS[cell.cluster]
-    about = [cell.words, cell.gpus, asdict(network), cluster.usable_bytes(cell.gpus), BUCKET]
-    about.append(asdict(cluster.compute(cell.gpus)))
-    digest = hashlib.sha256(json.dumps(about, default=dict).encode())
-    sources = {file for part in (*compiling.OF_THE_STEP, *OF_THE_REPLAY) for file in ROOT.glob(part)}
-    for file in sorted(sources):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def compiled(cell: Cell) -> Step:
@@ -148,7 +120,7 @@ def _request(cell: Cell) -> tuple[Candidate, Experiment, Machine]:
 def line(cell: Cell, step: Step, name: str, network: Network) -> dict[str, Any]:
     """Returns the line of a cell on a network: bytes, seconds a step, sequences a second."""
     timeline, memory = step.timeline(network=network), step.memory()
-    item = ITEM_BYTES[step.experiment.config.model.compute_dtype]
+    item = step.experiment.plan.compute_dtype.itemsize
     uses = {
         f"{label}, {level}": {"times": use.times, "busy_s": _round(use.busy_s), "exposed_s": _round(use.exposed_s)}
         for (label, level), use in timeline.uses.items()

@@ -22,15 +22,14 @@ from lab.benchmarks.records import DERIVED, machine, put
 from lab.emulate.links import Links
 from planner.clusters import PRODUCTS, find_cluster, with_rate
 from planner.compile import CompiledStep, compile_step
-from planner.replay import replay
-from planner.timeline import Timeline
+from planner.replay import Timeline, replay
 from runtime.exit_codes import ExitCode
 from sharding.hlo_program import Program, parse_program
 
 RESULTS = DERIVED / "overlap.jsonl"
 KEY = ("case", "overlap", "rate")  # of a line
 CLUSTER = "p5.48xlarge"  # whose devices and links inside the node they are
-PRODUCTS_TFLOPS = (PRODUCTS["H100"][0], 450)  # of matrix products: the planner's, and slow ones, half of the peak
+PRODUCTS_TFLOPS = (PRODUCTS["H100"], 450)  # of matrix products: the planner's, and slow ones, half of the peak
 ON_PAGE = (  # the rows of docs/gpu.md; the record has the rest
     ("mics(8)", "400gbit"),
     ("mics(8), micro-batch 16", "400gbit"),
@@ -163,7 +162,7 @@ def replayed(program: Program, step: CompiledStep, rate_bits: float, tflops: flo
     cluster = replace(with_rate(find_cluster(CLUSTER), rate_bits), devices_per_node=step.shape.devices_per_node)
     device = cluster.compute(step.shape.num_devices)
     device = replace(device, matmul_fraction=1e12 * tflops / device.peak_flops["bf16"])
-    return replay(program, step.shape, device, cluster.network(), peak_bytes=step.peak_bytes)
+    return replay(program, step.shape, device, cluster.network())
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
