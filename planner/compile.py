@@ -90,7 +90,7 @@ def compile_step(
         if done.returncode:
             raise ValueError(_why(done.stderr))
         answer = json.loads((Path(out) / "step.json").read_text())
-    program = json.loads(Path(answer["program"]).read_text())
+        program = json.loads(Path(answer["program"]).read_text())
     return CompiledStep(**program, shape=MeshShape(**answer["mesh"]), from_cache=answer["from_cache"])
 
 

@@ -7,7 +7,8 @@ networks: that of planner/clusters.py, and that of the paper's own measurements 
 A program with many equal partition groups is compiled for two of them (lab/benchmarks/resized.py).
 results/derived/full_scale.jsonl has a line a step and network. Programs are taken from the planner's cache, but with
 `--again`; `--only` takes the steps whose name contains it. There are 77 steps of 50 programs, of which each takes about
-a minute on 2 cores; no GPU is needed, but XLA for GPUs is (`make .venv/h100/installed`). Exit codes: 0 done; 2 a step could not be compiled or read.
+a minute on 2 cores; no GPU is needed, but XLA for GPUs is (`make .venv/h100/installed`). Exit codes: 0 done; 2 a step
+could not be compiled or read.
 """
 
 import argparse
