@@ -43,38 +43,50 @@ def test_without_losses_it_is_the_run_on_demand() -> None:
     assert (found.usd, found.fixed_usd) == (pytest.approx(4000 / 3600), pytest.approx(3 * 4000 / 3600))
 
 
-def test_nodes_beyond_the_largest_world_are_not_paid() -> None:
-    assert cost((0, 9)) == cost((0, 4))
-
-
-def test_a_loss_that_memory_survives() -> None:
-    """25 s: 2 steps are kept, half a step is lost; then 98 steps of 20 s on two nodes, of the three that are paid."""
-    found = cost((0, 4), (25, 3))
-    assert (found.useful_s, found.lost_s, found.restart_s) == (pytest.approx(20 + 98 * 20), pytest.approx(5), LEFT_S)
-    assert found.node_s == pytest.approx(4 * 25 + 3 * (LEFT_S + 98 * 20))
-    assert (found.losses, found.from_checkpoint, found.waiting_s) == (1, 0, 0)
-
-
-def test_losing_all_nodes_goes_back_to_the_checkpoint() -> None:
-    """105 s: 10 steps and a half, of which 8 are in the checkpoint; nothing is paid while there is no node."""
-    found = cost((0, 4), (105, 0), (305, 4))
-    assert (found.lost_s, found.waiting_s, found.restart_s) == (pytest.approx(25), 200, FROM_CHECKPOINT_S)
-    assert found.useful_s == pytest.approx(1000) and found.from_checkpoint == found.losses == 1
-    assert found.node_s == pytest.approx(4 * (105 + FROM_CHECKPOINT_S + 920))
-
-
-def test_below_the_smallest_world_it_waits_with_its_memory() -> None:
-    """Three of four whole copies may go: the one that is left has the state when the others are back."""
-    found = cost((0, 4), (105, 1), (305, 4))
-    assert (found.lost_s, found.waiting_s, found.restart_s) == (pytest.approx(5), 200, JOINED_S)
-    assert (found.losses, found.from_checkpoint) == (1, 0)
-    assert found.node_s == pytest.approx(4 * 105 + 200 + 4 * (JOINED_S + 900))
-
-
-def test_what_is_left_of_the_memory_may_be_lost_while_it_waits() -> None:
-    found = cost((0, 4), (105, 1), (205, 0), (305, 4))
-    assert (found.lost_s, found.waiting_s, found.restart_s) == (pytest.approx(25), 200, FROM_CHECKPOINT_S)
-    assert (found.losses, found.from_checkpoint) == (1, 1)
+@pytest.mark.parametrize(
+    ("changes", "useful_s", "lost_s", "restart_s", "waiting_s", "node_s", "losses"),  # (all, back to a checkpoint)
+    [
+        # nodes beyond the largest world are not paid
+        pytest.param([(0, 9)], 1000, 0, 0, 0, 4000, (0, 0), id="spare nodes"),
+        # a spare node may leave
+        pytest.param([(0, 3), (50, 2)], 2000, 0, 0, 0, 3 * 50 + 2 * 1950, (0, 0), id="a spare node leaves"),
+        # 25 s: 2 steps are kept, half a step is lost; then 98 steps of 20 s on two nodes, of the three that are paid
+        pytest.param(
+            [(0, 4), (25, 3)], 20 + 98 * 20, 5, LEFT_S, 0, 4 * 25 + 3 * (LEFT_S + 98 * 20), (1, 0), id="memory survives"
+        ),
+        # 105 s: 10 steps and a half, of which 8 are in the checkpoint; nothing is paid while there is no node
+        pytest.param(
+            [(0, 4), (105, 0), (305, 4)], 1000, 25, FROM_CHECKPOINT_S, 200, 4 * (105 + FROM_CHECKPOINT_S + 920), (1, 1),
+            id="all nodes are lost",
+        ),
+        # three of four whole copies may go: the one that is left has the state when the others are back
+        pytest.param(
+            [(0, 4), (105, 1), (305, 4)], 1000, 5, JOINED_S, 200, 4 * 105 + 200 + 4 * (JOINED_S + 900), (1, 0),
+            id="it waits with its memory",
+        ),
+        # and may be lost while it waits
+        pytest.param(
+            [(0, 4), (105, 1), (205, 0), (305, 4)], 1000, 25, FROM_CHECKPOINT_S, 200,
+            4 * 105 + 100 + 4 * (FROM_CHECKPOINT_S + 920), (1, 1), id="the memory is lost while it waits",
+        ),
+        pytest.param(
+            [(0, 2), (50, 4)], 50 + 97.5 * 10, 0, JOINED_S, 0, 2 * 50 + 4 * (JOINED_S + 975), (0, 0), id="it grows"
+        ),
+    ],
+)  # fmt: skip
+def test_runs_by_hand(
+    changes: list[tuple[float, int]],
+    useful_s: float,
+    lost_s: float,
+    restart_s: float,
+    waiting_s: float,
+    node_s: float,
+    losses: tuple[int, int],
+) -> None:
+    found = cost(*changes)
+    seconds = (found.useful_s, found.lost_s, found.restart_s, found.waiting_s, found.node_s)
+    assert seconds == pytest.approx((useful_s, lost_s, restart_s, waiting_s, node_s))
+    assert (found.losses, found.from_checkpoint) == losses
 
 
 def test_a_bulk_loss_takes_a_state_that_is_cut_over_all_nodes() -> None:
@@ -89,18 +101,6 @@ def test_a_bulk_loss_takes_a_state_that_is_cut_over_all_nodes() -> None:
 def test_without_checkpoints_it_begins_again() -> None:
     run = Run(steps=100, tokens=1, snapshot_every=1, checkpoint_every=0)
     assert cost((0, 4), (105, 0), (305, 4), run=run).lost_s == pytest.approx(105)
-
-
-def test_growing_costs_a_pause_and_loses_nothing() -> None:
-    found = cost((0, 2), (50, 4))
-    assert (found.lost_s, found.restart_s, found.losses) == (0, JOINED_S, 0)
-    assert found.useful_s == pytest.approx(50 + 97.5 * 10)
-
-
-def test_a_spare_node_may_leave() -> None:
-    found = cost((0, 3), (50, 2))
-    assert (found.losses, found.restart_s, found.total_s) == (0, 0, 2000)
-    assert found.node_s == 3 * 50 + 2 * 1950
 
 
 def test_a_trace_begins_again_and_may_be_hopeless() -> None:

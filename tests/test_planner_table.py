@@ -198,13 +198,6 @@ def test_frames_contain_their_devices(per_node: int, group: int) -> None:
         assert [g for g, box in frames.items() if box.contains(*device)] == [group]
 
 
-def test_pictures_are_pngs_of_a_sane_size(experiment: Experiment) -> None:
-    picture = drawing.mesh_png(experiment.plan.layout)
-    assert picture[:8] == PNG and 4_000 < len(picture) < 60_000
-    width, height = (int.from_bytes(picture[i : i + 4]) for i in (16, 20))
-    assert 400 < width < 1200 and 120 < height < 800
-
-
 # ------------------------------------------------------------------------------------------------- the program
 
 
@@ -260,6 +253,8 @@ def test_a_cluster_that_is_not_here() -> None:
             "--devices=100 is not a multiple of --devices_per_node=8; change --devices or",
         ),
         (["--config=configs/quickstart.py", "--config.sharding.partition_size=3"], "sizes that divide: 1, 2, 4, 8"),
+        (["--config=configs/quickstart.py", "--devices=0"], "--devices=0 must be at least 1"),
+        (["--config=configs/quickstart.py", "--devices=100000"], "100000 devices are too many"),
         (["--config=configs/quickstart.py", "--png=no/such/folder/x.png"], "no/such/folder/x.png cannot be made (No"),
     ],
 )
@@ -267,26 +262,6 @@ def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and said in done.stderr
-
-
-def test_help_shows_the_flags_and_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    assert table.main(["table", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert "python -m planner.table --config=" in out and "--devices_per_node" in out
-    assert "\n  --config.sharding.partition_size=" in out
-
-
-@pytest.mark.filterwarnings("ignore:the load_module")  # ml_collections loads config files with it
-def test_mistakes_found_before_any_device(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, said in (
-        (["--config=configs/no.py"], "configs/no.py"),
-        (["--config=configs/quickstart.py", "--devices=0"], "--devices=0 must be at least 1"),
-        (["--config=configs/quickstart.py", "--devices=100000"], "100000 devices are too many"),
-        (["--config=configs/quickstart.py", "--devices_per_node=-2"], "--devices_per_node=-2 must be at least 1"),
-    ):
-        assert table.main(["table", *arguments]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1 and said in error
 
 
 def test_text_of_a_large_mesh_stays_narrow() -> None:
