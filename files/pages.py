@@ -44,3 +44,16 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(
         [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
     )
+
+
+def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Returns rows as lines in columns, the first `left` of them aligned to the left; a short row is not aligned."""
+    full = [row for row in rows if len(row) == len(rows[0])]
+    widths = [max(map(len, cells)) for cells in zip(*full, strict=True)]
+    sides = "<" * left + ">" * (len(widths) - left)
+
+    def line(row: Sequence[str]) -> str:
+        cells = zip(row, sides, widths, strict=True) if len(row) == len(widths) else ((c, "", "") for c in row)
+        return "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()
+
+    return [line(row) for row in rows]

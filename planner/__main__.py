@@ -25,21 +25,18 @@ from matplotlib.figure import Figure
 from configs import command_line
 from configs.schema import Config
 from files import atomic
-from metrics.units import format_bytes
+from files.pages import columns
+from metrics.units import format_bytes, format_count
 from planner import clusters
 from planner import compile as compiling
-from planner.candidates import Candidate, of_config, of_strategies
-from planner.curves import draw_curves
-from planner.page import plan_page
-from planner.picture import draw
+from planner.candidates import of_config, of_strategies
+from planner.pictures import draw, draw_curves
 from planner.predict import Machine, Prediction, Step, what_helps
-from planner.probed import with_probe
-from planner.report import Plan, plan_text, scaling_text, title, to_json
+from planner.report import Plan, plan_page, plan_text, scaling_rows, to_json
 from planner.search import search
-from planner.spot import planned_cost, run_of, spot_text
-from planner.spot_trace import read_trace
+from planner.spot import planned_cost, read_trace, run_of, spot_text
 from planner.table import MOST_DEVICES
-from runtime.command_line import check_file, prepare_output
+from runtime.command_line import check_file, complain, prepare_output
 from runtime.exit_codes import ExitCode
 
 SHOWN = 10  # of a search
@@ -50,7 +47,7 @@ RATE = {"mbit": 1e6, "gbit": 1e9}
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What the command line asks."""
+    """What the command line asks, but for the files that it wants."""
 
     name: str  # of the config
     config: Config
@@ -62,7 +59,15 @@ class Question:
     most: int
     xla_flags: str
     notes: tuple[str, ...]
-    spot_trace: Path | None
+    is_quiet: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A plan, and its best step."""
+
+    plan: Plan
+    step: Step
 
 
 def main(argv: Sequence[str]) -> int:
@@ -72,73 +77,34 @@ def main(argv: Sequence[str]) -> int:
     try:
         if command_line.asks_for_help(argv):
             print(command_line.help_text(__doc__ or "", argv, values))
-            return 0
-        question = _question(argv, values)
-        trace = read_trace(question.spot_trace) if question.spot_trace else None
-        if trace:
-            run_of(question.config)  # raises ValueError if nothing can be said of it
-            if values.json:
-                raise ValueError("--json has no part for --spot_trace; leave out one of the two")
-        if values.png:
-            if Path(values.png).suffix != ".png":
-                raise ValueError(f"--png={values.png}: the picture is a PNG; give a name that ends in .png")
-            check_file(Path(values.png), "--png")
-        if values.html:
-            check_file(Path(values.html), "--html")
-        answers, spot = _answers(question, quiet=values.json), ""
-        plans = [plan for plan, _ in answers if isinstance(plan, Plan)]
-        if not plans:
-            raise ValueError(str(answers[-1][0]))
-        if values.json:
-            print(to_json(plans))
         else:
-            _print(question, [plan for plan, _ in answers])
-            if trace:
-                steps = [(step, plan.best.step_s) for plan, step in answers if step and isinstance(plan, Plan)]
-                cost = planned_cost(trace, steps, question.config, question.cluster)
-                spot = spot_text(cost, str(question.spot_trace))
-                print(f"\n{spot}")
-        if values.png:
-            _draw(question, answers, plans).savefig(values.png, dpi=110)
-            if not values.json:
-                print(f"\n{'timeline' if len(plans) == 1 else 'curves'}: {values.png}")
-        if values.html:
-            command = shlex.join(["python", "-m", "planner", *argv[1:]])
-            atomic.replace(Path(values.html), _page(question, answers, command, spot))
-            if not values.json:
-                print(f"\npage: {values.html}")
+            _answer_all(argv, _question(argv, values), values)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return ExitCode.BAD_INPUT
-    return 0
+        return complain(ValueError(error))
+    return ExitCode.FINISHED
 
 
 def _flags(argv: Sequence[str]) -> flags.FlagValues:
     values = command_line.new_flags()
-    flags.DEFINE_string(
-        "cluster", DEFAULT, f"one of {', '.join(clusters.CLUSTERS)} ({DEFAULT}, unless it is given)", flag_values=values
-    )
-    flags.DEFINE_list(
-        "nodes",
-        ["1"],
-        "nodes of the cluster (one, unless it is given); several with commas between",
-        flag_values=values,
-    )
-    flags.DEFINE_string("strategy", None, "strategies to compare: mics(8),zero3,hsdp+hop_two=int8", flag_values=values)
+    names = f"one of {', '.join(clusters.CLUSTERS)} ({DEFAULT}, unless it is given)"
+    texts = {
+        "strategy": "strategies to compare: mics(8),zero3,hsdp+hop_two=int8",
+        "probe": "probe.json of lab.probe: measured links",
+        "rate": "of each node's link, such as 25gbit, if not the cluster's",
+        "png": "file for a picture of the best step; with several --nodes, of cost",
+        "html": "file for a page of the plan, with its pictures",
+        "spot_trace": "CSV of seconds,nodes: cost on spot nodes that come and go",
+    }
+    for name, meaning in texts.items():
+        flags.DEFINE_string(name, None, meaning, flag_values=values)
+    flags.DEFINE_string("cluster", DEFAULT, names, flag_values=values)
+    about = "nodes of the cluster (one, unless it is given); several with commas between"
+    flags.DEFINE_list("nodes", ["1"], about, flag_values=values)
     flags.DEFINE_boolean("search", False, "look for the best", flag_values=values)
     about = f"programs that a search looks at ({LOOKED_AT}, unless it is given)"
     flags.DEFINE_integer("compile", None, about, flag_values=values, lower_bound=1)
-    flags.DEFINE_string("probe", None, "probe.json of lab.probe: measured links", flag_values=values)
-    flags.DEFINE_string("rate", None, "of each node's link, such as 25gbit, if not the cluster's", flag_values=values)
     flags.DEFINE_integer("devices_per_node", None, "if not the cluster's", flag_values=values, lower_bound=1)
     flags.DEFINE_boolean("json", False, "print JSON", flag_values=values)
-    flags.DEFINE_string(
-        "png", None, "file for a picture of the best step; with several --nodes, of cost", flag_values=values
-    )
-    flags.DEFINE_string("html", None, "file for a page of the plan, with its pictures", flag_values=values)
-    flags.DEFINE_string(
-        "spot_trace", None, "CSV of seconds,nodes: cost on spot nodes that come and go", flag_values=values
-    )
     flags.DEFINE_string("xla_flags", "", "more flags for XLA", flag_values=values)
     return values
 
@@ -155,15 +121,7 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
         value = values[name].value
         if value is not None and not value.strip(", "):
             raise ValueError(f"--{name}= is empty; give a value, or leave it out")
-    cluster = clusters.find_cluster(values.cluster)
-    notes = [cluster.device.note] if cluster.device.note else []
-    if values.devices_per_node:
-        cluster = replace(cluster, devices_per_node=values.devices_per_node)
-    if values.rate:
-        cluster = clusters.with_rate(cluster, _rate_bits(values.rate))
-    if values.probe:
-        cluster, note = with_probe(cluster, Path(values.probe))
-        notes.append(note)
+    cluster, measured = _cluster(values)
     if not values.nodes or not all(re.fullmatch(r"[1-9]\d*", word) for word in values.nodes):
         raise ValueError(f"--nodes={','.join(values.nodes)}: give one number from 1 on, or several, such as 1,2,4,8")
     nodes = tuple(sorted({*map(int, values.nodes)}))
@@ -177,6 +135,11 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
         raise ValueError("--search looks at every strategy; leave out --strategy")
     if values.compile and not values.search:
         raise ValueError(f"--compile={values.compile} is of a search; add --search, or leave it out")
+    if values.png and Path(values.png).suffix != ".png":
+        raise ValueError(f"--png={values.png}: the picture is a PNG; give a name that ends in .png")
+    for name in ("png", "html"):
+        if file := values[name].value:
+            check_file(Path(file), f"--{name}")
     return Question(
         name=command_line.config_name(values),
         config=config,
@@ -187,53 +150,95 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
         is_search=values.search,
         most=values.compile or LOOKED_AT,
         xla_flags=values.xla_flags,
-        notes=(*notes, *_notes(config, cluster)),
-        spot_trace=Path(values.spot_trace) if values.spot_trace else None,
+        notes=(*filter(None, [cluster.device.note, measured]), *_notes(config, cluster)),
+        is_quiet=values.json or not values.search,
     )
+
+
+def _cluster(values: flags.FlagValues) -> tuple[clusters.Cluster, str]:
+    """Returns the cluster with the links and nodes that the flags give it, and where measured links are from."""
+    cluster, measured = clusters.find_cluster(values.cluster), ""
+    if values.devices_per_node:
+        cluster = replace(cluster, devices_per_node=values.devices_per_node)
+    if values.rate:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", values.rate)
+        if not match or not float(match[1]):
+            raise ValueError(f"--rate={values.rate}: give a number and its unit, such as 25gbit or 200mbit")
+        cluster = clusters.with_rate(cluster, float(match[1]) * RATE[match[2]])
+    if values.probe:
+        cluster, measured = clusters.with_probe(cluster, Path(values.probe))
+    return cluster, measured
 
 
 def _notes(config: Config, cluster: clusters.Cluster) -> list[str]:
     """Returns what a reader must know of how the program was made."""
-    notes = []
-    if cluster.device.target != compiling.CPU:
-        if compiling.WHEELS.exists():
-            notes.append(
-                "exposed is a lower bound: the replay has a queue for each network level, jax 0.10.2 one stream for "
-                "all collectives of a device"
-            )
-        else:
-            notes.append(
-                "XLA for GPUs is not installed (make .venv/h100/installed): priced from the program compiled for CPUs, "
-                "which overlaps nothing and has other temporaries; less exact"
-            )
-        if getattr(config.model, "attention", "xla") != "xla" and config.model.compute_dtype == "bfloat16":
-            notes.append(
-                "attention is XLA's own: cuDNN's kernel, which A100s and later would use, needs a GPU to compile"
-            )
-        reached = clusters.ACHIEVED["gpu"].basis["memory_share"]
-        memory = f"{format_bytes(cluster.usable_bytes(1))} of {format_bytes(cluster.device.memory_bytes)}"
-        notes.append(f"memory: {memory}, {reached}")
-    return notes
+    if not cluster.is_gpu:
+        return []
+    notes = [
+        "exposed is a lower bound: the replay has a queue for each network level, jax 0.10.2 one stream for "
+        "all collectives of a device"
+        if compiling.WHEELS.exists()
+        else "XLA for GPUs is not installed (make .venv/h100/installed): priced from the program compiled for CPUs, "
+        "which overlaps nothing and has other temporaries; less exact"
+    ]
+    if getattr(config.model, "attention", "xla") != "xla" and config.model.compute_dtype == "bfloat16":
+        notes.append("attention is XLA's own: cuDNN's kernel, which A100s and later would use, needs a GPU to compile")
+    memory = f"{format_bytes(cluster.usable_bytes(1))} of {format_bytes(cluster.device.memory_bytes)}"
+    return [
+        *notes,
+        f"memory: {memory}, a choice: the rest is CUDA's, NCCL's and lost between buffers. jax takes 0.75 unless "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 is set",
+    ]
 
 
-def _answers(question: Question, quiet: bool) -> list[tuple[Plan | str, Step | None]]:
-    """Returns a plan and its best step for each number of nodes; if there are several, errors as text."""
+# ------------------------------------------------------------------------------------------------ answers
+
+
+def _answer_all(argv: Sequence[str], question: Question, values: flags.FlagValues) -> None:
+    """Prints the plans and writes their files; for several numbers of nodes, an error is in the place of its plan."""
+    trace, spot = read_trace(Path(values.spot_trace)) if values.spot_trace else None, ""
+    if trace:
+        run_of(question.config)  # raises ValueError if nothing can be said of it
+        if values.json:
+            raise ValueError("--json has no part for --spot_trace; leave out one of the two")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(question.nodes) * question.cluster.devices_per_node)
-    answers: list[tuple[Plan | str, Step | None]] = []
+    answers: list[Answer | str] = []
     for nodes in question.nodes:
         try:
-            answers.append(_answer(question, nodes, quiet))
+            answers.append(_answer(question, nodes))
         except ValueError as error:
-            if len(question.nodes) == 1:
-                raise
-            answers.append((str(error), None))
-    return answers
+            answers.append(str(error))
+    found = [answer for answer in answers if isinstance(answer, Answer)]
+    if not found:
+        raise ValueError(answers[-1])
+    plans = [answer if isinstance(answer, str) else answer.plan for answer in answers]
+    said = [plan_text(found[-1].plan)]
+    if len(plans) > 1:
+        said.insert(0, "\n".join(columns(scaling_rows(plans, question.nodes), left=2)))
+    if trace:
+        steps = [(answer.step, answer.plan.best.step_s) for answer in found]
+        spot = spot_text(planned_cost(trace, steps, question.config, question.cluster), values.spot_trace)
+        said.append(spot)
+    if values.png:
+        is_one = len(found) == 1
+        (_timeline(question, found[0].step) if is_one else _curves(question, found)).savefig(values.png, dpi=110)
+        said.append(f"{'timeline' if is_one else 'curves'}: {values.png}")
+    if values.html:
+        command = shlex.join(["python", "-m", "planner", *argv[1:]])
+        pictures = {"timeline": _png(_timeline(question, found[-1].step))}
+        if len(plans) > 1:
+            pictures["curves"] = _png(_curves(question, found))
+        page = plan_page(question.name, plans, question.nodes, pictures, command, spot)
+        atomic.replace(Path(values.html), page)
+        said.append(f"page: {values.html}")
+    print(to_json([answer.plan for answer in found]) if values.json else "\n\n".join(said))
 
 
-def _answer(question: Question, nodes: int, quiet: bool) -> tuple[Plan, Step]:
+def _answer(question: Question, nodes: int) -> Answer:
+    """Returns the plan for a number of nodes. ValueError if nothing fits them."""
     cluster, config = question.cluster, question.config
-    is_there = cluster.device.target == compiling.CPU or compiling.WHEELS.exists()
+    is_there = not cluster.is_gpu or compiling.WHEELS.exists()
     machine = Machine(
         cluster=cluster,
         nodes=nodes,
@@ -241,28 +246,22 @@ def _answer(question: Question, nodes: int, quiet: bool) -> tuple[Plan, Step]:
         target=cluster.device.target if is_there else compiling.CPU,
         xla_flags=question.xla_flags,
     )
-    several = f"{nodes} node{'s' if nodes > 1 else ''}, " if len(question.nodes) > 1 else ""
 
     def say(line: str) -> None:
-        print(f"{several}{line}", file=sys.stderr)
+        if not question.is_quiet:
+            print(f"{_of_nodes(nodes)}, {line}" if len(question.nodes) > 1 else line, file=sys.stderr)
 
-    candidates: list[Candidate] = []
-    if not question.is_search:
-        candidates = of_strategies(question.strategies, config) or [of_config(config)]
-    found = search(
-        config,
-        machine,
-        jax.devices()[: machine.num_devices],
-        most=question.most,
-        candidates=candidates,
-        say=(lambda line: None) if quiet or not question.is_search else say,
-    )
+    candidates = [] if question.is_search else of_strategies(question.strategies, config) or [of_config(config)]
+    devices = jax.devices()[: machine.num_devices]
+    found = search(config, machine, devices, most=question.most, candidates=candidates, say=say)
     best, step = found.steps[0]
     unit = "images" if best.tokens_per_s is None else "sequences"
-    rows, num_params = config.batch.global_size, step.experiment.model.num_params
+    size = f"{format_count(step.experiment.model.num_params)} parameters, {config.batch.global_size:,} {unit} a step"
+    link = format_bytes(8 * cluster.node_bandwidth).replace("B", "bit")
+    where = f"{cluster.name} ({machine.num_devices} x {cluster.device.name}, {link}/s a node)"
     notes = (*question.notes, *_padding(config, [prediction for prediction, _ in found.steps], machine.num_devices))
     plan = Plan(
-        title=title(question.name, cluster, nodes, num_params, rows, unit),
+        title=f"{question.name}, {size}, on {_of_nodes(nodes)} of {where}",
         cluster=cluster.name,
         nodes=nodes,
         devices=machine.num_devices,
@@ -270,10 +269,10 @@ def _answer(question: Question, nodes: int, quiet: bool) -> tuple[Plan, Step]:
         predictions=tuple(prediction for prediction, _ in found.steps[:SHOWN]),
         helps=what_helps(step),
         counts=found.counts if question.is_search else None,
-        error_bar=str(clusters.ERROR_BARS[cluster.device.kind]),
+        error_bar=str(clusters.ERROR_BARS["gpu" if cluster.is_gpu else "cpu"]),
         notes=notes if question.is_search else (*notes, *found.refused, *found.too_large),
     )
-    return plan, step
+    return Answer(plan=plan, step=step)
 
 
 def _padding(config: Config, predictions: Sequence[Prediction], num_devices: int) -> list[str]:
@@ -291,40 +290,25 @@ def _padding(config: Config, predictions: Sequence[Prediction], num_devices: int
     return [*notes.values()]
 
 
-def _print(question: Question, plans: Sequence[Plan | str]) -> None:
-    """Prints the one plan, or throughput against nodes and the last plan."""
-    last = [plan for plan in plans if isinstance(plan, Plan)][-1]
-    if len(plans) > 1:
-        print(f"{scaling_text(plans, question.nodes)}\n")
-    print(plan_text(last))
-
-
-def _draw(question: Question, answers: Sequence[tuple[Plan | str, Step | None]], plans: Sequence[Plan]) -> Figure:
-    """Returns a picture of the one plan's best step, or of all strategies against the number of devices."""
-    if len(plans) > 1:
-        batch = f"{question.config.batch.global_size:,} {plans[0].unit} a step"
-        return draw_curves(plans, f"{question.name}, {batch}, on {question.cluster.name}", question.nodes)
-    return _timeline(question, next(step for _, step in answers if step))
+def _of_nodes(nodes: int) -> str:
+    return f"{nodes} node{'s' if nodes > 1 else ''}"
 
 
 def _timeline(question: Question, step: Step) -> Figure:
-    nodes = f"{step.machine.nodes} node{'s' if step.machine.nodes > 1 else ''}"
-    heading = f"{question.name}, {step.candidate.words}, on {nodes} ({question.cluster.name})"
+    heading = f"{question.name}, {step.candidate.words}, on {_of_nodes(step.machine.nodes)} ({question.cluster.name})"
     return draw(step.timeline(), heading)
 
 
-def _page(question: Question, answers: Sequence[tuple[Plan | str, Step | None]], command: str, spot: str) -> str:
-    """Returns the page of all plans, and of the last one's best step."""
-    png = io.BytesIO()
-    _timeline(question, [step for _, step in answers if step][-1]).savefig(png, dpi=110)
-    return plan_page(question.name, [plan for plan, _ in answers], question.nodes, png.getvalue(), command, spot)
+def _curves(question: Question, found: Sequence[Answer]) -> Figure:
+    plans = [answer.plan for answer in found]
+    batch = f"{question.config.batch.global_size:,} {plans[0].unit} a step"
+    return draw_curves(plans, f"{question.name}, {batch}, on {question.cluster.name}", question.nodes)
 
 
-def _rate_bits(rate: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", rate)
-    if not match or not float(match[1]):
-        raise ValueError(f"--rate={rate}: give a number and its unit, such as 25gbit or 200mbit")
-    return float(match[1]) * RATE[match[2]]
+def _png(figure: Figure) -> bytes:
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110)
+    return drawn.getvalue()
 
 
 if __name__ == "__main__":

@@ -1,25 +1,21 @@
-"""What can be said of a candidate before anything is compiled: its state, and the least memory and time of a step.
+"""What can be said of a candidate before anything is compiled: the memory, the traffic and the time of a step.
 
 The least time is that of the matrix products alone, or of the traffic of one network level alone, whichever is longer.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import jax
-
-from configs.schema import MoeConfig, TransformerConfig
+from configs.schema import MoeConfig
 from input_pipeline import row_arrays
 from planner.clusters import Cluster
+from planner.memory import activation_bytes, gathered_values, temporary_bytes
 from sharding.mesh import inter_part, intra_part
 from sharding.scopes import beyond
-from sharding.spec import ParamSpec, is_placement
 from training.experiment import Experiment
 from training.memory import state_bytes
 
 HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # of a value, at least; blocks have scales besides, and of a registered codec nothing is known
 CODEC_BYTES = {"none": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5, "two_bit": 0.25, "one_bit": 0.125}
 SLACK = 1.2  # the least time leaves details out (embeddings are gathered once): nothing is discarded that is so near
@@ -27,38 +23,24 @@ SLACK = 1.2  # the least time leaves details out (embeddings are gathered once):
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Bytes of a device, and seconds of a step."""
+    """Bytes of a device, and seconds of a step; unlike what is needed at least, an estimate may be too high."""
 
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    activation_bytes: float  # what is surely kept: the layers' inputs, the logits, and what the policy gathers
-    estimate_bytes: float  # of a step: unlike the least bytes it may be too high
+    state_bytes: int
+    least_bytes: float
+    estimate_bytes: float
     least_s: float
-    estimate_s: float  # of a step, by which candidates are ordered
-
-    @property
-    def state_bytes(self) -> int:
-        """Parameters, gradients and optimizer state."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-
-    @property
-    def least_bytes(self) -> float:
-        """What a step needs at least."""
-        return self.state_bytes + self.activation_bytes
+    estimate_s: float  # by which candidates are ordered
 
 
 def bounds(experiment: Experiment, cluster: Cluster, state: tuple[int, int, int] | None = None) -> Bounds:
     """Returns the bounds of an experiment on devices of a cluster; `state` if its bytes are known."""
-    parameters, gradients, optimizer = state or state_bytes(experiment)
+    state = state or state_bytes(experiment)
     compute_s, network = _compute_s(experiment, cluster), cluster.network()
     levels = [network.transfer_s(level, sent) for level, sent in traffic(experiment).items()]
     return Bounds(
-        parameter_bytes=parameters,
-        gradient_bytes=gradients,
-        optimizer_bytes=optimizer,
-        activation_bytes=_activation_bytes(experiment),
-        estimate_bytes=parameters + gradients + optimizer + _temporary_bytes(experiment, gradients),
+        state_bytes=sum(state),
+        least_bytes=sum(state) + activation_bytes(experiment),
+        estimate_bytes=sum(state) + temporary_bytes(experiment, gradients=state[1]),
         least_s=max(compute_s, *levels),
         estimate_s=_estimate_s(experiment, cluster, compute_s),
     )
@@ -85,78 +67,20 @@ def _estimate_s(experiment: Experiment, cluster: Cluster, compute_s: float) -> f
     """
     config, layout, network = experiment.config, experiment.plan.layout, cluster.network()
     device, steps = cluster.compute(layout.shape.num_devices), experiment.batches.accumulation
-    copied = 6 * ITEM_BYTES[config.model.compute_dtype] * sum(_gathered(experiment).values())
+    copied = 6 * experiment.plan.compute_dtype.itemsize * sum(gathered_values(experiment).values())
     compute_s += steps * copied / device.memory_bandwidth
     seconds = {
         use: [network.transfer_s(level, sent) for level, sent in levels.items()]
         for use, levels in traffic_by_use(experiment).items()
     }
     is_pipelined = layout.gather.by_layer and config.model.remat == "full"
-    if cluster.device.kind != "gpu" or config.sharding.overlap == "off" or not is_pipelined:
+    if not cluster.is_gpu or config.sharding.overlap == "off" or not is_pipelined:
         return compute_s + sum(map(sum, seconds.values()))
     hop_two_s = sum(seconds["hop_two"])
     in_all = config.compression.delayed or config.local_sgd.streaming
     if not (in_all and layout.optimizer_beyond_gradients):  # it is in the last backward pass, or in all
         hop_two_s = max(0.0, hop_two_s - 0.75 * compute_s / (1 if in_all else steps))
     return max(compute_s, *seconds["layers"]) + sum(seconds["experts"]) + sum(seconds["gradient_scope"]) + hop_two_s
-
-
-def _gathered(experiment: Experiment) -> dict[tuple[str, ...], float]:
-    """Returns the parameters that a device has of the gathered model, by the axes that hold them apart: experts."""
-    layout = experiment.plan.layout
-    found = {(): 0.0}
-    specs = jax.tree.leaves(experiment.model.param_specs(), is_leaf=lambda x: isinstance(x, ParamSpec))
-    placements = jax.tree.leaves(experiment.plan.placements, is_leaf=is_placement)
-    for spec, placement in zip(specs, placements, strict=True):
-        here = math.prod(spec.shape) / layout.shape.size(placement.held) / layout.shape.tensor
-        found[placement.held] = found.get(placement.held, 0.0) + here
-    return found
-
-
-def _activation_bytes(experiment: Experiment) -> float:
-    config, layout = experiment.config, experiment.plan.layout
-    model, gathered = config.model, _kept_gathered(experiment)
-    if not isinstance(model, TransformerConfig):
-        return gathered
-    tokens, item = config.batch.micro_size * config.data.seq_len, ITEM_BYTES[model.compute_dtype]
-    return gathered + tokens * item * (model.num_layers * model.hidden + model.padded_vocab / layout.shape.tensor)
-
-
-def _kept_gathered(experiment: Experiment) -> float:
-    """Returns the bytes of the parameters that the policy keeps gathered, and of gradients of them all."""
-    layout, item = experiment.plan.layout, ITEM_BYTES[experiment.config.model.compute_dtype]
-    gathered, copies = 0.0, 1 if layout.gather.by_layer else 2  # gradients that come out by layer are not kept whole
-    for held, values in _gathered(experiment).items():
-        for part in (layout.gather.each_step, layout.gather.each_micro_step):
-            if part and (axes := beyond(held, part(layout.parameters))):
-                kept = layout.shape.size(beyond(held, layout.parameters)) / layout.shape.size(axes)
-                gathered += copies * item * values / kept
-    return gathered
-
-
-def _temporary_bytes(experiment: Experiment, gradients: int) -> float:
-    """Returns an estimate of the temporaries, by which what should fit is compiled first.
-
-    Beside the layers' inputs there are, at the peak, either a layer's recomputed activations (attention scores once in
-    f32, three times in the compute dtype) or the head's logits; and two gathered layers and the embedding, with one
-    gradient of each in f32. With one micro-step hop two has a second copy of the gradients.
-    """
-    config, layout = experiment.config, experiment.plan.layout
-    model, item, tensor = config.model, ITEM_BYTES[config.model.compute_dtype], layout.shape.tensor
-    held = _kept_gathered(experiment)
-    if experiment.batches.accumulation == 1 and layout.num_replicas > 1:
-        held += gradients
-    if not isinstance(model, TransformerConfig):
-        return held
-    tokens, vocab = config.batch.micro_size * config.data.seq_len, model.padded_vocab / tensor
-    embedding = vocab * model.hidden
-    layer = max(0.0, sum(_gathered(experiment).values()) - embedding) / model.num_layers
-    scores = tokens * config.data.seq_len * model.num_heads / tensor * (4 + 3 * item)
-    inside = scores + 4 * item * tokens * (model.intermediate / tensor + model.hidden)
-    head = tokens * vocab * (4 + 2 * item)
-    kept = tokens * item * model.hidden if model.remat == "full" else inside
-    held += layer * (2 * item + 4) + embedding * (item + 4)
-    return held + model.num_layers * kept + max(inside, head)
 
 
 def traffic(experiment: Experiment) -> Mapping[str, float]:
@@ -170,7 +94,7 @@ def traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
     config, layout = experiment.config, experiment.plan.layout
     codecs, steps = config.compression, experiment.batches.accumulation
     num_params = experiment.model.num_params / layout.shape.tensor
-    item = ITEM_BYTES[config.model.compute_dtype]
+    item = experiment.plan.compute_dtype.itemsize
     sent = {use: {"inter": 0.0, "intra": 0.0} for use in ("layers", "gradient_scope", "hop_two", "experts")}
 
     def add(use: str, axes: tuple[str, ...], values: float, times: float, inter_item: float, intra_item: float) -> None:
@@ -182,7 +106,7 @@ def traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
     gather = [min(item, CODEC_BYTES.get(codec, 0.0)) for codec in (codecs.gather_inter, codecs.gather_intra)]
     hop_one = [min(item, CODEC_BYTES.get(codec, 0.0)) for codec in (codecs.hop_one_inter, codecs.hop_one_intra)]
     policy = layout.gather
-    for held, gathered in _gathered(experiment).items():
+    for held, gathered in gathered_values(experiment).items():
         inside = layout.shape.size(intra_part(beyond(held, layout.parameters)))
         for part, times in ((policy.each_step, 1), (policy.each_micro_step, steps), (policy.each_use, 2 * steps)):
             if part:

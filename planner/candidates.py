@@ -1,25 +1,22 @@
 """`Candidate`: one way to train a config on a cluster, and all of those that a search looks at."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.schema import Config
-from planner.timeline import NAMES as TRAFFIC
+from planner.replay import NAMES
 from sharding.scopes import GATHER_POLICIES, STRATEGIES
 
-NAMES = (*STRATEGIES, "mics(P)")
 SCOPES = ("parameters", "gradients", "optimizer")
 WIDTHS = {"none": "no devices", "node": "a node", "all": "all devices"}
-# what a strategy's word may change besides: the section of each key
 CODED = ("hop_two", "hop_one_inter", "hop_one_intra", "gather_inter", "gather_intra", "experts_inter", "experts_intra")
-EXTRAS: dict[str, str] = {**dict.fromkeys(CODED, "compression"), **dict.fromkeys(SCOPES, "sharding")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """What of a config a search changes; all else is the config's."""
+    """What of a config a search changes, and its codecs; all else is the config's."""
 
     strategy: str
     partition_size: int = 0  # of mics
@@ -36,21 +33,21 @@ class Candidate:
     @property
     def words(self) -> str:
         """The strategy as a legend shows it: `mics(8), hop two in int8`."""
-        name, *extras = self.name.split("+")
-        return ", ".join([name, *map(_in_words, extras)])
+        return ", ".join([self.name.partition("+")[0], *(_in_words(*pair) for pair in _pairs(self.extras).items())])
 
     def __str__(self) -> str:
         return f"{self.name}, micro-batch {self.micro_size}, gather {self.gather}"
 
     def overrides(self) -> dict[str, Any]:
         """Returns the keys of a config that make it this candidate, with their values."""
-        keys = {"sharding.gather": self.gather, "batch.micro_size": self.micro_size}
-        extras = dict(word.split("=", 1) for word in self.extras.split("+") if word)
-        keys |= {f"{EXTRAS[key]}.{key}": int(value) if value.isdecimal() else value for key, value in extras.items()}
+        keys: dict[str, Any] = {"sharding.gather": self.gather, "batch.micro_size": self.micro_size}
         keys |= {"sharding.strategy": self.strategy, "sharding.partition_size": self.partition_size}
-        if self.strategy == "custom":  # the scopes that it does not name are the config's
-            return keys
-        return keys | {f"sharding.{name}": "" for name in SCOPES}
+        if self.strategy != "custom":  # the scopes that it does not name are the config's
+            keys |= {f"sharding.{name}": "" for name in SCOPES}
+        for key, value in (dict.fromkeys(CODED, "none") | _pairs(self.extras)).items():
+            section = "sharding" if key in SCOPES else "compression"
+            keys[f"{section}.{key}"] = int(value) if value.isdecimal() else value
+        return keys
 
     def applied(self, config: Config) -> Config:
         """Returns the config with the candidate in it. ValueError if the two do not go together."""
@@ -61,27 +58,33 @@ class Candidate:
         return replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in changes.items()})
 
 
-def _in_words(extra: str) -> str:
+def _pairs(extras: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in extras.split("+") if word)
+
+
+def _in_words(key: str, value: str) -> str:
     """Returns a codec or a scope of custom in words."""
-    key, _, value = extra.partition("=")
     if key in SCOPES:
         return f"{key} over {WIDTHS.get(value, f'{value} devices')}"
-    for suffix, where in {"_inter": " between nodes", "_intra": " inside nodes", "": ""}.items():
-        traffic = key.removesuffix(suffix)
-        if key.endswith(suffix) and traffic in TRAFFIC:
-            return f"{TRAFFIC[traffic]}{where} in {value}"
-    raise AssertionError(f"{extra} is neither")
+    where = {"_inter": " between nodes", "_intra": " inside nodes"}.get(key[-6:], "")
+    return f"{NAMES[key.removesuffix(key[-6:]) if where else key]}{where} in {value}"
 
 
 def of_config(config: Config) -> Candidate:
     """Returns the candidate that a config is."""
-    sharding = config.sharding
+    sharding, codecs = config.sharding, {key: getattr(config.compression, key) for key in CODED}
     return Candidate(
         strategy=sharding.strategy,
         partition_size=sharding.partition_size,
         gather=sharding.gather,
         micro_size=config.batch.micro_size,
+        extras=_joined(codecs),
     )
+
+
+def _joined(extras: Mapping[str, str]) -> str:
+    """Returns codecs and scopes as a name has them: without those that code nothing."""
+    return "+".join(f"{key}={value}" for key, value in extras.items() if key in SCOPES or value != "none")
 
 
 def of_strategies(words: Sequence[str], config: Config) -> list[Candidate]:
@@ -89,12 +92,12 @@ def of_strategies(words: Sequence[str], config: Config) -> list[Candidate]:
 
     After a plus come keys of `compression`, and scopes of `custom`. ValueError for another word.
     """
-    found = []
+    own, found = of_config(config), []
     for whole in words:
         word, _, extras = whole.partition("+")
         for extra in filter(None, extras.split("+")):
             key, _, value = extra.partition("=")
-            if EXTRAS.get(key) not in ("compression", *(["sharding"] if word == "custom" else [])) or not value:
+            if key not in (*CODED, *(SCOPES if word == "custom" else ())) or not value:
                 raise ValueError(
                     f"--strategy={whole}: {extra} is not KEY=VALUE of {', '.join(CODED)}, or of custom's "
                     f"{', '.join(SCOPES)}; such as mics(8)+hop_two=int8 or "
@@ -102,14 +105,13 @@ def of_strategies(words: Sequence[str], config: Config) -> list[Candidate]:
                 )
         names = {*STRATEGIES, "custom"} if extras else {*STRATEGIES}
         match = re.fullmatch(r"(\w+?)(?:\((\d+)\))?", word)
-        known = match and ((match[1] in names and not match[2]) or (match[1] == "mics" and match[2]))
-        if not match or not known:
+        if not match or match[1] not in {*names, "mics"} or (match[1] == "mics") != bool(match[2]):
             raise ValueError(
-                f"--strategy={word} is not a strategy; there are {', '.join(NAMES)}, such as mics(8), and custom with "
-                "its scopes: custom+optimizer=all"
+                f"--strategy={word} is not a strategy; there are {', '.join(STRATEGIES)}, mics(P), such as mics(8), "
+                "and custom with its scopes: custom+optimizer=all"
             )
-        partition_size = int(match[2] or 0)
-        found.append(replace(of_config(config), strategy=match[1], partition_size=partition_size, extras=extras))
+        merged = _joined(_pairs(own.extras) | _pairs(extras))
+        found.append(replace(own, strategy=match[1], partition_size=int(match[2] or 0), extras=merged))
     return found
 
 
@@ -120,7 +122,6 @@ def all_candidates(config: Config, nodes: int, devices_per_node: int) -> Iterato
     """
     data_devices = nodes * devices_per_node // config.mesh.tensor
     rows = -(-config.batch.global_size // data_devices)
-    micro_sizes = [size for size in range(1, rows + 1) if rows % size == 0]
     gathers = ["layer"] if config.sharding.partitioner == "auto" else [*GATHER_POLICIES]
     for strategy, partition_size in _strategies(nodes, devices_per_node, config.mesh.tensor):
         spans_nodes = strategy == "zero3" or partition_size > devices_per_node
@@ -129,10 +130,11 @@ def all_candidates(config: Config, nodes: int, devices_per_node: int) -> Iterato
                 continue
             if gather == "node" and not (spans_nodes and nodes > 1 and config.sharding.two_hop):
                 continue  # the same as layer
-            for micro_size in micro_sizes:
+            for micro_size in (size for size in range(1, rows + 1) if rows % size == 0):
                 if gather == "step" and micro_size == rows:
                     continue  # the same as micro_step
-                yield Candidate(strategy=strategy, partition_size=partition_size, gather=gather, micro_size=micro_size)
+                chosen = {"strategy": strategy, "partition_size": partition_size, "gather": gather}
+                yield replace(of_config(config), **chosen, micro_size=micro_size)
 
 
 def _strategies(nodes: int, devices_per_node: int, tensor: int) -> Iterator[tuple[str, int]]:

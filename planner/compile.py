@@ -2,8 +2,8 @@
 
 XLA for GPUs must be installed (`make .venv/h100/installed`). It runs in a process of its own: with the CUDA plug-in in
 its path jax looks for a GPU. The process ends as soon as XLA has written the scheduled program and its buffers down:
-machine code is not needed. What was compiled is kept in a cache folder, by config,
-cluster, flags and source code.
+machine code is not needed. What was compiled is kept in a cache folder, by what XLA was given: the lowered step, its
+options, target and version. Lowering takes a second, compiling a step of 10 B parameters twenty.
 """
 
 import hashlib
@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -23,13 +24,12 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from configs import command_line
-from files import json_objects
 from files.cache import cache_dir
 from runtime.exit_codes import ExitCode
 from sharding.mesh import MeshShape
 
 if TYPE_CHECKING:
-    from training.experiment import Experiment
+    from jax.stages import Lowered
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEELS = ROOT / ".venv" / "h100"
@@ -38,7 +38,6 @@ CPU = "cpu"  # as a target
 POLL_S = 0.02
 MODULE = "jit_step"  # XLA's name of the step
 FAST = "--xla_backend_optimization_level=0 --xla_gpu_autotune_level=0"  # LLVM's part, and kernels tried on a GPU
-OF_THE_STEP = ("configs/**/*.py", "sharding/*.py", "models/*.py", "compression/*.py", "training/*.py", "optimizers.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,33 +72,26 @@ def compile_step(
     """
     if target != CPU and not WHEELS.exists():
         raise RuntimeError("XLA for GPUs is not installed: make .venv/h100/installed")
-    words = [*config, f"--nodes={nodes}", f"--devices_per_node={devices_per_node}"]
-    words += [f"--target={target}", f"--memory_bytes={round(memory_bytes)}"]
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = _key([*words, xla_flags])
-    from_cache = (folder / f"{stem}.json").exists()
-    if not from_cache:
-        # a process that XLA started may still write there when the folder is removed
-        with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as out:
-            paths = [*([] if target == CPU else [WHEELS]), ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
-            dump = "" if target == CPU else f"--xla_dump_to={out} --xla_dump_hlo_module_re=^{MODULE}$"
-            # TMPDIR: what XLA leaves behind when its process ends goes with this folder
-            variables = {
-                **os.environ,
-                "PYTHONPATH": ":".join(map(str, paths)),
-                "XLA_FLAGS": f"{FAST} {dump} {xla_flags}",
-                "TMPDIR": out,
-            }
-            command = [sys.executable, "-m", "planner.compile", *words, f"--out={out}"]
-            done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise ValueError(_why(done.stderr))
-            for name in ("txt", "json"):  # the second one says that both are there
-                os.replace(Path(out) / f"step.{name}", folder / f"{stem}.{name}")
-    about = json_objects.read(folder / f"{stem}.json")
-    shape = MeshShape(**about.pop("mesh"))
-    return CompiledStep(text=(folder / f"{stem}.txt").read_text(), shape=shape, from_cache=from_cache, **about)
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    # a process that XLA started may still write there when the folder is removed
+    with tempfile.TemporaryDirectory(dir=cache_folder(), ignore_cleanup_errors=True) as out:
+        paths = [*([] if target == CPU else [WHEELS]), ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+        dump = "" if target == CPU else f"--xla_dump_to={out} --xla_dump_hlo_module_re=^{MODULE}$"
+        # TMPDIR: what XLA leaves behind when its process ends goes with this folder
+        variables = {
+            **os.environ,
+            "PYTHONPATH": ":".join(map(str, paths)),
+            "XLA_FLAGS": f"{FAST} {dump} {xla_flags}",
+            "TMPDIR": out,
+        }
+        words = [*config, f"--nodes={nodes}", f"--devices_per_node={devices_per_node}", f"--target={target}"]
+        command = [sys.executable, "-m", "planner.compile", *words, f"--memory_bytes={round(memory_bytes)}"]
+        done = subprocess.run([*command, f"--out={out}"], env=variables, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ValueError(_why(done.stderr))
+        answer = json.loads((Path(out) / "step.json").read_text())
+        program = json.loads(Path(answer["program"]).read_text())
+    return CompiledStep(**program, shape=MeshShape(**answer["mesh"]), from_cache=answer["from_cache"])
 
 
 def cache_folder() -> Path:
@@ -116,23 +108,11 @@ def _why(said: str) -> str:
     return lines[-1].removeprefix("error: ") if lines else said.strip()[-2000:]
 
 
-def _key(words: Sequence[str]) -> str:
-    """Returns the name of a compiled step: of what was asked for, of our source code and of the compiler."""
-    digest = hashlib.sha256("\0".join(words).encode())
-    sources = [Path(__file__), *TARGETS.values(), *(file for part in OF_THE_STEP for file in ROOT.glob(part))]
-    own = [Path(word.removeprefix("--config=").partition(":")[0]) for word in words if word.startswith("--config=")]
-    for file in (*sorted(sources), *own):  # the config may lie anywhere, and define what is compiled
-        digest.update(file.read_bytes())
-    for installed in sorted(WHEELS.glob("*.dist-info")):
-        digest.update(installed.name.encode())
-    return digest.hexdigest()[:24]
-
-
 # --------------------------------------------------------------------------------------- the process that compiles
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes `step.txt` and `step.json` into the folder of `--out`; returns the exit code."""
+    """Writes `step.json` into the folder of `--out`: the mesh, and in which file of the cache the program is."""
     import jax
     from jax.experimental import topologies
 
@@ -144,40 +124,49 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_integer("devices_per_node", 8, "devices of each node", flag_values=values, lower_bound=1)
     flags.DEFINE_enum("target", "h100", [*TARGETS, CPU], "what to compile for", flag_values=values)
     flags.DEFINE_integer("memory_bytes", 0, "memory of a GPU; 0 for the target's own", flag_values=values)
-    flags.DEFINE_string("out", ".", "folder for the program and what is said of it", flag_values=values)
+    flags.DEFINE_string("out", ".", "folder for what is said of the program", flag_values=values)
     try:
         config = command_line.parse(argv, values)
+        out, about = Path(values.out), ""  # of the target
         jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_traceback_in_locations_limit", 0)  # lines of our code are no part of the program
         if config.sharding.overlap != "off":
             add_estimate(os.environ, installed_plugins())
         if values.target == CPU:
             jax.config.update("jax_num_cpu_devices", values.nodes * values.devices_per_node)
             devices: Sequence[Any] = jax.devices()
         else:
+            about = _target_config(values.target, values.memory_bytes)
             topology: Any = topologies.get_topology_desc(
                 topology_name=values.target,
                 platform="cuda",
-                target_config=_target_config(values.target, values.memory_bytes),
+                target_config=about,
                 topology=f"1x{values.nodes}x{values.devices_per_node}",
             )
             devices = topology.devices
         experiment = make_experiment(config, devices)
-        text, argument_bytes, temporary_bytes = _compiled(experiment, Path(values.out))
+        lowered = experiment.lower_train_step()
+        options = experiment.compiler_options(pipelined=experiment.plan.overlap)
+        users_flags = os.environ["XLA_FLAGS"].replace(values.out, "")
+        given = [lowered.as_text(debug_info=True), str(options), users_flags, about]
+        versions = [jax.__version__, version("jaxlib"), str(sorted(installed_plugins()))]
+        key = hashlib.sha256("\0".join([*given, *versions]).encode()).hexdigest()[:24]
+        kept = cache_folder() / f"{key}.json"
+        from_cache = kept.exists()
+        if not from_cache:
+            program = _compiled(lowered, options, out)
+            (out / kept.name).write_text(json.dumps(program))
+            os.replace(out / kept.name, kept)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return ExitCode.BAD_INPUT
-    about = {
-        "mesh": experiment.plan.layout.shape.sizes,
-        "argument_bytes": argument_bytes,
-        "temporary_bytes": temporary_bytes,
-    }
-    (Path(values.out) / "step.txt").write_text(text)
-    (Path(values.out) / "step.json").write_text(json.dumps(about))
+    mesh = experiment.plan.layout.shape.sizes
+    (out / "step.json").write_text(json.dumps({"mesh": mesh, "program": str(kept), "from_cache": from_cache}))
     sys.stderr.flush()
     os._exit(ExitCode.FINISHED)  # XLA may still write machine code
 
 
-def _compiled(experiment: "Experiment", dumped: Path) -> tuple[str, int, int]:
+def _compiled(lowered: "Lowered", options: Mapping[str, Any], dumped: Path) -> dict[str, str | int]:
     """Returns a step's scheduled program, and the bytes of its arguments and temporaries.
 
     They are read from what XLA dumps before it makes machine code, if it dumps, else from the whole compilation.
@@ -186,7 +175,7 @@ def _compiled(experiment: "Experiment", dumped: Path) -> tuple[str, int, int]:
 
     def compile_all() -> None:
         try:
-            done.append(experiment.compile_train_step())
+            done.append(lowered.compile(compiler_options={**options}))
         except Exception as error:
             done.append(error)
 
@@ -195,13 +184,16 @@ def _compiled(experiment: "Experiment", dumped: Path) -> tuple[str, int, int]:
         # the last of the files about the buffers: those that are read here are complete
         for report in dumped.glob(f"*.{MODULE}.*-memory-usage-report.txt"):
             program = str(report).removesuffix("-memory-usage-report.txt")
-            buffers = buffer_bytes(Path(f"{program}-buffer-assignment.txt").read_text())
-            return Path(f"{program}.txt").read_text(), *buffers
+            arguments, temporaries = buffer_bytes(Path(f"{program}-buffer-assignment.txt").read_text())
+            text = Path(f"{program}.txt").read_text()
+            return {"text": text, "argument_bytes": arguments, "temporary_bytes": temporaries}
         time.sleep(POLL_S)
-    if isinstance(done[0], Exception):
-        raise done[0]
-    memory: Any = done[0].memory_analysis()
-    return done[0].as_text() or "", memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    (whole,) = done
+    if isinstance(whole, Exception):
+        raise whole
+    memory = whole.memory_analysis()
+    sizes = {"argument_bytes": memory.argument_size_in_bytes, "temporary_bytes": memory.temp_size_in_bytes}
+    return {"text": whole.as_text() or "", **sizes}
 
 
 def buffer_bytes(assignment: str) -> tuple[int, int]:

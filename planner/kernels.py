@@ -7,7 +7,7 @@ place is written in the slice that changes.
 import re
 from math import prod
 
-from planner.hardware import Device
+from planner.clusters import Device
 from sharding.hlo_program import Computation, Instruction, Program, Tensor, Type, num_bytes, tensors
 
 NO_KERNELS = """

@@ -5,46 +5,23 @@ steps counts as an H-th of it in each.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 from configs.schema import Config, ImageConfig
 from planner import compile as compiling
 from planner.bounds import HLO_DTYPES, flops_per_row
 from planner.candidates import Candidate
-from planner.clusters import Cluster, Price
-from planner.hardware import Device, Network
-from planner.replay import replay
-from planner.timeline import Timeline
+from planner.clusters import Cluster, Device, Network
+from planner.memory import Memory, memory_of
+from planner.replay import Timeline, replay
 from sharding.hlo import read_collectives
 from sharding.hlo_program import Program, parse_program
 from training.experiment import Experiment
-from training.memory import state_bytes
 
 TOKENS = 1e9  # that a cost is given for
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes of one device; `arguments` and `temporaries` are what the compiler adds to the state."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    batch: float
-    temporaries: float
-    capacity: float  # that a program can have
-
-    @property
-    def total(self) -> float:
-        """The peak, as the compiler says."""
-        return self.parameters + self.gradients + self.optimizer + self.batch + self.temporaries
-
-    @property
-    def fits(self) -> bool:
-        """Whether a device can have so much."""
-        return self.total <= self.capacity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +31,7 @@ class Traffic:
     name: str
     level: str
     busy_s: float
-    exposed_s: float
-
-    @property
-    def hidden_s(self) -> float:
-        """What the compute hides."""
-        return self.busy_s - self.exposed_s
+    exposed_s: float  # the rest is hidden by the compute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +41,6 @@ class Prediction:
     candidate: Candidate
     nodes: int
     accumulation: int
-    hop_two: str
     inner_steps: int
     memory: Memory
     inter_bytes: float  # that a device sends a step
@@ -84,9 +55,10 @@ class Prediction:
     usd_on_demand: float | None  # for a billion tokens
     usd_spot: float | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the JSON form."""
-        return asdict(self)
+    @property
+    def exposed_s(self) -> float:
+        """The part of the step in which kernels wait for the network."""
+        return sum(part.exposed_s for part in self.traffic)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Prediction":
@@ -127,19 +99,18 @@ class Machine:
         }
         if getattr(config.model, "attention", "") == "cudnn":
             keys["model.attention"] = "xla"
-        memory = 0 if self.target == compiling.CPU else self.cluster.device.memory_bytes
         return {
-            "config": [*self.config_words, *(f"--config.{key}={value}" for key, value in keys.items())],
+            "config": (*self.config_words, *(f"--config.{key}={value}" for key, value in keys.items())),
             "nodes": self.nodes,
             "devices_per_node": self.cluster.devices_per_node,
             "xla_flags": self.xla_flags,
             "target": self.target,
-            "memory_bytes": memory,
+            "memory_bytes": 0 if self.target == compiling.CPU else self.cluster.device.memory_bytes,
         }
 
     def device(self, config: Config) -> Device:
         """Returns the device of a replay; a GPU's step that was compiled for CPUs computes in f32."""
-        foreign = self.target == compiling.CPU and self.cluster.device.target != compiling.CPU
+        foreign = self.target == compiling.CPU and self.cluster.is_gpu
         return self.cluster.compute(self.num_devices, HLO_DTYPES[config.model.compute_dtype] if foreign else "")
 
 
@@ -152,11 +123,6 @@ class Step:
     machine: Machine
     compiled: compiling.CompiledStep
 
-    @property
-    def from_cache(self) -> bool:
-        """Whether the program had been compiled before."""
-        return self.compiled.from_cache
-
     @cached_property
     def program(self) -> Program:
         """The compiled program, read once."""
@@ -164,73 +130,64 @@ class Step:
 
     def timeline(self, device: Device | None = None, network: Network | None = None) -> Timeline:
         """Returns the replay, on the cluster's own device and network where none is given."""
-        return replay(
-            self.program,
-            self.compiled.shape,
-            device or self.machine.device(self.experiment.config),
-            network or self.machine.cluster.network(),
-            peak_bytes=self.compiled.peak_bytes,
-        )
+        device = device or self.machine.device(self.experiment.config)
+        return replay(self.program, self.compiled.shape, device, network or self.machine.cluster.network())
 
     def seconds(self, timeline: Timeline) -> float:
         """Returns the step of a timeline, of the mean step if replicas meet only every few steps."""
-        every = _steps_of_a_hop(self.experiment.config)
-        return timeline.step_s - timeline.use("hop_two").exposed_s * (1 - 1 / every)
+        return timeline.step_s - timeline.use("hop_two").exposed_s * (1 - self._share("hop_two"))
+
+    def _share(self, label: str) -> float:
+        """Returns what of the program's traffic a step has; streaming local SGD has a part of hop two in each."""
+        local = self.experiment.config.local_sgd
+        return 1 / max(1, local.inner_steps) if label == "hop_two" and not local.streaming else 1.0
 
     def memory(self) -> Memory:
-        """Returns what a device holds, by part: the gradients lie among the compiler's temporaries."""
-        parameters, gradients, optimizer = state_bytes(self.experiment)
-        temporaries = self.compiled.temporary_bytes
-        gradients = min(gradients, temporaries)
-        return Memory(
-            parameters=parameters,
-            gradients=gradients,
-            optimizer=optimizer,
-            batch=self.compiled.argument_bytes - parameters - optimizer,
-            temporaries=temporaries - gradients,
-            capacity=self.machine.capacity,
-        )
+        """Returns what a device holds, by part."""
+        compiled = self.compiled
+        return memory_of(self.experiment, compiled.argument_bytes, compiled.temporary_bytes, self.machine.capacity)
 
     def prediction(self) -> Prediction:
         """Returns all that is said of the step."""
-        config, timeline, cluster = self.experiment.config, self.timeline(), self.machine.cluster
-        every = _steps_of_a_hop(config)
-
-        def share(label: str) -> float:
-            return 1 / every if label == "hop_two" else 1.0
-
-        collectives = read_collectives(self.compiled.text, self.compiled.shape)
+        config, timeline, machine = self.experiment.config, self.timeline(), self.machine
+        found = read_collectives(self.compiled.text, self.compiled.shape)
+        collectives = [(c, c.times * self._share(c.label)) for c in found]
         step_s = self.seconds(timeline)
         rows_per_s = config.batch.global_size / step_s
         tokens_per_s = None if isinstance(config.model, ImageConfig) else rows_per_s * config.data.seq_len
         flops = flops_per_row(self.experiment) * rows_per_s
+
+        def usd(price: float | None) -> float | None:
+            if price is None or tokens_per_s is None:
+                return None
+            return price * machine.nodes * TOKENS / tokens_per_s / 3600
+
         return Prediction(
             candidate=self.candidate,
-            nodes=self.machine.nodes,
+            nodes=machine.nodes,
             accumulation=self.experiment.batches.accumulation,
-            hop_two=config.compression.hop_two,
             inner_steps=0 if config.local_sgd.streaming else config.local_sgd.inner_steps,
             memory=self.memory(),
-            inter_bytes=sum(c.inter_bytes * c.times * share(c.label) for c in collectives),
-            intra_bytes=sum(c.intra_bytes * c.times * share(c.label) for c in collectives),
+            inter_bytes=sum(c.inter_bytes * times for c, times in collectives),
+            intra_bytes=sum(c.intra_bytes * times for c, times in collectives),
             compute_s=timeline.compute_s,
             traffic=tuple(
-                Traffic(name=name, level=level, busy_s=use.busy_s * share(name), exposed_s=use.exposed_s * share(name))
+                Traffic(
+                    name=name,
+                    level=level,
+                    busy_s=use.busy_s * self._share(name),
+                    exposed_s=use.exposed_s * self._share(name),
+                )
                 for (name, level), use in timeline.uses.items()
             ),
             step_s=step_s,
             rows_per_s=rows_per_s,
             tokens_per_s=tokens_per_s,
-            flops_per_device=flops / self.machine.num_devices,
-            mfu=flops / cluster.peak(HLO_DTYPES[config.model.compute_dtype], self.machine.num_devices),
-            usd_on_demand=_usd(cluster.on_demand, self.machine.nodes, tokens_per_s),
-            usd_spot=_usd(cluster.spot, self.machine.nodes, tokens_per_s),
+            flops_per_device=flops / machine.num_devices,
+            mfu=flops / machine.cluster.peak(HLO_DTYPES[config.model.compute_dtype], machine.num_devices),
+            usd_on_demand=usd(machine.cluster.on_demand),
+            usd_spot=usd(machine.cluster.spot),
         )
-
-
-def _steps_of_a_hop(config: Config) -> int:
-    """Returns the steps in which the program's hop two runs once; streaming local SGD has a part of it in each."""
-    return 1 if config.local_sgd.streaming else max(1, config.local_sgd.inner_steps)
 
 
 def compiled_step(candidate: Candidate, experiment: Experiment, machine: Machine) -> Step:
@@ -244,7 +201,7 @@ def what_helps(step: Step) -> dict[str, float]:
     network, device = step.machine.cluster.network(), step.machine.device(step.experiment.config)
     changes: dict[str, Any] = {}  # arguments of `Step.timeline`
     if step.machine.nodes > 1:
-        for name, factor in {"a node link twice as fast": 2.0, "a node link without limit": float("inf")}.items():
+        for name, factor in {"a node link twice as fast": 2.0, "a node link without limit": inf}.items():
             changes[name] = {"network": replace(network, node_bandwidth=factor * network.node_bandwidth)}
     if step.machine.cluster.devices_per_node > 1:
         faster = replace(network, intra_bandwidth=2 * network.intra_bandwidth)
@@ -256,10 +213,3 @@ def what_helps(step: Step) -> dict[str, float]:
     changes["devices twice as fast"] = {"device": faster}
     seconds = {name: step.seconds(step.timeline(**change)) for name, change in changes.items()}
     return dict(sorted(seconds.items(), key=lambda item: item[1]))
-
-
-def _usd(price: Price | None, nodes: int, tokens_per_s: float | None) -> float | None:
-    """Returns what TOKENS tokens cost; None without a price."""
-    if price is None or tokens_per_s is None:
-        return None
-    return price.usd_per_hour * nodes * TOKENS / tokens_per_s / 3600

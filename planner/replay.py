@@ -11,24 +11,66 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, isclose
 
-from planner.hardware import Device, Network
+from planner.clusters import Device, Network
 from planner.kernels import FREE, kernel_s
-from planner.timeline import REPEATED, Interval, Timeline, Use
 from sharding.hlo import KINDS, Collective, collective_of
 from sharding.hlo_program import Computation, Instruction, Program, Site, trip_count
 from sharding.mesh import MeshShape
 
 LEVELS = ("inter", "intra")
 STREAM = "stream"  # the lane of kernels on other streams
+REPEATED = "repeated"  # the lane of iterations that stand for several, named `x 8`
+# what is printed for the labels of a step's collectives
+NAMES = {"gather": "gathers", "hop_one": "hop one", "hop_two": "hop two", "experts": "tokens to experts"}
+NAMES |= {"gradient_scope": "gradient scope", "orthogonalise": "Muon's matrices", "parameter_scope": "parameters"}
 MAX_INTERVALS = 50_000
 ASYNCHRONOUS = ("async", "call", "fusion", "custom-call")  # what is started with a computation of its own
 _PASSED = ("bitcast", "copy", "opt-barrier", "async-update", "get-tuple-element")  # the handle of a transfer survives
 
 
-def replay(
-    program: Program, shape: MeshShape, device: Device, network: Network, peak_bytes: int | None = None
-) -> Timeline:
-    """Returns the timeline of one execution of `program` on a mesh of `shape`; `peak_bytes` is handed through.
+@dataclass(frozen=True)
+class Interval:
+    """A bar of the picture, in seconds of a step from which the repeated iterations of its loops are cut out."""
+
+    lane: str  # compute, stream, intra, inter, or REPEATED
+    start_s: float
+    end_s: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Use:
+    """What the collectives of one kind take on one level, in a step."""
+
+    times: int = 0
+    busy_s: float = 0.0  # of the link
+    exposed_s: float = 0.0  # that the compute stream waits for it
+
+    def __add__(self, other: "Use") -> "Use":
+        return Use(self.times + other.times, self.busy_s + other.busy_s, self.exposed_s + other.exposed_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A step: `step_s` is `compute_s` and all that is exposed.
+
+    A collective that uses both levels is counted on the one that takes longer, "inter" or "intra". Kernels on other
+    streams are ("kernels", "stream"): busy beside the compute, exposed where that waits for them.
+    """
+
+    step_s: float
+    compute_s: float
+    uses: dict[tuple[str, str], Use]  # by label (the kind, where the program has lost the label) and level
+    intervals: tuple[Interval, ...]
+
+    def use(self, *names: str, level: str | None = None) -> Use:
+        """Returns the sum over these names, or over all if none is given, on one level or both."""
+        found = [u for (name, at), u in self.uses.items() if name in (names or (name,)) and level in (None, at)]
+        return sum(found, Use())
+
+
+def replay(program: Program, shape: MeshShape, device: Device, network: Network) -> Timeline:
+    """Returns the timeline of one execution of `program` on a mesh of `shape`.
 
     ValueError names what cannot be replayed: a loop without a trip count, a done without its start, a send.
     """
@@ -44,7 +86,6 @@ def replay(
         compute_s=state.compute,
         uses=state.uses,
         intervals=tuple(machine.intervals),
-        peak_bytes=peak_bytes,
     )
 
 

@@ -1,18 +1,23 @@
-"""`Plan`: what the planner found for a number of nodes; as text, and as JSON that can be read back."""
+"""`Plan`: what the planner found for a number of nodes; as text, as JSON that can be read back, and as an HTML page."""
 
 import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from files.pages import columns
+from metrics.page import render
 from metrics.units import UNKNOWN, format_bytes, format_count, format_percent, format_seconds
-from planner.clusters import Cluster
 from planner.predict import Prediction, Traffic
+from planner.replay import NAMES
 from planner.search import Counts
-from planner.timeline import NAMES
 
-MEMORY_PARTS = ("parameters", "gradients", "optimizer", "temporaries", "batch")
 LEVELS = {"inter": "between nodes", "intra": "inside a node"}
+# of kinds of traffic, by their place in files.palette.SERIES
+TRAFFIC = {"gather": 0, "hop_one": 1, "hop_two": 2, "other": 3, "gradient_scope": 4, "parameter_scope": 5}
+TRAFFIC |= {"orthogonalise": 6, "experts": 7}
+SHOWN = 1e-3  # of a step: what takes less is in the page's table, not in its bar
 COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "strategy": lambda p: p.candidate.name,
     "micro": lambda p: str(p.candidate.micro_size),
@@ -25,7 +30,7 @@ COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "TFLOP/s": lambda p: f"{p.flops_per_device / 1e12:.3g}",
     "GFLOP/s": lambda p: f"{p.flops_per_device / 1e9:.3g}",
     "MFU": lambda p: format_percent(p.mfu),
-    "exposed": lambda p: format_percent(sum(part.exposed_s for part in p.traffic) / p.step_s),
+    "exposed": lambda p: format_percent(p.exposed_s / p.step_s),
     "$/Gtoken": lambda p: "" if p.usd_on_demand is None else f"{p.usd_on_demand:,.0f}",
     "spot": lambda p: "" if p.usd_spot is None else f"{p.usd_spot:,.0f}",
 }
@@ -54,9 +59,7 @@ class Plan:
 
 def to_json(plans: Sequence[Plan]) -> str:
     """Returns plans as JSON text."""
-    return json.dumps(
-        {"plans": [asdict(plan) | {"predictions": [p.to_dict() for p in plan.predictions]} for plan in plans]}, indent=1
-    )
+    return json.dumps({"plans": [asdict(plan) for plan in plans]}, indent=1)
 
 
 def from_json(text: str) -> list[Plan]:
@@ -69,46 +72,44 @@ def from_json(text: str) -> list[Plan]:
     return plans
 
 
+# ------------------------------------------------------------------------------------------------ text
+
+
 def plan_text(plan: Plan) -> str:
     """Returns what is printed of a plan, at most 120 columns wide but for notes."""
-    best, lines = plan.best, [plan.title, ""]
-    lines += _table(candidate_rows(plan))
-    lines += ["", _wrapped(plan.error_bar)]
-    spent = f"a device's memory, and what a step of {format_seconds(best.step_s)} is spent on"
-    lines += ["", f"{best.candidate}: {spent}"]
-    lines += [f"  {memory_text(best)}", ""]
-    lines += [f"  {line}" for line in (*_table(time_rows(best)), sent_text(best))]
-    if plan.helps:
-        lines += ["", _wrapped(f"what would help most: {helps_text(plan.helps, best.step_s)}")]
-    if plan.counts:
-        lines += ["", _wrapped(counts_text(plan.counts))]
-    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+    best, step_s = plan.best, format_seconds(plan.best.step_s)
+    memory = " + ".join(f"{name} {format_bytes(size)}" for name, size in best.memory.parts.items())
+    blocks = [
+        plan.title,
+        "\n".join(columns(candidate_rows(plan), left=2)),
+        _wrapped(plan.error_bar),
+        f"{best.candidate}: a device's memory, and what a step of {step_s} is spent on\n"
+        f"  {format_bytes(best.memory.total)} of {format_bytes(best.memory.capacity)}: {memory}",
+        "\n".join(f"  {line}" for line in (*columns(time_rows(best), left=2), sent_text(best))),
+        _wrapped(f"what would help most: {helps_text(plan.helps, best.step_s)}") if plan.helps else "",
+        _wrapped(counts_text(plan.counts)) if plan.counts else "",
+    ]
+    return "\n".join(["\n\n".join(filter(None, blocks)), *(f"note: {note}" for note in plan.notes)])
 
 
 def candidate_rows(plan: Plan) -> list[Sequence[str]]:
     """Returns a row for each prediction, below the names of the columns; no costs without a price."""
     slow = all(p.flops_per_device < 1e11 for p in plan.predictions)
-    columns = {name: [cell(p) for p in plan.predictions] for name, cell in COLUMNS.items()}
-    del columns["TFLOP/s" if slow else "GFLOP/s"]
-    columns = {name.replace("rows", plan.unit): cells for name, cells in columns.items()}
-    columns = {"": [str(n) for n in range(1, len(plan.predictions) + 1)]} | columns
-    shown = {name: cells for name, cells in columns.items() if any(cells)}
-    return [[*shown], *zip(*shown.values(), strict=True)]
-
-
-def scaling_text(plans: Sequence[Plan | str], nodes: Sequence[int]) -> str:
-    """Returns throughput against nodes; a plan that is text says why there is none."""
-    return "\n".join(_table(scaling_rows(plans, nodes)))
+    cells = {name: [cell(p) for p in plan.predictions] for name, cell in COLUMNS.items()}
+    del cells["TFLOP/s" if slow else "GFLOP/s"]
+    shown = {name.replace("rows", plan.unit): column for name, column in cells.items() if any(column)}
+    numbers = map(str, range(1, len(plan.predictions) + 1))
+    return [["", *shown], *zip(numbers, *shown.values(), strict=True)]
 
 
 def scaling_rows(plans: Sequence[Plan | str], nodes: Sequence[int]) -> list[Sequence[str]]:
-    """Returns a row for each number of nodes, below the names of the columns; one without a plan is short."""
-    first = next((plan for plan in plans if not isinstance(plan, str)), None)
-    speed = f"{first.unit if first else 'rows'}/s"
+    """Returns throughput against nodes, below the names of the columns; a row without a plan is short, and says why."""
+    first = next(plan for plan in plans if isinstance(plan, Plan))
+    speed = f"{first.unit}/s"
     rows: list[Sequence[str]] = [("nodes", "devices", "strategy", "micro", "step", speed, "of linear", "MFU")]
     for count, plan in zip(nodes, plans, strict=True):
-        if isinstance(plan, str) or first is None:
-            rows.append((str(count), "", str(plan)))
+        if isinstance(plan, str):
+            rows.append((str(count), "", plan))
             continue
         best, per_node = plan.best, first.best.rows_per_s / first.nodes
         name, micro = best.candidate.name, str(best.candidate.micro_size)
@@ -136,26 +137,6 @@ def counts_text(counts: Counts) -> str:
     return f"{counts.candidates} candidates: {unseen}, {seen}{rest}"
 
 
-def title(name: str, cluster: Cluster, nodes: int, num_params: int, rows: int, unit: str) -> str:
-    """Returns the first line."""
-    link = format_bytes(8 * cluster.node_bandwidth).replace("B", "bit")
-    count = nodes * cluster.devices_per_node
-    node = "node" if nodes == 1 else "nodes"
-    return (
-        f"{name}, {format_count(num_params)} parameters, {rows:,} {unit} a step, on {nodes} {node} of {cluster.name} "
-        f"({count} x {cluster.device.name}, {link}/s a node)"
-    )
-
-
-# ------------------------------------------------------------------------------------------------ parts
-
-
-def memory_text(p: Prediction) -> str:
-    """Returns what a device holds, part by part."""
-    text = " + ".join(f"{name} {format_bytes(getattr(p.memory, name))}" for name in MEMORY_PARTS)
-    return f"{format_bytes(p.memory.total)} of {format_bytes(p.memory.capacity)}: {text}"
-
-
 def time_rows(p: Prediction) -> list[Sequence[str]]:
     """Returns what a step is spent on, below the names of the columns: two of words and three of times."""
     rows: list[Sequence[str]] = [("", "", "takes", "hidden", "exposed")]
@@ -164,40 +145,95 @@ def time_rows(p: Prediction) -> list[Sequence[str]]:
     others = [part for part in p.traffic if part not in known]
     if others:
         levels = {part.level for part in others}
-        sums = [sum(getattr(part, key) for part in others) for key in ("busy_s", "exposed_s")]
+        busy_s, exposed_s = (sum(getattr(part, key) for part in others) for key in ("busy_s", "exposed_s"))
         level = levels.pop() if len(levels) == 1 else "both levels"
-        known.append(Traffic(name="other", level=level, busy_s=sums[0], exposed_s=sums[1]))
+        known.append(Traffic(name="other", level=level, busy_s=busy_s, exposed_s=exposed_s))
     for part in sorted(known, key=lambda part: -part.exposed_s):
-        seconds = (part.busy_s, part.hidden_s, part.exposed_s)
-        nothing = 1e-6 * part.busy_s  # rounding
-        level = LEVELS.get(part.level, part.level)
-        cells = [format_seconds(s if s > nothing else 0.0) for s in seconds]
-        rows.append((NAMES.get(part.name, part.name), level, *cells))
+        seconds = (part.busy_s, part.busy_s - part.exposed_s, part.exposed_s)
+        cells = [format_seconds(s if s > 1e-6 * part.busy_s else 0.0) for s in seconds]  # the rest is rounding
+        rows.append((NAMES.get(part.name, part.name), LEVELS.get(part.level, part.level), *cells))
     return rows
 
 
 def sent_text(p: Prediction) -> str:
     """Returns what a device sends in a step."""
     inter, intra = format_bytes(p.inter_bytes), format_bytes(p.intra_bytes)
-    sent = f"a device sends {inter} between nodes and {intra} inside its node"
-    codec = "" if p.hop_two == "none" else f"; hop two as {p.hop_two}"
     local = f"; replicas meet every {p.inner_steps} steps" if p.inner_steps else ""
-    return f"{sent}{codec}{local}"
+    return f"a device sends {inter} between nodes and {intra} inside its node{local}"
 
 
 def _wrapped(text: str) -> str:
     return textwrap.fill(text, 120, subsequent_indent="  ")
 
 
-def _table(rows: Sequence[Sequence[str]], left: int = 2) -> list[str]:
-    """Returns rows in columns, the first `left` of them aligned to the left; a short row is not aligned."""
-    full = [row for row in rows if len(row) == len(rows[0])]
-    widths = [max(len(row[i]) for row in full) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        if len(row) < len(rows[0]):
-            lines.append("  ".join(row))
-            continue
-        cells = [f"{cell:<{w}}" if i < left else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths))]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def plan_page(
+    name: str, plans: Sequence[Plan | str], nodes: Sequence[int], pictures: Mapping[str, bytes], command: str, spot: str
+) -> str:
+    """Returns a page of one file: how a run scales, if there are several plans, and all that the last one says.
+
+    A plan that is text says why there is none for its number of `nodes`. `pictures` are PNGs: `timeline` of the last
+    plan's best step, and `curves` if there are several; `spot` is the text about spot nodes, if any.
+    """
+    plan = [plan for plan in plans if isinstance(plan, Plan)][-1]
+    best = plan.best
+    return render(
+        "planner/page.html",
+        title=f"Plan of {name}",
+        heading=name,
+        badge=best.candidate.name,
+        mood="good",
+        about=plan.title,
+        footer="Predicted from the compiled program; docs/planner.md says how far to trust it.",
+        plan=plan,
+        facts=_tiles(plan),
+        scaling=scaling_rows(plans, nodes) if len(plans) > 1 else None,
+        candidates=candidate_rows(plan),
+        memory=_memory(best),
+        times=_times(best),
+        pictures=pictures,
+        helps=helps_text(plan.helps, best.step_s) if plan.helps else "",
+        spot=spot,
+        notes=[*([counts_text(plan.counts)] if plan.counts else []), *plan.notes],
+        command=command,
+    )
+
+
+def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
+    p = plan.best
+    facts = [
+        ("Step", format_seconds(p.step_s), f"{p.accumulation} x {p.candidate.micro_size} rows of each device"),
+        (f"{plan.unit.capitalize()}/s", format_count(p.rows_per_s), f"{plan.devices} devices"),
+        ("MFU", format_percent(p.mfu), "of the devices' peak"),
+        ("Exposed", format_percent(p.exposed_s / p.step_s), "of the step: kernels wait for the network"),
+        ("Memory", format_bytes(p.memory.total), f"of {format_bytes(p.memory.capacity)} a device"),
+        ("Between nodes", format_bytes(p.inter_bytes), "sent per device and step"),
+        ("Inside nodes", format_bytes(p.intra_bytes), "sent per device and step"),
+    ]
+    if p.tokens_per_s is not None:
+        facts.insert(2, ("Tokens/s", format_count(p.tokens_per_s), f"{plan.nodes} nodes"))
+    if p.usd_on_demand is not None:
+        spot = "on demand" if p.usd_spot is None else f"on demand; {p.usd_spot:,.0f} $ on spot nodes"
+        facts.append(("A billion tokens", f"{p.usd_on_demand:,.0f} $", spot))
+    return facts
+
+
+def _memory(p: Prediction) -> dict[str, Any]:
+    """Returns a bar of what a program can have, and what of it is used by which part."""
+    parts = [(name, size, format_bytes(size), colour) for colour, (name, size) in enumerate(p.memory.parts.items())]
+    used = f"{format_bytes(p.memory.total)} of the {format_bytes(p.memory.capacity)} that a program can have."
+    return {"parts": parts, "whole": p.memory.capacity, "note": used}
+
+
+def _times(p: Prediction) -> dict[str, Any]:
+    """Returns a bar of what the step waits for, and a table of what is hidden."""
+    parts: list[tuple[str, float, str, int | None]] = [("compute", p.compute_s, format_seconds(p.compute_s), None)]
+    for part in sorted(p.traffic, key=lambda part: -part.exposed_s):
+        if part.exposed_s > SHOWN * p.step_s:
+            name = f"{NAMES.get(part.name, 'other')} {LEVELS.get(part.level, part.level)}"
+            colour = TRAFFIC.get(part.name, TRAFFIC["other"])
+            parts.append((name, part.exposed_s, format_seconds(part.exposed_s), colour))
+    title, sent = f"{p.candidate}: a step of {format_seconds(p.step_s)}", sent_text(p)
+    return {"title": title, "parts": parts, "whole": p.step_s, "rows": time_rows(p), "note": f"A{sent[1:]}."}

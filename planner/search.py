@@ -6,16 +6,18 @@ says is slower than the best so far. The rest is compiled in the order of an est
 fit before what is not; one program of a strategy at a time, because what it needs corrects the estimates of the others.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from configs.schema import Config
 from metrics.units import format_bytes, format_seconds
 from planner.bounds import SLACK, Bounds, bounds
 from planner.candidates import Candidate, all_candidates, legal_groups, of_config
-from planner.predict import Machine, Memory, Prediction, Step, compiled_step
+from planner.memory import Memory
+from planner.predict import Machine, Prediction, Step, compiled_step
 from planner.table import table_rows
 from training.experiment import Experiment, make_experiment
 from training.memory import state_bytes
@@ -69,88 +71,70 @@ def search(
     At most `most` programs are looked at, the config's own first. Those in the cache count, so that the answer does not
     depend on it; those given are all looked at. ValueError if none fits, with what would.
     """
-    own = of_config(config)  # to compare with
+    own, is_search = of_config(config), not candidates  # the first to compare with
     every = all_candidates(config, machine.nodes, machine.cluster.devices_per_node)
     wanted = list(candidates) or [own, *(candidate for candidate in every if candidate != own)]
     options, refused = _options(wanted, config, machine, devices)
     seen = dict.fromkeys(("too_large", "too_slow", "compiled", "from_cache", "not_looked_at"), 0)
-    if not candidates:
-        small = [option for option in options if option.bounds.least_bytes <= machine.capacity]
-        seen["too_large"] = len(options) - len(small)
-    else:
-        small, most = options, len(options)
+    waiting, most = options, most if is_search else len(options)
+    if is_search:
+        waiting = [option for option in options if option.bounds.least_bytes <= machine.capacity]
+        seen["too_large"] = len(options) - len(waiting)
     steps: list[tuple[Prediction, Step]] = []
     failed: list[tuple[_Option, Memory]] = []
-    looked_at: list[tuple[_Option, Memory]] = []
+    more: dict[str, float] = {}  # than was estimated the programs of a strategy needed, at the most
     errors: list[ValueError] = []  # of programs that XLA refuses
-    waiting = small
+
+    def order(option: _Option) -> tuple[bool, bool, float, float]:
+        """The config's own, what should fit, the fastest, the smallest first."""
+        needs = option.bounds.estimate_bytes * more.get(option.candidate.name, 1.0)
+        bounds = option.bounds
+        return option.candidate != own, needs > machine.capacity, bounds.estimate_s, bounds.least_bytes
+
     while waiting:
-        more = _more_than_estimated(looked_at)
-        order = [*sorted(waiting, key=lambda option: _order(option, own, machine.capacity, more))]
-        waiting, chosen = [], []
-        best_s = min((prediction.step_s for prediction, _ in steps), default=float("inf"))
-        for option in order:
-            if len(chosen) == AT_ONCE or any(one.candidate.name == option.candidate.name for one in chosen):
-                waiting.append(option)  # of one strategy one at a time: what it needs tells about the others
-            elif not candidates and _cannot_fit(option.candidate, failed, machine.capacity):
+        best_s = min((prediction.step_s for prediction, _ in steps), default=inf)
+        chosen: dict[str, _Option] = {}  # of one strategy one at a time: what it needs tells about the others
+        later: list[_Option] = []
+        for option in sorted(waiting, key=order):
+            if len(chosen) == AT_ONCE or option.candidate.name in chosen:
+                later.append(option)
+            elif is_search and _cannot_fit(option.candidate, failed, machine.capacity):
                 seen["too_large"] += 1
-            elif not candidates and option.bounds.least_s > SLACK * best_s:
+            elif is_search and option.bounds.least_s > SLACK * best_s:
                 seen["too_slow"] += 1
             elif seen["compiled"] + len(chosen) >= most:
                 seen["not_looked_at"] += 1
             else:
-                chosen.append(option)
-        seen["compiled"] += len(chosen)
+                chosen[option.candidate.name] = option
+        waiting = later
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            running = [pool.submit(compile_one, o.candidate, o.experiment, machine) for o in chosen]
-        for option, done in zip(chosen, running, strict=True):
+            running = [(o, pool.submit(compile_one, o.candidate, o.experiment, machine)) for o in chosen.values()]
+        for option, done in running:
+            candidate = option.candidate
             if isinstance(error := done.exception(), ValueError):
                 errors.append(error)
-                refused.append(f"{option.candidate}: {error}")
+                refused.append(f"{candidate}: {error}")
                 say(refused[-1])
-                seen["compiled"] -= 1
                 continue
             step = done.result()
-            seen["from_cache"] += step.from_cache
+            seen["compiled"] += 1
+            seen["from_cache"] += step.compiled.from_cache
             memory = step.memory()
-            looked_at.append((option, memory))
+            more[candidate.name] = max(more.get(candidate.name, 1.0), memory.total / option.bounds.estimate_bytes)
             if memory.fits:
-                prediction = step.prediction()
-                say(f"{option.candidate}: {format_seconds(prediction.step_s)}")
-                steps.append((prediction, step))
+                steps.append((step.prediction(), step))
+                say(f"{candidate}: {format_seconds(steps[-1][0].step_s)}")
             else:
                 failed.append((option, memory))
-                say(_too_large(option.candidate, memory))
+                say(_too_large(candidate, memory))
     if not steps:
-        raise (
-            errors[0]
-            if errors and not failed
-            else ValueError(nothing_fits(machine, options, failed, is_search=not candidates))
-        )
+        raise errors[0] if errors and not failed else ValueError(_nothing_fits(machine, options, failed, is_search))
     return Found(
         steps=tuple(sorted(steps, key=lambda pair: pair[0].step_s)),
         too_large=tuple(_too_large(option.candidate, memory) for option, memory in failed),
         refused=tuple(refused),
         counts=Counts(candidates=len(wanted), illegal=len(refused), did_not_fit=len(failed), **seen),
     )
-
-
-def _order(
-    option: _Option, own: Candidate, capacity: float, more: Mapping[str, float]
-) -> tuple[bool, bool, float, float]:
-    """Returns what options are sorted by: the config's own, what should fit, the fastest, the smallest first."""
-    bounds = option.bounds
-    needs = bounds.estimate_bytes * more.get(option.candidate.name, 1.0)
-    return option.candidate != own, needs > capacity, bounds.estimate_s, bounds.least_bytes
-
-
-def _more_than_estimated(looked_at: Sequence[tuple[_Option, Memory]]) -> dict[str, float]:
-    """Returns by how much the programs of each strategy needed more than was estimated, at the most."""
-    found: dict[str, float] = {}
-    for option, memory in looked_at:
-        name = option.candidate.name
-        found[name] = max(found.get(name, 1.0), memory.total / option.bounds.estimate_bytes)
-    return found
 
 
 def _too_large(candidate: Candidate, memory: Memory) -> str:
@@ -192,8 +176,8 @@ def _cannot_fit(candidate: Candidate, failed: Sequence[tuple[_Option, Memory]], 
 
     Memory grows no faster with few rows than with many, so that the line is no more than what is needed.
     """
-    alike = [(o.candidate.micro_size, m.total) for o, m in failed if _same_but_for_rows(o.candidate, candidate)]
-    points = sorted(alike)
+    alike = [pair for pair in failed if replace(pair[0].candidate, micro_size=candidate.micro_size) == candidate]
+    points = sorted((option.candidate.micro_size, memory.total) for option, memory in alike)
     if not points or candidate.micro_size >= points[0][0]:
         return bool(points)
     if len(points) < 2:
@@ -202,12 +186,8 @@ def _cannot_fit(candidate: Candidate, failed: Sequence[tuple[_Option, Memory]], 
     return low - (high - low) / (more - fewer) * (fewer - candidate.micro_size) > capacity
 
 
-def _same_but_for_rows(a: Candidate, b: Candidate) -> bool:
-    return replace(a, micro_size=b.micro_size) == b
-
-
-def nothing_fits(
-    machine: Machine, options: Sequence[_Option], failed: Sequence[tuple[_Option, Memory]] = (), *, is_search: bool
+def _nothing_fits(
+    machine: Machine, options: Sequence[_Option], failed: Sequence[tuple[_Option, Memory]], is_search: bool
 ) -> str:
     """Returns the error of a config that fits nowhere: what it needs, what there is, and what would help."""
     needs = [(memory.total, "", option) for option, memory in failed]

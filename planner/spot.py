@@ -7,15 +7,17 @@ loss takes it back to a snapshot in the nodes' memory, or to the checkpoint if m
 what snapshots and checkpoints cost while nothing happens, prices that change, and the first start.
 """
 
-from collections.abc import Sequence
+import csv
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import floor
+from itertools import count, pairwise
+from math import floor, isfinite
+from pathlib import Path
 
 from configs.schema import Config, ImageConfig
 from metrics.units import format_count, format_percent, format_seconds
 from planner.clusters import Cluster
 from planner.predict import Step
-from planner.spot_trace import Trace
 from sharding.mesh import inter_part
 
 # Seconds without training after an event, from docs/elasticity_measured.md, on 4 emulated nodes with a model of 6.4 M
@@ -24,6 +26,71 @@ LEFT_S = 16.8  # announced preemption of a node, pause; a killed node took 14.6 
 JOINED_S = 23.5  # a node joins, pause
 FROM_CHECKPOINT_S = 34.1  # all nodes killed, from the first kill to the next step, once
 ROUNDING = 1e-6  # steps
+FORMAT = "give a CSV with the columns seconds,nodes"
+
+
+@dataclass(frozen=True)
+class Change:
+    """From `start_s` on there are so many nodes."""
+
+    start_s: float
+    nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Changes in their order, the first at 0 s; after `length_s` it begins again."""
+
+    changes: tuple[Change, ...]
+    length_s: float
+
+    def endless(self) -> Iterator[tuple[float, float, int]]:
+        """Yields (start, end, nodes), again and again."""
+        ends = [*(change.start_s for change in self.changes[1:]), self.length_s]
+        for n in count():
+            for change, end_s in zip(self.changes, ends, strict=True):
+                yield n * self.length_s + change.start_s, n * self.length_s + end_s, change.nodes
+
+
+def read_trace(path: Path) -> Trace:
+    """Returns the trace of a CSV with the columns seconds and nodes; lines that begin with # are comments.
+
+    The last line ends the trace, and has the nodes of the line before. ValueError says what is wrong.
+    """
+    try:
+        points = _points(path.read_text())
+    except OSError as error:
+        raise ValueError(f"--spot_trace={path} cannot be read ({error.strerror}); {FORMAT}") from error
+    except UnicodeError as error:
+        raise ValueError(f"--spot_trace={path} cannot be read (it is no text); {FORMAT}") from error
+    except ValueError as error:
+        raise ValueError(f"--spot_trace={path}: {error}; {FORMAT}") from error
+    changes = [Change(*points[0])]
+    for time_s, nodes in points[1:-1]:
+        changes += [Change(time_s, nodes)] if nodes != changes[-1].nodes else []
+    return Trace(changes=tuple(changes), length_s=points[-1][0])
+
+
+def _points(text: str) -> list[tuple[float, int]]:
+    """Returns the seconds and nodes of a CSV's lines. ValueError if they are no trace."""
+    rows = list(csv.reader(line for line in text.splitlines() if line.strip() and not line.startswith("#")))
+    if not rows or [cell.strip() for cell in rows[0]] != ["seconds", "nodes"]:
+        raise ValueError("the first line is not seconds,nodes")
+    points = []
+    for row in rows[1:]:
+        try:
+            seconds, nodes = row
+            points.append((float(seconds), int(nodes)))
+        except ValueError:
+            raise ValueError(f"{','.join(row)!r} is no line of seconds,nodes") from None
+        if not isfinite(points[-1][0]) or points[-1][1] < 0:
+            raise ValueError(f"{','.join(row)!r} is no line of seconds,nodes")
+    times = [time_s for time_s, _ in points]
+    if len(points) < 2 or times[0] != 0 or any(b <= a for a, b in pairwise(times)):
+        raise ValueError("seconds must begin at 0 and increase, in two lines at least")
+    if points[-1][1] != points[-2][1]:
+        raise ValueError("the last line ends the trace, with the nodes of the line before")
+    return points
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +154,8 @@ class SpotCost:
     tokens: float
     fixed_s: float  # the same on the largest world on demand, which nobody takes away
     fixed_node_s: float
-    usd_per_node_s: float | None  # spot
-    fixed_usd_per_node_s: float | None  # on demand
+    usd: float | None
+    fixed_usd: float | None
 
     @property
     def goodput(self) -> float:
@@ -100,21 +167,16 @@ class SpotCost:
         """The spot price, as a share of the price on demand, below which spot nodes are cheaper."""
         return self.fixed_node_s / self.node_s
 
-    def usd(self) -> tuple[float | None, float | None]:
-        """Returns the dollars on spot nodes and on demand."""
-        spot, fixed = self.usd_per_node_s, self.fixed_usd_per_node_s
-        return (None if spot is None else spot * self.node_s), (None if fixed is None else fixed * self.fixed_node_s)
-
 
 def replay_spot(
     trace: Trace,
     worlds: Sequence[World],
     run: Run,
     *,
-    spot_usd_per_hour: float | None = None,
-    on_demand_usd_per_hour: float | None = None,
+    spot_usd: float | None = None,
+    on_demand_usd: float | None = None,
 ) -> SpotCost:
-    """Returns what a run costs on the nodes of a trace. ValueError if it makes no progress there."""
+    """Returns what a run costs on the nodes of a trace, by the hourly prices. ValueError if it makes no progress."""
     worlds = sorted(worlds, key=lambda world: world.nodes)
     largest = worlds[-1]
     book = _Book(run)
@@ -143,20 +205,15 @@ def replay_spot(
         tokens=run.tokens,
         fixed_s=fixed_s,
         fixed_node_s=fixed_s * largest.nodes,
-        usd_per_node_s=None if spot_usd_per_hour is None else spot_usd_per_hour / 3600,
-        fixed_usd_per_node_s=None if on_demand_usd_per_hour is None else on_demand_usd_per_hour / 3600,
+        usd=None if spot_usd is None else spot_usd * book.node_s / 3600,
+        fixed_usd=None if on_demand_usd is None else on_demand_usd * fixed_s * largest.nodes / 3600,
     )
 
 
 def planned_cost(trace: Trace, steps: Sequence[tuple[Step, float]], config: Config, cluster: Cluster) -> SpotCost:
     """Returns what the run of a config costs in the worlds of planned steps, given with their seconds."""
-    return replay_spot(
-        trace,
-        [world_of(step, step_s) for step, step_s in steps],
-        run_of(config),
-        spot_usd_per_hour=cluster.spot.usd_per_hour if cluster.spot else None,
-        on_demand_usd_per_hour=cluster.on_demand.usd_per_hour if cluster.on_demand else None,
-    )
+    worlds = [world_of(step, step_s) for step, step_s in steps]
+    return replay_spot(trace, worlds, run_of(config), spot_usd=cluster.spot, on_demand_usd=cluster.on_demand)
 
 
 class _Book:
@@ -225,15 +282,14 @@ class _Book:
 
 def spot_text(cost: SpotCost, source: str) -> str:
     """Returns what is printed of a run on spot nodes."""
-    spot, fixed = cost.usd()
     parts = {"useful": cost.useful_s, "lost work": cost.lost_s, "restarts": cost.restart_s, "waiting": cost.waiting_s}
     spent = ", ".join(f"{name} {format_seconds(s)} ({format_percent(s / cost.total_s)})" for name, s in parts.items())
     total = f"{format_count(cost.tokens)} tokens in {format_seconds(cost.total_s)}"
     lines = [
-        f"on spot nodes, {source}: {total}{_dollars(spot, cost)}",
+        f"on spot nodes, {source}: {total}{_dollars(cost.usd, cost)}",
         f"  goodput {format_percent(cost.goodput)}: {spent}",
         f"  losses of the run's nodes: {cost.losses}, back to a checkpoint: {cost.from_checkpoint}",
-        f"on demand, never interrupted: {format_seconds(cost.fixed_s)}{_dollars(fixed, cost)}",
+        f"on demand, never interrupted: {format_seconds(cost.fixed_s)}{_dollars(cost.fixed_usd, cost)}",
         f"spot nodes are cheaper below {format_percent(cost.break_even)} of the price on demand",
     ]
     return "\n".join(lines)

@@ -18,8 +18,9 @@ from absl import flags
 
 from configs import command_line
 from configs.schema import Config
+from files.pages import columns
 from metrics.units import format_bytes, format_count
-from runtime.command_line import check_file, prepare_output
+from runtime.command_line import check_file, complain, prepare_output
 from runtime.exit_codes import ExitCode
 from sharding import drawing
 from sharding.replicas import replica_key
@@ -63,9 +64,8 @@ def main(argv: Sequence[str]) -> int:
             Path(values.png).write_bytes(drawing.mesh_png(experiment.plan.layout))
             print(f"\npicture of the mesh: {values.png}")
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return ExitCode.BAD_INPUT
-    return 0
+        return complain(ValueError(error))
+    return ExitCode.FINISHED
 
 
 def start_devices(config: Config, devices: int | None, devices_per_node: int | None) -> Config:
@@ -106,39 +106,26 @@ def table_text(experiment: Experiment) -> str:
     sharding, model, layout = experiment.config.sharding, experiment.model, experiment.plan.layout
     size = f"({sharding.partition_size})" if sharding.strategy == "mics" else ""
     rows = table_rows(experiment)
-    here, whole = (
-        tuple(sum(column) for column in zip(*(getattr(row, key) for row in rows), strict=True))
-        for key in ("device_bytes", "whole_bytes")
-    )
-    name_width = max(len(row.name) for row in rows)
-    shape_width = max(len(_times(row.shape)) for row in rows)
-
-    def line(name: str, shape: str, spec: str, cells: Sequence[str]) -> str:
-        numbers = "".join(f"{cell:>12}" for cell in cells)
-        return f"{name:<{name_width}}  {shape:<{shape_width}}  {spec:<{SPEC_WIDTH}}{numbers}".rstrip()
-
     letters = len({layout.parameters, layout.gradients, layout.optimizer}) > 1
     titles = ["P parameter", "G gradient", "O optimizer"] if letters else ["parameter", "gradient", "optimizer"]
-    spec_title = "spec (of P, G and O)" if letters else "spec"
-    head = line("bytes on each device", "shape", spec_title, titles)
-    lines = [
-        f"{'model':<16}{model.config.kind}, {format_count(model.num_params)} parameters",
-        f"{'strategy':<16}{sharding.strategy}{size}, {experiment.config.optimizer.name}",
-        drawing.mesh_text(layout),
-        "",
-        head,
-        "-" * len(head),
-    ]
+    cells = [["bytes on each device", "shape", "spec (of P, G and O)" if letters else "spec", *titles]]
     for row in rows:
-        first, *more = row.spec
-        lines.append(line(row.name, _times(row.shape), first, [format_bytes(b) if b else "" for b in row.device_bytes]))
-        lines += [line("", "", spec, []) for spec in more]
-    lines += [
-        "-" * len(head),
-        line("each device", "", format_bytes(sum(here)) + " in all", [format_bytes(b) for b in here]),
-        line("one device, not sharded", "", format_bytes(sum(whole)) + " in all", [format_bytes(b) for b in whole]),
-    ]
-    return "\n".join(lines)
+        numbers = [format_bytes(count) if count else "" for count in row.device_bytes]
+        cells.append([row.name, " x ".join(map(str, row.shape)), row.spec[0], *numbers])
+        cells += [["", "", spec, "", "", ""] for spec in row.spec[1:]]
+    for name, key in {"each device": "device_bytes", "one device, not sharded": "whole_bytes"}.items():
+        sums = [sum(column) for column in zip(*(getattr(row, key) for row in rows), strict=True)]
+        cells.append([name, "", f"{format_bytes(sum(sums))} in all", *map(format_bytes, sums)])
+    head, *lines = columns(cells, left=3)
+    rule = "-" * len(head)
+    return "\n".join(
+        [
+            f"{'model':<16}{model.config.kind}, {format_count(model.num_params)} parameters",
+            f"{'strategy':<16}{sharding.strategy}{size}, {experiment.config.optimizer.name}",
+            drawing.mesh_text(layout),
+            *("", head, rule, *lines[:-2], rule, *lines[-2:]),
+        ]
+    )
 
 
 def table_rows(experiment: Experiment) -> list[Row]:
@@ -186,15 +173,8 @@ def _aloud(spec: ParamSpec, placement: Placement, experiment: Experiment) -> tup
             by = " and ".join(axes) if isinstance(axes, tuple) else axes
             dims.append(f"{dim} by {by}" if by else dim)
         by_scope[", ".join(dims)] = by_scope.get(", ".join(dims), "") + letter
-    if len(by_scope) == 1:
-        lines = [*by_scope]
-    else:
-        lines = [f"{letters}: {text}" for text, letters in by_scope.items()]
+    lines = [*by_scope] if len(by_scope) == 1 else [f"{letters}: {text}" for text, letters in by_scope.items()]
     return tuple(part for text in lines for part in textwrap.wrap(text, SPEC_WIDTH, subsequent_indent="  "))
-
-
-def _times(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What the tests of the planner share: a small config, its step on 4 emulated nodes of 2, and a cache of their own."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Programs are compiled once for all tests of this file, and kept nowhere else."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("MICS_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patched.setattr(compiling, "compile_step", functools.cache(compiling.compile_step))  # nor lowered again
         yield
 
 

@@ -290,12 +290,16 @@ def test_a_sweep_plans_runs_of_the_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert out.count(f"--config={tmp_path / 'mine.py'}") == 2 and "2 runs, 2 to do" in out
 
 
-def test_the_planner_compiles_again_when_the_file_changes() -> None:
+def test_the_planner_compiles_again_when_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it computes, not what it says."""
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
     file = listed("An optimizer")
-    before = compiling._key([f"--config={file}"])
-    assert compiling._key([f"--config={file}"]) == before
-    file.write_text(file.read_text().replace("b2=0.99", "b2=0.9"))
-    assert compiling._key([f"--config={file}"]) != before
+    found = []
+    for before, after in (("", ""), ("", "# a comment\n"), ("b2=0.99", "b2=0.9")):
+        file.write_text(file.read_text().replace(before, after, 1))
+        words = [f"--config={file}", *flags(), "--config.mesh.num_cpu_devices=0"]
+        found.append(compiling.compile_step(words, nodes=1, devices_per_node=2, target="cpu").from_cache)
+    assert found == [False, True, False]
 
 
 def test_emulated_nodes_see_the_file() -> None:

@@ -38,19 +38,17 @@ def test_all_of_them_on_gpus_none_elsewhere() -> None:
     assert overlap_options("cpu", wanted=True, pipelined=False, xla_flags="", known=lambda name, value: True) == {}
 
 
-@pytest.mark.parametrize("users", [f"--{SCHEDULER}=false", f" --xla_a=1  --{SCHEDULER} --xla_b=x=y", f"-{SCHEDULER}=0"])
-def test_the_users_flag_wins_and_the_others_stay(users: str) -> None:
-    assert list(on_gpus(xla_flags=users)) == OTHERS
-
-
-@pytest.mark.parametrize("name", [NEW, OLD])
-def test_the_users_flag_wins_by_any_of_its_names(name: str) -> None:
-    assert list(on_gpus(xla_flags=f"--{name}=off")) == [SCHEDULER, *OTHERS[:-1]]
-
-
-def test_a_longer_name_is_another_flag() -> None:
-    assert SCHEDULER in on_gpus(xla_flags=f"--{SCHEDULER}_too=false")
-    assert flag_names("--a=--b -c d") == {"a", "c"}
+@pytest.mark.parametrize(
+    ("users", "rest"),
+    [
+        *((users, OTHERS) for users in (f"--{SCHEDULER}=false", f" --xla_a=1  --{SCHEDULER} --xla_b=x=y")),
+        (f"-{SCHEDULER}=0", OTHERS),
+        *((f"--{name}=off", [SCHEDULER, *OTHERS[:-1]]) for name in (NEW, OLD)),
+        (f"--{SCHEDULER}_too=false", [SCHEDULER, *OTHERS]),
+    ],
+)
+def test_the_users_flag_wins_by_any_of_its_names_and_the_others_stay(users: str, rest: list[str]) -> None:
+    assert list(on_gpus(xla_flags=users)) == rest
 
 
 def test_the_name_that_is_known_is_taken_and_no_unknown_one() -> None:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from planner import clusters
 from planner import compile as compiling
 from planner.bounds import bounds
 from planner.candidates import Candidate, all_candidates, of_config, of_strategies
-from planner.predict import Memory, Step
+from planner.memory import Memory
+from planner.predict import Step
 from planner.replay import replay
 from planner.search import Found, search
 from sharding.hlo_program import parse_program
@@ -25,7 +27,7 @@ pytestmark = IGNORED
 class Made:
     """A compiled step of made-up memory and time."""
 
-    from_cache = False
+    compiled = SimpleNamespace(from_cache=False)
 
     def __init__(self, candidate: Candidate, total: float, capacity: float, seconds: float, like: Step) -> None:
         memory = dict.fromkeys(("parameters", "gradients", "optimizer", "batch"), 0.0)

@@ -5,8 +5,19 @@ from pathlib import Path
 import pytest
 from running import ROOT
 
-from planner.spot import FROM_CHECKPOINT_S, JOINED_S, LEFT_S, Run, SpotCost, World, replay_spot, spot_text
-from planner.spot_trace import Change, Trace, read_trace
+from planner.spot import (
+    FROM_CHECKPOINT_S,
+    JOINED_S,
+    LEFT_S,
+    Change,
+    Run,
+    SpotCost,
+    Trace,
+    World,
+    read_trace,
+    replay_spot,
+    spot_text,
+)
 
 RECORDED = ROOT / "planner" / "spot_us_east_2b.csv"
 FOUR = World(nodes=4, step_s=10, whole_copies=4)
@@ -19,7 +30,7 @@ def trace(*changes: tuple[float, int], length_s: float = 1e6) -> Trace:
 
 
 def cost(*changes: tuple[float, int], run: Run = RUN, worlds: tuple[World, ...] = (TWO, FOUR)) -> SpotCost:
-    found = replay_spot(trace(*changes), worlds, run, spot_usd_per_hour=1, on_demand_usd_per_hour=3)
+    found = replay_spot(trace(*changes), worlds, run, spot_usd=1, on_demand_usd=3)
     parts = found.useful_s + found.lost_s + found.restart_s + found.waiting_s
     assert found.total_s == pytest.approx(parts)
     return found
@@ -29,41 +40,53 @@ def test_without_losses_it_is_the_run_on_demand() -> None:
     found = cost((0, 4))
     assert (found.total_s, found.node_s, found.goodput, found.losses) == (1000, 4000, 1, 0)
     assert (found.fixed_s, found.fixed_node_s, found.break_even) == (1000, 4000, 1)
-    assert found.usd() == (pytest.approx(4000 / 3600), pytest.approx(3 * 4000 / 3600))
+    assert (found.usd, found.fixed_usd) == (pytest.approx(4000 / 3600), pytest.approx(3 * 4000 / 3600))
 
 
-def test_nodes_beyond_the_largest_world_are_not_paid() -> None:
-    assert cost((0, 9)) == cost((0, 4))
-
-
-def test_a_loss_that_memory_survives() -> None:
-    """25 s: 2 steps are kept, half a step is lost; then 98 steps of 20 s on two nodes, of the three that are paid."""
-    found = cost((0, 4), (25, 3))
-    assert (found.useful_s, found.lost_s, found.restart_s) == (pytest.approx(20 + 98 * 20), pytest.approx(5), LEFT_S)
-    assert found.node_s == pytest.approx(4 * 25 + 3 * (LEFT_S + 98 * 20))
-    assert (found.losses, found.from_checkpoint, found.waiting_s) == (1, 0, 0)
-
-
-def test_losing_all_nodes_goes_back_to_the_checkpoint() -> None:
-    """105 s: 10 steps and a half, of which 8 are in the checkpoint; nothing is paid while there is no node."""
-    found = cost((0, 4), (105, 0), (305, 4))
-    assert (found.lost_s, found.waiting_s, found.restart_s) == (pytest.approx(25), 200, FROM_CHECKPOINT_S)
-    assert found.useful_s == pytest.approx(1000) and found.from_checkpoint == found.losses == 1
-    assert found.node_s == pytest.approx(4 * (105 + FROM_CHECKPOINT_S + 920))
-
-
-def test_below_the_smallest_world_it_waits_with_its_memory() -> None:
-    """Three of four whole copies may go: the one that is left has the state when the others are back."""
-    found = cost((0, 4), (105, 1), (305, 4))
-    assert (found.lost_s, found.waiting_s, found.restart_s) == (pytest.approx(5), 200, JOINED_S)
-    assert (found.losses, found.from_checkpoint) == (1, 0)
-    assert found.node_s == pytest.approx(4 * 105 + 200 + 4 * (JOINED_S + 900))
-
-
-def test_what_is_left_of_the_memory_may_be_lost_while_it_waits() -> None:
-    found = cost((0, 4), (105, 1), (205, 0), (305, 4))
-    assert (found.lost_s, found.waiting_s, found.restart_s) == (pytest.approx(25), 200, FROM_CHECKPOINT_S)
-    assert (found.losses, found.from_checkpoint) == (1, 1)
+@pytest.mark.parametrize(
+    ("changes", "useful_s", "lost_s", "restart_s", "waiting_s", "node_s", "losses"),  # (all, back to a checkpoint)
+    [
+        # nodes beyond the largest world are not paid
+        pytest.param([(0, 9)], 1000, 0, 0, 0, 4000, (0, 0), id="spare nodes"),
+        # a spare node may leave
+        pytest.param([(0, 3), (50, 2)], 2000, 0, 0, 0, 3 * 50 + 2 * 1950, (0, 0), id="a spare node leaves"),
+        # 25 s: 2 steps are kept, half a step is lost; then 98 steps of 20 s on two nodes, of the three that are paid
+        pytest.param(
+            [(0, 4), (25, 3)], 20 + 98 * 20, 5, LEFT_S, 0, 4 * 25 + 3 * (LEFT_S + 98 * 20), (1, 0), id="memory survives"
+        ),
+        # 105 s: 10 steps and a half, of which 8 are in the checkpoint; nothing is paid while there is no node
+        pytest.param(
+            [(0, 4), (105, 0), (305, 4)], 1000, 25, FROM_CHECKPOINT_S, 200, 4 * (105 + FROM_CHECKPOINT_S + 920), (1, 1),
+            id="all nodes are lost",
+        ),
+        # three of four whole copies may go: the one that is left has the state when the others are back
+        pytest.param(
+            [(0, 4), (105, 1), (305, 4)], 1000, 5, JOINED_S, 200, 4 * 105 + 200 + 4 * (JOINED_S + 900), (1, 0),
+            id="it waits with its memory",
+        ),
+        # and may be lost while it waits
+        pytest.param(
+            [(0, 4), (105, 1), (205, 0), (305, 4)], 1000, 25, FROM_CHECKPOINT_S, 200,
+            4 * 105 + 100 + 4 * (FROM_CHECKPOINT_S + 920), (1, 1), id="the memory is lost while it waits",
+        ),
+        pytest.param(
+            [(0, 2), (50, 4)], 50 + 97.5 * 10, 0, JOINED_S, 0, 2 * 50 + 4 * (JOINED_S + 975), (0, 0), id="it grows"
+        ),
+    ],
+)  # fmt: skip
+def test_runs_by_hand(
+    changes: list[tuple[float, int]],
+    useful_s: float,
+    lost_s: float,
+    restart_s: float,
+    waiting_s: float,
+    node_s: float,
+    losses: tuple[int, int],
+) -> None:
+    found = cost(*changes)
+    seconds = (found.useful_s, found.lost_s, found.restart_s, found.waiting_s, found.node_s)
+    assert seconds == pytest.approx((useful_s, lost_s, restart_s, waiting_s, node_s))
+    assert (found.losses, found.from_checkpoint) == losses
 
 
 def test_a_bulk_loss_takes_a_state_that_is_cut_over_all_nodes() -> None:
@@ -78,18 +101,6 @@ def test_a_bulk_loss_takes_a_state_that_is_cut_over_all_nodes() -> None:
 def test_without_checkpoints_it_begins_again() -> None:
     run = Run(steps=100, tokens=1, snapshot_every=1, checkpoint_every=0)
     assert cost((0, 4), (105, 0), (305, 4), run=run).lost_s == pytest.approx(105)
-
-
-def test_growing_costs_a_pause_and_loses_nothing() -> None:
-    found = cost((0, 2), (50, 4))
-    assert (found.lost_s, found.restart_s, found.losses) == (0, JOINED_S, 0)
-    assert found.useful_s == pytest.approx(50 + 97.5 * 10)
-
-
-def test_a_spare_node_may_leave() -> None:
-    found = cost((0, 3), (50, 2))
-    assert (found.losses, found.restart_s, found.total_s) == (0, 0, 2000)
-    assert found.node_s == 3 * 50 + 2 * 1950
 
 
 def test_a_trace_begins_again_and_may_be_hopeless() -> None:
@@ -119,11 +130,9 @@ def test_the_recorded_day_counted_by_hand() -> None:
 # ------------------------------------------------------------------------------------------------ files
 
 
-def test_both_kinds_of_file(tmp_path: Path) -> None:
-    table, recorded = tmp_path / "t.csv", tmp_path / "t.json"
-    table.write_text("# made up\nseconds,nodes\n0,4\n600,2\n1200,2\n1500,2\n")
-    recorded.write_text('{"metadata": {"gap_seconds": 300}, "data": [4, 4, 2, 2, 2]}')
-    assert read_trace(table) == read_trace(recorded) == trace((0, 4), (600, 2), length_s=1500)
+def test_a_trace_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("# made up\nseconds,nodes\n0,4\n300,4\n600,2\n1200,2\n1500,2\n")
+    assert read_trace(tmp_path / "t.csv") == trace((0, 4), (600, 2), length_s=1500)
     assert read_trace(RECORDED).length_s == 86400
 
 
@@ -134,15 +143,11 @@ def test_both_kinds_of_file(tmp_path: Path) -> None:
         ("time,nodes\n0,1\n", "the first line is not seconds,nodes"),
         ("seconds,nodes\n0,4\n", "seconds must begin at 0 and increase, in two lines at least"),
         ("seconds,nodes\n5,4\n6,4\n", "seconds must begin at 0"),
+        ("seconds,nodes\n0,4\n9,3\n", "the last line ends the trace"),
         ("seconds,nodes\n0,4\n9,3\n9,4\n", "seconds must begin at 0 and increase"),
         ("seconds,nodes\n0,4\n9,-1\n", "is no line of seconds,nodes"),
-        ("seconds,nodes\n0,4\nnan,1\n", "nan is no time"),
-        ("seconds,nodes\n0,many\n9,1\n", "many"),
-        ("seconds,nodes\n0,4\nlate,1\n", "csv: late is no time; give"),
-        ('{"data": [1]}', "metadata"),
-        ('{"data": ', "csv: it is not JSON: Expecting value: line 1 column 10 .*; give"),
-        ('{"metadata": 300, "data": [1]}', "csv: its JSON has another form; give"),
-        ('{"metadata": {"gap_seconds": 300}, "data": []}', "two lines at least"),
+        ("seconds,nodes\n0,4\nnan,1\n", "is no line of seconds,nodes"),
+        ("seconds,nodes\n0,many\n9,1\n", "'0,many' is no line"),
     ],
 )
 def test_a_bad_trace_is_refused(content: str, message: str, tmp_path: Path) -> None:
@@ -151,8 +156,3 @@ def test_a_bad_trace_is_refused(content: str, message: str, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=message) as raised:
         read_trace(file)
     assert str(file) in str(raised.value) and "give a CSV" in str(raised.value)
-
-
-def test_a_missing_trace_is_named() -> None:
-    with pytest.raises(ValueError, match=r"--spot_trace=/nowhere\.csv cannot be read"):
-        read_trace(Path("/nowhere.csv"))

@@ -5,9 +5,8 @@ from math import isclose
 
 import pytest
 
-from planner.hardware import Device, Network
-from planner.replay import replay
-from planner.timeline import Timeline
+from planner.clusters import Device, Network
+from planner.replay import Timeline, replay
 from sharding.hlo_program import parse_program
 from sharding.mesh import MeshShape
 
@@ -129,12 +128,6 @@ def test_an_all_reduce_between_nodes_takes_the_faster_of_ring_and_trees(
         assert timeline.use("all-reduce", "inter").busy_s == pytest.approx(seconds), why
 
 
-def test_trees_reach_the_fraction_of_the_size() -> None:
-    network = replace(NETWORK, tree_fractions=(0.1, 0.2, 0.3))
-    sizes = (1, 64, 127, 128, 255, 256, 10**9)
-    assert [network.tree_fraction(size) for size in sizes] == [0.1, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3]
-
-
 def test_a_tree_of_eight_nodes_has_three_messages_each_way() -> None:
     """8 nodes of 2: of 20 bytes a node sends 40 each way at 0.2 bytes a second; a ring would have 16 messages."""
     network = replace(NETWORK, tree_fractions=(1.0,), inter_latency_s=100)
@@ -146,26 +139,20 @@ def test_a_tree_of_eight_nodes_has_three_messages_each_way() -> None:
     assert replay(program, shape, DEVICE, network).step_s == pytest.approx(2 * 3 * 100 + 2 * 20 * 2 / 0.2 / 2)
 
 
-def test_a_tree_has_a_chain_in_each_node() -> None:
-    """Two messages up and down a chain of two, before the nodes'; one device a node has no chain."""
+@pytest.mark.parametrize(
+    ("groups", "seconds", "why"),
+    [
+        ("{{0,1,2,3}}", 2 * 1000 + 2 * 1001 + 200, "two messages up and down a chain of two, before the nodes'"),
+        ("{{0,2,1,3}}", 2 * 1000 + 2 * 1001 + 200, "the same in any order; a ring in that order crosses always"),
+        ("{{0,2},{1,3}}", 2 * 1001 + 200, "one device a node has no chain"),
+        ("{{0,1},{2,3}}", 2 * 1000 + 20, "there is no tree inside a node"),
+    ],
+)
+def test_a_tree_has_a_chain_in_each_node(groups: str, seconds: float, why: str) -> None:
     network = replace(NETWORK, tree_fractions=(1.0,), intra_latency_s=1000, inter_latency_s=1001)
-    everybody = "%r = u8[20] all-reduce(%x), to_apply=%add, replica_groups={{0,1,2,3}}"
-    timeline = replayed("%x = u8[20] broadcast(%p)", everybody, network=network)
-    assert timeline.step_s == pytest.approx(25 + 2 * 1000 + 2 * 1001 + 200)
-    across = f"%r = u8[20] all-reduce(%x), to_apply=%add, {INTER}"  # 20 bytes of each device of two
-    timeline = replayed("%x = u8[20] broadcast(%p)", across, network=network)
-    assert timeline.step_s == pytest.approx(25 + 2 * 1001 + 200)
-    small = "%r = u8[20] all-reduce(%x), to_apply=%add, replica_groups={{0,1},{2,3}}"  # no tree inside a node
-    timeline = replayed("%x = u8[20] broadcast(%p)", small, network=network)
-    assert timeline.step_s == pytest.approx(25 + 2 * 1000 + 20)
-
-
-def test_a_tree_is_the_same_in_any_order_of_its_group() -> None:
-    """As a sum over axes lists it, devices of a node are not beside each other; a ring in that order crosses always."""
-    network = replace(NETWORK, tree_fractions=(1.0,), intra_latency_s=1000, inter_latency_s=1001)
-    interleaved = "%r = u8[20] all-reduce(%x), to_apply=%add, replica_groups={{0,2,1,3}}"
-    timeline = replayed("%x = u8[20] broadcast(%p)", interleaved, network=network)
-    assert timeline.step_s == pytest.approx(25 + 2 * 1000 + 2 * 1001 + 200)
+    line = f"%r = u8[20] all-reduce(%x), to_apply=%add, replica_groups={groups}"
+    timeline = replayed("%x = u8[20] broadcast(%p)", line, network=network)
+    assert timeline.step_s == pytest.approx(25 + seconds), why
 
 
 def test_an_all_to_all_reaches_a_part_of_a_node_link() -> None:

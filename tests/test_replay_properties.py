@@ -12,8 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_replay import DEVICE, INTER, INTRA, NETWORK, SHAPE, gather, kernel, loop, replayed
 
-from planner.replay import replay
-from planner.timeline import REPEATED, Timeline
+from planner.replay import REPEATED, Timeline, replay
 from sharding.hlo_program import parse_program
 from sharding.mesh import find_nodes, make_mesh
 

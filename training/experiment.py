@@ -3,7 +3,7 @@
 Used by train.py and planner/table.py; the code is the same for one process and for many.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -91,10 +91,14 @@ class Experiment:
 
     @cached_property
     def _compiled_train_step(self) -> jax.stages.Compiled:
+        options = self.compiler_options(pipelined=self.plan.overlap)
+        return self.lower_train_step().compile(compiler_options={**options})
+
+    def lower_train_step(self) -> jax.stages.Lowered:
+        """Returns `step(state, batch) -> (state, metrics)` as XLA gets it."""
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
         jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.replicated))
-        lowered = jitted.lower(self.state_shapes, self.batches.shapes)
-        return lowered.compile(compiler_options={**self.compiler_options(pipelined=self.plan.overlap)})
+        return jitted.lower(self.state_shapes, self.batches.shapes)
 
     def compiler_options(self, *, pipelined: bool) -> dict[str, Value]:
         """The options that XLA gets besides the user's XLA_FLAGS, so that collectives overlap with compute.

@@ -1,6 +1,6 @@
 """Simulates cost and duration of a run on spot nodes that come and go, relative to a fixed cluster.
 
-Prices, markets, clusters and pauses are in lab/benchmarks/dynamic_training_cost.toml.
+Markets, clusters and pauses are in lab/benchmarks/dynamic_training_cost.toml, prices in planner/clusters.py.
 """
 
 import heapq
@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planner.clusters import CATALOGUE
+
 ASSUMED: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 PAUSES = ASSUMED["pauses"]
+PRICES = {name: {"on_demand": on_demand, "spot": spot} for name, (on_demand, spot) in CATALOGUE.items()}
 NODES = 4  # of the fixed cluster
 RUN_S = 24 * 3600.0  # of the run on the fixed cluster
 SEEDS = 20
@@ -104,7 +107,7 @@ def simulated() -> Iterator[dict[str, Any]]:
             runs = [simulate(changes, cluster["on_demand"], work_s) for changes in traces]
             costs = {
                 machine: [run.dollars(price) / (NODES * RUN_S / 3600 * price["on_demand"]) for run in runs]
-                for machine, price in ASSUMED["prices"].items()
+                for machine, price in PRICES.items()
             }
             yield {
                 "market": market_name,

@@ -24,9 +24,7 @@ from lab.benchmarks.runner import Key, options_of, program, run_missing
 from lab.paper.network import b_part, fitted
 from lab.paper.replays import BUCKET, P3DN, PAPER, PLANNER
 from lab.records import DERIVED
-from planner.bounds import ITEM_BYTES
-from planner.clusters import CLUSTERS
-from planner.hardware import Network
+from planner.clusters import CLUSTERS, Network
 from planner.predict import Step
 from planner.replay import level_seconds
 from sharding.hlo import Collective
@@ -83,7 +81,7 @@ def replayed(cell: Key) -> dict[str, Any]:
     step = _compiled(cell["cluster"], cell["gpus"], cell["config"], tuple(keys.items()))
     network = networks(cell["cluster"], cell["gpus"])[cell["network"]]
     timeline = step.timeline(network=network)
-    item = ITEM_BYTES[step.experiment.config.model.compute_dtype]
+    item = step.experiment.plan.compute_dtype.itemsize
     uses = {
         f"{label}, {level}": {"times": use.times, "busy_s": _round(use.busy_s), "exposed_s": _round(use.exposed_s)}
         for (label, level), use in timeline.uses.items()

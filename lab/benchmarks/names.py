@@ -5,8 +5,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from configs import mics_paper
 
 
@@ -15,8 +13,8 @@ def config_file(name: str) -> str:
     return f"configs/mics_paper.py:{name}" if name in mics_paper.MODELS else f"configs/{name}.py"
 
 
-def config_named(name: str) -> ConfigDict:
-    """Returns a record's config."""
+def config_named(name: str) -> Any:  # whose keys are attributes, which no type knows
+    """Returns the ConfigDict of a record's config."""
     if name in mics_paper.MODELS:
         return mics_paper.get_config(name)
     return importlib.import_module(f"configs.{name}").get_config()

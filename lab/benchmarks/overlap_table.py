@@ -24,13 +24,12 @@ from lab.emulate.links import Links
 from lab.records import DERIVED, Line
 from planner.clusters import PRODUCTS, find_cluster, with_rate
 from planner.compile import CompiledStep, compile_step
-from planner.replay import replay
-from planner.timeline import Timeline
+from planner.replay import Timeline, replay
 from sharding.hlo_program import Program, parse_program
 
 RESULTS = DERIVED / "overlap.jsonl"
 CLUSTER = "p5.48xlarge"  # whose devices and links inside the node they are
-PRODUCTS_TFLOPS = (PRODUCTS["H100"][0], 450)  # of matrix products: the planner's, and slow ones, half of the peak
+PRODUCTS_TFLOPS = (PRODUCTS["H100"], 450)  # of matrix products: the planner's, and slow ones, half of the peak
 NODES, DEVICES = 16, 8
 RATES = ("100gbit", "400gbit", "3200gbit")
 CASES = {row["case"]: row for row in cells_of("overlap.csv")}
@@ -91,7 +90,7 @@ def replayed(program: Program, step: CompiledStep, rate_bits: float, tflops: flo
     cluster = replace(with_rate(find_cluster(CLUSTER), rate_bits), devices_per_node=step.shape.devices_per_node)
     device = cluster.compute(step.shape.num_devices)
     device = replace(device, matmul_fraction=1e12 * tflops / device.peak_flops["bf16"])
-    return replay(program, step.shape, device, cluster.network(), peak_bytes=step.peak_bytes)
+    return replay(program, step.shape, device, cluster.network())
 
 
 def table(lines: Sequence[Line]) -> str:

@@ -20,10 +20,9 @@ from configs import base, mics_paper
 from lab.benchmarks.runner import ROOT, options_of, program, words
 from lab.records import DERIVED
 from planner.clusters import CLUSTERS
-from planner.curves import draw_curves
+from planner.pictures import draw_curves
 from planner.report import Plan, from_json, plan_text
-from planner.spot import World, replay_spot, run_of, spot_text
-from planner.spot_trace import read_trace
+from planner.spot import World, read_trace, replay_spot, run_of, spot_text
 
 RECORDS = {name: DERIVED / f"planner_{name}.json" for name in ("example", "spot", "curves")}
 CLUSTER, TRACE = "p4d.24xlarge", "planner/spot_us_east_2b.csv"
@@ -76,9 +75,7 @@ def spot() -> str:
     """Returns what is printed of the config's run in the planned worlds; its groups are nodes, so each has a copy."""
     worlds = [World(nodes=p.nodes, step_s=p.best.step_s, whole_copies=p.nodes) for p in plans_of("spot")]
     run = run_of(base.typed(mics_paper.get_config("bert_10b")))
-    price = CLUSTERS[CLUSTER].on_demand
-    assert price
-    cost = replay_spot(read_trace(ROOT / TRACE), worlds, run, on_demand_usd_per_hour=price.usd_per_hour)
+    cost = replay_spot(read_trace(ROOT / TRACE), worlds, run, on_demand_usd=CLUSTERS[CLUSTER].on_demand)
     return indented(spot_text(cost, TRACE))
 
 

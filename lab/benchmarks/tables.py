@@ -264,7 +264,7 @@ def pauses(lines: Sequence[Line]) -> str:
 
 def prices(lines: Iterable[Line]) -> str:
     """Returns time and cost of every cluster in every market, relative to the fixed cluster."""
-    machines = list(cost.ASSUMED["prices"])
+    machines = list(cost.PRICES)
     rows = [["any", f"{cost.NODES} on demand (fixed)", "0", "1", *["1"] * len(machines)]]
     for line in lines:
         cells = [line["market"], line["cluster"], f"{mean(line['changes']):.0f}", spread(line["times"])]

@@ -16,9 +16,9 @@ from pathlib import Path
 import jax
 
 from lab.probe import report
-from lab.probe.measure import Level, find_levels, measure_sizes
-from lab.probe.model import RING_PASSES, Measurement
+from lab.probe.measure import LONGEST_S, RING_PASSES, Level, Measurement, find_levels, measure
 from metrics.environment import environment
+from metrics.units import format_bytes
 from runtime import launch
 from runtime.command_line import OneLineParser, complain, make_folder, named_path, prepare_output
 from runtime.exit_codes import ExitCode
@@ -48,10 +48,11 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         complain(error)
         return ExitCode.BAD_INPUT
-    say(report.header(levels[0].mesh.size, jax.devices()[0].device_kind))
+    device = jax.devices()[0]
+    about = f"{levels[0].mesh.size} devices ({device.device_kind}); bandwidth is payload on the link over time"
+    say(f"{about}\n{report.HEADS}")
     measured = [m for level in levels for collective in RING_PASSES for m in measure_aloud(level, collective, sizes)]
     if jax.process_index() == 0:
-        device = jax.devices()[0]
         here = {"device_kind": device.device_kind, "platform": device.platform}
         here |= {"devices": jax.device_count(), "processes": jax.process_count()}
         report.finish(measured, environment(here), options.out)
@@ -85,13 +86,15 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def measure_aloud(level: Level, collective: str, sizes: Sequence[int]) -> list[Measurement]:
-    """Returns the measurements of a collective, and prints each one at once."""
-    measured = []
-    for m in measure_sizes(level, collective, sizes):
-        measured.append(m)
-        say(report.row(m))
-    if len(measured) < len(sizes):
-        say(report.left_out(level.name, collective, sizes[len(measured)]))
+    """Returns a measurement of each size, ascending, and prints it at once; after two, those up to LONGEST_S."""
+    measured: list[Measurement] = []
+    for size in sizes:
+        if len(measured) > 1 and measured[-1].time_s * size / measured[-1].size_bytes > LONGEST_S:
+            start = report.COLUMNS.format(level.name, collective, format_bytes(size), "", "", "").rstrip()
+            say(f"{start}  and more left out: they would take too long")
+            break
+        measured.append(measure(level, collective, size))
+        say(report.row(measured[-1]))
     return measured
 
 

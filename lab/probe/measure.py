@@ -1,7 +1,11 @@
-"""Times the collectives of each network level, each many times in one program, over ascending sizes."""
+"""Times the collectives of each network level, each many times in one program, and fits latency and bandwidth to them.
+
+The steps and bytes of a collective are those of a ring algorithm. Where a library needs more, the fitted bandwidth is
+lower.
+"""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +15,6 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lab.probe.model import Measurement
 from metrics.wire import WireCounter
 from sharding.collectives import all_gather_chunks, reduce_scatter_chunks, vary
 from sharding.mesh import DATA_AXES, MeshShape, find_nodes, make_mesh
@@ -25,6 +28,70 @@ LONGEST_S = 6.0  # sizes that are expected to take longer are not measured
 
 Collective = Callable[[jax.Array], jax.Array]  # a device's tensor to its result, inside a shard_map
 Loop = Callable[[jax.Array, int], jax.Array]
+RING_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}  # of n - 1 steps each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One collective at one size. `size_bytes` is the whole tensor of a device: gathered, or to be reduced."""
+
+    level: str  # intra: inside a node; inter: between nodes, every device of a node at once
+    collective: str
+    group_size: int
+    devices_per_link: int  # groups that send over the same link at once
+    size_bytes: int
+    time_s: float  # of the slowest process, in the fastest repetition: noise only adds
+    times_s: tuple[float, ...]
+    executions: int  # in one repetition, one after the other
+    wire_tx_bytes: float | None  # sent for one execution by the node that sends most; None where it cannot be read
+
+    @property
+    def steps(self) -> int:
+        return RING_PASSES[self.collective] * (self.group_size - 1)
+
+    @property
+    def link_bytes(self) -> float:
+        """Payload of one link in each direction, of all `devices_per_link` groups together."""
+        return self.devices_per_link * self.steps * self.size_bytes / self.group_size
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """Payload of the link over time, latency included: the bus bandwidth of nccl-tests, here of a whole link."""
+        return self.link_bytes / self.time_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFit:
+    """time_s = alpha_s * steps + link_bytes / bandwidth_bytes_per_s, and the largest relative error of that."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+    worst_error: float
+
+    def time_s(self, m: Measurement) -> float:
+        """Returns the fitted time of a measurement."""
+        return self.alpha_s * m.steps + self.beta_s_per_byte * m.link_bytes
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        return 1 / self.beta_s_per_byte
+
+
+def fit(measurements: Sequence[Measurement]) -> LinkFit:
+    """Returns the least squares fit with weights 1 / time: the variance of a time is taken as proportional to it.
+
+    So the small sizes determine the latency, and the large sizes the bandwidth. If noise makes one of them negative,
+    the latency is 0, and the bandwidth is that of the large sizes.
+    """
+    steps, sent, times = np.array([(m.steps, m.link_bytes, m.time_s) for m in measurements]).T
+    root = np.sqrt(times)
+    scale = np.array([steps.max(), sent.max()])  # one is in the ones, the other in the millions
+    (alpha, beta), *_ = np.linalg.lstsq(np.stack([steps, sent], axis=1) / scale / root[:, None], root)
+    alpha, beta = alpha / scale[0], beta / scale[1]
+    if min(alpha, beta) < 0:
+        alpha, beta = 0.0, sent.sum() / (sent**2 / times).sum()
+    errors = abs(alpha * steps + beta * sent - times) / times
+    return LinkFit(alpha_s=float(alpha), beta_s_per_byte=float(beta), worst_error=float(errors.max()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +126,6 @@ def find_levels(devices_per_node: int) -> list[Level]:
         Level(name="inter", mesh=mesh, group_size=num_nodes, devices_per_link=local),
     ]
     return [level for level in levels if level.group_size > 1]
-
-
-def measure_sizes(level: Level, collective: str, sizes: Sequence[int]) -> Iterator[Measurement]:
-    """Yields a measurement of each size, in ascending order, at least two, until one would exceed LONGEST_S."""
-    last: Measurement | None = None
-    for i, size in enumerate(sizes):
-        if i > 1 and last and last.time_s * size / last.size_bytes > LONGEST_S:
-            return
-        last = measure(level, collective, size)
-        yield last
 
 
 def measure(level: Level, collective: str, size_bytes: int) -> Measurement:

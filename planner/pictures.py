@@ -1,0 +1,128 @@
+"""The planner's pictures: a replayed step in lanes, and strategies against the number of devices."""
+
+from collections.abc import Callable, Sequence
+from math import nan
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from files.palette import FILL, GRID, INK, SERIES, SOFT
+from metrics.units import format_seconds
+from planner.predict import Prediction
+from planner.replay import NAMES, REPEATED, Interval, Timeline
+from planner.report import LEVELS, TRAFFIC, Plan
+
+LANES = {"compute": "compute", "intra": LEVELS["intra"], "inter": LEVELS["inter"]}
+KINDS = {"kernel": "kernels", **NAMES, "other": "other traffic"}
+COLOURS = {"kernel": FILL, **{kind: SERIES[number] for kind, number in TRAFFIC.items()}}
+HEIGHT = 0.72
+PIXELS = 3000  # of the width: what is nearer than one of them is drawn as one bar
+MARKERS = "osD^vP*X"
+
+
+def draw(timeline: Timeline, title: str) -> Figure:
+    """Returns the picture. Iterations of loops that repeat the one before are cut out: `x 8` is above the one shown."""
+    end = max((interval.end_s for interval in timeline.intervals), default=0.0) or timeline.step_s
+    lanes = [lane for lane in LANES if any(interval.lane == lane for interval in timeline.intervals)]
+    brackets = _brackets(timeline)
+    top = max(brackets.values(), default=-1) + 1  # rows of them
+    figure = Figure(figsize=(11, 1.5 + 0.62 * len(lanes) + 0.25 * top), layout="constrained")
+    axes = figure.add_subplot()
+    for kind, name in KINDS.items():
+        for y, lane in enumerate(lanes):
+            bars = _merged([i for i in timeline.intervals if i.lane == lane and _kind(i) == kind], end / PIXELS)
+            if bars:
+                label = name if name not in axes.get_legend_handles_labels()[1] else None
+                axes.broken_barh(bars, (y - HEIGHT / 2, HEIGHT), color=COLOURS[kind], linewidth=0, label=label)
+    axes.set_yticks(range(len(lanes)), [LANES[lane] for lane in lanes], color=INK)
+    for bracket, row in brackets.items():
+        y = -0.5 - 0.4 * row
+        axes.plot([bracket.start_s, bracket.end_s], [y, y], color=INK, linewidth=0.8, marker="|", markersize=5)
+        middle = (bracket.start_s + bracket.end_s) / 2
+        axes.text(middle, y - 0.05, bracket.name, ha="center", va="bottom", fontsize=8, color=INK)
+    axes.set_ylim(len(lanes) - 0.5, -0.5 - 0.4 * top)
+    axes.set_xlim(0, end)
+    cut = timeline.step_s - end
+    rest = f"; repeated iterations of loops, {format_seconds(cut)}, are cut out" if cut > 0.01 * timeline.step_s else ""
+    _styled(axes, title, f"seconds of a step of {format_seconds(timeline.step_s)}{rest}", grid="x")
+    axes.spines["left"].set_visible(False)
+    figure.legend(loc="outside lower right", ncols=len(KINDS), frameon=False, fontsize=9)
+    return figure
+
+
+def draw_curves(plans: Sequence[Plan], title: str, nodes: Sequence[int] = ()) -> Figure:
+    """Returns throughput of each device and, with a price, cost against devices: a curve for each strategy.
+
+    It is broken where a strategy is not legal or does not fit; `nodes`: counts that may be without a plan.
+    """
+    per_node, unit = plans[0].devices // plans[0].nodes, plans[0].unit
+    every = [p for plan in plans for p in reversed(plan.predictions)]  # the fastest of each strategy last
+    best: dict[str, dict[int, Prediction]] = {}  # by strategy and number of nodes
+    for p in every:
+        best.setdefault(p.candidate.words, {})[p.nodes] = p
+    unit = "tokens" if all(p.tokens_per_s is not None for p in every) else unit
+    panels: dict[str, Callable[[Prediction], float | None]] = {
+        f"{unit}/s of each device": lambda p: (p.tokens_per_s or p.rows_per_s) / (p.nodes * per_node)
+    }
+    if any(p.usd_on_demand is not None for p in every):
+        panels["$ for a billion tokens, on demand"] = lambda p: p.usd_on_demand
+    counts = sorted({*nodes, *(plan.nodes for plan in plans)})
+    devices = [count * per_node for count in counts]
+    figure = Figure(figsize=(5.5 * len(panels), 5), layout="constrained")
+    for axes, (label, value) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for n, name in enumerate(sorted(best)):
+            values = [value(best[name][count]) if count in best[name] else None for count in counts]
+            axes.plot(
+                devices,
+                [nan if one is None else one for one in values],
+                color=SERIES[n % len(SERIES)],
+                marker=MARKERS[n % len(MARKERS)],
+                linestyle="--" if n >= len(SERIES) else "-",
+                label=name if axes is figure.axes[0] else None,
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(devices, map(str, devices))
+        axes.set_ylim(bottom=0)
+        _styled(axes, title if axes is figure.axes[0] else "", "devices", label)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    return figure
+
+
+def _styled(axes: Axes, title: str, below: str, label: str = "", grid: str = "both") -> None:
+    """Gives axes their title and grid, and takes their frame away."""
+    heading = [f"{title}: calculated, not measured"] if title else []
+    axes.set_title("\n".join([*heading, *([label] if label else [])]), fontsize=10, color=INK, loc="left")
+    axes.set_xlabel(below, color=SOFT, fontsize=9)
+    axes.grid(axis=grid, color=GRID, linewidth=0.6)  # pyright: ignore[reportArgumentType]
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _brackets(timeline: Timeline) -> dict[Interval, int]:
+    """Returns the iterations that stand for several, each with its row: above those that it contains."""
+    rows: dict[Interval, int] = {}
+    repeated = [interval for interval in timeline.intervals if interval.lane == REPEATED]
+    for one in sorted(repeated, key=lambda interval: interval.end_s - interval.start_s):
+        inside = [row for other, row in rows.items() if one.start_s <= other.start_s and other.end_s <= one.end_s]
+        rows[one] = max(inside, default=-1) + 1
+    return rows
+
+
+def _kind(interval: Interval) -> str:
+    if interval.lane == "compute":
+        return "kernel"
+    return interval.name if interval.name in KINDS else "other"
+
+
+def _merged(intervals: Sequence[Interval], gap: float) -> list[tuple[float, float]]:
+    """Returns (start, length) of bars; those that are nearer than `gap` are one, and none is narrower."""
+    bars: list[tuple[float, float]] = []
+    for interval in sorted(intervals, key=lambda i: i.start_s):
+        end = max(interval.end_s, interval.start_s + gap)
+        if bars and interval.start_s - (bars[-1][0] + bars[-1][1]) < gap:
+            start, length = bars[-1]
+            bars[-1] = (start, max(length, end - start))
+        else:
+            bars.append((interval.start_s, end - interval.start_s))
+    return bars
