@@ -18,7 +18,7 @@ import test_models_forward
 import test_models_resnet
 import test_models_vit
 import workload
-from test_optimizers import by_numpy, formula_rates
+from test_optimizers import formula_rates
 
 import models
 from compression.exchange import exchange
@@ -109,6 +109,36 @@ def train_on_mesh(kind: str, optimizer: OptimizerConfig, dtype: str, **how: Any)
     state = jax.device_put(jax.tree.map(np.asarray, state), state_shardings(plan, state), may_alias=False)
     step = jax.jit(build_train_step(accumulated(model.objective), plan, chain))
     return list(workload.run_steps(step, state, workload.put_batch(plan, 2, kind=BATCHES[kind]), STEPS)[0])
+
+
+def by_numpy(c: OptimizerConfig, p: np.ndarray, grads: list[np.ndarray], rates: list[float], wd: float) -> np.ndarray:
+    """Returns a tensor after steps of AdamW, LAMB or Adafactor with `grads`."""
+    if c.name == "adafactor":
+        return adafactor_by_numpy(p, grads, rates, wd)
+    m = v = np.zeros_like(p)
+    for t, (g, rate) in enumerate(zip(grads, rates, strict=True), start=1):
+        m, v = c.b1 * m + (1 - c.b1) * g, c.b2 * v + (1 - c.b2) * g**2
+        u = m / (1 - c.b1**t) / (np.sqrt(v / (1 - c.b2**t)) + c.eps) + wd * p
+        p = p - rate * u * (np.linalg.norm(p) / np.linalg.norm(u) if c.name == "lamb" else 1.0)
+    return p
+
+
+def adafactor_by_numpy(p: np.ndarray, grads: list[np.ndarray], rates: list[float], wd: float) -> np.ndarray:
+    """Algorithms 4 and 5 of arXiv 1804.04235, with relative steps; tensors are factored by their two largest dims."""
+    rms = lambda x: np.sqrt(np.mean(np.square(x)))
+    rows = columns = v = np.zeros(())
+    for t, (g, rate) in enumerate(zip(grads, rates, strict=True), start=1):
+        b2, squares = 1 - t**-0.8, g**2 + 1e-30
+        if g.ndim > 1 and sorted(g.shape)[-2] >= 128:
+            i, j = np.argsort(g.shape)[-2:]
+            rows = b2 * rows + (1 - b2) * squares.mean(i, keepdims=True)
+            columns = b2 * columns + (1 - b2) * squares.mean(j, keepdims=True)
+            v = rows * columns / rows.mean(j, keepdims=True)
+        else:
+            v = b2 * v + (1 - b2) * squares
+        u = g / np.sqrt(v)
+        p = p - rate * (max(1e-3, rms(p)) * u / max(1.0, rms(u)) + wd * p)
+    return p
 
 
 MICS = dict(strategy="mics", partition_size=2, overlap=True)

@@ -118,7 +118,7 @@ def test_they_reach_the_compilation_and_the_record(
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_note)
     assert run_here(*arguments(tmp_path / "run"), make=make_experiment) == 0
-    wanted = list(on_gpus(known=is_known))[1:] if platform == "gpu" else []
+    wanted = list(on_gpus(known=is_known, pipelined=True))[1:] if platform == "gpu" else []
     assert wanted in [list(options or {}) for options in asked]
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert list(environment["xla_options"]) == wanted

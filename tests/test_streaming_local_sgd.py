@@ -10,7 +10,8 @@ import numpy as np
 import optax
 import pytest
 import workload
-from test_exchange_checkpoints import restore, save, shapes
+from checkpointing import abstract
+from test_exchange_checkpoints import restore, save
 from test_local_sgd import LAYOUTS, LEARNING_RATE, inner, rows_of_replicas
 from test_overlapped_step import crossing, tiny_config
 
@@ -101,7 +102,7 @@ def diloco(layout: str, overlap: bool) -> tuple[ShardingPlan, Any, Any, Any]:
     """Returns the plan, the compiled step, a copy of its first state on the host, with its shardings, and its batch."""
     plan = make_plan(layout, overlap=overlap)
     step, state, data = compiled(plan, DILOCO, inner())
-    return plan, step, (jax.tree.map(np.array, state), shapes(state)), data
+    return plan, step, (jax.tree.map(np.array, state), abstract(state)), data
 
 
 def begin(first: tuple[Any, Any]) -> Any:
@@ -192,7 +193,7 @@ def test_on_another_number_of_replicas_the_outer_steps_are_the_same(tmp_path: Pa
     state = drifted(state)
     save(tmp_path, state, 1)
     fewer, other, rows = compiled(make_plan("mics(2)", overlap=True, nodes=2), DILOCO, standing)
-    other = restore(tmp_path, shapes(other))
+    other = restore(tmp_path, abstract(other))
     assert jax.tree.leaves(other.opt_state.drift)[0].shape[0] == 2
     start = jax.tree.map(np.array, state.params)
     for _ in range(PARTS):
@@ -229,7 +230,7 @@ def test_on_another_number_of_replicas_what_had_drifted_and_was_owed_arrives(
     save(tmp_path, state, PARTS + 1)
     expected = together(state)
     fewer, first, rows = on_nodes(2, 0.0)
-    found = restore(tmp_path, shapes(first))
+    found = restore(tmp_path, abstract(first))
     for _ in range(PARTS):
         found, _ = fewer(found, rows)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), together(found), expected)
