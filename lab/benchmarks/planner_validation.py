@@ -28,6 +28,7 @@ from planner.compile import compile_step
 from planner.replay import replay
 from sharding.hlo_program import parse_program
 
+OVERLAP = "off"  # what `auto` was on CPUs when the steps were timed whose names do not say it
 RESULTS = DERIVED / "planner.jsonl"
 CPU_RATES = MEASURED / "cpu_rates.jsonl"
 CONFIG, NODES, DEVICES = "configs/standard.py", 4, 2
@@ -56,10 +57,10 @@ def timed_steps() -> Iterator[Line]:
     for line in lines:
         if "codec" in line:
             name = f"mics(2), {line['codec']}, 1 micro-step"
-            keys[name] = compression.keys_of(line["codec"])
+            keys[name] = {"sharding.overlap": OVERLAP, **compression.keys_of(line["codec"])}
         else:
             name = line["strategy"]
-            keys[name] = {f"sharding.{key}": value for key, value in sharding_of(name).items()}
+            keys[name] = {f"sharding.{key}": value for key, value in ({"overlap": OVERLAP} | sharding_of(name)).items()}
             keys[name] |= {"model.remat": remat_of(name)}
         runs[line["commit"] == session, name, line["rate"]].append(line["step_time_s"])
     for (with_rates, name, rate), seconds in runs.items():

@@ -313,9 +313,14 @@ def coded_lines(records: Records, kind: str) -> list[Line]:
     return [line for line in newest(records.lines("compression", superseded=True)) if line["kind"] == kind]
 
 
+def drawn(lines: Sequence[Line]) -> list[Line]:
+    """Returns the lines of strategies: one with and without overlap is a bar already."""
+    return [line for line in lines if "overlap=" not in line["strategy"]]
+
+
 CHARTS: Mapping[str, Callable[[Records], Figure]] = {
-    "strategies_step_time": lambda x: draw_step_times(ours_of(x.lines("strategies"), scale_model=False)),
-    "strategies_bytes": lambda x: draw_bytes(ours := ours_of(x.lines("strategies")), names_of(ours)),
+    "strategies_step_time": lambda x: draw_step_times(drawn(ours_of(x.lines("strategies"), scale_model=False))),
+    "strategies_bytes": lambda x: draw_bytes(ours := drawn(ours_of(x.lines("strategies"))), names_of(ours)),
     "readme_bytes": lambda x: draw_bytes(ours_of(x.lines("strategies")), IN_README),
     "compression_step_time": lambda x: draw_codecs(coded_lines(x, "step")),
     "planner_curves": lambda _: planner_records.curves(),
