@@ -154,8 +154,8 @@ def test_every_refusal_that_the_page_promises_has_its_rule() -> None:
 
 
 def config_value(key: str, changes: dict[str, Any]) -> Any:
-    """The value of a key in the config with these changes."""
-    return changes.get(key, BASE.get(key, flat(defaults(changes.get("model.kind", "decoder")))[key]))
+    """The value of a key in the config with these changes; None if its kind of model has no such key."""
+    return changes.get(key, BASE.get(key, flat(defaults(changes.get("model.kind", "decoder"))).get(key)))
 
 
 def begins(rule: Rule, changes: dict[str, Any]) -> str:
