@@ -10,7 +10,7 @@ from running import ROOT
 
 from configs import base, digits
 from configs.base import typed
-from configs.schema import Config, DecoderConfig, defaults, flat
+from configs.schema import Config, DecoderConfig, flat
 from configs.schema.combinations import FEATURES, HOPS, RULES, Rule, table
 from configs.schema.own import OWN
 from models import Decoder
@@ -108,13 +108,18 @@ SIZES = (
 )  # what examples lack that were made for other pairs
 
 
-def config(changes: dict[str, Any]) -> Config:
-    """A config of 4 nodes of 2 devices with these changes; a key of the model's kind chooses its section."""
-    kind = changes.get("model.kind", "decoder")
+def of_kind(kind: str) -> ConfigDict:
+    """The config of a kind of model, before any change."""
     made = digits.get_config() if kind in ("resnet", "vit") else base.get_config()
     made.model = base.model(kind)
     if kind == "resnet":
         made.model.update(digits.get_config().model)
+    return made
+
+
+def config(changes: dict[str, Any]) -> Config:
+    """A config of 4 nodes of 2 devices with these changes; a key of the model's kind chooses its section."""
+    made = of_kind(changes.get("model.kind", "decoder"))
     known = ConfigDict(made).to_dict()
     for key, value in (BASE | changes).items():
         section, _, name = key.rpartition(".")
@@ -155,7 +160,8 @@ def test_every_refusal_that_the_page_promises_has_its_rule() -> None:
 
 def config_value(key: str, changes: dict[str, Any]) -> Any:
     """The value of a key in the config with these changes; None if its kind of model has no such key."""
-    return changes.get(key, BASE.get(key, flat(defaults(changes.get("model.kind", "decoder"))).get(key)))
+    kind = changes.get("model.kind", "decoder")
+    return changes.get(key, BASE.get(key, flat(of_kind(kind).to_dict()).get(key)))
 
 
 def begins(rule: Rule, changes: dict[str, Any]) -> str:

@@ -44,7 +44,8 @@ def test_a_run_with_room_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
     assert all(row["dropped_share"] == 0 for row in rows(tmp_path / "run"))
     report = json.loads((tmp_path / "run" / "collectives.json").read_text())
     sent = [c for c in report["collectives"] if c["name"] == "experts"]
-    # 4 layers, 6 exchanges each but the last's 4, 2 micro-steps of a row; 4 experts with room for all 32 tokens of 32 values, half are here
+    # 4 layers, 6 exchanges each but the last's 4, 2 micro-steps of a row; 4 experts with room for all 32 tokens of 32
+    # values, half are here
     assert sum(c["intra_bytes"] for c in sent) == (6 * 3 + 4) * 2 * 4 * (4 * 32 * 32) // 2
     assert sum(c["inter_bytes"] for c in sent) == 0
     planned = traffic(make_experiment(Config.from_dict(json.loads((tmp_path / "run" / "config.json").read_text()))))
