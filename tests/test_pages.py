@@ -59,7 +59,7 @@ WRITERS = {
         "hop_two_fraction_sent",
         "residual_norm",
     },
-    "optimizers.py": {"skipped_steps"},
+    "training/optimizer_chain.py": {"skipped_steps"},
     "models/experts.py": {"cross_entropy", "balance_loss", "z_loss", "dropped_share"},
     "training/hooks.py": {"learning_rate", "data_wait_s", "checkpoint_s", "snapshot_s", "validation_s"},
     "sharding/hlo.py": {"collective_inter_bytes", "collective_intra_bytes"},
