@@ -22,7 +22,7 @@ from jax import Array
 from configs.schema import MoeConfig
 from models.block import Attention, Block, BlockConfig, gelu, initial_std, normal, residual_std
 from models.decoder import Decoder
-from models.model import Batch, Gather, Params, cross_entropy
+from models.model import Batch, Gather, Params
 from sharding.experts import ALONE, Exchange, exchange_of, keep
 
 AUX = ("balance_loss", "z_loss", "dropped_share")
@@ -214,13 +214,15 @@ class Moe(Decoder):
 
     def logits(self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None = None) -> Array:
         """Returns float32 logits `[B, T, V]` of the next token at each position; padding ids get probability 0."""
-        return self.logits_and_aux(params, tokens_BT, gather, segments_BT, jnp.ones(tokens_BT.shape))[0]
-
-    def logits_and_aux(
-        self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None, weights_BT: Array
-    ) -> tuple[Array, Aux]:
-        """Returns the logits, and the auxiliary sums over rows, as means over the layers with experts."""
         embed_values = gather("embed", params["embed"])
+        x_BTD, _ = self._run(params, embed_values, tokens_BT, gather, segments_BT, jnp.ones(tokens_BT.shape))
+        return self.project(gather("head", params["head"]), embed_values, x_BTD)
+
+    def _run(
+        self, params: Params, embed_values: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None,
+        weights_BT: Array,
+    ) -> tuple[Array, Aux]:  # fmt: skip
+        """Returns the last layer's output, and the auxiliary sums over rows, as means over the layers with experts."""
         x_BTD = self.embed(embed_values, tokens_BT, segments_BT)
         zero = jnp.sum(x_BTD[:, 0, 0]).astype(jnp.float32) * 0  # of data: a shard_map sees it vary like later sums
         x_BTD, aux = self.run_layers(
@@ -231,8 +233,7 @@ class Moe(Decoder):
             weights_BT,
             exchange=exchange_of(gather),
         )
-        means = jax.tree.map(lambda x: x / self.config.num_moe_layers, aux)
-        return self.project(gather("head", params["head"]), embed_values, x_BTD), means
+        return x_BTD, jax.tree.map(lambda x: x / self.config.num_moe_layers, aux)
 
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
         """Returns the weighted sum of the tokens' cross-entropies in nats, without the losses of the router."""
@@ -251,8 +252,9 @@ class Moe(Decoder):
         return cross_entropies + c.num_moe_layers * of_routers, {"cross_entropy": cross_entropies} | aux
 
     def _losses(self, params: Params, batch: Batch, gather: Gather) -> tuple[Array, Aux]:
-        logits_BTV, aux = self.logits_and_aux(params, batch["tokens"], gather, batch.get("segments"), batch["weights"])
-        return cross_entropy(logits_BTV, batch["targets"], batch["weights"]), aux
+        embed_values, segments_BT = gather("embed", params["embed"]), batch.get("segments")
+        x_BTD, aux = self._run(params, embed_values, batch["tokens"], gather, segments_BT, batch["weights"])
+        return self.cross_entropy(gather("head", params["head"]), embed_values, x_BTD, batch), aux
 
     def warning(self, metrics: Mapping[str, float]) -> str:
         """Returns a line if a step dropped more than `max_dropped`."""

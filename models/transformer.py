@@ -13,6 +13,7 @@ from jax import Array
 
 from configs.schema import EncoderConfig, TransformerConfig, ViTConfig
 from models.block import Block, BlockConfig, Norm, initial_std, normal
+from models.chunked_loss import piece_length, sum_of_pieces
 from models.model import Batch, Gather, Group, Model, Params, cross_entropy, mask_padding, rematerialise
 from sharding.accumulation import scan_layers
 from sharding.pipeline import StagedLoss
@@ -164,8 +165,20 @@ class Transformer(Stack):
         `batch` holds `tokens` `[B, T]` and `targets` `[B, T]`, ids, `weights` `[B, T]`, float32, and with a
         `data.packing` of documents `segments` `[B, T]`.
         """
-        logits_BTV = self.logits(params, batch["tokens"], gather, batch.get("segments"))
-        return cross_entropy(logits_BTV, batch["targets"], batch["weights"])
+        embed_values, segments_BT = gather("embed", params["embed"]), batch.get("segments")
+        x_BTD = self.embed(embed_values, batch["tokens"], segments_BT)
+        x_BTD = self.run_layers(params, x_BTD, gather, *self.layer_args(batch["tokens"], segments_BT))
+        return self.cross_entropy(gather("head", params["head"]), embed_values, x_BTD, batch)
+
+    def cross_entropy(self, values: Params, embed_values: Params, x_BTD: Array, batch: Batch) -> Array:
+        """Returns the weighted sum of the cross-entropies of `project`, piece by piece where the logits are many."""
+
+        def of_piece(params: tuple[Params, Params], x_BCD: Array, rows: Mapping[str, Array]) -> Array:
+            return cross_entropy(self.project(*params, x_BCD), rows["targets"], rows["weights"])
+
+        rows = {name: batch[name] for name in ("targets", "weights")}
+        length = piece_length(x_BTD.shape[0], x_BTD.shape[1], self.config.padded_vocab)
+        return sum_of_pieces(of_piece, (values, embed_values), x_BTD, rows, length)
 
     def staged_loss(self) -> StagedLoss | None:
         """Returns the loss in pieces: the embedding, the layers, the head and the cross-entropies.
@@ -185,8 +198,7 @@ class Transformer(Stack):
             return self.run_layers(params, x_BTD, gather, *self.layer_args(rows["tokens"], rows.get("segments")))
 
         def loss(last: Mapping[str, Params], x_BTD: Array, rows: Batch) -> Array:
-            logits_BTV = self.project(last["head"], last["embed"], x_BTD)
-            return cross_entropy(logits_BTV, rows["targets"], rows["weights"])
+            return self.cross_entropy(last["head"], last["embed"], x_BTD, rows)
 
         return StagedLoss(
             first=("embed",), last=("embed", "head"), between=between, begin=begin, layers=layers, loss=loss

@@ -100,6 +100,8 @@ def _flags(argv: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_string("cluster", DEFAULT, names, flag_values=values)
     about = "nodes of the cluster (one, unless it is given); several with commas between"
     flags.DEFINE_list("nodes", ["1"], about, flag_values=values)
+    about = "whose habits to price: ours, the program's schedule; fsdp, which hides all it can; deepspeed, nothing"
+    flags.DEFINE_enum("as", "ours", [*clusters.SYSTEMS], about, flag_values=values)
     flags.DEFINE_boolean("search", False, "look for the best", flag_values=values)
     about = f"programs that a search looks at ({LOOKED_AT}, unless it is given)"
     flags.DEFINE_integer("compile", None, about, flag_values=values, lower_bound=1)
@@ -167,7 +169,7 @@ def _cluster(values: flags.FlagValues) -> tuple[clusters.Cluster, str]:
         cluster = clusters.with_rate(cluster, float(match[1]) * RATE[match[2]])
     if values.probe:
         cluster, measured = clusters.with_probe(cluster, Path(values.probe))
-    return cluster, measured
+    return clusters.with_system(cluster, str(values["as"].value)), measured
 
 
 def _notes(config: Config, cluster: clusters.Cluster) -> list[str]:
@@ -175,14 +177,9 @@ def _notes(config: Config, cluster: clusters.Cluster) -> list[str]:
     if not cluster.is_gpu:
         return []
     notes = [
-        "exposed is a lower bound: the replay has a queue for each network level, jax 0.10.2 one stream for "
-        "all collectives of a device"
-        if compiling.WHEELS.exists()
-        else "XLA for GPUs is not installed (make .venv/h100/installed): priced from the program compiled for CPUs, "
-        "which overlaps nothing and has other temporaries; less exact"
-    ]
-    if getattr(config.model, "attention", "xla") != "xla" and config.model.compute_dtype == "bfloat16":
-        notes.append("attention is XLA's own: cuDNN's kernel, which A100s and later would use, needs a GPU to compile")
+        "XLA for GPUs is not installed (make .venv/h100/installed): priced from the program compiled for CPUs, which "
+        "overlaps nothing, has other temporaries and names no streams; less exact"
+    ] * (not compiling.WHEELS.exists())
     memory = f"{format_bytes(cluster.usable_bytes(1))} of {format_bytes(cluster.device.memory_bytes)}"
     return [
         *notes,

@@ -1,25 +1,40 @@
-"""The rates that plans are made of, each with its source: devices, links and prices of clusters, by name or by a probe.
+"""Devices, links and prices of clusters, by name or by a probe; planner/rates.csv has the figures.
 
-Peaks are those of data sheets; how much of them programs reach is the same for all GPUs, but in matrix products. What
-collectives reach of the links is read off those on p3dn and p4d nodes, nothing is fitted to a training step. A figure
-that nobody publishes is None, and what would need it is left out.
+A cluster of which a figure is missing is not offered; without a price, costs are left out.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from files import json_objects
 from metrics.throughput import peak_flops
+from planner.rates import MissingRateError, Rates, rows
 
 GBIT = 1e9 / 8  # bytes/s
+# what systems of training hide: the compiled program's schedule; gathers and scatters of the neighbouring layers beside
+# every layer's kernels (FSDP's prefetching, Zhao et al. 2023, arXiv 2304.11277, 3.3); or nothing
+SCHEDULE, ALL, NOTHING = "schedule", "all", "nothing"
+SYSTEMS = {"ours": SCHEDULE, "fsdp": ALL, "deepspeed": NOTHING}
 MEMORY_SHARE = 0.90  # of a device's, that a program can have: a choice; the rest is CUDA's, NCCL's, or fragments
 
 
 # ------------------------------------------------------------------------------------------- what a replay needs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """What a kernel multiplies."""
+
+    dtype: str  # of the operands, as in HLO
+    flops: float
+    dims: tuple[int, int, int, int] | None = None  # of a matrix product: products, rows, columns, terms of a sum
+    part: str = ""  # of attention: forward, backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +43,15 @@ class Device:
 
     peak_flops: Mapping[str, float]  # FLOP/s of dense matrix products by the dtype of their operands, as in HLO
     matmul_fraction: float  # of the peak that matrix products reach, of any dtype
+    attention: Mapping[str, float] = field(default_factory=dict)  # the same of attention kernels' forward, backward
     memory_bandwidth: float  # bytes/s that kernels reach
     functions_per_s: float = inf  # values of exp, tanh and the like; GPUs compute them while they wait for memory
     launch_s: float = 0.0  # added to every kernel
+
+    def product_s(self, product: Product) -> float:
+        """Returns how long a kernel's products take."""
+        peak = self.peak_flops.get(product.dtype, min(self.peak_flops.values()))
+        return product.flops / (peak * self.attention.get(product.part, self.matmul_fraction))
 
     def matmul_rate(self, dtype: str) -> float:
         """Returns the FLOP/s that products of a dtype reach; of a dtype that is not listed, those of the slowest."""
@@ -102,6 +123,7 @@ class Cluster:
     reached: Reached
     on_demand: float | None = None  # $/h of a node
     spot: float | None = None
+    hides: str = SCHEDULE  # what of the communication the kernels hide
 
     @property
     def is_gpu(self) -> bool:
@@ -159,6 +181,14 @@ def with_rate(cluster: Cluster, rate_bits: float) -> Cluster:
     return replace(cluster, node_bandwidth=rate_bits / 8, on_demand=None, spot=None)
 
 
+def with_system(cluster: Cluster, system: str) -> Cluster:
+    """Returns the cluster as another system of training uses it: what it hides, and its attention kernels' rates."""
+    device, found = cluster.device, Rates(rows())
+    names = [f"{system} on {name}" for name in GPUS.get(device.name, ((),))[0]]
+    own = {part: found.get(f"attention {part}", *names) or share for part, share in device.attention.items()}
+    return replace(cluster, device=replace(device, attention=own), hides=SYSTEMS[system])
+
+
 def with_probe(cluster: Cluster, path: Path) -> tuple[Cluster, str]:
     """Returns the cluster with the links that `lab.probe` measured on it, and a line that says which.
 
@@ -209,123 +239,115 @@ def _refuse_other(cluster: Cluster, path: Path, kind: str, levels: Mapping[str, 
 
 # ------------------------------------------------------------------------------------------- the figures
 
-PRODUCTS = {  # TFLOP/s measured in half-precision matrix products of the best shapes
-    "V100": 83,  # mixed precision (Markidis et al. 2018, doi 10.1109/IPDPSW.2018.00091)
-    "A100": 271,  # bf16 (stas00/ml-engineering, compute/accelerator)
-    "H100": 795,  # the same
-    "H200": 795,  # the same
-}
-
-
-def _gpu(
-    name: str, target: str, single: float, memory_bytes: float, bandwidth: float, links: float, note: str = ""
-) -> Accelerator:
-    """Returns a GPU; products of f32 reach the same fraction as those of half precision."""
-    half = peak_flops(name)
-    assert half
-    return Accelerator(
-        name=name,
-        target=target,
-        peak_flops={"bf16": half, "f16": half, "f32": single},
-        matmul_fraction=1e12 * PRODUCTS[name.split("-")[0]] / half,
-        memory_bytes=memory_bytes,
-        memory_bandwidth=0.90 * bandwidth,  # A100, 100 MB and more (calculon, systems/a100_80g.json)
-        link_bandwidth=links,
-        launch_s=1e-6,  # kKernelLaunchOverhead of XLA's own performance model
-        note=note,
-    )
-
-
-# NVIDIA's data sheets: f32 (of an A100 and later TF32, which XLA uses for products by default) and NVLink 2, 3 and 4.
-# Memory and its bandwidth: of the V100 the data sheet's, else openxla/xla, xla/backends/gpu/target_config/specs.
 V100_NOTE = (
     "V100: priced from the program compiled for an A100, with the V100's own FLOP/s, memory and links; "
     "bf16 stands for fp16, which is what it computes in"
 )
-V100 = _gpu("V100", "a100", 15.7e12, 32 * 2**30, 900e9, 150e9, V100_NOTE)
-A100_40 = _gpu("A100-40GB", "a100", 156e12, 42331013120, 1555e9, 300e9)
-A100_80 = _gpu("A100-80GB", "a100", 156e12, 85100068864, 2039e9, 300e9)
-H100 = _gpu("H100", "h100", 495e12, 84942979072, 3352e9, 450e9)
-H200 = _gpu("H200", "h100", 495e12, 151397597184, 4800e9, 450e9)
-CPU = Accelerator(
-    name="CPU",
-    target="cpu",
-    # lab/benchmarks/results/measured/cpu_rates.jsonl, 4 processes of 2 devices at once: a transformer's products, as
-    # many bytes of four kinds of kernels, exp and tanh
-    peak_flops={"f32": 196e9},
-    matmul_fraction=1.0,
-    memory_bandwidth=21.2e9,
-    functions_per_s=3.59e9,
-    memory_bytes=24 * 2**30,  # the machine of those measurements: 2 cores of a shared x86-64 host
-    link_bandwidth=440e6,  # lab.probe on 4 emulated nodes of 2, 2026-11-22, all-gather; a busy machine
-    is_shared=True,
-    note="emulated: all devices of all nodes share one machine's 2 cores, so more nodes compute no faster",
-)
-NCCL = Reached(
-    intra=0.81,  # mean of p3dn's gathers, 128 of 150 GB/s (MiCS, section 5.1), and p4d's, 231 of 300 (NVIDIA/nccl#527)
-    inter=0.86,  # p3dn's large gathers, 10.8 of 12.5 GB/s (MiCS, figure 2); TCP is taken to reach it too
-    # NCCL's 92 % and its corrections by size, from 64 bytes to 512 MB (2.23, src/graph/tuning.cc)
-    trees=tuple(
-        0.92 * share
-        for share in (*7 * (0.9,), 0.8, 0.7, *2 * (0.6,), *4 * (0.5,), 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, *2 * (0.9,), 1.0)
-    ),
-)
-GLOO = Reached(
-    inter=0.96,  # training's collectives at 200 Mbit/s: 95 to 98 % (docs/clusters.md)
-    all_to_all=0.80,  # 78 % of the rate, where rings reach 96 to 97 % (docs/clusters.md)
-)
-PRICES = {  # $/h on demand and spot, in us-east-1; AWS's list of 2026-11-09 unless another is named
-    "p3dn.24xlarge": (31.212, None),  # instances.vantage.sh, 2026-04-08
-    "p4d.24xlarge": (21.957642, None),
-    "p4de.24xlarge": (27.44705, None),
-    "p5.48xlarge": (55.04, None),
-    "p5en.48xlarge": (63.296, 27.1988),  # 2026-09-24; spot 2026-08-06 (dstackai/dstack#4110)
+CPU_NOTE = "emulated: all devices of all nodes share one machine's 2 cores, so more nodes compute no faster"
+GPUS = {  # what rates.csv calls it, and what it is compiled for
+    "V100": (("V100",), "a100", V100_NOTE),
+    "A100-40GB": (("A100-40GB", "A100"), "a100", ""),
+    "A100-80GB": (("A100-80GB", "A100"), "a100", ""),
+    "H100": (("H100",), "h100", ""),
+    "H200": (("H200", "H100"), "h100", ""),
 }
-# The same of a list that has both, which simulations need, undated: SkyPilot's catalogue
+NODES = {  # of 8 GPUs
+    "p3dn.24xlarge": "V100",
+    "p4d.24xlarge": "A100-40GB",
+    "p4de.24xlarge": "A100-80GB",
+    "p5.48xlarge": "H100",
+    "p5en.48xlarge": "H200",
+    "8xh200": "H200",
+    **{f"h100-{gbit}gbit": "H100" for gbit in (1, 10, 25, 100)},
+}
+# NCCL's corrections of trees by size, from 64 bytes to 512 MB (2.23, src/graph/tuning.cc)
+TREES = (*7 * (0.9,), 0.8, 0.7, *2 * (0.6,), *4 * (0.5,), 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, *2 * (0.9,), 1.0)
+# $/h on demand and spot of a list that has both, which simulations need, undated: SkyPilot's catalogue
 # (github.com/skypilot-org/skypilot-catalog, catalogs/v4/aws/vms.csv at 0dbb44e5), us-east-1c and us-east-1a
 CATALOGUE = {"p3.16xlarge": (24.48, 8.0726), "p4d.24xlarge": (32.7726, 13.3597)}
 
 
-def _node(name: str, device: Accelerator, gbit: float) -> Cluster:
-    """Returns a cluster of nodes with 8 GPUs; latencies are those of NCCL's own model (2.23, simple protocol)."""
-    on_demand, spot = PRICES.get(name, (None, None))
+def gpu(name: str, rates: Rates) -> Accelerator:
+    """Returns a GPU; products of f32 reach the same share of the peak as those of half precision."""
+    names, target, note = GPUS[name]
+    half = peak_flops(name)
+    assert half
+    attention = {part: rates.get(f"attention {part}", *names) for part in ("forward", "backward")}
+    return Accelerator(
+        name=name,
+        target=target,
+        peak_flops={"bf16": half, "f16": half, "f32": rates("products in f32", *names)},
+        matmul_fraction=rates("products", *names),
+        attention={part: share for part, share in attention.items() if share},
+        memory_bytes=rates("memory", *names),
+        memory_bandwidth=rates("bandwidth reached", "GPU") * rates("bandwidth", *names),
+        link_bandwidth=rates("links", *names),
+        launch_s=rates("launch", "GPU"),
+        note=note,
+    )
+
+
+def _node(name: str, rates: Rates) -> Cluster:
+    device = gpu(NODES[name], rates)
     return Cluster(
         name=name,
         device=device,
         devices_per_node=8,
         intra_bandwidth=device.link_bandwidth,
-        intra_latency_s=3.4e-6,
-        node_bandwidth=gbit * GBIT,
-        inter_latency_s=14e-6,
-        reached=NCCL,
-        on_demand=on_demand,
-        spot=spot,
+        intra_latency_s=rates("latency inside a node", "NCCL"),
+        node_bandwidth=rates("node link", name) / 8,
+        inter_latency_s=rates("latency between nodes", "NCCL"),
+        reached=Reached(
+            intra=rates("links reached", "NCCL"),
+            inter=rates("node link reached", "NCCL"),
+            trees=tuple(rates("trees", "NCCL") * share for share in TREES),
+        ),
+        on_demand=rates.get("on demand", name),
+        spot=rates.get("spot", name),
     )
 
 
-EMULATED = Cluster(
-    name="emulated",
-    device=CPU,
-    devices_per_node=2,
-    intra_bandwidth=CPU.link_bandwidth,
-    intra_latency_s=2.7e-3,  # the same probe, all-reduce
-    node_bandwidth=0.2 * GBIT,  # lab.emulate in the README: --rate=200mbit
-    inter_latency_s=1.1e-3,  # the same probe, all-gather
-    reached=GLOO,
+def _emulated(rates: Rates) -> Cluster:
+    device = Accelerator(
+        name="CPU",
+        target="cpu",
+        peak_flops={"f32": rates("products in f32", "CPU")},
+        matmul_fraction=1.0,
+        memory_bandwidth=rates("bandwidth", "CPU"),
+        functions_per_s=rates("functions", "CPU"),
+        memory_bytes=rates("memory", "CPU"),
+        link_bandwidth=rates("links", "CPU"),
+        is_shared=True,
+        note=CPU_NOTE,
+    )
+    return Cluster(
+        name="emulated",
+        device=device,
+        devices_per_node=2,
+        intra_bandwidth=device.link_bandwidth,
+        intra_latency_s=rates("latency inside a node", "CPU"),
+        node_bandwidth=0.2 * GBIT,  # lab.emulate in the README: --rate=200mbit
+        inter_latency_s=rates("latency between nodes", "CPU"),
+        reached=Reached(inter=rates("node link reached", "GLOO"), all_to_all=rates("all-to-all reached", "GLOO")),
+    )
+
+
+def all_clusters(rates: Rates) -> dict[str, Cluster]:
+    """Returns the clusters by name, but those of which a figure is missing that their plans need."""
+    makers = {name: partial(_node, name) for name in NODES} | {"emulated": _emulated}
+    found = {}
+    for name, make in makers.items():
+        with suppress(MissingRateError):
+            found[name] = make(rates)
+    return found
+
+
+CLUSTERS = all_clusters(Rates(rows()))
+EMULATED = CLUSTERS["emulated"]
+CPU = EMULATED.device
+V100, A100_40, A100_80, H100 = (
+    CLUSTERS[name].device for name in ("p3dn.24xlarge", "p4d.24xlarge", "p4de.24xlarge", "p5.48xlarge")
 )
-CLUSTERS = {
-    cluster.name: cluster
-    for cluster in (  # AWS, EC2 accelerated instances; MiCS, section 5.1
-        _node("p3dn.24xlarge", V100, 100),
-        _node("p4d.24xlarge", A100_40, 400),
-        _node("p4de.24xlarge", A100_80, 400),
-        _node("p5.48xlarge", H100, 3200),
-        _node("p5en.48xlarge", H200, 3200),
-        _node("8xh200", H200, 400),  # one adapter; --rate for another
-        *(_node(f"h100-{gbit}gbit", H100, gbit) for gbit in (1, 10, 25, 100)),  # on Ethernet: nobody's product
-        EMULATED,
-    )
-}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,10 @@ place is written in the slice that changes.
 """
 
 import re
+from collections.abc import Sequence
 from math import prod
 
-from planner.clusters import Device
+from planner.clusters import Device, Product
 from sharding.hlo_program import Computation, Instruction, Program, Tensor, Type, num_bytes, tensors
 
 NO_KERNELS = """
@@ -17,6 +18,7 @@ NO_KERNELS = """
 FREE = frozenset(NO_KERNELS.split())
 _RENAMING = ("bitcast", "reshape")  # the same bytes under another name
 _PRODUCTS = ("dot", "convolution", "custom-call")
+ATTENTION = {"forward": 2, "backward": 5, "queries": 3, "keys": 4}  # products of a kernel over all pairs of places
 FUNCTIONS = """
     exponential exponential-minus-one log log-plus-one logistic tanh erf power sine cosine tan cbrt
 """
@@ -30,22 +32,21 @@ def kernel_s(instruction: Instruction, computation: Computation, program: Progra
     """
     if instruction.opcode in FREE:
         return 0.0
-    matmul_s = sum(
-        flops / device.matmul_rate(dtype) for dtype, flops in matmul_flops(instruction, computation, program)
-    )
+    found = products(instruction, computation, program)
+    products_s = sum(device.product_s(product) for product in found)
     functions_s = num_functions(instruction, program) / device.functions_per_s
     memory_s = moved_bytes(instruction, computation, program) / device.memory_bandwidth
-    return device.launch_s + max(matmul_s, functions_s, memory_s)
+    return device.launch_s + max(products_s, functions_s, memory_s)
 
 
 # ------------------------------------------------------------------------------------------- operations
 
 
-def matmul_flops(instruction: Instruction, computation: Computation, program: Program) -> list[tuple[str, float]]:
-    """Returns the matrix products of a kernel, as (dtype of the operands, floating-point operations)."""
+def products(instruction: Instruction, computation: Computation, program: Program) -> list[Product]:
+    """Returns the matrix products of a kernel; those of an attention kernel together, as one."""
     if instruction.opcode == "fusion":
         called = program.called(instruction.calls[0], instruction)
-        return [found for inside in called.instructions for found in matmul_flops(inside, called, program)]
+        return [found for inside in called.instructions for found in products(inside, called, program)]
     if instruction.opcode not in _PRODUCTS or not instruction.operands:
         return []
     operands = [_type(computation, name) for name in instruction.operands[:2]]
@@ -54,31 +55,55 @@ def matmul_flops(instruction: Instruction, computation: Computation, program: Pr
         return []
     left, right = operands
     assert isinstance(left, Tensor) and isinstance(right, Tensor)
-    return [(left.dtype, flops)] if (flops := _product_flops(instruction, left, right, result)) else []
-
-
-def _product_flops(instruction: Instruction, left: Tensor, right: Tensor, result: Tensor) -> float:
-    """Returns the operations of a product: a multiplication and an addition for each term."""
     target = instruction.attributes.get("custom_call_target", "").strip('"')
+    found = _attention(instruction, target, left) or _product(instruction, target, left, right, result)
+    return [found] if found and found.flops else []
+
+
+def _attention(instruction: Instruction, target: str, queries: Tensor) -> Product | None:
+    """Returns the products of an attention kernel, over pairs of places: cuDNN's, or one of models/flash.py.
+
+    Two forward; backward five in cuDNN's one kernel, three for the queries' gradient and four for the others'. With a
+    causal mask half of the pairs count.
+    """
     config = instruction.attributes.get("backend_config", "").replace("\\", "")
-    if "fmha" in target:  # two products forward, five backward, over pairs of places
+    if "fmha" in target:
         pairs = _numbers(config, r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]')
-        times = 5 if "Backward" in target else 2
-        causal = 0.5 if '"mask_type":"CAUSAL"' in config else 1
-        return 2 * times * causal * prod(pairs) * left.dims[-1] if pairs else 0
+        part, is_causal = "backward" if "Backward" in target else "forward", '"mask_type":"CAUSAL"' in config
+        head, dtype = queries.dims[-1], queries.dtype
+    elif name := re.search(r'name = "flash_(\w+?)(_causal)?"', config):
+        batch, length, heads, head = queries.dims
+        pairs, part, is_causal, dtype = [batch, heads, length, length], name[1], bool(name[2]), queries.dtype
+    else:
+        return None
+    flops = 2 * ATTENTION[part] * (0.5 if is_causal else 1) * prod(pairs) * head if pairs else 0
+    return Product(dtype=dtype, flops=flops, part="forward" if part == "forward" else "backward")
+
+
+def _product(instruction: Instruction, target: str, left: Tensor, right: Tensor, result: Tensor) -> Product | None:
+    """Returns a product or a convolution: a multiplication and an addition for each term of a sum."""
     if instruction.opcode == "dot":
         contracted = _numbers(instruction.attributes.get("lhs_contracting_dims", ""), r"\{([^}]*)\}")
-        return 2 * result.num_elements * prod(left.dims[i] for i in contracted)
+        return _matmul(left, right, result, contracted)
     if "gemm" in target or "matmul" in target:
+        config = instruction.attributes.get("backend_config", "").replace("\\", "")
         contracted = _numbers(config, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-        return 2 * result.num_elements * prod(left.dims[i] for i in contracted or [len(left.dims) - 1])
+        return _matmul(left, right, result, contracted or [len(left.dims) - 1])
     labels = instruction.attributes.get("dim_labels", "")
     if labels and (instruction.opcode == "convolution" or "conv" in target):
         kernel = result if "BackwardFilter" in target else right
         image = {"BackwardFilter": right, "BackwardInput": left}.get(target.removeprefix("__cudnn$conv"), result)
         features = kernel.dims[labels.split("_")[1].split("-")[0].index("o")]
-        return 2 * image.num_elements * kernel.num_elements / features
-    return 0
+        return Product(dtype=left.dtype, flops=2 * image.num_elements * kernel.num_elements / features)
+    return None
+
+
+def _matmul(left: Tensor, right: Tensor, result: Tensor, contracted: Sequence[int]) -> Product:
+    terms = prod(left.dims[i] for i in contracted)
+    # of a batch of products each has so many rows and columns: batch^2 rows columns = left right / terms^2
+    batch = max(1, round(left.num_elements * right.num_elements / terms**2 / max(1, result.num_elements)))
+    rows, columns = left.num_elements // terms // batch, right.num_elements // terms // batch
+    return Product(dtype=left.dtype, flops=2 * result.num_elements * terms, dims=(batch, rows, columns, terms))
 
 
 def num_functions(instruction: Instruction, program: Program) -> int:

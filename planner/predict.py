@@ -10,7 +10,7 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from configs.schema import Config, ImageConfig
+from configs.schema import Config, ImageConfig, TransformerConfig
 from planner import compile as compiling
 from planner.bounds import HLO_DTYPES, flops_per_row
 from planner.candidates import Candidate
@@ -97,8 +97,8 @@ class Machine:
             "mesh.num_cpu_devices": 0,
             "mesh.devices_per_node": self.cluster.devices_per_node,
         }
-        if getattr(config.model, "attention", "") == "cudnn":
-            keys["model.attention"] = "xla"
+        if isinstance(config.model, TransformerConfig):
+            keys["model.attention"] = self.attention(config.model, config.data.seq_len)
         return {
             "config": (*self.config_words, *(f"--config.{key}={value}" for key, value in keys.items())),
             "nodes": self.nodes,
@@ -107,6 +107,19 @@ class Machine:
             "target": self.target,
             "memory_bytes": 0 if self.target == compiling.CPU else self.cluster.device.memory_bytes,
         }
+
+    def attention(self, model: TransformerConfig, length: int) -> str:
+        """Returns the attention that the program is compiled with: models/flash.py in the place of cuDNN's.
+
+        cuDNN's needs a GPU to compile. Neither holds scores in memory; both are priced by their operations.
+        ValueError for a kernel that the GPU does not run.
+        """
+        fused = self.cluster.is_gpu and self.target != compiling.CPU and bool(self.cluster.device.attention)
+        if model.attention == "pallas" and self.cluster.is_gpu and not fused:
+            raise ValueError(f"model.attention=pallas: no rate of it on {self.cluster.device.name} is known; use xla")
+        if model.attention == "cudnn" or (model.attention == "auto" and model.compute_dtype == "bfloat16"):
+            return "pallas" if fused and model.takes_flash(length) else "xla"
+        return model.attention
 
     def device(self, config: Config) -> Device:
         """Returns the device of a replay; a GPU's step that was compiled for CPUs computes in f32."""
@@ -131,7 +144,8 @@ class Step:
     def timeline(self, device: Device | None = None, network: Network | None = None) -> Timeline:
         """Returns the replay, on the cluster's own device and network where none is given."""
         device = device or self.machine.device(self.experiment.config)
-        return replay(self.program, self.compiled.shape, device, network or self.machine.cluster.network())
+        cluster = self.machine.cluster
+        return replay(self.program, self.compiled.shape, device, network or cluster.network(), cluster.hides)
 
     def seconds(self, timeline: Timeline) -> float:
         """Returns the step of a timeline, of the mean step if replicas meet only every few steps."""

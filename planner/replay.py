@@ -1,17 +1,19 @@
 """Replays the schedule of a compiled program: how long a step takes on a cluster, and what of its traffic is exposed.
 
-One stream of kernels in the order of the text, and one queue for each level of the network. A collective that is not
-split into a start and a done blocks the stream; of a pair, the start enqueues and the done waits. A computation that is
+One stream of kernels in the order of the text. Collectives queue on the communication stream that the program gives
+them (jax 0.10.2: one for all), and on the links that they use. A collective that is not split into a start and a done
+blocks the stream of kernels; of a pair, the start enqueues and the done waits. A computation that is
 started on a stream of its own (jax's `compute_on("gpu_stream:1")`) slows nothing down but the network. All devices do
 the same at the same time, so one is replayed. Loops are replayed until an iteration leaves everything as the one before
 did; the rest of their iterations is multiplied.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, isclose
 
-from planner.clusters import Device, Network
+from planner.clusters import ALL, NOTHING, SCHEDULE, Device, Network
 from planner.kernels import FREE, kernel_s
 from sharding.hlo import KINDS, Collective, collective_of
 from sharding.hlo_program import Computation, Instruction, Program, Site, trip_count
@@ -62,6 +64,7 @@ class Timeline:
     compute_s: float
     uses: dict[tuple[str, str], Use]  # by label (the kind, where the program has lost the label) and level
     intervals: tuple[Interval, ...]
+    streams: int  # for communication, that the program names; without one, the links alone are queues
 
     def use(self, *names: str, level: str | None = None) -> Use:
         """Returns the sum over these names, or over all if none is given, on one level or both."""
@@ -69,14 +72,15 @@ class Timeline:
         return sum(found, Use())
 
 
-def replay(program: Program, shape: MeshShape, device: Device, network: Network) -> Timeline:
+def replay(program: Program, shape: MeshShape, device: Device, network: Network, hides: str = SCHEDULE) -> Timeline:
     """Returns the timeline of one execution of `program` on a mesh of `shape`.
 
+    `hides` is what is hidden by the kernels: what its own SCHEDULE says, NOTHING, or ALL that they last for.
     ValueError names what cannot be replayed: a loop without a trip count, a done without its start, a send.
     """
     if network.devices_per_node != shape.devices_per_node:
         raise ValueError(f"a mesh with nodes of {shape.devices_per_node} on a network with {network.devices_per_node}")
-    machine = _Machine(program, shape, device, network)
+    machine = _Machine(program, shape, device, network, hides)
     machine.run(Site(computation=program.entry), {})
     for transfer in machine.state.in_flight:
         machine.wait(transfer)
@@ -86,6 +90,7 @@ def replay(program: Program, shape: MeshShape, device: Device, network: Network)
         compute_s=state.compute,
         uses=state.uses,
         intervals=tuple(machine.intervals),
+        streams=len({queue for queue in state.newest if queue not in LEVELS}),
     )
 
 
@@ -110,7 +115,7 @@ class _State:
     skipped: float = 0.0
     compute: float = 0.0
     uses: dict[tuple[str, str], Use] = field(default_factory=dict)
-    newest: dict[str, _Transfer] = field(default_factory=dict)  # by level
+    newest: dict[str, _Transfer] = field(default_factory=dict)  # by queue: a level, or a stream
     in_flight: list[_Transfer] = field(default_factory=list)
     other: _Transfer | None = None  # while another stream is replayed: what it did last
 
@@ -126,13 +131,14 @@ class _Step:
     what: str  # kernel, collective, start, done, passed, call-start, or an opcode
     seconds: float = 0.0
     collective: Collective | None = None
+    stream: str = ""  # of the collective
 
 
 class _Machine:
     """One device and its network; `run` moves its clock."""
 
-    def __init__(self, program: Program, shape: MeshShape, device: Device, network: Network) -> None:
-        self.state = _State()
+    def __init__(self, program: Program, shape: MeshShape, device: Device, network: Network, hides: str) -> None:
+        self.state, self._hides = _State(), hides
         self.intervals: list[Interval] = []
         self._program, self._shape, self._device, self._network = program, shape, device, network
         self._steps: dict[str, list[_Step]] = {}
@@ -145,15 +151,17 @@ class _Machine:
             handle: _Handle = None
             if what == "kernel":
                 self._kernel(step)
-            elif what == "start":
-                handle = self._transfer(step.collective)
-            elif what == "collective":
-                self.wait(self._transfer(step.collective))
+            elif what in ("start", "collective"):
+                handle = self._transfer(step)
+                if self._waits(what == "collective"):
+                    self.wait(handle)
+                handle = handle if what == "start" else None
             elif what == "done":
                 handle = held.get(instruction.operands[0])
                 if not isinstance(handle, _Transfer):
                     raise ValueError(f"{instruction} waits for something that no instruction before it started")
-                self.wait(handle)
+                if self._waits(True):
+                    self.wait(handle)
                 handle = None
             elif what == "parameter":
                 handle = arguments.get(int(instruction.literal))
@@ -175,6 +183,10 @@ class _Machine:
             if handle is not None:
                 held[instruction.name] = handle
         return held.get(site.computation.root.name) if site.computation.root else None
+
+    def _waits(self, in_schedule: bool) -> bool:
+        """Whether the kernels wait for a collective where they do `in_schedule`."""
+        return {SCHEDULE: in_schedule, NOTHING: True, ALL: False}[self._hides]
 
     def wait(self, transfer: _Handle) -> None:
         """Moves the clock to the end of a transfer; the time is exposed by those that the link is busy with."""
@@ -220,15 +232,19 @@ class _Machine:
         state.in_flight += [handle] if handle else []
         return handle
 
-    def _transfer(self, collective: Collective | None) -> _Transfer:
-        """Enqueues a collective on the levels that it uses."""
+    def _transfer(self, step: _Step) -> _Transfer:
+        """Enqueues a collective on its stream and on the levels that it uses."""
+        state, collective = self.state, step.collective
         assert collective
-        state = self.state
         seconds = level_seconds(collective, self._network)
         level = max(LEVELS, key=lambda level: seconds[level])
         used = [level for level in LEVELS if seconds[level]]
-        queues = [state.newest[level] for level in used if level in state.newest]
-        ahead = max(queues, key=lambda transfer: transfer.end, default=None)
+        queues = [queue for queue in (*used, step.stream) if queue]
+        ahead = max(
+            (state.newest[queue] for queue in queues if queue in state.newest),
+            key=lambda transfer: transfer.end,
+            default=None,
+        )
         ahead = ahead if ahead and ahead.end > state.now else None
         start = ahead.end if ahead else state.now
         transfer = _Transfer((collective.label or collective.kind, level), start, start + seconds[level], ahead)
@@ -236,8 +252,8 @@ class _Machine:
             state.in_flight = [one for one in state.in_flight if one.end > state.now]
         state.in_flight.append(transfer)
         self._count(transfer.key, Use(times=1, busy_s=seconds[level]))
+        state.newest |= dict.fromkeys(queues, transfer)
         for level in used:
-            state.newest[level] = transfer
             self._draw(level, transfer.start, transfer.end, transfer.key[0])
         return transfer
 
@@ -331,7 +347,8 @@ class _Machine:
             raise ValueError(f"{instruction} cannot be replayed: it sends to one device")
         collective = collective_of(instruction, computation, self._program, self._shape) or self._started(instruction)
         if collective:
-            return _Step(instruction, "start" if opcode.endswith("-start") else "collective", 0.0, collective)
+            what = "start" if opcode.endswith("-start") else "collective"
+            return _Step(instruction, what, collective=collective, stream=_stream(instruction))
         if opcode.endswith("-start") and opcode.removesuffix("-start") in ASYNCHRONOUS:
             return _Step(instruction, "call-start")
         if opcode.endswith("-done") and opcode.removesuffix("-done") in (*KINDS, *ASYNCHRONOUS):
@@ -342,6 +359,12 @@ class _Machine:
         if seconds:
             return _Step(instruction, "kernel", seconds)
         return _Step(instruction, "passed") if opcode in _PASSED else None
+
+
+def _stream(instruction: Instruction) -> str:
+    """Returns the communication stream of a collective that is started; "" if the program names none."""
+    found = re.search(r'"operation_queue_id":"(\d+)"', instruction.attributes.get("backend_config", ""))
+    return f"stream {found[1]}" if found and instruction.opcode.endswith("-start") else ""
 
 
 def level_seconds(collective: Collective, network: Network) -> dict[str, float]:

@@ -20,7 +20,7 @@ from compression.exchange import exchange
 from configs.schema import OptimizerConfig, ShardingConfig
 from optimizers import make_optimizer, make_schedule, per_layer
 from planner.compile import WHEELS
-from planner.kernels import matmul_flops
+from planner.kernels import products
 from sharding.hlo import Collective, bytes_per_step, read_collectives
 from sharding.hlo_program import parse_program
 from sharding.mesh import find_nodes, make_mesh
@@ -205,11 +205,11 @@ def product_flops(text: str, scope: str = "") -> float:
     """Returns the floating-point operations of a program's matrix products in a named scope, which has no loops."""
     program = parse_program(text)
     return sum(
-        flops
+        product.flops
         for computation in program.computations.values()
         for instruction in computation.instructions
         if instruction.opcode != "fusion" and scope in instruction.op_name  # what is fused is a computation too
-        for _, flops in matmul_flops(instruction, computation, program)
+        for product in products(instruction, computation, program)
     )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.kernels import matmul_flops, moved_bytes
+from planner.kernels import moved_bytes, products
 from sharding.hlo_program import Program, parse_program
 
 
@@ -27,7 +27,7 @@ def moved(line: str, more: str = "") -> float:
 
 def flops(line: str, more: str = "") -> list[tuple[str, float]]:
     program = kernel(line, more)
-    return matmul_flops(program.entry.by_name["k"], program.entry, program)
+    return [(product.dtype, product.flops) for product in products(program.entry.by_name["k"], program.entry, program)]
 
 
 def fused(*lines: str) -> str:
@@ -141,8 +141,8 @@ ENTRY %main (image: f32[8,16,14,14], filter: f32[32,16,3,3], outputs: f32[8,32,7
   ROOT %k = ({result}, u8[0]) {call}
 }}
 """)
-    found = matmul_flops(program.entry.by_name["k"], program.entry, program)
-    assert found == [("f32", 2 * (8 * 7 * 7) * 32 * (3 * 3 * 16))]
+    (found,) = products(program.entry.by_name["k"], program.entry, program)
+    assert found.flops == 2 * (8 * 7 * 7) * 32 * (3 * 3 * 16)
 
 
 def test_products_are_found_inside_fusions() -> None:

@@ -158,7 +158,9 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
     """
     if config.sink == "wandb":
         wandb_sink.check_installed()
-    model = models.build(_resolved(config.model, packs=config.data.packing != "stream"))
+    model = models.build(
+        _resolved(config.model, packs=config.data.packing != "stream", length=config.data.seq_len)
+    )
     nodes = find_nodes(devices or jax.devices(), config.mesh.devices_per_node)
     layout = make_layout(
         config.sharding,
@@ -199,15 +201,17 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
     )
 
 
-def _resolved(model: ModelConfig, *, packs: bool) -> ModelConfig:
-    """Returns the model section with `attention=auto` resolved: cuDNN's fused kernel for bfloat16 on GPUs, else XLA.
+def _resolved(model: ModelConfig, *, packs: bool, length: int) -> ModelConfig:
+    """Returns the model section with `attention=auto` resolved: on GPUs in bfloat16 a fused kernel, else XLA.
 
-    XLA too where rows are packed with documents.
+    That is cuDNN's; for rows of `length` tokens that are packed with documents our own, if it takes them.
     """
     if not isinstance(model, TransformerConfig) or model.attention != "auto":
         return model
-    fused = jax.default_backend() == "gpu" and model.compute_dtype == "bfloat16" and not packs
-    return replace(model, attention="cudnn" if fused else "xla")
+    if jax.default_backend() != "gpu" or model.compute_dtype != "bfloat16":
+        return replace(model, attention="xla")
+    ours = "pallas" if model.takes_flash(length) else "xla"
+    return replace(model, attention=ours if packs else "cudnn")
 
 
 def _overlaps(config: Config) -> bool:

@@ -78,7 +78,7 @@ class Config(Section):
                 f"data.objective={data.objective} does not fit model.kind={model.kind}; it must be {model.OBJECTIVE}"
             )
         pallas = isinstance(model, TransformerConfig) and model.attention == "pallas"
-        if pallas and data.seq_len not in (16, 32) and data.seq_len % 64:
+        if pallas and not model.takes_flash(data.seq_len):
             raise ValueError(f"data.seq_len={data.seq_len}: model.attention=pallas needs 16, 32 or a multiple of 64")
         if isinstance(model, TransformerConfig) and data.seq_len > model.max_len:
             raise ValueError(

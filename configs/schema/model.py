@@ -49,7 +49,7 @@ class TransformerConfig(ModelConfig):
     num_heads: int = key(4, "attention heads per layer", least=1)
     attention: str = key(
         "auto",
-        "attention kernel; auto: cuDNN on GPUs in bfloat16, else XLA; pallas: one that needs no GPU to compile",
+        "attention kernel; auto: on GPUs in bfloat16 cuDNN, or pallas, our own, for packed documents; else XLA",
         choices=("auto", "xla", "cudnn", "pallas"),
         resumable=True,
     )
@@ -59,9 +59,8 @@ class TransformerConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_heads(self.hidden, self.num_heads)
-        if self.attention == "pallas":
-            fits = self.head_dim >= 16 and self.head_dim.bit_count() == 1
-            require(fits, "hidden / num_heads", self.head_dim, "attention = 'pallas' needs a power of two from 16 on")
+        fits = self.attention != "pallas" or self.has_flash_heads
+        require(fits, "hidden / num_heads", self.head_dim, "attention = 'pallas' needs a power of two from 16 on")
         fused = self.attention != "cudnn" or self.compute_dtype == "bfloat16"
         require(fused, "attention", self.attention, "cudnn needs model.compute_dtype = 'bfloat16'; otherwise use xla")
 
@@ -69,6 +68,15 @@ class TransformerConfig(ModelConfig):
     def head_dim(self) -> int:
         """Size of a head."""
         return self.hidden // self.num_heads
+
+    @property
+    def has_flash_heads(self) -> bool:
+        """Whether models/flash.py takes heads of this size."""
+        return self.head_dim >= 16 and self.head_dim.bit_count() == 1
+
+    def takes_flash(self, length: int) -> bool:
+        """Whether models/flash.py takes these heads and sequences of `length` tokens."""
+        return self.has_flash_heads and (length in (16, 32) or length % 64 == 0)
 
     @property
     def padded_vocab(self) -> int:

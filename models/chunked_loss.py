@@ -1,0 +1,71 @@
+"""The loss of a large vocabulary, a few positions at a time: all logits together are never in memory.
+
+Forward, each piece's logits are made and its loss is summed; in the place of the logits the gradients by the head's
+parameters and by its input are kept (after Liger Kernel, Hsu et al. 2024, arXiv 2410.10989): nothing is computed twice.
+Shapes: B batch, T positions, C positions of a piece, D hidden.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from sharding.trees import PyTree
+
+MOST_LOGITS = 2**27  # of a piece: 512 MiB in float32
+
+Rows = Mapping[str, Array]  # `[B, T]`
+
+
+def piece_length(batch: int, length: int, vocab: int) -> int:
+    """Returns the positions of a piece: the largest divisor of `length` with at most MOST_LOGITS logits, or 1."""
+    divisors = (n for n in range(length, 1, -1) if length % n == 0)
+    return next((n for n in divisors if batch * n * vocab <= MOST_LOGITS), 1)
+
+
+def sum_of_pieces(
+    of_piece: Callable[[PyTree, Array, Rows], Array], params: PyTree, x_BTD: Array, rows: Rows, length: int
+) -> Array:
+    """Returns the sum of `of_piece(params, x_BCD, rows_BC)`, float32 scalars, over pieces of C = `length` positions.
+
+    Gradients by `params` are summed over the pieces in float32, and have the parameters' dtype; `rows` get none.
+    """
+    if length == x_BTD.shape[1]:
+        return of_piece(params, x_BTD, rows)
+
+    def pieces(x_BTD: Array, rows: Rows) -> list[tuple[Array, Rows]]:
+        """Returns the first piece, and the others stacked, `[T / C - 1, B, C, ...]`."""
+        cut = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(len(x), -1, length, *x.shape[2:]), 1, 0), (x_BTD, rows))
+        return [jax.tree.map(lambda x: x[0], cut), jax.tree.map(lambda x: x[1:], cut)]
+
+    @jax.custom_vjp
+    def run(params: PyTree, x_BTD: Array, rows: Rows) -> Array:
+        first, others = pieces(x_BTD, rows)
+        add = lambda total, piece: (total + of_piece(params, *piece), None)
+        return lax.scan(add, of_piece(params, *first), others)[0]
+
+    def gradients(params: PyTree, piece: tuple[Array, Rows]) -> tuple[PyTree, Array]:
+        """Returns the loss and its gradients by the parameters, in float32; and by `x_BCD`."""
+        x_BCD, rows_BC = piece
+        loss, back = jax.vjp(lambda params, x: of_piece(params, x, rows_BC), params, x_BCD)
+        of_params, of_x_BCD = back(loss * 0 + 1)
+        return (loss, jax.tree.map(lambda g: g.astype(jnp.float32), of_params)), of_x_BCD
+
+    def forward(params: PyTree, x_BTD: Array, rows: Rows) -> tuple[Array, Any]:
+        def add(sums: PyTree, piece: tuple[Array, Rows]) -> tuple[PyTree, Array]:
+            more, of_x_BCD = gradients(params, piece)
+            return jax.tree.map(jnp.add, sums, more), of_x_BCD
+
+        first, others = pieces(x_BTD, rows)
+        start, of_first_BCD = gradients(params, first)
+        (loss, of_params), of_others = lax.scan(add, start, others)
+        of_x = jnp.moveaxis(jnp.concatenate([of_first_BCD[None], of_others]), 0, 1).reshape(x_BTD.shape)
+        return loss, (jax.tree.map(lambda g, p: g.astype(p.dtype), of_params, params), of_x)
+
+    def backward(kept: Any, g: Array) -> tuple[PyTree, Array, None]:
+        return *jax.tree.map(lambda x: (g * x).astype(x.dtype), kept), None
+
+    run.defvjp(forward, backward)
+    return run(params, x_BTD, rows)

@@ -1,0 +1,57 @@
+"""The figures that plans are made of, in planner/rates.csv: each with its unit, source and month."""
+
+import csv
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+FILE = Path(__file__).with_name("rates.csv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """A row: one figure of a device, a library of collectives or a node, in the unit that it says."""
+
+    of: str
+    figure: str
+    value: float
+    unit: str
+    source: str
+    date: str  # year-month
+
+
+class MissingRateError(ValueError):
+    """A figure that no row has."""
+
+
+class Rates:
+    """Finds figures by what they are of."""
+
+    def __init__(self, rows: Iterable[Rate]) -> None:
+        self._rows: Mapping[tuple[str, str], Rate] = {(row.of, row.figure): row for row in rows}
+
+    def get(self, figure: str, *of: str) -> float | None:
+        """Returns the figure of the first of these names that has it; None if none does."""
+        return next((self._rows[name, figure].value for name in of if (name, figure) in self._rows), None)
+
+    def __call__(self, figure: str, *of: str) -> float:
+        """Returns the same. MissingRateError if none has it."""
+        if (value := self.get(figure, *of)) is None:
+            raise MissingRateError(f"{FILE.name} has no {figure!r} of {' or '.join(of)}: add a row, with its source")
+        return value
+
+
+def read(text: str) -> tuple[Rate, ...]:
+    """Returns the rows of a CSV. ValueError for a row whose value is no number, or that has no source or date."""
+    rows = tuple(Rate(**{**row, "value": float(row["value"])}) for row in csv.DictReader(text.splitlines()))
+    for row in rows:
+        if not (row.source and row.date):
+            raise ValueError(f"{FILE.name}: {row.figure!r} of {row.of} has no source or date")
+    return rows
+
+
+@lru_cache
+def rows() -> tuple[Rate, ...]:
+    """Returns the rows of rates.csv."""
+    return read(FILE.read_text())
