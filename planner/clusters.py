@@ -262,9 +262,6 @@ NODES = {  # of 8 GPUs
 }
 # NCCL's corrections of trees by size, from 64 bytes to 512 MB (2.23, src/graph/tuning.cc)
 TREES = (*7 * (0.9,), 0.8, 0.7, *2 * (0.6,), *4 * (0.5,), 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, *2 * (0.9,), 1.0)
-# $/h on demand and spot of a list that has both, which simulations need, undated: SkyPilot's catalogue
-# (github.com/skypilot-org/skypilot-catalog, catalogs/v4/aws/vms.csv at 0dbb44e5), us-east-1c and us-east-1a
-CATALOGUE = {"p3.16xlarge": (24.48, 8.0726), "p4d.24xlarge": (32.7726, 13.3597)}
 
 
 def gpu(name: str, rates: Rates) -> Accelerator:
@@ -279,8 +276,8 @@ def gpu(name: str, rates: Rates) -> Accelerator:
         peak_flops={"bf16": half, "f16": half, "f32": rates("products in f32", *names)},
         matmul_fraction=rates("products", *names),
         attention={part: share for part, share in attention.items() if share},
-        memory_bytes=rates("memory", *names),
-        memory_bandwidth=rates("bandwidth reached", "GPU") * rates("bandwidth", *names),
+        memory_bytes=rates("memory", name),
+        memory_bandwidth=rates("bandwidth reached", "GPU") * rates("bandwidth", name),
         link_bandwidth=rates("links", *names),
         launch_s=rates("launch", "GPU"),
         note=note,

@@ -18,7 +18,9 @@ NO_KERNELS = """
 FREE = frozenset(NO_KERNELS.split())
 _RENAMING = ("bitcast", "reshape")  # the same bytes under another name
 _PRODUCTS = ("dot", "convolution", "custom-call")
-ATTENTION = {"forward": 2, "backward": 5, "queries": 3, "keys": 4}  # products of a kernel over all pairs of places
+# products over all pairs of places: of a library's kernels, and what of them ours stand for (they make the scores and
+# their gradients twice backward: seven products)
+ATTENTION = {"forward": 2, "backward": 5, "queries": 2, "keys": 3}
 FUNCTIONS = """
     exponential exponential-minus-one log log-plus-one logistic tanh erf power sine cosine tan cbrt
 """
@@ -63,8 +65,7 @@ def products(instruction: Instruction, computation: Computation, program: Progra
 def _attention(instruction: Instruction, target: str, queries: Tensor) -> Product | None:
     """Returns the products of an attention kernel, over pairs of places: cuDNN's, or one of models/flash.py.
 
-    Two forward; backward five in cuDNN's one kernel, three for the queries' gradient and four for the others'. With a
-    causal mask half of the pairs count.
+    With a causal mask half of the pairs count.
     """
     config = instruction.attributes.get("backend_config", "").replace("\\", "")
     if "fmha" in target:

@@ -45,11 +45,11 @@ def test_all_reduces_of_gpus_alone_may_go_along_trees() -> None:
 
 @pytest.mark.parametrize(
     ("cluster", "tflops"),
-    [("p3dn.24xlarge", 83), ("p4d.24xlarge", 271), ("p4de.24xlarge", 271), ("p5.48xlarge", 795), ("8xh200", 795)],
+    [("p3dn.24xlarge", 83), ("p4d.24xlarge", 230), ("p4de.24xlarge", 230), ("p5.48xlarge", 590), ("8xh200", 590)],
 )
 def test_products_reach_what_was_measured_on_each_gpu(cluster: str, tflops: float) -> None:
     device, peak = clusters.CLUSTERS[cluster].compute(8), clusters.CLUSTERS[cluster].device.peak_flops
-    assert device.matmul_rate("bf16") == pytest.approx(tflops * 1e12)
+    assert device.matmul_rate("bf16") == pytest.approx(tflops * 1e12, rel=2e-3)
     assert device.matmul_rate("f32") / peak["f32"] == pytest.approx(device.matmul_rate("bf16") / peak["bf16"])
 
 

@@ -5,7 +5,7 @@ from math import isclose
 
 import pytest
 
-from planner.clusters import Device, Network
+from planner.clusters import ALL, NOTHING, SCHEDULE, Device, Network
 from planner.replay import Timeline, replay
 from sharding.hlo_program import parse_program
 from sharding.mesh import MeshShape
@@ -28,11 +28,13 @@ NETWORK = Network(
 INTRA, INTER = "replica_groups={{0,1},{2,3}}", "replica_groups={{0,2},{1,3}}"
 
 
-def replayed(*lines: str, more: str = "", network: Network = NETWORK, device: Device = DEVICE) -> Timeline:
+def replayed(
+    *lines: str, more: str = "", network: Network = NETWORK, device: Device = DEVICE, hides: str = SCHEDULE
+) -> Timeline:
     """Returns the timeline of an entry computation with a parameter %p of 5 bytes."""
     body = "\n".join(f"  {line}" for line in ("%p = u8[5] parameter(0)", *lines))
     text = f"HloModule jit_step, is_scheduled=true\n\n{more}\nENTRY %main (p: u8[5]) -> u8[5] {{\n{body}\n}}\n"
-    timeline = replay(parse_program(text), SHAPE, device, network)
+    timeline = replay(parse_program(text), SHAPE, device, network, hides)
     exposed = sum(use.exposed_s for use in timeline.uses.values())
     assert isclose(timeline.step_s, timeline.compute_s + exposed)
     assert all(use.exposed_s <= use.busy_s * (1 + 1e-9) for use in timeline.uses.values())
@@ -84,6 +86,32 @@ def test_collectives_of_a_level_queue_and_levels_do_not() -> None:
     timeline = replayed(a, b, far, b_done, far_done)
     assert timeline.step_s == 50
     assert (timeline.use(level="intra").exposed_s, timeline.use(level="inter").exposed_s) == (30, 20)
+
+
+def on_stream(line: str, stream: int) -> str:
+    return f'{line}, backend_config={{"operation_queue_id":"{stream}","collective_backend_config":{{"is_sync":false}}}}'
+
+
+def test_collectives_of_a_stream_queue_whatever_their_level() -> None:
+    near, near_done = gather("near", INTRA, 20)  # 10 s
+    far, far_done = gather("far", INTER, 10)  # 50 s
+    done = far_done, near_done
+    assert replayed(far, near, *done).step_s == 50
+    one = replayed(on_stream(far, 0), on_stream(near, 0), *done)
+    assert (one.step_s, one.streams) == (60, 1)
+    two = replayed(on_stream(far, 0), on_stream(near, 1), *done)
+    assert (two.step_s, two.streams) == (50, 2)
+    assert replayed(far, *done[:1]).streams == 0
+
+
+def test_other_systems_hide_all_or_nothing() -> None:
+    start, done = gather("g", INTRA, 20)  # 10 s
+    between = start, kernel("k", 7), done, kernel("l", 6)
+    assert replayed(*between).step_s == 10 + 6
+    assert replayed(*between, hides=NOTHING).step_s == 10 + 7 + 6
+    assert replayed(*between, hides=ALL).step_s == 7 + 6
+    at_once = f"%r = u8[20] all-gather(%p), {INTRA}, dimensions={{0}}"
+    assert replayed(at_once, kernel("k", 7), hides=ALL).step_s == 10
 
 
 def test_what_waits_behind_another_collective_exposes_that_one() -> None:

@@ -15,6 +15,7 @@ ENTRY %main (stack: f32[10,100], row: f32[1,100], i: s32[]) -> f32[] {{
   %stack = f32[10,100]{{1,0}} parameter(0)
   %row = f32[1,100]{{1,0}} parameter(1)
   %i = s32[] parameter(2)
+  %q = bf16[1,64,8,16]{{3,2,1,0}} parameter(3)
   ROOT %k = {line}
 }}
 """)
@@ -93,6 +94,7 @@ def test_a_kernel_alone_moves_its_operands_and_results(line: str, expected: floa
 
 LIBRARY = "custom-call(%stack, %stack), custom_call_target="
 GEMM = 'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["%d"]}}}'
+FLASH = 'custom-call(%%q, %%q), custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "%s", num_stages = 2}'
 ATTENTION = (
     'backend_config={"cudnn_fmha_backend_config":{"mask_type":"%s","intermediate_tensor_shape":'
     '{"element_type":"BF16","dimensions":["1","2","10","10"],"is_dynamic_dimension":[false]}}}'
@@ -113,6 +115,9 @@ ATTENTION = (
             f'f32[10,100] {LIBRARY}"__cudnn$fmhaSoftmaxBackward", {ATTENTION % "CAUSAL"}',
             5 * 200 * 100,
         ),
+        (f"f32[10,100] {FLASH % 'flash_forward'}", 2 * 2 * 8 * 64 * 64 * 16),
+        (f"f32[10,100] {FLASH % 'flash_queries_causal'}", 2 * 2 * 8 * 64 * 64 * 16 / 2),
+        (f"f32[10,100] {FLASH % 'flash_keys_causal'}", 3 * 2 * 8 * 64 * 64 * 16 / 2),
         ("f32[10,1] convolution(%stack, %row), dim_labels=bf_oi->bf", 2 * 10 * 100),
         ('f32[10,100] custom-call(%stack), custom_call_target="Sharding"', 0),
     ],

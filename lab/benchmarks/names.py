@@ -9,8 +9,9 @@ from configs import mics_paper
 
 
 def config_file(name: str) -> str:
-    """Returns `FILE[:arg]` of a record's config: a file in configs, or a model of the MiCS paper."""
-    return f"configs/mics_paper.py:{name}" if name in mics_paper.MODELS else f"configs/{name}.py"
+    """Returns `FILE[:arg]` of a record's config: a file in configs, perhaps with an argument, or a MiCS model."""
+    file, colon, argument = f"mics_paper:{name}".partition(":") if name in mics_paper.MODELS else name.partition(":")
+    return f"configs/{file}.py{colon}{argument}"
 
 
 def config_named(name: str) -> Any:  # whose keys are attributes, which no type knows

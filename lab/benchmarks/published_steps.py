@@ -1,0 +1,184 @@
+"""Holds the planner to training steps that others published: MPT, 125 M to 70 B parameters, on A100 and H100.
+
+    python -m lab.benchmarks.published_steps [--only=mpt-7b] [--again]
+    python -m lab.benchmarks.published_steps --choose
+
+Rows of lab/benchmarks/published_steps.csv are MosaicML's (github.com/mosaicml/llm-foundry, its
+scripts/train/benchmarking/README.md, bf16, PyTorch's FSDP with full sharding): configs/mpt.py on nodes of 8 GPUs. Each
+is compiled and replayed as FSDP would run it, and as ours would. Every third row (CHOSEN) chose the rates of products
+and attention in planner/rates.csv, by `--choose`; the error bar that plans print is of the others alone. Without
+rematerialisation FSDP keeps what our `remat=dots` does. A program takes 10 to 60 s on 2 cores; results/derived/
+published_steps.jsonl has a line a row. Exit codes: 0 done; 1 a step could not be compiled; 2 no row has such a name.
+"""
+
+import csv
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from files.pages import markdown
+from lab.benchmarks.compiled import on_cluster, start_devices
+from lab.benchmarks.planner_validation import quantile
+from lab.benchmarks.runner import Key, options_of, program, run_missing
+from lab.records import DERIVED, Line
+from planner.clusters import CLUSTERS, Cluster, with_rate, with_system
+from planner.predict import Step
+
+RESULTS = DERIVED / "published_steps.jsonl"
+STEPS = Path(__file__).with_name("published_steps.csv")
+CHOSEN = slice(0, None, 3)  # the rows that chose rates
+NODES = {  # the nodes that have these GPUs, and the bits per second of a node's link
+    "a100_40gb": ("p4d.24xlarge", 1600e9),
+    "a100_80gb": ("p4de.24xlarge", 1600e9),
+    "h100_80gb": ("p5.48xlarge", 3200e9),  # not stated; that of its time's nodes
+}
+PER_NODE = 8
+SYSTEM = "fsdp"
+
+
+def cells() -> list[Key]:
+    """Returns the keys of all lines: the published rows, and whether each chose rates."""
+    with STEPS.open(newline="") as file:
+        rows = [
+            {key: int(word) if word.isdecimal() else word for key, word in row.items()} for row in csv.DictReader(file)
+        ]
+    chose = rows[CHOSEN]
+    return [{**row, "chose_rates": row in chose} for row in rows]
+
+
+@program
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compiles, replays and records the steps; returns the exit code."""
+    options = options_of(
+        __doc__,
+        argv,
+        only=("", "only rows whose GPU, model, length and number of GPUs contain this"),
+        again=(False, "replay what is recorded too"),
+        choose=(False, "print the rates that come nearest to the rows that choose, and record nothing"),
+    )
+    chosen = [cell for cell in cells() if options.only in name(cell)]
+    if not chosen:
+        raise ValueError(f"--only={options.only} is in no name, such as {name(cells()[0])}")
+    start_devices(max(cell["gpus"] for cell in chosen))
+    if options.choose:
+        for gpu in ("a100", "h100"):
+            print(nearest(gpu, [cell for cell in chosen if cell["chose_rates"] and cell["gpu"].startswith(gpu)]))
+        return 0
+    return run_missing(RESULTS, chosen, replayed, again=options.again)
+
+
+def name(cell: Key) -> str:
+    """Returns what `--only` finds a row by."""
+    return f"{cell['gpu']}, {cell['model']}, rows of {cell['seq']}, {cell['gpus']} GPUs"
+
+
+def cluster_of(cell: Key, system: str = SYSTEM) -> Cluster:
+    """Returns the nodes of a row."""
+    node, rate_bits = NODES[cell["gpu"]]
+    return with_system(with_rate(CLUSTERS[node], rate_bits), system)
+
+
+def published_s(cell: Key) -> float:
+    """Returns the seconds of a step that a row stands for."""
+    return cell["global_batch"] * cell["seq"] / cell["gpus"] / float(cell["tokens_per_s_per_gpu"])
+
+
+def compiled(cell: Key) -> Step:
+    """Returns the step of a row, compiled for its GPUs."""
+    keys = {
+        "model.max_len": cell["seq"],
+        "model.remat": "full" if cell["activation_checkpointing"] == "full" else "dots",
+        "data.seq_len": cell["seq"],
+        "batch.micro_size": cell["micro_batch"],
+        "batch.global_size": cell["global_batch"],
+        "sharding.strategy": cell["sharding"],
+    }
+    return on_cluster(cluster_of(cell), cell["gpus"] // PER_NODE, f"mpt:{cell['model'][4:]}", keys)
+
+
+def replayed(cell: Key) -> dict[str, Any]:
+    """Returns what the line of a row says: seconds a step, published and replayed, and the memory of a device."""
+    step = compiled(cell)
+    ours = replace(step, machine=replace(step.machine, cluster=cluster_of(cell, "ours")))
+    memory = step.memory()
+    return {
+        "published_s": published_s(cell),
+        "predicted_s": step.timeline().step_s,
+        "ours_s": ours.timeline().step_s,
+        "memory_bytes": memory.total,
+        "capacity_bytes": memory.capacity,
+        "num_params": step.experiment.model.num_params,
+    }
+
+
+def nearest(gpu: str, cells: Sequence[Key]) -> str:
+    """Returns the shares of the peak for which the steps of some rows come nearest to what was published.
+
+    Errors are relative; those beyond 3 % count less than their square (soft L1).
+    """
+    load = lru_cache(maxsize=None)(lambda i: compiled(cells[i]))
+
+    def errors(logs: np.ndarray) -> list[float]:
+        products, attention = np.exp(logs)
+        found = []
+        for i, cell in enumerate(cells):
+            device = load(i).machine.device(load(i).experiment.config)
+            rates = {"matmul_fraction": products, "attention": dict.fromkeys(("forward", "backward"), attention)}
+            timeline = load(i).timeline(replace(device, **rates))
+            found.append(timeline.step_s / published_s(cell) - 1)
+        return found
+
+    best = least_squares(errors, np.log([0.6, 0.3]), loss="soft_l1", f_scale=0.03, diff_step=0.02)
+    products, attention = np.exp(best.x)
+    mean = fmean(map(abs, errors(best.x)))
+    return (
+        f"{gpu}: products {products:.3f}, attention {attention:.3f} of the peak; mean error of {len(cells)}: {mean:.1%}"
+    )
+
+
+# ----------------------------------------------------------------------------------------------- what pages show
+
+
+def error(line: Line) -> float:
+    """Returns the prediction over what was published, less 1."""
+    return line["predicted_s"] / line["published_s"] - 1
+
+
+def groups(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    """Returns the rows that chose nothing, in all and by GPU, size, length and so on; and those that did."""
+    held = [line for line in lines if not line["chose_rates"]]
+    found = {"held back, all": held}
+    for gpu in dict.fromkeys(line["gpu"] for line in held):
+        found[gpu.upper().replace("_", "-")] = [line for line in held if line["gpu"] == gpu]
+    found["up to 1 B parameters"] = [line for line in held if line["num_params"] < 1.5e9]
+    found["more"] = [line for line in held if line["num_params"] >= 1.5e9]
+    found["rows up to 4096"] = [line for line in held if line["seq"] <= 4096]
+    found["longer rows"] = [line for line in held if line["seq"] > 4096]
+    found["rematerialised"] = [line for line in held if line["activation_checkpointing"] == "full"]
+    found["not rematerialised"] = [line for line in held if line["activation_checkpointing"] != "full"]
+    found["several nodes"] = [line for line in held if line["gpus"] > PER_NODE]
+    return found | {"chose the rates": [line for line in lines if line["chose_rates"]]}
+
+
+def summary(lines: Sequence[Line]) -> str:
+    """Returns how near the predictions of each group are."""
+    rows = []
+    for label, group in groups(lines).items():
+        errors = [error(line) for line in group]
+        if errors:
+            sizes = [fmean(map(abs, errors)), median(map(abs, errors)), quantile(errors, 0.9)]
+            cells = [label, str(len(group)), *(f"{size:.1%}" for size in sizes), f"{fmean(errors):+.1%}"]
+            fits = sum(line["memory_bytes"] <= line["capacity_bytes"] for line in group)
+            rows.append([*cells, f"{min(errors):+.0%} to {max(errors):+.0%}", str(fits)])
+    return markdown(["rows", "steps", "mean", "median", "nine of ten within", "bias", "range", "fit"], rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
