@@ -7,8 +7,9 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from lab.benchmarks import accuracy, overlap_table, pipelines, planner_validation, scores, tables
-from lab.records import Range, same_until
+from lab.benchmarks import accuracy, overlap_table, planner_validation, scores, tables
+from lab.benchmarks.runner import ROOT
+from lab.records import MEASURED, Range, recorded, same_until
 
 
 def step(strategy: str, rate: str, times: list[float], commit: str = "a") -> dict[str, Any]:
@@ -158,18 +159,6 @@ def test_every_run_of_chaos_is_shown() -> None:
     assert tables.chaos_events(lines).endswith("| `cut` | 2 | 9.5 (9.0 to 10.0) | 2, 0 | 1 | 3.0 | 2 |")
 
 
-def test_pauses_have_every_event_but_those_compiled_ahead() -> None:
-    lines = [
-        {"kind": "join", "next_step_s": 30.0},
-        {"kind": "join", "next_step_s": 70.0, "compile_ahead": True},
-        {"events": [{"kind": "join", "next_step_s": 50.0}, {"kind": "sigterm", "next_step_s": 9.0}]},
-    ]
-    rows = tables.pauses(lines).splitlines()
-    assert "| a node joined | 40 s | 30 to 50 s, median 40 s | 2 |" in rows
-    assert "| one left with notice | 25 s | 9 to 9 s, median 9 s | 1 |" in rows
-    assert "| one was killed | 40 s | - | 0 |" in rows
-
-
 def test_losses_are_the_same_until_a_step() -> None:
     assert same_until([2.0, 4.0, 8.0, 1.0], [2.0, 4.00002, 8.8, 1.0]) == (3, pytest.approx(5e-6))
     assert same_until([2.0, 4.0], [2.0, 4.0]) == (None, 0.0)
@@ -188,12 +177,10 @@ def test_a_ratio_of_pipelines_compares_what_was_measured_in_the_same_round() -> 
     found = {"2": {"stages": clocks(0.3, 0.5), "none": clocks(0.1, 0.25)}}
     found |= {"8": {"stages": clocks(0.8, 2.0), "none": clocks(0.8, 1.0)}}
     line = {"stages": 2, "keys": [], "by_micro_batches": found}
-    assert pipelines.table(line).splitlines()[2:] == [
+    assert tables.bubble(line).splitlines()[2:] == [
         "| 2 | 33.3% | 0.15 to 0.25 s | 1.25 (1.00 to 1.50) | 1.33 | 2.50 (2.00 to 3.00) |",
         "| 8 | 11.1% | 0.40 to 1.00 s | 1 | 1.00 | 1.50 (1.00 to 2.00) |",
     ]
-    newest = line | {"stages": 4}
-    assert pipelines.standard([line | {"stages": 4, "a": 1}, newest, newest | {"keys": ["a"]}, line]) is newest
 
 
 def test_a_row_of_overlap_has_both_speeds_of_kernels_and_the_step_without() -> None:
@@ -223,3 +210,11 @@ def test_errors_are_those_of_the_predictions() -> None:
     errors = [(-1) ** n * n / 100 for n in range(1, 11)]
     assert planner_validation.quantile(errors, 0.9) == pytest.approx(0.09)
     assert planner_validation.quantile(errors, 1.0) == pytest.approx(0.10)
+
+
+@pytest.mark.document
+def test_concepts_say_when_losses_on_changing_nodes_leave_each_other() -> None:
+    losses = {(line["kind"], line["seed"]): line["losses"] for line in recorded(MEASURED / "dynamic_training.jsonl")}
+    first = [same_until(losses["fixed", seed], losses["fluctuating", seed])[0] for seed in range(3)]
+    text = " ".join((ROOT / "docs" / "concepts.md").read_text().split())
+    assert "on changing nodes from step {}, {} and {} on".format(*first) in text

@@ -3,18 +3,15 @@
 import json
 import subprocess
 import sys
-from math import comb
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from lab.benchmarks import compiled
 from lab.benchmarks.compiled import Cell, cells
-from lab.paper import compression, gemini, mics, published, scores, sharding, traffic
+from lab.paper import compression, mics, published, scores, sharding, traffic
 from lab.records import Records, is_recorded, read_records, recorded
-from state.snapshots import Snapshots
 
 pytestmark = pytest.mark.document
 
@@ -32,7 +29,7 @@ def records() -> Records:
 
 def line(about: Cell) -> dict[str, Any]:
     key = json.loads(json.dumps(about.key))
-    return next(x for x in recorded(about.record) if key.items() <= x.items())
+    return next(x for x in recorded(compiled.RESULTS) if key.items() <= x.items())
 
 
 def row(found: scores.Comparison, name: str) -> scores.Cell:
@@ -48,8 +45,8 @@ def changed(records: Records, name: str, lines: list[dict[str, Any]]) -> Records
 
 
 def test_record_has_every_cell_and_no_other(records: Records) -> None:
-    assert all(is_recorded(c.record, c.key) for c in cells())
-    assert len(records.lines("compiled")) + len(records.lines("papers")) == len(cells())
+    assert all(is_recorded(compiled.RESULTS, c.key) for c in cells())
+    assert len(records.lines("compiled")) == len(cells())
     assert {line["config"] for line in records.lines("compiled", kind="model")} == set(mics.models().values())
 
 
@@ -81,7 +78,7 @@ def test_recorded_lines_are_up_to_date(kind: str, name: str, strategy: str, accu
 
 def test_unknown_kind_of_cell_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert compiled.main(["--kinds=stat"]) == 2
-    said = "error: --kinds=stat is not one of model, state, largest, step, wire, prediction\n"
+    said = "error: --kinds=stat is not one of model, state, largest, step, prediction\n"
     assert capsys.readouterr().err == said
 
 
@@ -205,7 +202,7 @@ def test_costs_are_means_of_seeds_minus_the_dense_runs(records: Records) -> None
         compression.change(some, "dgc, 99 %, SGD")
 
 
-# ------------------------------------------------------------------------------------------------ scopes, Gemini
+# ------------------------------------------------------------------------------------------------ scopes
 
 
 def test_amsp_memory_by_hand(records: Records) -> None:
@@ -225,21 +222,3 @@ def test_amsp_bytes_by_hand(records: Records) -> None:
     assert once.published == pytest.approx(2 * 63 / 64 + 7 / 8)
     assert once.ours == pytest.approx(7 / 8 + 2 * 7 / 8 / 8 + 7 / 8, rel=1e-4)
     assert once.ours == pytest.approx(2 * 63 / 64, rel=1e-4)  # the all-reduce alone
-
-
-def test_gemini_by_hand() -> None:
-    """16 neighbouring pairs of 120; 352 of 560 triples have none; groups: 1 - N C(N-m, k-m) / (m C(N, k))."""
-    found = gemini.recovery()
-    assert row(found, "a ring, 2 machines fail").ours == pytest.approx(100 * 104 / 120)
-    assert row(found, "a ring, 3 machines fail").ours == pytest.approx(100 * 352 / 560)
-    for failures in (2, 3):
-        bound = 100 * (1 - 16 * comb(14, failures - 2) / (2 * comb(16, failures)))
-        assert row(found, f"Gemini's groups of two, {failures} machines fail").ours == pytest.approx(bound)
-    assert gemini.survived(gemini.replicas(16, 2), 7) == 100
-    assert gemini.survived(gemini.replicas(4, 1), 4) == 0
-
-
-def test_the_pairs_are_the_placement_of_snapshots() -> None:
-    """One process on each node."""
-    run = cast("Snapshots", SimpleNamespace(_nodes=[f"node {i}" for i in range(16)]))
-    assert gemini.pairs(16) == [frozenset((i, Snapshots._partner(run, i))) for i in range(16)]

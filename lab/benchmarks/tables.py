@@ -1,8 +1,8 @@
 """The tables and charts of the measured pages, by the name that a page gives them; lab/pages.py writes them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import mean, median
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 from matplotlib.figure import Figure
 
@@ -10,14 +10,11 @@ from files.pages import markdown
 from lab.benchmarks import (
     accuracy,
     compression,
-    dynamic_training,
     elastic,
     overlap_table,
-    pipelines,
     planner_records,
     planner_validation,
 )
-from lab.benchmarks import dynamic_training_cost as cost
 from lab.benchmarks.scores import (
     DENSE,
     PEER,
@@ -44,6 +41,7 @@ from lab.plots import draw_bars, draw_stacked, rate_in_words
 from lab.records import SAME, Line, Range, Records, middle, same_until, spread
 
 IN_README = ("mics(2)", "mics(4)", "zero3", "zero3 auto", "zero2", "zero1", "ddp")  # its chart, in this order
+LEVELS = ("inter", "intra")
 TITLE = "seconds a step, measured on emulated nodes"
 PAIRS = (  # the same strategy, ours and PyTorch's
     ("mics(2)", "pytorch hsdp"),
@@ -74,6 +72,16 @@ def strategy_bytes(lines: Sequence[Line]) -> str:
             cells[0] = cells[3] = "-"
         rows.append([name, *cells])
     return markdown(["strategy", "formula MB", "compiled MB", "on the wire MB", "wire / formula"], rows)
+
+
+def held_and_sent(lines: Sequence[Line]) -> str:
+    """Returns what a device holds between steps under each strategy, and what it sends in a step."""
+    rows = []
+    for line in lines:
+        held, sent = line["state_bytes"], [[c[f"{level}_bytes"] for c in line["collectives"]] for level in LEVELS]
+        sizes = [held["parameters"] + held["optimizer"], *map(sum, sent)]
+        rows.append([f"`{line['name']}`", *(f"{size / 1e6:.2f} MB" for size in sizes)])
+    return markdown(["strategy", "stored", "sent between nodes", "sent inside the node"], rows)
 
 
 def step_times(lines: Sequence[Line], rate: str) -> str:
@@ -237,7 +245,7 @@ def changing_nodes(lines: Sequence[Line]) -> str:
     """Returns a row per run: restarts, steps done again, the last validation, and how long the losses stay equal."""
     by_run, rows = {(line["seed"], line["kind"]): line for line in lines}, []
     for seed in sorted({line["seed"] for line in lines}):
-        for kind in dynamic_training.KINDS:
+        for kind in ("fixed", "fluctuating", "control"):
             line, end = by_run[seed, kind], by_run[seed, kind]["validations"][-1]
             cells = [str(seed), kind, " ".join(str(attempt["nodes"]) for attempt in line["starts"])]
             cells += [str(len(line["starts"]) - 1), str(line["steps_again"])]
@@ -249,27 +257,26 @@ def changing_nodes(lines: Sequence[Line]) -> str:
     return markdown(heads, rows)
 
 
-def pauses(lines: Sequence[Line]) -> str:
-    """Returns the assumed pauses of training next to the recorded ones, without `--compile_ahead`."""
-    events = [
-        event for line in lines if not line.get("compile_ahead") for event in line.get("events", [line])
-    ]  # a line is an event, or a run of many
+# ----------------------------------------------------------------------------------------------------- pipelines
+
+
+def bubble(line: Line) -> str:
+    """Returns a row for each number of micro-batches; a ratio is the mean of the rounds', with their range."""
+    stages, found = line["stages"], {int(a): runs for a, runs in line["by_micro_batches"].items()}
+    most = max(found)
+    each = {a: [seconds / a for seconds in runs["stages"]["cpu_seconds"]] for a, runs in found.items()}
+    ticks = {a: (a + stages - 1) / a for a in found}
     rows = []
-    for pause in cost.PAUSES.values():
-        times = [event["next_step_s"] for event in events if event["kind"] in pause["kinds"]]
-        recorded_s = f"{min(times):.0f} to {max(times):.0f} s, median {median(times):.0f} s" if times else "-"
-        rows.append([pause["what"], f"{pause['s']:.0f} s", recorded_s, str(len(times))])
-    return markdown(["event", "assumed", "recorded", "events"], rows)
-
-
-def prices(lines: Iterable[Line]) -> str:
-    """Returns time and cost of every cluster in every market, relative to the fixed cluster."""
-    machines = list(cost.PRICES)
-    rows = [["any", f"{cost.NODES} on demand (fixed)", "0", "1", *["1"] * len(machines)]]
-    for line in lines:
-        cells = [line["market"], line["cluster"], f"{mean(line['changes']):.0f}", spread(line["times"])]
-        rows.append([*cells, *(spread(line["costs"][name]) for name in machines)])
-    return markdown(["market", "cluster", "changes", "time", *(f"cost, {name}" for name in machines)], rows)
+    for a, runs in found.items():
+        seconds = runs["stages"]["seconds"]
+        slower = [one / other for one, other in zip(each[a], each[most], strict=True)]
+        over = [one * a / other for one, other in zip(each[a], runs["none"]["cpu_seconds"], strict=True)]
+        cells = [f"{a}", f"{(stages - 1) / (a + stages - 1):.1%}", f"{min(seconds):.2f} to {max(seconds):.2f} s"]
+        cells += [spread(slower) if a < most else "1", f"{ticks[a] / ticks[most]:.2f}", spread(over)]
+        rows.append(cells)
+    over_most = f"over that of A = {most}"
+    heads = ["A", "bubble (S-1)/(A+S-1)", f"step, {len(each[most])} rounds", f"CPU time a micro-batch, {over_most}"]
+    return markdown([*heads, f"(A+S-1)/A, {over_most}", "CPU time, over no pipeline"], rows)
 
 
 # ------------------------------------------------------------------------------------------------------ the charts
@@ -340,6 +347,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         for name, beside in (("the rates' session", True), ("before", False))
     }
     return {
+        "what strategies hold": lambda: held_and_sent(records.lines("compiled", config="quickstart", accum=2)),
         "bytes of strategies": lambda: strategy_bytes(ours_of(strategies)),
         **{f"step times at {rate}": lambda rate=rate: step_times(ours, rate) for rate in rates_of(ours)},
         "the scale model": lambda: scale_model(records.lines("strategies", mode=SCALE_MODEL)),
@@ -355,9 +363,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "runs of chaos": lambda: chaos_runs(events),
         "events of chaos": lambda: chaos_events(events),
         "changing nodes": lambda: changing_nodes(records.lines("dynamic_training")),
-        "pauses": lambda: pauses(events),
-        "prices": lambda: prices(cost.simulated()),
-        "the bubble": lambda: pipelines.table(pipelines.standard(records.lines("pipelines"))),
+        "the bubble": lambda: bubble(records.lines("pipelines")[-1]),
         "what overlaps": lambda: overlap_table.table(records.lines("overlap")),
         "a search": planner_records.example,
         "a run on spot nodes": planner_records.spot,
