@@ -184,12 +184,6 @@ def test_pages_are_up_to_date_and_show_every_table_and_chart_once(
     assert sorted(shown) == sorted(pages.tables(records))
 
 
-def test_the_front_leads_to_every_paper_and_back() -> None:
-    front, papers = pages.DOCS / "paper_tables.md", [*(pages.DOCS / "papers").glob("*.md")]
-    assert papers and all(f"](papers/{page.name})" in front.read_text() for page in papers)
-    assert all("Back to [the papers' numbers](../paper_tables.md)" in page.read_text() for page in papers)
-
-
 def test_check_writes_nothing_and_only_marked_tables_are_filled(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, records: Records
 ) -> None:

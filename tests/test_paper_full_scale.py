@@ -1,7 +1,6 @@
 """The MiCS paper's throughput figures at full size: the baselines, what fits, the tables."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -9,7 +8,7 @@ from lab.benchmarks import full_scale
 from lab.paper import published, replays, throughput
 from lab.paper.replays import Replay, Shape, shape_of, zero2_bytes, zero3_bytes
 from lab.paper.throughput import Run
-from lab.records import Records, is_recorded, read_records, recorded
+from lab.records import Records, read_records
 from planner import clusters
 
 pytestmark = pytest.mark.document
@@ -160,12 +159,6 @@ def test_the_text_of_the_paper_by_hand(records: Records) -> None:
 # ------------------------------------------------------------------------------------------------------- cells
 
 
-def test_cells_stand_once_and_are_recorded() -> None:
-    keys = [json.dumps(cell) for cell in full_scale.cells()]
-    assert len(keys) == len(set(keys)) == len(recorded(full_scale.RESULTS))
-    assert all(is_recorded(full_scale.RESULTS, cell) for cell in full_scale.cells())
-
-
 def test_a_name_that_no_step_has_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert full_scale.main(["--only=bert_9b"]) == 2
     said = "error: --only=bert_9b is in no name, such as bert_10b, zero2 flat, 32 GPUs of p3dn.24xlarge\n"
@@ -182,16 +175,11 @@ def test_only_the_cluster_that_the_paper_measured_has_its_network() -> None:
 
 
 def test_a_bucket_crosses_once_for_each_node() -> None:
-    """2 nodes of 8: 15 messages of 1/16 of 1 GB, two of them between nodes; twice that for an all-reduce."""
+    """2 nodes of 8: 15 messages of 1/16 of 1 GB, two of them between nodes; inside one node 7 of 1/8."""
     network = dataclasses.replace(clusters.find_cluster("p3dn.24xlarge").network(), inter_latency_s=1.0)
     sent_s, latency_s = 15 / 16 * 1e9 / network.node_bandwidth, 2 * 1.0 + 13 * network.intra_latency_s
     assert full_scale.bucket_s("reduce-scatter", 2, 16, network) == pytest.approx(latency_s + sent_s)
-    rings = dataclasses.replace(network, tree_fractions=())
-    assert full_scale.bucket_s("all-reduce", 2, 16, rings) == pytest.approx(
-        4 * 1.0 + 26 * network.intra_latency_s + 2 * sent_s
-    )
-    # trees: 7 messages of a chain and one between nodes, up and down; each node sends 1 GB twice
-    trees_s = 2 * (7 * network.intra_latency_s + 1.0) + 2 * 1e9 / network.node_bandwidth / 0.92
-    assert full_scale.bucket_s("all-reduce", 2, 16, network) == pytest.approx(trees_s)
     inside = 7 * network.intra_latency_s + 7 / 8 * 1e9 / network.intra_bandwidth
     assert full_scale.bucket_s("reduce-scatter", 2, 8, network) == pytest.approx(inside)
+    rings = dataclasses.replace(network, tree_fractions=())
+    assert full_scale.bucket_s("all-reduce", 2, 16, rings) == pytest.approx(2 * (latency_s + sent_s))
