@@ -42,12 +42,6 @@ def drawn(figure: Figure) -> tuple[list[str], list[float], list[str], list[tuple
 # ---------------------------------------------------------------------------------------------------- strategies
 
 
-def test_a_step_time_is_the_median_of_runs_within_its_steps() -> None:
-    runs = [step("ddp", "1gbit", [1.0, 3.0]), step("ddp", "1gbit", [5.0, 7.0]), step("ddp", "1gbit", [4.0, 4.0])]
-    assert scores.step_time(runs) == Range(value=4.0, low=1.0, high=7.0)
-    assert scores.step_time([]) is None
-
-
 def test_nothing_is_taken_from_a_step_that_computes_something_else() -> None:
     lines = [step("compute only", "1gbit", [3.0]), step("ddp", "1gbit", [5.0]), step("ddp dots", "1gbit", [4.0])]
     assert scores.above_compute_s(lines, "ddp", "1gbit") == Range(value=2.0, low=2.0, high=2.0)
@@ -67,13 +61,6 @@ def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> N
     names, bars, words, ranges = drawn(tables.draw_step_times(lines))
     assert (names, bars) == (["ddp", "zero3"], [2.5, 0.0, 0.0, 9.0])  # at 1gbit, at 200mbit
     assert words == ["2.5", "not measured", "not measured", "9.0"] and ranges == [(2.0, 3.0)]
-
-
-def test_bytes_are_drawn_between_nodes_first() -> None:
-    lines = [step("ddp", "1gbit", [1.0]), step("zero3", "1gbit", [1.0]) | {"compiled_inter_bytes": 2e6}]
-    between, inside = tables.draw_bytes(lines, scores.names_of(lines)).axes[0].containers
-    assert [bar.get_width() for bar in between] == [bar.get_x() for bar in inside] == [8.0, 2.0]
-    assert [bar.get_width() for bar in inside] == [8.0, 8.0]
 
 
 # -------------------------------------------------------------------------------------------------------- codecs

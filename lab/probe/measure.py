@@ -145,10 +145,7 @@ def measure(level: Level, collective: str, size_bytes: int) -> Measurement:
         time_s=min(times),
         times_s=tuple(times),
         executions=executions,
-        # only between processes does traffic go over interfaces
-        wire_tx_bytes=min(sent)
-        if level.name == "inter" and jax.process_count() > 1 and np.isfinite(sent).all()
-        else None,
+        wire_tx_bytes=min(sent) if over_interfaces and np.isfinite(sent).all() else None,
     )
 
 
