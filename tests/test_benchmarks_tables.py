@@ -51,9 +51,10 @@ def test_nothing_is_taken_from_a_step_that_computes_something_else() -> None:
 
 def test_ratios_and_differences_have_the_range_of_their_steps_and_rows_their_commits() -> None:
     lines = [step("compute only", "1gbit", [3.0, 5.0]), step("zero3 flat", "1gbit", [8.0, 12.0])]
-    lines += [step("ddp", "1gbit", [4.0, 6.0]), step("ddp", "1gbit", [5.0, 8.0], commit="b")]
+    lines += [step("ddp", "1gbit", times, commit="b") for times in ([5.0, 8.0], [4.0, 4.0])]
+    lines.insert(2, step("ddp", "1gbit", [4.0, 6.0]))
     table = tables.step_times(lines, "1gbit")
-    assert "| ddp | 2 | a, b | 5.8 (4.0 to 8.0) | 1.74 (1.00 to 3.00) | 1.8 (-1.0 to 5.0) | 0.1 |" in table
+    assert "| ddp | 3 | a, b | 5.0 (4.0 to 8.0) | 2.00 (1.00 to 3.00) | 1.0 (-1.0 to 5.0) | 0.1 |" in table
 
 
 def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> None:
@@ -61,6 +62,9 @@ def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> N
     names, bars, words, ranges = drawn(tables.draw_step_times(lines))
     assert (names, bars) == (["ddp", "zero3"], [2.5, 0.0, 0.0, 9.0])  # at 1gbit, at 200mbit
     assert words == ["2.5", "not measured", "not measured", "9.0"] and ranges == [(2.0, 3.0)]
+    lines[2]["compiled_inter_bytes"] = 2e6
+    between, inside = tables.draw_bytes(lines, ["ddp", "zero3"]).axes[0].containers
+    assert [bar.get_width() for bar in between] == [bar.get_x() for bar in inside] == [8.0, 2.0]
 
 
 # -------------------------------------------------------------------------------------------------------- codecs
@@ -74,14 +78,6 @@ def test_times_of_codecs_are_compared_at_the_same_commits_with_the_same_optimize
     assert "| int8 | 1 | b | adamw | 0.00 | 4.00 | 4.00 (2.00 to 6.00) | 2.00 (1.33 to 4.00) | 5.000, 4.000 |" in text
     assert "| int4 | 1 | c | adamw | 0.00 | 4.00 | 1.00 (1.00 to 1.00) | - | 5.000, 4.000 |" in text
     assert "| dgc | 1 | a | sgd | 0.00 | 4.00 | 1.00 (1.00 to 1.00) | - | 5.000, 6.000 |" in text
-
-
-def test_the_chart_of_codecs_marks_bars_that_are_not_to_be_compared() -> None:
-    lines = [coded("none", [4.0]), coded("int8", [1.0, 3.0])]
-    lines += [coded("int4", [1.0], commit="b") | {"superseded": "measured before a change"}]
-    names, bars, _, ranges = drawn(tables.draw_codecs([*lines, coded("dgc", [1.0], "--config.optimizer.name=sgd")]))
-    assert names == ["none", "int8", "int4\n(another commit, superseded)", "dgc\n(sgd)"]
-    assert bars == [4.0, 2.0, 1.0, 1.0] and ranges == [(1.0, 3.0)]
 
 
 def test_a_superseded_line_is_shown_until_there_is_a_newer_one() -> None:

@@ -154,6 +154,8 @@ def test_the_kill_matrix_keeps_four_nodes() -> None:
     [
         (["--rate=fast"], "rate"),
         (["--nodes=1"], "error: --nodes=1 must be 2 or more\n"),
+        (["--events=0"], "error: --events=0 must be 1 or more\n"),
+        (["--devices_per_node=0"], "error: --devices_per_node=0 must be 1 or more\n"),
         (["--reference=tests"], "has neither config.json nor metrics.jsonl"),
         (["--", "--config.num_step=5"], "exit code 2: num_step is not a key; the nearest is num_steps"),
     ],

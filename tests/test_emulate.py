@@ -159,8 +159,8 @@ def test_ctl(tmp_path: Path) -> None:
     assert ctl(me, "slow", "0", "5mbit")[:2] == (0, "node0 has a link of 5mbit\n")
     assert ctl(me, "cut", "0")[:2] == (0, "node0: cut\n")
     assert ctl(me, "kill", "1")[:2] == (0, "node1: kill\n")
-    assert ctl(me, "add", "--", "sh", "-c", "hostname; exit 0")[:2] == (0, "node2 is up\n")
-    until(lambda: (tmp_path / "node2.log").read_text() == "node2\n")
+    assert ctl(me, "add", "--", "sh", "-c", "hostname; grep -c node /etc/hosts")[:2] == (0, "node2 is up\n")
+    until(lambda: (tmp_path / "node2.log").read_text() == "node2\n3\n")
     until(lambda: ctl(me, "status")[1].splitlines()[3].split()[3:6] == ["exit", "code", "0"])
     rows_now = [line.split()[2:4] for line in ctl(me, "status")[1].splitlines()[1:3]]
     assert rows_now == [["5mbit", "cut"], ["1gbit", "killed"]]

@@ -171,8 +171,8 @@ def codec_accuracy(task: str, lines: Sequence[Line]) -> str:
 
 def kill_matrix(lines: Sequence[Line]) -> str:
     """Returns what each event of the matrix cost, without `--compile_ahead`."""
-    usual, rows = [line for line in events_of_matrix(lines) if not line.get("compile_ahead")], []
-    for case in {case.title: case for case in elastic.MATRIX}.values():
+    usual, rows = [line for line in lines if not line.get("compile_ahead")], []
+    for case in dict.fromkeys(elastic.MATRIX):
         of = [line for line in usual if line["title"] == case.title]
         if not of:
             rows.append([case.title, case.aim, "0", "not measured", *[""] * 6])
@@ -189,8 +189,8 @@ def kill_matrix(lines: Sequence[Line]) -> str:
 
 def compiled_ahead(lines: Sequence[Line]) -> str:
     """Returns planned changes with and without `--compile_ahead`."""
-    timed, rows = [line for line in events_of_matrix(lines) if "pause_s" in line], []
-    for case in {case.title: case for case in elastic.MATRIX if case.kind in elastic.PLANNED}.values():
+    timed, rows = [line for line in lines if "pause_s" in line], []
+    for case in dict.fromkeys(case for case in elastic.MATRIX if case.kind in elastic.PLANNED):
         for is_ahead in (False, True):
             these = [line for line in timed if (line["title"], line["compile_ahead"]) == (case.title, is_ahead)]
             if not these:
@@ -205,7 +205,7 @@ def compiled_ahead(lines: Sequence[Line]) -> str:
 def chaos_runs(lines: Sequence[Line]) -> str:
     """Returns each run of lab.chaos: its options, and how far it ended from an undisturbed one."""
     rows = []
-    for line in (line for line in lines if line["title"] == elastic.CHAOS):
+    for line in lines:
         loads = [event["load"] for event in line["events"]]
         ahead = "--compile_ahead " * bool(line.get("compile_ahead"))
         cells = [f"`{ahead}--events={len(line['events'])} --seed={line.get('seed', 0)}`", str(line["steps"])]
@@ -217,22 +217,19 @@ def chaos_runs(lines: Sequence[Line]) -> str:
 def chaos_events(lines: Sequence[Line]) -> str:
     """Returns the events of all runs of lab.chaos by kind, with and without `--compile_ahead`."""
     found = defaultdict[tuple[str, bool], list[Line]](list)
-    for line in (line for line in lines if line["title"] == elastic.CHAOS):
+    for line in lines:
         for event in line["events"]:
             found[event["kind"], bool(line.get("compile_ahead"))].append(event)
     rows = []
     for kind in sorted({kind for kind, _ in found}):
         sides = [found[kind, is_ahead] for is_ahead in (False, True)]
-        cells = [[str(len(of)), middle([event["next_step_s"] for event in of])] for of in sides]
-        lost = [", ".join(str(event["lost_steps"]) for event in of) for of in sides]
-        rows.append([f"`{kind}`", *cells[0], lost[0], *cells[1], lost[1]])
+        cells = [f"`{kind}`"]
+        for of in sides:
+            cells += [str(len(of)), middle([event["next_step_s"] for event in of])]
+            cells.append(", ".join(str(event["lost_steps"]) for event in of))
+        rows.append(cells)
     heads = ["events", "seconds", "steps lost"]
     return markdown(["kind", *heads, *(f"{name}, ahead" for name in heads)], rows)
-
-
-def events_of_matrix(lines: Sequence[Line]) -> list[Line]:
-    """Returns the lines of the matrix."""
-    return [line for line in lines if line["title"] != elastic.CHAOS]
 
 
 # --------------------------------------------------------------------------------------------- Dynamic Training
@@ -294,24 +291,6 @@ def draw_bytes(lines: Sequence[Line], names: Sequence[str]) -> Figure:
     return draw_stacked(names, series, "MB that a node sends in a step, counted in the compiled program")
 
 
-def draw_codecs(steps: Sequence[Line]) -> Figure:
-    """Draws the step time of every codec, one bar per rate, with the range of the steps."""
-    runs = {name: [line for line in steps if line["codec"] == name] for name in codecs_of(steps)}
-    series = {
-        rate_in_words(rate): [step_time([line for line in of if line["rate"] == rate]) for of in runs.values()]
-        for rate in reversed(rates_of(steps))
-    }
-    return draw_bars([label_of(of, runs.get(DENSE, [])) for of in runs.values()], series, TITLE)
-
-
-def label_of(of: Sequence[Line], dense: Sequence[Line]) -> str:
-    """Returns a codec's name, with what forbids to compare its bar with that of `none`."""
-    notes = [] if optimizer_of(of[0]) in map(optimizer_of, dense) else [optimizer_of(of[0])]
-    notes += [] if {line["commit"] for line in of} & {line["commit"] for line in dense} else ["another commit"]
-    notes += ["superseded"] if any("superseded" in line for line in of) else []
-    return "\n".join([of[0]["codec"], *([f"({', '.join(notes)})"] if notes else [])])
-
-
 def coded_lines(records: Records, kind: str) -> list[Line]:
     """Returns the newest lines of codecs, of a kind: their times alone, or steps."""
     return [line for line in newest(records.lines("compression", superseded=True)) if line["kind"] == kind]
@@ -326,7 +305,6 @@ CHARTS: Mapping[str, Callable[[Records], Figure]] = {
     "strategies_step_time": lambda x: draw_step_times(drawn(ours_of(x.lines("strategies"), scale_model=False))),
     "strategies_bytes": lambda x: draw_bytes(ours := drawn(ours_of(x.lines("strategies"))), names_of(ours)),
     "readme_bytes": lambda x: draw_bytes(ours_of(x.lines("strategies")), IN_README),
-    "compression_step_time": lambda x: draw_codecs(coded_lines(x, "step")),
     "planner_curves": lambda _: planner_records.curves(),
 }
 
@@ -338,7 +316,8 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
     """Returns what gives each table as Markdown."""
     strategies, codecs, steps = records.lines("strategies"), coded_lines(records, "codec"), coded_lines(records, "step")
     ours = ours_of(strategies, scale_model=False)
-    accuracies, events = records.lines("accuracy"), records.lines("elastic")
+    accuracies, chaos = records.lines("accuracy"), records.lines("elastic", title=elastic.CHAOS)
+    events = [line for line in records.lines("elastic") if line not in chaos]
     sessions = {
         name: records.lines("planner", beside_the_rates=beside)
         for name, beside in (("the rates' session", True), ("before", False))
@@ -357,8 +336,8 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         **{f"accuracy on {task}": lambda task=task: codec_accuracy(task, accuracies) for task in accuracy.TASKS},
         "kill matrix": lambda: kill_matrix(events),
         "compiled ahead": lambda: compiled_ahead(events),
-        "runs of chaos": lambda: chaos_runs(events),
-        "events of chaos": lambda: chaos_events(events),
+        "runs of chaos": lambda: chaos_runs(chaos),
+        "events of chaos": lambda: chaos_events(chaos),
         "changing nodes": lambda: changing_nodes(records.lines("dynamic_training")),
         "the bubble": lambda: bubble(records.lines("pipelines")[-1]),
         "what overlaps": lambda: overlap_table.table(records.lines("overlap")),
