@@ -1,6 +1,7 @@
 """Small programs for the nodes of an emulated cluster, and the reason why there may be none here."""
 
 import contextlib
+import io
 import json
 import os
 import secrets
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from lab.emulate import namespaces
+from lab.emulate.__main__ import main
 from lab.emulate.nodes import Cluster
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,22 +67,12 @@ def transfer(cluster: Cluster, sender: int, receiver: int, size_bytes: int) -> t
     return int(received), float(speed)
 
 
-def emulate(workdir: Path, program: str | list[str], *options: str, nodes: int = 2) -> subprocess.Popen[str]:
-    """Starts `lab.emulate` with a program, which is a text of Python or a whole command."""
+def emulate(workdir: Path, program: str | list[str], *options: str) -> subprocess.Popen[str]:
+    """Starts `lab.emulate` on two nodes of two devices, with a program, a text of Python or a whole command."""
     command = python(program) if isinstance(program, str) else program
-    given = [f"--nodes={nodes}", "--devices_per_node=2", f"--workdir={workdir}", *options, "--", *command]
-    return start_tool(*given)
-
-
-def start_tool(*args: str) -> subprocess.Popen[str]:
-    """Starts `python -m lab.emulate`."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lab.emulate", *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
+    given = ["--nodes=2", "--devices_per_node=2", f"--workdir={workdir}", *options, "--", *command]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-m", "lab.emulate", *given], text=True, cwd=ROOT, **pipes)
     STARTED.append(process)
     return process
 
@@ -95,8 +87,11 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def ctl(*args: str) -> tuple[int, str, str]:
-    """Asks a running emulation."""
-    return finish(start_tool("ctl", *args))
+    """Returns the exit code, stdout and stderr of a request to a running emulation."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["emulate", "ctl", *args])
+    return code, out.getvalue(), err.getvalue()
 
 
 def until(condition: Callable[[], object]) -> None:

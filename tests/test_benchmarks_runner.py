@@ -38,5 +38,5 @@ def test_what_the_record_lacks_is_run_and_a_failure_does_not_stop_the_others(
 
 def test_a_bad_rate_is_an_error_of_one_line() -> None:
     assert checked_rates("1gbit,200mbit") == ["1gbit", "200mbit"]
-    with pytest.raises(ValueError, match="^--rates=fast"):
+    with pytest.raises(ValueError, match="^--rate=fast"):
         checked_rates("1gbit,fast")

@@ -7,8 +7,9 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from lab.benchmarks import accuracy, overlap_table, pipelines, planner_validation, scores, tables
-from lab.records import Range, same_until
+from lab.benchmarks import accuracy, overlap_table, planner_validation, scores, tables
+from lab.benchmarks.runner import ROOT
+from lab.records import MEASURED, Range, recorded, same_until
 
 
 def step(strategy: str, rate: str, times: list[float], commit: str = "a") -> dict[str, Any]:
@@ -41,12 +42,6 @@ def drawn(figure: Figure) -> tuple[list[str], list[float], list[str], list[tuple
 # ---------------------------------------------------------------------------------------------------- strategies
 
 
-def test_a_step_time_is_the_median_of_runs_within_its_steps() -> None:
-    runs = [step("ddp", "1gbit", [1.0, 3.0]), step("ddp", "1gbit", [5.0, 7.0]), step("ddp", "1gbit", [4.0, 4.0])]
-    assert scores.step_time(runs) == Range(value=4.0, low=1.0, high=7.0)
-    assert scores.step_time([]) is None
-
-
 def test_nothing_is_taken_from_a_step_that_computes_something_else() -> None:
     lines = [step("compute only", "1gbit", [3.0]), step("ddp", "1gbit", [5.0]), step("ddp dots", "1gbit", [4.0])]
     assert scores.above_compute_s(lines, "ddp", "1gbit") == Range(value=2.0, low=2.0, high=2.0)
@@ -56,9 +51,10 @@ def test_nothing_is_taken_from_a_step_that_computes_something_else() -> None:
 
 def test_ratios_and_differences_have_the_range_of_their_steps_and_rows_their_commits() -> None:
     lines = [step("compute only", "1gbit", [3.0, 5.0]), step("zero3 flat", "1gbit", [8.0, 12.0])]
-    lines += [step("ddp", "1gbit", [4.0, 6.0]), step("ddp", "1gbit", [5.0, 8.0], commit="b")]
+    lines += [step("ddp", "1gbit", times, commit="b") for times in ([5.0, 8.0], [4.0, 4.0])]
+    lines.insert(2, step("ddp", "1gbit", [4.0, 6.0]))
     table = tables.step_times(lines, "1gbit")
-    assert "| ddp | 2 | a, b | 5.8 (4.0 to 8.0) | 1.74 (1.00 to 3.00) | 1.8 (-1.0 to 5.0) | 0.1 |" in table
+    assert "| ddp | 3 | a, b | 5.0 (4.0 to 8.0) | 2.00 (1.00 to 3.00) | 1.0 (-1.0 to 5.0) | 0.1 |" in table
 
 
 def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> None:
@@ -66,13 +62,9 @@ def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> N
     names, bars, words, ranges = drawn(tables.draw_step_times(lines))
     assert (names, bars) == (["ddp", "zero3"], [2.5, 0.0, 0.0, 9.0])  # at 1gbit, at 200mbit
     assert words == ["2.5", "not measured", "not measured", "9.0"] and ranges == [(2.0, 3.0)]
-
-
-def test_bytes_are_drawn_between_nodes_first() -> None:
-    lines = [step("ddp", "1gbit", [1.0]), step("zero3", "1gbit", [1.0]) | {"compiled_inter_bytes": 2e6}]
-    between, inside = tables.draw_bytes(lines, scores.names_of(lines)).axes[0].containers
+    lines[2]["compiled_inter_bytes"] = 2e6
+    between, inside = tables.draw_bytes(lines, ["ddp", "zero3"]).axes[0].containers
     assert [bar.get_width() for bar in between] == [bar.get_x() for bar in inside] == [8.0, 2.0]
-    assert [bar.get_width() for bar in inside] == [8.0, 8.0]
 
 
 # -------------------------------------------------------------------------------------------------------- codecs
@@ -86,14 +78,6 @@ def test_times_of_codecs_are_compared_at_the_same_commits_with_the_same_optimize
     assert "| int8 | 1 | b | adamw | 0.00 | 4.00 | 4.00 (2.00 to 6.00) | 2.00 (1.33 to 4.00) | 5.000, 4.000 |" in text
     assert "| int4 | 1 | c | adamw | 0.00 | 4.00 | 1.00 (1.00 to 1.00) | - | 5.000, 4.000 |" in text
     assert "| dgc | 1 | a | sgd | 0.00 | 4.00 | 1.00 (1.00 to 1.00) | - | 5.000, 6.000 |" in text
-
-
-def test_the_chart_of_codecs_marks_bars_that_are_not_to_be_compared() -> None:
-    lines = [coded("none", [4.0]), coded("int8", [1.0, 3.0])]
-    lines += [coded("int4", [1.0], commit="b") | {"superseded": "measured before a change"}]
-    names, bars, _, ranges = drawn(tables.draw_codecs([*lines, coded("dgc", [1.0], "--config.optimizer.name=sgd")]))
-    assert names == ["none", "int8", "int4\n(another commit, superseded)", "dgc\n(sgd)"]
-    assert bars == [4.0, 2.0, 1.0, 1.0] and ranges == [(1.0, 3.0)]
 
 
 def test_a_superseded_line_is_shown_until_there_is_a_newer_one() -> None:
@@ -158,18 +142,6 @@ def test_every_run_of_chaos_is_shown() -> None:
     assert tables.chaos_events(lines).endswith("| `cut` | 2 | 9.5 (9.0 to 10.0) | 2, 0 | 1 | 3.0 | 2 |")
 
 
-def test_pauses_have_every_event_but_those_compiled_ahead() -> None:
-    lines = [
-        {"kind": "join", "next_step_s": 30.0},
-        {"kind": "join", "next_step_s": 70.0, "compile_ahead": True},
-        {"events": [{"kind": "join", "next_step_s": 50.0}, {"kind": "sigterm", "next_step_s": 9.0}]},
-    ]
-    rows = tables.pauses(lines).splitlines()
-    assert "| a node joined | 40 s | 30 to 50 s, median 40 s | 2 |" in rows
-    assert "| one left with notice | 25 s | 9 to 9 s, median 9 s | 1 |" in rows
-    assert "| one was killed | 40 s | - | 0 |" in rows
-
-
 def test_losses_are_the_same_until_a_step() -> None:
     assert same_until([2.0, 4.0, 8.0, 1.0], [2.0, 4.00002, 8.8, 1.0]) == (3, pytest.approx(5e-6))
     assert same_until([2.0, 4.0], [2.0, 4.0]) == (None, 0.0)
@@ -188,12 +160,10 @@ def test_a_ratio_of_pipelines_compares_what_was_measured_in_the_same_round() -> 
     found = {"2": {"stages": clocks(0.3, 0.5), "none": clocks(0.1, 0.25)}}
     found |= {"8": {"stages": clocks(0.8, 2.0), "none": clocks(0.8, 1.0)}}
     line = {"stages": 2, "keys": [], "by_micro_batches": found}
-    assert pipelines.table(line).splitlines()[2:] == [
+    assert tables.bubble(line).splitlines()[2:] == [
         "| 2 | 33.3% | 0.15 to 0.25 s | 1.25 (1.00 to 1.50) | 1.33 | 2.50 (2.00 to 3.00) |",
         "| 8 | 11.1% | 0.40 to 1.00 s | 1 | 1.00 | 1.50 (1.00 to 2.00) |",
     ]
-    newest = line | {"stages": 4}
-    assert pipelines.standard([line | {"stages": 4, "a": 1}, newest, newest | {"keys": ["a"]}, line]) is newest
 
 
 def test_a_row_of_overlap_has_both_speeds_of_kernels_and_the_step_without() -> None:
@@ -223,3 +193,11 @@ def test_errors_are_those_of_the_predictions() -> None:
     errors = [(-1) ** n * n / 100 for n in range(1, 11)]
     assert planner_validation.quantile(errors, 0.9) == pytest.approx(0.09)
     assert planner_validation.quantile(errors, 1.0) == pytest.approx(0.10)
+
+
+@pytest.mark.document
+def test_concepts_say_when_losses_on_changing_nodes_leave_each_other() -> None:
+    losses = {(line["kind"], line["seed"]): line["losses"] for line in recorded(MEASURED / "dynamic_training.jsonl")}
+    first = [same_until(losses["fixed", seed], losses["fluctuating", seed])[0] for seed in range(3)]
+    text = " ".join((ROOT / "docs" / "concepts.md").read_text().split())
+    assert "on changing nodes from step {}, {} and {} on".format(*first) in text

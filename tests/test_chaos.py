@@ -17,6 +17,7 @@ from running import ROOT, XLA_FLAGS
 from configs.schema import CheckpointConfig
 from lab.benchmarks import elastic as benchmark
 from lab.chaos import run as chaos_run
+from lab.chaos.__main__ import main
 from lab.chaos.faults import KINDS, Fault, _open_slots, make_plan
 from lab.chaos.run import NOTICED, ElasticRun
 from lab.chaos.same import compare_losses, compare_parameters
@@ -148,37 +149,30 @@ def test_the_kill_matrix_keeps_four_nodes() -> None:
         assert there in (3, 4) and (there == 4 or case.kind in ("preempt", "kill_node"))
 
 
-def chaos(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lab.chaos", *args],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        timeout=TIMEOUT_S,
-        env={**os.environ, "XLA_FLAGS": XLA_FLAGS},
-    )
-
-
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
-    for args, said in (
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
         (["--rate=fast"], "rate"),
         (["--nodes=1"], "error: --nodes=1 must be 2 or more\n"),
         (["--events=0"], "error: --events=0 must be 1 or more\n"),
         (["--devices_per_node=0"], "error: --devices_per_node=0 must be 1 or more\n"),
-        ([f"--reference={tmp_path}"], "has neither config.json nor metrics.jsonl"),
-    ):
-        done = chaos(*args, f"--workdir={tmp_path}")
-        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    done = chaos(f"--workdir={tmp_path}", "--", "--config.num_step=5")
-    said = "exit code 2: num_step is not a key; the nearest is num_steps"
-    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        (["--reference=tests"], "has neither config.json nor metrics.jsonl"),
+        (["--", "--config.num_step=5"], "exit code 2: num_step is not a key; the nearest is num_steps"),
+    ],
+)
+def test_mistakes_are_one_line(args: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", f"--workdir={tmp_path}", *args]) == 2
+    complaint = capsys.readouterr().err
+    assert said in complaint and complaint.count("\n") == 1
 
 
 @EMULATED
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs Ray: make .venv/ray-installed")
 def test_three_events_leave_no_trace(tmp_path: Path) -> None:
-    done = chaos("--nodes=3", "--events=3", "--seed=0", f"--workdir={tmp_path}", "--", "--config.num_steps=250")
+    options = ["--nodes=3", "--events=3", "--seed=0", f"--workdir={tmp_path}", "--", "--config.num_steps=250"]
+    command, env = [sys.executable, "-m", "lab.chaos", *options], {**os.environ, "XLA_FLAGS": XLA_FLAGS}
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=TIMEOUT_S, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     events = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
     planned: list[Fault] = make_plan(0, 3, nodes=3, min_nodes=2)

@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from emulating import (
     until,
 )
 
-from lab.emulate import control
+from lab.emulate import control, namespaces
 from lab.emulate.__main__ import main
 from runtime.progress import Progress, read_progress
 
@@ -52,6 +51,18 @@ def none_lives_on() -> Iterator[None]:
         process.communicate()
 
 
+@pytest.fixture(scope="module")
+def sleeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """The name and the folder of an emulation that runs until a signal ends it."""
+    name, folder = unique("test-sleeping"), tmp_path_factory.mktemp("sleeping")
+    process = emulate(folder, SLEEP, f"--name={name}")
+    STARTED.remove(process)
+    assert process.stdout and process.stdout.readline() == "up\n"
+    yield name, folder
+    process.terminate()
+    assert finish(process)[0] == 128 + signal.SIGTERM
+
+
 @EMULATED
 def test_what_the_program_finds(tmp_path: Path) -> None:
     """Process 0's output comes through; everyone's is in the log of its node."""
@@ -68,7 +79,6 @@ def test_what_the_program_finds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "code", "said"),
     [
-        ("sys.exit(0)", 0, ""),
         ("sys.exit(3 * (rank == 1))", 3, ""),
         (
             "signal.signal(signal.SIGTERM, lambda *_: sys.exit(74))\nif rank == 0: sys.exit(75)\ntime.sleep(1000)",
@@ -99,13 +109,12 @@ def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 
 
 @EMULATED
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
-    handler = f"import signal; signal.signal({number.value}, lambda *_: (time.sleep(0.3), sys.exit(75)))\n"
+def test_signals_are_passed_on(tmp_path: Path) -> None:
+    handler = "signal.signal(signal.SIGINT, lambda *_: (time.sleep(0.3), sys.exit(75)))\n"
     process = emulate(tmp_path, RANK + handler + "print('ready')\ntime.sleep(1000)")
     logs = [tmp_path / "node0.log", tmp_path / "node1.log"]
     until(lambda: all(log.exists() and "ready" in log.read_text() for log in logs))
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     code, out, err = finish(process)
     assert (code, out, err) == (75, "up\nready\n", "")
     assert [node["node"] for node in traffic(tmp_path)] == [0, 1]
@@ -150,8 +159,8 @@ def test_ctl(tmp_path: Path) -> None:
     assert ctl(me, "slow", "0", "5mbit")[:2] == (0, "node0 has a link of 5mbit\n")
     assert ctl(me, "cut", "0")[:2] == (0, "node0: cut\n")
     assert ctl(me, "kill", "1")[:2] == (0, "node1: kill\n")
-    assert ctl(me, "add", "--", "sh", "-c", "hostname; exit 0")[:2] == (0, "node2 is up\n")
-    until(lambda: (tmp_path / "node2.log").read_text() == "node2\n")
+    assert ctl(me, "add", "--", "sh", "-c", "hostname; grep -c node /etc/hosts")[:2] == (0, "node2 is up\n")
+    until(lambda: (tmp_path / "node2.log").read_text() == "node2\n3\n")
     until(lambda: ctl(me, "status")[1].splitlines()[3].split()[3:6] == ["exit", "code", "0"])
     rows_now = [line.split()[2:4] for line in ctl(me, "status")[1].splitlines()[1:3]]
     assert rows_now == [["5mbit", "cut"], ["1gbit", "killed"]]
@@ -162,9 +171,6 @@ def test_ctl(tmp_path: Path) -> None:
     ):
         code, _, err = ctl(me, *words)
         assert code == 2 and err.startswith(f"error: {said}") and err.count("\n") == 1, err
-    code, _, err = finish(emulate(tmp_path / "same", "0", me))
-    said = f"error: a cluster named {me.removeprefix('--name=')} is running; end it, or give another --name\n"
-    assert (code, err) == (2, said)
     (tmp_path / "end").touch()
     assert finish(process)[0] == 0
 
@@ -189,12 +195,9 @@ REQUESTS = [
 
 
 @EMULATED
-def test_requests_that_are_none(tmp_path: Path) -> None:
+def test_requests_that_are_none(sleeping: tuple[str, Path]) -> None:
     """A `ctl` that is killed in between, and one that is none of ours, leave the job alone."""
-    name = unique("test-requests")
-    process = emulate(tmp_path, SLEEP, f"--name={name}")
-    assert process.stdout and process.stdout.readline() == "up\n"
-    answers = []
+    name, answers, before = sleeping[0], [], control.ask(sleeping[0], {"verb": "status"})
     for said in REQUESTS:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"\0{control.PREFIX}{name}")
@@ -202,24 +205,20 @@ def test_requests_that_are_none(tmp_path: Path) -> None:
             connection.shutdown(socket.SHUT_WR)
             answers.append(connection.makefile().readline())
     assert [said for said, answer in zip(REQUESTS, answers) if not answer.startswith('{"error": "')] == []
-    assert ctl(f"--name={name}", "status")[1].count("node") == 3  # the header and two nodes: none was added
-    process.terminate()
-    assert finish(process)[0] == 128 + signal.SIGTERM
+    assert control.ask(name, {"verb": "status"}) == before  # none was added, cut or slowed
 
 
 @EMULATED
 @pytest.mark.parametrize("word", ["a\0b", "a" * (1 << 18)], ids=["null byte", "too long"])
-def test_an_added_node_whose_program_cannot_start(word: str, tmp_path: Path) -> None:
+def test_an_added_node_whose_program_cannot_start(word: str, sleeping: tuple[str, Path]) -> None:
     """It is not up, and whoever asked for it hears why; the others stay."""
-    name = unique("test-add")
-    process = emulate(tmp_path, SLEEP, f"--name={name}")
-    assert process.stdout and process.stdout.readline() == "up\n"
-    with pytest.raises(ValueError, match="node2 is killed, its program cannot be started: "):
+    name, _ = sleeping
+    number = control.ask(name, {"verb": "status"}).count("\n")
+    with pytest.raises(ValueError, match=f"node{number} is killed, its program cannot be started: "):
         control.ask(name, {"verb": "add", "command": ["true", word]})
-    assert [line.split()[3] for line in ctl(f"--name={name}", "status")[1].splitlines()[1:]] == ["up", "up", "killed"]
-    assert control.ask(name, {"verb": "add", "command": []}) == "node3 is up"
-    process.terminate()
-    assert finish(process)[0] == 128 + signal.SIGTERM
+    rows = control.ask(name, {"verb": "status"}).splitlines()[1:]
+    assert [row.split()[3] for row in rows] == [*[row.split()[3] for row in rows[:number]], "killed"]
+    assert control.ask(name, {"verb": "add", "command": []}) == f"node{number + 1} is up"
 
 
 def test_metrics_of_another_program_are_no_progress(tmp_path: Path) -> None:
@@ -272,13 +271,13 @@ def test_paths_that_lead_elsewhere(tmp_path: Path) -> None:
 
 
 @EMULATED
-def test_a_workdir_is_for_one_emulation(tmp_path: Path) -> None:
-    first = emulate(tmp_path, SLEEP)
-    assert first.stdout and first.stdout.readline() == "up\n"
-    code, _, err = finish(emulate(tmp_path, "0"))
-    assert (code, err) == (2, f"error: another emulation uses --workdir={tmp_path}; give another one\n")
-    first.terminate()
-    assert finish(first)[0] == 128 + signal.SIGTERM
+def test_a_workdir_and_a_name_are_for_one_emulation(tmp_path: Path, sleeping: tuple[str, Path]) -> None:
+    name, folder = sleeping
+    code, _, err = finish(emulate(folder, "0"))
+    assert (code, err) == (2, f"error: another emulation uses --workdir={folder}; give another one\n")
+    code, _, err = finish(emulate(tmp_path, "0", f"--name={name}"))
+    said = f"error: a cluster named {name} is running; end it, or give another --name\n"
+    assert (code, err) == (2, said)
 
 
 SIZE = ["--nodes=2", "--devices_per_node=2"]
@@ -323,15 +322,11 @@ def test_options_are_checked_without_a_program(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.startswith("error: --rate=1gb: give a number")
 
 
-def test_missing_tools(tmp_path: Path) -> None:
+def test_missing_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Found out before anything is made: without iproute2 in the PATH or where Debian keeps it."""
-    program = f"""
-from lab.emulate import __main__ as emulate, namespaces
-namespaces.SEARCH = {str(tmp_path)!r}
-raise SystemExit(emulate.main(["emulate", "--nodes=1", "--devices_per_node=1", "--", "true"]))
-"""
-    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert (process.returncode, process.stderr) == (2, "error: `ip` is missing; install iproute2\n")
+    monkeypatch.setattr(namespaces, "SEARCH", str(tmp_path))
+    assert main(["emulate", *SIZE, f"--workdir={tmp_path}", "--", "true"]) == 2
+    assert capsys.readouterr().err == "error: `ip` is missing; install iproute2\n"
 
 
 # The tests' own may lie where others may not read; nothing but the standard library is needed.

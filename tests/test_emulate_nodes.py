@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from emulating import EMULATED, output_of, python, running_with, transfer, until
 
+from lab.emulate import namespaces
 from lab.emulate.links import Links
 from lab.emulate.nodes import Cluster
 
@@ -183,30 +184,16 @@ def test_stopped_processes_go_on(tmp_path: Path) -> None:
         until(lambda: states() == {"S"})
 
 
-def test_a_node_may_come_later(tmp_path: Path) -> None:
-    with Cluster(1, Links(rate="100mbit"), tmp_path) as cluster:
-        assert output_of(cluster, 0, "print(open('/etc/hosts').read().count('node'))") == "1"
-        assert cluster.add() == 1
-        assert output_of(cluster, 0, "import socket; print(socket.gethostbyname('node1'))") == "10.77.0.2"
-        assert transfer(cluster, 0, 1, 1 * MB)[0] > 0.9 * MB
-
-
 def test_a_node_that_cannot_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails on the way leaves the others as they were, and nothing of itself."""
+    """What fails on the way leaves the others as they were, and nothing of itself; the end leaves nothing at all."""
     with Cluster(1, Links(), tmp_path) as cluster:
-        with monkeypatch.context() as broken, pytest.raises(ValueError, match="tc: no"):
-            broken.setattr(cluster, "_limit", lambda node: (_ for _ in ()).throw(ValueError("tc: no")))
+        cluster.start(0, python(FORK, tmp_path))
+        with monkeypatch.context() as broken, pytest.raises(ValueError, match="`ip`: no"):
+            broken.setattr(namespaces, "configure", lambda *_: (_ for _ in ()).throw(ValueError("`ip`: no")))
             cluster.add()
         assert [traffic.node for traffic in cluster.traffic()] == [0]
         assert "node1" not in (tmp_path / "hosts").read_text()
-        until(lambda: len(running_with(str(tmp_path / "hosts"))) == 2)  # node 0 and the switch
-
-
-def test_nothing_is_left(tmp_path: Path) -> None:
-    """Of a cluster that is closed, nor of one that could not be made."""
-    with Cluster(1, Links(), tmp_path) as cluster:
-        cluster.start(0, python(FORK, tmp_path))
-        assert running_with(str(tmp_path))
+        until(lambda: len(running_with("node_init", str(tmp_path / "hosts"))) == 2)  # node 0 and the switch
     assert not running_with(str(tmp_path))
     cluster = Cluster(1, Links(), tmp_path, [tmp_path / "missing"])
     with pytest.raises(ValueError, match="cannot make a node: No such file or directory"), cluster:

@@ -1,12 +1,11 @@
 """Records what the papers' tables need of compiled steps: parameters, bytes of state, collectives, replays.
 
-    python -m lab.benchmarks.compiled [--kinds=model,state,largest,step,wire,prediction]
+    python -m lab.benchmarks.compiled [--kinds=model,state,largest,step,prediction]
 
 Adds the missing cells of lab/benchmarks/cells.csv (whose keys stand in keys.toml) to results/derived/compiled.jsonl, in
 one process per number of virtual devices. `step` compiles for them, but runs nothing; `prediction` compiles for GPUs
 and needs XLA for them (`make .venv/h100/installed`); half a minute of CPU a program, all the rest together a few
-minutes. Only `wire` trains, three steps on emulated nodes: its lines are in measured/papers.jsonl, and it needs root
-(docs/emulation.md).
+minutes.
 """
 
 import csv
@@ -25,8 +24,8 @@ import jax
 from configs import base, command_line
 from configs.schema import Config
 from lab.benchmarks.names import config_file, config_named, sharding_of
-from lab.benchmarks.runner import ROOT, Key, emulated, options_of, program, run_missing, steps_of, train, words
-from lab.records import DERIVED, MEASURED, is_recorded
+from lab.benchmarks.runner import ROOT, Key, options_of, program, run_missing, words
+from lab.records import DERIVED, is_recorded
 from planner.candidates import of_config
 from planner.clusters import GBIT, Cluster, find_cluster, with_rate
 from planner.predict import Machine, Step, compiled_step
@@ -35,12 +34,11 @@ from training.experiment import make_experiment
 from training.memory import state_bytes
 
 HERE = Path(__file__).parent
-COMPILED, WIRE = DERIVED / "compiled.jsonl", MEASURED / "papers.jsonl"
-KINDS = ("model", "state", "largest", "step", "wire", "prediction")
+RESULTS = DERIVED / "compiled.jsonl"
+KINDS = ("model", "state", "largest", "step", "prediction")
 XLA_FLAGS = "--xla_backend_optimization_level=0"  # LLVM's optimisation takes most of the compile time
 # XLA's Triton kernels fail to compile for 2048 tokens ("Couldn't find output tile sizes"), without a GPU to tune them
 GPU_XLA_FLAGS = "--xla_gpu_enable_triton_gemm=false"
-WIRE_RATE = "1gbit"
 MEMORY_BYTES = 32e9  # of a GPU in ZeRO's table 2
 MOST_LAYERS = 1 << 14  # of a model that is made larger until it no longer fits
 RATES_GBIT = (100, 200, 400, 800)  # of a node's link in ZeRO++'s figures
@@ -68,11 +66,6 @@ class Cell:
     def key(self) -> Key:
         """The part of the line that tells it from others."""
         return {**asdict(self), "devices": self.devices}
-
-    @property
-    def record(self) -> Path:
-        """What was on the wire is measured."""
-        return WIRE if self.kind == "wire" else COMPILED
 
 
 def table(name: str) -> list[dict[str, Any]]:
@@ -102,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         devices=(0, "only the cells of so many devices, in this process; 0: of all, in processes of their own"),
     )
     kinds = words(options.kinds, "kinds", KINDS)
-    missing = [cell for cell in cells() if cell.kind in kinds and not is_recorded(cell.record, cell.key)]
+    missing = [cell for cell in cells() if cell.kind in kinds and not is_recorded(RESULTS, cell.key)]
     if not options.devices:
         flags = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
         command = [sys.executable, "-m", "lab.benchmarks.compiled", f"--kinds={options.kinds}"]
@@ -110,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return max((subprocess.call([*command, f"--devices={n}"], cwd=ROOT, env=flags) for n in counts), default=0)
     start_devices(options.devices)
     ours = [cell for cell in missing if cell.devices == options.devices]
-    return max((run_missing(cell.record, [cell.key], lambda _, cell=cell: measured(cell)) for cell in ours), default=0)
+    return max((run_missing(RESULTS, [cell.key], lambda _, cell=cell: measured(cell)) for cell in ours), default=0)
 
 
 def start_devices(devices: int) -> None:
@@ -130,8 +123,6 @@ def measured(cell: Cell) -> dict[str, Any]:
             return largest(cell)
         case "step":
             return state(cell) | {"collectives": collectives(cell)}
-        case "wire":
-            return on_wire(cell)
         case _:
             return predicted(cell)
 
@@ -169,19 +160,6 @@ def largest(cell: Cell) -> dict[str, Any]:
     depths = range(1, MOST_LAYERS)
     layers = bisect_right(depths, MEMORY_BYTES, key=lambda layers: sum(of(layers)["state_bytes"].values()))
     return {"layers": layers, **of(layers), "memory_bytes": MEMORY_BYTES}
-
-
-def on_wire(cell: Cell) -> dict[str, Any]:
-    """Trains three steps on emulated nodes; returns the bytes that node 0 sent in a step, the median without the first.
-
-    FailedRunError if the run failed.
-    """
-    overrides = {f"sharding.{key}": value for key, value in sharding_of(cell.strategy).items()}
-    overrides |= {**cell.changes, "batch.global_size": cell.devices * cell.accum}
-    overrides |= emulated(cell.nodes, cell.devices_per_node, WIRE_RATE)
-    run = train("papers", config_file(cell.config), overrides)
-    sent = steps_of(run)["wire_tx_bytes"]
-    return {"rate": WIRE_RATE, "num_params": run.files.environment["num_params"], "wire_tx_bytes": sent}
 
 
 def on_cluster(cluster: Cluster, nodes: int, config: str, keys: Mapping[str, Any], xla_flags: str = "") -> Step:

@@ -21,8 +21,7 @@ from typing import Any
 from lab.benchmarks.compiled import on_cluster, start_devices, table
 from lab.benchmarks.names import sharding_of
 from lab.benchmarks.runner import Key, options_of, program, run_missing
-from lab.paper.network import b_part, fitted
-from lab.paper.replays import BUCKET, P3DN, PAPER, PLANNER
+from lab.paper.replays import BUCKET, INSIDE_BYTES_PER_S, LINK_BYTES_PER_S, LINK_LATENCY_S, P3DN, PAPER, PLANNER
 from lab.records import DERIVED
 from planner.clusters import CLUSTERS, Network
 from planner.predict import Step
@@ -69,9 +68,8 @@ def networks(cluster: str, gpus: int) -> dict[str, Network]:
     own = replace(CLUSTERS[cluster].network(), devices_per_node=min(PER_NODE, gpus))
     if cluster != P3DN:
         return {PLANNER: own}
-    fit = fitted()
-    paper = replace(own, intra_bandwidth=b_part(), node_bandwidth=fit.bandwidth, inter_latency_s=fit.latency_s)
-    return {PLANNER: own, PAPER: paper}
+    measured = {"node_bandwidth": LINK_BYTES_PER_S, "inter_latency_s": LINK_LATENCY_S}
+    return {PLANNER: own, PAPER: replace(own, intra_bandwidth=INSIDE_BYTES_PER_S, **measured)}
 
 
 def replayed(cell: Key) -> dict[str, Any]:

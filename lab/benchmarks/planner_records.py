@@ -9,7 +9,6 @@ how many were. The curves' nineteen take minutes to compile on 2 cores. Without 
 XLA compiles them faster; their compute is slower, all alike.
 """
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from dataclasses import replace
 from matplotlib.figure import Figure
 
 from configs import base, mics_paper
-from lab.benchmarks.runner import ROOT, options_of, program, words
+from lab.benchmarks.runner import ROOT, options_of, program, started, words
 from lab.records import DERIVED
 from planner.clusters import CLUSTERS
 from planner.pictures import draw_curves
@@ -48,15 +47,10 @@ WORDS = {
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the planner and writes the records; returns the exit code."""
-    only = options_of(__doc__, argv, only=(",".join(RECORDS), "the records")).only
-    for name in words(only, "only", RECORDS):
+    """Records what was asked for; returns the exit code."""
+    for name in words(options_of(__doc__, argv, only=(",".join(RECORDS), "what is recorded")).only, "only", RECORDS):
         about = ["--config=configs/mics_paper.py:bert_10b", f"--cluster={CLUSTER}", *WORDS[name], "--json"]
-        command = [sys.executable, "-m", "planner", *about]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            return done.returncode
-        RECORDS[name].write_text(done.stdout)
+        RECORDS[name].write_text(started([sys.executable, "-m", "planner", *about]))
     return 0
 
 

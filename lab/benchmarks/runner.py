@@ -74,13 +74,7 @@ def words(text: str, option: str, known: Iterable[str]) -> list[str]:
 
 def checked_rates(text: str) -> list[str]:
     """Returns the link rates of an option. ValueError if one is none."""
-    rates = text.split(",")
-    try:
-        for rate in rates:
-            Links(rate=rate)
-    except ValueError as error:
-        raise ValueError(str(error).replace("--rate=", "--rates=")) from None
-    return rates
+    return [Links(rate=rate).rate for rate in text.split(",")]
 
 
 # ----------------------------------------------------------------------------------------------------- the record

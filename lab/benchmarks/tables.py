@@ -1,23 +1,19 @@
 """The tables and charts of the measured pages, by the name that a page gives them; lab/pages.py writes them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import mean, median
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 from matplotlib.figure import Figure
 
 from files.pages import markdown
 from lab.benchmarks import (
     accuracy,
-    compression,
-    dynamic_training,
     elastic,
     overlap_table,
-    pipelines,
     planner_records,
     planner_validation,
 )
-from lab.benchmarks import dynamic_training_cost as cost
 from lab.benchmarks.scores import (
     DENSE,
     PEER,
@@ -44,6 +40,7 @@ from lab.plots import draw_bars, draw_stacked, rate_in_words
 from lab.records import SAME, Line, Range, Records, middle, same_until, spread
 
 IN_README = ("mics(2)", "mics(4)", "zero3", "zero3 auto", "zero2", "zero1", "ddp")  # its chart, in this order
+LEVELS = ("inter", "intra")
 TITLE = "seconds a step, measured on emulated nodes"
 PAIRS = (  # the same strategy, ours and PyTorch's
     ("mics(2)", "pytorch hsdp"),
@@ -74,6 +71,16 @@ def strategy_bytes(lines: Sequence[Line]) -> str:
             cells[0] = cells[3] = "-"
         rows.append([name, *cells])
     return markdown(["strategy", "formula MB", "compiled MB", "on the wire MB", "wire / formula"], rows)
+
+
+def held_and_sent(lines: Sequence[Line]) -> str:
+    """Returns what a device holds between steps under each strategy, and what it sends in a step."""
+    rows = []
+    for line in lines:
+        held, sent = line["state_bytes"], [[c[f"{level}_bytes"] for c in line["collectives"]] for level in LEVELS]
+        sizes = [held["parameters"] + held["optimizer"], *map(sum, sent)]
+        rows.append([f"`{line['name']}`", *(f"{size / 1e6:.2f} MB" for size in sizes)])
+    return markdown(["strategy", "stored", "sent between nodes", "sent inside the node"], rows)
 
 
 def step_times(lines: Sequence[Line], rate: str) -> str:
@@ -117,9 +124,7 @@ def pytorch(lines: Sequence[Line]) -> str:
 
 def codec_times(lines: Sequence[Line]) -> str:
     """Returns what a codec costs without training steps."""
-    rows = []
-    crossings = 2 * (compression.NODES - 1) / compression.NODES  # of a value over a node's link in an exchange
-    dense_bytes = 4 * compression.VALUES
+    rows, crossings, dense_bytes = [], 2 * 3 / 4, 4 * 25 * 2**20  # of a value over the link in an exchange of 4 nodes
     for line in lines:
         saved_s = (dense_bytes - line["payload_bytes"]) * 8 / 1e9  # at 1 Gbit/s
         once_s, of_exchange_s = line["encode_s"] + line["decode_s"], saved_s * crossings
@@ -166,8 +171,8 @@ def codec_accuracy(task: str, lines: Sequence[Line]) -> str:
 
 def kill_matrix(lines: Sequence[Line]) -> str:
     """Returns what each event of the matrix cost, without `--compile_ahead`."""
-    usual, rows = [line for line in events_of_matrix(lines) if not line.get("compile_ahead")], []
-    for case in {case.title: case for case in elastic.MATRIX}.values():
+    usual, rows = [line for line in lines if not line.get("compile_ahead")], []
+    for case in dict.fromkeys(elastic.MATRIX):
         of = [line for line in usual if line["title"] == case.title]
         if not of:
             rows.append([case.title, case.aim, "0", "not measured", *[""] * 6])
@@ -184,8 +189,8 @@ def kill_matrix(lines: Sequence[Line]) -> str:
 
 def compiled_ahead(lines: Sequence[Line]) -> str:
     """Returns planned changes with and without `--compile_ahead`."""
-    timed, rows = [line for line in events_of_matrix(lines) if "pause_s" in line], []
-    for case in {case.title: case for case in elastic.MATRIX if case.kind in elastic.PLANNED}.values():
+    timed, rows = [line for line in lines if "pause_s" in line], []
+    for case in dict.fromkeys(case for case in elastic.MATRIX if case.kind in elastic.PLANNED):
         for is_ahead in (False, True):
             these = [line for line in timed if (line["title"], line["compile_ahead"]) == (case.title, is_ahead)]
             if not these:
@@ -200,7 +205,7 @@ def compiled_ahead(lines: Sequence[Line]) -> str:
 def chaos_runs(lines: Sequence[Line]) -> str:
     """Returns each run of lab.chaos: its options, and how far it ended from an undisturbed one."""
     rows = []
-    for line in (line for line in lines if line["title"] == elastic.CHAOS):
+    for line in lines:
         loads = [event["load"] for event in line["events"]]
         ahead = "--compile_ahead " * bool(line.get("compile_ahead"))
         cells = [f"`{ahead}--events={len(line['events'])} --seed={line.get('seed', 0)}`", str(line["steps"])]
@@ -212,22 +217,19 @@ def chaos_runs(lines: Sequence[Line]) -> str:
 def chaos_events(lines: Sequence[Line]) -> str:
     """Returns the events of all runs of lab.chaos by kind, with and without `--compile_ahead`."""
     found = defaultdict[tuple[str, bool], list[Line]](list)
-    for line in (line for line in lines if line["title"] == elastic.CHAOS):
+    for line in lines:
         for event in line["events"]:
             found[event["kind"], bool(line.get("compile_ahead"))].append(event)
     rows = []
     for kind in sorted({kind for kind, _ in found}):
         sides = [found[kind, is_ahead] for is_ahead in (False, True)]
-        cells = [[str(len(of)), middle([event["next_step_s"] for event in of])] for of in sides]
-        lost = [", ".join(str(event["lost_steps"]) for event in of) for of in sides]
-        rows.append([f"`{kind}`", *cells[0], lost[0], *cells[1], lost[1]])
+        cells = [f"`{kind}`"]
+        for of in sides:
+            cells += [str(len(of)), middle([event["next_step_s"] for event in of])]
+            cells.append(", ".join(str(event["lost_steps"]) for event in of))
+        rows.append(cells)
     heads = ["events", "seconds", "steps lost"]
     return markdown(["kind", *heads, *(f"{name}, ahead" for name in heads)], rows)
-
-
-def events_of_matrix(lines: Sequence[Line]) -> list[Line]:
-    """Returns the lines of the matrix."""
-    return [line for line in lines if line["title"] != elastic.CHAOS]
 
 
 # --------------------------------------------------------------------------------------------- Dynamic Training
@@ -237,7 +239,7 @@ def changing_nodes(lines: Sequence[Line]) -> str:
     """Returns a row per run: restarts, steps done again, the last validation, and how long the losses stay equal."""
     by_run, rows = {(line["seed"], line["kind"]): line for line in lines}, []
     for seed in sorted({line["seed"] for line in lines}):
-        for kind in dynamic_training.KINDS:
+        for kind in ("fixed", "fluctuating", "control"):
             line, end = by_run[seed, kind], by_run[seed, kind]["validations"][-1]
             cells = [str(seed), kind, " ".join(str(attempt["nodes"]) for attempt in line["starts"])]
             cells += [str(len(line["starts"]) - 1), str(line["steps_again"])]
@@ -249,27 +251,26 @@ def changing_nodes(lines: Sequence[Line]) -> str:
     return markdown(heads, rows)
 
 
-def pauses(lines: Sequence[Line]) -> str:
-    """Returns the assumed pauses of training next to the recorded ones, without `--compile_ahead`."""
-    events = [
-        event for line in lines if not line.get("compile_ahead") for event in line.get("events", [line])
-    ]  # a line is an event, or a run of many
+# ----------------------------------------------------------------------------------------------------- pipelines
+
+
+def bubble(line: Line) -> str:
+    """Returns a row for each number of micro-batches; a ratio is the mean of the rounds', with their range."""
+    stages, found = line["stages"], {int(a): runs for a, runs in line["by_micro_batches"].items()}
+    most = max(found)
+    each = {a: [seconds / a for seconds in runs["stages"]["cpu_seconds"]] for a, runs in found.items()}
+    ticks = {a: (a + stages - 1) / a for a in found}
     rows = []
-    for pause in cost.PAUSES.values():
-        times = [event["next_step_s"] for event in events if event["kind"] in pause["kinds"]]
-        recorded_s = f"{min(times):.0f} to {max(times):.0f} s, median {median(times):.0f} s" if times else "-"
-        rows.append([pause["what"], f"{pause['s']:.0f} s", recorded_s, str(len(times))])
-    return markdown(["event", "assumed", "recorded", "events"], rows)
-
-
-def prices(lines: Iterable[Line]) -> str:
-    """Returns time and cost of every cluster in every market, relative to the fixed cluster."""
-    machines = list(cost.PRICES)
-    rows = [["any", f"{cost.NODES} on demand (fixed)", "0", "1", *["1"] * len(machines)]]
-    for line in lines:
-        cells = [line["market"], line["cluster"], f"{mean(line['changes']):.0f}", spread(line["times"])]
-        rows.append([*cells, *(spread(line["costs"][name]) for name in machines)])
-    return markdown(["market", "cluster", "changes", "time", *(f"cost, {name}" for name in machines)], rows)
+    for a, runs in found.items():
+        seconds = runs["stages"]["seconds"]
+        slower = [one / other for one, other in zip(each[a], each[most], strict=True)]
+        over = [one * a / other for one, other in zip(each[a], runs["none"]["cpu_seconds"], strict=True)]
+        cells = [f"{a}", f"{(stages - 1) / (a + stages - 1):.1%}", f"{min(seconds):.2f} to {max(seconds):.2f} s"]
+        cells += [spread(slower) if a < most else "1", f"{ticks[a] / ticks[most]:.2f}", spread(over)]
+        rows.append(cells)
+    over_most = f"over that of A = {most}"
+    heads = ["A", "bubble (S-1)/(A+S-1)", f"step, {len(each[most])} rounds", f"CPU time a micro-batch, {over_most}"]
+    return markdown([*heads, f"(A+S-1)/A, {over_most}", "CPU time, over no pipeline"], rows)
 
 
 # ------------------------------------------------------------------------------------------------------ the charts
@@ -290,24 +291,6 @@ def draw_bytes(lines: Sequence[Line], names: Sequence[str]) -> Figure:
     return draw_stacked(names, series, "MB that a node sends in a step, counted in the compiled program")
 
 
-def draw_codecs(steps: Sequence[Line]) -> Figure:
-    """Draws the step time of every codec, one bar per rate, with the range of the steps."""
-    runs = {name: [line for line in steps if line["codec"] == name] for name in codecs_of(steps)}
-    series = {
-        rate_in_words(rate): [step_time([line for line in of if line["rate"] == rate]) for of in runs.values()]
-        for rate in reversed(rates_of(steps))
-    }
-    return draw_bars([label_of(of, runs.get(DENSE, [])) for of in runs.values()], series, TITLE)
-
-
-def label_of(of: Sequence[Line], dense: Sequence[Line]) -> str:
-    """Returns a codec's name, with what forbids to compare its bar with that of `none`."""
-    notes = [] if optimizer_of(of[0]) in map(optimizer_of, dense) else [optimizer_of(of[0])]
-    notes += [] if {line["commit"] for line in of} & {line["commit"] for line in dense} else ["another commit"]
-    notes += ["superseded"] if any("superseded" in line for line in of) else []
-    return "\n".join([of[0]["codec"], *([f"({', '.join(notes)})"] if notes else [])])
-
-
 def coded_lines(records: Records, kind: str) -> list[Line]:
     """Returns the newest lines of codecs, of a kind: their times alone, or steps."""
     return [line for line in newest(records.lines("compression", superseded=True)) if line["kind"] == kind]
@@ -322,7 +305,6 @@ CHARTS: Mapping[str, Callable[[Records], Figure]] = {
     "strategies_step_time": lambda x: draw_step_times(drawn(ours_of(x.lines("strategies"), scale_model=False))),
     "strategies_bytes": lambda x: draw_bytes(ours := drawn(ours_of(x.lines("strategies"))), names_of(ours)),
     "readme_bytes": lambda x: draw_bytes(ours_of(x.lines("strategies")), IN_README),
-    "compression_step_time": lambda x: draw_codecs(coded_lines(x, "step")),
     "planner_curves": lambda _: planner_records.curves(),
 }
 
@@ -334,12 +316,14 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
     """Returns what gives each table as Markdown."""
     strategies, codecs, steps = records.lines("strategies"), coded_lines(records, "codec"), coded_lines(records, "step")
     ours = ours_of(strategies, scale_model=False)
-    accuracies, events = records.lines("accuracy"), records.lines("elastic")
+    accuracies, chaos = records.lines("accuracy"), records.lines("elastic", title=elastic.CHAOS)
+    events = [line for line in records.lines("elastic") if line not in chaos]
     sessions = {
         name: records.lines("planner", beside_the_rates=beside)
         for name, beside in (("the rates' session", True), ("before", False))
     }
     return {
+        "what strategies hold": lambda: held_and_sent(records.lines("compiled", config="quickstart", accum=2)),
         "bytes of strategies": lambda: strategy_bytes(ours_of(strategies)),
         **{f"step times at {rate}": lambda rate=rate: step_times(ours, rate) for rate in rates_of(ours)},
         "the scale model": lambda: scale_model(records.lines("strategies", mode=SCALE_MODEL)),
@@ -352,12 +336,10 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         **{f"accuracy on {task}": lambda task=task: codec_accuracy(task, accuracies) for task in accuracy.TASKS},
         "kill matrix": lambda: kill_matrix(events),
         "compiled ahead": lambda: compiled_ahead(events),
-        "runs of chaos": lambda: chaos_runs(events),
-        "events of chaos": lambda: chaos_events(events),
+        "runs of chaos": lambda: chaos_runs(chaos),
+        "events of chaos": lambda: chaos_events(chaos),
         "changing nodes": lambda: changing_nodes(records.lines("dynamic_training")),
-        "pauses": lambda: pauses(events),
-        "prices": lambda: prices(cost.simulated()),
-        "the bubble": lambda: pipelines.table(pipelines.standard(records.lines("pipelines"))),
+        "the bubble": lambda: bubble(records.lines("pipelines")[-1]),
         "what overlaps": lambda: overlap_table.table(records.lines("overlap")),
         "a search": planner_records.example,
         "a run on spot nodes": planner_records.spot,

@@ -19,6 +19,9 @@ LOOK_S = 0.5  # between reads of the events, while polling for a moment of milli
 BRIEF_S = 0.0005
 MOMENT_S = 180.0
 PAUSE_STEPS = 8
+# what an event's phases end with
+PHASES = {"noticed": NOTICED, "stopped": {Event.ATTEMPT_ENDED}, "started": {Event.ATTEMPT_STARTED}}
+PHASES["restored"] = {Event.RESTORED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +85,6 @@ def inject(run: ElasticRun, event: Fault) -> Outcome:
         f"recovery from {event.kind} of node{node}",
         RECOVERY_S,
     )
-    phases = {
-        "noticed": NOTICED,
-        "stopped": {Event.ATTEMPT_ENDED},
-        "started": {Event.ATTEMPT_STARTED},
-        "restored": {Event.RESTORED},
-    }
     return Outcome(
         kind=event.kind,
         process=event.process % nodes,
@@ -98,7 +95,7 @@ def inject(run: ElasticRun, event: Fault) -> Outcome:
         lost_steps=run.lost_steps - lost,
         next_step_s=run.settled_s - start_s,
         pause_s=run.longest_pause(start_s),
-        phases={name: run.since(start_s, pattern) for name, pattern in phases.items()},
+        phases={name: run.since(start_s, pattern) for name, pattern in PHASES.items()},
         starts=run.attempt - attempt,
         source=run.source,
     )

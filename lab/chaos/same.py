@@ -1,7 +1,7 @@
 """Compares two runs: the loss of every step, and the parameters at the end."""
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,15 +10,11 @@ from metrics.run_files import read_run, series
 from state.saved_arrays import SavedArrays
 
 
-@dataclass(frozen=True, kw_only=True)
-class Largest:
+class Largest(NamedTuple):
     """The largest relative difference, and where it is."""
 
     difference: float
     where: str
-
-    def __str__(self) -> str:
-        return f"{self.difference:.2g} ({self.where})"
 
 
 def compare_losses(run: Path, reference: Path) -> Largest:
@@ -34,7 +30,7 @@ def compare_losses(run: Path, reference: Path) -> Largest:
         )
     apart = [abs(a - b) / abs(b) for (_, a), (_, b) in zip(ours, theirs, strict=True)]
     worst = int(np.argmax(apart))  # argmax takes a NaN for the largest
-    return Largest(difference=apart[worst], where=f"step {worst + 1}")
+    return Largest(apart[worst], f"step {worst + 1}")
 
 
 def compare_parameters(run: Path, reference: Path) -> Largest:
@@ -44,7 +40,7 @@ def compare_parameters(run: Path, reference: Path) -> Largest:
         raise ValueError(f"{run} and {reference} hold different models, or different steps")
     apart = {name: float(np.abs(x - theirs[name]).max() / np.abs(theirs[name]).max()) for name, x in ours.items()}
     worst = max(apart, key=lambda name: np.nan_to_num(apart[name], nan=np.inf))
-    return Largest(difference=apart[worst], where=worst)
+    return Largest(apart[worst], worst)
 
 
 def _parameters(checkpoints: Path) -> dict[str, np.ndarray]:

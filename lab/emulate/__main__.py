@@ -131,13 +131,8 @@ def run(options: argparse.Namespace, links: Links, command: Sequence[str]) -> in
         Control(options.name) as requests,
         Cluster(options.nodes, links, options.workdir, named_paths(command)) as cluster,
     ):
-        job = Job(
-            cluster,
-            command,
-            devices=options.devices_per_node,
-            processes_per_node=options.processes_per_node,
-            grace_s=options.grace_s,
-        )
+        sizes = {"devices": options.devices_per_node, "processes_per_node": options.processes_per_node}
+        job = Job(cluster, command, **sizes, grace_s=options.grace_s)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: job.interrupt(number))
         monitor = Monitor(job, command)

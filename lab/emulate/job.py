@@ -56,13 +56,8 @@ class Job:
             for local in range(processes_per_node):
                 rank = node * processes_per_node + local
                 ranks = {"JAX_PROCESS_ID": rank, "RANK": rank, "LOCAL_RANK": local}
-                sizes = {
-                    "JAX_NUM_PROCESSES": world,
-                    "JAX_NUM_CPU_DEVICES": devices // processes_per_node,
-                    "WORLD_SIZE": world,
-                    "LOCAL_WORLD_SIZE": processes_per_node,
-                }
-                self._start(node, command, ranks | sizes)
+                sizes = {"JAX_NUM_PROCESSES": world, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": processes_per_node}
+                self._start(node, command, ranks | sizes | {"JAX_NUM_CPU_DEVICES": devices // processes_per_node})
 
     def add(self, command: Sequence[str]) -> int:
         """Adds a node, starts a program there if one is given, and returns the node's number.

@@ -4,11 +4,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(bit|kbit|mbit|gbit)")
-TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)")
-LOSS = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
-BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+# the units of each option, and examples
+UNITS: Mapping[str, tuple[Mapping[str, float], str]] = {
+    "rate": ({"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}, "1gbit, 200mbit, 500kbit or none"),
+    "latency": (SECONDS, "1ms or 50us"),
+    "jitter": (SECONDS, "1ms or 50us"),
+    "loss": ({"%": 1}, "0.1%"),
+}
 LOWEST_RATE = 100_000  # below this rate, one packet takes a second
 MTU_BYTES = 9000  # as between cloud instances; with 1500 the headers would take 5 % of the rate
 # What may pass at once after a pause: two packets of 64 KiB (the kernel cuts them up late), and on fast links what a
@@ -31,27 +34,18 @@ class Links:
     def __post_init__(self) -> None:
         if self.rate != "none" and self.rate_bits() < LOWEST_RATE:
             raise ValueError(f"--rate={self.rate} is too slow for packets; give 100kbit or more")
-        if self.jitter_s() > self.latency_s():
+        if self._number("jitter") > self._number("latency"):
             raise ValueError(f"--jitter={self.jitter} must not be more than --latency={self.latency}")
-        self._loss_percent()
+        if self._number("loss") >= 100:
+            raise ValueError(f"--loss={self.loss} leaves nothing; `ctl cut NODE` silences a node")
 
     def rate_bits(self) -> float:
         """Returns the bits per second; infinite without a limit."""
-        if self.rate == "none":
-            return float("inf")
-        return _parse("rate", self.rate, RATE, BITS, "1gbit, 200mbit, 500kbit or none")
-
-    def latency_s(self) -> float:
-        """Returns the time of a packet from node to node, in seconds."""
-        return _parse("latency", self.latency, TIME, SECONDS, "1ms or 50us")
-
-    def jitter_s(self) -> float:
-        """Returns the variation of the latency, in seconds."""
-        return _parse("jitter", self.jitter, TIME, SECONDS, "1ms or 50us")
+        return float("inf") if self.rate == "none" else self._number("rate")
 
     def leaving(self, device: str) -> list[str]:
         """Returns the `tc` commands for the sending end of a link, in the node: latency, loss and rate."""
-        if not (self.latency_s() or self._loss_percent()):
+        if not (self._number("latency") or self._number("loss")):
             return self.arriving(device)
         netem = f"handle 2: netem limit {QUEUE_PACKETS} delay {self.latency} {self.jitter} loss {self.loss}"
         if self.rate == "none":
@@ -67,15 +61,10 @@ class Links:
         limit = burst + round(rate_bytes * QUEUE_S)
         return [f"qdisc replace dev {device} root handle 1: tbf rate {self.rate} burst {burst}b limit {limit}b"]
 
-    def _loss_percent(self) -> float:
-        percent = _parse("loss", self.loss, LOSS, {}, "0.1%")
-        if percent >= 100:
-            raise ValueError(f"--loss={self.loss} leaves nothing; `ctl cut NODE` silences a node")
-        return percent
-
-
-def _parse(name: str, value: str, pattern: re.Pattern[str], units: Mapping[str, float], example: str) -> float:
-    match = pattern.fullmatch(value)
-    if not match:
-        raise ValueError(f"--{name}={value}: give a number and its unit, such as {example}")
-    return float(match[1]) * (units[match[2]] if units else 1)
+    def _number(self, option: str) -> float:
+        """Returns the value of an option in bit/s, seconds or percent."""
+        value, (units, examples) = getattr(self, option), UNITS[option]
+        match = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?)({'|'.join(units)})", value)
+        if not match:
+            raise ValueError(f"--{option}={value}: give a number and its unit, such as {examples}")
+        return float(match[1]) * units[match[2]]

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -150,8 +150,7 @@ class Cluster:
 
     def slow(self, node: int, rate: str) -> None:
         """Sets another rate for a node's link, in both directions."""
-        links = self.nodes[node].links
-        self.nodes[node].links = Links(rate=rate, latency=links.latency, jitter=links.jitter, loss=links.loss)
+        self.nodes[node].links = replace(self.nodes[node].links, rate=rate)
         self._limit(self.nodes[node])
 
     def kill(self, node: int) -> None:

@@ -4,8 +4,8 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
+from files.pages import columns
 from lab.emulate.job import Job
 from runtime.progress import read_progress, workdir_of
 
@@ -44,9 +44,7 @@ class Monitor:
 
     def text(self) -> str:
         """Returns the rows as lines of aligned columns."""
-        table = [HEADER, *self.rows()]
-        widths = [max(map(len, column)) for column in zip(*table)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+        return "\n".join(columns([HEADER, *self.rows()], left=len(HEADER)))
 
     def _sample(self) -> Sample:
         return time.monotonic(), [(traffic.tx_bytes, traffic.rx_bytes) for traffic in self._job.cluster.traffic()]
@@ -63,15 +61,13 @@ def shown(monitor: Monitor) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     from rich.live import Live  # the only dependency of this package outside the standard library
-
-    with Live(_drawn(monitor), refresh_per_second=4) as live:
-        yield lambda: live.update(_drawn(monitor))
-
-
-def _drawn(monitor: Monitor) -> Any:
     from rich.table import Table
 
-    table = Table(*HEADER)
-    for row in monitor.rows():
-        table.add_row(*row)
-    return table
+    def drawn() -> Table:
+        table = Table(*HEADER)
+        for row in monitor.rows():
+            table.add_row(*row)
+        return table
+
+    with Live(drawn(), refresh_per_second=4) as live:
+        yield lambda: live.update(drawn())

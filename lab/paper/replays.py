@@ -1,7 +1,7 @@
 """The replayed steps of full_scale.jsonl, and what the systems of the MiCS paper make of them.
 
 Our programs overlap traffic with compute; DeepSpeed's did not, or did so in part. What is known of them is applied here
-to replays of our programs. The network is fitted to the paper's all-gathers (network.py), nothing to a training step.
+to replays of our programs. The network is fitted to the paper's all-gathers, nothing to a training step.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lab.paper import published
 from lab.records import Line, Records
-from planner.clusters import CLUSTERS, H100
+from planner.clusters import CLUSTERS
 
 P3DN, P4D = "p3dn.24xlarge", "p4d.24xlarge"
 PLANNER, PAPER = "planner", "figure 2"  # networks: the planner's own figures, and the paper's measurements
@@ -19,7 +19,9 @@ HALF = 2  # bytes of fp16
 V100 = CLUSTERS[P3DN].device
 USABLE_BYTES = CLUSTERS[P3DN].usable_bytes(16)  # of a V100, by a program
 PRODUCTS = V100.matmul_fraction * V100.peak_flops["bf16"] / 1e12  # TFLOP/s that its matrix products are taken to reach
-FAST_PRODUCTS = round(H100.matmul_fraction * V100.peak_flops["bf16"] / 1e12)  # the same at the share of an H100
+# The paper's network: the least squares of figure 2's all-gathers (a ring of n GPUs passes n - 1 chunks, one a node
+# between nodes, the others with NCCL's latency), and section 3.2's B_part inside a node
+LINK_LATENCY_S, LINK_BYTES_PER_S, INSIDE_BYTES_PER_S = 718e-6, 12.299e9, 128e9
 
 
 @dataclass(frozen=True, kw_only=True)

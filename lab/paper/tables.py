@@ -6,7 +6,7 @@ from functools import partial
 from matplotlib.figure import Figure
 
 from files.pages import markdown
-from lab.paper import compression, gemini, mics, network, pipelines, sharding, throughput, traffic
+from lab.paper import compression, mics, sharding, throughput, traffic
 from lab.paper.scores import Comparison, mean_off, orders, percent
 from lab.plots import draw_bars, exactly
 from lab.records import Records
@@ -34,16 +34,12 @@ COMPARISONS: Mapping[str, Callable[[Records], Comparison]] = {
     "compression-ratios": compression.ratios,
     "compression-power-sgd": compression.power_sgd,
     "compression-costs": compression.costs,
-    "gemini": lambda _: gemini.recovery(),
 }
 TEXTS: Mapping[str, Callable[[Records], str]] = {
-    "mics-network": lambda _: network.fits(),
     "mics-7-means": throughput.means,
     "mics-7-memory": throughput.memory,
-    "mics-9": throughput.contradiction,
     "mics-12-to-15-means": throughput.ablation_means,
     "mics-16": mics.losses,
-    "pipelines": lambda _: pipelines.formulas(),
     "calls": traffic.calls,
     "compression-diloco": compression.diloco,
     "summary": lambda records: summary(records),

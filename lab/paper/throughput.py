@@ -1,4 +1,4 @@
-"""The MiCS paper's throughput: figures 7, 9 and 12 to 15 at full size and on the scale model, and its predictions."""
+"""The MiCS paper's throughput: figures 7 and 12 to 15 at full size and on the scale model, and its predictions."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -7,8 +7,8 @@ from statistics import median
 from files.pages import markdown
 from lab.paper import published, replays
 from lab.paper.published import Published
-from lab.paper.replays import FAST_PRODUCTS, P3DN, P4D, PAPER, PLANNER, PRODUCTS, Replay, find, shape_of
-from lab.paper.scores import Cell, Comparison, mean_off, orders, over, percent
+from lab.paper.replays import P3DN, P4D, PAPER, PLANNER, PRODUCTS, Replay, find, shape_of
+from lab.paper.scores import Cell, Comparison, mean_off, orders, over
 from lab.records import Records
 
 ODD = "BERT 20B"  # the paper's figures 7 and 9 contradict each other there
@@ -71,7 +71,7 @@ def changed(found: Iterable[Run], change: Change) -> list[Cell]:
     return [run.cell(change(run, run.replay) if run.replay else None) for run in found]
 
 
-# ------------------------------------------------------------------------------------------------- figures 7 and 9
+# ------------------------------------------------------------------------------------------------- figure 7
 
 
 def sequences(records: Records) -> Comparison:
@@ -111,12 +111,6 @@ def _over_zero3(cells: Sequence[Cell]) -> list[Cell]:
     ]
 
 
-def with_products_at(run: Run, replay: Replay, tflops: float) -> float:
-    """Returns the step if matrix products ran at another rate, with as much of the traffic exposed as before."""
-    products = shape_of(run.bar.case).tflops(replay.global_size, run.bar.at)  # TFLOP of a GPU in a step
-    return run.step_s + products / tflops - products / PRODUCTS
-
-
 def with_slower_compute(run: Run, replay: Replay, times: float) -> float:
     """Returns the step if compute took `times` as long, with as much of the traffic exposed as before."""
     return run.step_s + (times - 1) * replay.compute_s
@@ -136,9 +130,6 @@ def choices(records: Records) -> dict[str, list[Cell]]:
     """Returns figure 7's cells by the choice that is made."""
     found = runs(records, "figure 7")
     changes: dict[str, Change] = {
-        f"products at {FAST_PRODUCTS} TFLOP/s, the share of an H100": lambda run, replay: with_products_at(
-            run, replay, FAST_PRODUCTS
-        ),
         "MiCS hides no gradients, as DeepSpeed's": gradients_exposed,
         "MiCS hides nothing": nothing_hidden,
     }
@@ -176,18 +167,6 @@ def memory(records: Records) -> str:
     return markdown(
         ["GB", *(f"{gpus} GPUs" for gpus in (16, 32, 64, 128))], [[name, *row] for name, row in rows.items()]
     )
-
-
-def contradiction(records: Records) -> str:
-    """Returns TFLOP/s of BERT 20B by figure 9, by its formula from figure 7, and ours."""
-    rows = []
-    for run in runs(records, "figure 7"):
-        if (run.bar.case, run.bar.system) == (ODD, "MiCS"):
-            nine = published.value("MiCS", "figure 9", case=ODD, system="MiCS", at=run.bar.at)
-            rates = (run.cell().published, run.cell().ours)
-            found = [shape_of(ODD).tflops(rate or 0.0, run.bar.at) for rate in rates]
-            rows.append([f"{run.bar.at} GPUs", f"{nine:.2f}", *(f"{x:.2f} ({percent(x / nine - 1)})" for x in found)])
-    return markdown(["TFLOP/s", "figure 9", "by figure 7", "ours"], rows)
 
 
 # -------------------------------------------------------------------------------------------------- figures 12 to 15

@@ -19,7 +19,6 @@ from metrics.wire import WireCounter
 from sharding.collectives import all_gather_chunks, reduce_scatter_chunks, vary
 from sharding.mesh import DATA_AXES, MeshShape, find_nodes, make_mesh
 
-LEVELS = {"intra": "shard_intra", "inter": "shard_inter"}
 ITEM_BYTES = 4  # float32
 REPETITION_S = 0.1  # executions of a fast collective that are timed together
 BUDGET_S = 3.0  # for the repetitions of one collective at one size
@@ -105,12 +104,7 @@ class Level:
 
     @property
     def axis(self) -> str:
-        return LEVELS[self.name]
-
-    @property
-    def crosses_hosts(self) -> bool:
-        """Whether its traffic goes over interfaces; nodes that one process emulates have none."""
-        return self.name == "inter" and jax.process_count() > 1
+        return f"shard_{self.name}"
 
 
 def find_levels(devices_per_node: int) -> list[Level]:
@@ -141,6 +135,7 @@ def measure(level: Level, collective: str, size_bytes: int) -> Measurement:
         x, time_s, tx_bytes = timed(run, x, executions)
         times.append(time_s)
         sent.append(tx_bytes)
+    over_interfaces = level.name == "inter" and jax.process_count() > 1  # nodes that one process emulates have none
     return Measurement(
         level=level.name,
         collective=collective,
@@ -150,25 +145,21 @@ def measure(level: Level, collective: str, size_bytes: int) -> Measurement:
         time_s=min(times),
         times_s=tuple(times),
         executions=executions,
-        wire_tx_bytes=min(sent) if level.crosses_hosts and np.isfinite(sent).all() else None,
+        wire_tx_bytes=min(sent) if over_interfaces and np.isfinite(sent).all() else None,
     )
 
 
 def collective_of(name: str, level: Level) -> Collective:
     """Returns the collective of this name over the groups of a level; where training has one of its own, that one."""
     scope, n = (level.axis,), level.group_size
-    reduce_scatter = partial(reduce_scatter_chunks, scope=scope, hierarchical=True, by_ring=over_gloo())
+    over_gloo = jax.default_backend() == "cpu" and jax.process_count() > 1  # for which training has a ring of its own
+    reduce_scatter = partial(reduce_scatter_chunks, scope=scope, hierarchical=True, by_ring=over_gloo)
     return {
         "all_gather": partial(all_gather_chunks, scope=scope, hierarchical=True),
         "reduce_scatter": lambda x: reduce_scatter(x.reshape(n, -1)),
         "all_reduce": lambda x: lax.psum(x, level.axis),
         "all_to_all": lambda x: lax.all_to_all(x.reshape(n, -1), level.axis, 0, 0),
     }[name]
-
-
-def over_gloo() -> bool:
-    """Whether collectives use gloo, for which training has its own ring reduce-scatter."""
-    return jax.default_backend() == "cpu" and jax.process_count() > 1
 
 
 def compile_loop(collective: Collective, mesh: Mesh) -> Loop:

@@ -42,12 +42,16 @@ def record(measured: Sequence[Measurement], fits: Fits, environment: Mapping[str
         group = next(m for m in measured if m.level == level)
         collectives = {name: found for (of, name), found in fits.items() if of == level}
         best = max(collectives, key=lambda name: collectives[name].bandwidth_bytes_per_s)
+        as_json = {
+            name: asdict(found) | {"bandwidth_bytes_per_s": found.bandwidth_bytes_per_s}
+            for name, found in collectives.items()
+        }
         levels[level] = {
             "group_size": group.group_size,
             "devices_per_link": group.devices_per_link,
             "best": best,  # a lower bound for the link
-            **_as_json(collectives[best]),
-            "collectives": {name: _as_json(found) for name, found in collectives.items()},
+            **as_json[best],
+            "collectives": as_json,
         }
     measurements = [
         asdict(m) | {"steps": m.steps, "link_bytes": m.link_bytes, "bandwidth_bytes_per_s": m.bandwidth_bytes_per_s}
@@ -91,7 +95,3 @@ def draw(measured: Sequence[Measurement], fits: Fits) -> Figure:
             axes.grid(alpha=0.3)
         charts[0].legend(fontsize="small")
     return figure
-
-
-def _as_json(found: LinkFit) -> dict[str, float]:
-    return asdict(found) | {"bandwidth_bytes_per_s": found.bandwidth_bytes_per_s}
