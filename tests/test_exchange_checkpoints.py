@@ -182,34 +182,3 @@ def test_every_method_goes_on_with_what_all_replicas_owed(method: str, change: s
     left, before = (owed(getattr(state, field).tree) for state in (new, old))
     jax.tree.map(check, handed_on, left, mean, before)
     assert max(np.abs(x).max() for x in jax.tree.leaves(before)) > 1e-5
-
-
-def with_overlap(nodes: int, late: bool) -> tuple[Any, ...]:
-    """Returns a decoder's compiled step whose micro-steps run an int8 hop two, its first state and its batch."""
-    plan = workload.plan("decoder", overlap=True, nodes=nodes, strategy="mics", partition_size=2)
-    hop_two = method_named("int8").transform(workload.setup(plan, "int8", block=16, delayed=late))
-    beside = workload.early(plan, "int8", block=16, delayed=late)
-    return workload.compiled_step("decoder", plan, hop_two=hop_two, early=beside, tx=optax.sgd(1.0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("late", [False, True])
-def test_so_does_hop_two_inside_the_backward_passes(late: bool, tmp_path: Path) -> None:
-    step, state, data = with_overlap(4, late)
-    _, state, _ = workload.run_steps(step, state, data, DONE)
-    save(tmp_path, state, DONE)
-    fewer, first, rows = with_overlap(2, late)
-    found = restore(tmp_path, first)
-    before, exchange = jax.tree.map(np.array, (state.params, state.hop_two))
-    if late:
-        came, exchange = replicas(exchange.waiting.tree, lambda x_R: x_R.mean(0)), exchange.exchange
-    else:
-        came = workload.value_and_grad("decoder")(before, np.arange(workload.ROWS))[1]
-    found, _ = fewer(found, rows)
-    left = found.hop_two.exchange if late else found.hop_two
-
-    def check(before: np.ndarray, now: jax.Array, came: np.ndarray, owed: np.ndarray, left: np.ndarray) -> None:
-        np.testing.assert_allclose(before - np.asarray(now) + left, came + owed, atol=2e-6)
-
-    jax.tree.map(check, before, found.params, came, owed(exchange.residual.tree), owed(left.residual.tree))
-    assert max(np.abs(x).max() for x in jax.tree.leaves(owed(exchange.residual.tree))) > 1e-5

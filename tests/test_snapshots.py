@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import CheckpointConfig
 from runtime.addresses import own_address
-from sharding.replicas import Combine, PerReplica
 from state import Checkpointer, Restored, manifest
 from state.memory_files import MemoryFolder, SnapshotManifest
 from state.snapshots import AUTOMATIC, Pace, Snapshots, partner
@@ -359,21 +358,6 @@ def test_a_host_whose_name_has_no_address(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     assert own_address() == socket.gethostname()
-
-
-@pytest.mark.parametrize(("combine", "replicas"), [("sum", 2), ("sum", 3), ("mean", 2)])
-def test_other_numbers_of_replicas(run: Run, combine: Combine, replicas: int) -> None:
-    value = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
-    state = {"opt": PerReplica(jax.device_put(value, shardings(4, 2)["w"]), combine=combine)}
-    run.keep(1, make=lambda step: state)
-    mesh = Mesh(np.array(jax.devices()[:replicas]), "a")
-    wanted = jax.ShapeDtypeStruct((replicas, 8), np.float32, sharding=NamedSharding(mesh, PartitionSpec("a")))
-    restored = run.restore({"opt": PerReplica(wanted, combine=combine)})
-    assert restored
-    got = np.asarray(restored.state["opt"].tree)
-    merge = np.sum if combine == "sum" else np.mean
-    assert got.shape == (replicas, 8) and (got == got[0]).all()
-    np.testing.assert_allclose(merge(got, axis=0), merge(value, axis=0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("every", [1, 0])

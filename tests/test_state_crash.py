@@ -83,6 +83,7 @@ def test_killed_while_saving(tmp_path: Path, moment: str) -> None:
     assert check_restores(tmp_path) == 2
 
 
+@pytest.mark.slow
 def test_a_restore_holds_at_most_one_extra_copy(tmp_path: Path) -> None:
     layer = np.random.default_rng(0).standard_normal(BIG_SHAPE, dtype=np.float32)
     state = {f"w{i}": jax.device_put(layer + i, sharding(8)) for i in range(BIG_LAYERS)}

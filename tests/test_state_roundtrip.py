@@ -290,15 +290,6 @@ def test_orbax_does_not_talk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert said[:2] == ["somebody else", "matters"] and len(said) == 4 and "other.py" in said[2]
 
 
-def test_orbax_itself_reads_what_we_wrote(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
-        save_small(checkpointer, 4)
-    with ocp.CheckpointManager(tmp_path) as manager:
-        assert manager.latest_step() == 4
-        restored = manager.restore(4, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
-    assert restored.data == {"step": 4}
-
-
 def test_command_line_lists_and_verifies_without_jax(tmp_path: Path) -> None:
     def run(command: str, directory: Path = tmp_path) -> tuple[int, list[str]]:
         code = "import sys, runpy; sys.modules['jax'] = None; runpy.run_module('state', run_name='__main__')"
