@@ -26,9 +26,17 @@ from state import tree
 from state.attempts import newest_checkpoint, newest_set_aside, read_attempts, write_attempts
 from state.checkpointer import Checkpointer, Restored, Source, print_to_stderr
 from state.manifest import Leaf
-from state.memory_files import MemoryFolder, Piece, SnapshotManifest, as_bytes, laid_out, remove_run
+from state.memory_files import (
+    MemoryFolder,
+    Piece,
+    Region,
+    SnapshotManifest,
+    as_bytes,
+    laid_out,
+    region_of,
+    remove_run,
+)
 from state.recovery import Found, find, load
-from state.regions import Region, region_of
 from state.transfer import PURPOSE, Answers, connect, send_copy
 
 AUTOMATIC = -1  # as often as possible at a cost below SHARE of the time

@@ -180,7 +180,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
 def test_three_events_leave_no_trace(tmp_path: Path) -> None:
     """A node goes, a process is killed, a node joins; what is planned is compiled ahead."""
     options = ("--nodes=3", "--events=3", "--seed=56", "--compile_ahead", f"--workdir={tmp_path}")
-    done = chaos(*options, "--", "--config.num_steps=250")
+    done = chaos(*options, "--", "--config.num_steps=600")
     assert done.returncode == 0, done.stdout + done.stderr
     events = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
     planned: list[Fault] = make_plan(56, 3, nodes=3, min_nodes=2)

@@ -120,12 +120,17 @@ def test_hosts_are_distinguished_by_full_names(monkeypatch: pytest.MonkeyPatch) 
 
 
 SLURM = "SLURM_JOB_ID=77 SLURM_STEP_NODELIST='node[0-1]' SLURM_NTASKS=2 SLURM_PROCID=$RANK SLURM_LOCALID=0"
-OPEN_MPI = "OMPI_MCA_orte_hnp_uri='1.0;tcp://10.77.0.1:1234' OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=$RANK"
+OPEN_MPI = (
+    "OMPI_MCA_orte_hnp_uri='1.0;tcp://10.77.0.1:1234' "
+    "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=$RANK OMPI_COMM_WORLD_LOCAL_RANK=0"
+)
 
 
 @EMULATED
 @pytest.mark.slow
-@pytest.mark.parametrize("variables", [SLURM, f"{OPEN_MPI} OMPI_COMM_WORLD_LOCAL_RANK=0"], ids=["SLURM", "Open MPI"])
+@pytest.mark.parametrize(
+    "variables", [SLURM, pytest.param(f"{OPEN_MPI} OMPI_COMM_WORLD_LOCAL_RANK=0", marks=pytest.mark.slow)]
+)
 def test_launchers_give_ranks_on_two_hosts(variables: str, tmp_path: Path) -> None:
     """By the variables that srun, and mpirun of Open MPI 4, set; the nodes are told apart by the names of the hosts.
 
