@@ -183,14 +183,8 @@ class Snapshots:
 
     def _copy(self, arrays: dict[str, jax.Array], name: str) -> None:
         """Copies this process' regions to a slot. OSError if the disk is full."""
-        shards = [
-            next(
-                shard.data
-                for shard in arrays[owned.piece.region.path].addressable_shards
-                if shard.device == owned.device
-            )
-            for owned in self._owned
-        ]
+        by_device = {path: {x.device: x.data for x in array.addressable_shards} for path, array in arrays.items()}
+        shards = [by_device[owned.piece.region.path][owned.device] for owned in self._owned]
         for shard in shards:
             shard.copy_to_host_async()
         # on CPUs these arrays alias the device's buffers: nothing may keep a reference

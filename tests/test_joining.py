@@ -10,13 +10,13 @@ import pytest
 from jax._src import distributed
 from running import IGNORED, TIMEOUT_S, arguments, finish, free_port, start
 
-from runtime import joining
+from runtime import launch
 from runtime.addresses import host_and_port
 
 pytestmark = IGNORED
 LIMITS = """
-from runtime import joining
-joining.PATIENCE_S, joining._QUIET_S, joining._GONE_S, joining._LOOK_S = {}, 0.0, 1.0, 0.2
+from runtime import launch
+launch.PATIENCE_S, launch._QUIET_S, launch._GONE_S, launch._LOOK_S = {}, 0.0, 1.0, 0.2
 """
 
 
@@ -56,8 +56,8 @@ def test_a_process_0_that_dies_before_all_have_joined(tmp_path: Path) -> None:
 
 def test_a_process_0_that_is_started_again_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the same port, for as long as it is said: jax's client tries again, too."""
-    monkeypatch.setattr(joining, "_GONE_S", 3600.0)
-    monkeypatch.setattr(joining, "_LOOK_S", 0.2)
+    monkeypatch.setattr(launch, "_GONE_S", 3600.0)
+    monkeypatch.setattr(launch, "_LOOK_S", 0.2)
     joined = threading.Event()
     first = socket.create_server(("127.0.0.1", 0))
     port = first.getsockname()[1]
@@ -73,7 +73,7 @@ def test_a_process_0_that_is_started_again_is_waited_for(monkeypatch: pytest.Mon
 
     process_0 = threading.Thread(target=dies_and_comes_back)
     process_0.start()
-    joining.join_in_time(lambda: check(joined.wait(TIMEOUT_S)), 1)
+    launch.join_in_time(lambda: check(joined.wait(TIMEOUT_S)), 1)
     process_0.join()
 
 
@@ -87,7 +87,7 @@ def test_what_jax_raises_is_raised(raised: BaseException) -> None:
         raise raised
 
     with pytest.raises(type(raised)) as found:
-        joining.join_in_time(fails, None)
+        launch.join_in_time(fails, None)
     assert found.value is raised
 
 
