@@ -80,7 +80,8 @@ def compiled_once(config: Config) -> Experiment:
     """Returns the parts of a run, whose programs are those of the run before that has the same."""
     experiment = make_experiment(config)
     others = {"checkpoint": CheckpointConfig(), "eval": EvalConfig(), "elastic": ElasticConfig()}
-    program = replace(config, **others, log_every=1)  # none of which changes it
+    data = replace(config.data, path=config.data.path and "elsewhere")
+    program = replace(config, **others, data=data, log_every=1)  # none of which changes it
     vars(experiment).update(_programs(program))
     return experiment
 

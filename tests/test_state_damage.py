@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -262,33 +263,26 @@ def test_other_folders_are_not_steps(saved: Path) -> None:
         assert (saved / "30.orbax-checkpoint-tmp").is_dir()
 
 
+@pytest.mark.parametrize(("look", "command"), [("verify", command_line.verify), ("read", command_line.ls)])
 def test_a_step_that_the_run_deletes_while_others_are_looked_at_is_not_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    saved: Path,
+    look: str,
+    command: Callable[[Path], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for step in (10, 20, 30):
-        folder = tmp_path / str(step)
-        for file in (manifest.STATE_FILE, manifest.DATA_FILE, manifest.CONFIG_FILE):
-            (folder / file).parent.mkdir(parents=True)
-            (folder / file).write_text("content")
-        files = manifest.describe(folder)
-        manifest.write(folder, manifest.build(folder, files, step=step, tree=(), metrics={}))
-    real = {"read": manifest.read, "verify": manifest.verify}
+    real = getattr(manifest, look)
 
-    def delete_meanwhile(look: str, step: int) -> None:
-        def delete_and_look(folder: Path) -> manifest.Manifest:
-            if folder.name == str(step):
-                shutil.rmtree(folder)
-            return real[look](folder)
+    def delete_and_look(folder: Path) -> manifest.Manifest:
+        if folder.name == str(NEWEST):
+            shutil.rmtree(folder)
+        return real(folder)
 
-        monkeypatch.setattr(manifest, look, delete_and_look)
-
-    delete_meanwhile("verify", 20)
-    assert command_line.verify(tmp_path) == 0
-    monkeypatch.undo()
-    delete_meanwhile("read", 10)
-    assert command_line.ls(tmp_path) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0].split()[1] for line in lines] == ["10", "30", "30"] and "DAMAGED" not in str(lines)
+    with undone(saved), monkeypatch.context() as patch:
+        patch.setattr(manifest, look, delete_and_look)
+        assert command(saved) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.match(rf"step +{GOOD}\b", line) and "DAMAGED" not in line
 
 
 def test_a_folder_without_checkpoints_is_a_mistake(
